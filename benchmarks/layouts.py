@@ -25,7 +25,7 @@ import numpy as np
 
 from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
 from transformer.data import NumberWords, TextFile
-from transformer.nn import ParallelConfig
+from transformer.nn import DcnConfig, ParallelConfig
 from transformer.training import OptimizerConfig, Recipe, TrainingConfig, place
 from transformer.training._processes import join, part
 from transformer.training._state import TrainState
@@ -39,11 +39,16 @@ LAYOUTS = {
     "context x 4, data x 2": ParallelConfig(context=4),
     "expert x 4, data x 2": ParallelConfig(expert=4),
     "fsdp x 2, tensor x 2, data x 2": ParallelConfig(fsdp=2, tensor=2),
+    "two slices: fsdp x 4, data x 2 across slices": ParallelConfig(fsdp=4, dcn=DcnConfig(data=2)),
+    "two slices: tensor x 2, fsdp x 4, of which 2 across slices": ParallelConfig(
+        fsdp=2, tensor=2, dcn=DcnConfig(fsdp=2)
+    ),
 }
 PROCESSES = {
     "two processes: data x 8": ParallelConfig(),
     "two processes: fsdp x 4, data x 2": ParallelConfig(fsdp=4),
     "two processes: context x 2, tensor x 4": ParallelConfig(context=2, tensor=4),
+    "two processes: fsdp x 4, data x 2 across processes": ParallelConfig(fsdp=4, dcn=DcnConfig(data=2)),
 }
 VOCABULARY, ROWS, LENGTH, SOURCE_LENGTH = 61, 16, 32, 24
 

@@ -107,8 +107,14 @@ def figures(task: str, summary: Mapping[str, Any], evaluated: list[Mapping[str, 
     metrics = summary.get("held_out") or {name: best.get(f"eval/{name}") for name in ("loss", "accuracy", "mae")}
     if task == "forecaster":
         measured = {"mse": metrics["loss"], "mae": metrics["mae"]}
-    if task in ("classifier", "image_classifier", "masked_lm"):
+    if task in ("classifier", "image_classifier", "masked_lm", "contrastive"):
         measured["accuracy"] = 100 * metrics["accuracy"]
+    if task in ("sft", "grpo") and summary.get("held_out"):
+        share = metrics["accuracy"] if task == "grpo" else metrics["others"].get("exact_match")
+        measured |= {} if share is None else {"exact_match": 100 * share}
+    if task == "dpo" and summary.get("held_out"):
+        names = "prefers_chosen", "reference_prefers_chosen"
+        measured |= {name: 100 * metrics["others"][name] for name in names if name in metrics["others"]}
     if summary.get("corpus"):
         measured |= {name: summary["corpus"][name] for name in ("bleu", "chrf")}
     for name, score in (("exact_match", (summary.get("exact_match") or {}).get("")), ("basics", summary.get("basics"))):

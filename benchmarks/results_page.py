@@ -13,6 +13,8 @@ FIGURES = {
     "chrf": ("chrF", 2),
     "exact_match": ("exact match, %", 2),
     "basics": ("basics, %", 2),
+    "prefers_chosen": ("chosen response more probable, %", 2),
+    "reference_prefers_chosen": ("before training, %", 2),
     "accuracy": ("accuracy, %", 2),
     "mse": ("MSE", 3),
     "mae": ("MAE", 3),

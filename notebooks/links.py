@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/colab.md")
 SUBJECTS = {
     "colab_tpu": "train a transformer",
+    "finetune_colab": "fine-tune a chat model",
     "pretrained_tpu": "use and fine-tune a pretrained model",
     "sharding": "train on eight devices",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -138,11 +139,10 @@ def full_disk(world: World) -> Tally:
                 call.wait_until(lambda call=call, workdir=workdir: newest(workdir) >= 40, every=0.01)
                 while call.running():
                     fill(ballast, int(share * size))
+                    call.check_patience()
                     time.sleep(0.002)
                 codes, output = call.end(), call.output()
-            faults = first_fault(codes, [1], output)
-            if not any(words in output for words in ("the disk is full", "No space left on device")):
-                faults.append("the output does not report that the disk is full")
+            faults = first_fault(codes, [1], output) + check_full(output, workdir)
             tally.counts[
                 "reported by the save" if "No checkpoint was written" in output else "reported for another file"
             ] += 1
@@ -153,8 +153,52 @@ def full_disk(world: World) -> Tally:
             output, more = world.finish(workdir)
             tally.case(f"{share:.0%} of a checkpoint free", faults + check_resumed(output, step) + more)
         finally:
-            subprocess.run(["umount", str(disk)], check=True)
+            tally.faults += unmount(disk)
     return tally
+
+
+def check_full(output: str, workdir: Path) -> list[str]:
+    """Return the faults of the output of a run whose disk is full: one line must say so, and name the place."""
+    lines = output.splitlines()
+    said = [line for line in lines if "the disk is full" in line or "No space left on device" in line]
+    faults = [] if len(said) == 1 else [f"{len(said)} lines report that the disk is full, expected 1"]
+    faults += [f"the place is missing: {line}" for line in said if str(workdir) not in line]
+    return faults + [f"printed: {line}" for line in lines if "Traceback" in line or "ERROR:" in line]
+
+
+def unmount(disk: Path) -> list[str]:
+    """Unmount a file system; return the faults, which name the processes that still use it.
+
+    The file system is detached in any case, so that it does not outlive this command.
+    """
+    done = subprocess.run(["umount", str(disk)], capture_output=True, text=True)
+    if not done.returncode:
+        return []
+    users = holders(disk) or ["by no process that can be seen"]
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    return [f"{done.stderr.strip()}: {'; '.join(users)}"]
+
+
+def holders(folder: Path, processes: Path = Path("/proc")) -> list[str]:
+    """Return the processes with open files, mapped files or a working directory in a directory, and what they use."""
+    found = []
+    for process in sorted(processes.glob("[0-9]*")):
+        used = set()
+        for link in [process / "cwd", process / "root", *_listed(process / "fd"), *_listed(process / "map_files")]:
+            with contextlib.suppress(OSError):  # closed in the meantime, or of another user
+                used.add(os.readlink(link).removesuffix(" (deleted)"))
+        if inside := sorted(path for path in used if Path(path).is_relative_to(folder)):
+            with contextlib.suppress(OSError):
+                words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                found.append(f"process {process.name} ({words[:200]}) uses {inside[0]}")
+    return found
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # the process has ended, or belongs to another user
+        return []
 
 
 def fill(ballast: Path, leave: int) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from reliability.pace import Limit
 from transformer.training import _arrays as arrays
 from transformer.training._checkpoint import load_data
 from transformer.training._manifest import CheckpointError, find_steps, newest_valid
@@ -40,11 +41,12 @@ OPTIONS = (
 """overrides of the recipe: a fast model with all state that must survive (dropout, parameter average, samples)"""
 RECIPE = "configs/number_words.py"
 PATIENCE = 1800.0
-"""seconds after which a run counts as hanging; the longest run takes tens of seconds"""
+"""seconds after which a run counts as hanging, on an idle machine (`Limit`); the longest run takes tens of seconds"""
 JOINING = 60
 """seconds that a process waits for the others at the start; a process that was killed never joins"""
 GONE = 90.0
-"""seconds within which a process must exit on its own after another process of its run was killed"""
+"""seconds within which a process must exit on its own after another process of its run was killed, on an idle machine
+(`Limit`)"""
 
 _numbers = itertools.count()
 
@@ -96,7 +98,7 @@ class Call:
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         if path is not None:
             environment["PYTHONPATH"] = str(path)
-        self.start = time.monotonic()
+        self.start, self._patience = time.monotonic(), Limit(PATIENCE)
         port = free_port() if processes > 1 else None
         for index, output in enumerate(self.outputs):
             words = [sys.executable, *under, *train_words(workdir, data, *common, *options)]
@@ -138,13 +140,12 @@ class Call:
             every: seconds between two checks.
 
         Raises:
-            TimeoutError: neither happened within `PATIENCE` seconds of the start.
+            TimeoutError: neither happened within `PATIENCE` seconds of the start, longer on a slow machine.
         """
         while self.running():
             if condition():
                 return True
-            if self.seconds > PATIENCE:
-                raise TimeoutError(f"{self.outputs[0].name}: still running after {PATIENCE:.0f} s")
+            self.check_patience()
             time.sleep(every)
         return False
 
@@ -160,13 +161,17 @@ class Call:
         for index in victims or range(len(self.members)):
             self.members[index].wait()
 
-    def end(self, seconds: float = PATIENCE) -> list[int]:
-        """Wait for all processes and return their exit codes; raise TimeoutError after `seconds`."""
-        deadline = time.monotonic() + seconds
-        try:
-            return [member.wait(max(deadline - time.monotonic(), 0.1)) for member in self.members]
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{self.outputs[0].name}: still running after {seconds:.0f} s") from None
+    def check_patience(self) -> None:
+        """Raise TimeoutError if the call has run for `PATIENCE` seconds, longer on a slow machine."""
+        if self._patience.passed():
+            raise TimeoutError(f"{self.outputs[0].name}: still running after {self.seconds:.0f} s")
+
+    def end(self) -> list[int]:
+        """Wait for all processes and return their exit codes; raise TimeoutError if they hang (`check_patience`)."""
+        while any(member.poll() is None for member in self.members):
+            self.check_patience()
+            time.sleep(0.01)
+        return [member.returncode for member in self.members]
 
 
 def free_port() -> int:

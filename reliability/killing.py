@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from reliability.invocations import (
     started_since,
     unfinished,
 )
+from reliability.pace import Limit
 from reliability.world import Moment, Tally, World, draw_moment, phase
 
 TERMINATED = 128 + signal.SIGTERM
@@ -102,12 +102,11 @@ def _survivors(call: Call, victims: tuple[int, ...]) -> tuple[list[str], float]:
     """Return the faults of the processes that were not killed, and the seconds until they exited."""
     faults, start = [], time.monotonic()
     for index in sorted({*range(len(call.members))} - {*victims}):
-        try:
-            code = call.members[index].wait(GONE)
-        except subprocess.TimeoutExpired:
-            faults.append(f"process {index} was still running {GONE:.0f} s after another process was killed")
+        limit, member = Limit(GONE), call.members[index]
+        if not limit.wait(lambda member=member: member.poll() is not None):
+            faults.append(f"process {index} was still running {limit.seconds:.0f} s after another process was killed")
             continue
-        if code == 0 and reached(call.output()) < STEPS:
+        if member.returncode == 0 and reached(call.output()) < STEPS:
             faults.append(f"process {index} exited with 0 although another process was killed")
     return faults, time.monotonic() - start
 
@@ -169,13 +168,13 @@ def terminated(world: World) -> Tally:
         call.wait_until(lambda: reached(call.output()))
         call.signal()
         call.wait_until(lambda: "Send it again to exit immediately" in call.output())
-        start = time.monotonic()
+        limit = Limit(10.0)
         if call.running():
             call.signal()
+        late = not limit.wait(lambda: not call.running())
         codes, output = call.end(), call.output()
-    seconds = time.monotonic() - start
     faults = first_fault(codes, [TERMINATED], output) + check_resumed(output, before)
-    tally.case("SIGTERM twice", faults + ([f"the exit took {seconds:.1f} s"] if seconds > 10 else []))
+    tally.case("SIGTERM twice", faults + ([f"the exit took more than {limit.seconds:.0f} s"] if late else []))
     _, faults = world.finish(workdir)
     tally.faults += [f"{workdir.name}: {fault}" for fault in faults]
 

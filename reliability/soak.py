@@ -89,7 +89,14 @@ class Watch:
             programs=len(self.programs),
             step=self._step,
             speed=median([line["perf/tokens_per_s"] for line in lines if "perf/tokens_per_s" in line] or [math.nan]),
+            cpu=_cpu_seconds(self._process),
         )
+
+
+def _cpu_seconds(process: Path) -> float:
+    """Return the processor time of a process, in user and in system mode (proc(5), /proc/PID/stat)."""
+    words = (process / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _fields(path: Path) -> list[tuple[str, int]]:

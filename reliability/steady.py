@@ -14,8 +14,8 @@ MB = 1e6
 MOST_GROWTH = 1.0
 """maximum growth of the allocated memory after the first quarter, in MB per hour"""
 MOST_CHANGE = 0.05
-"""maximum relative change of throughput, and maximum increase of resident memory, from the second to the last
-quarter"""
+"""maximum relative change of the steps per processor second, and maximum increase of resident memory, from the second
+to the last quarter"""
 BLOCKS = 18
 """number of time blocks after the first quarter, for a slope; in 2 hours, 5 minutes each"""
 
@@ -39,6 +39,8 @@ class Sample:
     """last step in metrics.jsonl"""
     speed: float
     """target tokens per second, median of the records since the last sample; NaN if there is none"""
+    cpu: float
+    """processor time of all threads since the start of the process, in seconds"""
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,8 @@ def measures(samples: Sequence[Sample], late: Sequence[str] = ()) -> list[Measur
     )
     before, after = (float(np.nanmedian([sample.speed for sample in part])) for part in (second, last))
     rows.append(_speed("tokens/s while training, median", before, after, [sample.speed for sample in second]))
-    before, after = ((part[-1].step - part[0].step) / (part[-1].seconds - part[0].seconds) for part in (second, last))
-    rows.append(_speed("steps/s, evaluations and checkpoints included", before, after))
+    rows.append(_per("seconds", "steps/s, evaluations and checkpoints included", second, last))
+    rows.append(_per("cpu", "steps per processor second, evaluations and checkpoints included", second, last))
     return rows
 
 
@@ -125,11 +127,21 @@ def names(programs: Sequence[str]) -> str:
     return ", ".join(f"{name} x {count}" for name, count in Counter(programs).most_common())
 
 
-def _speed(what: str, before: float, after: float, among: Sequence[float] = ()) -> Measure:
+def _per(clock: str, what: str, second: Sequence[Sample], last: Sequence[Sample]) -> Measure:
+    """Return the row of steps per second of a clock. Only processor time gives a verdict: see `_speed`."""
+    before, after = (
+        (part[-1].step - part[0].step) / max(getattr(part[-1], clock) - getattr(part[0], clock), 1e-9)
+        for part in (second, last)
+    )
+    return _speed(what, before, after, verdict=clock == "cpu")
+
+
+def _speed(what: str, before: float, after: float, among: Sequence[float] = (), verdict: bool = False) -> Measure:
+    """Return the row of a speed. Without `verdict` it is only shown, because other programs change speeds by time."""
     change = after / before - 1.0
     remark = f"{100 * change:+.1f} %"
     if among:
         low, high = np.nanpercentile(among, (25, 75))
         remark += f" (interquartile range {100 * (high - low) / before:.1f} %)"
-    allowed = f"{100 * MOST_CHANGE:g} %"
-    return Measure(what, f"{before:,.1f}", f"{after:,.1f}", remark, allowed, not abs(change) <= MOST_CHANGE)
+    allowed = f"{100 * MOST_CHANGE:g} %" if verdict else "depends on other programs"
+    return Measure(what, f"{before:,.1f}", f"{after:,.1f}", remark, allowed, verdict and not abs(change) <= MOST_CHANGE)

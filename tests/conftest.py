@@ -87,6 +87,12 @@ def without_type_checks():
 
 
 @pytest.fixture(scope="session")
+def tpu_compiler():
+    """The package with the TPU compiler. Without it, the tests that need it are skipped."""
+    return pytest.importorskip("libtpu", reason='no TPU compiler: pip install "libtpu>=0.0.51"')
+
+
+@pytest.fixture(scope="session")
 def torch():
     """PyTorch. It is imported late, so that the tests can be collected if it is not installed."""
     return pytest.importorskip("torch")

@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TRAINING = ROOT / "notebooks" / "colab_tpu.ipynb"
 PRETRAINED = ROOT / "notebooks" / "pretrained_tpu.ipynb"
+FINETUNE = ROOT / "notebooks" / "finetune_colab.ipynb"
 SHARDING = ROOT / "notebooks" / "sharding.ipynb"
 INSTALL = ("setup", "install", "versions")
 """cells that are the same in every notebook"""

@@ -5,6 +5,7 @@ from jax.sharding import AxisType
 
 
 def mesh(**sizes):
+    """Return a mesh of the first devices with Auto axes of these sizes."""
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 

@@ -20,7 +20,7 @@ from transformer.training._optimizers import make_optimizer
 from transformer.training._provenance import tokenizer_fingerprint
 from transformer.training._recipe import load_recipe, with_vocabulary
 from transformer.training._runs import record_run
-from transformer.training._state import TrainState, abstract_state, make_state
+from transformer.training._state import TrainState, abstract_state, keeps_average, make_state
 from transformer.training._step import make_train_step
 from transformer.training._tasks import TASKS
 
@@ -87,7 +87,7 @@ def start(recipe):
         step=jnp.zeros((), jnp.int32),
         params=params,
         opt_state=make_optimizer(recipe).init(params),
-        ema=None if recipe.training.ema_decay is None else params,
+        ema=params if keeps_average(recipe) else None,
         skipped=jnp.zeros((), jnp.int32),
     )
     return state, compiled_step(recipe)

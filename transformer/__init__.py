@@ -1,8 +1,8 @@
 """A model zoo of transformers in JAX and Flax: pure functions for numerics, small modules that own the parameters.
 
-`transformer.NAME` is any name in `__all__` of `transformer.nn` or `transformer.config`, or one of the functions `load`
-and `save` of `transformer.inference`. These two need optional dependencies: install the extra `train` to load and save
-run directories, and the extra `zoo` for pretrained weights.
+`transformer.NAME` is any name in `__all__` of `transformer.nn` or `transformer.config`, or one of the functions `load`,
+`save` and `open` (`open_model`) of `transformer.inference`. These three need optional dependencies: install the extra
+`train` for the run directories, and the extra `zoo` for pretrained weights.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformer.config import *  # noqa: F403
     from transformer.inference import load as load
+    from transformer.inference import open_model as open  # noqa: F401
     from transformer.inference import save as save
     from transformer.nn import *  # noqa: F403
 
@@ -62,7 +63,9 @@ def __getattr__(name: str) -> Any:
     The command line relies on this: its process restarts once, and should not import JAX before it does.
     """
     if name == "__all__":
-        return sorted(_exports())
+        return sorted(_exports())  # without `open`: `from transformer import *` must not replace the builtin
+    if name == "open":
+        return importlib.import_module("transformer.inference").open_model
     if not name.startswith("_"):
         if (home := _exports().get(name)) is not None:
             return getattr(importlib.import_module(home), name)

@@ -5,6 +5,7 @@ Each verb imports only the modules that it needs: `--help` and `--version` do no
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from transformer.cli._allocator import keep_freed_memory
+from transformer.cli._bars import bars
 from transformer.cli._compile_cache import keep_compiled
 from transformer.cli._errors import run_command
 from transformer.cli._limits import check_address_space
@@ -32,8 +34,26 @@ def _generate(arguments: Sequence[str]) -> int | None:
     return main(arguments)
 
 
+def _chat(arguments: Sequence[str]) -> int | None:
+    from transformer.cli._chat import main
+
+    return main(arguments)
+
+
+def _serve(arguments: Sequence[str]) -> int | None:
+    from transformer.cli._serve import main
+
+    return main(arguments)
+
+
 def _translate(arguments: Sequence[str]) -> int | None:
     from transformer.cli._translate import main
+
+    return main(arguments)
+
+
+def _transcribe(arguments: Sequence[str]) -> int | None:
+    from transformer.cli._transcribe import main
 
     return main(arguments)
 
@@ -115,9 +135,12 @@ class Verb:
 VERBS = {
     "train": Verb(_train, "train a recipe, or resume its run"),
     "generate": Verb(_generate, "generate text or a translation with a trained or pretrained model"),
+    "chat": Verb(_chat, "talk to a chat model"),
+    "serve": Verb(_serve, "serve a language model over HTTP, by OpenAI's interface"),
     "translate": Verb(_translate, "translate lines from stdin with beam search"),
-    "embed": Verb(_embed, "text embeddings"),
-    "classify": Verb(_classify, "most likely class of each text"),
+    "transcribe": Verb(_transcribe, "text of audio files, with a speech model"),
+    "embed": Verb(_embed, "embeddings of texts or images"),
+    "classify": Verb(_classify, "most likely classes of each text or image"),
     "score": Verb(_score, "log-likelihood and perplexity of each text"),
     "convert": Verb(_convert, "export a model to Hugging Face format (config.json and safetensors)"),
     "list": Verb(_list, "list the supported pretrained families and their variants"),
@@ -206,7 +229,9 @@ def run_verb(words: Sequence[str]) -> int | None:
         )
     if not {"-h", "--help", "--list"} & set(words):
         check_address_space()
-    return VERBS[words[0]].run(words[1:])
+    # Training has its own display, and a plan too.
+    with contextlib.nullcontext() if words[0] in ("train", "plan") else bars():
+        return VERBS[words[0]].run(words[1:])
 
 
 if __name__ == "__main__":

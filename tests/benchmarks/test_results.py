@@ -143,6 +143,13 @@ def test_a_command_names_files_without_folders_and_what_it_starts_from():
         ("masked_lm", {"held_out": {"loss": 1.25, "accuracy": 0.75, "mae": None}}, {"accuracy": 75.0, "loss": 1.25}),
         ("forecaster", {}, {"mse": 1.5, "mae": 0.25}),
         ("forecaster", {"held_out": {"loss": 1.25, "accuracy": None, "mae": 0.5}}, {"mse": 1.25, "mae": 0.5}),
+        ("sft", {"held_out": {"loss": 0.1, "accuracy": 0.9, "others": {"exact_match": 0.75}}}, {"exact_match": 75.0}),
+        (
+            "dpo",
+            {"held_out": {"loss": 0.1, "others": {"prefers_chosen": 0.75, "reference_prefers_chosen": 0.5}}},
+            {"prefers_chosen": 75.0, "reference_prefers_chosen": 50.0},
+        ),
+        ("grpo", {"held_out": {"loss": -0.5, "accuracy": 0.5, "others": {}}}, {"exact_match": 50.0}),
         ("image_classifier", {"held_out": {"loss": 1.25, "accuracy": 0.75, "mae": None}}, {"accuracy": 75.0}),
     ],
 )

@@ -76,11 +76,17 @@ def test_what_the_user_set_stays(environment, monkeypatch):
     keep_freed_memory({})
 
 
-def test_a_restart_that_the_system_refuses_is_left_out(monkeypatch):
-    def refuse(*given):
-        raise PermissionError(13, "Permission denied", given[0])
+@pytest.mark.parametrize("at", ["execve", "libc_ver", "accelerator_present"])
+def test_a_restart_that_the_system_refuses_is_left_out(at, monkeypatch):
+    def refuse(*given, **options):
+        refused.append(at)
+        raise PermissionError(13, "Permission denied", "here")
 
-    monkeypatch.setattr(allocator.os, "execve", refuse)
+    refused = []
     monkeypatch.setattr(allocator, "_owns_process", lambda: True)
+    monkeypatch.setattr(allocator, "accelerator_present", lambda environment: "cpu")
     monkeypatch.setattr(allocator.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    owner = {"execve": allocator.os, "libc_ver": allocator.platform}.get(at, allocator)
+    monkeypatch.setattr(owner, at, refuse)
     keep_freed_memory({})
+    assert refused == [at]

@@ -110,6 +110,7 @@ def test_a_prompt_and_what_the_model_writes(runs, inspect):
     assert data["title"] == "Attention of tiny"
 
 
+@pytest.mark.slow
 def test_two_checkpoints(runs, inspect, fails, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     runs["runs/tiny", "best"] = opened(CausalLM, num_kv_heads=1)

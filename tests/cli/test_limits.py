@@ -4,7 +4,7 @@ import pytest
 from inference_parts import write_models
 
 from transformer.__main__ import main
-from transformer.cli import _texts as texts
+from transformer.inference import _generating as generating
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("words", [["generate", "{}"], ["inspect", "{}", "--html", "page.html"]])
 def test_a_very_long_source(models, words, monkeypatch, capsys):
-    monkeypatch.setattr(texts, "MOST_SOURCE_TOKENS", 5)
+    monkeypatch.setattr(generating, "MOST_SOURCE_TOKENS", 5)
     words = [word.format(models["translator"]) for word in words]
     assert main([*words, "--prompt", "the cat sat on the mat"]) == 2
     assert capsys.readouterr().err == (
@@ -24,7 +24,7 @@ def test_a_very_long_source(models, words, monkeypatch, capsys):
 
 
 def test_very_many_sources(models, monkeypatch, capsys):
-    monkeypatch.setattr(texts, "MOST_PROMPTS", 1)
+    monkeypatch.setattr(generating, "MOST_PROMPTS", 1)
     assert main(["generate", str(models["translator"]), "--prompt", "the cat", "--prompt", "a dog"]) == 2
     assert capsys.readouterr().err == (
         "error: too many prompts: expected at most 1, got 2. Pipe them as lines into `translate`, which reads them in "

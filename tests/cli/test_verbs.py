@@ -107,10 +107,10 @@ class TestVerbs:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ((), "a verb is missing. Use one of train, generate, translate, embed, classify"),
+            ((), "a verb is missing. Use one of train, generate, chat, serve, translate, transcribe, embed"),
             (("generat", "x"), "unknown verb 'generat'. Did you mean 'generate'?"),
             (("generate",), "DIR is missing"),
-            (("inspect", "x"), "--prompt is missing"),
+            (("inspect", "x"), "inspect needs an input. Pass --prompt TEXT, or --image FILE"),
             (("generate", "x", "y"), "unexpected argument: y"),
             (("generate", "x", "--promt", "y"), "generate has no option --promt. Did you mean '--prompt'?"),
             (("generate", "x", "--prompt", "--xyz"), "starts with dashes as --prompt='--xyz'"),
@@ -193,6 +193,7 @@ class TestGenerate:
         once, again, other = (run(*words, seed)[1] for seed in (3, 3, 4))
         assert once == again != other
 
+    @pytest.mark.slow
     def test_what_decides_the_usual_temperature(self, run, pairs, text):
         numbers = ("one", "two", "three", "four", "five", "six", "seven", "eight")
         prompts = [word for number in numbers for word in ("--prompt", number)]
@@ -238,10 +239,11 @@ class TestGenerate:
         )
         assert alone == first
 
-    def test_a_prompt_that_fills_the_context_is_said_to_be_cut(self, run, text):
+    @pytest.mark.parametrize("options", [(), ("--stream",)])
+    def test_a_prompt_that_fills_the_context_is_said_to_be_cut(self, run, text, options):
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            code, out, err = run("generate", text, "--prompt", LINE[:24], "--max-new-tokens", 3)
+            code, out, err = run("generate", text, "--prompt", LINE[:24], "--max-new-tokens", 3, *options)
         assert code == 0
         assert out.startswith(LINE[:24])
         assert err == ("warning: a prompt fills the model's context of 24 tokens: only its last 12 tokens are used.\n")
@@ -347,6 +349,7 @@ class TestInspect:
         assert found["target"] is None
         assert "--target needs an encoder-decoder" in fails("inspect", text, "--prompt", "what", "--target", "x")
 
+    @pytest.mark.slow
     def test_sizes(self, run, pairs, tmp_path):
         words = ("inspect", pairs, "--prompt", "one", "--target", "uno", "--sizes", "--output", tmp_path)
         code, out, err = run(*words)

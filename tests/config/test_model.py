@@ -12,6 +12,8 @@ from transformer.config import (
     ConfigError,
     Execution,
     HeadTransform,
+    Images,
+    ImageTokens,
     LayerKind,
     MoE,
     Patches,
@@ -26,15 +28,18 @@ from transformer.config._paths import fields_by_path
 from transformer.nn.models import (
     CausalLM,
     Classifier,
+    DualEncoder,
     Embedder,
     Forecaster,
     MaskedLM,
     Seq2Seq,
     SpeechToText,
     VisionClassifier,
+    VisionLanguageModel,
 )
 
-EXECUTION = {"scan": False, "remat": "full", "attention": "blockwise", "sow_weights": True}
+EXECUTION = {"scan": False, "experts": "ragged", "remat": "full", "attention": "blockwise", "sow_weights": True}
+QUANTIZED = {"quantization": "int8", "quantization_paths": ("self_attention",)}
 TINY = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, d_ff=7)
 ROTARY = {"position": "rotary"}
 YARN = RotaryScaling(kind="yarn", factor=4.0, original_length=64)
@@ -48,6 +53,7 @@ IMAGES = {
     "output.num_classes": 3,
     "output.pooling": "first",
 }
+GRID = {"position": "rotary_grid", "input": Patches(image_height=4, image_width=4, patch_size=2)}
 SERIES = Series(channels=2, context_length=7, horizon=2, patch_length=3, patch_stride=2)
 
 # field -> (model, changes common to both sides, the change)
@@ -57,6 +63,8 @@ CHANGES = {
     "d_model": (CausalLM, {}, 16),
     "num_layers": (CausalLM, {}, 3),
     "stack.num_encoder_layers": (Seq2Seq, {}, 1),
+    "stack.encoder_num_heads": (Seq2Seq, {}, 1),
+    "stack.encoder_d_ff": (Seq2Seq, {}, 5),
     "stack.num_decoder_layers": (Seq2Seq, {}, 1),
     "num_heads": (CausalLM, {}, 3),
     "num_kv_heads": (CausalLM, {}, 1),
@@ -71,6 +79,7 @@ CHANGES = {
     "norm_epsilon": (CausalLM, {}, 1e-3),
     "norm_position": (CausalLM, {}, "post"),
     "embedding.norm": (CausalLM, {}, True),
+    "embedding.width": (CausalLM, {}, 8),
     "position": (CausalLM, {}, "alibi"),
     "max_length": (CausalLM, {"position": "learned", "max_length": 9}, 10),
     "embedding.source_max_length": (Seq2Seq, {"position": "learned", "max_length": 9}, 7),
@@ -102,6 +111,7 @@ CHANGES = {
     "output.normalize": (Embedder, {}, True),
     "input": (VisionClassifier, IMAGES, Patches(image_height=6, image_width=4, patch_size=1)),
     "stack.final_norm": (CausalLM, {}, False),
+    "stack.layer_scale": (CausalLM, {}, 0.1),
     "input.horizon": (Forecaster, {"input": SERIES}, 3),
     "input.mel_bins": (SpeechToText, {"input": Speech(mel_bins=3)}, 2),
     "dtype": (CausalLM, {}, "bfloat16"),
@@ -116,10 +126,14 @@ CHANGES = {
 def program(model: type, config: TransformerConfig) -> str:
     """Return the lowered program of initialization and a training-mode call as text, including constants."""
     inputs = (jnp.zeros((2, 5), jnp.int32),) * (2 if model is Seq2Seq else 1)
-    if model is VisionClassifier:
-        patches = config.patches
-        inputs = (jnp.zeros((2, patches.image_height, patches.image_width, patches.channels)),)
-
+    if model in (VisionClassifier, DualEncoder):
+        patches = config.patches or config.images.patches
+        pixels = jnp.zeros((2, patches.image_height, patches.image_width, patches.channels))
+        inputs = (inputs[0], pixels) if model is DualEncoder else (pixels,)
+    named = {"deterministic": False}
+    if model is VisionLanguageModel:
+        patches = config.image_tokens.patches
+        named["images"] = jnp.zeros((2, 1, patches.image_height, patches.image_width, patches.channels))
     if model is Forecaster:
         inputs = (jnp.zeros((2, config.series.context_length, config.series.channels)),)
     if model is SpeechToText:
@@ -127,7 +141,7 @@ def program(model: type, config: TransformerConfig) -> str:
 
     def run(key):
         params = model(config).init(key, *inputs)
-        return model(config).apply(params, *inputs, deterministic=False, rngs={"dropout": key}), params
+        return model(config).apply(params, *inputs, **named, rngs={"dropout": key}), params
 
     return jax.jit(run).lower(jax.random.key(0)).as_text()
 
@@ -164,6 +178,7 @@ def test_every_field_of_rotary_scaling_is_read(scaling, field, value):
     [
         ("window", 2),
         ("rotary_base", 9.0),
+        ("rotary", False),
         ("rotary_scaling", YARN),
         ("self_attention", False),
         ("moe", ROUTED),
@@ -203,12 +218,109 @@ def test_every_field_of_a_head_transform_is_read(field, value):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("image_height", 8), ("image_width", 6), ("patch_size", 1), ("channels", 1), ("use_bias", False)],
+    [("image_height", 8), ("image_width", 6), ("patch_size", 1), ("channels", 1), ("use_bias", False)]
+    + [("class_token", False), ("distillation_token", True), ("registers", 2)],
 )
 def test_every_field_of_patches_is_read(field, value):
-    base = TINY.replace(**IMAGES)
+    base = TINY.replace(**IMAGES | {"output.pooling": "mean"})
     changed = base.replace(input=dataclasses.replace(base.patches, **{field: value}))
     assert program(VisionClassifier, base) != program(VisionClassifier, changed)
+
+
+def test_pixels_that_fill_no_patch_are_dropped_only_on_request():
+    with pytest.raises(ConfigError, match=r"image_height \(7\) must be a multiple of patch_size"):
+        Patches(image_height=7, image_width=4, patch_size=2)
+    patches = Patches(image_height=7, image_width=5, patch_size=2, drop_remainder=True)
+    assert patches.count == 6
+    with pytest.raises(ConfigError, match="must be a multiple"):
+        Patches(image_height=1, image_width=5, patch_size=2, drop_remainder=True)
+    with pytest.raises(ConfigError, match="needs class_token=True"):
+        Patches(image_height=4, image_width=4, patch_size=2, class_token=False, distillation_token=True)
+
+
+DUAL = Images(
+    patches=Patches(image_height=6, image_width=4, patch_size=2),
+    features=8,
+    d_model=8,
+    num_layers=1,
+    num_heads=2,
+    d_ff=5,
+    activation="relu",
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("patches", Patches(image_height=6, image_width=4, patch_size=1)),
+        ("features", 5),
+        ("d_model", 6),
+        ("num_layers", 2),
+        ("num_heads", 4),
+        ("d_ff", 3),
+        ("activation", "silu"),
+        ("norm_epsilon", 0.1),
+        ("embedding_norm", True),
+        ("pooling", "attention"),
+        ("projections", "text"),
+        ("similarity", "sigmoid"),
+    ],
+)
+def test_every_field_of_images_is_read(field, value):
+    base = TINY.replace(input=DUAL, **{"output.pooling": "last"})
+    changed = base.replace(input=dataclasses.replace(DUAL, **{field: value}))
+    assert program(DualEncoder, base) != program(DualEncoder, changed)
+
+
+BETWEEN = ImageTokens(
+    token_id=3,
+    patches=Patches(image_height=4, image_width=4, patch_size=2),
+    d_model=8,
+    num_layers=2,
+    num_heads=2,
+    d_ff=5,
+    activation="relu",
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("token_id", 4),
+        ("patches", Patches(image_height=4, image_width=4, patch_size=2, class_token=False)),
+        ("d_model", 6),
+        ("num_layers", 3),
+        ("num_heads", 4),
+        ("d_ff", 3),
+        ("activation", "silu"),
+        ("norm_epsilon", 0.1),
+        ("embedding_norm", True),
+        ("unused_layers", 1),
+        ("pool", 2),
+        ("projector", "mlp"),
+        ("projector", "normalized"),
+        ("attention", "image"),
+        ("attention", "prefix"),
+    ],
+)
+def test_every_field_of_image_tokens_is_read(field, value):
+    base = TINY.replace(input=BETWEEN)
+    changed = base.replace(input=dataclasses.replace(BETWEEN, **{field: value}))
+    assert program(VisionLanguageModel, base) != program(VisionLanguageModel, changed)
+
+
+def test_image_tokens_are_checked():
+    with pytest.raises(ConfigError, match=r"unused_layers \(2\) must be below num_layers \(2\)"):
+        dataclasses.replace(BETWEEN, unused_layers=2)
+    with pytest.raises(ConfigError, match=r"pool \(3\) must divide the 2 rows and 2 columns"):
+        dataclasses.replace(BETWEEN, pool=3)
+
+
+def test_images_without_a_projection_need_the_common_size():
+    with pytest.raises(ConfigError, match=r"features \(5\) must be d_model of the images \(8\)"):
+        dataclasses.replace(DUAL, features=5, projections="text")
+    with pytest.raises(ConfigError, match="a DualEncoder needs input=Images"):
+        _ = TINY.image_encoder
 
 
 @pytest.mark.parametrize(
@@ -265,19 +377,25 @@ def routed_program(moe):
     return jax.jit(run).lower(jax.random.key(0), jnp.zeros((2, 5), jnp.int32)).as_text()
 
 
-@pytest.mark.parametrize(("field", "value"), EXECUTION.items())
+@pytest.mark.parametrize(("field", "value"), (EXECUTION | QUANTIZED).items())
 def test_every_field_of_execution_is_read(field, value):
+    config = TINY.replace(**{"stack.period": (LayerKind(moe=ROUTED),)})
+
     def program(execution):
         def loss(params, tokens):
-            logits, sown = CausalLM(TINY, execution).apply(params, tokens, mutable=["intermediates"])
+            logits, sown = CausalLM(config, execution).apply(params, tokens, mutable=["intermediates"])
             return logits.sum(), sown
 
         tokens = jnp.zeros((2, 5), jnp.int32)
-        params = jax.eval_shape(CausalLM(TINY).init, jax.random.key(0), tokens)
+        params = jax.eval_shape(CausalLM(config).init, jax.random.key(0), tokens)
         return jax.jit(jax.grad(loss, has_aux=True)).lower(params, tokens).as_text()
 
-    assert set(EXECUTION) == {field.name for field in dataclasses.fields(Execution)}
-    assert program(Execution()) != program(Execution(**{field: value}))
+    assert set(EXECUTION) | set(QUANTIZED) == {field.name for field in dataclasses.fields(Execution)}
+    before = Execution()
+    if field in QUANTIZED:
+        pytest.importorskip("qwix")
+        before = Execution(quantization="fp8" if field == "quantization" else "int8")
+    assert program(before) != program(dataclasses.replace(before, **{field: value}))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +438,13 @@ def test_every_field_of_execution_is_read(field, value):
         ),
         ({"t5_bias.per_layer": True}, r"its own table of T5's position bias, but position is 'sinusoidal'. Remove"),
         ({"position": "sinusoidal_halves", "d_model": 9, "num_heads": 3}, r"d_model \(9\) must be even"),
-        (IMAGES | {"position": "learned", "max_length": 6}, r"max_length \(6\) must be 7: a class token and 6 patches"),
+        ({"position": "rotary_grid"}, r"input is not Patches"),
+        ({**GRID, "d_model": 6, "num_heads": 1}, r"\(6\) must be a multiple of 4"),
+        ({**GRID, "rotary.dim": 2}, "rotary.dim and rotary.scaling have no effect"),
+        (
+            IMAGES | {"position": "learned", "max_length": 6},
+            r"max_length \(6\) must be 7, .* tokens \(1\) and patches \(6\)",
+        ),
         (
             {"input": SERIES, "position": "learned", "max_length": 6},
             r"max_length \(6\) must be 3, the number of positions per channel of the series. Change it, or",

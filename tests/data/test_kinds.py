@@ -69,15 +69,17 @@ def test_impossible_data_says_what_to_change(kind, fields, message):
 def test_kinds_by_tag():
     assert {kind: config.kind for kind, config in DATA.items()} == {kind: kind for kind in DATA}
     for task, expected in {
-        "causal_lm": {"tiny_shakespeare", "text_file", "json_lines"},
+        "causal_lm": {"tiny_shakespeare", "text_file", "text_files", "json_lines"},
         "seq2seq": {"number_words", "parallel_text", "multi30k", "tfds_translation"},
         "classifier": {"labeled_text", "sst2", "sst2_sentences"},
         "masked_lm": {"masked_text", "masked_sst2"},
+        "sft": {"conversations"},
     }.items():
         assert {kind for kind, config in DATA.items() if config.task == task} >= expected
     fields = {field.name for config in DATA.values() for field in dataclasses.fields(config)}
-    validation = {"validation_path", "validation_source_path", "validation_target_path"}
-    assert {"data_dir", "manual_dir", "path", "source_path", "target_path"} | validation == PLACES
+    validation = {"validation_path", "validation_paths", "validation_source_path", "validation_target_path"}
+    places = {"cache_dir", "data_dir", "manual_dir", "path", "paths", "source_path", "target_path", "template_path"}
+    assert places | validation == PLACES
     assert fields > PLACES
 
 

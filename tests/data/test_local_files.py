@@ -49,7 +49,9 @@ def test_a_missing_file_and_a_folder(tmp_path, make):
     write(tmp_path / "corpus.txt", "text")
     with pytest.raises(FileNotFoundError, match=r"no file .*corpsu\.txt\. Did you mean 'corpus\.txt'\?"):
         data.prepare(make(str(tmp_path / "corpsu.txt")))
-    with pytest.raises(FileNotFoundError, match="Check the path"):
+    with pytest.raises(
+        FileNotFoundError, match=r"nowhere/corpus\.txt\. Pass an existing file: --data\.(source-)?path\."
+    ):
         data.prepare(make(str(tmp_path / "nowhere" / "corpus.txt")))
     with pytest.raises(ValueError, match="is not a file"):
         data.prepare(make(str(tmp_path)))

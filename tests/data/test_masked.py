@@ -233,6 +233,7 @@ def test_a_masked_run_says_what_it_is(run):
     assert not (run / "samples.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_classifier_starts_from_a_masked_run(run, path, tmp_path):
     """It gets the parameters below the head and the tokenizer of the model; pooling comes from the recipe."""
     rows = "\n".join(f"the film\t{i % 2}\na good film\t1\nbad\t0" for i in range(6))
@@ -262,6 +263,7 @@ def test_a_classifier_starts_from_a_masked_run(run, path, tmp_path):
     assert classify(opened, ["a good film"])[0].label in "01"
 
 
+@pytest.mark.slow
 def test_the_old_head_is_left(path, tmp_path):
     """The masked language model has an output layer of its own, whose shape differs from that of the classifier."""
     recipe = filling_in(path, model={"embedding.tie": False, "use_bias": True}, training={"steps": 1})

@@ -25,13 +25,13 @@ from transformer.training._flops import step_flops
 from transformer.training._loop import train
 from transformer.training._losses import absolute_error, squared_error
 from transformer.training._numeric_evaluation import baseline_errors
+from transformer.training._numeric_tasks import Forecasting
 from transformer.training._parallel import place
 from transformer.training._recipe import from_json, to_json
 from transformer.training._runs import WorkdirError, load_run, open_run
 from transformer.training._start import Start
 from transformer.training._step import make_eval_step
 from transformer.training._summary import read_summary
-from transformer.training._tasks import Forecasting
 from transformer.training.plan._measuring import made_up_batch
 
 STEPS, CONTEXT, HORIZON = 120, 12, 5

@@ -23,7 +23,9 @@ RANDOM = np.random.default_rng(0)
 PROMPTS = [RANDOM.integers(0, VOCABULARY, length).tolist() for length in (3, 20, 1, 7, 5, 18, 2, 4, 9)]
 
 
-@pytest.mark.parametrize("slots", [1, 3, 20])
+@pytest.mark.parametrize(
+    "slots", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(20, marks=pytest.mark.slow)]
+)
 def test_each_row_is_what_it_is_with_all_at_once(slots):
     for options in ({"sampling": Sampling(temperature=0.0)}, {"seed": 5}, {"seed": list(range(9))}):
         plain = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=10, eos_id=3, **options)

@@ -63,7 +63,10 @@ def translator():
 PLAIN = "none, window"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+SLOW = {"rotary, window, prefix", "t5, one layer without attention"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CONFIGS])
 def test_cached_equals_uncached(name):
     """Prefill of padded prompts and then single tokens gives the logits of one forward pass of the whole text."""
     model, params = causal(name)
@@ -190,6 +193,7 @@ def test_translation_compiles_once_for_like_lengths():
     assert decode._cache_size() == before
 
 
+@pytest.mark.slow
 def test_layers_apart_are_the_same_layers():
     """Prefix, two repeats of two kinds, suffix: unrolled and scanned layers generate the same tokens."""
     kinds = [LayerKind(window=size) for size in (2, 3, 5, 9)]

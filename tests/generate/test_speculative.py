@@ -51,6 +51,7 @@ def learned(rows):
     return Draft(model=model, params=params, tokens=3)
 
 
+@pytest.mark.slow
 def test_guesses_past_the_end_of_a_position_table_reach_nobody():
     large, small = learned(12), learned(14)
     options = {"max_new_tokens": 7, "sampling": GREEDY}
@@ -81,6 +82,7 @@ def test_a_row_is_what_it_is_alone():
     assert together == alone
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_are_named():
     broken = jax.tree.map(lambda leaf: leaf, PARAMS)
     broken["decoder"]["final_norm"]["scale"] = broken["decoder"]["final_norm"]["scale"] * jnp.nan

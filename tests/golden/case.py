@@ -21,14 +21,16 @@ PADDED = 3
 NULLABLE = {
     ("deepseek_v3", "q_lora_rank"),
     *(("gemma2", name) for name in ("attn_logit_softcapping", "final_logit_softcapping")),
-    ("gemma2", "use_bidirectional_attention"),
+    *((family, "use_bidirectional_attention") for family in ("gemma", "gemma2")),
     *(("gemma3_text", name) for name in ("attn_logit_softcapping", "final_logit_softcapping")),
     ("gpt2", "n_inner"),
     ("modernbert", "rope_scaling"),
+    *((family, "adapter_attn_dim") for family in ("hubert", "wav2vec2")),
     *(("patchtst", name) for name in ("pooling_type", "scaling")),
     *((family, "num_decoder_layers") for family in ("t5", "umt5")),
     *((family, "sliding_window") for family in ("mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")),
-    ("starcoder2", "sliding_window"),
+    *((family, "sliding_window") for family in ("smollm3", "starcoder2")),
+    *(("smollm3", name) for name in ("no_rope_layers", "layer_types")),
     *((family, "forced_eos_token_id") for family in ("bart", "blenderbot", "marian")),
 }
 """Pairs (family, field of config.json) for which the reference accepts null."""
@@ -148,10 +150,40 @@ def tokens(seed: int, vocab_size: int, *shape: int) -> np.ndarray:
     return np.random.RandomState(seed).randint(4, vocab_size, shape).astype(np.int32)
 
 
+def texts(length: int, vocab_size: int, padding: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return two texts (2, length) that end in the end token, the largest id, and which of their tokens are real."""
+    real = real_tokens(padding, 2, length)
+    ids = tokens(1, vocab_size - 1, 2, length) * real
+    ids[np.arange(2), real.sum(1) - 1] = vocab_size - 1
+    return ids, real
+
+
+MARKER = 3
+"""Token of images in the cases of vision-language models; `tokens` never draws it."""
+SUFFIX = 3
+"""Number of last tokens that are not part of the prefix, for models that read prompts in both directions."""
+
+
+def with_images(ids: np.ndarray, count: int) -> np.ndarray:
+    """Return tokens (2, length) with `count` tokens for two images in the first row and for one in the second."""
+    ids = ids.copy()
+    ids[0, 1 : 1 + count] = ids[0, 2 + count : 2 + 2 * count] = ids[1, PADDED + 1 : PADDED + 1 + count] = MARKER
+    return ids
+
+
 def past_values(steps: int, channels: int) -> np.ndarray:
     """Return two time series (2, steps, channels) whose channels have different scales."""
     drawn = np.random.RandomState(5).standard_normal((2, steps, channels))
     return (drawn * (1 + np.arange(channels)) - 0.7).astype(np.float32)
+
+
+SAMPLES = 101
+"""Number of samples of a recording."""
+
+
+def recordings() -> np.ndarray:
+    """Return two recordings (2, SAMPLES)."""
+    return np.random.RandomState(5).standard_normal((2, SAMPLES)).astype(np.float32)
 
 
 def real_tokens(padding: str, rows: int, length: int) -> np.ndarray:

@@ -6,10 +6,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from golden.case import Case, numbers, past_values, real_tokens, tokens
+from golden.case import SUFFIX, Case, numbers, past_values, real_tokens, recordings, texts, tokens, with_images
 
 from transformer.nn._masks import Mask
-from transformer.nn.models import Classifier, Embedder, Forecaster, MaskedLM, Seq2Seq, SpeechToText, VisionClassifier
+from transformer.nn.models import (
+    Classifier,
+    DualEncoder,
+    Embedder,
+    Forecaster,
+    MaskedLM,
+    Seq2Seq,
+    SpeechEncoder,
+    SpeechRecognizer,
+    SpeechToText,
+    VisionLanguageModel,
+)
+from transformer.nn.models._vision import VisionEncoder
 from transformer.zoo.weights._files import write_weights
 
 
@@ -23,10 +35,18 @@ def write(directory: Path, record: dict[str, Any]) -> Path:
 def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tuple, dict[str, Any]]:
     """Return the positional and keyword arguments of a model call."""
     config = model.config
-    if isinstance(model, VisionClassifier):
-        shape = (2, config.patches.channels, config.patches.image_height, config.patches.image_width)
+    if isinstance(model, VisionEncoder | DualEncoder):
+        patches = config.patches or config.images.patches
+        shape = (2, patches.channels, patches.image_height, patches.image_width)
         pixels = np.random.RandomState(5).standard_normal(shape).astype(np.float32)
-        return (jnp.asarray(pixels.transpose(0, 2, 3, 1)),), {}
+        images = jnp.asarray(pixels.transpose(0, 2, 3, 1))
+        if isinstance(model, VisionEncoder):
+            return (images,), {}
+        ids, real = texts(case.length, config.vocab_size, padding)
+        mask = None if padding == "none" else Mask.lengths(jnp.asarray(real.sum(1)))
+        return (jnp.asarray(ids), images), {"mask": mask}
+    if isinstance(model, SpeechEncoder):
+        return (jnp.asarray(recordings()),), {}
     real = real_tokens(padding, 2, case.length)
     ids = jnp.asarray(
         tokens(1, config.embedding.source_vocab_size or config.vocab_size, 2, case.length) * real + (1 - real) * pad_id
@@ -38,6 +58,10 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
     if padding == "left":
         mask = Mask.segments(jnp.asarray(real))
         named["positions"] = jnp.asarray(np.maximum(real.cumsum(1) - 1, 0))
+    if isinstance(model, VisionLanguageModel):
+        ids, named["images"] = jnp.asarray(with_images(np.asarray(ids), config.image_tokens.count)), images_of(model)
+        if config.image_tokens.attention == "prefix":
+            named["prefix_lengths"] = jnp.full(2, case.length - SUFFIX)
     if isinstance(model, Forecaster):
         return (jnp.asarray(past_values(config.series.context_length, config.series.channels)),), {}
     if isinstance(model, SpeechToText):
@@ -53,6 +77,19 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
     return (ids,), named | {"mask": mask}
 
 
+def without_head(model: Any) -> bool:
+    """Return whether the model has no logits."""
+    return isinstance(model, Embedder) or (isinstance(model, SpeechEncoder) and not isinstance(model, SpeechRecognizer))
+
+
+def images_of(model: VisionLanguageModel) -> jnp.ndarray:
+    """Return the images (2, 2, height, width, channels) of both rows; the second row has only one."""
+    patches = model.config.image_tokens.patches
+    shape = (3, patches.channels, patches.image_height, patches.image_width)
+    pixels = np.random.RandomState(5).standard_normal(shape).astype(np.float32).transpose(0, 2, 3, 1)
+    return jnp.asarray(np.concatenate([pixels, np.zeros_like(pixels[:1])]).reshape(2, 2, *pixels.shape[1:]))
+
+
 def run(model: Any, params: Any, case: Case, padding: str, pad_id: int = 0) -> dict[str, np.ndarray]:
     """Return hidden states and, if the model has a head, logits."""
     inputs, named = inputs_of(model, case, padding, pad_id)
@@ -61,13 +98,22 @@ def run(model: Any, params: Any, case: Case, padding: str, pad_id: int = 0) -> d
     def both(params, inputs, named):
         def compute(module):
             hidden = module.hidden(*inputs, **named)
-            return hidden, None if isinstance(model, Embedder) else module(*inputs, **named)
+            return hidden, None if without_head(model) else module(*inputs, **named)
 
         return model.apply({"params": params}, method=compute)
 
     hidden, logits = both(params, inputs, named)
     results = {"hidden": hidden} | ({} if logits is None else {"logits": logits})
+    if isinstance(model, DualEncoder):
+        results |= {"hidden": hidden[0], "image_hidden": hidden[1], **_vectors(model, params, *inputs, named["mask"])}
     return {name: np.asarray(value, np.float32) for name, value in results.items()}
+
+
+def _vectors(model: DualEncoder, params: Any, ids: Any, images: Any, mask: Any) -> dict[str, Any]:
+    """Return the vectors of texts and images."""
+    apply = jax.jit(model.apply, static_argnames="method")
+    of_texts = apply({"params": params}, ids, mask, method="embed_texts")
+    return {"texts": of_texts, "images": apply({"params": params}, images, method="embed_images")}
 
 
 def gradients(model: Any, params: Any, case: Case) -> Any:

@@ -6,13 +6,14 @@ import json
 import numpy as np
 import torch
 import transformers
-from golden.case import Case, numbers, past_values, real_tokens, tokens
+from golden.case import MARKER, SUFFIX, Case, numbers, past_values, real_tokens, recordings, texts, tokens, with_images
 from transformers.core_model_loading import revert_weight_conversion
 
 
 def build(case: Case):
     """Return the model of a case, in float32 and evaluation mode."""
     special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    special = {} if "text_config" in case.values else special
     given = {name: value for name, value in special.items() if name not in case.values}
     config = getattr(transformers, case.config)(**given, **case.values)
     config._attn_implementation = "eager"
@@ -45,10 +46,16 @@ def reload(cls, case: Case, directory):
 def inputs_of(model, case: Case, padding: str) -> dict[str, torch.Tensor]:
     """Return the inputs for the reference."""
     config = model.config
+    if hasattr(config, "image_token_index"):
+        return _with_images(config, case, padding)
+    if hasattr(config, "text_config"):
+        ids, real = texts(case.length, config.text_config.vocab_size, padding)
+        given = {"input_ids": torch.tensor(ids, dtype=torch.long), **_pixels(config.vision_config)}
+        return given if padding == "none" else given | {"attention_mask": torch.tensor(real, dtype=torch.long)}
     if model.main_input_name == "pixel_values":
-        size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
-        pixels = np.random.RandomState(5).standard_normal((2, config.num_channels, *size)).astype(np.float32)
-        return {"pixel_values": torch.tensor(pixels)}
+        return _pixels(config)
+    if model.main_input_name == "input_values":
+        return {"input_values": torch.tensor(recordings())}
     if model.main_input_name == "past_values":
         return {"past_values": torch.tensor(past_values(config.context_length, config.num_input_channels))}
     if model.main_input_name == "input_features":
@@ -72,8 +79,45 @@ def inputs_of(model, case: Case, padding: str) -> dict[str, torch.Tensor]:
     return given
 
 
+def _with_images(config, case: Case, padding: str) -> dict[str, torch.Tensor]:
+    """Return the inputs of a vision-language model: three images in two rows."""
+    real = real_tokens(padding, 2, case.length)
+    ids = tokens(1, config.text_config.vocab_size, 2, case.length) * real
+    vision = config.vision_config
+    count = getattr(config, "mm_tokens_per_image", None) or (vision.image_size // vision.patch_size) ** 2
+    ids = torch.tensor(with_images(ids, count), dtype=torch.long)
+    given = {"input_ids": ids, **_pixels(vision, images=3)}
+    if padding != "none":
+        given["attention_mask"] = torch.tensor(real, dtype=torch.long)
+    if padding == "left":
+        given["position_ids"] = torch.tensor(np.maximum(real.cumsum(1) - 1, 0), dtype=torch.long)
+    if config.model_type == "gemma3":
+        given["token_type_ids"] = (ids == MARKER).long()
+    if config.model_type == "paligemma":  # 0 is the prefix
+        given["token_type_ids"] = (torch.arange(case.length) >= case.length - SUFFIX).long().expand(2, -1)
+    return given
+
+
+def _pixels(config, images: int = 2) -> dict[str, torch.Tensor]:
+    size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
+    pixels = np.random.RandomState(5).standard_normal((images, config.num_channels, *size)).astype(np.float32)
+    return {"pixel_values": torch.tensor(pixels)}
+
+
+def _both_encoders(model, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the hidden states of texts and images after the final norms, and the vectors of both."""
+    output = model(**given)
+    image = output.vision_model_output.last_hidden_state
+    if model.config.model_type == "clip":  # the reference normalizes only the first position
+        image = model.vision_model.post_layernorm(image)
+    text = output.text_model_output.last_hidden_state
+    return {"hidden": text, "image_hidden": image, "texts": output.text_embeds, "images": output.image_embeds}
+
+
 def hidden_states(model, given: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the hidden states of the last layer, after the final norm."""
+    if model.config.model_type == "dinov3_vit":  # its base_model is the stack of layers, without embeddings
+        return model(**given).last_hidden_state
     if "decoder_input_ids" not in given or model.base_model is not model:
         return model.base_model(**given).last_hidden_state
     # T5 models have no base model that contains both stacks.
@@ -87,21 +131,25 @@ def run(model, case: Case, padding: str) -> dict[str, np.ndarray]:
     """Return hidden states of the last layer (after the final norm), and logits if the model has a head."""
     given = inputs_of(model, case, padding)
     with torch.no_grad():
-        results = {"hidden": hidden_states(model, given)}
+        dual = hasattr(model.config, "text_config") and not hasattr(model.config, "image_token_index")
+        results = _both_encoders(model, given) if dual else {"hidden": hidden_states(model, given)}
         output = model(**given)
-    if (logits := _logits(output)) is not None:
+    if (logits := _logits(model, output)) is not None:
         results["logits"] = logits
     return {name: value.float().numpy() for name, value in results.items()}
 
 
-def _logits(output):
-    return getattr(output, "prediction_outputs", getattr(output, "logits", None))
+def _logits(model, output):
+    if hasattr(output, "logits_per_image"):
+        return output.logits_per_image
+    pooled = output.pooler_output if model.main_input_name == "pixel_values" and "pooler_output" in output else None
+    return getattr(output, "prediction_outputs", getattr(output, "logits", pooled))
 
 
 def gradients(model, case: Case) -> dict[str, np.ndarray]:
     """Return the gradient of mean(log-probabilities * fixed random numbers) by every tensor, by name on disk."""
     model.zero_grad()
-    logits = _logits(model(**inputs_of(model, case, "none")))
+    logits = _logits(model, model(**inputs_of(model, case, "none")))
     direction = np.random.RandomState(3).standard_normal(tuple(logits.shape)).astype(np.float32)
     (torch.nn.functional.log_softmax(logits, -1) * torch.tensor(direction)).mean().backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -113,6 +161,8 @@ def generated(model, case: Case) -> list[list[int]]:
     given = inputs_of(model, case, "none")
     given.pop("decoder_input_ids", None)
     start = given.get("input_ids")
+    if model.config.model_type == "paligemma":
+        given["token_type_ids"] = torch.zeros_like(start)  # the whole prompt is the prefix
     # Whisper overrides `generate` to split audio and suppress tokens. Compare the generic implementation instead.
     out = transformers.GenerationMixin.generate(
         model,

@@ -18,6 +18,27 @@ ENCODER = {
 }
 """Fields of BERT and families with the same names."""
 
+AUDIO = ENCODER | {
+    "vocab_size": 7,
+    "conv_dim": [8, 5, 9],
+    "conv_kernel": [5, 3, 2],
+    "conv_stride": [3, 2, 1],
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 3,
+    "mask_time_prob": 0.0,
+    "mask_feature_prob": 0.0,
+}
+"""Fields of wav2vec 2.0 and HuBERT."""
+
+TOWER = {
+    "hidden_size": 10,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 17,
+    "patch_size": 3,
+}
+"""Fields of the encoder of images in a vision-language model."""
+
 SEQ2SEQ = {
     "vocab_size": 37,
     "d_model": 12,

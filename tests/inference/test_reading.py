@@ -15,10 +15,10 @@ from inference_parts import write_models
 from tokenizers import decoders, models, pre_tokenizers
 
 from transformer.__main__ import main
-from transformer.cli._texts import continue_texts
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.generate import Sampling
 from transformer.inference import SentenceSettings, classify, embed, export, open_model, score, sentence_settings
+from transformer.inference._generating import continue_texts
 from transformer.zoo import load_pretrained
 
 LONG, SHORT = "the big cat sat on the small mat under a tree", "a dog ran"

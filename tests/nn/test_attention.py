@@ -253,7 +253,7 @@ def test_dropout_needs_its_rng_and_is_off_when_deterministic():
     assert np.abs(dropped - same).max() > 0.01
 
 
-@pytest.mark.parametrize("position", [Rotary(), ALiBi(num_heads=N)])
+@pytest.mark.parametrize("position", [pytest.param(Rotary(), marks=pytest.mark.slow), ALiBi(num_heads=N)])
 def test_a_cache_filled_in_parts_equals_the_whole(position):
     attention = MultiHeadAttention(num_heads=N, num_kv_heads=K, head_dim=H, value_dim=HV, position=position)
     params = jax.jit(attention.init)(jax.random.key(0), X)

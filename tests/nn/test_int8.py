@@ -68,6 +68,7 @@ def test_a_model_computes_with_what_they_stand_for(kind, scan):
         assert [path for path in paths if "shared" in path]
 
 
+@pytest.mark.slow
 def test_it_writes_text():
     model = CausalLM(TransformerConfig(**SIZES), Execution(scan=False))
     params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]

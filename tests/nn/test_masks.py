@@ -29,6 +29,9 @@ def picture(mask: Mask, num_queries: int, num_keys: int) -> list[str]:
         (Mask.segments(jnp.array([[1, 1, 2, 2]]), jnp.array([[2, 1, 1, 3]])), [".xx.", ".xx.", "x...", "x..."]),
         (Mask.array(jnp.eye(4, dtype=bool)), ["x...", ".x..", "..x.", "...x"]),
         (Mask.array(jnp.eye(4, dtype=bool)) & Mask.lengths(jnp.array([2])), ["x...", ".x..", "....", "...."]),
+        (Mask.groups(jnp.array([[0, 0, -1, -1]])) & Mask.causal(), ["xx..", "xx..", "xxx.", "xxxx"]),
+        (Mask.groups(jnp.array([[-1, 5, 5, 5]])) & Mask.causal() & Mask.window(2), ["x...", "xxxx", ".xxx", ".xxx"]),
+        (Mask.groups(jnp.array([[0] * 4])) & Mask.causal() & Mask.lengths(jnp.array([3])), ["xxx."] * 4),
     ],
 )
 def test_each_kind_is_this_matrix(mask, rows):
@@ -41,8 +44,18 @@ def test_an_offset_places_the_queries_among_the_keys():
     assert np.asarray(rows)[:, 0, 0].tolist() == [[True, False, False, False], [True] * 4]
 
 
+def test_groups_are_those_of_the_new_tokens_in_a_cache():
+    mask = Mask.causal() & Mask.groups(jnp.array([[-1, 0, 0]]))
+    assert picture(mask.shifted(2), 3, 6) == ["xxx...", "xxxxx.", "xxxxx."]
+    rows = mask.shifted(jnp.array([0, 2])).dense(3, 6)
+    assert np.asarray(rows)[:, 0, 1].sum(-1).tolist() == [3, 5]
+
+
 KINDS = {
     "none": Mask(),
+    "groups": Mask.groups(jnp.array([[-1, 0, 0, 0, -1, 1, 1, 1, 1, -1, -1], [0] * 9 + [-1] * 2]))
+    & Mask.causal()
+    & Mask.window(2),
     "causal": Mask.causal(),
     "window": Mask.window(3),
     "causal window": Mask.causal() & Mask.window(4),

@@ -293,6 +293,7 @@ def test_layers_add_up():
     np.testing.assert_allclose(aux["router_z"], np.full(3, 3 * 11 * math.log(5) ** 2), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_model_has_its_aux():
     """The aux of both stacks is returned; without a routed layer it is empty."""
     even = LayerKind(moe=MoE(num_experts=5, top_k=5, load_balance_weight=1.0))  # then the loss is 1 per token
@@ -317,6 +318,7 @@ def test_every_model_has_its_aux():
     assert aux == {}
 
 
+@pytest.mark.slow
 def test_with_a_cache_logits_are_those_without():
     model = CausalLM(MIXED)
     params = parameters(model, TOKENS)
@@ -329,7 +331,8 @@ def test_with_a_cache_logits_are_those_without():
     np.testing.assert_allclose(jnp.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("task", ["causal_lm", pytest.param("seq2seq", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["causal_lm", "seq2seq"])
 def test_the_step_minimizes_both_losses_and_any_split_gives_the_same(task):
     batch = tiny_batch(task)
     batch["weights"] = batch["weights"].at[6:].set(0.0)

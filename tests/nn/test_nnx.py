@@ -1,5 +1,6 @@
 """Every module in NNX through Flax's bridge: same parameters, outputs, gradients and names as in Linen."""
 
+import dataclasses
 import inspect
 from collections import defaultdict
 from importlib import import_module
@@ -18,10 +19,13 @@ from transformer import (
     CausalLM,
     Classifier,
     Decoder,
+    DistilledVisionClassifier,
+    DualEncoder,
     Embedder,
     Encoder,
     Forecaster,
     HeadTransform,
+    Images,
     LayerInputs,
     LayerKind,
     Mask,
@@ -32,12 +36,16 @@ from transformer import (
     Rotary,
     Seq2Seq,
     Series,
+    SpeechEncoder,
+    SpeechRecognizer,
     SpeechToText,
     TransformerConfig,
     VisionClassifier,
+    VisionEmbedder,
+    VisionLanguageModel,
     compat,
 )
-from transformer.config import OutputOptions, Speech
+from transformer.config import Audio, ImageTokens, OutputOptions, Speech
 from transformer.nn._attention import AttentionModule
 from transformer.nn._blocks import BLOCKS, Block
 from transformer.nn._layers import NORMS, Embedding, FeedForward, Linear
@@ -47,6 +55,7 @@ from transformer.nn._stacks import Stack
 from transformer.nn.models._base import Model, TokenEncoder
 from transformer.nn.models._encoders import PooledEncoder
 from transformer.nn.models._speech import Convolution
+from transformer.nn.models._vision import AttentionPooling, VisionEncoder
 
 CONFIG = TransformerConfig(
     vocab_size=13, d_model=6, num_layers=1, num_heads=3, d_ff=5, position="rotary", output=OutputOptions(num_classes=3)
@@ -54,11 +63,14 @@ CONFIG = TransformerConfig(
 HEADED = CONFIG.replace(**{"output.transform": HeadTransform(activation="gelu_erf", norm=True), "output.bias": True})
 SERIES = Series(channels=2, context_length=7, horizon=3, patch_length=3, patch_stride=2, shared_embedding=False)
 PATCHES = Patches(image_height=4, image_width=2, patch_size=2, channels=1)
+SOUND = Audio(features=(4,), kernel_sizes=(3,), strides=(2,), position_kernel_size=2, position_groups=2)
 LATENT = MLA(kv_lora_rank=4, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=3, q_lora_rank=5)
 ROUTED = MoE(num_experts=4, top_k=2, shared_experts=1, router_bias=True)
 
 TOKENS = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 X = jax.random.normal(jax.random.key(0), (2, 5, 6))
+PIXELS = X[:, :4, :2, None]
+VISION = CONFIG.replace(input=PATCHES, **{"output.pooling": "first"})
 INPUTS = LayerInputs(mask=Mask.causal(), context=X[:, :3] + 1.0)
 
 CASES = {
@@ -74,12 +86,59 @@ CASES = {
     ),
     "Seq2Seq": (Seq2Seq(CONFIG.replace(position="t5")), (TOKENS, TOKENS[:, :4])),
     "SpeechToText": (SpeechToText(CONFIG.replace(input=Speech(mel_bins=3))), (X[..., :3], TOKENS)),
+    "SpeechEncoder": (SpeechEncoder(CONFIG.replace(input=SOUND, position="none")), (X[..., 0],)),
+    "SpeechRecognizer": (
+        SpeechRecognizer(CONFIG.replace(input=dataclasses.replace(SOUND, position_norm="batch"), position="none")),
+        (X[..., 0],),
+    ),
     "MaskedLM": (MaskedLM(HEADED.replace(**{"embedding.token_types": 2})), (TOKENS,)),
     "Classifier": (Classifier(CONFIG), (TOKENS,)),
     "Embedder": (Embedder(HEADED.replace(**{"output.bias": None})), (TOKENS,)),
     "VisionClassifier": (
         VisionClassifier(CONFIG.replace(input=PATCHES, position="learned", max_length=3)),
         (X[:, :4, :2, None],),
+    ),
+    "DistilledVisionClassifier": (
+        DistilledVisionClassifier(VISION.replace(input=dataclasses.replace(PATCHES, distillation_token=True))),
+        (PIXELS,),
+    ),
+    "VisionEmbedder": (VisionEmbedder(VISION.replace(**{"output.pooling": "attention"})), (PIXELS,)),
+    "AttentionPooling": (AttentionPooling(CONFIG), (X,)),
+    "DualEncoder": (
+        DualEncoder(
+            CONFIG.replace(
+                input=Images(
+                    patches=PATCHES,
+                    features=5,
+                    d_model=4,
+                    num_layers=1,
+                    num_heads=2,
+                    d_ff=3,
+                    activation="quick_gelu",
+                    similarity="sigmoid",
+                ),
+                **{"stack.layer_scale": 0.5},
+            )
+        ),
+        (TOKENS, PIXELS),
+    ),
+    "VisionLanguageModel": (
+        VisionLanguageModel(
+            CONFIG.replace(
+                input=ImageTokens(
+                    token_id=9,
+                    patches=PATCHES,
+                    d_model=4,
+                    num_layers=2,
+                    num_heads=2,
+                    d_ff=3,
+                    activation="quick_gelu",
+                    unused_layers=1,
+                    projector="mlp",
+                )
+            )
+        ),
+        (TOKENS,),
     ),
     "Forecaster": (
         Forecaster(CONFIG.replace(input=SERIES, position="sinusoidal")),
@@ -101,9 +160,22 @@ CASES = {
     "Embedding": (Embedding(13, 6), (TOKENS,)),
     **{norm.__name__: (norm(), (X,)) for norm in NORMS.values()},
 }
-BASES = {AttentionModule, Block, Stack, Model, TokenEncoder, PooledEncoder}  # base classes that are not used directly
+BASES = {
+    AttentionModule,
+    Block,
+    Stack,
+    Model,
+    TokenEncoder,
+    PooledEncoder,
+    VisionEncoder,
+}  # base classes that are not used directly
 
-by_case = pytest.mark.parametrize(("module", "inputs"), CASES.values(), ids=CASES)
+SLOW = {"CausalLM, routed, latent"}
+
+by_case = pytest.mark.parametrize(
+    ("module", "inputs"),
+    [pytest.param(*case, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, case in CASES.items()],
+)
 
 
 def bridged(module, *inputs):

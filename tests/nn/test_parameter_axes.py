@@ -80,6 +80,7 @@ def test_flops_follow_a_declaration():
     assert matrix_flops(recipe, 10, 10, PARAMS) == 2 * 10 * 8 * 6
 
 
+@pytest.mark.slow
 def test_muon_and_int8_take_all_maps_of_latent_attention():
     mla = MLA(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, q_lora_rank=5)
     config = TransformerConfig(
@@ -102,7 +103,7 @@ def test_the_longest_end_counts():
     assert parameter_axes("token_type_embedding/embedding", (2, 3)) == (None, "embed")
     assert parameter_axes("source_embedding/embedding", (2, 3)) == ("vocab", "embed")
     assert parameter_axes("encoder/conv_2/kernel", (3, 2, 3)) == (None, None, "embed")
-    assert parameter_axes("self_attention/rotary_key/bias", (7, 4)) == ("layers", "embed")
+    assert parameter_axes("self_attention/rotary_key/bias", (7, 4)) == ("layers", "norm")
     assert axes_of("a/up/kernel", 5) is None
 
 

@@ -7,16 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_specs import attention_spec
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+from placements import mesh
 
 from transformer.nn._jax_compat import platform_of
 from transformer.nn._partitioning import constrain, num_shards, platform
 from transformer.nn._sharding import make_mesh
 from transformer.nn.kernels import choose
-
-
-def mesh(**sizes):
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def test_without_a_mesh_nothing_happens():

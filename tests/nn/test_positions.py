@@ -79,6 +79,24 @@ def test_rotary_turns_pairs_by_position_times_frequency():
     np.testing.assert_allclose([turned[0, 3, 1, 1], turned[0, 3, 1, 3]], [expected.real, expected.imag], rtol=1e-5)
 
 
+@pytest.mark.parametrize(("size", "dtype"), [(None, jnp.float32), (4, jnp.float32), (None, jnp.bfloat16)])
+def test_rotary_on_tpu_gives_the_same_values_and_gradients(size, dtype, monkeypatch):
+    """TPUs run another form of the same formula, without halves of heads."""
+    heads, weights = jax.random.normal(jax.random.key(0), (2, 1, 5, 3, 6), dtype)
+    scheme = Rotary(base=7.0, size=size)
+
+    def both():
+        function = lambda x: scheme.rotate(x, positions(0, 3, 1, 70, 5))  # noqa: E731
+        rotated, back = jax.vjp(function, heads)
+        return np.asarray(rotated, np.float32), np.asarray(back(weights)[0], np.float32)
+
+    expected = both()
+    monkeypatch.setattr("transformer.nn._positions.platform", lambda: "tpu")
+    tolerance = 1e-6 if dtype == jnp.float32 else 2**-6
+    for got, value in zip(both(), expected, strict=True):
+        np.testing.assert_allclose(got, value, atol=tolerance)
+
+
 def test_linear_scaling_stretches_positions():
     scaled = Rotary(scaling=RotaryScaling(kind="linear", factor=4.0))
     np.testing.assert_allclose(

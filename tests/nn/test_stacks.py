@@ -205,14 +205,14 @@ def test_repeated_layers_start_unlike_each_other():
     assert np.abs(kernel[0] - kernel[1]).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "execution",
     [
+        Execution(scan=False),
+        Execution(remat="full"),
+        Execution(remat="names"),
         Execution(remat="dots", scan=False),
-        *(
-            pytest.param(execution, marks=pytest.mark.slow)
-            for execution in (Execution(scan=False), Execution(remat="full"), Execution(remat="names"))
-        ),
     ],
     ids=lambda execution: f"scan {execution.scan}, remat {execution.remat}",
 )
@@ -283,6 +283,7 @@ def test_without_residual_a_sublayer_replaces_x():
         np.testing.assert_array_equal(block.apply(params, X, LayerInputs())[0], left)
 
 
+@pytest.mark.slow
 def test_a_layer_without_self_attention_counts_in_its_cache():
     config = PATTERN.replace(**{"stack.prefix": (LayerKind(self_attention=False),)})
     cache = Decoder(config).init_cache(2, 9)

@@ -141,7 +141,8 @@ MODELS = {
 
 
 # Every model with one kernel, and every kernel with a model that passes a bias.
-CASES = [(name, "reference") for name in MODELS] + [("ALiBi", "blockwise")]
+CASES = [pytest.param(n, "reference", marks=pytest.mark.slow if n == "routed" else ()) for n in MODELS]
+CASES.append(("ALiBi", "blockwise"))
 
 
 @needs_explicit

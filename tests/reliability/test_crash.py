@@ -11,6 +11,7 @@ import pytest
 
 from reliability import crash, harming
 from reliability.invocations import RunState, check_resumed, digest, newest, reached, started_since, unfinished
+from reliability.pace import QUICK, Limit, pace
 from reliability.page import crash_table, put
 from reliability.world import AFTER, Tally, Timing, World, draw_moment, phase, timed
 from transformer.training._checkpoint import Checkpointer
@@ -147,6 +148,48 @@ def test_every_harmed_file_of_a_checkpoint_is_found_and_one_left_alone_is_a_faul
     used, named = harming.found(workdir, files[0], 10)
     assert used == "step 20 was used, expected 10"
     assert named == "not named: []"
+
+
+# A full disk
+
+
+def test_one_line_must_report_a_full_disk_with_its_place(tmp_path):
+    good = f"step 1/9\nerror: No checkpoint was written to {tmp_path}/checkpoints/4: the disk is full. Do."
+    assert harming.check_full(good, tmp_path) == []
+    assert harming.check_full("killed", tmp_path) == ["0 lines report that the disk is full, expected 1"]
+    without = harming.check_full("error: No space left on device. Free some.", tmp_path)
+    assert without == ["the place is missing: error: No space left on device. Free some."]
+    noisy = harming.check_full(f"Traceback (most recent call last):\n{good}\n{good}", tmp_path)
+    assert noisy == ["2 lines report that the disk is full, expected 1", "printed: Traceback (most recent call last):"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_process_that_uses_a_disk_is_named(tmp_path):
+    (folder := tmp_path / "disk").mkdir()
+    assert harming.holders(folder) == []
+    with open(folder / "file", "w"):
+        (holder,) = harming.holders(folder)
+    assert holder.startswith(f"process {os.getpid()} (")
+    assert holder.endswith(f"uses {folder / 'file'}")
+
+
+# Limits
+
+
+def test_a_limit_grows_with_the_load_of_the_machine(monkeypatch):
+    now, slow = [0.0], [4.0]
+    monkeypatch.setattr("reliability.pace.pace", lambda clock: slow[0])
+    limit = Limit(10.0, lambda: now[0])
+    for seconds, passed in ((9.0, False), (39.0, False), (41.0, True)):
+        now[0] = seconds
+        assert limit.passed() is passed
+    slow[0], now[0] = 1.0, 39.0
+    assert not limit.passed(), "the limit never falls"
+
+
+def test_the_pace_counts_the_time_of_a_clock():
+    ticks = iter((0.0, 3 * QUICK, 0.0, 0.0, 0.0, 1e9))
+    assert [pace(lambda: next(ticks)) for _ in range(3)] == [pytest.approx(3.0), 1.0, 100.0]
 
 
 # Results

@@ -72,6 +72,7 @@ def test_shakespeare_has_the_sizes_that_were_asked_for():
     assert recipe.checkpoint.keep_best == 1  # about 80 epochs, so the best checkpoint is not the last one
 
 
+@pytest.mark.slow
 def test_fast_runs_everything_once(tmp_path):
     tiny = "--model.d-model 8 --model.num-layers 1 --model.num-heads 2 --model.d-ff 8 --data.max-digits 2"
     small = f"--data.train-examples 200 --data.data-dir {tmp_path / 'tfds'} --logging.tensorboard False"
@@ -105,6 +106,7 @@ def tiny(name, folder, *words):
     return fast(override(recipe_of(name), [*given, *words], program=name))
 
 
+@pytest.mark.slow
 def test_gpt2_124m_is_gpt_2_and_trains(tmp_path):
     recipe = with_vocabulary(recipe_of("gpt2_124m"), 50_257)
     assert count_parameters(abstract_state(recipe).params) == GPT2.variants["gpt2"].parameters

@@ -38,7 +38,7 @@ def quotes(text):
 
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-SLOW = {"colab", "fine-tuning", "long-sequences", "reuse", "vectors"}
+SLOW = {"chat", "colab", "decoding", "fine-tuning", "long-sequences", "mathematics", "migrate", "reuse", "vectors"}
 """pages whose blocks train models or compile many programs"""
 
 

@@ -20,6 +20,7 @@ from transformer.cli._arguments import parse
 from transformer.config import Patches, TransformerConfig
 from transformer.data import ImageFile, JsonLines, Multi30k, NumberWords
 from transformer.generate import Sampling
+from transformer.inference import _generating as generating
 from transformer.inference import open_model
 from transformer.training import Recipe, from_json, load_recipe, to_json
 from transformer.training._overrides import find_recipe, override
@@ -163,7 +164,7 @@ def test_generation(fuzz: Fuzz, opened):
         prompts, tokens, temperature, seed = value
         sampling = Sampling(temperature=temperature)
         with warnings.catch_warnings(action="ignore"):  # about prompts that fill the context of the model
-            found = texts.continue_texts(opened, prompts, max_new_tokens=tokens, sampling=sampling, seed=seed)
+            found = generating.continue_texts(opened, prompts, max_new_tokens=tokens, sampling=sampling, seed=seed)
         assert [one.prompt for one in found] == prompts
 
     prompt = st.sampled_from(["", "\0", "\ud800", "a" * 999, "<eos>", "é" * 9]) | st.text(max_size=5)

@@ -47,6 +47,14 @@ ALLOWED = {
         "util.spec_from_file_location",
     ): "a recipe is Python code of the user",
     ("transformer/training/_overrides.py", "loader.exec_module"): "a recipe is Python code of the user",
+    **dict.fromkeys(
+        (
+            ("transformer/training/_rewards.py", "util.spec_from_file_location"),
+            ("transformer/training/_rewards.py", "loader.exec_module"),
+            ("transformer/training/_rewards.py", "importlib.import_module"),
+        ),
+        "rewards are Python code of the user; `evaluate` runs those that a workdir names only with --trust-rewards",
+    ),
     (
         "examples/elsewhere/compare.py",
         "importlib.import_module",

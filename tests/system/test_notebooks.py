@@ -12,9 +12,11 @@ import jax
 import nbformat
 import pytest
 import tokenizers
+from chat_parts import write_chat_model
 from finetune_parts import bert_directory
 from nbclient.exceptions import DeadKernelError
 from notebook_parts import (
+    FINETUNE,
     INSTALL,
     PATHS,
     PRETRAINED,
@@ -184,6 +186,36 @@ assert {path.split("/")[-2] for path in changed} == {"query", "value", "up", "do
     again = execute(with_parameters(read(PRETRAINED), **values), tmp_path, folder)
     assert "this run is finished" in printed(again["tune"])
     assert printed(again["compare"]) == printed(out["compare"])
+
+
+@pytest.mark.slow
+def test_a_chat_model_is_fine_tuned_and_its_adapter_kept(tmp_path, folder):
+    """A tiny random Qwen 3 learns the example's format; the adapter that the notebook saved gives the same answers."""
+    model = write_chat_model(tmp_path / "qwen3", "qwen3", model="qwen3")
+    changes = ["--lora.rank", "8", "--optimizer.learning-rate", "2e-2", "--model.dtype", "float32"]
+    values = {"MODEL": str(model), "STEPS": 60, "NEW_TOKENS": 16, "CHANGES": changes}
+    lines = """
+from transformer.inference import load
+assert len(rows) == 400 and len(held_out) == 8
+assert not any(text.startswith('{"sum": ') for text in before), before
+assert all(text.startswith('{"sum": ') for text in after), after
+assert sorted(file.name for file in adapter.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+trained = open_model(workdir)
+assert answers(trained) == after
+"""
+    out = execute(check(with_parameters(read(FINETUNE), **values), lines), tmp_path, folder)
+    assert "0 of 8 answers equal" in printed(out["before"])
+    assert "to step 60" in printed(out["tune"])
+    assert '[{"sum": ' in printed(out["tune"])
+    assert "adapter for Qwen 3" in printed(out["export"])
+    assert printed(out["after"]).count("after: ") == 8
+    assert pictures(out["curves"]) == 1
+    # A file of the user, with the adapter of the first run replaced.
+    (folder / "own.jsonl").write_text((folder / "sums.jsonl").read_text().replace("sum", "total"))
+    values |= {"DATA": str(folder / "own.jsonl"), "STEPS": 2, "CHANGES": [*changes, "--evaluation.samples", "0"]}
+    shutil.rmtree(folder / "runs" / "json_answers")
+    again = execute(with_parameters(read(FINETUNE), **values), tmp_path, folder)
+    assert "to step 2" in printed(again["tune"])
 
 
 @pytest.mark.slow

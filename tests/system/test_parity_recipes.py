@@ -31,8 +31,13 @@ EXPORTS = {
     "llama3_70b": "LlamaForCausalLM",
     "llama3_8b": "LlamaForCausalLM",
     "llama_1b": "LlamaForCausalLM",
+    "mixtral_8x7b": "MixtralForCausalLM",
     "mlm": r"output.transform is None, (?P<family>BERT|RoBERTa) has HeadTransform",
     "multi30k": r"norm is 'rms_norm', Blenderbot has 'layer_norm'",
+    "number_chat": "GPTNeoXForCausalLM",
+    "number_dpo": "GPTNeoXForCausalLM",
+    "number_grpo": "GPTNeoXForCausalLM",
+    "number_text": "GPTNeoXForCausalLM",
     "number_words": "BlenderbotForConditionalGeneration",
     "sentence_pairs": "MarianMTModel",
     "shakespeare": "GPTNeoXForCausalLM",
@@ -40,7 +45,9 @@ EXPORTS = {
     "shakespeare_fast": "Qwen3ForCausalLM",
     "shakespeare_gpu": "Starcoder2ForCausalLM",
     "shakespeare_no_attention": "GPTNeoXForCausalLM",
+    "shapes_clip": r"CLIP has no counterpart",
     "sst2": r"pooling is 'mean', GPT-2 has 'last'",
+    "text_corpus": "GPTNeoXForCausalLM",
     "text_file": "GPTNeoXForCausalLM",
     "wmt14_base": "MarianMTModel",
     "wmt14_big": "MarianMTModel",
@@ -63,6 +70,7 @@ AUTO = {
 # Data of the same kind with a few lines that replaces downloaded data, as constructor calls of its config.
 STAND_INS = {
     "TinyShakespeare": "TextFile(path='{folder}/text.txt', tokenizer=data.tokenizer, sequence_length=16)",
+    "TextFiles": "TextFile(path='{folder}/text.txt', tokenizer=data.tokenizer, sequence_length=16)",
     "ETTh1": "SeriesFile(path='{folder}/series.csv', context_length=data.context_length, horizon=data.horizon)",
     "SST2Sentences": "LabeledText(path='{folder}/sst2/train.tsv', tokenizer=data.tokenizer)",
     "MaskedSST2": "MaskedText(path='{folder}/text.txt', tokenizer=data.tokenizer)",
@@ -107,6 +115,11 @@ def options_of(name, folder):
     words = list(WORDS)
     if name == "finetune_classifier":
         return [*words, "--init", str(bert_directory(folder / "bert")), "--data.manual-dir", str(folder / "sst2")]
+    if recipe.task in ("dpo", "grpo"):  # they start from a trained model
+        start = folder / "number_text"
+        if not start.exists():
+            assert main(["train", "number_text", "--workdir", str(start), *options_of("number_text", folder)]) == 0
+        return [*words, "--init", str(start), "--data.train-examples", "200"]
     if name != "etth1":
         words += SMALL
     if recipe.model.num_kv_heads is not None:
@@ -132,6 +145,8 @@ def options_of(name, folder):
             words += ["--data.source-path", str(folder / "text.txt"), "--data.target-path", str(folder / "text.txt")]
         case "NumberWords":
             words += ["--data.max-digits", "2", "--data.train-examples", "200", "--data.data-dir", str(folder / "tfds")]
+        case "NumberText" | "NumberChat" | "NumberPreferences" | "NumberPrompts":
+            words += ["--data.train-examples", "200"]
     return words
 
 

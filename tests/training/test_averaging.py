@@ -11,16 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_recipes import change, record_drawn_run, text_recipe
+from training_recipes import change, record_drawn_run, short_recipe, text_recipe
 
 from transformer.__main__ import main
-from transformer.config import ConfigError
+from transformer.config import ConfigError, TransformerConfig
+from transformer.data import Preferences, TokenizerConfig
 from transformer.inference import open_model
 from transformer.training._averaging import average
 from transformer.training._checkpoint import CheckpointError, load_params
 from transformer.training._manifest import CheckpointWarning
-from transformer.training._runs import WorkdirError, load_run, open_run
-from transformer.training.lora import LoRA
+from transformer.training._recipe import Origin, load_recipe
+from transformer.training._runs import WorkdirError, load_reference, load_run, open_run
+from transformer.training.lora import LoRA, flatten_adapted
 
 STEPS = (2, 5, 7, 11)
 
@@ -74,6 +76,23 @@ def test_it_is_the_mean_of_the_last(kept, tmp_path):
 def test_one_is_itself(kept, tmp_path):
     average(kept, 1, tmp_path / "mean")
     jax.tree.map(np.testing.assert_array_equal, load_run(tmp_path / "mean").params, load_run(kept, "newest").params)
+
+
+@pytest.mark.parametrize("base", [None, "int8"])
+def test_the_reference_model_is_copied_for_evaluation(tmp_path, base):
+    """A run on preferences compares the model with the frozen base of LoRA, which may be quantized."""
+    pairs = [{"prompt": f"is {n} odd?", "chosen": " yes", "rejected": " no"} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    data = Preferences(path=str(tmp_path / "pairs.jsonl"), max_length=20, tokenizer=TokenizerConfig(kind="char"))
+    recipe = short_recipe("pairs", TransformerConfig(d_model=6, num_heads=2, num_layers=1, d_ff=8), data)
+    origin = Origin(source="somewhere", model="GPT-2", fingerprint="0" * 64)
+    recipe = dataclasses.replace(recipe, lora=LoRA(rank=2, base=base), origin=origin)
+    workdir = write_run(tmp_path, recipe)
+    done = load_run(average(workdir, 2, tmp_path / "mean").workdir)
+    reference = load_reference(done.recipe, tmp_path / "mean", done.step)
+    expected = flatten_adapted(load_reference(load_recipe(workdir), workdir, STEPS[-1]))
+    chex.assert_trees_all_equal(reference, expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(reference, done.params)
 
 
 def test_every_verb_opens_it(kept, tmp_path):

@@ -36,11 +36,11 @@ LAYOUTS = {
 COUNTED_BY = "0.10.2"  # jaxlib version. Others fuse collectives differently; the other tests show whether it matters.
 COUNTS = {
     "data x8": {"all-reduce": 1},
-    "fsdp x8": {"all-reduce": 11, "all-gather": 28},
+    "fsdp x8": {"all-reduce": 9, "all-gather": 18},
     "tensor x4, data x2": {"all-reduce": 15},
     "context x4, data x2": {"all-reduce": 4, "collective-permute": 80},
     "expert x4, data x2": {"all-reduce": 4, "all-gather": 8, "reduce-scatter": 6},
-    "fsdp x2, tensor x2, data x2": {"all-reduce": 24, "all-gather": 28},
+    "fsdp x2, tensor x2, data x2": {"all-reduce": 22, "all-gather": 18},
 }
 
 
@@ -169,18 +169,25 @@ def test_fsdp_holds_an_eighth_of_parameters_gradients_and_optimizer_state():
     placement, batch = MeshPlacement(recipe), batch_shapes(recipe)
     program = placement.lower(batch).compile()
     state = placement.abstract_state()
+    leaves = jax.tree_util.tree_leaves_with_path(state)
     whole, parameters = (
         sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (state, state.params)
     )
+
+    def is_norm(path):
+        return "norm" in jax.tree_util.keystr(path)
+
+    # Scales of norms are whole on every device: communicating a vector costs more time than its memory is worth.
+    norms = sum(leaf.size * leaf.dtype.itemsize for path, leaf in leaves if is_norm(path))
     memory = program.memory_analysis()
     rows = sum(x.size * x.dtype.itemsize for x in batch.values()) // 8
-    assert memory.argument_size_in_bytes - rows < whole / 8 * 1.01
+    assert memory.argument_size_in_bytes - rows < ((whole - norms) / 8 + norms) * 1.01
     assert (
         memory.alias_size_in_bytes > memory.output_size_in_bytes * 0.99
     )  # the new state reuses the buffers of the old one
     # Gradients and all other temporary arrays. Unsharded gradients alone would take `parameters` bytes.
     assert memory.temp_size_in_bytes < 0.6 * parameters
     after, _ = program.output_shardings
-    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
-        part = math.prod(sharding.shard_shape(leaf.shape))
-        assert part == math.prod(leaf.shape) / 8 or leaf.size == 1, leaf
+    for (path, leaf), sharding in zip(leaves, jax.tree.leaves(after), strict=True):
+        ways = 1 if leaf.size == 1 or is_norm(path) else 8
+        assert math.prod(sharding.shard_shape(leaf.shape)) == math.prod(leaf.shape) / ways, path

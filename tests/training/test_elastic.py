@@ -2,21 +2,25 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from training_recipes import change, text_recipe
 
-from transformer.nn._sharding import ParallelConfig
+from transformer.nn._sharding import DcnConfig, ParallelConfig
 from transformer.training._loop import train
 from transformer.training._metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
+HOST = pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA can't offload on a CPU")
 LAYOUTS = {
     "fsdp": ParallelConfig(fsdp=2, data=2, devices=4),
     "pmap": ParallelConfig(kind="pmap", devices=4),
     "context": ParallelConfig(context=2, data=2, devices=4),
     "one": ParallelConfig(devices=1),
+    "slices": ParallelConfig(fsdp=2, devices=4, dcn=DcnConfig(data=2)),
+    "host": ParallelConfig(fsdp=2, devices=2, optimizer_memory_host_offload=True),
 }
 
 
@@ -38,7 +42,12 @@ def uninterrupted(folder):
 
 
 @pytest.mark.parametrize(
-    "order", [("one", "fsdp", "pmap"), pytest.param(("pmap", "context", "one"), marks=pytest.mark.slow)]
+    "order",
+    [
+        ("one", "fsdp", "pmap"),
+        pytest.param(("pmap", "context", "one"), marks=pytest.mark.slow),
+        pytest.param(("slices", "host", "slices"), marks=[pytest.mark.slow, HOST]),
+    ],
 )
 def test_each_third_of_a_run_over_other_devices(order, folder, uninterrupted, capsys):
     workdir = folder / "-".join(order)

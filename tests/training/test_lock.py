@@ -142,6 +142,7 @@ def test_the_first_holder_notices_a_take_over(tmp_path):
     assert json.loads((tmp_path / ".lock").read_text())["pid"] == 4321
 
 
+@pytest.mark.slow
 def test_a_run_whose_workdir_was_taken_over_saves_no_more_checkpoints(tmp_path, monkeypatch):
     """The new process of the workdir finds the earlier checkpoints."""
     evaluate = loop.evaluate_loss

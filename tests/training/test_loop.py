@@ -1,5 +1,6 @@
 """Output and files of a run, signals at any time, and non-finite values."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -122,6 +123,8 @@ def test_best_earlier_than_last_is_said(tmp_path):
     )
     screen = render(summary)
     assert "the following is from step 6, the kept checkpoint with the lowest eval loss" in screen
+    for task, best in (("classifier", "highest eval accuracy"), ("grpo", "highest eval reward")):
+        assert f"kept checkpoint with the {best}" in render(dataclasses.replace(summary, task=task))
     assert "  | a\n  | b" in screen
     assert "not finite: 2" in screen
     assert """--prompt 'it'"'"'s'""" in screen

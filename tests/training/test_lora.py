@@ -12,11 +12,23 @@ from flax.traverse_util import flatten_dict
 from training_recipes import change, compiled_step, tiny_batch, tiny_recipe
 
 from transformer.config import ConfigError, LayerKind, MoE
+from transformer.nn._adapted import NF4, NF4_LEVELS, quantized_nf4
+from transformer.nn._int8 import Int8
+from transformer.nn._layers import linear_frozen
 from transformer.nn.models import count_parameters
 from transformer.training import lora
+from transformer.training._checkpoint import Checkpointer, load_params
 from transformer.training._overrides import override
-from transformer.training._recipe import Origin, from_json, to_json
-from transformer.training._state import abstract_state, initial_params, make_state, model_params
+from transformer.training._recipe import Origin, build_model, from_json, to_json
+from transformer.training._start import Start, initialize_from
+from transformer.training._state import (
+    abstract_state,
+    example_inputs,
+    initial_params,
+    make_state,
+    merged_params,
+    model_params,
+)
 from transformer.training._step import make_train_step
 from transformer.training.lora import LoRA
 
@@ -189,7 +201,7 @@ def test_a_step_changes_the_updates_alone():
     assert kinds["a"] == 0  # B was 0, so dL/dA = 0; weight decay applies only to kernels
     assert metrics["grad_norm"] > 0
     again, _ = compiled_step(recipe)(after, tiny_batch())
-    merged, start = (flatten_dict(model_params(recipe, of.params, of.base), sep="/") for of in (again, state))
+    merged, start = (flatten_dict(merged_params(recipe, of.params, of.base), sep="/") for of in (again, state))
     changed = {path.rpartition("slot_0/")[2] for path in start if not np.array_equal(merged[path], start[path])}
     assert changed == {"self_attention/query/kernel", "feed_forward/up/kernel"}
 
@@ -214,3 +226,165 @@ def test_an_option_turns_it_on_and_json_brings_it_back():
     values = to_json(recipe)
     del values["recipe"]["lora"], values["recipe"]["origin"]
     assert from_json(values) == recipe, "a recipe of an earlier version"
+
+
+# Applied to activations
+
+
+def applied_and_merged(config, base=None):
+    """Logits with the update beside the frozen kernel, and with merged kernels."""
+    recipe = with_lora()
+    recipe = dataclasses.replace(recipe, lora=config)
+    params = initial_params(recipe)
+    updates = trained(lora.init(jax.random.key(1), params, config))
+    frozen = lora.quantize_base(params, base)
+    model = build_model(recipe)
+    return [
+        jax.jit(lambda tree: model.apply({"params": tree}, *example_inputs(recipe)))(tree)
+        for tree in (lora.adapt(frozen, updates, config), lora.merge(frozen, updates, config), frozen)
+    ]
+
+
+QUICK = {(None, True)}
+
+
+@pytest.mark.parametrize(
+    ("base", "dora"),
+    [
+        pytest.param(base, dora, marks=() if (base, dora) in QUICK else pytest.mark.slow)
+        for base in (None, "int8", "nf4")
+        for dora in (False, True)
+    ],
+)
+def test_updates_of_activations_equal_merged_kernels(base, dora):
+    config = LoRA(rank=2, alpha=0.3, targets=("query", "out", "up"), dora=dora, rslora=True)
+    applied, merged, plain = applied_and_merged(config, base)
+    np.testing.assert_allclose(applied, merged, rtol=2e-4, atol=2e-5)
+    assert np.abs(applied - plain).max() > 1e-3
+
+
+def test_rslora_divides_by_the_root_of_the_rank():
+    assert LoRA(rank=9, alpha=6.0).scale == pytest.approx(6 / 9)
+    assert LoRA(rank=9, alpha=6.0, rslora=True).scale == pytest.approx(2.0)
+
+
+def test_dora_starts_at_the_base_and_sets_the_norm_of_each_output():
+    """W' = m (W + s A B) / ||W + s A B|| has columns of norm m (arXiv 2402.09353, equation 5)."""
+    params, config = tree(SHAPES), dataclasses.replace(CONFIG, dora=True)
+    updates = jax.jit(lambda: lora.init(jax.random.key(1), params, config))()
+    chex.assert_trees_all_close(lora.merge(params, updates, config), params, rtol=1e-5, atol=1e-6)
+    changed = trained(updates)
+    merged = flatten_dict(lora.merge(params, changed, config))
+    for path in BY_HAND:
+        a, b, m = (flatten_dict(changed)[*path, name] for name in ("a", "b", "magnitude"))
+        matrix = merged[*path, "kernel"].reshape(*a.shape[:-1], b.shape[-1])
+        np.testing.assert_allclose(jnp.linalg.norm(matrix, axis=-2), jnp.abs(m), rtol=1e-4)
+
+
+def test_the_norm_of_dora_is_a_constant_for_the_gradient():
+    """The gradient of A equals that with the norm held fixed (arXiv 2402.09353, section 4.3)."""
+    params, config = tree({"up": (7, 11)}), LoRA(rank=2, targets=("up",), dora=True)
+    updates = trained(lora.init(jax.random.key(1), params, config))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 7)), jnp.float32)
+    norm = lora.adapt(params, updates, config)["up"]["kernel"].factor() / updates["up"]["magnitude"]
+
+    def ours(updates):
+        return jnp.square(linear_frozen(x, lora.adapt(params, updates, config)["up"]["kernel"])).sum()
+
+    def fixed(updates):
+        a, b, m = (updates["up"][name] for name in ("a", "b", "magnitude"))
+        return jnp.square(x @ (params["up"]["kernel"] + config.scale * a @ b) * (m * norm)[None]).sum()
+
+    chex.assert_trees_all_close(jax.grad(ours)(updates), jax.grad(fixed)(updates), rtol=1e-4)
+
+
+# A quantized base
+
+
+def test_nf4_rounds_each_weight_to_the_nearest_level_of_its_block():
+    weights = np.random.default_rng(0).normal(size=(2, 128, 3)).astype(np.float32)
+    kept = quantized_nf4(weights, -2)
+    assert (kept.codes.shape, kept.codes.dtype, kept.absmax.shape) == ((2, 64, 3), np.uint8, (2, 2, 3))
+    blocks = weights.reshape(2, 2, 64, 3)
+    largest = np.abs(blocks).max(2, keepdims=True)
+    levels = np.array(NF4_LEVELS, np.float32)
+    nearest = np.abs((blocks / largest)[..., None] - levels).argmin(-1)
+    np.testing.assert_allclose(kept.array(), (levels[nearest] * largest).reshape(weights.shape), rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 7, 22, 64, 80, 96])
+def test_nf4_keeps_the_shape_and_exact_zeros(size):
+    weights = np.random.default_rng(0).normal(size=(size, 2)).astype(np.float32)
+    weights[0, 0] = 0.0
+    weights[:, 1] = 0.0
+    kept = quantized_nf4(weights, -2)
+    assert kept.shape == kept.array().shape == (size, 2)
+    assert np.all(np.asarray(kept.array())[weights == 0] == 0)
+    assert np.abs(kept.array() - weights).max() <= 0.16 * np.abs(weights).max()  # half the widest gap between levels
+
+
+@pytest.mark.parametrize("base", ["bfloat16", "int8", "nf4"])
+def test_every_linear_layer_of_the_base_is_stored_in_its_format(base):
+    recipe = dataclasses.replace(with_lora(), lora=LoRA(rank=2, targets=("query",), base=base))
+    moe = {"num_layers": 2, "stack.period": (LayerKind(moe=MoE(num_experts=4)),)}
+    for one in (recipe, change(recipe, model=moe)):
+        shapes = flatten_dict(jax.eval_shape(lambda one=one: initial_params(one)))
+        stored = flatten_dict(abstract_state(one).base)
+        kernels = {p for p in shapes if p[-1] == "kernel" and p[-2] not in ("router", "output")}
+        kind = {"int8": Int8, "nf4": NF4}.get(base)
+        if kind is None:
+            assert {p for p, leaf in stored.items() if leaf.dtype == jnp.bfloat16} >= kernels
+        else:
+            assert {p for p, leaf in stored.items() if isinstance(leaf, kind)} == kernels
+        assert all(stored[p].shape == shapes[p].shape for p in shapes)
+        assert all(leaf.dtype == jnp.float32 for path, leaf in stored.items() if path[-2] == "router")
+
+
+def started(base, dora=False, **fields):
+    """A recipe with this base, and its state after starting from random parameters."""
+    recipe = dataclasses.replace(with_lora(**fields), lora=LoRA(rank=2, targets=("query", "up"), base=base, dora=dora))
+    params = initial_params(recipe)
+    start = Start("somewhere", "BERT", recipe.model, params, None)
+    return recipe, initialize_from(start, jax.jit(lambda: make_state(recipe))()), params
+
+
+@pytest.mark.parametrize(("base", "dora"), [("int8", False), ("nf4", True)])
+@pytest.mark.slow
+def test_a_run_on_a_quantized_base(base, dora):
+    """The step trains the updates alone, with nearly the loss of the full base; export merges the same numbers."""
+    recipe, state, params = started(base, dora)
+    full = dataclasses.replace(recipe, lora=dataclasses.replace(recipe.lora, base=None))
+    frozen = jax.device_get(state.base)
+    losses = []
+    for one, begin in ((recipe, state), (full, started(None, dora)[1])):
+        step = compiled_step(one)
+        for _ in range(3):
+            begin, metrics = step(begin, tiny_batch())
+        losses.append(float(metrics["loss_sum"]))
+        after = begin if one is recipe else after
+    chex.assert_trees_all_equal(after.base, frozen)
+    assert losses[0] == pytest.approx(losses[1], rel=0.03)
+    assert losses[0] != losses[1]
+    merged = merged_params(recipe, after.params, after.base)
+    assert {leaf.dtype for leaf in jax.tree.leaves(merged)} == {jnp.dtype("float32")}
+    chex.assert_trees_all_equal_shapes_and_dtypes(merged, params)
+    model, inputs = build_model(recipe), example_inputs(recipe)
+    used = model_params(recipe, after.params, after.base)
+    applied, exported = (model.apply({"params": tree}, *inputs) for tree in (used, merged))
+    np.testing.assert_allclose(applied, exported, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_brings_back_a_quantized_base(tmp_path):
+    recipe, state, _ = started("nf4")
+    step = compiled_step(recipe)
+    once, _ = step(state, tiny_batch())
+    once = jax.device_get(once)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, once)
+    with Checkpointer(tmp_path) as checkpoints:
+        restored = checkpoints.restore_newest(abstract_state(recipe)).state
+    chex.assert_trees_all_equal(restored, once)
+    chex.assert_trees_all_equal(*(step(one, tiny_batch())[0] for one in (restored, once)))
+    nested, _ = load_params(tmp_path, names="base")
+    chex.assert_trees_all_equal(lora.nested_like(abstract_state(recipe).base, nested), once.base)

@@ -1,5 +1,7 @@
 """Cross-entropy: compared with its definition, with label smoothing, and for targets outside the vocabulary."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from training_recipes import VOCABULARY, batch_outputs, initial_params, tiny_bat
 
 from transformer.nn.models import Classifier
 from transformer.training import build_model
-from transformer.training._losses import correct, cross_entropy
+from transformer.training._losses import correct, cross_entropy, ctc_loss
 
 LOGITS = jnp.asarray(np.random.default_rng(3).normal(size=(2, 5, 7)) * 3, jnp.float32)
 TARGETS = jnp.array([[0, 6, 3, 3, 1], [2, 2, 5, 0, 6]], jnp.int32)
@@ -95,6 +97,7 @@ def test_causal_batches_pass_on_segments_and_positions():
     np.testing.assert_allclose(together.reshape(2, 7, VOCABULARY), alone, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_pair_batches_hide_padding_of_the_source():
     recipe = tiny_recipe("seq2seq")
     model, batch = build_model(recipe), tiny_batch("seq2seq")
@@ -127,3 +130,48 @@ def test_dropout_only_with_a_key():
     np.testing.assert_array_equal(plain, batch_outputs("causal_lm", model, params, batch))
     one, two = (batch_outputs("causal_lm", model, params, batch, jax.random.key(seed)) for seed in (1, 2))
     assert np.abs(one - two).max() > 1e-3
+
+
+def test_ctc_sums_over_all_sequences_of_frames():
+    """Every sequence of tokens is listed, merged, and compared with the targets."""
+    logits = jax.random.normal(jax.random.key(3), (3, 4, 3))
+    targets, target_lengths = jnp.asarray([[1, 2], [1, 1], [2, 0]]), jnp.asarray([2, 2, 1])
+    lengths = jnp.asarray([4, 4, 3])
+    expected = 0.0
+    for row in range(3):
+        log_p, total = np.asarray(jax.nn.log_softmax(logits[row])), 0.0
+        wanted = targets[row, : target_lengths[row]].tolist()
+        for tokens in itertools.product(range(3), repeat=int(lengths[row])):
+            if [token for token, _ in itertools.groupby(tokens) if token] == wanted:
+                total += np.exp(sum(log_p[frame, token] for frame, token in enumerate(tokens)))
+        expected -= np.log(total)
+    loss, count = ctc_loss(logits, lengths, targets, target_lengths)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert count == 5
+
+
+@pytest.mark.parametrize(("targets", "fits"), [([1, 2, 1], True), ([1, 1, 2], False), ([1, 2, 1, 2], False)])
+def test_ctc_of_targets_without_enough_frames_is_infinite(targets, fits):
+    logits, lengths = jnp.zeros((1, 5, 3)), jnp.asarray([3])
+    loss, _ = ctc_loss(logits, lengths, jnp.asarray([targets]), jnp.asarray([len(targets)]))
+    assert bool(jnp.isfinite(loss)) == fits
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("blank", [0, 4])
+def test_ctc_equals_that_of_torch(blank):
+    torch = pytest.importorskip("torch")
+    generator = np.random.default_rng(0)
+    logits = generator.normal(size=(3, 19, 5)).astype(np.float32)
+    targets = generator.integers(0, 4, (3, 6)) + (blank == 0)
+    lengths, target_lengths = np.array([19, 13, 17]), np.array([6, 3, 5])
+    given = torch.tensor(logits, requires_grad=True)
+    log_p = torch.log_softmax(given, -1).transpose(0, 1)
+    theirs = torch.nn.functional.ctc_loss(
+        log_p, torch.tensor(targets), torch.tensor(lengths), torch.tensor(target_lengths), blank, reduction="sum"
+    )
+    theirs.backward()
+    arrays = tuple(map(jnp.asarray, (lengths, targets, target_lengths)))
+    (loss, _), gradient = jax.value_and_grad(ctc_loss, has_aux=True)(jnp.asarray(logits), *arrays, blank)
+    np.testing.assert_allclose(loss, theirs.item(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, given.grad.numpy(), atol=1e-4)

@@ -9,7 +9,6 @@ import pty
 import struct
 import subprocess
 import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -109,13 +108,36 @@ def test_a_torn_last_line_is_left_out_another_bad_one_is_named(tmp_path):
         read_metrics(tmp_path / "none")
 
 
-def test_a_full_disk_names_file_and_remedy(tmp_path):
-    writer = MetricsWriter(tmp_path)
-    writer._file.close()
-    writer._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
-    with pytest.raises(OSError, match=r"No space left.*free some space.*metrics\.jsonl"):
-        writer.write(1, {"x": 1.0})
-    writer.close()
+@pytest.mark.parametrize(("writer", "place"), [("_file", r"metrics\.jsonl"), ("_board", r"tensorboard/events\.out")])
+def test_a_full_disk_names_file_and_remedy(tmp_path, writer, place):
+    metrics = MetricsWriter(tmp_path, tensorboard=True)
+    appended = metrics._file if writer == "_file" else metrics._board._file
+    appended.close()
+    appended._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    with pytest.raises(OSError, match=rf"No space left.*free some space.*{place}"):
+        metrics.write(1, {"x": 1.0})
+    metrics.close()
+
+
+CLOCK_BACK = """
+import sys, time
+from transformer.training._metrics import MetricsWriter
+with MetricsWriter(sys.argv[1], tensorboard=True) as writer:
+    writer.write(1, {"x": 1.0})
+    now = time.time
+    time.time = lambda: now() - 365 * 86400
+    for step in range(2, 40):
+        writer.write(step, {"x": 1.0})
+    writer.flush()
+"""
+
+
+def test_a_clock_that_goes_back_a_year_holds_nothing_up(tmp_path):
+    """tensorboardX's own writer waits by wall time in a thread: it fails, and the program never ends."""
+    command = [sys.executable, "-c", CLOCK_BACK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [step for step, _, _ in events(tmp_path)[0]] == list(range(1, 40))
 
 
 def events(workdir):
@@ -232,7 +254,7 @@ with Progress(200, targets="images") as progress:
 
 def test_a_terminal_gets_a_bar_and_a_pipe_none():
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", textwrap.dedent(SHOW)]
+    command = [sys.executable, "-c", SHOW]
     leader, follower = pty.openpty()
     process = subprocess.Popen(command, stdout=follower, stderr=follower, env=environment)
     os.close(follower)

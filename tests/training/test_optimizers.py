@@ -1,7 +1,9 @@
 """Schedules at the steps that define them, weight decay by path, Muon's matrices, and clipping."""
 
+import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,12 @@ import optax
 import pytest
 from training_recipes import start, tiny_batch, tiny_recipe
 
-from transformer.config import ConfigError
-from transformer.training import OptimizerConfig
-from transformer.training._optimizers import decay_mask, make_optimizer, make_schedule, muon_dimensions
+from transformer.config import ConfigError, Execution
+from transformer.nn import ParallelConfig
+from transformer.training import OptimizerConfig, place
+from transformer.training._optimizers import _hutchinson, decay_mask, make_optimizer, make_schedule, muon_dimensions
+from transformer.training._settings import OptimizerName
+from transformer.training._start import Start, initialize_from
 from transformer.training._state import make_state, parameter_paths
 
 
@@ -96,6 +101,7 @@ def test_decay_takes_matrices_only():
     assert with_tables - decayed == {"embedding/embedding"}
 
 
+@pytest.mark.slow
 def test_decayed_parameters_shrink_and_others_stay():
     """With gradients of zero, only weight decay changes a parameter: p (1 - rate * decay)."""
     recipe = tiny_recipe(model=FULL, optimizer={"learning_rate": 0.5, "weight_decay": 0.1})
@@ -158,12 +164,147 @@ def test_muon_steps_are_orthogonal_for_each_layer():
     )  # Adam's first step is the sign of the gradient
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_both_learn(name):
-    recipe = tiny_recipe(optimizer={"name": name, "learning_rate": 0.02})
-    state, step = start(recipe)
+RATES = {"adamw": 0.02, "muon": 0.02, "adafactor": 0.02, "lion": 0.01, "schedule_free_adamw": 0.05, "sophia": 0.02}
+
+
+def named(name, **changes):
+    """Return a tiny recipe that trains with an optimizer."""
+    recipe = dataclasses.replace(tiny_recipe(), execution=Execution(scan=False, attention="reference"))
+    rate = {"learning_rate": RATES[name]} | changes
+    return dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, name=name, **rate))
+
+
+@pytest.mark.parametrize("name", OptimizerName.__args__)
+def test_all_learn(name):
+    state, step = start(named(name))
     losses = []
     for _ in range(20):
         state, metrics = step(state, tiny_batch())
         losses.append(float(metrics["loss_sum"] / metrics["weight"]))
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("adafactor", optax.adafactor(0.02, multiply_by_parameter_scale=False)),
+        ("lion", optax.lion(0.01, b1=0.9, b2=0.99, weight_decay=0.0)),
+        ("schedule_free_adamw", optax.contrib.schedule_free_adamw(0.05, b1=0.9, b2=0.99, weight_decay=0.0)),
+    ],
+)
+def test_those_of_optax_are_the_same(name, reference):
+    recipe = named(name, clip_norm=None, weight_decay=0.0)
+    params = {"kernel": jax.random.normal(jax.random.key(0), (130, 140)), "scale": jnp.ones(3)}
+    ours = make_optimizer(recipe)
+    states = [one.init(params) for one in (ours, reference)]
+    both = [params, params]
+    for turn in range(3):
+        gradients = jax.tree.map(lambda leaf, turn=turn: jnp.sin(leaf + turn), params)
+        for index, one in enumerate((ours, reference)):
+            updates, states[index] = one.update(gradients, states[index], both[index])
+            both[index] = optax.apply_updates(both[index], updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *both)
+
+
+def test_adafactor_keeps_rows_and_columns():
+    params = {"kernel": jnp.ones((130, 140))}
+    sizes = {leaf.size for leaf in jax.tree.leaves(make_optimizer(named("adafactor")).init(params))}
+    assert {130, 140} <= sizes
+    assert max(sizes) == 140
+
+
+def test_adafactor_sees_the_heads_of_a_kernel_as_one_axis():
+    """(layers, D, N, H) has D rows and N H columns in each layer, and the update is that of the matrix."""
+    kernel = jax.random.normal(jax.random.key(0), (2, 128, 4, 32))
+    ours, reference = (
+        make_optimizer(named("adafactor", clip_norm=None, weight_decay=0.0)),
+        optax.adafactor(0.02, multiply_by_parameter_scale=False),
+    )
+    params = {"self_attention": {"query": {"kernel": kernel}}}
+    matrix = kernel.reshape(2, 128, 128)
+    updates, state = ours.update(params, ours.init(params), params)
+    expected, _ = reference.update(matrix, reference.init(matrix), matrix)
+    np.testing.assert_allclose(updates["self_attention"]["query"]["kernel"].reshape(matrix.shape), expected, rtol=1e-5)
+    assert max(leaf.size for leaf in jax.tree.leaves(state)) == 2 * 128
+
+
+def test_schedule_free_evaluates_its_average():
+    state, step = start(named("schedule_free_adamw"))
+    for _ in range(3):
+        state, _ = step(state, tiny_batch())
+    expected = optax.contrib.schedule_free_eval_params(state.opt_state, state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.averaged, expected)
+    different = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), state.averaged, state.params)
+    assert max(jax.tree.leaves(different)) > 1e-3
+
+
+@pytest.mark.parametrize("name", OptimizerName.__args__)
+def test_a_loaded_model_has_the_optimizer_state_of_a_new_one(name):
+    """Schedule-free AdamW, whose state has a copy of the parameters, would otherwise return to the random ones."""
+    recipe = named(name)
+    state, step = start(recipe)
+    given = jax.tree.map(lambda leaf: leaf + 1.0, state.params)
+    begun = initialize_from(Start("somewhere", "GPT-2", recipe.model, given, None), state)
+    chex.assert_trees_all_equal(begun.opt_state, make_optimizer(recipe).init(given))
+    chex.assert_trees_all_equal(begun.averaged, given)
+    if name == "schedule_free_adamw":
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=0.1), step(begun, tiny_batch())[0].averaged, given
+        )
+
+
+def test_sophia_estimates_the_diagonal_of_the_hessian():
+    """For a diagonal Hessian the estimate is exact, whatever the random signs are; and it equals that of optax."""
+    params, squares = (
+        {"a": jnp.array([1.0, -2.0]), "b": jnp.array(3.0)},
+        {"a": jnp.array([5.0, 7.0]), "b": jnp.array(0.5)},
+    )
+
+    def loss(params):
+        return sum(jax.tree.leaves(jax.tree.map(lambda p, c: (c * p**2).sum() / 2, params, squares)))
+
+    ours = _hutchinson()
+    diagonal, _ = ours.update(params, ours.init(params), params, obj_fn=loss)
+    jax.tree.map(np.testing.assert_allclose, diagonal, squares)
+
+    def coupled(params):
+        return loss(params) * params["b"] + jnp.prod(params["a"])
+
+    found = [
+        one.update(params, one.init(params), params, obj_fn=coupled)[0]
+        for one in (_hutchinson(), optax.contrib.hutchinson_estimator_diag_hessian())
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
+
+
+@pytest.mark.parametrize(
+    "name", ["adafactor", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lion", "schedule_free_adamw", "sophia"))]
+)
+def test_sharded_as_on_one_device(name):
+    recipe = named(name)
+    recipe = dataclasses.replace(recipe, model=recipe.model.replace(d_model=16, num_heads=4, d_ff=32))
+    losses = {}
+    for layout in (ParallelConfig(devices=1), ParallelConfig(data=2, fsdp=4)):
+        placement = place(dataclasses.replace(recipe, parallel=layout))
+        state, found = placement.spread(placement.new_state()), []
+        for _ in range(3):
+            state, metrics = placement.train_step(state, {k: np.asarray(v) for k, v in tiny_batch().items()})
+            found.append(float(metrics["loss_sum"]))
+        losses[layout.fsdp] = found
+    np.testing.assert_allclose(losses[4], losses[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OptimizerConfig(name="schedule_free_adamw", warmup_steps=0), "Pass --optimizer.schedule constant"),
+        (
+            lambda: tiny_recipe(optimizer={"name": "schedule_free_adamw"}, ema_decay=0.9),
+            "averages the parameters itself. Remove training.ema_decay",
+        ),
+        (lambda: tiny_recipe(optimizer={"name": "sophia"}), "Pass --execution.attention reference"),
+    ],
+)
+def test_what_an_optimizer_excludes(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

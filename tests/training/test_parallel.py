@@ -10,7 +10,7 @@ from training_recipes import tiny_batch, tiny_recipe
 
 from transformer.config import ConfigError
 from transformer.data import TextFile
-from transformer.nn._sharding import ParallelConfig, make_mesh, mesh_sizes, parameter_spec
+from transformer.nn._sharding import DcnConfig, ParallelConfig, make_mesh, mesh_sizes, parameter_spec
 from transformer.training import _state as state_module
 from transformer.training._parallel import MeshPlacement, PmapPlacement, place
 from transformer.training._recipe import from_json, to_json
@@ -23,6 +23,8 @@ LAYOUTS = {
     "tensor x4, data x2": {"tensor": 4},
     "context x4, data x2": {"context": 4},
     "fsdp x2, tensor x2, data x2": {"fsdp": 2, "tensor": 2},
+    "two slices: fsdp x4, data x2 across slices": {"fsdp": 4, "dcn": DcnConfig(data=2)},
+    "two slices: tensor x2, fsdp x2 in each and x2 across slices": {"fsdp": 2, "tensor": 2, "dcn": DcnConfig(fsdp=2)},
 }
 
 
@@ -80,7 +82,8 @@ def alone():
     return get
 
 
-QUICK = {("causal_lm", "fsdp x8"), ("seq2seq", "fsdp x2, tensor x2, data x2")}
+SLICES = "two slices: tensor x2, fsdp x2 in each and x2 across slices"
+QUICK = {("causal_lm", "fsdp x8"), ("causal_lm", SLICES)}
 
 
 @pytest.mark.parametrize(
@@ -114,6 +117,7 @@ def test_pmap_gives_the_same_losses(task, alone):
     assert state.step.shape == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [pytest.param("splash", marks=pytest.mark.slow), "ring"])
 def test_a_recipe_may_name_a_kernel_for_whole_sequences(kernel, alone):
     """Its parameters are initialized from an example that such a kernel would reject."""
@@ -130,12 +134,13 @@ def test_accumulation_within_a_mesh(alone):
 
 
 def test_fsdp_holds_an_eighth():
-    """Parameters and optimizer state are split, except for those that are too small."""
+    """Parameters and optimizer state are split, except for those that are too small and the vectors of norms."""
     recipe = tiny_recipe(model=MODEL | {"d_model": 64, "d_ff": 96})
     placement = place(dataclasses.replace(recipe, parallel=ParallelConfig(fsdp=8)))
     state = placement.new_state()
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    part = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    leaves = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state) if "norm" not in str(path)]
+    whole = sum(leaf.nbytes for leaf in leaves)
+    part = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
     assert part < whole / 8 * 1.1
     kernel = state.params["decoder"]["layers"]["slot_0"]["feed_forward"]["up"]["kernel"]
     assert kernel.addressable_shards[0].data.shape == (2, 8, 96)
@@ -200,7 +205,8 @@ def test_evaluation_takes_any_number_of_rows(parallel, one_device):
         ("embedding/embedding", (8, 16), ("tensor", "fsdp")),
         ("decoder/layers/slot_0/feed_forward/down/kernel", (2, 24, 16), (None, "tensor", "fsdp")),
         ("decoder/layers/slot_0/feed_forward/experts/up/kernel", (2, 4, 16, 24), (None, "expert", "fsdp", "tensor")),
-        ("decoder/final_norm/scale", (16,), ("fsdp",)),
+        ("decoder/final_norm/scale", (16,), (None,)),
+        ("decoder/layers/slot_0/self_attention/out/bias", (2, 16), (None, "fsdp")),
         ("0/count", (), ()),
         ("something/else", (16, 16), ()),
     ],
@@ -211,17 +217,17 @@ def test_where_a_parameter_lies(path, shape, spec):
 
 
 def test_every_parameter_of_the_models_has_a_rule():
-    """FSDP over two devices splits every parameter; one without a rule would be replicated."""
+    """FSDP splits every parameter but the vectors of norms; one without a rule would be replicated."""
     for task in ("causal_lm", "seq2seq"):
         recipe = tiny_recipe(task, model=MODEL | {"position": "t5", "embedding.tie": False, "gated": True})
         state = MeshPlacement(dataclasses.replace(recipe, parallel=ParallelConfig(fsdp=8))).abstract_state()
         whole = [
             jax.tree_util.keystr(path, simple=True, separator="/")
             for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
-            if leaf.sharding.is_fully_replicated
+            if leaf.sharding.is_fully_replicated and "norm" not in jax.tree_util.keystr(path)
         ]
         assert {path.rsplit("/", 2)[-1] for path in whole} <= {"position_table", "bias"}, whole
-        assert not [path for path in whole if "down" in path or "norm" in path], whole
+        assert not [path for path in whole if "down" in path], whole
 
 
 def test_what_is_left_fills_the_mesh():

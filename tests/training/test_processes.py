@@ -127,6 +127,7 @@ def together(folder):
     return folder / "together", told
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(alone, together):
     workdir, told = together
     np.testing.assert_allclose(losses(workdir), losses(alone), rtol=1e-5)

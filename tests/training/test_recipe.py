@@ -10,21 +10,35 @@ import pytest
 from training_recipes import change, tiny_recipe
 
 from transformer import training
-from transformer.config import ConfigError, LayerKind, RotaryOptions, RotaryScaling, StackOptions, TransformerConfig
+from transformer.config import (
+    AttentionOptions,
+    ConfigError,
+    Images,
+    LayerKind,
+    OutputOptions,
+    Patches,
+    RotaryOptions,
+    RotaryScaling,
+    StackOptions,
+    TransformerConfig,
+)
 from transformer.data import DATA, JsonLines, NumberWords, ParallelText
 from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.training import OptimizerConfig, Recipe, build_model, difference, from_json, load_recipe, to_json
+from transformer.training._distillation import Distill
 from transformer.training._overrides import fast, override
+from transformer.training._policy_gradient import GRPO
 from transformer.training._recipe import FILE, MAY_CHANGE, Origin, save_recipe, with_vocabulary
 from transformer.training._serial import flatten
 from transformer.training._settings import schedule_warning
+from transformer.training._tasks import TASKS
 
 LINES = JsonLines(path="a.jsonl", field="body")
 PAIRS = ParallelText(source_path="a", target_path="b", batch_size=12)
 ALL_DATA = [LINES, PAIRS]
 for kind in DATA.values():
     needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
-    ALL_DATA.append(kind(**{name: name for name in needed}))
+    ALL_DATA.append(kind(**{name: (name,) if name == "paths" else name for name in needed}))
 
 
 def rich_recipe(data=None):
@@ -41,7 +55,14 @@ def rich_recipe(data=None):
             suffix=(LayerKind(),),
         ),
     )
-    return Recipe(name="rich", model=model, data=data or NumberWords())
+    data = data or NumberWords()
+    if data.task == "contrastive":
+        sizes = {"d_model": 12, "num_layers": 1, "num_heads": 3, "d_ff": 24, "activation": "relu"}
+        images = Images(patches=Patches(image_height=32, image_width=32, patch_size=8), features=6, **sizes)
+        attention, output = AttentionOptions(causal=True), OutputOptions(pooling="last")
+        model = model.replace(input=images, attention=attention, output=output)
+    grpo = GRPO(rewards=("rewards.py:length",)) if TASKS[data.task].on_policy else None
+    return Recipe(name="rich", model=model, data=data, grpo=grpo)
 
 
 # JSON
@@ -123,7 +144,8 @@ def test_a_workdir_keeps_its_recipe(tmp_path):
     [
         (
             lambda: OptimizerConfig(name="adam"),
-            "optimizer.name must be one of adamw, muon, got 'adam'. Did you mean 'adamw'",
+            "optimizer.name must be one of adamw, adafactor, lion, muon, schedule_free_adamw, sophia, got 'adam'. "
+            "Did you mean 'adamw'",
         ),
         (lambda: OptimizerConfig(schedule="cos"), "optimizer.schedule must be one of"),
         (
@@ -239,7 +261,8 @@ def test_another_pattern_of_layers_must_match():
 def test_what_may_change_exists():
     """A renamed field must not silently disappear from the list."""
     origin = flatten(Origin(source="", model="", fingerprint=""), "origin")
-    known = set(origin).union(*(flatten(rich_recipe(data)) for data in ALL_DATA))
+    distill = flatten(Distill(teacher="runs/teacher"), "distill")
+    known = set(origin).union(distill, *(flatten(rich_recipe(data)) for data in ALL_DATA))
     for entry in MAY_CHANGE:
         assert any(field == entry or field.startswith(f"{entry}.") for field in known), entry
 

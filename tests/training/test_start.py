@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from finetune_parts import SMALL_LORA, bert_directory, finetuning, write_sst2
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from golden import case as golden_case
 from golden import ours
 from training_recipes import change, text_recipe
@@ -27,10 +27,12 @@ from transformer.training._checkpoint import Checkpointer
 from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import from_json, load_recipe, to_json
-from transformer.training._runs import WorkdirError, load_run, open_run
+from transformer.training._runs import WorkdirError, load_run, load_updates, open_run
 from transformer.training._start import Start, check_options, describe_start, initialize_from
 from transformer.training._state import abstract_state, initial_params
 from transformer.zoo import load_pretrained
+from transformer.zoo._adapters import adapter_for
+from transformer.zoo._entries import ENTRIES
 from transformer.zoo.weights._files import WeightFiles, write_weights
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -303,6 +305,25 @@ def test_a_converted_run_gives_the_same_logits_by_its_merged_weights(adapted, tm
     ours, theirs = (one.model.apply({"params": one.params}, tokens, mask=mask) for one in (run, loaded))
     np.testing.assert_array_equal(ours, theirs)
     assert loaded.tokenizer.state() == run.tokenizer.state()
+
+
+def test_the_updates_of_a_run_are_exported_alone(adapted, tmp_path, capsys):
+    """The adapter and the frozen parameters give the logits of the run; a family is never replaced by another."""
+    out = tmp_path / "adapter"
+    assert main(["convert", str(adapted), str(out), "--adapter-only", "--family", "nonsense"]) == 2
+    assert "unknown family 'nonsense'" in capsys.readouterr().err
+    assert main(["convert", str(adapted), str(out), "--adapter-only"]) == 0
+    assert capsys.readouterr().out.startswith("adapter for BERT\n")
+    _, model, trained, base = load_updates(adapted)
+    # The parameters that are not in the pretrained weights, such as the classifier, come from the adapter.
+    base = unflatten_dict(flatten_dict(base) | jax.tree.map(jnp.zeros_like, flatten_dict(trained["new"])))
+    adapter = adapter_for(model, base, out, ENTRIES["bert"], "BertForSequenceClassification")
+    tokens, mask = jnp.array([[2, 5, 7, 3, 0]]), Mask.lengths(jnp.array([4]))
+    ours, theirs = (
+        model.apply({"params": params}, tokens, mask=mask)
+        for params in (load_run(adapted).params, adapter.applied_to(base))
+    )
+    np.testing.assert_allclose(theirs, ours, atol=1e-5)  # the updates are added to activations instead of weights
 
 
 def test_another_start_is_refused_and_the_same_elsewhere_is_not(adapted, folder, tmp_path, capsys):

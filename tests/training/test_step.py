@@ -8,6 +8,7 @@ import pytest
 from training_recipes import change, compiled_step, start, tiny_batch, tiny_recipe
 
 from transformer.nn.models import count_parameters
+from transformer.training._optimizers import make_schedule
 from transformer.training._state import parameter_paths
 from transformer.training._step import NonFiniteError, check_finite, make_eval_step, make_train_step
 
@@ -114,6 +115,19 @@ def test_skip_leaves_the_state_and_counts():
     going_on, metrics = step(after, tiny_batch())
     assert (going_on.step, going_on.skipped, metrics["finite"]) == (3, 1, True)
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (going_on.params, after.params)), strict=True))
+
+
+def test_the_learning_rate_in_the_metrics_is_that_of_the_applied_steps():
+    recipe = tiny_recipe(nan_policy="skip", optimizer={"schedule": "cosine", "warmup_steps": 4}, steps=9)
+    rates, schedule = [], make_schedule(recipe)
+    state, step = start(recipe)
+    bad = tiny_batch()
+    bad["targets"] = bad["targets"].at[0, 0].set(99)
+    for batch in (tiny_batch(), bad, bad, tiny_batch(), tiny_batch()):
+        state, metrics = step(state, batch)
+        rates.append(float(metrics["learning_rate"]))
+    np.testing.assert_allclose(rates, [schedule(count) for count in (0, 1, 1, 1, 2)], rtol=1e-6)
+    assert len(set(rates)) == 3
 
 
 def test_stop_keeps_the_state_of_before_even_if_steps_follow():

@@ -1,18 +1,22 @@
 """All differences between tasks are in the task classes: no code compares task names, and every task is complete."""
 
 import ast
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
 
-from transformer.data import DATA
+from transformer.config._paths import get_path
+from transformer.data import DATA, Conversations, Preferences, Prompts
 from transformer.training._flops import step_flops
 from transformer.training._overrides import load_recipe_file
+from transformer.training._policy_gradient import GRPO
 from transformer.training._recipe import build_model
 from transformer.training._state import initial_params
-from transformer.training._tasks import TASKS, Task, ValuesTask
+from transformer.training._task_base import Task
+from transformer.training._tasks import TASKS
 from transformer.training.plan import batch_shapes, without_data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +44,7 @@ def test_no_code_compares_names_of_tasks():
         for path in sorted(PACKAGE.rglob("*.py"))
         for line in task_comparisons(path.read_text(encoding="utf-8"))
     }
-    assert not found, f"put what differs on the task, in transformer/training/_tasks.py: {', '.join(sorted(found))}"
+    assert not found, f"put what differs on the task, in transformer/training/_*_tasks.py: {', '.join(sorted(found))}"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,7 @@ def test_every_kind_of_data_has_a_task_and_every_task_has_data():
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
 def test_a_task_defines_what_its_base_class_leaves_open(task):
     for method in ("inputs", "shapes", *([] if task.tokens else ["sizes"])):
-        assert getattr(type(task), method) is not getattr(Task, method, ValuesTask.sizes), f"{task.name}: {method}"
+        assert getattr(type(task), method) is not getattr(Task, method), f"{task.name}: {method}"
     assert bool(task.lengths) == task.tokens
     assert bool(task.try_it) >= task.writes
 
@@ -80,20 +84,43 @@ RECIPES = {
     "masked_lm": "mlm",
     "image_classifier": "digits_vit",
     "forecaster": "etth1",
+    "contrastive": "shapes_clip",
 }
+OWN_FILES = {
+    "sft": Conversations(path="chats.jsonl"),
+    "dpo": Preferences(path="pairs.jsonl"),
+    "grpo": Prompts(path="prompts.jsonl"),
+}
+"""data of tasks without a recipe"""
+
+
+def recipe_of(name):
+    recipe, _ = without_data(load_recipe_file(ROOT / "configs" / f"{RECIPES.get(name, 'shakespeare_cpu')}.py")[0])
+    grpo = GRPO(rewards=("rewards.py:length",)) if name == "grpo" else None
+    model = recipe.model.replace(dropout_rate=0.0) if name == "grpo" else recipe.model
+    return dataclasses.replace(recipe, data=OWN_FILES.get(name, recipe.data), grpo=grpo, model=model)
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_batch_the_model_and_the_loss_of_a_task_fit_together(name):
     """With shapes only: the model accepts the batch of `shapes`, and the loss weighs each target once."""
-    recipe, _ = without_data(load_recipe_file(ROOT / "configs" / f"{RECIPES[name]}.py")[0])
+    recipe = recipe_of(name)
     task, batch = TASKS[recipe.task], batch_shapes(recipe)
     assert task.name == name
-    sizes = {} if task.tokens else task.sizes(batch)
-    assert sizes == {field: getattr(getattr(recipe.model, task.part), field) for field in sizes}
+    sizes = task.sizes(batch)
+    assert sizes == {field: getattr(get_path(recipe.model, task.part), field) for field in sizes}
 
     def computed(params, batch):
-        outputs = task.forward(build_model(recipe), {"params": params}, batch, deterministic=True)
+        model = build_model(recipe)
+        variables = {"params": params}
+        outputs = task.forward(model, variables, batch, deterministic=True)
+        if task.needs_reference:
+            loss, weight, sums, _ = task.compared(model, params, params, batch, task.options(recipe))
+            outputs = outputs.reshape(*batch["tokens"].shape, -1)
+            return outputs, loss, weight, sums
+        if not task.each_token:  # what the loss takes
+            given, _ = task.forward(model, variables, batch, deterministic=True, method=type(model).with_aux)
+            return outputs, *task.loss(given, batch, recipe.training), task.measures(given, batch)
         return outputs, *task.loss(outputs, batch, recipe.training), task.measures(outputs, batch)
 
     params = jax.eval_shape(lambda: initial_params(recipe))

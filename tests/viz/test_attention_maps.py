@@ -160,7 +160,7 @@ def test_hidden_cells_look_unlike_weight_0(tmp_path):
     assert counts["zero"] < 100
 
 
-@pytest.mark.parametrize(("length", "pages"), [(8, 1), (90, 4)])
+@pytest.mark.parametrize(("length", "pages"), [(8, 1), pytest.param(90, 4, marks=pytest.mark.slow)])
 def test_words_that_do_not_fit_get_pages_of_their_own(tmp_path, figures, length, pages):
     words = [f"w{i}" for i in range(length)]
     paths = save_attention_maps([random_map(heads=3, queries=length, keys=length)], tmp_path, target=words)

@@ -16,7 +16,7 @@ from golden import case as golden_case
 from golden import ours
 
 from transformer.config import MLA, Execution, LayerKind, StackOptions, TransformerConfig
-from transformer.nn.models import CausalLM, Forecaster, Seq2Seq
+from transformer.nn.models import CausalLM, DualEncoder, Forecaster, Seq2Seq
 from transformer.viz import _attention_page as module
 from transformer.viz._attention_page import Panel, attention_page, quantize, save_attention_page
 from transformer.viz._attention_weights import AttentionMap, attention_maps, attention_rollout
@@ -318,7 +318,15 @@ class TestModels:
         inputs, _ = ours.inputs_of(found.model, golden_case.cases(family)[name], "none")
         inputs = [array[:1] for array in inputs]
         row = 1 if isinstance(found.model, Forecaster) else None
-        maps = attention_maps(watch(found.model, *inputs, params=found.params), found.model.config, row)
+        sown, config = watch(found.model, *inputs, params=found.params), found.model.config
+        if isinstance(found.model, DualEncoder):
+            with pytest.raises(ValueError, match=r"two encoders, .* Pass intermediates\['text'\]"):
+                attention_maps(sown, config)
+            self.check(attention_maps(sown["image"], config.image_encoder))
+            sown = sown["text"]
+        self.check(attention_maps(sown, config, row))
+
+    def check(self, maps):
         for one in maps:
             assert (one.weights[:, one.hidden] == 0).all()
             assert (one.weights[:, ~one.hidden] > 0).all()

@@ -336,6 +336,15 @@ class TestCurves:
         assert re.findall(r'd="(M[^"]*)"', picture)[0] == "M62.0 266.0M616.0 " + f"{frame.y(2.0):.1f}"
         assert 10 < frame.y(2.0) < 40
 
+    def test_rewards_preferences_and_answers_have_plots(self):
+        names = ("reward", "kl", "entropy", "completion_length", "truncated", "equal_rewards", "reward_margin")
+        records = [{"step": 5, **{f"train/{name}": 0.5 for name in names}}]
+        records += [{"step": 5, "eval/exact_match": 0.25, "eval/reward": 0.5, "eval/prefers_chosen": 0.75}]
+        drawn = {chart.name: lines_of(chart, {"a": records}) for chart in CHARTS}
+        drawn = {name: [line.values.tolist() for line in lines] for name, lines in drawn.items() if lines}
+        assert set(drawn) == {*(name.replace("_", "-") for name in names), "exact-match", "prefers-chosen"}
+        assert (drawn["reward"], drawn["exact-match"], drawn["prefers-chosen"]) == ([[0.5], [0.5]], [[25.0]], [[75.0]])
+
     def test_the_first_losses_do_not_hide_the_others(self):
         records = [{"step": step, "train/loss": 100.0 if step < 2 else 2.0 - step / 1000} for step in range(200)]
         frame = frame_of(CHARTS[0], lines_of(CHARTS[0], {"a": records}))

@@ -14,7 +14,6 @@ from golden.case import numbers
 from transformer.config import LayerKind, MoE, RotaryScaling, TransformerConfig
 from transformer.zoo import ENTRIES, load_pretrained
 from transformer.zoo._fields import fold
-from transformer.zoo._pretrained import find_family
 from transformer.zoo.weights._files import write_weights
 from transformer.zoo.weights._rules import layer_kinds
 
@@ -193,11 +192,6 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0,
 def test_what_is_not_built_is_refused(family, fields, message):
     with pytest.raises(ValueError, match=message):
         read(family, **fields)
-
-
-def test_multimodal_gemma_3_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"model_type is 'gemma3'.*The text models are gemma3_text"):
-        find_family({"model_type": "gemma3"})
 
 
 PUBLISHED = {

@@ -159,12 +159,9 @@ def test_opt_and_bloom_files_leave_the_prefix_out(tmp_path):
             "feed_forward_proj is 'gated-mish', but the supported activations",
         ),
         ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder is False"),
-        (
-            "bart",
-            {"encoder_ffn_dim": 23},
-            "encoder_ffn_dim is 23 and decoder_ffn_dim is 19: encoder and decoder must have",
-        ),
-        ("bart", {"decoder_attention_heads": 4}, "encoder_attention_heads is 3 and decoder_attention_heads is 4"),
+        ("bart", {"encoder_ffn_dim": None}, "encoder_ffn_dim must be an integer, got None"),
+        ("bart", {"decoder_attention_heads": "4"}, "decoder_attention_heads must be an integer, got '4'"),
+        ("bart", {"encoder_attention_heads": 5}, r"stack.encoder_num_heads \(5\) must divide d_model"),
         ("bart", {"num_hidden_layers": 5}, "num_hidden_layers is 5, but encoder_layers is 2"),
         ("bart", {"normalize_before": True}, "normalize_before is True"),
         ("bart", {"normalize_embedding": False}, "normalize_embedding is False"),
@@ -175,7 +172,6 @@ def test_opt_and_bloom_files_leave_the_prefix_out(tmp_path):
             "decoder_vocab_size is 41 and vocab_size is 37, but they share one table",
         ),
         ("marian", {"normalize_embedding": True}, "normalize_embedding is True"),
-        ("opt", {"word_embed_proj_dim": 6}, "word_embed_proj_dim is 6, but hidden_size is 12: projections between"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine is False"),
         (

@@ -169,7 +169,7 @@ REFUSED = [
         "partial_rotary_factor of full_attention is 0.5",
     ),
     ("vit", {"patch_size": [2, 4]}, "only square patches"),
-    ("vit", {"image_size": 225}, "must be a multiple of patch_size"),
+    ("vit", {"image_size": 15}, "must be a multiple of patch_size"),
 ]
 
 
@@ -183,9 +183,40 @@ def test_fields_that_are_not_built_are_refused(name, fields, message):
         family.read(sizes | fields, head)
 
 
-def test_a_vision_model_without_a_head_is_refused():
-    with pytest.raises(ValueError, match="the architecture ViTModel of ViT is not supported"):
-        ENTRIES["vit"].head_of({"architectures": ["ViTModel"]})
+def test_a_vision_model_with_another_head_is_refused():
+    with pytest.raises(ValueError, match="the architecture ViTForMaskedImageModeling of ViT is not supported"):
+        ENTRIES["vit"].head_of({"architectures": ["ViTForMaskedImageModeling"]})
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("clip", {"text_config": {"vocab_size": 40, "eos_token_id": 7}}, "in text_config, eos_token_id is 7"),
+        ("clip", {"text_config": {"hidden_act": "mish"}}, "in text_config, hidden_act is 'mish'"),
+        ("clip", {"vision_config": {"wonder": 3}}, "in vision_config, wonder is not known"),
+        ("clip", {"vision_config": [3]}, "vision_config must be an object"),
+        ("siglip", {"vision_config": {"vision_use_head": False}}, "in vision_config, vision_use_head is False"),
+        ("siglip", {"text_config": {"projection_size": 5}}, "must be d_model of the images"),
+        ("dinov2", {"hidden_act": "mish"}, "hidden_act is 'mish'"),
+        ("dinov2_with_registers", {"num_register_tokens": 0}, "num_register_tokens is 0"),
+        ("dinov2_with_registers", {"use_mask_token": False}, "use_mask_token is not known"),
+        ("dinov3_vit", {}, "num_register_tokens is 0"),
+        ("dinov3_vit", {"num_register_tokens": 4, "num_attention_heads": 64}, "must be a multiple of 4"),
+        ("dinov3_vit", {"num_register_tokens": 4, "rope_scaling": {"factor": 2}}, "rope_scaling is not known"),
+        ("vit", {"architectures": ["ViTModel"], "pooler_act": "relu"}, "pooler_act is 'relu'"),
+    ],
+)
+def test_fields_of_vision_families_are_refused(family, fields, message):
+    entry = ENTRIES[family]
+    with pytest.raises(ValueError, match=message):
+        entry.read(fields, entry.head_of(fields)[1])
+
+
+def test_older_files_of_clip_repeat_the_configs():
+    entry = ENTRIES["clip"]
+    fields = {"text_config": {"num_hidden_layers": 3}, "text_config_dict": {"num_hidden_layers": 5}}
+    config = entry.read(fields | {"vision_config": None, "vision_config_dict": None}, entry.heads["CLIPModel"])
+    assert (config.num_layers, config.images.num_layers) == (5, 12)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,10 @@ def random_model(cls, fields):
     return model, jax.tree.map(lambda p: p + 0.2 * random.standard_normal(p.shape, np.float32), params)
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"the paper, a pattern and two vocabularies", "two stacks"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_an_equivalent_model_gives_the_same_logits_and_is_saved(tmp_path, name):
     cls, fields, family, found = CASES[name]
     model, params = random_model(cls, fields)

@@ -52,7 +52,8 @@ def load_with(tmp_path):
             r"quantized by \[3\], which is not supported \(supported: mxfp4, fp8\)",
         ),
         ({f"wonder{i}": 1 for i in range(103)}, "; 3 more are not known"),
-        ({"tie_word_embeddings": "false"}, "embedding.tie must be true or false, got 'false'"),
+        ({"num_attention_heads": -3}, "num_attention_heads must be an integer of at least 1, got -3"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
     ],
 )
 def test_values_that_can_t_be_are_errors_at_once(load_with, changes, message):

@@ -35,10 +35,11 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> None:
     JAX will use a TPU or GPU, in a process that another program started (a notebook), or without glibc. If the system
     refuses the restart, the program continues without the speed-up.
     """
-    chosen = any(name == VARIABLE or name.startswith("MALLOC_") for name in environment)
-    if chosen or platform.libc_ver()[0] != "glibc" or not _owns_process() or not _computes_on_cpu(environment):
+    if any(name == VARIABLE or name.startswith("MALLOC_") for name in environment):
         return
-    with contextlib.suppress(OSError):  # the interpreter was deleted, or this user may not execute it
+    with contextlib.suppress(OSError):  # the interpreter was deleted, or this user may not read or execute it
+        if platform.libc_ver()[0] != "glibc" or not _owns_process() or not _computes_on_cpu(environment):
+            return
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environment, VARIABLE: KEEP})
 
 

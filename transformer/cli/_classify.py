@@ -1,4 +1,4 @@
-"""`python -m transformer classify`: the most likely class of each text."""
+"""`python -m transformer classify`: the most likely classes of each text or image."""
 
 from __future__ import annotations
 
@@ -7,25 +7,50 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformer.cli._arguments import parse
-from transformer.cli._models import TextsCommand
+from transformer.cli._models import InputsCommand
+from transformer.config._checks import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classify(TextsCommand):
-    """Print the most likely class of each text, its probability and the text, separated by tabs."""
+class Classify(InputsCommand):
+    """Print the most likely class of each text or image, its probability and the text or path, separated by tabs."""
+
+    top_k: int = 1
+    """number of classes to print for each text or image, the most likely first"""
+    labels: tuple[str, ...] = ()
+    """texts that describe the classes of images, for CLIP and SigLIP: --labels "a photo of a cat" "a sketch" """
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the most likely class of each text."""
+    """Print the most likely classes of each text or image."""
     command = parse(Classify, "classify", arguments)
+    if command.top_k < 1:
+        raise ConfigError(f"--top-k must be at least 1, got {command.top_k}.")
+    command.check_inputs()
+    if command.labels and not command.image:
+        raise ConfigError("--labels are compared with images. Pass --image, or remove --labels.")
     from transformer.cli._texts import shown
-    from transformer.inference._reading import classify
 
-    opened, texts = command.load_with_texts()
-    found = classify(opened, texts)
+    if command.image:
+        kind, inputs, opened = "image", list(command.image), command.load()
+        if command.labels:
+            from transformer.inference._dual import classify_with_labels
+
+            found = classify_with_labels(opened, inputs, command.labels)
+        else:
+            from transformer.inference._images import classify_images
+
+            found = classify_images(opened, inputs)
+    else:
+        from transformer.inference._reading import classify
+
+        kind = "text"
+        opened, inputs = command.load_with_texts()
+        found = classify(opened, inputs)
     if command.json:
-        results = [{"text": text, **dataclasses.asdict(one)} for text, one in zip(texts, found, strict=True)]
+        results = [{kind: name, **dataclasses.asdict(one)} for name, one in zip(inputs, found, strict=True)]
         command.print_json(opened, results=results)
         return
-    for text, one in zip(texts, found, strict=True):
-        print(f"{one.label}\t{one.probability:.4f}\t{shown(text)}")
+    for name, one in zip(inputs, found, strict=True):
+        for label, probability in one.top(command.top_k):
+            print(f"{label}\t{probability:.4f}\t{shown(name)}")

@@ -20,14 +20,17 @@ from transformer.config._checks import ConfigError
 class Convert(ModelCommand):
     """Export a model to Hugging Face format: write config.json, safetensors and the tokenizer into a new directory.
 
-    A training run is exported as a model family that can represent it. A directory of weights is rewritten with another
-    dtype or shard size.
+    A training run is exported as a model family that can represent it; LoRA updates are merged into its weights. With
+    --adapter-only, only the updates are exported, in the format of PEFT. A directory of weights is rewritten with
+    another dtype or shard size, or with an adapter merged into it.
     """
 
     output: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="OUT")] = None
     """directory to write; it must be new or empty. Omit it, and pass --verify, to check DIR"""
     family: str | None = None
     """model family to export as; None: its own family, or the first one that can represent the model"""
+    adapter_only: bool = False
+    """write only the LoRA updates of a run, as adapter_config.json and adapter_model.safetensors"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of the weights; None: unchanged"""
     max_shard_gib: float = 5.0
@@ -54,6 +57,9 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(
             f"OUT must be a new or empty directory; {command.output} is not empty. Pass another directory, or empty it."
         )
+    if command.adapter_only:
+        _write_adapter(command)
+        return
     opened = command.load()
     chosen = export(
         opened,
@@ -62,15 +68,38 @@ def main(arguments: Sequence[str]) -> None:
         dtype=command.dtype,
         max_shard_bytes=int(command.max_shard_gib * 2**30),
     )
-    files = sorted(path for path in command.output.iterdir() if path.is_file())
     if command.json:
-        command.print_json(opened, family=chosen.name, files=[str(path) for path in files])
+        command.print_json(opened, family=chosen.name, files=[str(path) for path in _files(command.output)])
     else:
         print(f"{chosen.title}: {chosen.citation}")
-        for path in files:
-            print(f"{path}  {path.stat().st_size:,} bytes")
+        _print_files(command.output)
     if command.verify:
         _verify(command, command.output)
+
+
+def _write_adapter(command: Convert) -> None:
+    """Write the LoRA updates of a run; print the files."""
+    from transformer.inference._loading import export_adapter
+
+    given = {"--verify": command.verify, "--dtype": command.dtype, "--adapter": command.adapter}
+    if wrong := [name for name, value in given.items() if value]:
+        raise ConfigError(f"--adapter-only writes no weights of a model, which {', '.join(wrong)} needs. Remove one.")
+    chosen = export_adapter(command.directory, command.output, step=command.step, family=command.family)
+    if command.json:
+        values = {"workdir": str(command.directory), "family": chosen.name}
+        print(json.dumps(values | {"files": [str(path) for path in _files(command.output)]}, indent=2))
+    else:
+        print(f"adapter for {chosen.title}")
+        _print_files(command.output)
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if path.is_file())
+
+
+def _print_files(directory: Path) -> None:
+    for path in _files(directory):
+        print(f"{path}  {path.stat().st_size:,} bytes")
 
 
 def _verify(command: Convert, directory: Path) -> None:

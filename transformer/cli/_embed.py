@@ -1,4 +1,4 @@
-"""`python -m transformer embed`: text embeddings."""
+"""`python -m transformer embed`: embeddings of texts and images."""
 
 from __future__ import annotations
 
@@ -7,30 +7,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformer.cli._arguments import parse
-from transformer.cli._models import TextsCommand
+from transformer.cli._models import InputsCommand
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embed(TextsCommand):
-    """Print the embedding of each text as a JSON array, one per line.
+class Embed(InputsCommand):
+    """Print the embedding of each text or image as a JSON array, one per line.
 
-    Pooling and normalization follow the sentence-transformers files in the directory. Without such files, the embedding
-    is the mean over the tokens of the text.
+    Pooling and normalization of texts follow the sentence-transformers files in the directory. Without such files, the
+    embedding is the mean over the tokens of the text. CLIP and SigLIP embed texts and images in one space.
     """
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the embedding of each text."""
+    """Print the embedding of each text or image."""
     command = parse(Embed, "embed", arguments)
-    from transformer.inference._reading import embed
-    from transformer.inference._sentences import SentenceSettings, sentence_settings
+    command.check_inputs()
+    if command.image:
+        from transformer.inference._images import embed_images
 
-    opened, texts = command.load_with_texts()
-    settings = SentenceSettings() if opened.pretrained is None else sentence_settings(opened.directory)
-    vectors = [[round(float(x), 7) for x in vector] for vector in embed(opened, texts, settings)]
+        kind, inputs, opened = "image", list(command.image), command.load()
+        found, described = embed_images(opened, inputs), {}
+    else:
+        from transformer.inference._reading import embed
+        from transformer.inference._sentences import SentenceSettings, sentence_settings
+
+        kind = "text"
+        opened, inputs = command.load_with_texts()
+        settings = SentenceSettings() if opened.pretrained is None else sentence_settings(opened.directory)
+        found = embed(opened, inputs, settings)
+        described = {"pooling": settings.pooling, "normalize": settings.normalize}
+        if opened.model.config.images is not None:  # its own pooling, whatever the files say
+            described = {"pooling": opened.model.config.output.pooling, "normalize": True}
+    vectors = [[round(float(x), 7) for x in vector] for vector in found]
     if command.json:
-        results = [{"text": text, "vector": vector} for text, vector in zip(texts, vectors, strict=True)]
-        command.print_json(opened, pooling=settings.pooling, normalize=settings.normalize, results=results)
+        results = [{kind: name, "vector": vector} for name, vector in zip(inputs, vectors, strict=True)]
+        command.print_json(opened, **described, results=results)
         return
     for vector in vectors:
         print(json.dumps(vector))

@@ -134,9 +134,11 @@ def _message(error: BaseException) -> str:
 
 
 def _not_installed(package: str) -> str:
-    extra = "pip install 'transformer-zoo[train]'"
+    groups = {"PIL": "media", "soundfile": "media", "starlette": "serve", "uvicorn": "serve"}
+    group = groups.get(package, "train")
+    extra = f"pip install 'transformer-zoo[{group}]'"
     if bundled().name == "configs":  # a checkout
-        extra = "`make setup`, or pip install -e '.[train]', in the folder of this checkout"
+        extra = f"`make setup`, or pip install -e '.[{group}]', in the folder of this checkout"
     return f"the package {package} is not installed. Install the dependencies of this command: {extra}."
 
 

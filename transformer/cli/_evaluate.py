@@ -7,21 +7,28 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformer.cli._arguments import option_names_in_errors, parse
+from transformer.cli._evaluate_texts import check, evaluate_tasks, evaluate_text
 from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
     from transformer.data._dataset import Dataset
     from transformer.generate._beam import Beam
+    from transformer.training._evaluation import EvalLoss
+    from transformer.training._recipe import Recipe
     from transformer.training._runs import Run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(ModelCommand):
     """Measure loss and perplexity, or the forecast error, on a split of the run's data.
+
+    With --tasks, evaluate a causal model on tasks of lm-evaluation-harness and print its table. With --text, print
+    loss, perplexity and bits per byte of a text file. Both need no recipe.
 
     For translation, also translate the sources and compare them with the references: number words by exact match, other
     pairs by BLEU and chrF. The translations are written to DIR/hypotheses.SPLIT.txt, one per line in the order of the
@@ -38,11 +45,41 @@ class Evaluate(ModelCommand):
     """beam size; 1 is greedy decoding; None: the value in the run's recipe"""
     alpha: float | None = None
     """length penalty: log-probabilities are divided by ((5 + length) / 6)^alpha; None: the value in the recipe"""
+    text: Path | None = None
+    """text file (UTF-8) to evaluate a causal model on"""
+    tasks: str | None = None
+    """tasks of lm-evaluation-harness, separated by commas (pip install 'transformer-zoo[evaluate]')"""
+    include_dir: Path | None = None
+    """with --tasks: directory with further tasks as YAML files"""
+    limit: float | None = None
+    """with --tasks: number of examples per task, or their fraction if below 1; None: all"""
+    num_fewshot: int | None = None
+    """with --tasks: number of solved examples in the prompt; None: that of the task"""
+    apply_chat_template: bool = False
+    """with --tasks: write prompts with the chat template of the model"""
+    batch_size: int | None = None
+    """with --tasks: number of texts that are generated at the same time; None: by their length"""
+    max_length: int | None = None
+    """with --tasks or --text: maximum number of tokens that the model reads; None: its context length"""
+    trust_rewards: bool = False
+    """run the reward functions that the run's recipe names: they are code, which runs with your permissions"""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Evaluate the model and print the results."""
     command = parse(Evaluate, "evaluate", arguments)
+    check(command)
+    if command.tasks is not None:
+        evaluate_tasks(command)
+        return
+    if command.text is not None:
+        evaluate_text(command)
+        return
+    _evaluate_run(command)
+
+
+def _evaluate_run(command: Evaluate) -> None:
+    """Evaluate a run on a split of its data, and print the results."""
     if command.examples is not None and command.examples < 0:
         raise ConfigError(f"--examples must be at least 0, got {command.examples}.")
     opened = command.load()
@@ -50,12 +87,11 @@ def main(arguments: Sequence[str]) -> None:
     if run is None:
         raise ConfigError(
             f"{command.directory} contains weights but no recipe, so that there is no data to evaluate on. Pass the "
-            f"workdir of a training run, or use `score` to compute the perplexity of your own text."
+            f"workdir of a training run, or use --tasks, or --text FILE for your own text."
         )
 
     from transformer.data._pipeline import prepare
     from transformer.nn.kernels import portable
-    from transformer.training._evaluation import compiled_eval_step, evaluate_loss
     from transformer.training._tasks import TASKS
 
     translates = TASKS[run.recipe.task].source
@@ -66,31 +102,76 @@ def main(arguments: Sequence[str]) -> None:
         )
     beam = _beam(command, run)
     dataset = prepare(run.recipe.data, tokenizer=run.tokenizer)
-    same = run.fingerprint is None or dataset.is_known_as(run.fingerprint)
-    if not same:
-        warnings.warn(
-            f"the data differs from the training data of {command.directory} (expected fingerprint "
-            f"{run.fingerprint[:12]}, got {dataset.fingerprint[:12]}): the held-out set may contain training examples.",
-            stacklevel=1,
-        )
+    same = _is_training_data(command, run, dataset)
     split = command.split or ("test" if "test" in dataset.splits else "validation")
     # The run may have been trained on another accelerator, whose kernels this machine lacks.
     recipe = dataclasses.replace(run.recipe, execution=portable(run.recipe.execution))
-    result = evaluate_loss(compiled_eval_step(recipe), run.params, dataset.eval_batches(split))
-    values, lines = {"exact_match": {}}, []
+    measured = _rewarded if TASKS[recipe.task].on_policy else _mean_loss
+    result = measured(command, recipe, run, dataset, split)
+    values, lines = {}, []
     if translates and command.examples != 0:
         values, lines = _translations(command, run, dataset, split, beam)
-    measures, summary = result.measures, str(result)
-    if result.accuracy is not None:
-        measures["perplexity"] = perplexity = math.exp(min(result.loss, 700.0))
-        summary = f"loss: {result.loss:.4f} nats, perplexity {perplexity:.4g}, accuracy {100 * result.accuracy:.2f} %"
+    measures, summary = _measures(result, TASKS[recipe.task].needs_reference)
     if command.json:
-        command.print_json(opened, split=split, **measures, targets=int(result.targets), same_data=same, **values)
+        found = {"exact_match": {}, **measures, "targets": int(result.targets), "same_data": same, **values}
+        command.print_json(opened, split=split, **found)
         return
     print(f"{command.directory}, step {run.step}, split {split}: {int(result.targets):,} targets")
     print(summary)
     for line in lines:
         print(line)
+
+
+def _is_training_data(command: Evaluate, run: Run, dataset: Dataset) -> bool:
+    """Return whether the data is that of the training; warn if it is not."""
+    same = run.fingerprint is None or dataset.is_known_as(run.fingerprint)
+    if not same:
+        warnings.warn(
+            f"the data differs from the training data of {command.directory} (expected fingerprint "
+            f"{run.fingerprint[:12]}, got {dataset.fingerprint[:12]}): the held-out set may contain training examples.",
+            stacklevel=2,
+        )
+    return same
+
+
+def _measures(result: EvalLoss, compares: bool) -> tuple[dict[str, float], str]:
+    """Return the measures by name, and as one line; `compares`: the loss is no cross-entropy of tokens or classes."""
+    measures = result.measures
+    if result.accuracy is None or compares or result.score is not None:
+        return measures, str(result)
+    measures["perplexity"] = perplexity = math.exp(min(result.loss, 700.0))
+    summary = f"loss: {result.loss:.4f} nats, perplexity {perplexity:.4g}, accuracy {100 * result.accuracy:.2f} %"
+    if "exact_match" in measures:
+        summary += f", exact match {100 * measures['exact_match']:.2f} % of the answers"
+    if "bits_per_byte" in measures:
+        summary += f", bits per byte {measures['bits_per_byte']:.4f}"
+    return measures, summary
+
+
+def _mean_loss(command: Evaluate, recipe: Recipe, run: Run, dataset: Dataset, split: str) -> EvalLoss:
+    """Return the mean loss on a split."""
+    from transformer.training._evaluation import compiled_eval_step, evaluate_loss
+    from transformer.training._runs import load_reference
+
+    reference = load_reference(recipe, command.directory, run.step)
+    step, num_bytes = compiled_eval_step(recipe, reference), dataset.target_bytes(split)
+    return evaluate_loss(step, run.params, dataset.eval_batches(split), num_bytes=num_bytes)
+
+
+def _rewarded(command: Evaluate, recipe: Recipe, run: Run, dataset: Dataset, split: str) -> EvalLoss:
+    """Return the mean rewards of greedy completions of the prompts of a split."""
+    from transformer.inference._reward_model import reward_model
+    from transformer.training._reward_evaluation import evaluate_rewards
+    from transformer.training._rewards import Rewards
+
+    if not command.trust_rewards:
+        named = [*recipe.grpo.rewards, *filter(None, [recipe.grpo.reward_model])]
+        raise ConfigError(
+            f"the recipe of {command.directory} names rewards ({', '.join(named)}), which are code or another model, "
+            f"and evaluation would run them. If you trust this run, pass --trust-rewards."
+        )
+    rewards = Rewards(recipe.grpo, reward_model(recipe))
+    return evaluate_rewards(recipe, run.model, run.params, dataset, rewards, split=split)[0]
 
 
 def _beam(command: Evaluate, run: Run) -> Beam | None:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from transformer.cli._arguments import option_names_in_errors, parse
-from transformer.cli._models import ModelCommand
+from transformer.cli._arguments import parse
+from transformer.cli._chat import answer, check_chat_options, image_reader, in_8_bits, open_chat
+from transformer.cli._models import check_images
+from transformer.cli._sampling import SamplingCommand
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
-    from transformer.cli._texts import GeneratedText
-    from transformer.generate._sampling import Sampling
+    from transformer.inference._generating import GeneratedText
     from transformer.inference._loading import LoadedModel
-
-FILTERS = ("top_k", "top_p", "min_p")
-"""options that restrict the tokens to sample from"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(ModelCommand):
+class Generate(SamplingCommand):
     """Generate text: an encoder-decoder translates each prompt (one line of output per prompt), a causal model
     continues it.
 
@@ -35,17 +34,26 @@ class Generate(ModelCommand):
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """prompt; repeat the option to pass several; - reads stdin"""
     max_new_tokens: int | None = None
-    """maximum new tokens per prompt; None: 128 for a translation, 200 for a continuation"""
+    """maximum new tokens per prompt; None: 128 for a translation, 200 for a continuation, 1024 with --chat"""
     temperature: float | None = None
-    """sampling temperature (0: greedy); None: translation 0, continuation 0.8, with --top-k, --top-p or --min-p 1"""
-    top_k: int | None = None
-    """sample from the k most likely tokens"""
-    top_p: float | None = None
-    """sample from the smallest set of most likely tokens whose total probability is at least this value"""
-    min_p: float | None = None
-    """sample from tokens with at least this fraction of the probability of the most likely token"""
-    seed: int = 0
-    """random seed for sampling; the same seed gives the same text"""
+    """sampling temperature (0: greedy); None: translation 0, continuation 0.8, with --top-k, --top-p or --min-p 1, with
+    --chat the value of generation_config.json"""
+    chat: bool = False
+    """each prompt is a message to a chat model; print its answer"""
+    system: str | None = None
+    """with --chat: system message before the prompt"""
+    template: Path | None = None
+    """with --chat: file with the chat template; None: that of the model"""
+    switch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """with --chat: variable of the template as NAME=VALUE, such as enable_thinking=false; repeat for several"""
+    image: tuple[str, ...] = ()
+    """vision-language model: paths of images that each prompt is about: --image a.jpg b.png"""
+    stream: bool = False
+    """causal model: print the text while it is generated"""
+    samples: int = 1
+    """causal model: number of texts per prompt, with the seeds --seed, --seed + 1, ..."""
+    log_probabilities: bool = False
+    """causal model: with --json, also print the tokens and their log-probabilities"""
     slots: int | None = None
     """continuation: number of slots for continuous batching, refilled as prompts end; None: one per prompt"""
     draft: str | None = None
@@ -61,22 +69,28 @@ def main(arguments: Sequence[str]) -> None:
     command = parse(Generate, "generate", arguments)
     _check(command)
     from transformer.cli import _texts as texts
+    from transformer.inference import _generating as generating
     from transformer.nn.models._seq2seq import Seq2Seq
 
     texts.check_prompts(command.prompt)  # before loading the model, which takes seconds
-    _check_sampling(command)
+    check_images(command.image)
     run = command.load_writer()
     translates = isinstance(run.model, Seq2Seq)
+    if translates and (used := _causal_options(command)):
+        raise ConfigError(f"{used[0]} needs a causal model, but this model is an encoder-decoder. Remove it.")
     options = _decoding_options(command, translates)
     if command.int8:
-        run = _in_8_bits(run)
+        run = in_8_bits(run)
     prompts = texts.read_prompts(command.prompt, lines=translates)
     texts.warn_of_unknown(run, prompts)
-    written = (texts.translate if translates else texts.continue_texts)(
+    if _causal_options(command):
+        _print_pieces(command, run, prompts)
+        return
+    written = (generating.translate if translates else generating.continue_texts)(
         run,
         prompts,
         max_new_tokens=command.max_new_tokens or (128 if translates else 200),
-        sampling=_sampling(command, greedy=translates),
+        sampling=command.sampling(greedy=translates),
         seed=command.seed,
         **options,
     )
@@ -88,10 +102,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _check(command: Generate) -> None:
     """Raise ConfigError for option values and combinations that are invalid with any model."""
-    if command.max_new_tokens is not None and command.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, got {command.max_new_tokens}.")
-    if not 0 <= command.seed < 2**32:
-        raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {command.seed}.")
+    command.check()
     if command.slots is not None and command.slots < 1:
         raise ConfigError(f"--slots must be at least 1, got {command.slots}.")
     if command.slots is not None and command.draft is not None:
@@ -100,24 +111,67 @@ def _check(command: Generate) -> None:
         raise ConfigError(f"--draft-tokens must be at least 1, got {command.draft_tokens}.")
     if command.draft_tokens is not None and command.draft is None:
         raise ConfigError("--draft-tokens needs --draft. Pass --draft, or remove --draft-tokens.")
+    _check_pieces(command)
 
 
-def _check_sampling(command: Generate) -> None:
-    """Raise ConfigError, naming the option, for sampling parameters that are invalid with any model."""
-    with option_names_in_errors(**{name: name for name in ("temperature", *FILTERS)}):
-        _sampling(command, greedy=False)
+def _check_pieces(command: Generate) -> None:
+    """Raise ConfigError for invalid combinations of options that generate text in pieces."""
+    if command.samples < 1:
+        raise ConfigError(f"--samples must be at least 1, got {command.samples}.")
+    fast = [name for name in ("slots", "draft") if getattr(command, name) is not None]
+    used = _causal_options(command) + (["a penalty"] if command.sampling(greedy=False).has_penalties else [])
+    if fast and used:
+        raise ConfigError(f"--{fast[0]} and {used[0]} can't be used together. Remove one of them.")
+    check_chat_options(command)
+    if command.stream and command.json:
+        raise ConfigError("--stream and --json can't be used together. Remove one of them.")
+    if command.log_probabilities and not command.json:
+        raise ConfigError("--log-probabilities needs --json. Pass --json, or remove --log-probabilities.")
 
 
-def _sampling(command: Generate, *, greedy: bool) -> Sampling:
-    """Return the sampling parameters; without a temperature or a filter, `greedy` selects the default temperature."""
-    from transformer.generate._sampling import Sampling
+def _causal_options(command: Generate) -> list[str]:
+    """Return the given options that need a causal model which generates text in pieces."""
+    given = {"--chat": command.chat, "--stream": command.stream, "--stop": bool(command.stop)}
+    given |= {"--image": bool(command.image)}
+    given |= {"--samples": command.samples > 1, "--log-probabilities": command.log_probabilities}
+    return [option for option, is_given in given.items() if is_given]
 
-    filters = {name: getattr(command, name) for name in FILTERS}
-    temperature = command.temperature
-    if temperature is None:
-        filtered = any(value is not None for value in filters.values())
-        temperature = 1.0 if filtered else 0.0 if greedy else 0.8
-    return Sampling(temperature=temperature, **filters)
+
+def _print_pieces(command: Generate, run: LoadedModel, prompts: Sequence[str]) -> None:
+    """Print continuations or answers that are generated in pieces, one after the other."""
+    from transformer.cli import _texts as texts
+    from transformer.generate._streaming import TokenStream
+    from transformer.inference import _generating as generating
+
+    images = image_reader(run, command.image)
+    chat = open_chat(run, command.template, images) if command.chat else None
+    stream = TokenStream(run.model, run.params) if chat is None else None
+
+    def show(piece: str) -> None:
+        print(texts.shown(piece) if command.stream else "", end="", flush=command.stream)
+
+    results, separator = [], ""
+    for number, sample in itertools.product(range(len(prompts)), range(command.samples)):
+        prompt, seed = prompts[number], (command.seed + sample + 7919 * number) % 2**32
+        show(separator if chat is not None else separator + prompt)
+        separator = "\n---\n"
+        if chat is not None:
+            results.append(answer(command, chat, prompt, seed, show, command.image))
+        else:
+            limit, sampling = command.max_new_tokens or 200, command.sampling(greedy=False)
+            options = {"sampling": sampling, "seed": seed, "stop": command.stop, "show": show}
+            options |= {"images": command.image, "reader": images}
+            results.append(generating.stream_text(run, stream, prompt, max_new_tokens=limit, **options))
+    if command.stream:
+        print()
+    elif command.json:
+        hidden = set() if command.log_probabilities else {"tokens", "log_probabilities"}
+        values = [dataclasses.asdict(one) for one in results]
+        command.print_json(run, results=[{k: v for k, v in one.items() if k not in hidden} for one in values])
+    elif chat is not None:
+        print(separator.join(texts.shown(one.output) for one in results))
+    else:
+        _print(results, translates=False)
 
 
 def _print(written: Sequence[GeneratedText], translates: bool) -> None:
@@ -143,12 +197,3 @@ def _decoding_options(command: Generate, translates: bool) -> dict[str, Any]:
         draft = open_model(command.draft)
         options["draft"] = Draft(model=draft.model, params=draft.params, tokens=command.draft_tokens or 4)
     return options
-
-
-def _in_8_bits(run: LoadedModel) -> LoadedModel:
-    from transformer.nn._int8 import quantize
-
-    params, report = quantize(run.params)
-    for row in report:
-        print(row, file=sys.stderr)
-    return dataclasses.replace(run, params=params)

@@ -9,13 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tyro
+
+from transformer.cli import _inspect_images
 from transformer.cli._arguments import parse
+from transformer.cli._chat import check_chat_options, conversation, open_chat
 from transformer.cli._models import ModelCommand
+from transformer.cli._sampling import switches
 from transformer.cli._streams import decode_argument
 from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
 
 if TYPE_CHECKING:
+    from transformer.chat._template import ChatTemplate
     from transformer.inference._loading import LoadedModel
 
 
@@ -26,15 +32,26 @@ ROW_SUM = 0.99
 @dataclass(frozen=True, kw_only=True)
 class Inspect(ModelCommand):
     """Draw the attention weights of every layer and head for one text, with the tokens on both axes: as PNG files, or
-    as one interactive HTML page with --html.
+    as one interactive HTML page with --html; or those of an image, drawn on the image, with --image.
     """
 
-    prompt: str
+    prompt: str | None = None
     """input text of the model; - reads stdin"""
+    image: str | None = None
+    """path of an image instead of a text, for an encoder of images: PNG files of its attention to the patches"""
     target: str | None = None
     """encoder-decoder: target text; None: the text that the model generates"""
     max_new_tokens: int | None = None
-    """maximum new tokens to generate (greedily) and to show; None: 128 for a translation, 0 for a causal model"""
+    """maximum new tokens to generate (greedily) and to show; None: 128 for a translation or an answer, 0 for a causal
+    model without --chat"""
+    chat: bool = False
+    """the prompt is a message to a chat model; show the conversation as its template writes it, and the answer"""
+    system: str | None = None
+    """with --chat: system message before the prompt"""
+    template: Path | None = None
+    """with --chat: file with the chat template; None: that of the model"""
+    switch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """with --chat: variable of the template as NAME=VALUE, such as enable_thinking=false; repeat for several"""
     html: Path | None = None
     """write one self-contained HTML file instead of PNG files, such as attention.html"""
     compare: str | None = None
@@ -50,6 +67,10 @@ class Inspect(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Draw the attention maps; print the array shapes with --sizes, then the paths of the files."""
     command = parse(Inspect, "inspect", arguments)
+    if command.image is not None:
+        _inspect_images.check(command)
+        _inspect_images.draw(command)
+        return
     _check(command)
     run = command.load()
     text = _read(command, run)
@@ -78,6 +99,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def _check(command: Inspect) -> None:
     """Raise ConfigError for option combinations that are invalid with any model, before a model is loaded."""
+    if command.prompt is None:
+        raise ConfigError("inspect needs an input. Pass --prompt TEXT, or --image FILE for an encoder of images.")
     if command.max_new_tokens is not None and command.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be at least 1, got {command.max_new_tokens}.")
     if command.max_new_tokens is not None and command.target is not None:
@@ -85,6 +108,12 @@ def _check(command: Inspect) -> None:
             "--target and --max-new-tokens can't be used together: --target replaces the generated text. Remove one "
             "of them."
         )
+    if command.chat and command.target is not None:
+        raise ConfigError(
+            "--target and --chat can't be used together: --chat shows the answer that the model generates. Remove one "
+            "of them."
+        )
+    check_chat_options(command)
     if command.compare is not None and command.html is None:
         raise ConfigError(
             "--compare shows two models on one HTML page and needs --html. Pass a file, such as --html attention.html."
@@ -104,22 +133,27 @@ class _Text:
     prompt: str
     rows: dict[str, list[int]]
     target: str | None = None
-    """encoder-decoder: target text; causal model: the continuation that it generated"""
+    """encoder-decoder: target text; causal model: the continuation or the answer that it generated"""
     written_from: int | None = None
     """index of the first generated token in the target; None: no token was generated"""
+    template: ChatTemplate | None = None
+    """with --chat: the template that wrote the conversation"""
 
 
 def _read(command: Inspect, run: LoadedModel) -> _Text:
     from transformer.cli import _texts as texts
     from transformer.generate._sampling import Sampling
+    from transformer.inference import _generating as generating
     from transformer.nn.models._causal_lm import CausalLM
     from transformer.nn.models._seq2seq import Seq2Seq
 
     _check_reader(command, run)
     (prompt,) = texts.read_prompts([command.prompt], lines=False)  # with "-", all of stdin is one text
     target = None if command.target is None else decode_argument(command.target)
+    if command.chat:
+        return _answered(command, run, prompt)
     texts.warn_of_unknown(run, [prompt])
-    ids, new = texts.encode_prompt(run, prompt), command.max_new_tokens
+    ids, new = generating.encode_prompt(run, prompt), command.max_new_tokens
     if not isinstance(run.model, Seq2Seq):
         if target is not None:
             raise ConfigError(
@@ -135,9 +169,9 @@ def _read(command: Inspect, run: LoadedModel) -> _Text:
     texts.warn_of_unknown(run, [] if target is None else [target], normalize=False)
     if target is None:
         greedy = Sampling(temperature=0.0)
-        target = texts.translate(run, [prompt], max_new_tokens=new or 128, sampling=greedy, seed=0)[0].output
+        target = generating.translate(run, [prompt], max_new_tokens=new or 128, sampling=greedy, seed=0)[0].output
     start = run.target_start
-    rows = {"source": ids, "target": [*start, *texts.encode(run, target, "target")]}
+    rows = {"source": ids, "target": [*start, *generating.encode(run, target, "target")]}
     return _Text(prompt, rows, target, len(start) if command.target is None else None)
 
 
@@ -161,9 +195,9 @@ def _continued(run: LoadedModel, prompt: str, ids: list[int], new: int) -> _Text
     Raises:
         ConfigError: prompt and continuation together are longer than the context of the model.
     """
-    from transformer.cli import _texts as texts
     from transformer.generate._generation import generate
     from transformer.generate._sampling import Sampling
+    from transformer.inference import _generating as generating
 
     if run.context is not None and len(ids) + new > run.context:
         room = run.context - len(ids)
@@ -175,7 +209,23 @@ def _continued(run: LoadedModel, prompt: str, ids: list[int], new: int) -> _Text
     greedy = Sampling(temperature=0.0, suppress=run.suppressed)
     (row,) = generate(run.model, run.params, [ids], max_new_tokens=new, eos_id=run.eos_ids, sampling=greedy)
     ids = [*ids, *row]
-    return _Text(prompt, {"target": ids}, texts.continuation(run.tokenizer, ids, len(row)), len(ids) - len(row))
+    return _Text(prompt, {"target": ids}, generating.continuation(run.tokenizer, ids, len(row)), len(ids) - len(row))
+
+
+def _answered(command: Inspect, run: LoadedModel, prompt: str) -> _Text:
+    """Return a conversation as its template writes it, with the greedy answer of a chat model.
+
+    Raises:
+        ConfigError: the model is not a causal model, has no template, or the conversation fills its context.
+    """
+    from transformer.generate._sampling import Sampling
+
+    chat = open_chat(run, command.template)
+    messages, variables = conversation(command.system, prompt), switches(command.switch)
+    given = chat.encode(messages, add_generation_prompt=True, **variables).ids
+    greedy = Sampling(temperature=0.0)
+    reply = chat.reply(messages, max_new_tokens=command.max_new_tokens or 128, sampling=greedy, **variables)
+    return _Text(prompt, {"target": [*given, *reply.tokens]}, reply.text, len(given), chat.template)
 
 
 def _name(run: LoadedModel) -> str:
@@ -224,11 +274,9 @@ def _check_same_tokens(command: Inspect, other: LoadedModel, text: _Text, labels
     """Raise ConfigError unless the other model's tokenizer gives the same ids for the prompt and maps them to the same
     tokens.
     """
-    from transformer.cli import _texts as texts
-
     given = text.rows["source"] if "source" in text.rows else text.rows["target"][: text.written_from]
     try:
-        same = texts.encode_prompt(other, text.prompt) == given and all(
+        same = _encoded(command, other, text) == given and all(
             other.tokenizer.tokens(row) == labels[name] for name, row in text.rows.items()
         )
     except ValueError:  # an id that is not in its vocabulary
@@ -238,6 +286,19 @@ def _check_same_tokens(command: Inspect, other: LoadedModel, text: _Text, labels
             f"--compare needs a model with the same tokenizer, but {command.directory} splits this text into other "
             f"tokens than the first model. Pass a model with the same tokenizer, or write one page per model."
         )
+
+
+def _encoded(command: Inspect, run: LoadedModel, text: _Text) -> list[int]:
+    """Return the ids of the prompt; of a conversation, with the template that wrote it: a base model has none."""
+    from transformer.inference import _generating as generating
+
+    if text.template is None:
+        return generating.encode_prompt(run, text.prompt)
+    from transformer.chat._chat import Chat
+
+    chat = Chat(run.model, run.params, run.tokenizer, template=text.template)
+    messages = conversation(command.system, text.prompt)
+    return chat.encode(messages, add_generation_prompt=True, **switches(command.switch)).ids
 
 
 def _reference(run: LoadedModel) -> Any:
@@ -301,9 +362,10 @@ def _save_page(
         )
     facts["Tokens"] = ", ".join(f"{len(row)} ({name})" for name, row in text.rows.items())
     facts["Command"] = f"{program('inspect')} {shlex.join(arguments)}"
-    texts = {"Prompt": text.prompt}
+    texts = {} if command.system is None else {"System message": decode_argument(command.system)}
+    texts["Prompt"] = text.prompt
     if text.target is not None:
-        texts["Target" if text.written_from is None else "Generated"] = text.target
+        texts["Answer" if command.chat else "Target" if text.written_from is None else "Generated"] = text.target
     names = list(dict.fromkeys(_name(run).partition(", step")[0] for run in shown.values()))
     title = f"Attention of {' and '.join(names)}"
     save_attention_page(
@@ -334,6 +396,7 @@ def _report(
     import jax
     import jax.numpy as jnp
 
+    from transformer.cli._texts import shown
     from transformer.viz.studies._sizes import sizes, sizes_table
 
     tokens = [jax.ShapeDtypeStruct((1, len(ids)), jnp.int32) for ids in text.rows.values()]
@@ -344,7 +407,9 @@ def _report(
         paths = [str(path) for path in paths]
         command.print_json(run, prompt=text.prompt, target=text.target, paths=paths, **values)
         return
-    if text.target is not None:
+    if command.chat:
+        print(shown(text.target))
+    elif text.target is not None:
         print(f"{text.prompt} -> {text.target}" if "source" in labels else f"{text.prompt}{text.target}")
     if command.sizes:
         for name, words in labels.items():

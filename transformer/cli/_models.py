@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,6 +15,7 @@ import tyro
 
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._invocation import program
+from transformer.config._recipe_files import SAVED_RECIPE
 
 if TYPE_CHECKING:
     from transformer.inference._loading import LoadedModel
@@ -27,6 +29,8 @@ class ModelCommand:
     """workdir of a run (runs/number_words), directory of weights, or variant on the Hugging Face Hub (gpt2)"""
     step: Literal["best", "newest"] | int = "best"
     """checkpoint of a workdir: best (held-out loss, or accuracy of a classifier), newest, or a step number"""
+    adapter: Path | None = None
+    """directory of a LoRA adapter in the format of PEFT, which is merged into the weights"""
     json: bool = False
     """print JSON"""
     debug: bool = False
@@ -42,6 +46,8 @@ class ModelCommand:
         from transformer.inference._loading import open_model
 
         source: str | Path = self.directory
+        if self.adapter is not None and not self.adapter.is_dir():
+            raise FileNotFoundError(f"adapter {self.adapter} not found. Pass a directory with adapter_config.json.")
         if not self.directory.is_dir():
             from transformer.zoo._pretrained import find_variant
 
@@ -58,10 +64,14 @@ class ModelCommand:
                 f"{self.directory} contains checkpoints of a run. Pass the workdir of the run instead: {run}{step}"
             )
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every file that it reads
-        return open_model(source, step=self.step, **options)
+        opened = open_model(source, step=self.step, **options)
+        if self.adapter is None:
+            return opened
+        return opened.add_adapter(self.adapter, "adapter").with_adapter("adapter").merged()
 
     def load_writer(self) -> LoadedModel:
         """Load a model that generates text from a prompt; raise ConfigError for any other model."""
+        from transformer.nn.models._audio import SpeechRecognizer
         from transformer.nn.models._causal_lm import CausalLM
         from transformer.nn.models._seq2seq import Seq2Seq
         from transformer.nn.models._speech import SpeechToText
@@ -71,6 +81,8 @@ class ModelCommand:
             kind = type(opened.model).__name__
             verb = {"MaskedLM": "embed", "Embedder": "embed", "Classifier": "classify"}.get(kind)
             remedy = f" Use {program(verb)} {self.directory} --text ..." if verb else ""
+            if isinstance(opened.model, SpeechToText | SpeechRecognizer):
+                remedy = f" Use {program('transcribe')} {self.directory} FILE"
             raise ConfigError(
                 f"this verb needs a causal model or an encoder-decoder for text; {self.directory} contains a model of "
                 f"type {kind}.{remedy}"
@@ -92,17 +104,40 @@ class TextsCommand(ModelCommand):
     def load_with_texts(self) -> tuple[LoadedModel, list[str]]:
         """Load the model and read the texts; warn about words that the tokenizer does not know."""
         from transformer.cli._texts import read_prompts, warn_of_unknown
+        from transformer.inference._reading import text_model
 
         texts = read_prompts(self.text, lines=True, option="--text")
         opened = self.load()
+        text_model(opened)  # before the tokenizer, which a model of images lacks
         warn_of_unknown(opened, texts)
         return opened, texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputsCommand(TextsCommand):
+    """Options of a command whose model reads texts or images."""
+
+    image: tuple[str, ...] = ()
+    """paths of images: --image a.jpg b.png"""
+
+    def check_inputs(self) -> None:
+        """Raise ConfigError for texts together with images, and FileNotFoundError for a missing image."""
+        if self.image and self.text:
+            raise ConfigError("--image and --text can't be combined. Pass one of them.")
+        check_images(self.image)
+
+
+def check_images(names: Sequence[str]) -> None:
+    """Raise FileNotFoundError for a missing image, before the model is loaded."""
+    for name in names:
+        if "://" not in name and not Path(name).exists():
+            raise FileNotFoundError(f"image {name} not found. Pass the path of an image file.")
 
 
 def run_of_checkpoint(directory: Path) -> Path | None:
     """Return the workdir of a run if the directory is its `checkpoints` directory or one checkpoint, otherwise None."""
     path = directory.parent if directory.name.isdecimal() else directory
-    return path.parent if path.name == "checkpoints" and (path.parent / "recipe.json").is_file() else None
+    return path.parent if path.name == "checkpoints" and (path.parent / SAVED_RECIPE).is_file() else None
 
 
 def _nearest_model(path: Path) -> str:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from transformer.cli._errors import DONE, FAULT
 from transformer.cli._own_options import split_options
-from transformer.cli._plan_print import decode_lines, here_lines, search_line, search_lines, train_lines
+from transformer.cli._plan_print import (
+    batch_line,
+    batch_lines,
+    decode_lines,
+    here_lines,
+    search_line,
+    search_lines,
+    train_lines,
+)
 from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
 
@@ -28,15 +36,16 @@ SEARCHED = 12
 STEPS = 10
 """number of steps that --here measures"""
 USAGE = """\
-usage: {program} RECIPE --topology v5e:4x4 [--decode [ROWS:PROMPT:NEW]] [--search [N]] [--json]
+usage: {program} RECIPE --topology v5e:4x4 [--decode [ROWS:PROMPT:NEW]] [--search [N]] [--largest-batch] [--json]
        {program} RECIPE --here
 
 Compile the training step of a recipe for a TPU, which this machine does not need to have. Print whether the step fits,
 its memory by kind, the collectives between the chips, and an estimate of the step time. No data is read. The exit code
 is 1 if the step does not fit.
-  --topology NAME:SIZES       TPU type and number of chips along each axis: v5e:4x4, v5p:2x2x2
+  --topology NAME:SIZES       TPU type and number of chips along each axis: v5e:4x4, v5p:2x2x2; two slices: '2*v5e:4x4'
   --decode [ROWS:PROMPT:NEW]  plan generation instead of training: batch size, prompt tokens and new tokens per row
   --search [N]                compile and rank the N (default: 12) most promising meshes, batch sizes and remat policies
+  --largest-batch             find the largest batch that fits; compiles up to 12 programs
   --here                      compile for the devices of this machine, run steps and compare with the estimate
   --json                      print one JSON object
   --debug                     show the traceback of an error, and the compiler's output on stderr
@@ -53,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the plan; return 0 if the recipe fits, 1 if it does not."""
     own, rest = split_options(
         arguments,
-        flags=("--json", "--debug", "--here"),
+        flags=("--json", "--debug", "--here", "--largest-batch"),
         options={"--topology": None, "--decode": "", "--search": str(SEARCHED)},
         hint="--topology takes a TPU type and its chips along each axis, such as v5e:4x4.",
     )
@@ -89,7 +98,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(own: argparse.Namespace) -> None:
-    chosen = [flag for flag in ("--here", "--decode", "--search") if getattr(own, flag[2:]) not in (None, False)]
+    modes = {
+        "--here": own.here,
+        "--decode": own.decode is not None,
+        "--search": own.search is not None,
+        "--largest-batch": own.largest_batch,
+    }
+    chosen = [flag for flag, given in modes.items() if given]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} can't be used together. Pass one of them.")
     if own.search is not None and not (own.search.isdecimal() and int(own.search)):
@@ -141,6 +156,8 @@ def _there(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str]) -> A
         devices = topology_devices(topology)
         if own.search is not None:
             return _search(recipe, assumed, topology, devices, int(own.search), terminal)
+        if own.largest_batch:
+            return _largest_batch(recipe, assumed, topology, devices, terminal)
         if generation is not None:
             plan = make_decode_plan(recipe, generation, topology, devices)
             return Answer(topology, _values(plan), decode_lines(recipe.name, topology, assumed, plan), plan.fits)
@@ -181,6 +198,27 @@ def _search(
     values = [{"flags": one.candidate.flags} | _values(one.plan) for one in best]
     fits = any(one.plan is not None and one.plan.fits for one in tried)
     return Answer(topology, {"ranked": values}, search_lines(recipe.name, topology, assumed, tried, best), fits)
+
+
+def _largest_batch(
+    recipe: Recipe, assumed: Sequence[str], topology: Topology, devices: list[Any], terminal: TextIO
+) -> Answer:
+    from transformer.training._flops import batch_field
+    from transformer.training._metrics import Progress
+    from transformer.training.plan._largest_batch import MOST_PROGRAMS, best_of, largest_batch
+
+    field = f"--data.{batch_field(recipe.data).replace('_', '-')}"
+    tried = []
+    with Progress(MOST_PROGRAMS, stream=terminal) as progress:
+        for one in largest_batch(recipe, topology, devices):
+            tried.append(one)
+            progress.advance(len(tried))
+            progress.print(batch_line(field, one))
+    best = best_of(tried)
+    values = {"tried": {one.size: one.plan.needed_bytes for one in tried}}
+    if best is not None:
+        values |= {"flags": f"{field} {best.size}", "largest_batch": best.size} | _values(best.plan)
+    return Answer(topology, values, batch_lines(recipe.name, topology, assumed, field, tried, best), best is not None)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformer.training.plan._decoding import DecodePlan
+    from transformer.training.plan._largest_batch import BatchTried
     from transformer.training.plan._measuring import Measured
     from transformer.training.plan._planning import Plan
     from transformer.training.plan._roofline import Estimate
@@ -30,7 +31,7 @@ def train_lines(name: str, topology: Topology, assumed: Sequence[str], plan: Pla
     if plan.computed_flops and plan.computed_flops > 1.02 * flops.total:
         yield f"  {plan.computed_flops / flops.total:.2f} times as many with recomputation"
     if plan.fits:
-        yield from _collectives(plan.collectives, "per step", UNPRINTED)
+        yield from _collectives(plan.cost and plan.cost.collectives, "per step", UNPRINTED)
     if plan.estimate is not None:
         one = plan.estimate
         yield (
@@ -38,8 +39,10 @@ def train_lines(name: str, topology: Topology, assumed: Sequence[str], plan: Pla
             f"{plan.units_per_second:,.0f} {plan.unit}/s"
         )
         yield f"  {_parts(one)}"
-        if not plan.loops_known:
+        if not plan.cost.loops_bounded:
             yield "  a lower bound: a loop with an unknown number of iterations counts as one iteration"
+        elif not plan.cost.loops_known:
+            yield "  an upper bound: a loop over experts counts with its maximum number of iterations"
     elif plan.fits:
         yield f"no estimate: {UNPRINTED}"
     yield f"planned in {plan.seconds:.1f} s"
@@ -66,6 +69,11 @@ def decode_lines(name: str, topology: Topology, assumed: Sequence[str], plan: De
         )
         yield f"  prefill {duration(plan.prefill.seconds)}: {_parts(plan.prefill)}"
         yield f"  one token per row {duration(plan.token.seconds)}: {_parts(plan.token)}"
+        times = plan.token_bytes / plan.least_token_bytes
+        yield (
+            f"  it reads and writes {size(plan.token_bytes)}, {times:.2f} times the minimum of "
+            f"{size(plan.least_token_bytes)} (parameters and KV cache, read once)"
+        )
         if not plan.loops_known:
             yield "  an upper bound: a loop over experts counts with its maximum number of iterations"
     elif plan.fits:
@@ -108,6 +116,35 @@ def search_lines(
     yield "Ranked by estimates, not measurements. The batch size changes the training result; the other flags do not."
 
 
+def batch_line(field: str, one: BatchTried) -> str:
+    """Return the line of a batch size, which is printed as soon as its step is compiled."""
+    speed = f", {one.plan.units_per_second:,.0f} {one.plan.unit}/s" if one.plan.estimate else ""
+    return f"{field} {one.size}: {'fits' if one.plan.fits else 'does not fit'}, {size(one.plan.needed_bytes)}{speed}"
+
+
+def batch_lines(
+    name: str,
+    topology: Topology,
+    assumed: Sequence[str],
+    field: str,
+    tried: Sequence[BatchTried],
+    best: BatchTried | None,
+) -> Iterator[str]:
+    """Yield the lines of the search for the largest batch."""
+    yield _title(name, topology, tried[-1].plan.mesh)
+    yield from (f"assumed: {assumption}" for assumption in assumed)
+    if best is None:
+        smallest = min(tried, key=lambda one: one.size)
+        yield f"nothing fits: {batch_line(field, smallest)}"
+        yield from (f"  try {remedy}" for remedy in smallest.plan.remedies)
+        return
+    larger = min((one.size for one in tried if not one.plan.fits), default=None)
+    beyond = f"{larger} does not fit" if larger else "larger batches were not tried"
+    yield f"largest batch: {field} {best.size} ({beyond})"
+    yield f"  {batch_line(field, best)}, an estimate and not a measurement"
+    yield f"{len(tried)} programs compiled in {sum(one.plan.seconds for one in tried):.0f} s"
+
+
 def here_lines(plan: Plan, measured: Measured, figures: str) -> Iterator[str]:
     """Yield the lines that compare measured steps with the estimate; `figures` describes the peak rates of a device."""
     yield f"device figures: {figures}"
@@ -128,18 +165,26 @@ def _memory(plan: Plan | DecodePlan, topology: Topology) -> Iterator[str]:
         yield f"fits: {size(plan.needed_bytes)} of {topology.hbm:.4g} GiB per {topology.unit}"
     else:
         yield f"does not fit: it needs {size(plan.needed_bytes)} of {size(plan.available_bytes)} per {topology.unit}"
-    memory: Mapping[str, int] = plan.memory
-    for kind, number in memory.items():
-        if number:
-            yield f"  {kind:29} {size(number):>10}"
+    yield from _kinds(plan.memory)
+    if any(plan.host_memory.values()):
+        yield f"host memory per {topology.unit}: {size(sum(plan.host_memory.values()))}"
+        yield from _kinds(plan.host_memory)
     for remedy in plan.remedies:
         yield f"  try {remedy}"
 
 
+def _kinds(memory: Mapping[str, int]) -> Iterator[str]:
+    for kind, number in memory.items():
+        if number:
+            yield f"  {kind:29} {size(number):>10}"
+
+
 def _parts(one: Estimate) -> str:
+    host = f", host {duration(one.host_seconds)}" if one.host_seconds else ""
+    across = f" + across slices {duration(one.dcn_seconds)}" if one.dcn_seconds else ""
     return (
-        f"max(compute {duration(one.compute_seconds)}, memory {duration(one.memory_seconds)}) + collectives "
-        f"{duration(one.collective_seconds)}"
+        f"max(compute {duration(one.compute_seconds)}, memory {duration(one.memory_seconds)}{host}) + collectives "
+        f"{duration(one.collective_seconds)}{across}"
     )
 
 
@@ -149,8 +194,9 @@ def _collectives(collectives: Sequence | None, of: str, unavailable: str) -> Ite
     elif not collectives:
         yield "collectives: none"
     else:
-        each = ", ".join(f"{one.count} {one.kind} of {size(one.result_bytes)}" for one in collectives)
-        yield f"collectives: {each} {of}"
+        across = {True: " across slices", False: ""}
+        each = (f"{one.count} {one.kind} of {size(one.result_bytes)}{across[one.across_slices]}" for one in collectives)
+        yield f"collectives: {', '.join(each)} {of}"
 
 
 def size(number: int) -> str:

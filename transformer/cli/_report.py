@@ -100,7 +100,7 @@ def read_run(workdir: Path, name: str) -> RunReport:
     from transformer.training._invocations import read_calls
     from transformer.training._metrics import FILE
     from transformer.training._recipe import load_recipe
-    from transformer.training._report import read_samples
+    from transformer.training._report import read_example, read_samples
     from transformer.training._serial import flatten
     from transformer.training._summary import read_summary, render
     from transformer.training._tasks import TASKS
@@ -123,6 +123,7 @@ def read_run(workdir: Path, name: str) -> RunReport:
         unit=TASKS[recipe.task].unit,
         targets=TASKS[recipe.task].targets,
         outcome="" if summary is None else render(summary),
+        example=read_example(workdir),
         samples=read_samples(workdir),
         recipe=flatten(recipe),
         versions=calls[-1]["versions"] if calls else {},
@@ -184,9 +185,11 @@ def _commands(workdir: Path, recipe: Recipe, summary: Summary | None, calls: Seq
         commands["Install the same versions:"] = f"pip install {' '.join(pins)}"
     where = shlex.quote(str(workdir))
     commands["Evaluate it on held-out data:"] = f"{program('evaluate')} {where}"
-    if TASKS[recipe.task].writes:
+    task = TASKS[recipe.task]
+    if task.writes and task.try_it is not None:
         prompt = summary.prompt if summary is not None and summary.prompt else "..."
-        commands["Generate text:"] = f"{program('generate')} {where} --prompt {shlex.quote(prompt)}"
+        command, options = task.try_it
+        commands["Generate text:"] = f"{program(command)} {where} {options} {shlex.quote(prompt)}"
     return commands
 
 

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformer.cli._own_options import split_options
 from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
-from transformer.config._recipe_files import find_recipe, recipe_files
+from transformer.config._recipe_files import SAVED_RECIPE, find_recipe, recipe_files
+
+if TYPE_CHECKING:
+    from transformer.training._recipe import Recipe
+    from transformer.training._start import Start
 
 USAGE = """\
-usage: {program} RECIPE [--workdir DIR] [--init DIR] [--profile START:STOP] [--fast] [--debug]
-       {blank} [--restart] [--take-over] [--GROUP.FIELD VALUE ...]
+usage: {program} RECIPE|WORKDIR [--workdir DIR] [--init DIR] [--profile START:STOP] [--fast] [--debug]
+       {blank} [--restart] [--take-over] [--skip-memory-check] [--dry-run] [--GROUP.FIELD VALUE ...]
        {program} RECIPE --help     show all fields of a recipe with their meanings and defaults
        {program} --list            list all recipes
 
 RECIPE is the name of a recipe (number_words) or the path of a file (configs/number_words.py). Recipes in ./configs
 override bundled recipes of the same name. Every field of a recipe is an option, such as --model.num-layers 4.
+WORKDIR is the directory of an existing run, which is resumed with its own recipe.
 
   --workdir DIR   directory of the run (default: runs/NAME); an existing run is resumed
   --init DIR      initialize from a model: a directory of weights (config.json, safetensors), a name on the Hugging Face
@@ -31,7 +39,11 @@ override bundled recipes of the same name. Every field of a recipe is an option,
                   write a trace of steps START + 1 to STOP to WORKDIR/profile, for XProf
   --restart       start from step 0 in an existing workdir; the files of the old run move to WORKDIR/previous
   --take-over     take over the workdir's lock from a process on another host that no longer exists
-  --fast          run a few steps of everything (training, evaluation, checkpoint, samples) in a temporary workdir
+  --skip-memory-check
+                  start although parameters, optimizer state and batch don't fit into memory, as their shapes show
+  --dry-run       print the complete recipe, parameters, memory and the first batch; train nothing, write nothing
+  --fast          run a few steps of everything (training, evaluation, checkpoint, samples) in a temporary workdir,
+                  which is removed at the end
   --debug         show the traceback of an error
 """
 
@@ -46,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     """Load a recipe, override its fields and train; return the exit code: 0 if finished, 128 + signal if stopped."""
     own, rest = split_options(
         arguments,
-        flags=("--list", "--fast", "--restart", "--take-over", "--debug"),
+        flags=("--list", "--fast", "--restart", "--take-over", "--skip-memory-check", "--dry-run", "--debug"),
         options={"--workdir": None, "--init": None, "--profile": None},
         hint="--workdir and --init take a directory, such as runs/mine; --profile takes steps: 20:30.",
     )
@@ -56,11 +68,10 @@ def main(arguments: Sequence[str]) -> int:
         print(usage(), end="")
         return 0
     _check_given(own, rest)
-    path = find_recipe(rest[0])
+    recipe, about = _recipe_of(rest[0], own)
 
-    from transformer.training._overrides import fast, load_recipe_file, override
+    from transformer.training._overrides import fast, override
 
-    recipe, about = load_recipe_file(path)
     recipe = fast(recipe) if own.fast else recipe
     before = recipe
     recipe = override(recipe, rest[1:], program=f"{program('train')} {rest[0]}", description=f"{about}\n\n{usage()}")
@@ -68,6 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     import jax
 
     from transformer.cli._devices import accelerator_present, unused_warning
+    from transformer.inference._reward_model import reward_model
     from transformer.inference._starting import start_from
     from transformer.training import _processes as processes
     from transformer.training._loop import train
@@ -76,9 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
     window = None if own.profile is None else parse_window(own.profile, recipe.training.steps)
     processes.join(recipe.parallel)  # must run before JAX lists its devices
-    workdir = own.workdir or f"runs/{recipe.name}"
-    if own.fast and not own.workdir:
-        workdir = processes.first_decides(lambda: tempfile.mkdtemp(prefix=f"{recipe.name}-fast-"))
+    workdir = _workdir(recipe, own)
     if warning := unused_warning(accelerator_present(), jax.default_backend()):
         print(f"warning: {warning}", file=sys.stderr)
     start = None
@@ -87,10 +97,86 @@ def main(arguments: Sequence[str]) -> int:
     if own.init:
         start = start_from(own.init, recipe)
     command = _command_to_resume(arguments, own, workdir)
-    options = {"start": start, "profile": window, "take_over": own.take_over, "restart": own.restart}
+    teacher = _teacher(recipe, workdir, own.restart)
+    if own.dry_run:
+        from transformer.training._dry_run import dry_run
+
+        checks = {"restart": own.restart, "check_memory": not own.skip_memory_check}
+        dry_run(recipe, workdir, start=start, teacher=teacher, **checks)
+        return 0
+    options = {
+        "start": start,
+        "teacher": teacher,
+        "reward_model": reward_model(recipe),
+        "profile": window,
+        "take_over": own.take_over,
+        "restart": own.restart,
+        "check_memory": not own.skip_memory_check,
+    }
     code = train(recipe, workdir, command=command, **options).exit_code
+    _remove_temporary(workdir, own, code)
     processes.part()
     return code
+
+
+def _is_temporary(own: argparse.Namespace) -> bool:
+    """Return whether the run gets a temporary workdir."""
+    return own.fast and not own.workdir and not own.dry_run
+
+
+def _workdir(recipe: Recipe, own: argparse.Namespace) -> str:
+    """Return the workdir of the run; create it if it is temporary."""
+    from transformer.training import _processes as processes
+
+    if _is_temporary(own):
+        return processes.first_decides(lambda: tempfile.mkdtemp(prefix=f"{recipe.name}-fast-"))
+    return own.workdir or f"runs/{recipe.name}"
+
+
+def _remove_temporary(workdir: str, own: argparse.Namespace, code: int) -> None:
+    """Remove a temporary workdir after a run without errors."""
+    from transformer.training import _processes as processes
+
+    if _is_temporary(own) and code == 0 and processes.is_first():
+        shutil.rmtree(workdir, ignore_errors=True)
+        print(f"--fast: everything ran; {workdir} is removed")
+
+
+def _recipe_of(name: str, own: argparse.Namespace) -> tuple[Recipe, str]:
+    """Return a recipe and its description; for the workdir of a run, its recipe, and set `own.workdir`."""
+    # The name of a recipe means the recipe, even if a workdir has the same name.
+    if name in recipe_files() or not os.path.isfile(os.path.join(name, SAVED_RECIPE)):
+        path = find_recipe(name)
+        from transformer.training._overrides import load_recipe_file
+
+        return load_recipe_file(path)
+    if own.workdir is not None and Path(own.workdir).resolve() != Path(name).resolve():
+        raise ConfigError(
+            f"{name} is the workdir of a run, which is resumed there, but --workdir is {own.workdir}. Remove "
+            "--workdir, or pass the recipe of a new run."
+        )
+    from transformer.training._recipe import load_recipe
+
+    recipe = load_recipe(name)
+    if recipe.grpo is not None:
+        raise ConfigError(
+            f"the recipe in {name} names rewards, which are code that this command would run. Pass the recipe itself: "
+            f"{program('train')} RECIPE --workdir {name}."
+        )
+    own.workdir = name
+    return recipe, f"The recipe of the run in {name}."
+
+
+def _teacher(recipe: Recipe, workdir: str, restart: bool) -> Start | None:
+    """Load the teacher of a new run; None without distillation, or if the run's checkpoints contain it."""
+    from transformer.inference._starting import start_from
+    from transformer.training._restart import has_checkpoints
+
+    if recipe.distill is None or (has_checkpoints(workdir) and not restart):
+        return None
+    if not recipe.distill.teacher:
+        raise ConfigError("distill needs a trained model, but none was given. Name it with --distill.teacher DIR.")
+    return start_from(recipe.distill.teacher, recipe)
 
 
 def _check_given(own: argparse.Namespace, rest: Sequence[str]) -> None:

@@ -4,9 +4,11 @@ This package does not import JAX, so that recipes and tools load quickly.
 """
 
 from transformer.config._checks import ConfigError
+from transformer.config._image_tokens import ImageTokens
 from transformer.config._model import Execution, TransformerConfig
 from transformer.config._options import (
     AttentionOptions,
+    Audio,
     EmbeddingOptions,
     OutputOptions,
     RotaryOptions,
@@ -15,15 +17,18 @@ from transformer.config._options import (
     T5BiasOptions,
 )
 from transformer.config._papers import gpt2_decoder, llama_decoder, transformer_base, transformer_big
-from transformer.config._parts import MLA, HeadTransform, LayerKind, MoE, Patches, RotaryScaling, Series
+from transformer.config._parts import MLA, HeadTransform, Images, LayerKind, MoE, Patches, RotaryScaling, Series
 
 __all__ = [
     "MLA",
     "AttentionOptions",
+    "Audio",
     "ConfigError",
     "EmbeddingOptions",
     "Execution",
     "HeadTransform",
+    "ImageTokens",
+    "Images",
     "LayerKind",
     "MoE",
     "OutputOptions",

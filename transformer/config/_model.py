@@ -16,8 +16,10 @@ from transformer.config._checks import (
     check_whole,
     nearest,
 )
+from transformer.config._image_tokens import ImageTokens
 from transformer.config._options import (
     AttentionOptions,
+    Audio,
     EmbeddingOptions,
     OutputOptions,
     RotaryOptions,
@@ -25,14 +27,16 @@ from transformer.config._options import (
     StackOptions,
     T5BiasOptions,
 )
-from transformer.config._parts import FeedForwardActivation, Layer, LayerKind, Patches, Series
+from transformer.config._parts import FeedForwardActivation, Images, Layer, LayerKind, Patches, Series
 from transformer.config._paths import Convert, reads_former_names, with_paths
 
 Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm"]
 NormPosition = Literal["pre", "post", "pre_without_residual", "sandwich", "reordered", "parallel"]
-Position = Literal["sinusoidal", "sinusoidal_halves", "learned", "rotary", "alibi", "t5", "none"]
+Position = Literal["sinusoidal", "sinusoidal_halves", "learned", "rotary", "rotary_grid", "alibi", "t5", "none"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Remat = Literal["none", "full", "dots", "names"]
+Remat = Literal["none", "full", "dots", "names", "offload"]
+Experts = Literal["auto", "blockwise", "ragged", "megablox"]
+QuantizedProducts = Literal["none", "int8", "int8_full", "fp8", "fp8_full"]
 
 
 _HEADS = ("head_dim", "value_dim", "qk_norm", "qk_norm_scope", "causal", "mla")
@@ -126,7 +130,7 @@ class TransformerConfig:
     position: Position = "sinusoidal"
     """position scheme:
     embeddings (sinusoidal, sinusoidal_halves, learned),
-    rotation of queries and keys (rotary),
+    rotation of queries and keys (rotary; rotary_grid: by row and column of patches),
     or a bias on the attention scores (alibi, t5)"""
     max_length: int | None = None
     """rows of the learned position table; only for position=learned"""
@@ -141,7 +145,7 @@ class TransformerConfig:
     attention: AttentionOptions = AttentionOptions()
     """attention layers: head sizes, biases, scaling and capping of scores, latent attention"""
     rotary: RotaryOptions = RotaryOptions()
-    """rotary positions; only for position=rotary"""
+    """rotary positions; only for position=rotary, and `base` for position=rotary_grid"""
     t5_bias: T5BiasOptions = T5BiasOptions()
     """T5's relative position bias; only for position=t5"""
     embedding: EmbeddingOptions = EmbeddingOptions()
@@ -150,8 +154,9 @@ class TransformerConfig:
     """layer counts of encoder and decoder, and different kinds of layers in one stack"""
     output: OutputOptions = OutputOptions()
     """output layer: classes, pooling, transform, bias, scaling and capping of logits"""
-    input: Patches | Series | Speech | None = None
-    """what the model reads instead of tokens: image patches, a time series or speech; None: tokens"""
+    input: Patches | Series | Speech | Audio | Images | ImageTokens | None = None
+    """what the model reads instead of tokens: image patches, a time series, frames of speech or samples of a recording;
+    Images: images in addition to tokens; ImageTokens: images between tokens; None: tokens"""
 
     def __post_init__(self):
         check_choices(self, activation=FeedForwardActivation, norm=Norm, norm_position=NormPosition, position=Position)
@@ -170,6 +175,7 @@ class TransformerConfig:
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.kv_heads}): all key heads are "
                 f"shared by the same number of query heads. Change one of them."
             )
+        self._check_encoder_heads()
         if self.activation == "swiglu_clamped" and not self.gated:
             raise ConfigError(
                 "activation='swiglu_clamped' is a function of two projections (gate and up), but gated is False. "
@@ -178,8 +184,25 @@ class TransformerConfig:
         self._check_latent()
         self._check_position()
         self._check_norms()
+        if self.audio is not None and self.d_model % self.audio.position_groups:
+            raise ConfigError(
+                f"d_model ({self.d_model}) must be a multiple of input.position_groups ({self.audio.position_groups}). "
+                f"Change one of them."
+            )
         for stack, layers in self._stack_sizes().items():
             self._check_pattern(stack, layers)
+
+    def _check_encoder_heads(self):
+        heads = self.stack.encoder_num_heads
+        needs = {} if self.attention.head_dim is not None else {"d_model": self.d_model}
+        needs = {name: size % heads for name, size in needs.items()} if heads is not None else {}
+        if heads is not None and self.num_kv_heads is not None:
+            needs["num_kv_heads"] = heads % self.num_kv_heads
+        if wrong := [name for name, rest in needs.items() if rest]:
+            raise ConfigError(
+                f"stack.encoder_num_heads ({heads}) must divide d_model and be a multiple of num_kv_heads, but "
+                f"{wrong[0]} is {getattr(self, wrong[0])}. Change one of them."
+            )
 
     def _check_position(self):
         self._check_table_rows()
@@ -191,12 +214,32 @@ class TransformerConfig:
                     f"{self.size_of_head} can't be rotated. Set rotary.dim to an even number of at most "
                     f"attention.head_dim, or change attention.head_dim."
                 )
+        if self.position == "rotary_grid":
+            self._check_grid()
         if self.position in ("sinusoidal", "sinusoidal_halves") and self.d_model % 2:
             raise ConfigError(f"sinusoidal positions are sine and cosine pairs: d_model ({self.d_model}) must be even.")
         if self.t5_bias.per_layer and self.position != "t5":
             raise ConfigError(
                 f"t5_bias.per_layer gives each layer its own table of T5's position bias, but position is "
                 f"{self.position!r}. Remove it, or set position='t5'."
+            )
+
+    def _check_grid(self):
+        """Check that there are patches whose row and column can rotate heads, and no options of other rotations."""
+        if self.patches is None:
+            raise ConfigError(
+                "position='rotary_grid' rotates by the row and column of patches, but input is not Patches(...). "
+                "Set it, or choose another position."
+            )
+        if self.size_of_head % 4:
+            raise ConfigError(
+                f"position='rotary_grid' rotates pairs of dimensions, half of them by the row and half by the column: "
+                f"the size of a head ({self.size_of_head}) must be a multiple of 4. Change attention.head_dim."
+            )
+        if self.rotary.dim is not None or self.rotary.scaling is not None:
+            raise ConfigError(
+                "rotary.dim and rotary.scaling have no effect with position='rotary_grid': it reads only rotary.base. "
+                "Remove them."
             )
 
     def _check_table_rows(self):
@@ -211,10 +254,10 @@ class TransformerConfig:
                 f"embedding.source_max_length is the number of rows of the encoder's learned position table, but "
                 f"position is {self.position!r}. Remove it, or set position='learned'."
             )
-        if self.patches is not None and self.max_length not in (None, 1 + self.patches.count):
+        if self.patches is not None and self.max_length not in (None, self.patches.positions):
             raise ConfigError(
-                f"max_length ({self.max_length}) must be {1 + self.patches.count}: a class token and "
-                f"{self.patches.count} patches. Change it, or the sizes in input."
+                f"max_length ({self.max_length}) must be {self.patches.positions}, the number of learned tokens "
+                f"({self.patches.extra_tokens}) and patches ({self.patches.count}). Change it, or the sizes in input."
             )
         if self.series is not None and self.max_length not in (None, self.series.positions):
             raise ConfigError(
@@ -240,6 +283,10 @@ class TransformerConfig:
 
     def _check_norms(self):
         kinds = self.kinds
+        if not all(kind.rotary for kind in kinds) and (self.position != "rotary" or self.attention.mla is not None):
+            raise ConfigError(
+                "rotary=False of a LayerKind is for position='rotary' without attention.mla. Remove it, or change them."
+            )
         if self.norm_position in ("post", "reordered") and not all(kind.attention_norm for kind in kinds):
             raise ConfigError(
                 f"attention_norm=False removes the norm before attention, but norm_position={self.norm_position!r} "
@@ -324,14 +371,75 @@ class TransformerConfig:
         return self.max_length if self.embedding.source_max_length is None else self.embedding.source_max_length
 
     @property
+    def source_encoder(self) -> TransformerConfig:
+        """Config of the encoder of an encoder-decoder, with its own number of heads, width and position table."""
+        stack = self.stack
+        return self.replace(
+            max_length=self.longest_source,
+            num_heads=stack.encoder_num_heads or self.num_heads,
+            d_ff=stack.encoder_d_ff or self.d_ff,
+            **{"stack.encoder_num_heads": None, "stack.encoder_d_ff": None},
+        )
+
+    @property
     def patches(self) -> Patches | None:
         """The image patches that the model reads; None for other inputs."""
         return self.input if isinstance(self.input, Patches) else None
 
     @property
+    def images(self) -> Images | None:
+        """The images that a DualEncoder reads, and their encoder; None for other inputs."""
+        return self.input if isinstance(self.input, Images) else None
+
+    @property
+    def image_tokens(self) -> ImageTokens | None:
+        """The images that a VisionLanguageModel reads, and their encoder; None for other inputs."""
+        return self.input if isinstance(self.input, ImageTokens) else None
+
+    @property
+    def image_encoder(self) -> TransformerConfig:
+        """Config of the image encoder of a DualEncoder or a VisionLanguageModel.
+
+        Raises:
+            ConfigError: the input is neither `Images` nor `ImageTokens`.
+        """
+        images = self.images or self.image_tokens
+        if images is None:
+            raise ConfigError("input is not images: a DualEncoder needs input=Images(patches=..., features=..., ...).")
+        dual = isinstance(images, Images)
+        unused = None if dual else images.unused_layers
+        return TransformerConfig(
+            d_model=images.d_model,
+            num_layers=images.num_layers - (unused or 0),
+            num_heads=images.num_heads,
+            d_ff=images.d_ff,
+            activation=images.activation,
+            norm=self.norm if dual else "layer_norm",
+            norm_epsilon=images.norm_epsilon,
+            position="learned",
+            max_length=images.patches.positions,
+            dropout_rate=self.dropout_rate,
+            initializer_range=self.initializer_range,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            input=images.patches,
+            **{
+                "attention.dropout_rate": self.attention.dropout_rate,
+                "embedding.norm": images.embedding_norm,
+                "stack.final_norm": unused is None,
+                "output.pooling": images.pooling if dual else "mean",
+            },
+        )
+
+    @property
     def series(self) -> Series | None:
         """The time series that the model reads; None for other inputs."""
         return self.input if isinstance(self.input, Series) else None
+
+    @property
+    def audio(self) -> Audio | None:
+        """The samples of a recording that the model reads; None for other inputs."""
+        return self.input if isinstance(self.input, Audio) else None
 
     @property
     def speech(self) -> Speech | None:
@@ -372,10 +480,20 @@ def current_kernel_name(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """Execution options of a model: they change speed and memory, and the result only by rounding errors."""
+    """Execution options of a model: they change speed and memory, and the result only by rounding errors.
+
+    Raises:
+        ConfigError: an unknown name, or `quantization_paths` that are a string or without `quantization`.
+    """
 
     attention: str = "auto"
     """attention kernel; auto: select one by platform, sequence length and the features that the model needs"""
+    experts: Experts = "auto"
+    """matrix multiplications of the experts of MoE layers:
+    blockwise: a loop over blocks of tokens, on any device;
+    ragged: jax.lax.ragged_dot, a kernel of the TPU compiler (elsewhere it computes all experts for all tokens);
+    megablox: a Pallas kernel for TPUs;
+    auto: ragged on TPU, otherwise blockwise"""
     scan: bool = True
     """compile one layer and loop over it (jax.lax.scan);
     false: unroll the loop, with the same parameters (faster on CPU, slower to compile)"""
@@ -383,11 +501,34 @@ class Execution:
     """rematerialization, what the backward pass recomputes to save memory:
     none: nothing;
     full: everything;
-    dots: everything but the results of matrix multiplications and of splash attention;
-    names: everything but the attention outputs and the hidden layers of the feed-forward layers"""
+    dots: everything but the results of matrix multiplications, of splash attention and of ring attention;
+    names: everything but the attention outputs and the hidden layers of the feed-forward layers;
+    offload: as names, but these and the inputs of the layers are stored in host memory"""
     sow_weights: bool = False
     """sow attention weights into the collection "intermediates" if a call makes it mutable, to inspect them"""
+    quantization: QuantizedProducts = "none"
+    """8-bit matrix multiplications in attention projections, feed-forward layers and experts (needs qwix):
+    none: in the model's dtype;
+    int8: integers, gradients in the model's dtype;
+    int8_full: integers, gradients too;
+    fp8: float8_e4m3fn, gradients in the model's dtype;
+    fp8_full: float8_e4m3fn, gradients in float8_e5m2;
+    the results change by the rounding to 8 bits, about 1 % of a product"""
+    quantization_paths: tuple[str, ...] = ()
+    """quantize only the multiplications by kernels whose path contains one of these parts, such as feed_forward or
+    self_attention/out;
+    empty: those of all kernels of the layers"""
 
     def __post_init__(self):
-        check_choices(self, remat=Remat)
+        check_choices(self, experts=Experts, remat=Remat, quantization=QuantizedProducts)
+        if isinstance(self.quantization_paths, str):  # each of its letters would be a path that selects nothing
+            raise ConfigError(
+                f"quantization_paths must be a tuple of strings, got the string {self.quantization_paths!r}. Pass "
+                f"({self.quantization_paths!r},)."
+            )
+        if self.quantization_paths and self.quantization == "none":
+            raise ConfigError(
+                f"quantization_paths selects the matrix multiplications that are quantized, got "
+                f"{', '.join(self.quantization_paths)}, but quantization is 'none'. Set quantization, or remove it."
+            )
         object.__setattr__(self, "attention", current_kernel_name(self.attention))

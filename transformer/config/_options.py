@@ -1,9 +1,10 @@
-"""Sections of a model config: attention, positions, embeddings, stacks, output layer and speech input."""
+"""Sections of a model config: attention, positions, embeddings, stacks, output layer, and the two inputs of sound."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from transformer.config._checks import (
     ConfigError,
@@ -14,11 +15,11 @@ from transformer.config._checks import (
     check_range,
     check_whole,
 )
-from transformer.config._parts import MLA, HeadTransform, LayerKind, RotaryScaling
+from transformer.config._parts import MLA, Activation, HeadTransform, LayerKind, RotaryScaling
 
 Projection = Literal["query", "key", "value", "out"]
 NormScope = Literal["head", "all"]
-Pooling = Literal["mean", "first", "last"]
+Pooling = Literal["mean", "first", "last", "first_and_mean", "attention"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryOptions:
-    """Rotary positions (Su et al. 2021, arXiv 2104.09864); only for position=rotary."""
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864); for position=rotary, and the base for rotary_grid."""
 
     section: ClassVar[str] = "rotary"
     base: float = 10_000.0
@@ -139,6 +140,9 @@ class EmbeddingOptions:
     """the output layer uses the (decoder's) token embedding table"""
     token_types: int | None = None
     """rows of the token type table of an encoder model; None: no token types"""
+    width: int | None = None
+    """width of the token embeddings and of the input of the output layer, with linear maps to and from d_model (as in
+    OPT-350m; not for encoder-decoders); None: d_model, without such maps"""
     source_vocab_size: int | None = None
     """encoder vocabulary size, if different from the decoder's; None: encoder and decoder share one table"""
     source_max_length: int | None = None
@@ -146,7 +150,7 @@ class EmbeddingOptions:
 
     def __post_init__(self):
         check_flags(self, "scale", "norm", "tie")
-        check_whole(self, "token_types", "source_vocab_size", "source_max_length")
+        check_whole(self, "token_types", "width", "source_vocab_size", "source_max_length")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +166,10 @@ class StackOptions:
     """layers of the encoder in an encoder-decoder; None: num_layers"""
     num_decoder_layers: int | None = None
     """layers of the decoder in an encoder-decoder; None: num_layers"""
+    encoder_num_heads: int | None = None
+    """attention heads of the encoder in an encoder-decoder; None: num_heads"""
+    encoder_d_ff: int | None = None
+    """inner width of the encoder's feed-forward layers in an encoder-decoder; None: d_ff"""
     prefix: tuple[LayerKind, ...] = ()
     """kinds of the first layers, before the repeated pattern"""
     period: tuple[LayerKind, ...] = (LayerKind(),)
@@ -170,10 +178,14 @@ class StackOptions:
     """kinds of the last layers, after the repeated pattern"""
     final_norm: bool = True
     """normalize after the last layer (not with post-norm)"""
+    layer_scale: float | None = None
+    """initial value of a learned factor per feature on the output of each sublayer, before the residual sum
+    (LayerScale, Touvron et al. 2021, arXiv 2103.17239, section 2); None: no factor"""
 
     def __post_init__(self):
-        check_whole(self, "num_encoder_layers", "num_decoder_layers")
+        check_whole(self, "num_encoder_layers", "num_decoder_layers", "encoder_num_heads", "encoder_d_ff")
         check_flags(self, "final_norm")
+        check_positive(self, "layer_scale")
         if not self.period:
             raise ConfigError("stack.period is empty: expected at least one LayerKind. Add one.")
 
@@ -186,7 +198,11 @@ class OutputOptions:
     num_classes: int | None = None
     """number of classes of a Classifier or VisionClassifier"""
     pooling: Pooling = "mean"
-    """how a Classifier or Embedder reduces a sequence to one vector"""
+    """how a classifier or embedder reduces a sequence to one vector:
+    mean: of all tokens, for images of all patches;
+    first, last: the first or last token, for images the class token;
+    first_and_mean: both, concatenated (images only; DINOv2);
+    attention: attention of a learned query, then a feed-forward layer (images only; SigLIP)"""
     normalize: bool = False
     """scale the vectors of an Embedder to length 1"""
     transform: HeadTransform | None = None
@@ -214,3 +230,83 @@ class Speech:
 
     def __post_init__(self):
         check_whole(self, "mel_bins")
+
+
+MAX_CONVOLUTIONS = 32
+"""Maximum number of convolutions of a recording."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audio:
+    """Samples of a recording as input of a SpeechEncoder (wav2vec 2.0, Baevski et al. 2020, arXiv 2006.11477).
+
+    Convolutions without padding reduce the samples to frames, a linear layer maps the frames to d_model features, and
+    a grouped convolution over the frames adds their relative positions (section 2; section 4.2 and appendix B).
+
+    Raises:
+        ConfigError: a size below 1, lists of unlike length, or more than 32 convolutions.
+    """
+
+    features: tuple[int, ...] = (512,) * 7
+    """output features of each convolution"""
+    kernel_sizes: tuple[int, ...] = (10, 3, 3, 3, 3, 2, 2)
+    """kernel size of each convolution"""
+    strides: tuple[int, ...] = (5, 2, 2, 2, 2, 2, 2)
+    """stride of each convolution"""
+    use_bias: bool = False
+    """biases of the convolutions"""
+    norm: Literal["group", "layer"] = "group"
+    """normalization after the convolutions:
+    group: of each feature over all frames of the recording, after the first convolution only;
+    layer: LayerNorm after each convolution"""
+    activation: Activation = "gelu_erf"
+    """activation after each convolution, and after that of the positions"""
+    projection_norm: bool = True
+    """LayerNorm before the linear layer to d_model"""
+    position_kernel_size: int = 128
+    """kernel size of the convolution of the positions, in frames"""
+    position_groups: int = 16
+    """groups of features of the convolution of the positions; d_model must be a multiple"""
+    position_norm: Literal["weight", "batch"] = "weight"
+    """normalization of the positions:
+    weight: each position of the kernel has a learned norm (Salimans & Kingma 2016, arXiv 1602.07868);
+    batch: batch normalization with fixed statistics of the input"""
+
+    def __post_init__(self):
+        check_choices(self, norm=Literal["group", "layer"], activation=Activation)
+        check_choices(self, position_norm=Literal["weight", "batch"])
+        check_flags(self, "use_bias", "projection_norm")
+        check_whole(self, "position_kernel_size", "position_groups")
+        lists = (self.features, self.kernel_sizes, self.strides)
+        whole = all(type(n) is int and n >= 1 for values in lists if isinstance(values, tuple) for n in values)
+        if not whole or not all(isinstance(values, tuple) for values in lists) or len({*map(len, lists)}) != 1:
+            raise ConfigError(
+                f"features, kernel_sizes and strides must be tuples of integers of at least 1, one per convolution, "
+                f"got {self.features!r:.80}, {self.kernel_sizes!r:.80} and {self.strides!r:.80}. Correct them."
+            )
+        if not 1 <= len(self.features) <= MAX_CONVOLUTIONS:
+            raise ConfigError(
+                f"features has {len(self.features)} convolutions: expected 1 to {MAX_CONVOLUTIONS}. Correct it."
+            )
+
+    def frames(self, samples: Any) -> Any:
+        """Return the number of frames of a recording with this number of samples, an integer or an array of them.
+
+        It is below 1 if the recording is shorter than `shortest`.
+        """
+        for size, stride in zip(self.kernel_sizes, self.strides, strict=True):
+            samples = (samples - size) // stride + 1
+        return samples
+
+    @property
+    def stride(self) -> int:
+        """Number of samples from one frame to the next."""
+        return math.prod(self.strides)
+
+    @property
+    def shortest(self) -> int:
+        """Number of samples that one frame depends on, the shortest recording with a frame."""
+        samples = 1
+        for size, stride in zip(reversed(self.kernel_sizes), reversed(self.strides), strict=True):
+            samples = (samples - 1) * stride + size
+        return samples

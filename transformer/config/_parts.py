@@ -1,5 +1,5 @@
 """Optional or repeated parts of a model config: rotary scaling, experts, latent attention, kinds of layers, output
-transform, image patches and time series.
+transform, image patches, images with texts, and time series.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 from transformer.config._checks import ConfigError, check_choices, check_flags, check_positive, check_range, check_whole
 from transformer.config._paths import with_paths
 
-Activation = Literal["relu", "gelu_tanh", "gelu_erf", "silu", "tanh", "relu2"]
+Activation = Literal["relu", "gelu_tanh", "gelu_erf", "quick_gelu", "silu", "tanh", "relu2"]
 FeedForwardActivation = Literal[Activation, "swiglu_clamped"]
 
 
@@ -207,6 +207,8 @@ class LayerKind:
     """rotary base of these layers; None: that of the model config"""
     rotary_scaling: RotaryScaling | None = None
     """rotary scaling of these layers; None: that of the model config"""
+    rotary: bool = True
+    """false: rotary positions are not applied in these layers (NoPE, Yang et al. 2025, arXiv 2501.18795)"""
     moe: MoE | None = None
     """mixture of experts instead of the dense feed-forward layer; None: dense"""
     attention_norm: bool = True
@@ -215,8 +217,9 @@ class LayerKind:
     def __post_init__(self):
         check_whole(self, "window")
         check_positive(self, "rotary_base")
+        check_flags(self, "rotary")
         unread = [name for name in ("window", "rotary_base", "rotary_scaling") if getattr(self, name) is not None]
-        unread += [] if self.attention_norm else ["attention_norm"]
+        unread += [name for name in ("rotary", "attention_norm") if not getattr(self, name)]
         if unread and not self.self_attention:
             raise ConfigError(
                 f"{unread[0]} is an option of self-attention, but self_attention is False. Remove {unread[0]}, or set "
@@ -276,18 +279,101 @@ class Patches:
     """channels per pixel"""
     use_bias: bool = True
     """bias of the linear projection"""
+    class_token: bool = True
+    """a learned token before the patches"""
+    distillation_token: bool = False
+    """a second learned token, after the class token, whose output is trained on the labels of a teacher
+    (DeiT, Touvron et al. 2020, arXiv 2012.12877, section 4)"""
+    registers: int = 0
+    """learned tokens without a position, before the patches (Darcet et al. 2023, arXiv 2309.16588)"""
+    drop_remainder: bool = False
+    """if height or width is not a multiple of the patch size, ignore the last rows or columns of pixels"""
 
     def __post_init__(self):
         check_whole(self, "image_height", "image_width", "patch_size", "channels")
+        check_whole(self, "registers", least=0)
+        check_flags(self, "use_bias", "class_token", "distillation_token", "drop_remainder")
+        if self.distillation_token and not self.class_token:
+            raise ConfigError("distillation_token=True needs class_token=True. Change one of them.")
         for field in ("image_height", "image_width"):
             size = getattr(self, field)
-            if size % self.patch_size:
+            if size % self.patch_size and (not self.drop_remainder or size < self.patch_size):
                 raise ConfigError(f"{field} ({size}) must be a multiple of patch_size ({self.patch_size}). Change one.")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Number of rows and columns of patches."""
+        return self.image_height // self.patch_size, self.image_width // self.patch_size
 
     @property
     def count(self) -> int:
         """Number of patches per image."""
-        return (self.image_height // self.patch_size) * (self.image_width // self.patch_size)
+        rows, columns = self.grid
+        return rows * columns
+
+    @property
+    def extra_tokens(self) -> int:
+        """Number of learned tokens before the patches."""
+        return self.class_token + self.distillation_token + self.registers
+
+    @property
+    def positions(self) -> int:
+        """Number of positions per image: learned tokens and patches."""
+        return self.extra_tokens + self.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Images as the second input of a DualEncoder, and the encoder that reads them (CLIP, Radford et al. 2021, arXiv
+    2103.00020, section 2.4).
+
+    The other fields of the model config describe the encoder of texts. Both encoders have pre-norm, learned positions
+    and biases, and map to vectors of `features` numbers that are compared by their angle.
+
+    Raises:
+        ConfigError: a number out of range, or `features` that differ from d_model without a projection of images.
+    """
+
+    patches: Patches
+    """size of the images and of their patches"""
+    features: int
+    """size of the space that both encoders map to"""
+    d_model: int
+    """width of the residual stream"""
+    num_layers: int
+    """number of layers"""
+    num_heads: int
+    """number of heads"""
+    d_ff: int
+    """inner width of the feed-forward layers"""
+    activation: Activation
+    """activation of the feed-forward layers"""
+    norm_epsilon: float = 1e-6
+    """added to the variance before the square root"""
+    embedding_norm: bool = False
+    """normalize the sum of patch and position embeddings (CLIP)"""
+    pooling: Literal["first", "attention"] = "first"
+    """how the vectors of an image are reduced to one, as in the section output"""
+    projections: Literal["both", "text"] = "both"
+    """linear maps to the common space:
+    both: for texts and images, without bias (CLIP);
+    text: for texts only, with bias (SigLIP)"""
+    similarity: Literal["softmax", "sigmoid"] = "softmax"
+    """what the logits are trained for:
+    softmax: which text belongs to an image (CLIP);
+    sigmoid: whether a text belongs to an image, with a learned bias (SigLIP, Zhai et al. 2023, arXiv 2303.15343)"""
+
+    def __post_init__(self):
+        check_whole(self, "features", "d_model", "num_layers", "num_heads", "d_ff")
+        check_positive(self, "norm_epsilon")
+        check_flags(self, "embedding_norm")
+        check_choices(self, activation=Activation, pooling=Literal["first", "attention"])
+        check_choices(self, projections=Literal["both", "text"], similarity=Literal["softmax", "sigmoid"])
+        if self.projections == "text" and self.features != self.d_model:
+            raise ConfigError(
+                f"features ({self.features}) must be d_model of the images ({self.d_model}) with projections='text'. "
+                f"Change one of them, or set projections='both'."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

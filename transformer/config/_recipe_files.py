@@ -7,6 +7,8 @@ from pathlib import Path
 
 from transformer.config._checks import ConfigError, nearest
 
+SAVED_RECIPE = "recipe.json"
+"""name of the file with the recipe of a run, by which the workdir of a run is recognized"""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 

@@ -7,6 +7,7 @@ from transformer.data._series import from_model, to_model
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import load_tokenizer
 from transformer.data.kinds import DATA, DataConfig
+from transformer.data.kinds._conversations import Conversations
 from transformer.data.kinds._digits import Digits
 from transformer.data.kinds._etth1 import ETTh1
 from transformer.data.kinds._image_file import ImageFile
@@ -14,11 +15,16 @@ from transformer.data.kinds._json_lines import JsonLines
 from transformer.data.kinds._labeled_text import LabeledText
 from transformer.data.kinds._masked_text import MaskedText
 from transformer.data.kinds._multi30k import Multi30k
+from transformer.data.kinds._number_chat import NumberChat, NumberPreferences, NumberPrompts, NumberText
 from transformer.data.kinds._number_words import NumberWords
 from transformer.data.kinds._parallel_text import ParallelText
+from transformer.data.kinds._preferences import Preferences
+from transformer.data.kinds._prompts import Prompts
 from transformer.data.kinds._series_file import SeriesFile
+from transformer.data.kinds._shapes import Shapes
 from transformer.data.kinds._sst2 import SST2, MaskedSST2, SST2Sentences
 from transformer.data.kinds._text_file import TextFile
+from transformer.data.kinds._text_files import TextFiles
 from transformer.data.kinds._tfds_translation import TFDSTranslation
 from transformer.data.kinds._tiny_shakespeare import TinyShakespeare
 
@@ -26,6 +32,7 @@ __all__ = [
     "DATA",
     "SST2",
     "Batch",
+    "Conversations",
     "DataConfig",
     "DataKind",
     "Dataset",
@@ -38,12 +45,20 @@ __all__ = [
     "MaskedSST2",
     "MaskedText",
     "Multi30k",
+    "NumberChat",
+    "NumberPreferences",
+    "NumberPrompts",
+    "NumberText",
     "NumberWords",
     "ParallelText",
+    "Preferences",
+    "Prompts",
     "SST2Sentences",
     "SeriesFile",
+    "Shapes",
     "TFDSTranslation",
     "TextFile",
+    "TextFiles",
     "TinyShakespeare",
     "Tokenizer",
     "TokenizerConfig",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from transformer.config._checks import ConfigError, check_choice
@@ -52,6 +53,14 @@ def check_path(config: object, *fields: str) -> None:
     for field in fields:
         if not getattr(config, field):
             raise ConfigError(f"{field} must be a file name, got {getattr(config, field)!r}.")
+
+
+def check_date(config: object, field: str) -> None:
+    """Raise ConfigError if a field is not a date in ISO format."""
+    try:
+        datetime.fromisoformat(getattr(config, field))
+    except (ValueError, TypeError):
+        raise ConfigError(f"{field} must be a date such as 2025-01-31, got {getattr(config, field)!r}.") from None
 
 
 def check_labels(labels: tuple[str, ...], otherwise: str) -> None:
@@ -127,8 +136,8 @@ class DataKind(ABC):
     """Base class of all kinds of data: a frozen dataclass whose fields are the options of the kind.
 
     `batch_size` and `eval_batch_size` are fields of every kind. A kind of data usually inherits from the base class of
-    its task (`TextConfig`, `PairConfig`, `LabeledConfig`, `MaskedConfig`, `SeriesConfig`, `ImageConfig`), which
-    implements `prepare`; it adds its fields and implements `read`.
+    its task (`TextConfig`, `PairConfig`, `LabeledConfig`, `MaskedConfig`, `SeriesConfig`, `ImageConfig`,
+    `CaptionConfig`), which implements `prepare`; it adds its fields and implements `read`.
     """
 
     kind: ClassVar[str]
@@ -137,6 +146,11 @@ class DataKind(ABC):
     """name of the training task, one of `training.tasks.TASKS`"""
     open_lengths: ClassVar[tuple[str, ...]] = ()
     """maximum lengths in tokens that may be None, in which case the data determines them"""
+
+    @property
+    def segments(self) -> bool:
+        """Whether a row can consist of several sequences, told apart by segment ids."""
+        return False
 
     @abstractmethod
     def read(self) -> Any:

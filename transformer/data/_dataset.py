@@ -8,7 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 Batch = dict[str, np.ndarray]
 """Arrays by name. Every batch has targets and weights; targets of weight 0 do not count in the loss. Running text:
-tokens, targets and weights (B, T). Pairs: in addition source (B, S) and source_lengths (B,). Labeled text: tokens
-(B, T) with lengths, targets and weights (B,). Numeric data: values (B, ...) with targets, and weights (B,)."""
+tokens, targets and weights (B, T); in packed rows also segment_ids and positions (B, T). Pairs: in addition source
+(B, S) and source_lengths (B,). Labeled text: tokens (B, T) with lengths, targets and weights (B,). Numeric data: values
+(B, ...) with targets, and weights (B,). Captioned images: values (B, ...), tokens (B, T) with lengths and weights (B,),
+without targets: the caption of a row is that of its image."""
 
 
 IN_MEMORY = {"num_threads": 0, "prefetch_buffer_size": 0}
@@ -45,6 +47,8 @@ class Dataset(ABC):
     fingerprint that identifies the data and tokenizer.
     """
 
+    read_options: ClassVar[Mapping[str, int]] = IN_MEMORY
+    """Grain options of the reader threads"""
     config: DataKind
     """the options, completed with values that the data determines"""
     tokenizer: Tokenizer | None = None
@@ -95,7 +99,7 @@ class Dataset(ABC):
 
         batches = self._train_batches(seed, np.arange if rows is None else rows)
         if isinstance(batches, grain.MapDataset):
-            batches = batches.to_iter_dataset(grain.ReadOptions(**IN_MEMORY))
+            batches = batches.to_iter_dataset(grain.ReadOptions(**self.read_options))
         return iter(batches)
 
     def _train_batches(self, seed: int, own: Callable[[int], np.ndarray]) -> grain.MapDataset | grain.IterDataset:
@@ -106,25 +110,34 @@ class Dataset(ABC):
         rows = own(self.config.batch_size)
         return order.batch(self.config.batch_size).map(lambda chosen: self._assemble("train", chosen[rows]))
 
-    def eval_batches(self, split: str = "validation", limit: int | None = None) -> list[Batch]:
+    def eval_batches(self, split: str = "validation", limit: int | None = None) -> Sequence[Batch]:
         """Return the batches of a split in order, `eval_batch_size` rows each; at most `limit` batches if given.
 
         The last batch is padded with rows of weight 0.
         """
         self._check_split(split)
         rows, size = self._eval_rows(split), self.config.eval_batch_size
-        batches = []
-        for start in range(0, len(rows), size)[:limit]:
-            part = rows[start : start + size]
-            # np.resize repeats the rows of a short last batch, so that all batches have one compiled shape.
-            batch = self._assemble(split, np.resize(part, size))
-            batch["weights"][len(part) :] = 0
-            batches.append(batch)
-        return batches
+        return [self._eval_batch(split, rows[start : start + size]) for start in range(0, len(rows), size)[:limit]]
+
+    def _eval_batch(self, split: str, rows: np.ndarray) -> Batch:
+        """Assemble an evaluation batch of at most `eval_batch_size` rows."""
+        # np.resize repeats the rows of a short last batch, so that all batches have one compiled shape.
+        batch = self._assemble(split, np.resize(rows, self.config.eval_batch_size))
+        batch["weights"][len(rows) :] = 0
+        return batch
+
+    def target_bytes(self, split: str = "validation", limit: int | None = None) -> int | None:
+        """Return the number of UTF-8 bytes of text that the targets of `eval_batches` stand for; None: not known."""
+        return None
 
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
         """Return the pairs of a split as text. Raises ValueError for data without pairs."""
         raise ValueError(f"{self.config.kind} has numeric data and no texts. Use eval_batches().")
+
+    @property
+    def example(self) -> list[tuple[str, bool]]:
+        """Parts of a training text, and whether they are trained; empty if everything is trained."""
+        return []
 
     def prompts(self) -> list[str]:
         """Return a few held-out texts as example inputs of the model. Empty for numeric data."""
@@ -151,6 +164,9 @@ def padding(batch: Batch) -> tuple[int, int] | None:
         # Packed pairs: segment id 0 marks padding.
         used = int((batch["source_segment_ids"] > 0).sum() + inside.sum())
         places = batch["source"].size + batch["tokens"].size
+    elif "segment_ids" in batch:
+        # Packed sequences: segment id 0 marks padding; the tokens of a prompt have no weight.
+        used, places = int((batch["segment_ids"] > 0).sum()), batch["tokens"].size
     elif "lengths" in batch:
         counted = inside if inside.ndim == 1 else slice(None)  # per-token weights can be 0 for real tokens
         used, places = int(batch["lengths"][counted].sum()), batch["tokens"].size

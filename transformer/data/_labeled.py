@@ -107,9 +107,10 @@ class LabeledDataset(Dataset):
         self._types: dict[str, Ragged] = {}
         self._cut = 0
         for split, texts in self._texts.items():
-            encoded = [self._encode(text) for text in texts]
-            self._tokens[split] = Ragged(ids for ids, _ in encoded)
-            self._types[split] = Ragged(types for _, types in encoded)
+            encoded = [encode_within(tokenizer, text, config.max_length) for text in texts]
+            self._tokens[split] = Ragged(ids for ids, _, _ in encoded)
+            self._types[split] = Ragged(types for _, types, _ in encoded)
+            self._cut += sum(truncated for _, _, truncated in encoded)
         self.longest = max(ragged.longest for ragged in self._tokens.values())
         self._has_types = any(ragged.values.any() for ragged in self._types.values())
         arrays = [ragged.values for ragged in self._tokens.values()] + list(self._targets.values())
@@ -156,20 +157,26 @@ class LabeledDataset(Dataset):
             batch["token_types"] = self._types[split].padded(rows, self.longest, 0)[0]
         return batch
 
-    def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the ids and token types of a text, truncated to `max_length`; an end token is kept."""
-        if not isinstance(self.tokenizer, PretrainedTokenizer):
-            ids = self.tokenizer.encode_source(text)
-            types, last = [0] * len(ids), self.config.max_length - 1
-        else:
-            # The last id is an end token such as [SEP] if the text alone does not end with it.
-            ids, types = self.tokenizer.encode_model(text)
-            ends = ids[-1:] != self.tokenizer.encode(text)[-1:]
-            last = len(ids) - 1 if ends else self.config.max_length - 1
-        if not ids:
-            raise ValueError(f"the text {text!r} has no tokens after normalization. Remove it.")
-        if len(ids) > self.config.max_length:
-            self._cut += 1
-            ids = [*ids[: self.config.max_length - 1], ids[last]]
-            types = types[: self.config.max_length]
-        return ids, types
+
+def encode_within(tokenizer: Tokenizer, text: str, max_length: int) -> tuple[list[int], list[int], bool]:
+    """Encode a text that a model reads as a whole, with at most `max_length` tokens.
+
+    Returns:
+        (ids, token types, whether the text was truncated). An end token such as [SEP] is kept.
+
+    Raises:
+        ValueError: the text has no tokens.
+    """
+    if not isinstance(tokenizer, PretrainedTokenizer):
+        ids = tokenizer.encode_source(text)
+        types, last = [0] * len(ids), max_length - 1
+    else:
+        # The last id is an end token such as [SEP] if the text alone does not end with it.
+        ids, types = tokenizer.encode_model(text)
+        ends = ids[-1:] != tokenizer.encode(text)[-1:]
+        last = len(ids) - 1 if ends else max_length - 1
+    if not ids:
+        raise ValueError(f"the text {text!r} has no tokens after normalization. Remove it.")
+    if len(ids) <= max_length:
+        return ids, types, False
+    return [*ids[: max_length - 1], ids[last]], types[:max_length], True

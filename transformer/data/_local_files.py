@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from transformer.config._checks import nearest
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""an escape in JSON for one half of a pair of surrogates"""
+
+
+class SurrogateError(ValueError):
+    """A text of a JSON value contains a lone surrogate."""
 
 
 def read_text(path: str) -> str:
@@ -22,21 +32,44 @@ def read_text(path: str) -> str:
     if not file.is_file():
         raise ValueError(f"{path} is not a file. Pass one text file.")
     content = file.read_bytes()
-    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ValueError(f"{path} is UTF-16: expected UTF-8. Convert it, for example with `iconv -f UTF-16 -t UTF-8`.")
-    if (place := content.find(b"\0")) >= 0:
-        raise ValueError(f"{path} is a binary file: expected UTF-8 text, got a NUL byte at byte {place}.")
-    try:
-        text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
-    except UnicodeDecodeError as error:
-        place = error.start + len(content) - len(content.removeprefix(b"\xef\xbb\xbf"))
-        raise ValueError(
-            f"{path} is not UTF-8 text: byte {place} is 0x{content[place]:02x}. If it is text in another encoding, "
-            "convert it, for example with `iconv -f LATIN1 -t UTF-8`."
-        ) from None
+    text = decode_utf8(content, path)
     if not text.strip():
-        raise ValueError(f"{path} is empty: expected text, got {len(content)} bytes without any.")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+        raise ValueError(f"{path} is empty: expected text, got {len(content)} bytes without any. Pass another file.")
+    return unix_lines(text)
+
+
+def decode_utf8(content: bytes, path: str, start: int = 0) -> str:
+    """Decode a part of a text file that starts at byte `start`, without the byte order mark at the start of the file.
+
+    Raises:
+        ValueError: it is not UTF-8 text; the message has the position of the invalid byte.
+    """
+    is_beginning = not start
+    if is_beginning:
+        if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise ValueError(
+                f"{path} is UTF-16: expected UTF-8. Convert it, for example with `iconv -f UTF-16 -t UTF-8`."
+            )
+        whole, content = len(content), content.removeprefix(b"\xef\xbb\xbf")
+        start = whole - len(content)
+    if (place := content.find(b"\0")) >= 0:
+        raise ValueError(
+            f"{path} is a binary file: expected UTF-8 text, got a NUL byte at byte {start + place}. Pass a text file."
+        )
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        where = f"byte {start + error.start} is 0x{content[error.start]:02x}" + is_beginning * f", in line {line}"
+        raise ValueError(
+            f"{path} is not UTF-8 text: {where}. If it is text in another encoding, convert it, for example with "
+            "`iconv -f LATIN1 -t UTF-8`."
+        ) from None
+
+
+def unix_lines(text: str) -> str:
+    """Convert all line endings to line feeds."""
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def read_lines(path: str) -> list[str]:
@@ -55,15 +88,7 @@ def read_json_lines(path: str, field: str) -> list[str]:
         ValueError: an error of `read_text`, or a line is not a JSON object with text in `field`.
     """
     documents = []
-    for number, line in enumerate(read_lines(path), 1):
-        if not line:
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:40]!r} ({error}).") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}.")
+    for number, record in read_json_objects(path):
         if not isinstance(record.get(field), str):
             got = (
                 f"{type(record[field]).__name__} in it" if field in record else f"fields {', '.join(record) or 'none'}"
@@ -72,12 +97,62 @@ def read_json_lines(path: str, field: str) -> list[str]:
                 f"{path}, line {number}: expected text in field {field!r}, got {got}.{nearest(field, record)} "
                 "Set the field that contains the text (--data.field)."
             )
-        document = record[field].replace("\r\n", "\n").replace("\r", "\n")
+        document = unix_lines(record[field])
         if document.strip():
             documents.append(document)
     if not documents:
         raise ValueError(f"{path} is empty: expected documents in field {field!r}, got none with text.")
     return documents
+
+
+def load_json(text: str) -> Any:
+    """Parse JSON, without lone surrogates: their escapes are valid JSON, but not Unicode.
+
+    Raises:
+        ValueError: the text is not JSON, or contains a lone surrogate.
+        RecursionError: it is nested too deeply.
+    """
+    value = json.loads(text)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            found = error.object[error.start]
+            raise SurrogateError(f"a text has the lone surrogate {found!r}, which is not valid Unicode") from None
+    return value
+
+
+def read_json_objects(path: str, formats: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, object) of a JSON-lines file; empty lines are skipped.
+
+    Args:
+        path: the file.
+        formats: formats that the caller reads, for the error message of a file that is none of them.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: an error of `read_text`, or a line is not a JSON object.
+    """
+    remedy = f"Correct the line, or pass {formats}." if formats else "Correct the line."
+    for number, line in enumerate(read_lines(path), 1):
+        if not line:
+            continue
+        try:
+            record = load_json(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON object, got {line[:40]!r} ({json_reason(error)}). {remedy}"
+            ) from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}. {remedy}")
+        yield number, record
+
+
+def json_reason(error: Exception) -> str:
+    """Return why a line is not JSON; only errors of its syntax have a text for users."""
+    if isinstance(error, json.JSONDecodeError | SurrogateError):
+        return str(error)
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def read_pairs(source_path: str, target_path: str | None) -> tuple[list[tuple[str, str]], int]:

@@ -104,8 +104,10 @@ class PairConfig(DataKind):
         """Raise ConfigError if both `field` and `other` are set, but `other` has no effect with `field`."""
         value, usual = getattr(self, other), type(self).__dataclass_fields__[other].default
         if getattr(self, field) is not None and value != usual:
+            options = [f"--data.{name.replace('_', '-')}" for name in (other, field)]
             raise ConfigError(
-                f"{other} ({value}) has no effect with {field} ({getattr(self, field)}). Remove one of them."
+                f"{other} ({value}) has no effect with {field} ({getattr(self, field)}), which the recipe or an option "
+                f"sets. Remove {options[0]}, or pass {options[1]} None."
             )
 
     @property

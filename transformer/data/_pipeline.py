@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from transformer.data._config import DataKind
@@ -25,7 +27,19 @@ def prepare(config: DataKind, tokenizer: Tokenizer | None = None) -> Dataset:
     """
     if not isinstance(config, DataKind):
         raise ValueError(f"data must be one of {', '.join(DATA)}, got {type(config).__name__}.")
-    return config.prepare(tokenizer)
+    try:
+        return config.prepare(tokenizer)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(_with_option(config, str(error))) from None if error.errno is None else error
+
+
+def _with_option(config: DataKind, text: str) -> str:
+    """Return the text of an error about a missing file with the option that names the file."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, str) and value and f"no file {value}." in text:
+            return text.replace("Check the path.", f"Pass an existing file: --data.{field.name.replace('_', '-')}.")
+    return text
 
 
 def check_batch(

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,12 @@ from transformer.data._tokenizer import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
 # Files next to tokenizer.json with the names of special tokens, and with their ids.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 _NUMBERING = ("generation_config.json", "config.json")
-_FILES = (TOKENIZER_FILE, *_NAMING, *_NUMBERING)
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+"""files with templates of conversations (transformer/chat/), besides tokenizer_config.json"""
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""folder of further templates"""
+_MOST_TEMPLATES = 20
+_FILES = (TOKENIZER_FILE, *_NAMING, *_NUMBERING, *TEMPLATE_FILES)
 # Tokenizer files that are not supported here; transformers converts them.
 _OTHERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt")
 
@@ -51,9 +56,6 @@ class PretrainedTokenizer(Tokenizer):
         import tokenizers
 
         self._files = dict(files)
-        # Regular expressions of the file can make the library panic on a text: only then is stderr buffered for every
-        # call.
-        self._hold = held_stderr if b'"Regex"' in files[TOKENIZER_FILE] else contextlib.nullcontext
         with library_errors(f"{TOKENIZER_FILE} is not a valid tokenizer", "Download the file again"), held_stderr():
             self._library = tokenizers.Tokenizer.from_str(files[TOKENIZER_FILE].decode("utf-8"))
             self._library.no_truncation()
@@ -73,6 +75,7 @@ class PretrainedTokenizer(Tokenizer):
         self._check_post_processor()
 
         content = _object(TOKENIZER_FILE, files)
+        self._hold = held_stderr if _has_patterns(content) else contextlib.nullcontext
         self._is_byte_level = (content.get("decoder") or {}).get("type") == "ByteLevel"
         model = content["model"]
         _check_one_token_per_id(model["vocab"], content.get("added_tokens") or [])
@@ -97,6 +100,16 @@ class PretrainedTokenizer(Tokenizer):
         # tokens must not result from user text.
         self._unknown = unknown if unknown not in self.eos_ids else None
         self._reserved = self._special - {self._unknown}
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """Contents of the tokenizer's files by name, including chat templates."""
+        return self._files
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which `decode` omits."""
+        return frozenset(self._special)
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -128,6 +141,16 @@ class PretrainedTokenizer(Tokenizer):
         library fails.
         """
         return self._encoded(text, None, special=False)[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, encoded in parallel threads, without the offsets of their tokens."""
+        for text in texts:
+            utf8(text)
+        with self._library_errors():
+            found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        # `encode` spells out the name of a special token.
+        pairs = zip(texts, (one.ids for one in found), strict=True)
+        return [ids if self._reserved.isdisjoint(ids) else self.encode(text) for text, ids in pairs]
 
     def unknown_parts(self, text: str) -> list[str]:
         """Return the parts of a text that become the unknown token, and the characters that the tokenizer omits.
@@ -182,6 +205,21 @@ class PretrainedTokenizer(Tokenizer):
         """
         return [self._label(i) for i in self._checked(ids)]
 
+    def byte_level_lengths(self) -> dict[int, int] | None:
+        """Return the number of bytes of each token without the special ones; None unless the tokenizer is byte-level.
+
+        In the vocabulary of a byte-level tokenizer, each character stands for one byte.
+        """
+        if not self._is_byte_level:
+            return None
+        added = self._library.get_added_tokens_decoder()  # spelled as they are
+        ids = self._library.get_vocab(with_added_tokens=True)
+        return {
+            i: len(added[i].content.encode()) if i in added else len(token)
+            for token, i in ids.items()
+            if i not in self._special
+        }
+
     def save(self, directory: str | os.PathLike) -> None:
         """Write the tokenizer files, unchanged, into a directory, which is created if missing.
 
@@ -191,6 +229,7 @@ class PretrainedTokenizer(Tokenizer):
         for name, content in self._files.items():
             if name != "config.json":
                 partial = Path(directory) / f"{name}.partial"
+                partial.parent.mkdir(exist_ok=True)
                 partial.write_bytes(content)
                 partial.replace(Path(directory) / name)
 
@@ -272,6 +311,16 @@ class PretrainedTokenizer(Tokenizer):
                     f"{TOKENIZER_FILE} has a post_processor that adds the id {i}, which has no token. "
                     f"Download the file again."
                 )
+
+
+def _has_patterns(content: dict[str, Any]) -> bool:
+    """Return whether regular expressions of the file can make the library panic on a text.
+
+    Only then is stderr buffered for every call. The parsed content is searched, because JSON can write the word in many
+    ways.
+    """
+    parts = (content.get(part) for part in ("normalizer", "pre_tokenizer", "decoder"))
+    return any('"Regex"' in json.dumps(part) for part in parts)
 
 
 def _check_one_token_per_id(vocabulary: dict[str, int] | list, added: list[dict[str, Any]]) -> None:
@@ -374,7 +423,7 @@ def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | No
     """
     directory = Path(directory)
     files = {}
-    for name in _FILES:
+    for name in (*_FILES, *_further_templates(directory)):
         if os.path.lexists(directory / name):
             try:
                 files[name] = read_bounded(directory, name, MAX_JSON_BYTES)
@@ -391,6 +440,14 @@ def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | No
         return PretrainedTokenizer(files, vocab_size)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from error
+
+
+def _further_templates(directory: Path) -> list[str]:
+    """Return the names of the files in the folder of further chat templates, at most `_MOST_TEMPLATES`."""
+    folder = directory / TEMPLATE_FOLDER
+    if not folder.is_dir() or folder.is_symlink():
+        return []
+    return [f"{TEMPLATE_FOLDER}/{path.name}" for path in sorted(folder.glob("*.jinja"))[:_MOST_TEMPLATES]]
 
 
 def load_saved_alone(directory: str | os.PathLike) -> PretrainedTokenizer:

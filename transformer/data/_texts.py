@@ -8,8 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from transformer.data._byte_counts import UNKNOWN_BYTES, bytes_after_first, token_bytes
 from transformer.data._config import CHARACTERS, DataKind, TokenizerConfig, check_whole
 from transformer.data._dataset import Batch, Dataset, Example, fingerprint, spread
+from transformer.data._packed import PackedRows, chunks
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer
 
@@ -40,11 +42,65 @@ class TextConfig(DataKind):
     def __post_init__(self):
         check_whole(self, "sequence_length", "batch_size", "eval_batch_size")
 
-    def prepare(self, tokenizer: Tokenizer | None = None) -> TextDataset:
+    def prepare(self, tokenizer: Tokenizer | None = None) -> TextDataset | DocumentDataset:
         """Return the dataset of the documents. Raises the errors of `DataKind.prepare`."""
         found = self.read()
         tokenizer = tokenizer or build_tokenizer(self.tokenizer, found.splits["train"], found.splits["validation"])
+        if self.segments:
+            return DocumentDataset(self, tokenizer, found.splits)
         return TextDataset(self, tokenizer, found.splits, found.separate)
+
+
+class DocumentDataset(Dataset):
+    """Separate documents packed into rows: attention stays within a document, and every target occurs once.
+
+    Documents that are longer than a row are cut into parts, which are packed like documents of their own.
+
+    Raises:
+        ValueError: a split has no document of at least 2 tokens.
+    """
+
+    def __init__(self, config: TextConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]]):
+        self.config, self.tokenizer, self._texts = config, tokenizer, splits
+        end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
+        self._rows = {}
+        for split, texts in splits.items():
+            length = config.sequence_length
+            parts = [part for text in texts for part in chunks(tokenizer.encode(text) + end, length)]
+            if not parts:
+                raise ValueError(f"the {split} documents are too short: expected at least 2 tokens in one of them.")
+            self._rows[split] = PackedRows(parts, [[True] * len(part) for part in parts], length, tokenizer.pad_id)
+        settings = [config.kind, config.sequence_length, "packing", tokenizer.state()]
+        self.fingerprint = fingerprint(settings, splits, [a for rows in self._rows.values() for a in rows.arrays])
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """`train` and `validation`."""
+        return tuple(self._rows)
+
+    def describe(self) -> str:
+        """Describe documents, tokens, rows, padding and vocabulary in one line."""
+        parts = [
+            f"{len(self._texts[split]):,} {split} documents: {rows.tokens:,} tokens in {len(rows):,} rows with "
+            f"{100 * rows.padding:.1f} % padding"
+            for split, rows in self._rows.items()
+        ]
+        vocabulary = f"vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
+        return f"{self.config.kind}: {'; '.join(parts)}; {vocabulary}"
+
+    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
+        """Raise ValueError: running text has no pairs."""
+        raise ValueError(_no_pairs(self.config))
+
+    def prompts(self) -> list[str]:
+        """Return the beginnings of three lines of the held-out documents, as `TextDataset.prompts`."""
+        return beginnings(self.tokenizer, self._texts, self.config.sequence_length)
+
+    def _size(self, split: str) -> int:
+        return len(self._rows[split])
+
+    def _assemble(self, split: str, rows: np.ndarray) -> Batch:
+        return self._rows[split].assemble(rows)
 
 
 class TextDataset(Dataset):
@@ -90,25 +146,27 @@ class TextDataset(Dataset):
 
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
         """Raise ValueError: running text has no pairs."""
-        raise ValueError(f"{self.config.kind} is running text and has no pairs of source and target. Use prompts().")
+        raise ValueError(_no_pairs(self.config))
 
     def prompts(self) -> list[str]:
         """Return the beginnings of three lines of the held-out text, or of the training text if that is blank.
 
         Each has at most 40 characters (or one word) and at most half of `sequence_length` tokens.
         """
-        held_out, all_others = (self._texts[split] for split in ("validation", "train"))
-        lines = _lines(held_out) or _lines(all_others)
-        chosen = []
-        for line in dict.fromkeys(lines[place] for place in spread(len(lines), 3)):
-            cut = (
-                line[:40].rpartition(" ")[0] or line.partition(" ")[0]
-            )  # cut between words: a part of a word may be unknown
-            start = line if len(line) <= 40 else cut
-            ids = self.tokenizer.encode(start)
-            most = max(1, self.config.sequence_length // 2)
-            chosen.append(start if len(ids) <= most else self.tokenizer.decode(ids[:most]))
-        return chosen
+        return beginnings(self.tokenizer, self._texts, self.config.sequence_length)
+
+    def target_bytes(self, split: str = "validation", limit: int | None = None) -> int | None:
+        self._check_split(split)
+        tokens = self._tokens[split]
+        rows = len(self._eval_rows(split)[: None if limit is None else limit * self.config.eval_batch_size])
+        predicted = tokens[1 : rows * self.config.sequence_length + 1]  # the first token of the text is no target
+        counts = token_bytes(self.tokenizer)
+        if counts is not None and (counts[predicted] != UNKNOWN_BYTES).all():
+            return int(counts[predicted].sum())
+        if len(predicted) < len(tokens) - 1:
+            return None
+        texts = self._texts[split]
+        return bytes_after_first(self.tokenizer, "".join(texts), tokens[:1].tolist())
 
     def _size(self, split: str) -> int:
         return len(self._tokens[split]) - self.config.sequence_length
@@ -125,6 +183,26 @@ class TextDataset(Dataset):
         inside = places < len(tokens)
         window = np.where(inside, tokens[np.minimum(places, len(tokens) - 1)], self.tokenizer.pad_id)
         return {"tokens": window[:, :-1], "targets": window[:, 1:], "weights": inside[:, 1:].astype(np.float32)}
+
+
+def beginnings(tokenizer: Tokenizer, texts: Mapping[str, Sequence[str]], sequence_length: int) -> list[str]:
+    """Return the beginnings of three lines, as `TextDataset.prompts` describes."""
+    held_out, all_others = (texts[split] for split in ("validation", "train"))
+    lines = _lines(held_out) or _lines(all_others)
+    chosen = []
+    for line in dict.fromkeys(lines[place] for place in spread(len(lines), 3)):
+        cut = (
+            line[:40].rpartition(" ")[0] or line.partition(" ")[0]
+        )  # cut between words: a part of a word may be unknown
+        start = line if len(line) <= 40 else cut
+        ids = tokenizer.encode(start)
+        most = max(1, sequence_length // 2)
+        chosen.append(start if len(ids) <= most else tokenizer.decode(ids[:most]))
+    return chosen
+
+
+def _no_pairs(config: TextConfig) -> str:
+    return f"{config.kind} is running text and has no pairs of source and target. Use prompts()."
 
 
 def _lines(texts: Sequence[str]) -> list[str]:

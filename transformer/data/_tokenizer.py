@@ -61,6 +61,11 @@ class Tokenizer(ABC):
         return tuple(name for name, i in zip(SPECIAL_TOKENS, ids, strict=True) if i is not None)
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which `decode` omits."""
+        return frozenset(range(len(self.special_tokens)))
+
+    @property
     def text_ids(self) -> list[int]:
         """Sorted ids that represent text: all ids except special tokens."""
         return list(range(len(self.special_tokens), self.vocab_size))

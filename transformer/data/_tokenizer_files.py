@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformer.data._bpe import BPETokenizer
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer import TOKENIZER_FILE, Tokenizer
+from transformer.data._tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE, Tokenizer
 from transformer.data._vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
 
 if TYPE_CHECKING:
     import tokenizers
 
+UNKNOWN = SPECIAL_TOKENS[3]
 
-def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
+
+def as_pretrained(
+    tokenizer: Tokenizer, markers: Sequence[str] = (), template: str | None = None
+) -> PretrainedTokenizer:
     """Convert a tokenizer to one of the tokenizers library with the same ids for every text.
+
+    Args:
+        tokenizer: the tokenizer.
+        markers: names of special tokens to add after all others, for a chat template. With markers, a tokenizer of
+            characters or words also gets an unknown token: people write to the model what its data does not contain.
+        template: chat template to store with the tokenizer.
 
     Raises:
         ValueError: the library has no equivalent of the normalization of prompts, or a word of the vocabulary is the
@@ -30,31 +41,39 @@ def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
             f"this tokenizer normalizes prompts with {tokenizer.normalization!r}, which {TOKENIZER_FILE} can't "
             "represent."
         )
-    special = tokenizer.special_tokens
-    library = _pipeline(tokenizer, _ids(tokenizer))
+    settings = _settings(tokenizer)
+    if markers and settings["unk_token"] is None and not isinstance(tokenizer, BPETokenizer | ByteTokenizer):
+        settings["unk_token"] = UNKNOWN
+        markers = [UNKNOWN, *markers]
+    if template is not None:
+        settings["chat_template"] = template
+    special = [*tokenizer.special_tokens, *markers]
+    library = _pipeline(tokenizer, _ids(tokenizer, markers), settings["unk_token"])
     library.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special])
-    files = {TOKENIZER_FILE: library.to_str(), "tokenizer_config.json": json.dumps(_settings(tokenizer))}
-    return PretrainedTokenizer({name: text.encode() for name, text in files.items()}, tokenizer.vocab_size)
+    files = {TOKENIZER_FILE: library.to_str(), "tokenizer_config.json": json.dumps(settings)}
+    size = tokenizer.vocab_size + len(markers)
+    return PretrainedTokenizer({name: text.encode() for name, text in files.items()}, size)
 
 
-def _ids(tokenizer: Tokenizer) -> dict[str, int]:
+def _ids(tokenizer: Tokenizer, markers: Sequence[str]) -> dict[str, int]:
     """Return the ids of all vocabulary entries and special tokens. Raises ValueError if an entry is the name of one."""
     special = tokenizer.special_tokens
     ids = {entry: len(special) + i for i, entry in enumerate(_entries(tokenizer))}
-    if twice := [token for token in special if token in ids]:
+    if twice := [token for token in (*special, *markers) if token in ids]:
         raise ValueError(
             f"the vocabulary has the word {twice[0]}, which is also the name of a special token: in {TOKENIZER_FILE}, "
             f"the word would become that token."
         )
-    return ids | {token: i for i, token in enumerate(special)}
+    ids |= {token: i for i, token in enumerate(special)}
+    return ids | {token: tokenizer.vocab_size + i for i, token in enumerate(markers)}
 
 
-def _pipeline(tokenizer: Tokenizer, ids: dict[str, int]) -> tokenizers.Tokenizer:
+def _pipeline(tokenizer: Tokenizer, ids: dict[str, int], unknown_token: str | None) -> tokenizers.Tokenizer:
     """Return a pipeline of the library (model, pre-tokenizer and decoder) that is equivalent to `tokenizer`."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    unknown = {} if tokenizer.unk_id is None else {"unk_token": tokenizer.special_tokens[tokenizer.unk_id]}
+    unknown = {} if unknown_token is None else {"unk_token": unknown_token}
     before: Any
     after: Any
     match tokenizer:

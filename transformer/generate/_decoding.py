@@ -10,12 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from transformer.generate._layers import unstack_layers, unstacked_model, uses_unstacked_layers
+from transformer.generate._penalties import History
 from transformer.generate._sampling import SamplerParams, choose
 from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey, Tokens
 from transformer.nn._caches import ContextCache, cache_length, set_cache_length
 from transformer.nn._masks import Mask
+from transformer.nn._paged import paged_cache, set_rows
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._seq2seq import Seq2Seq
+
+PAGE_SIZE = 128
+"""number of tokens per page of a cache for `generate`"""
 
 
 @jax.tree_util.register_dataclass
@@ -27,23 +32,45 @@ class Batch:
     """(B, T), token ids; padding must be ids that the row may contain. For a SpeechToText's source: frames (B, F, M)"""
     lengths: Leaf
     """(B,), number of tokens; for frames, number of encoder positions"""
+    images: Leaf | None = None
+    """(B, I, height, width, channels), images of the prompts of a VisionLanguageModel; None: no images"""
 
 
 def prefill(
-    model: CausalLM | Seq2Seq, params: Any, prompts: Batch, source: Batch | None, cache_slots: int
+    model: CausalLM | Seq2Seq,
+    params: Any,
+    prompts: Batch,
+    source: Batch | None,
+    cache_slots: int,
+    *,
+    paged: bool = False,
 ) -> tuple[Float[Array, "B V"], Any]:
-    """Read complete prompts, and sources, in one call.
+    """Read complete prompts, and sources, in one call; with `paged`, into a cache of pages.
 
     Returns:
         The logits (B, V) after the last token of each prompt, and the KV cache with the prompts.
     """
-    cache = model.init_cache(prompts.tokens.shape[0], cache_slots)
-    hidden, cache = _hidden(model, params, source, prompts.tokens, cache, source)
+    cache = new_cache(model, prompts.tokens.shape[0], cache_slots, paged=paged)
+    if prompts.images is None:
+        hidden, cache = _hidden(model, params, source, prompts.tokens, cache, source)
+    else:
+        # Tokens can attend to later ones of their prompt, so the mask must hide the padding.
+        given = {"mask": Mask.lengths(prompts.lengths), "cache": cache, "images": prompts.images}
+        hidden, cache = model.apply({"params": params}, prompts.tokens, **given, method=type(model).hidden)
     # Prompts are padded on the right, so the last token of row b is at index lengths[b] - 1: (B, T, D) -> (B, 1, D).
     # Only these positions go through the head, which avoids logits of shape (B, T, V).
     last = jnp.take_along_axis(hidden, prompts.lengths[:, None, None] - 1, axis=1)
     # The cache also holds keys of the padding. A length that excludes them hides them, and later tokens overwrite them.
     return _logits(model, params, last), set_cache_length(cache, prompts.lengths)
+
+
+def new_cache(model: CausalLM | Seq2Seq, rows: int, slots: int, *, paged: bool = False) -> Any:
+    """Return an empty cache of `slots` positions for each row; with `paged`, each row has its own pages in order."""
+    if not paged:
+        return model.init_cache(rows, slots)
+    each = -(-slots // PAGE_SIZE)
+    cache = paged_cache(model, rows=rows, pages_per_row=each, num_pages=rows * each, page_size=PAGE_SIZE)
+    return set_rows(cache, page_table=jnp.arange(rows * each).reshape(rows, each))
 
 
 def decode_step(
@@ -167,7 +194,7 @@ class DecodeResult:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "cache_slots", "new_slots"))
+@functools.partial(jax.jit, static_argnames=("model", "cache_slots", "new_slots", "paged"))
 def decode(
     model: CausalLM | Seq2Seq,
     params: Any,
@@ -180,6 +207,7 @@ def decode(
     *,
     cache_slots: int,
     new_slots: int,
+    paged: bool = False,
 ) -> DecodeResult:
     """Prefill the prompts, then generate until every row has ended or has `limit` new tokens.
 
@@ -196,17 +224,18 @@ def decode(
         limit: maximum number of new tokens, at most `new_slots`.
         cache_slots: positions per row in the KV cache.
         new_slots: size of the output.
+        paged: store keys and values of a `CausalLM` in pages.
     """
-    logits, cache = prefill(model, params, prompts, source, cache_slots)
+    logits, cache = prefill(model, params, prompts, source, cache_slots, paged=paged)
     model, params, cache = with_unstacked_layers(model, params, cache)
     batch = prompts.lengths.shape[0]
 
     # With the row's key folded with the position, a sample depends neither on the other rows nor on the number of
     # steps.
-    def draw(logits, positions):
-        return choose(logits, jax.vmap(jax.random.fold_in)(keys, positions), choice)
+    def draw(logits, positions, history):
+        return choose(logits, jax.vmap(jax.random.fold_in)(keys, positions), choice, history)
 
-    def record(result, step, running, tokens, positions):
+    def record(result, step, running, tokens, positions, history):
         # `choose` marks non-finite logits with the token -1.
         failed, ended = running & (tokens < 0), (tokens[:, None] == eos_ids[None, :]).any(1)
         running = running & ~failed & ~ended
@@ -215,24 +244,26 @@ def decode(
             counts=result.counts + running,
             failed_at=jnp.where(failed, positions, result.failed_at),
         )
-        return result, running
+        return result, running, None if history is None else history.add(tokens, running)
 
     def unfinished(state):
-        step, _, running, _, result = state
+        step, _, running, _, result, _ = state
         return (step < limit) & running.any() & (result.failed_at < 0).all()
 
     def advance(state):
-        step, tokens, running, cache, result = state
+        step, tokens, running, cache, result, history = state
         # All rows take part in each step, since shapes are fixed. The tokens of ended rows are not counted; the -1 of a
         # failed row is replaced by a valid id.
         logits, cache = decode_step(model, params, jnp.maximum(tokens, 0), cache, source)
         positions = cache_length(cache)
-        tokens = draw(logits, positions)
-        result, running = record(result, step, running, tokens, positions)
-        return step + 1, tokens, running, cache, result
+        tokens = draw(logits, positions, history)
+        result, running, history = record(result, step, running, tokens, positions, history)
+        return step + 1, tokens, running, cache, result, history
 
-    tokens = draw(logits, prompts.lengths)
-    result, running = record(
-        DecodeResult.blank(batch, new_slots), jnp.int32(0), jnp.ones((batch,), bool), tokens, prompts.lengths
-    )
-    return jax.lax.while_loop(unfinished, advance, (jnp.int32(1), tokens, running, cache, result))[-1]
+    history = None  # only penalties need the tokens so far
+    if choice.penalties is not None:
+        history = History.of(prompts.tokens, prompts.lengths, logits.shape[-1])
+    tokens = draw(logits, prompts.lengths, history)
+    blank, running = DecodeResult.blank(batch, new_slots), jnp.ones((batch,), bool)
+    result, running, history = record(blank, jnp.int32(0), running, tokens, prompts.lengths, history)
+    return jax.lax.while_loop(unfinished, advance, (jnp.int32(1), tokens, running, cache, result, history))[-2]

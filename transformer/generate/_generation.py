@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, SupportsIndex
@@ -20,6 +21,7 @@ from transformer.generate._prompts import (
     check_text_model,
     decoding_model,
     end_ids,
+    image_rows,
     pad,
     padded_length,
     row_seeds,
@@ -45,6 +47,7 @@ def generate(
     bos_id: SupportsIndex | None = None,
     draft: Draft | None = None,
     slots: SupportsIndex | None = None,
+    images: Sequence[Any] | None = None,
 ) -> list[list[int]]:
     """Generate a continuation of each prompt.
 
@@ -68,14 +71,16 @@ def generate(
             generated tokens.
         slots: CausalLM only: number of rows that are generated at the same time; when a row ends, the next prompt takes
             its slot. None: all rows.
+        images: VisionLanguageModel only: a list of images for each prompt, arrays (height, width, channels) as the
+            preprocessing of the model gives them, in the order of their tokens in the prompt.
 
     Returns:
         The new tokens of each row, without `eos_id`.
 
     Raises:
         ValueError: if ids are out of range, prompts or sources are empty or missing, a text exceeds a learned position
-            table, a draft or slots are not supported, or logits are not finite (the message names row, position and
-            parameter).
+            table, a draft, slots or images are not supported, a prompt does not have the tokens of its images, or
+            logits are not finite (the message names row, position and parameter).
     """
     vocab_size = check_text_model("generate", model, params)
     limit = check_new_tokens(max_new_tokens)
@@ -83,16 +88,21 @@ def generate(
     source = source_rows(model, sources, vocab_size)
     prompt_rows = target_rows(prompts, source, bos_id, vocab_size)
     check_lengths(model.config, prompt_rows, limit)
+    if sampling.has_penalties and (draft is not None or slots is not None):
+        raise ValueError("penalties can't be used with slots or a draft. Remove the penalties, or slots and draft.")
     if draft is not None:
         check_draft(model, vocab_size, draft, prompt_rows, limit)
 
     if slots is not None:
         check_slots(model, slots, draft)
+    if images is not None and (draft is not None or slots is not None):
+        raise ValueError("images can't be used with slots or a draft. Remove slots and draft.")
+    pixels = image_rows(model, prompt_rows, images)
 
     model = decoding_model(model)
     prompt_slots = slots_of_prompts(prompt_rows, source, model.config.max_length)
     new_slots = bucket(limit)
-    keys = _row_keys(*row_seeds(seed, len(prompt_rows)))
+    keys = row_keys(*row_seeds(seed, len(prompt_rows)))
     how = SamplerParams.of(sampling, vocab_size), np.array(ends or [-1], np.int32), np.int32(limit)
     room = {"cache_slots": prompt_slots + new_slots, "new_slots": new_slots}
     if slots is not None and slots < len(prompt_rows):
@@ -103,7 +113,8 @@ def generate(
         small = Draft(model=decoding_model(draft.model), params=draft.params, tokens=draft.tokens)
         result, _ = decode_with_draft(model, params, small, pad(prompt_rows, prompt_slots), keys, *how, **room)
     else:
-        result = decode(model, params, pad(prompt_rows, prompt_slots), source, keys, *how, **room)
+        rows = dataclasses.replace(pad(prompt_rows, prompt_slots), images=pixels)
+        result = decode(model, params, rows, source, keys, *how, **room)
     result = jax.device_get(result)
     check_finite(result.failed_at, prompt_rows, params, model.config.dtype)
     return [row[:count].tolist() for row, count in zip(result.tokens, result.counts, strict=True)]
@@ -141,7 +152,7 @@ def check_slots(model: Any, slots: SupportsIndex, draft: Draft | None) -> None:
 
 
 @jax.jit
-def _row_keys(seeds, rows):
+def row_keys(seeds, rows):
     return jax.vmap(lambda seed, row: jax.random.fold_in(jax.random.key(seed), row))(seeds, rows)
 
 

@@ -39,6 +39,10 @@ def unstack_layers(model: CausalLM | Seq2Seq, tree: Any) -> Any:
     return rest | {f"prefix_{i}": layer for i, layer in enumerate(layers)}
 
 
+copy_unstacked = jax.jit(unstack_layers, static_argnums=0)
+"""`unstack_layers` as one compiled call, for loops that the host controls"""
+
+
 def unstacked_model(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
     """Return the model whose decoder has the unstacked layers of `unstack_layers`.
 

@@ -15,8 +15,10 @@ from transformer.config._parts import LayerKind
 from transformer.generate._decoding import Batch
 from transformer.nn.kernels import portable
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._encoders import Classifier
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText, check_frames
+from transformer.nn.models._vision_language import VisionLanguageModel
 
 Ids: TypeAlias = Any
 """token ids of one row: a list or an array of integers; `check_rows` validates it"""
@@ -35,8 +37,9 @@ def check_text_model(verb: str, model: Any, params: Any) -> int:
         ConfigError: if the config has no vocab_size.
     """
     if not isinstance(model, CausalLM | Seq2Seq):
+        instead = "`classify` returns its classes" if isinstance(model, Classifier) else "`embed` returns its vectors"
         raise ValueError(
-            f"{verb} needs a CausalLM or a Seq2Seq, got a {type(model).__name__}, which generates no text."
+            f"{verb} needs a CausalLM or a Seq2Seq, got a {type(model).__name__}, which generates no text; {instead}."
         )
     if isinstance(params, Mapping) and set(params) == {"params"}:
         raise ValueError('params must be the inner parameter tree, got {"params": ...}: pass params["params"].')
@@ -112,6 +115,46 @@ def target_rows(
     if source is not None and len(source.lengths) != len(rows):
         raise ValueError(f"there must be as many prompts as sources, got {len(rows)} and {len(source.lengths)}.")
     return rows
+
+
+def image_rows(model: Any, prompts: Sequence[np.ndarray], images: Sequence[Any] | None) -> np.ndarray | None:
+    """Return the images of prompts as one array (B, I, height, width, channels), with zeros where a row has fewer.
+
+    Raises:
+        ValueError: if the model reads no images, an image has another shape, or a prompt does not have the tokens of
+            its images.
+    """
+    config = model.config.image_tokens if isinstance(model, VisionLanguageModel) else None
+    if images is not None and config is None:
+        raise ValueError(
+            f"images are only supported for a VisionLanguageModel: this {type(model).__name__} reads only text. Remove "
+            f"them."
+        )
+    if config is None:
+        return None
+    images = [[]] * len(prompts) if images is None else images
+    if len(images) != len(prompts):
+        raise ValueError(
+            f"images must be one list of images for each of the {len(prompts)} prompts, got {len(images)}."
+        )
+    shape = (config.patches.image_height, config.patches.image_width, config.patches.channels)
+    for number, (row, its_images) in enumerate(zip(prompts, images, strict=True)):
+        if wrong := [np.shape(image) for image in its_images if np.shape(image) != shape]:
+            raise ValueError(
+                f"the images of prompt {number} must be arrays (height, width, channels) of shape {shape}, got "
+                f"{wrong[0]}. Apply the preprocessing of the model."
+            )
+        found, wanted = int((np.asarray(row) == config.token_id).sum()), len(its_images) * config.count
+        if found != wanted:
+            raise ValueError(
+                f"prompt {number} has {found} image tokens (id {config.token_id}), but {len(its_images)} images need "
+                f"{wanted}, {config.count} each. Put the tokens of each image into the prompt."
+            )
+    most = max(map(len, images))
+    if most == 0:
+        return None
+    blank = np.zeros(shape, np.float32)
+    return np.stack([np.stack([*row, *[blank] * (most - len(row))]) for row in images]).astype(np.float32)
 
 
 def slots_of_prompts(rows: Sequence[np.ndarray], source: Batch | None, longest: int | None) -> int:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._checks import ConfigError
+from transformer.generate._penalties import History, Penalties, penalized
 from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey
 
 
@@ -37,6 +38,14 @@ class Sampling:
     suppress: tuple[int, ...] = ()
     """token ids that are never chosen, also in greedy decoding; applied before all filters"""
 
+    repetition_penalty: float = 1.0
+    """above 1: make tokens of the prompt and of the generated text less probable (Keskar et al. 2019, arXiv
+    1909.05858); applied before all filters, also in greedy decoding, as the next two"""
+    presence_penalty: float = 0.0
+    """subtracted from the logits of generated tokens"""
+    frequency_penalty: float = 0.0
+    """subtracted from the logits of generated tokens, once for each time that they occur"""
+
     def __post_init__(self):
         if any(not isinstance(i, Integral) or isinstance(i, bool) or i < 0 for i in self.suppress):
             raise ConfigError(f"suppress must be token ids (integers of at least 0), got {self.suppress!r}.")
@@ -44,10 +53,18 @@ class Sampling:
         self._check("top_k", Integral, "an integer of at least 1, or None to keep all tokens", lambda x: x >= 1)
         self._check("top_p", Real, "above 0 and at most 1, or None to keep all tokens", lambda x: 0 < x <= 1)
         self._check("min_p", Real, "at least 0 and at most 1, or None to keep all tokens", lambda x: 0 <= x <= 1)
+        self._check("repetition_penalty", Real, "a finite number above 0 (1 is no penalty)", lambda x: 0 < x < math.inf)
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check(name, Real, "a finite number (0 is no penalty)", math.isfinite)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a choice depends on the tokens before it, other than through the logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def _check(self, name, kind, expected, fits):
         value = getattr(self, name)
-        if value is None and name != "temperature":
+        if value is None and name in ("top_k", "top_p", "min_p"):
             return
         if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
             raise ConfigError(f"{name} must be {expected}, got {value!r}.")
@@ -76,6 +93,8 @@ class SamplerParams:
     """(), logarithm of min_p; None: no filter"""
     suppressed: Leaf | None = None
     """(S,), ids that are never chosen"""
+    penalties: Penalties | None = None
+    """None: no penalty, so that `choose` needs no history"""
     candidates: int | None = field(default=None, metadata={"static": True})
     """number of highest logits to sort; None: no filter needs sorted logits"""
 
@@ -89,8 +108,9 @@ class SamplerParams:
         if beyond := [i for i in sampling.suppress if i >= vocab_size]:
             raise ConfigError(f"suppress must be ids below {vocab_size}, the size of the vocabulary, got {beyond[0]}.")
         suppressed = np.array(sampling.suppress, np.int32) if sampling.suppress else None
+        penalties = Penalties.of(sampling)
         if sampling.temperature == 0:
-            return SamplerParams(None, None, None, None, suppressed)
+            return SamplerParams(None, None, None, None, suppressed, penalties)
         top_k = None if sampling.top_k is None or sampling.top_k >= vocab_size else int(sampling.top_k)
         top_p = None if sampling.top_p is None or sampling.top_p == 1 else np.float32(sampling.top_p)
         candidates = None if top_p is None else vocab_size
@@ -104,6 +124,7 @@ class SamplerParams:
             top_p=top_p,
             log_min_p=np.float32(math.log(sampling.min_p)) if sampling.min_p else None,
             suppressed=suppressed,
+            penalties=penalties,
             candidates=candidates,
         )
 
@@ -122,20 +143,29 @@ def sample(logits: Float[Array, "B V"], key: PRNGKey, sampling: Sampling = PLAIN
     Returns:
         (B,), token ids. A row without a valid distribution (a logit is NaN or +inf, or all are -inf) gives -1, where a
         plain argmax would give a plausible id.
+
+    Raises:
+        ConfigError: `sampling` has penalties, which need the tokens so far: use `generate`.
     """
+    if sampling.has_penalties:
+        raise ConfigError("sample can't apply penalties, which need the tokens so far. Use generate, or remove them.")
     # One key per row, so that the sample of a row does not depend on the batch size.
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
     return choose(logits, keys, SamplerParams.of(sampling, logits.shape[1]))
 
 
-def choose(logits: Float[Array, "B V"], keys: PRNGKey, choice: SamplerParams) -> Int[Array, " B"]:
-    """Sample one token per row as `sample` does, with one key per row.
+def choose(
+    logits: Float[Array, "B V"], keys: PRNGKey, choice: SamplerParams, history: History | None = None
+) -> Int[Array, " B"]:
+    """Sample one token per row as `sample` does, with one key per row; penalties need the `history` of the rows.
 
     Noise is drawn per token id. So a filter changes a sample only if it removes the token that would be sampled without
     it.
     """
     # In bfloat16, differences between logits and the tails of the noise would be too coarse.
     logits = logits.astype(jnp.float32)
+    if choice.penalties is not None:
+        logits = penalized(logits, history, choice.penalties)
     if choice.suppressed is not None:
         logits = logits.at[:, choice.suppressed].set(-jnp.inf)
     top = logits.max(-1, keepdims=True)

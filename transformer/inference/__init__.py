@@ -1,27 +1,62 @@
 """Use of trained models: loading, saving, embeddings, classification, scoring and translation."""
 
+from transformer.inference._dual import classify_with_labels, embed_texts
+from transformer.inference._grammars import GrammarConstraint, GrammarError, Grammars
+from transformer.inference._harness import HarnessModel, evaluate_tasks, harness_model
+from transformer.inference._image_prompts import encode_with_images, image_prompts
+from transformer.inference._images import classify_images, embed_images
 from transformer.inference._loading import LoadedModel, export, is_workdir, load, open_model, save
-from transformer.inference._reading import Class, Score, classify, embed, score
+from transformer.inference._reading import Class, Score, TextScore, classify, embed, score, score_text
+from transformer.inference._reward_model import reward_model
 from transformer.inference._sentences import SentenceSettings, sentence_settings
 from transformer.inference._starting import start_from
+from transformer.inference._transcribing import (
+    Segment,
+    Transcript,
+    TranscriptionOptions,
+    sampling_rate,
+    transcribe,
+    transcribe_windows,
+)
 from transformer.inference._translating import TranslatedLine, TranslatedText, translate_lines
 
 __all__ = [
     "Class",
+    "GrammarConstraint",
+    "GrammarError",
+    "Grammars",
+    "HarnessModel",
     "LoadedModel",
     "Score",
+    "Segment",
     "SentenceSettings",
+    "TextScore",
+    "Transcript",
+    "TranscriptionOptions",
     "TranslatedLine",
     "TranslatedText",
     "classify",
+    "classify_images",
+    "classify_with_labels",
     "embed",
+    "embed_images",
+    "embed_texts",
+    "encode_with_images",
+    "evaluate_tasks",
     "export",
+    "harness_model",
+    "image_prompts",
     "is_workdir",
     "load",
     "open_model",
+    "reward_model",
+    "sampling_rate",
     "save",
     "score",
+    "score_text",
     "sentence_settings",
     "start_from",
+    "transcribe",
+    "transcribe_windows",
     "translate_lines",
 ]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._options import Pooling
+from transformer.config._progress import counting
 from transformer.generate._prompts import bucket
 from transformer.nn._axes import Array, Float, Hidden, Leaf
 from transformer.nn._masks import Mask
@@ -32,6 +33,8 @@ TOKENS = {"cpu": 1024}
 """Maximum slots of a batch by platform, including padding. A single row may be longer."""
 TOKENS_ELSEWHERE = 16_384
 """Maximum slots of a batch on accelerators, which need larger batches (an estimate, not measured)."""
+LOGITS = 2**26
+"""Maximum number of logits of a batch that is scored: 256 MiB in float32. A single window of text may exceed it."""
 
 Columns: TypeAlias = tuple[Sequence[int], ...]
 """Parallel sequences of equal length for one text, such as token ids and token types."""
@@ -92,7 +95,8 @@ def run_batches(
 
     Args:
         texts: columns of each text.
-        compute: function from a batch to results (K, ...), one per text, or, with `each_token`, (R, T), one per slot.
+        compute: function from a batch to results (K, ...), one per text, or, with `each_token`, (R, T, ...), one per
+            slot. Rows that it adds at the end are ignored.
         each_token: whether `compute` returns one result per slot.
         longest: number of rows of the model's position table, to which padding is limited; None: no limit.
         most: maximum slots of a batch, including padding; None: `slots_at_once()`.
@@ -101,14 +105,16 @@ def run_batches(
         The results in the order of the texts.
     """
     results: list[np.ndarray | None] = [None] * len(texts)
+    add = counting("texts", len(texts))
     for numbers, batch in _batches(texts, longest, most or slots_at_once()):
         values = np.asarray(compute(batch))
         for place, number in numbers.items():
             if each_token:
                 start = batch.starts[place]
-                results[number] = values.reshape(-1)[start : start + batch.lengths[place]]
+                results[number] = values.reshape(-1, *values.shape[2:])[start : start + batch.lengths[place]]
             else:
                 results[number] = values[place]
+        add(len(numbers))
     return results
 
 
@@ -132,6 +138,7 @@ def run_pairs(
         One number per target token, in the order of the pairs.
     """
     results: list[np.ndarray | None] = [None] * len(pairs)
+    add = counting("pairs", len(pairs))
     order = sorted(range(len(pairs)), key=lambda number: (-len(pairs[number][1]), -len(pairs[number][0])))
     # Longest targets first, so that a batch holds pairs of similar lengths. Add pairs while the padded batch fits.
     while order:
@@ -154,12 +161,18 @@ def run_pairs(
         values = np.asarray(compute(source, lengths, tokens, follow))
         for row, number in enumerate(numbers):
             results[number] = values[row, : len(pairs[number][1])]
+        add(count)
     return results
 
 
 def slots_at_once() -> int:
     """Return the maximum slots of a batch on this platform, including padding."""
     return TOKENS.get(platform(), TOKENS_ELSEWHERE)
+
+
+def scored_at_once(model: Any) -> int:
+    """Return the maximum slots of a batch that is scored, so that its logits (slots, vocabulary) fit into memory."""
+    return min(slots_at_once(), max(1, LOGITS // model.config.vocab_size))
 
 
 def round_up(count: int) -> int:

@@ -6,23 +6,28 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer.config._checks import ConfigError
+from transformer.config._recipe_files import SAVED_RECIPE
+from transformer.inference._text_methods import TextMethods
+from transformer.nn.models._audio import SpeechRecognizer
 from transformer.nn.models._seq2seq import Seq2Seq
-from transformer.zoo.weights._files import WeightFiles
+from transformer.zoo.weights._flax_files import open_files
 
 if TYPE_CHECKING:
     from transformer.data._tokenizer import Tokenizer
     from transformer.training._runs import Run
     from transformer.zoo._family import Family
     from transformer.zoo._pretrained import Pretrained
+    from transformer.zoo.weights._adapters import Adapter
 
 KEPT_FIELDS = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id"),
@@ -37,15 +42,16 @@ COMPANIONS = (
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
     "preprocessor_config.json",
+    "processor_config.json",
+    "generation_config.json",
 )
 """Settings files that `export` copies, in addition to those that modules.json lists."""
-
-RECIPE_FILE = "recipe.json"
-"""File that distinguishes a workdir from a directory of pretrained weights."""
+CTC_FILES = ("vocab.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""Files with the characters of a model with CTC."""
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class LoadedModel(TextMethods):
     """A loaded model with its parameters and tokenizer. Exactly one of `run` and `pretrained` is set."""
 
     model: nn.Module
@@ -63,6 +69,53 @@ class LoadedModel:
     """The training run that the model comes from."""
     pretrained: Pretrained | None = None
     """The pretrained weights that the model comes from."""
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    """Adapters for this model, by name (`add_adapter`)."""
+    base: Any = None
+    """Parameters without an adapter; None: `params`, because no adapter is applied."""
+
+    def add_adapter(self, directory: str | os.PathLike, name: str | None = None) -> LoadedModel:
+        """Return the model with an adapter in the format of PEFT added to `adapters`, for `with_adapter`.
+
+        Args:
+            directory: directory with adapter_config.json and adapter_model.safetensors.
+            name: name of the adapter; None: the name of the directory.
+
+        Raises:
+            FileNotFoundError, WeightsError: the adapter is missing, damaged or has options that are not supported.
+            ConfigError: the adapter does not fit the model; the message names the modules and their sizes.
+        """
+        from transformer.zoo._adapters import adapter_for
+
+        base = self.params if self.base is None else self.base
+        found = self.pretrained
+        family, architecture = (None, None) if found is None else (found.family, found.architecture)
+        adapter = adapter_for(self.model, base, directory, family, architecture)
+        return replace(self, adapters=dict(self.adapters) | {name or Path(directory).name: adapter})
+
+    def with_adapter(self, name: str | None) -> LoadedModel:
+        """Return the model with one of its adapters applied, or with none. The weights are shared, not copied.
+
+        Raises:
+            ConfigError: no adapter has this name.
+        """
+        base = self.params if self.base is None else self.base
+        if name is not None and name not in self.adapters:
+            raise ConfigError(
+                f"unknown adapter {name!r}. Choose from {', '.join(self.adapters) or 'none'}, or add it with "
+                f"add_adapter(directory)."
+            )
+        return self._replaced(base if name is None else self.adapters[name].applied_to(base), base)
+
+    def merged(self) -> LoadedModel:
+        """Return the model with its adapter merged into the weights, which is faster to apply and can be exported."""
+        from transformer.training.lora import flatten_adapted
+
+        return self._replaced(flatten_adapted(self.params), None)
+
+    def _replaced(self, params: Any, base: Any) -> LoadedModel:
+        run = None if self.run is None else replace(self.run, params=params)
+        return replace(self, params=params, base=base, run=run)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -167,7 +220,7 @@ class LoadedModel:
 
 def is_workdir(path: str | os.PathLike) -> bool:
     """Return whether this directory is the workdir of a training run."""
-    return (Path(path) / RECIPE_FILE).exists()
+    return (Path(path) / SAVED_RECIPE).exists()
 
 
 def open_model(
@@ -218,7 +271,9 @@ def open_model(
 
 def _documented_context(found: Pretrained) -> int | None:
     """Return max_position_embeddings, the documented context length of a model without a position table."""
-    length = found.fields.get("max_position_embeddings")
+    inner = found.fields.get("text_config")  # of a vision-language model
+    fields = inner if isinstance(inner, dict) and found.model.config.image_tokens is not None else found.fields
+    length = fields.get("max_position_embeddings")
     if length is not None and (type(length) is not int or length < 1):
         raise ConfigError(
             f"max_position_embeddings in {found.directory}/config.json must be an integer of at least 1, got "
@@ -278,12 +333,12 @@ def _cast(model: nn.Module, params: Any) -> Any:
     return result
 
 
-def _copy_companions(source: Path, target: Path) -> None:
-    """Copy the settings files of the authors, for sentence embeddings and for preprocessing of images and audio."""
-    files = WeightFiles(source)
+def _copy_companions(source: Path, target: Path, more: Sequence[str]) -> None:
+    """Copy the settings files of the authors: for sentence embeddings, images and audio, and the files `more`."""
+    files = open_files(source)
     modules = files.json("modules.json", list) or []
     paths = [module["path"] for module in modules if isinstance(module, dict) and module.get("path")]
-    for name in (*COMPANIONS, *(f"{path}/config.json" for path in paths)):
+    for name in (*COMPANIONS, *more, *(f"{path}/config.json" for path in paths)):
         values = files.json(name, list if name == "modules.json" else dict)
         if values is not None:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -343,8 +398,57 @@ def export(
         max_shard_bytes=max_shard_bytes,
     )
     if opened.pretrained is not None:
-        _copy_companions(opened.directory, Path(directory))
+        more = CTC_FILES if isinstance(model, SpeechRecognizer) else ()
+        _copy_companions(opened.directory, Path(directory), more)
     return choose_family(model, family)[0]
+
+
+def export_adapter(
+    workdir: str | os.PathLike,
+    directory: str | os.PathLike,
+    *,
+    step: Literal["best", "newest"] | int = "best",
+    family: str | None = None,
+) -> Family:
+    """Save the low-rank updates of a run in the format of PEFT, without the frozen parameters.
+
+    Args:
+        workdir: workdir of a run with `lora`.
+        directory: new or empty directory.
+        step: which checkpoint to save.
+        family: family whose module names are used; None: that of the model that the run started from.
+
+    Returns:
+        The family.
+
+    Raises:
+        ConfigError: not the workdir of a run with `lora`, or updates that PEFT's format can't express.
+    """
+    from transformer.training._runs import load_updates
+    from transformer.zoo._adapters import save_adapter
+    from transformer.zoo._entries import ENTRIES
+    from transformer.zoo.weights._adapters import Adapter
+
+    if not is_workdir(workdir):
+        raise ConfigError(f"{workdir} is not the workdir of a run, so that it has no adapter. Pass a run with lora.")
+    recipe, model, trained, base = load_updates(workdir, step)
+    config, origin = recipe.lora, recipe.origin
+    updates: dict[str, dict[str, Any]] = {}
+    for path, leaf in flatten_dict(trained["updates"]).items():
+        updates.setdefault("/".join(path[:-1]), {})[path[-1]] = leaf
+    new = flatten_dict(trained["new"], sep="/")
+    params = unflatten_dict(flatten_dict(base, sep="/") | new, sep="/")
+    adapter = Adapter(
+        updates=updates,
+        rank=config.rank,
+        alpha=config.alpha,
+        rslora=config.rslora,
+        new=new,
+    )
+    if family is None:  # that of the pretrained weights, whose title the recipe records; a run has none
+        title = origin.model.partition(", ")[0]
+        family = next((one.name for one in ENTRIES.values() if one.title == title), None)
+    return save_adapter(model, adapter, params, directory, family, origin.source)
 
 
 def _fields(opened: LoadedModel, model: nn.Module, family: str | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,31 +16,36 @@ import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.config._options import Pooling
+from transformer.data._byte_counts import bytes_after_first
 from transformer.generate._prompts import decoding_model
-from transformer.inference._batching import Batch, Columns, pool_texts, run_batches, run_pairs, slots_at_once
+from transformer.inference._batching import Batch, Columns, pool_texts, run_batches, run_pairs, scored_at_once
 from transformer.inference._loading import LoadedModel
 from transformer.inference._sentences import SentenceSettings
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import platform
+from transformer.nn.models._audio import SpeechEncoder
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Classifier
 from transformer.nn.models._forecaster import Forecaster
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import SpeechToText
-from transformer.nn.models._vision import VisionClassifier
+from transformer.nn.models._vision import VisionEncoder
 
 FULL_MATRIX_SCORES = 512
 """Maximum row length for full attention matrices on CPU. Up to this length, the forward pass of an encoder is faster
 with the full attention matrix than with the query-chunked kernel (docs/benchmarks.md). For longer rows it needs
 too much memory."""
-LOGITS = 2**26
-"""Maximum number of logits of a batch that is scored: 256 MiB in float32. A single window of text may exceed it."""
+
+FIRST_CHARACTERS = 1000
+"""Characters of a text that determine its first token."""
 
 
 def embed(opened: LoadedModel, texts: Sequence[str], settings: SentenceSettings | None = None) -> np.ndarray:
     """Compute embeddings: pooled hidden states of the non-padding tokens (of the encoder, for a Seq2Seq).
 
-    A text that exceeds the context length is truncated with a warning.
+    Vectors of a DualEncoder (CLIP, SigLIP) are in the space of its images, of length 1, without `settings`. A text that
+    exceeds the context length is truncated with a warning.
 
     Args:
         opened: the model.
@@ -53,9 +59,13 @@ def embed(opened: LoadedModel, texts: Sequence[str], settings: SentenceSettings 
         ConfigError: the model does not read text.
         ValueError: a text that the tokenizer can't encode or that has no tokens, or results that are not finite.
     """
-    model, settings = _reading(opened), settings or SentenceSettings()
+    if isinstance(opened.model, DualEncoder):
+        from transformer.inference._dual import embed_texts
+
+        return embed_texts(opened, texts)
+    model, settings = text_model(opened), settings or SentenceSettings()
     prepared = [settings.prompt + (text.lower() if settings.lower_case else text) for text in texts]
-    encoded = _encode(opened, prepared, settings.max_length)
+    encoded = encode_texts(opened, prepared, settings.max_length)
 
     options = {"pooling": settings.pooling, "normalize": settings.normalize}
     compute = functools.partial(_vectors, model, opened.params, **options)
@@ -107,6 +117,10 @@ class Class:
     probabilities: dict[str, float]
     """Probability of every label."""
 
+    def top(self, count: int) -> list[tuple[str, float]]:
+        """Return the `count` most probable labels with their probabilities, the most probable first."""
+        return sorted(self.probabilities.items(), key=lambda both: -both[1])[:count]
+
 
 def classify(opened: LoadedModel, texts: Sequence[str]) -> list[Class]:
     """Return the most probable class of each text.
@@ -115,28 +129,39 @@ def classify(opened: LoadedModel, texts: Sequence[str]) -> list[Class]:
         ConfigError: the model is not a classifier, or its outputs are not probabilities of mutually exclusive classes.
         ValueError: see `embed`.
     """
-    model = _reading(opened)
+    model = text_model(opened)
     if not isinstance(model, Classifier):
         raise ConfigError(
             f"{opened.directory} contains a model of the class {type(model).__name__}, which is not a classifier. Pass "
             f"a classifier, or train one: configs/finetune_classifier.py."
         )
+    names = class_names(opened)
+    rows = _run(opened, encode_texts(opened, texts), functools.partial(_probabilities, model, opened.params))
+    return [class_of(row, names) for row in rows]
+
+
+def class_names(opened: LoadedModel) -> list[str]:
+    """Return the names of a classifier's classes, or their numbers if they have no names.
+
+    Raises:
+        ConfigError: its outputs are not probabilities of mutually exclusive classes.
+    """
+    classes = opened.model.config.output.num_classes
     problem = None if opened.pretrained is None else opened.pretrained.fields.get("problem_type")
-    if model.config.output.num_classes == 1 or problem in ("regression", "multi_label_classification"):
+    if classes == 1 or problem in ("regression", "multi_label_classification"):
         reason = "" if problem is None else f" (problem_type {problem})"
         raise ConfigError(
-            f"{opened.directory} does not choose one of several classes: it has {model.config.output.num_classes} "
-            f"independent outputs{reason}. Load it with transformer.load and use its logits."
+            f"{opened.directory} does not choose one of several classes: it has {classes} independent outputs{reason}. "
+            f"Load it with transformer.load and use its logits."
         )
-    names = opened.labels or [str(i) for i in range(model.config.output.num_classes)]
+    return opened.labels or [str(i) for i in range(classes)]
 
-    rows = _run(opened, _encode(opened, texts), functools.partial(_probabilities, model, opened.params))
-    found = []
-    for row in rows:
-        best = int(row.argmax())
-        every = {name: float(p) for name, p in zip(names, row, strict=True)}
-        found.append(Class(names[best], float(row[best]), every))
-    return found
+
+def class_of(probabilities: np.ndarray, names: Sequence[str]) -> Class:
+    """Return the classification result for the probabilities (C,) of classes with these names."""
+    best = int(probabilities.argmax())
+    every = {name: float(p) for name, p in zip(names, probabilities, strict=True)}
+    return Class(names[best], float(probabilities[best]), every)
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -156,7 +181,24 @@ class Score:
     @property
     def perplexity(self) -> float:
         """exp(-log_likelihood / tokens). The exponent is bounded, because exp(710) overflows."""
-        return float(np.exp(min(-self.log_likelihood / self.tokens, 700.0)))
+        return float(np.exp(min(self.loss, 700.0)))
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy in nats per token."""
+        return -self.log_likelihood / self.tokens
+
+
+@dataclass(frozen=True)
+class TextScore(Score):
+    """Score of a text whose predicted tokens stand for `num_bytes` UTF-8 bytes of the original text."""
+
+    num_bytes: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        """-log2 of the probability of the text, divided by its bytes: comparable between tokenizers."""
+        return -self.log_likelihood / (math.log(2) * self.num_bytes)
 
 
 def score(opened: LoadedModel, texts: Sequence[str], sources: Sequence[str] | None = None) -> list[Score]:
@@ -175,7 +217,7 @@ def score(opened: LoadedModel, texts: Sequence[str], sources: Sequence[str] | No
         ConfigError: the model does not predict tokens, or sources are missing or not allowed.
         ValueError: a text with nothing to predict or that the tokenizer can't encode, or results that are not finite.
     """
-    model = _reading(opened)
+    model = text_model(opened)
     if isinstance(model, Seq2Seq):
         return _score_targets(opened, model, texts, sources)
     if not isinstance(model, CausalLM):
@@ -193,7 +235,7 @@ def score(opened: LoadedModel, texts: Sequence[str], sources: Sequence[str] | No
         functools.partial(_likelihoods, model, opened.params),
         numbers=[number for number, _, _ in windows],
         each_token=True,
-        most=_scored_at_once(model),
+        most=scored_at_once(model),
     )
     found = [Score(0.0, 0) for _ in texts]
     for (number, _, first), row in zip(windows, rows, strict=True):
@@ -202,6 +244,19 @@ def score(opened: LoadedModel, texts: Sequence[str], sources: Sequence[str] | No
         total = before.log_likelihood + float(row[first:].sum(dtype=np.float64))
         found[number] = Score(total, before.tokens + len(row) - first)
     return found
+
+
+def score_text(opened: LoadedModel, text: str) -> TextScore:
+    """Score a text of any length with a causal model, as `score` does, and count its bytes.
+
+    The first token has no prediction unless the tokenizer adds a start token. Then its bytes are not counted either.
+
+    Raises:
+        ConfigError, ValueError: see `score`.
+    """
+    (found,) = score(opened, [text])
+    num_bytes = bytes_after_first(opened.tokenizer, text, opened.tokenizer.encode_source(text[:FIRST_CHARACTERS]))
+    return TextScore(found.log_likelihood, found.tokens, num_bytes)
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -235,11 +290,6 @@ def _windows(opened: LoadedModel, text: str) -> list[tuple[Columns, int]]:
     return windows
 
 
-def _scored_at_once(model: Any) -> int:
-    """Return the maximum slots of a batch that is scored, so that its logits (slots, vocabulary) fit into memory."""
-    return min(slots_at_once(), max(1, LOGITS // model.config.vocab_size))
-
-
 def _score_targets(
     opened: LoadedModel, model: Seq2Seq, texts: Sequence[str], sources: Sequence[str] | None
 ) -> list[Score]:
@@ -263,8 +313,8 @@ def _score_targets(
         pairs.append((tokenizer.encode_source(source), [opened.target_start[0], *ids[:-1]], ids))
     compute = functools.partial(_target_likelihoods, model, opened.params)
     limits = model.config.longest_source, model.config.max_length
-    rows = run_pairs(pairs, compute, limits=limits, most=_scored_at_once(model))
-    rows = [_finite(opened, number, row) for number, row in enumerate(rows)]
+    rows = run_pairs(pairs, compute, limits=limits, most=scored_at_once(model))
+    rows = [finite(opened, number, row) for number, row in enumerate(rows)]
     return [Score(float(row.sum(dtype=np.float64)), len(row)) for row in rows]
 
 
@@ -277,11 +327,11 @@ def _target_likelihoods(
     return _target_log_probs(logits, targets)
 
 
-def _finite(opened: LoadedModel, number: int, row: np.ndarray) -> np.ndarray:
-    """Return the result of a text if it is finite; raise ValueError otherwise."""
+def finite(opened: LoadedModel, number: int, row: np.ndarray, what: str = "text") -> np.ndarray:
+    """Return the result of a text or image if it is finite; raise ValueError otherwise."""
     if not np.isfinite(row).all():
         raise ValueError(
-            f"the model computed numbers of text {number} that are not finite: the weights in {opened.directory} are "
+            f"the model computed numbers of {what} {number} that are not finite: the weights in {opened.directory} are "
             f"{opened.model.config.param_dtype}, and activations may exceed its range. Convert the model to another "
             f"dtype (python -m transformer convert ... --dtype float32) and use the result."
         )
@@ -310,7 +360,7 @@ def _run(
         if not np.isfinite(row).all():
             # Possibly caused by another text in the same row, so compute this text alone.
             (alone,) = run_batches(texts[number : number + 1], compute, **options)
-            rows[number] = _finite(opened, number if numbers is None else numbers[number], alone)
+            rows[number] = finite(opened, number if numbers is None else numbers[number], alone)
     return rows
 
 
@@ -324,11 +374,11 @@ def _target_log_probs(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-_OTHERS = {VisionClassifier: "images", SpeechToText: "sound", Forecaster: "series"}
+_OTHERS = {VisionEncoder: "images", SpeechToText: "sound", SpeechEncoder: "sound", Forecaster: "series"}
 """Models that do not read text, and their inputs."""
 
 
-def _reading(opened: LoadedModel) -> Any:
+def text_model(opened: LoadedModel) -> Any:
     """Return the model for inference, with a kernel for any length and experts with capacity for every token.
 
     With limited expert capacity, the result of a text would depend on the other texts of its batch.
@@ -339,11 +389,13 @@ def _reading(opened: LoadedModel) -> Any:
     model = opened.model
     read = next((what for kind, what in _OTHERS.items() if isinstance(model, kind)), None)
     if read is not None:
-        raise ConfigError(f"{opened.directory} contains a {type(model).__name__}, which reads {read}, not text.")
+        option = " On the command line, pass --image." if read == "images" else ""
+        what = f"{opened.directory} contains a {type(model).__name__}"
+        raise ConfigError(f"{what}, which reads {read}, not text.{option}")
     return decoding_model(model)
 
 
-def _encode(opened: LoadedModel, texts: Sequence[str], limit: int | None = None) -> list[Columns]:
+def encode_texts(opened: LoadedModel, texts: Sequence[str], limit: int | None = None) -> list[Columns]:
     """Return token ids and token types of each text, truncated to the context length and to `limit`."""
     tokenizer = opened.tokenizer
     context = opened.model.config.longest_source if isinstance(opened.model, Seq2Seq) else opened.context

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformer.config._checks import ConfigError
 from transformer.config._options import Pooling
-from transformer.zoo.weights._files import WeightFiles
+from transformer.zoo.weights._flax_files import open_files
 
 _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "first",
@@ -43,7 +43,7 @@ def sentence_settings(directory: Path) -> SentenceSettings:
         ConfigError: an unsupported module or kind of pooling, or an invalid value.
         WeightsError: a file can't be read.
     """
-    files = WeightFiles(directory)
+    files = open_files(directory)
     modules = files.json("modules.json", list)
     if modules is None:
         return SentenceSettings()

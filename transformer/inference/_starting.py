@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -44,10 +43,11 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
     """
     from transformer.training._start import Start
     from transformer.training._tasks import TASKS
+    from transformer.training.lora import host_memory
 
     wanted = TASKS[recipe.task].model
     options = {} if is_workdir(source) else {"dtype": recipe.model.param_dtype}
-    with _host_memory():
+    with host_memory():  # on an accelerator, the training state has a copy of the initial parameters
         opened = open_model(source, **options)
     config, params, left = opened.model.config, opened.params, ()
     if type(opened.model) is not wanted:
@@ -58,18 +58,6 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
             )
         config, params, left = (_as_classifier if opened.pretrained else _with_new_head)(opened, recipe)
     return Start(str(source), _origin(opened), config, params, opened.vocabulary, left)
-
-
-def _host_memory() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that places new arrays in host memory.
-
-    On an accelerator, the initial parameters would occupy device memory until the end of the run, in addition to the
-    training state, which has a copy of them.
-    """
-    try:
-        return jax.default_device(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
-        return contextlib.nullcontext()
 
 
 def _origin(opened: LoadedModel) -> str:
@@ -86,7 +74,7 @@ def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConf
     """
     from transformer.zoo._family import abstract_params
     from transformer.zoo._pretrained import as_in_files
-    from transformer.zoo.weights._files import WeightFiles
+    from transformer.zoo.weights._flax_files import open_files
     from transformer.zoo.weights._loading import load_params, parameter_dtypes, parameter_shapes
     from transformer.zoo.weights._quantized import plain_files
 
@@ -97,7 +85,7 @@ def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConf
         raise ConfigError(
             f"{opened.directory} is a {family.title}, a family without a classifier. Start from another one."
         )
-    files = plain_files(WeightFiles(opened.directory))
+    files = plain_files(open_files(opened.directory))
     fields = {field: value for field, value in files.config.items() if field not in ("id2label", "label2id")}
     fields |= {"architectures": [name], "num_labels": recipe.model.output.num_classes or 2}
     config = family.read(fields, head).replace(dtype=recipe.model.dtype, param_dtype=recipe.model.param_dtype)

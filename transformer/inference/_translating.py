@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config._checks import ConfigError
+from transformer.config._progress import counting
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import USUAL, Beam, Hypothesis
 from transformer.inference._loading import LoadedModel
@@ -100,7 +101,7 @@ def translate_lines(
 def _chunks(
     opened: LoadedModel, lines: Iterable[str], chunk_lines: int, most: int, options: dict[str, Any]
 ) -> Iterator[list[TranslatedLine]]:
-    numbered = enumerate(lines, 1)
+    numbered, add = enumerate(lines, 1), counting("lines")
     while chunk := list(itertools.islice(numbered, chunk_lines)):
         sources = {number: ids for number, line in chunk if (ids := _source(opened, number, line, most))}
         found = beam_search_all(opened.model, opened.params, list(sources.values()), **options)
@@ -110,6 +111,7 @@ def _chunks(
             TranslatedLine(number, line, tuple(_text(opened, one) for one in best.get(number, nothing)))
             for number, line in chunk
         ]
+        add(len(chunk))
 
 
 def _text(opened: LoadedModel, found: Hypothesis) -> TranslatedText:

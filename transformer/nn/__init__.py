@@ -10,6 +10,7 @@ from transformer.nn._caches import KVCache
 from transformer.nn._int8 import quantize
 from transformer.nn._layers import FeedForward, LayerNorm
 from transformer.nn._masks import Mask
+from transformer.nn._paged import PagedKVCache, copy_pages, paged_cache, set_rows
 from transformer.nn._partitioning import axis_rules
 from transformer.nn._positions import (
     ALiBi,
@@ -23,6 +24,7 @@ from transformer.nn._positions import (
 )
 from transformer.nn._sharding import (
     AXES,
+    DcnConfig,
     ParallelConfig,
     batch_sharding,
     make_mesh,
@@ -31,20 +33,26 @@ from transformer.nn._sharding import (
     with_logical_axes,
 )
 from transformer.nn._stacks import Decoder, Encoder
+from transformer.nn.models._audio import SpeechEncoder, SpeechRecognizer
 from transformer.nn.models._base import count_parameters
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
 from transformer.nn.models._forecaster import Forecaster
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import SpeechToText
-from transformer.nn.models._vision import VisionClassifier
+from transformer.nn.models._vision import DistilledVisionClassifier, VisionClassifier, VisionEmbedder
+from transformer.nn.models._vision_language import VisionLanguageModel
 
 __all__ = [
     "AXES",
     "ALiBi",
     "CausalLM",
     "Classifier",
+    "DcnConfig",
     "Decoder",
+    "DistilledVisionClassifier",
+    "DualEncoder",
     "Embedder",
     "Encoder",
     "FeedForward",
@@ -57,6 +65,7 @@ __all__ = [
     "MaskedLM",
     "MultiHeadAttention",
     "NoPosition",
+    "PagedKVCache",
     "ParallelConfig",
     "PositionScheme",
     "PostNormBlock",
@@ -65,17 +74,24 @@ __all__ = [
     "Seq2Seq",
     "Sinusoidal",
     "SinusoidalHalves",
+    "SpeechEncoder",
+    "SpeechRecognizer",
     "SpeechToText",
     "T5Bias",
     "VisionClassifier",
+    "VisionEmbedder",
+    "VisionLanguageModel",
     "axis_rules",
     "batch_sharding",
     "compat",
+    "copy_pages",
     "count_parameters",
     "dot_product_attention",
     "make_mesh",
     "mesh_sizes",
+    "paged_cache",
     "quantize",
+    "set_rows",
     "state_shardings",
     "with_logical_axes",
 ]

@@ -10,7 +10,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -23,20 +22,35 @@ from transformer.nn._axes import (
     Hidden,
     Int,
     Key,
+    Lengths,
     Positions,
     PRNGKey,
     Query,
     Value,
     Weights,
 )
-from transformer.nn._caches import ContextCache, KVCache
+from transformer.nn._caches import ContextCache, KVCache, SelfAttentionCache, attended_of_stored, query_of_stored
 from transformer.nn._layers import NORMS, Initializer, Linear, is_deterministic
 from transformer.nn._masks import Mask
+from transformer.nn._paged import PagedKVCache
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain, explicit_spec, in_auto_axes
 from transformer.nn._positions import NoPosition, PositionScheme
-from transformer.nn.kernels import ALL_KERNELS, choose
-from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec, BiasFunction, Kernel, bias_block
+from transformer.nn._quantization import Quantization
+from transformer.nn.kernels import ALL_KERNELS, RAGGED_PAGED, choose, choose_paged
+from transformer.nn.kernels._arguments import (
+    bias_function,
+    check_shapes,
+    checked_mask,
+    dropout_of,
+    sum_of_biases,
+    with_one_batch_axis,
+)
+from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec, BiasFunction, Kernel
+from transformer.nn.kernels._paged import ragged_paged_attention
+
+FEW_QUERIES = 32
+"""maximum number of queries per row that read a cache of heads stored together without separating them"""
 
 
 def dot_product_attention(
@@ -93,8 +107,8 @@ def dot_product_attention(
         ValueError: shapes that don't fit, a dropout rate without a key, or a kernel that does not support an option.
     """
     # Shapes in the comments: query (B, T, N, H), key (B, S, K, H), value (B, S, K, Hv), scores (B, N, T, S).
-    _check_shapes(query, key, value, sinks)
-    dropout_rate, dropout_key = _dropout(dropout_rate, dropout_key, dropout_rng, deterministic)
+    check_shapes(query, key, value, sinks)
+    dropout_rate, dropout_key = dropout_of(dropout_rate, dropout_key, dropout_rng, deterministic)
     if scale is not None and not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}. Use scale=1.0 for unscaled attention.")
 
@@ -102,19 +116,17 @@ def dot_product_attention(
     lead = query.shape[:-3]
     if len(lead) != 1:
         query, key, value = (array.reshape(math.prod(lead), *array.shape[-3:]) for array in (query, key, value))
-        mask, bias = (_with_one_batch_axis(array, lead) for array in (mask, bias))
+        mask, bias = (with_one_batch_axis(array, lead) for array in (mask, bias))
     (batch, num_queries, num_heads, head_dim), num_keys = query.shape, key.shape[1]
     sizes = (batch, num_heads, num_queries, num_keys)
 
     # The spec says what to compute. Choose the kernel from it: each kernel supports only some of the options.
     spec = AttentionSpec(
-        mask=_checked_mask(mask, sizes).with_padding_as_segments(num_queries),
-        bias=_bias_function(bias, sizes),
+        mask=checked_mask(mask, sizes).with_padding_as_segments(num_queries),
+        bias=bias_function(bias, sizes),
         sinks=sinks,
         dropout_key=dropout_key,
-        # q . k is a sum of H terms. For entries of mean 0 and variance 1 its variance is H, so dividing by sqrt(H)
-        # restores variance 1 and keeps the softmax from saturating (Vaswani et al. 2017, section 3.2.1, footnote 4).
-        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+        scale=_scale(scale, head_dim),
         softcap=softcap,
         dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout and dropout_rate > 0.0,
@@ -133,6 +145,89 @@ def dot_product_attention(
     if module is not None:
         module.sow("intermediates", "attention_weights", weights.astype(query.dtype))
     return (out, weights) if return_weights else out
+
+
+def paged_attention(
+    query: Query,
+    cache: PagedKVCache,
+    start: Lengths,
+    *,
+    mask: Mask,
+    bias: BiasFunction | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    implementation: str = "auto",
+    **options: Any,
+) -> Attended | tuple[Attended, Weights]:
+    """Compute `dot_product_attention` of new tokens to all tokens of their row in a paged cache.
+
+    Args:
+        query: (B, T, N, H), of the last T tokens of each row, padding included.
+        cache: with the keys and values of the T tokens.
+        start: (B,), number of tokens of each row before the T tokens.
+        mask: in addition to the lengths of the rows; index 0 of the keys is the first token of a row.
+        bias: as in `dot_product_attention`.
+        sinks: as in `dot_product_attention`.
+        implementation: name of a kernel, `kernels.RAGGED_PAGED` or "auto".
+        **options: the other options of `dot_product_attention`.
+
+    Returns:
+        The result of `dot_product_attention`; that of padding is undefined.
+    """
+    num_queries, head_dim = query.shape[1], query.shape[3]
+    num_keys, scale = cache.page_table.shape[-1] * cache.page_size, options["scale"]
+    spec = AttentionSpec(
+        mask=mask,
+        bias=bias,
+        sinks=sinks,
+        scale=_scale(scale, head_dim),
+        softcap=options["softcap"],
+        dropout_rate=options["dropout_rate"],
+        return_weights=options["return_weights"],
+        shapes=AttentionShapes(
+            num_queries=num_queries,
+            num_keys=num_keys,
+            head_dim=head_dim,
+            value_dim=cache.value_dim,
+            dtype=query.dtype,
+        ),
+    )
+    if choose_paged(implementation, spec, cache) == RAGGED_PAGED:
+        return ragged_paged_attention(query, cache, spec)
+    key, value = cache.whole()
+    mask = mask.shifted(start) & Mask.lengths(cache.row_lengths)
+    given = {"mask": mask, "bias": bias, "sinks": sinks, "implementation": implementation}
+    return dot_product_attention(query, key, value, **given, **options)
+
+
+def cached_attention(
+    query: Query, cache: KVCache, *, scale: float | None, **options: Any
+) -> Attended | tuple[Attended, Weights]:
+    """Compute `dot_product_attention` of queries (B, T, N, H) to all slots of a cache, with its options.
+
+    For few queries, heads that are stored together are read together, as one head of W numbers: a decoding step then
+    reads the cache in place. Its multiplications, of which it has few, take W / H times as many FLOPs. For more
+    queries, the heads are separated first, which copies the cache.
+    """
+    if cache.heads_per_stored == 1 or query.shape[1] > FEW_QUERIES:
+        return dot_product_attention(query, *cache.whole(), scale=scale, **options)
+    (key, value), head_dim, together = cache.stored(), query.shape[-1], cache.heads_per_stored
+    kv_heads = key.shape[2] * together
+    out = dot_product_attention(
+        query_of_stored(query, kv_heads, together, key.shape[3]),
+        key,
+        value,
+        scale=_scale(scale, head_dim),
+        **options,
+    )
+    out, *weights = out if options["return_weights"] else (out,)
+    out = attended_of_stored(out, kv_heads, together, head_dim)
+    return (out, *weights) if weights else out
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    # q . k is a sum of H terms. For entries of mean 0 and variance 1 its variance is H, so dividing by sqrt(H)
+    # restores variance 1 and keeps the softmax from saturating (Vaswani et al. 2017, section 3.2.1, footnote 4).
+    return 1.0 / math.sqrt(head_dim) if scale is None else scale
 
 
 def _run(kernel: Kernel, query: Query, key: Key, value: Value, spec: AttentionSpec) -> tuple[Attended, Weights | None]:
@@ -159,103 +254,6 @@ def _run(kernel: Kernel, query: Query, key: Key, value: Value, spec: AttentionSp
     return out, weights[0] if weights else None
 
 
-def _check_shapes(query: Array, key: Array, value: Array, sinks: Array | None) -> None:
-    """Raise a ValueError that lists every mismatch of the shapes, not only the first one."""
-    for name, array in {"query": query, "key": key, "value": value}.items():
-        if array.ndim < 3 or array.ndim != max(query.ndim, key.ndim, value.ndim):
-            raise ValueError(f"{name} must be (batch, length, heads, head size), got shape {array.shape}.")
-    problems = []
-    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        problems.append("the batch sizes differ")
-    if key.shape[-3:-1] != value.shape[-3:-1]:
-        problems.append("key and value must have the same length and heads")
-    if query.shape[-1] != key.shape[-1]:
-        problems.append("query and key must have the same head size")
-    if query.shape[-2] % key.shape[-2]:
-        problems.append("query heads must be a multiple of key heads")
-    if sinks is not None and sinks.shape != query.shape[-2:-1]:
-        problems.append(f"sinks {sinks.shape} must have one number per query head")
-    if problems:
-        shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
-        raise ValueError(f"attention can't be computed for {shapes}: {'; '.join(problems)}.")
-
-
-def _dropout(
-    rate: float, key: PRNGKey | None, rng: PRNGKey | None, deterministic: bool
-) -> tuple[float, PRNGKey | None]:
-    """Return the effective dropout rate and its key, which Flax calls `rng`.
-
-    Raises:
-        ValueError: both names of the key are given, the rate is out of range, or a rate above 0 has no key.
-    """
-    if rng is not None and key is not None:
-        raise ValueError("dropout_rng is another name of dropout_key: pass only one of them.")
-    key = key if rng is None else rng
-    rate = 0.0 if deterministic else rate
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate}.")
-    if rate > 0.0 and key is None:
-        raise ValueError("dropout_rate is above 0 but dropout_key is None: pass a jax.random.key, or dropout_rate=0.")
-    return rate, key
-
-
-def _checked_mask(mask: Mask | Array | None, sizes: tuple[int, int, int, int]) -> Mask:
-    """Convert the mask to a `Mask` and check it against `sizes` (B, N, T, S). A one-dimensional array masks keys."""
-    if mask is not None and not isinstance(mask, Mask) and np.ndim(mask) <= 1:
-        mask = mask[None]
-    mask = Mask.of(mask)
-    mask.check(*sizes)
-    return mask
-
-
-def _with_one_batch_axis(array: Any, lead: tuple[int, ...]) -> Any:
-    """Reshape an array that broadcasts to (*lead, N, T, S) so that it broadcasts to (B, N, T, S).
-
-    Other arguments (None, a `Mask`, a bias function, arrays without batch axes) are returned unchanged.
-    """
-    if array is None or isinstance(array, Mask) or not hasattr(array, "shape") or array.ndim <= 3:
-        return array
-    batch, rest = (1,) * (len(lead) + 3 - array.ndim) + array.shape[:-3], array.shape[-3:]
-    # The same for all rows: keep a batch axis of size 1 rather than B copies.
-    if math.prod(batch) == 1:
-        return array.reshape(1, *rest)
-    # Several batch axes of which some are 1: only the broadcast array can be merged to one axis B.
-    return jnp.broadcast_to(array.reshape(*batch, *rest), (*lead, *rest)).reshape(math.prod(lead), *rest)
-
-
-def _bias_function(bias: BiasFunction | Array | None, shape: tuple[int, int, int, int]) -> BiasFunction | None:
-    """Convert a bias to a function of (query indices (t,), key indices (s,)); `shape` is (B, N, T, S).
-
-    It is a `Partial`, that is, a pytree with the bias array as its leaf: the array passes through jit, scan and the
-    custom derivatives of the kernels as an ordinary argument and gets a gradient.
-    """
-    if bias is None or isinstance(bias, jax.tree_util.Partial):
-        return bias
-    if callable(bias) and not hasattr(bias, "shape"):
-        return jax.tree_util.Partial(bias)  # arrays in the function's closure are not leaves of this pytree
-    bias = jnp.asarray(bias)
-    if bias.ndim > 4 or any(size not in (1, whole) for size, whole in zip(bias.shape[::-1], shape[::-1], strict=False)):
-        raise ValueError(f"the bias of shape {bias.shape} doesn't broadcast to (B, N, T, S) = {shape}.")
-    bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-    bias = jnp.broadcast_to(bias, (*bias.shape[:2], *shape[2:]))  # (B or 1, N or 1, T, S): T and S are indexed below
-    return jax.tree_util.Partial(_bias_of, bias)
-
-
-def _bias_of(bias: Array, queries: Array, keys: Array) -> Array:
-    return bias[:, :, queries][:, :, :, keys]  # (B or 1, N or 1, t, s)
-
-
-def _sum_of_biases(bias: BiasFunction | None, more: BiasFunction | None) -> BiasFunction | None:
-    # A sum of functions rather than of arrays: a blockwise kernel adds the two blocks and never stores the full sum.
-    if bias is None or more is None:
-        return more if bias is None else bias
-    return jax.tree_util.Partial(_sum_of_blocks, bias, more)
-
-
-def _sum_of_blocks(bias: BiasFunction, more: BiasFunction, queries: Array, keys: Array) -> Array:
-    return bias_block(bias, queries, keys) + bias_block(more, queries, keys)
-
-
 class AttentionModule(nn.Module, kw_only=True):
     """Base class of attention modules: options that all of them share, and the call of the attention function.
 
@@ -274,12 +272,14 @@ class AttentionModule(nn.Module, kw_only=True):
     implementation: str = "auto"
     dtype: DType = jnp.float32
     param_dtype: DType = jnp.float32
+    quantization: Quantization | None = None
+    """which projections have quantized factors; None: none"""
 
     @nn.nowrap
     def attended(
         self,
         attend: Callable[..., Any],
-        *arrays: Array,
+        *arrays: Array | SelfAttentionCache,
         scale: float | None,
         deterministic: bool | None,
         sow_weights: bool,
@@ -374,22 +374,22 @@ class MultiHeadAttention(AttentionModule):
         mask: Mask | Array | None = None,
         positions: Positions | None = None,
         position_table: Float[Array, "R W"] | None = None,
-        cache: KVCache | ContextCache | None = None,
+        cache: SelfAttentionCache | ContextCache | None = None,
         bias: BiasFunction | Array | None = None,
         deterministic: bool | None = None,
         sow_weights: bool = False,
-    ) -> tuple[Float[Array, "B T Do"], KVCache | ContextCache | None]:
+    ) -> tuple[Float[Array, "B T Do"], SelfAttentionCache | ContextCache | None]:
         """Attend from x (B, T, D) to x itself, or to `context` (B, S, Dc).
 
         Args:
             x: (B, T, D), the source of the queries.
             context: (B, S, Dc), the source of keys and values; None: x.
             mask: which query attends to which key: a `Mask`, or an array that broadcasts to (B, N, T, S). It is not
-                causal by default. With a `KVCache`, S is the length of the cache.
+                causal by default. With a `KVCache` or `PagedKVCache`, S is the number of its slots per row.
             positions: (B, T), for the position scheme; None: 0, 1, 2, ..., counted from the end of the cache.
             position_table: the learned table of the scheme, if it has one.
-            cache: a `KVCache`, to which keys and values are appended and whose keys are attended to; or a
-                `ContextCache`, which is filled when `context` is given and read otherwise.
+            cache: a `KVCache` or `PagedKVCache`, to which keys and values are appended and whose keys are attended to;
+                or a `ContextCache`, which is filled when `context` is given and read otherwise.
             bias: added to the scores in addition to the bias of the position scheme, as in `dot_product_attention`.
             deterministic: True disables dropout; False enables it (rng "dropout"). Required if `dropout_rate` is above
                 0.
@@ -403,7 +403,7 @@ class MultiHeadAttention(AttentionModule):
             ValueError: sizes that don't fit.
         """
         self._check(x, context, cache)
-        mask, head_dim = Mask.of(mask), self._head_dim(x)
+        mask, head_dim, attend = Mask.of(mask), self._head_dim(x), dot_product_attention
         # Q = x W_Q for all heads: (B, T, D) x (D, N, H) -> (B, T, N, H)
         query = constrain(self._project("query", x, (self.num_heads, head_dim)), "batch", "length", "heads", "head_dim")
         if self.qk_norm:
@@ -415,35 +415,39 @@ class MultiHeadAttention(AttentionModule):
             if positions is None:
                 # With a cache, token t is at position length + t: a decoding step sees only the new token.
                 positions = jnp.arange(x.shape[1])[None, :]
-                positions = positions if cache is None else positions + cache.length[:, None]
+                positions = positions if cache is None else positions + cache.row_lengths[:, None]
             positions = jnp.broadcast_to(positions, x.shape[:2])
             # Rotate before appending to the cache: each key is rotated once, by its own position, and never again.
             # Their product then depends on the difference of positions alone.
             query, key = self.position.rotate(query, positions), self.position.rotate(key, positions)
             key_positions = positions
             if cache is not None:
+                start, cache = cache.row_lengths, cache.append(key, value, positions)
+                key_positions = cache.key_positions
+            if isinstance(cache, PagedKVCache):
+                attend, arrays = paged_attention, (query, cache, start)
+            elif cache is not None:
                 # Attend to all S slots of the cache. Query index 0 is key index `start`, and the mask hides empty
                 # slots: they contain zeros, whose score of 0 would still get weight.
-                start, cache = cache.length, cache.append(key, value, positions)
-                (key, value), key_positions = cache.whole(), cache.positions
-                mask = mask.shifted(start) & Mask.lengths(cache.length)
-            sizes = (x.shape[0], self.num_heads, x.shape[1], key.shape[1])
-            bias = _sum_of_biases(_bias_function(bias, sizes), self._bias(positions, key_positions, position_table))
+                attend, arrays = cached_attention, (query, cache)
+                mask = mask.shifted(start) & Mask.lengths(cache.row_lengths)
+            else:
+                arrays = query, key, value
+            sizes = (x.shape[0], self.num_heads, x.shape[1], key_positions.shape[1])
+            bias = sum_of_biases(bias_function(bias, sizes), self._bias(positions, key_positions, position_table))
         elif context is None:
             # Cross-attention to the context of an earlier call: its keys and values do not change between steps.
-            key, value = cache.whole()
+            arrays = query, *cache.whole()
         else:
             # Cross-attention: queries come from x, keys and values from the context (section 3.2.3).
             # No positions: distances between the two sequences have no meaning, so nothing is rotated or biased.
             key, value = self._keys_and_values(x, context, head_dim)
-            cache = None if cache is None else ContextCache.of(key, value)
+            arrays, cache = (query, key, value), None if cache is None else ContextCache.of(key, value)
 
         sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype) if self.sinks else None
         out = self.attended(
-            dot_product_attention,
-            query,
-            key,
-            value,
+            attend,
+            *arrays,
             scale=self.scale,
             mask=mask,
             bias=bias,
@@ -480,7 +484,7 @@ class MultiHeadAttention(AttentionModule):
         value = self._project("value", source, (kv_heads, value_dim))
         return (self._normalize("key_norm", key) if self.qk_norm else key), value
 
-    def _check(self, x: Array, context: Array | None, cache: KVCache | ContextCache | None) -> None:
+    def _check(self, x: Array, context: Array | None, cache: SelfAttentionCache | ContextCache | None) -> None:
         """Raise a ValueError for arguments and fields that don't fit together."""
         if unknown := set(self.biases or ()) - {"query", "key", "value", "out"}:
             raise ValueError(f"biases must be names among query, key, value and out, got {unknown.pop()!r}.")
@@ -488,7 +492,7 @@ class MultiHeadAttention(AttentionModule):
             if array is not None and array.ndim != 3:
                 got = f"got shape {array.shape}. For a single sequence pass {name}[None]."
                 raise ValueError(f"{name} must be (batch, length, width), {got}")
-        if isinstance(cache, KVCache) and context is not None:
+        if isinstance(cache, SelfAttentionCache) and context is not None:
             raise ValueError("a KVCache is for self-attention, but a context is given. Pass a ContextCache.")
         if isinstance(cache, ContextCache) and context is None and cache.key is None:
             raise ValueError("this cross-attention cache is empty: pass context in the first call.")
@@ -513,7 +517,8 @@ class MultiHeadAttention(AttentionModule):
         # contract is 1 for (..., D) x (D, N, H), and 2 for (..., N, Hv) x (N, Hv, Do).
         init = (self.output_init or self.kernel_init) if name == "out" else self.kernel_init
         use_bias = self.use_bias if self.biases is None else name in self.biases
-        return Linear(features, contract, use_bias, init, self.dtype, self.param_dtype, name=name)(x)
+        options = (self.dtype, self.param_dtype, self.quantization)
+        return Linear(features, contract, use_bias, init, *options, name=name)(x)
 
     def _normalize(self, name: str, heads: Array) -> Array:
         # RMSNorm in queries and keys bounds |q . k| up to the learned scale, so scores stay small in training.

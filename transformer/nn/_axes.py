@@ -1,11 +1,12 @@
 """The meaning of each axis letter in this package, and array types annotated with them.
 
 B batch, T query positions, S key positions, D d_model, N query heads, K key/value heads, H head size, Hv value head
-size, F feed-forward width, E experts, L layers, V vocabulary, C classes or channels, P patches, M mel bins, Z
-hypotheses of a beam, Dc width of the context, Do width of an output, R rows and W width of a position table. A
-lower-case letter is a part (a block or a shard) of the axis with the same capital letter, or an axis of size 1 in its
-place. The axis order is (B, T, D) and (B, T, N, H), as in `jax.nn.dot_product_attention`. In numeric code the name of
-an array of rank 4 or more may end in its axes: `scores_BNTS`.
+size, F feed-forward width, E experts, L layers, V vocabulary, C classes or channels, P patches or pages, Q tokens of a
+page, M mel bins or features of a convolution, A samples of audio, I images, Z hypotheses of a beam, Dc width of the
+context, Di width of an input, Do width of an output, R rows, W width of a position table. A lower-case letter is a part
+(a block or a shard) of the axis with the same capital letter, or an axis of size 1 in its place. The axis order is
+(B, T, D) and (B, T, N, H), as in `jax.nn.dot_product_attention`. In numeric code the name of an array of rank 4 or more
+may end in its axes: `scores_BNTS`.
 """
 
 from typing import Any, TypeAlias

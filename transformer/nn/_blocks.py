@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import Execution, TransformerConfig
@@ -20,14 +21,16 @@ from transformer.config._parts import MLA, LayerKind
 from transformer.nn import _positions as schemes
 from transformer.nn._attention import MultiHeadAttention
 from transformer.nn._axes import Hidden, Leaf
-from transformer.nn._caches import ContextCache, KVCache
+from transformer.nn._caches import ContextCache, KVCache, SelfAttentionCache
 from transformer.nn._layers import NORMS, FeedForward, Initializer, is_deterministic
 from transformer.nn._masks import Mask
 from transformer.nn._mla import LatentAttention
 from transformer.nn._moe import RoutedFeedForward
+from transformer.nn._paged import heads_together
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain
 from transformer.nn._positions import NoPosition, PositionScheme
+from transformer.nn._quantization import Quantization
 
 Aux: TypeAlias = dict[str, jax.Array]
 """additional outputs of a layer: the losses of a router, (B,) each, one sum per row; empty for dense layers"""
@@ -58,7 +61,7 @@ class LayerCache:
     """The state of one decoder layer between decoding steps."""
 
     self_attention: Leaf
-    """a `KVCache`"""
+    """a `KVCache` or `PagedKVCache`"""
     cross_attention: Leaf | None = None
     """a `ContextCache`, in a decoder with cross-attention"""
 
@@ -75,8 +78,10 @@ class LayerCache:
             sizes = (1, mla.kv_lora_rank + mla.qk_rope_head_dim, 0)
         # Arrays of size 0 still have an axis of slots, so the cache can count tokens.
         sizes = sizes if kind.self_attention else (0, 0, 0)
+        kv_heads, head_dim, value_dim = sizes
+        together = heads_together(kv_heads, head_dim) if head_dim == value_dim else 1
         return LayerCache(
-            self_attention=KVCache.create(batch, length, *sizes, jnp.dtype(config.dtype)),
+            self_attention=KVCache.create(batch, length, *sizes, jnp.dtype(config.dtype), together),
             cross_attention=ContextCache() if cross else None,
         )
 
@@ -89,11 +94,16 @@ def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *,
         case "sinusoidal_halves":
             return schemes.SinusoidalHalves()
         case "learned":
-            return schemes.Learned(max_length=config.max_length, features=config.d_model)
-        case "rotary":
+            tokens = (0, 0) if config.patches is None else (config.patches.extra_tokens, config.patches.registers)
+            without = range(tokens[0] - tokens[1], tokens[0])
+            return schemes.Learned(max_length=config.max_length, features=config.d_model, without=without)
+        case "rotary" if kind.rotary:
             base = config.rotary.base if kind.rotary_base is None else kind.rotary_base
             scaling = config.rotary.scaling if kind.rotary_scaling is None else kind.rotary_scaling
             return schemes.Rotary(base=base, size=config.rotary.dim, scaling=scaling)
+        case "rotary_grid":
+            patches = config.patches
+            return schemes.RotaryGrid(base=config.rotary.base, grid=patches.grid, first=patches.extra_tokens)
         case "alibi":
             return schemes.ALiBi(num_heads=config.num_heads)
         case "t5":
@@ -141,7 +151,10 @@ class Block(nn.Module):
     config, `kind` and the equation.
     """
 
-    parameter_axes = declare({"position_table": "_ _"})
+    parameter_axes = declare(
+        {"position_table": "_ _"}
+        | dict.fromkeys(("attention_scale", "cross_attention_scale", "feed_forward_scale"), "norm")
+    )
 
     # No method may have the name of a parameter subtree: in NNX (`nnx.bridge.ToNNX`) both are attributes of one object.
     config: TransformerConfig
@@ -166,7 +179,17 @@ class Block(nn.Module):
         rate = self.config.dropout_rate
         return nn.Dropout(rate)(x, deterministic=is_deterministic(self, inputs.deterministic, rate))
 
-    def attend_to_self(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> tuple[Hidden, KVCache | None]:
+    def layer_scale(self, name: str, x: Hidden) -> Hidden:
+        """Multiply the output x (B, T, D) of a sublayer by a learned vector (D,), if the config has a `layer_scale`."""
+        value = self.config.stack.layer_scale
+        if value is None:
+            return x
+        scale = self.param(f"{name}_scale", nn.initializers.constant(value), x.shape[-1:], self.config.param_dtype)
+        return x * scale.astype(x.dtype)[None, None]
+
+    def attend_to_self(
+        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None
+    ) -> tuple[Hidden, SelfAttentionCache | None]:
         """Apply self-attention to x (B, T, D), including the tokens in the cache; return (B, T, D) and the cache."""
         # The stack has already made the mask causal; a window of this kind of layer only hides more keys.
         window = Mask() if self.kind.window is None else Mask.window(self.kind.window)
@@ -229,13 +252,14 @@ class Block(nn.Module):
             "output_init": output_init(config),
             "dtype": config.dtype,
             "param_dtype": config.param_dtype,
+            "quantization": Quantization.of(self.execution),
             "name": "feed_forward",
         }
         if moe is None:
             return FeedForward(width=config.feed_forward_width, **options)(x), {}
         # The mask excludes padding from the router's losses; it does not change the output.
         width = config.feed_forward_width if moe.d_ff is None else moe.d_ff
-        return RoutedFeedForward(moe, width=width, **options)(x, inputs.mask)
+        return RoutedFeedForward(moe, width=width, implementation=self.execution.experts, **options)(x, inputs.mask)
 
     def _attention(self, name: str, scheme: PositionScheme) -> MultiHeadAttention:
         config = self.config
@@ -271,6 +295,7 @@ class Block(nn.Module):
             "implementation": self.execution.attention,
             "dtype": config.dtype,
             "param_dtype": config.param_dtype,
+            "quantization": Quantization.of(self.execution),
             "name": name,
         }
 
@@ -299,7 +324,7 @@ class Block(nn.Module):
         }
         # An equation only maps arrays to arrays. Caches and aux of the sublayers are collected here on the side.
         extras: dict[str, Any] = {}
-        block_input = x
+        x = block_input = checkpoint_name(x, "layer_input")
         for name in self.sublayers():
 
             def run(x: Hidden, name: str = name) -> Hidden:
@@ -331,8 +356,8 @@ class Sublayer:
     """the input x of the whole block, before its first sublayer"""
 
     def __call__(self, x: Hidden) -> Hidden:
-        """Return f(x)."""
-        return self.run(x)
+        """Return f(x), multiplied by the factors of LayerScale if the config has them."""
+        return self.block.layer_scale(self.name, self.run(x))
 
     def norm(self, x: Hidden) -> Hidden:
         """Apply the norm of this sublayer, which has its own parameters."""
@@ -347,7 +372,7 @@ class Sublayer:
         return self.block.dropout(x, self.inputs)
 
 
-def _count(x: Hidden, cache: KVCache) -> KVCache:
+def _count(x: Hidden, cache: SelfAttentionCache) -> SelfAttentionCache:
     """Advance the cache of a layer without self-attention by T tokens: it stores no keys and only counts tokens."""
     nothing = jnp.zeros((*x.shape[:2], 0, 0), x.dtype)
     return cache.append(nothing, nothing, jnp.zeros(x.shape[:2], jnp.int32))

@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from transformer.nn._axes import DType, Key, Leaf, Lengths, Positions, Value
+from transformer.nn._axes import Array, Attended, Bool, DType, Float, Int, Key, Leaf, Lengths, Positions, Query, Value
+
+
+class SelfAttentionCache:
+    """Base class of caches of self-attention: `KVCache`, and `PagedKVCache` of `_paged.py`."""
+
+    length: Leaf
+    layer: Leaf | None
+
+    @property
+    def row_lengths(self) -> Lengths:
+        """Number of tokens in each row of this layer, (B,)."""
+        return of_layer(self.length, self.layer)
+
+    @property
+    def key_positions(self) -> Positions:
+        """Position of each key of this layer, (B, S)."""
+        raise NotImplementedError(f"{type(self).__name__} does not define the positions of its keys.")
+
+    def append(self, key: Key, value: Value, positions: Positions) -> SelfAttentionCache:
+        """Return the cache with T more keys and values in each row."""
+        raise NotImplementedError(f"{type(self).__name__} does not define how keys are appended.")
+
+    def whole(self) -> tuple[Key, Value]:
+        """Return keys (B, S, K, H) and values (B, S, K, Hv) of all slots."""
+        raise NotImplementedError(f"{type(self).__name__} does not define how keys are read.")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class KVCache:
+class KVCache(SelfAttentionCache):
     """Keys and values of self-attention. Of the S slots of row b the first `length[b]` are filled.
 
     After a prompt that was padded on the right, `set_cache_length` sets the true length of each row. The keys of the
@@ -22,26 +47,58 @@ class KVCache:
 
     Heads come before slots, which is the order that the matrix multiplications of attention read, so that a decoding
     step does not have to copy the cache into another order.
+
+    A TPU pads heads to 128 numbers. Several smaller heads can therefore be stored as one head: K' heads of W numbers,
+    with K' W = K H. Otherwise K' = K and W = H.
     """
 
     key: Leaf
-    """(B, K, S, H)"""
+    """(B, K', S, W)"""
     value: Leaf
-    """(B, K, S, Hv)"""
+    """(B, K', S, W); if heads are not stored together, (B, K, S, Hv)"""
     positions: Leaf
     """(B, S), position of each key, for schemes whose bias depends on the distance"""
     length: Leaf
     """(B,), number of filled slots in each row"""
+    layer: Leaf | None = None
+    """(), index of the layer that is read and written, if all arrays have a leading axis of layers; otherwise None"""
+    heads_per_stored: int = field(default=1, metadata={"static": True})
+    """number of key heads that are stored as one head"""
 
     @staticmethod
-    def create(batch: int, length: int, kv_heads: int, head_dim: int, value_dim: int, dtype: DType) -> KVCache:
-        """Return an empty cache of `length` slots for each of `batch` rows."""
+    def create(
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: DType,
+        heads_per_stored: int = 1,
+    ) -> KVCache:
+        """Return an empty cache of `length` slots for each of `batch` rows.
+
+        Args:
+            batch: B.
+            length: S.
+            kv_heads: K, a multiple of `heads_per_stored`.
+            head_dim: H.
+            value_dim: Hv; equal to H if `heads_per_stored` is above 1.
+            dtype: data type of keys and values.
+            heads_per_stored: number of key heads that are stored as one head.
+        """
+        heads = kv_heads // heads_per_stored
         return KVCache(
-            key=jnp.zeros((batch, kv_heads, length, head_dim), dtype),
-            value=jnp.zeros((batch, kv_heads, length, value_dim), dtype),
+            key=jnp.zeros((batch, heads, length, head_dim * heads_per_stored), dtype),
+            value=jnp.zeros((batch, heads, length, value_dim * heads_per_stored), dtype),
             positions=jnp.zeros((batch, length), jnp.int32),
             length=jnp.zeros((batch,), jnp.int32),
+            heads_per_stored=heads_per_stored,
         )
+
+    @property
+    def key_positions(self) -> Positions:
+        """Position of each key of this layer, (B, S)."""
+        return of_layer(self.positions, self.layer)
 
     def append(self, key: Key, value: Value, positions: Positions) -> KVCache:
         """Return the cache with T more keys and values in each row, from slot `length[b]` on.
@@ -51,26 +108,69 @@ class KVCache:
         Raises:
             ValueError: T is larger than the number of slots.
         """
-        if key.shape[1] > self.positions.shape[1]:
+        if key.shape[1] > self.positions.shape[-1]:
             raise ValueError(
-                f"{key.shape[1]} tokens don't fit a cache of {self.positions.shape[1]} slots: create a longer cache "
+                f"{key.shape[1]} tokens don't fit a cache of {self.positions.shape[-1]} slots: create a longer cache "
                 f"(init_cache)."
             )
-        rows = jnp.arange(key.shape[0])[:, None]
-        slots = self.length[:, None] + jnp.arange(key.shape[1])[None, :]
-        # Rows may have different lengths, so each row writes to its own slots. Index arrays on both sides of a slice
-        # put their axes first: the target of [rows, :, slots] is (B, T, K, H), the shape of `key`.
-        return KVCache(
-            key=self.key.at[rows, :, slots].set(key.astype(self.key.dtype), mode="drop"),
-            value=self.value.at[rows, :, slots].set(value.astype(self.value.dtype), mode="drop"),
-            positions=self.positions.at[rows, slots].set(positions, mode="drop"),
-            length=self.length + key.shape[1],
+        # Rows may have different lengths, so each row writes to its own slots, (B, T).
+        slots = self.row_lengths[:, None] + jnp.arange(key.shape[1])[None, :]
+        layer, rows = () if self.layer is None else (self.layer,), jnp.arange(key.shape[0])
+        # With `:` for the heads, XLA for TPUs would put heads last but one in memory, to write all heads of a token at
+        # once, and copy the cache of each layer into the order that attention reads. Each axis is (B, T, K').
+        places = rows[:, None, None], jnp.arange(self.key.shape[-3])[None, None, :], slots[:, :, None]
+        if self.heads_per_stored > 1:
+            key, value = (new.reshape(*new.shape[:2], -1, self.key.shape[-1]) for new in (key, value))
+        return dataclasses.replace(
+            self,
+            key=self.key.at[*layer, *places].set(key.astype(self.key.dtype), mode="drop"),
+            value=self.value.at[*layer, *places].set(value.astype(self.value.dtype), mode="drop"),
+            positions=self.positions.at[*layer, rows[:, None], slots].set(positions, mode="drop"),
+            length=self.length.at[*layer, :].add(key.shape[1]),
         )
+
+    def stored(self) -> tuple[Key, Value]:
+        """Return all slots of the stored heads, twice (B, S, K', W), in the axis order of `dot_product_attention`."""
+        # (B, K', S, W) -> (B, S, K', W). Kernels contract over W for each (B, K'), so XLA can read the cache in place.
+        key, value = (of_layer(array, self.layer) for array in (self.key, self.value))
+        return key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
 
     def whole(self) -> tuple[Key, Value]:
         """Return keys (B, S, K, H) and values (B, S, K, Hv) of all slots, the axis order of `dot_product_attention`."""
-        # (B, K, S, H) -> (B, S, K, H). Kernels contract over H for each (B, K), so XLA can read the cache in place.
-        return self.key.transpose(0, 2, 1, 3), self.value.transpose(0, 2, 1, 3)
+        if self.heads_per_stored == 1:
+            return self.stored()
+        size = self.key.shape[-1] // self.heads_per_stored
+        key, value = (array.reshape(*array.shape[:2], -1, size) for array in self.stored())
+        return key, value
+
+
+def query_of_stored(query: Query, kv_heads: int, together: int, width: int) -> Float[Array, "B T N W"]:
+    """Return queries (B, T, N, H) of the size W of a stored head, with zeros beside the numbers of their own key head.
+
+    The zeros remove the other heads that are stored together from the product of query and stored key.
+    """
+    size = width // together
+    query = jnp.pad(query, [(0, 0)] * 3 + [(0, size - query.shape[-1])])
+    places = jnp.where(_own_place(query.shape[2], kv_heads, together), query[:, :, :, None, :], 0)
+    return places.reshape(*query.shape[:3], width)  # (B, T, N, together, size) -> (B, T, N, W)
+
+
+def attended_of_stored(out: Float[Array, "B T N W"], kv_heads: int, together: int, value_dim: int) -> Attended:
+    """Return the results (B, T, N, Hv) for each query's own value head of results for stored heads (B, T, N, W)."""
+    *sizes, num_heads, width = out.shape
+    places = out.reshape(*sizes, num_heads, together, width // together)
+    return jnp.where(_own_place(num_heads, kv_heads, together), places, 0).sum(3)[..., :value_dim]
+
+
+def _own_place(num_heads: int, kv_heads: int, together: int) -> Bool[Array, "N n 1"]:
+    """Return which of the heads that are stored together belongs to each query head."""
+    head = jnp.arange(num_heads) // (num_heads // kv_heads)  # key head of each query head
+    return (head[:, None] % together == jnp.arange(together)[None, :])[:, :, None]
+
+
+def of_layer(array: Array, layer: Int[Array, ""] | None) -> Array:
+    """Return the part of one layer, (...), of an array (L, ...) for all layers; None: the array has no such axis."""
+    return array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
 
 
 @jax.tree_util.register_dataclass
@@ -88,16 +188,18 @@ class ContextCache:
         """Return a cache with the keys (B, S, K, H) and values (B, S, K, Hv) of a context."""
         return ContextCache(key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3))
 
-    whole = KVCache.whole
+    def whole(self) -> tuple[Key, Value]:
+        """Return keys (B, S, K, H) and values (B, S, K, Hv), the axis order of `dot_product_attention`."""
+        return self.key.transpose(0, 2, 1, 3), self.value.transpose(0, 2, 1, 3)
 
 
-def _is_kv_cache(node: Any) -> bool:
-    return isinstance(node, KVCache)
+def _is_cache(node: Any) -> bool:
+    return isinstance(node, SelfAttentionCache)
 
 
 def cache_length(cache: Any) -> Lengths:
     """Return the number of tokens in each row of a (nested) cache, (B,)."""
-    first = next(node for node in jax.tree.leaves(cache, is_leaf=_is_kv_cache) if _is_kv_cache(node))
+    first = next(node for node in jax.tree.leaves(cache, is_leaf=_is_cache) if _is_cache(node))
     return first.length.reshape(-1, first.length.shape[-1])[0]  # stacked layers have a leading axis; all are equal
 
 
@@ -108,11 +210,11 @@ def set_cache_length(cache: Any, lengths: Lengths) -> Any:
     """
 
     def with_length(node):
-        if not _is_kv_cache(node):
+        if not _is_cache(node):
             return node
         return dataclasses.replace(node, length=jnp.broadcast_to(lengths, node.length.shape).astype(jnp.int32))
 
-    return jax.tree.map(with_length, cache, is_leaf=_is_kv_cache)
+    return jax.tree.map(with_length, cache, is_leaf=_is_cache)
 
 
 def lengthen_cache(cache: Any, room: int) -> Any:
@@ -123,9 +225,9 @@ def lengthen_cache(cache: Any, room: int) -> Any:
         return jnp.pad(array, [(0, 0)] * (array.ndim - 1 - after) + [(0, room)] + [(0, 0)] * after)
 
     def of(node):
-        if not _is_kv_cache(node):
+        if not isinstance(node, KVCache):
             return node
         parts = {name: longer(getattr(node, name), after) for name, after in behind.items()}
         return dataclasses.replace(node, **parts)
 
-    return jax.tree.map(of, cache, is_leaf=_is_kv_cache)
+    return jax.tree.map(of, cache, is_leaf=lambda node: isinstance(node, KVCache))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
+from transformer.nn._adapted import NF4, Adapted, Encoded, kernel_parameter
 from transformer.nn._axes import Array, DType, Float, Hidden, Logits, Tokens
 from transformer.nn._int8 import Int8
 from transformer.nn._parameter_axes import declare
@@ -21,9 +23,11 @@ from transformer.nn._partitioning import (
     in_auto_axes,
     joined_spec,
     lookup,
+    lookup_tokens,
     platform,
     rows_can_merge,
 )
+from transformer.nn._quantization import Quantization, Scheme, integer_linear, quantized_linear
 
 Initializer = Callable[..., jax.Array]
 """(key, shape, dtype) -> initial value of a parameter"""
@@ -55,12 +59,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,  # max(0, x)
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),  # x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2
     "gelu_erf": gelu_erf,  # x Phi(x)
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "silu": jax.nn.silu,  # x sigmoid(x)
     "tanh": jnp.tanh,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-"""nonlinearities by name: GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415) with the tanh approximation and exact; relu2
-is the square of ReLU, from Primer (So et al. 2021, arXiv 2109.08668)"""
+"""nonlinearities by name: GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415) with the tanh approximation, exact, and with
+the sigmoid approximation (quick_gelu); relu2 is the square of ReLU, from Primer (So et al. 2021, arXiv 2109.08668)"""
 
 
 def _swiglu_clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -92,20 +97,66 @@ def activate(activation: str, up: Float[Array, "..."], gate: Float[Array, "..."]
     return GATED[activation](gate, up) if activation in GATED else ACTIVATIONS[activation](gate) * up
 
 
-def linear_int8(x: Float[Array, "..."], kernel: Int8, contract: int = 1) -> Float[Array, "..."]:
+def linear_int8(
+    x: Float[Array, "..."], kernel: Int8, contract: int = 1, quantization: Scheme | None = None
+) -> Float[Array, "..."]:
     """Apply `linear` without a bias to an 8-bit kernel (*in, *out): (..., *in) -> (..., *out), in the dtype of x.
 
     sum_i x_i (q_ij s_j) = s_j sum_i x_i q_ij: multiply by the integers, then scale each output once (Dettmers et al.
-    2022, arXiv 2208.07339, section 2). No dequantized kernel is stored.
+    2022, arXiv 2208.07339, section 2). No dequantized kernel is stored. With a scheme for integers, x is rounded to
+    integers too, one scale per row. Other schemes leave x as it is.
     """
+    if quantization is not None and quantization.dtype == "int8":
+        return integer_linear(x, kernel.values, kernel.scale, contract, quantization)
     scale = kernel.scale.reshape(kernel.shape[contract:]).astype(x.dtype)
     # Exact: integers up to 256 have a bfloat16 representation.
     y = linear(x, kernel.values.astype(x.dtype), contract=contract)
     return y * scale.reshape((1,) * (y.ndim - scale.ndim) + scale.shape)
 
 
+def linear_frozen(
+    x: Float[Array, "..."], kernel: Any, contract: int = 1, quantization: Scheme | None = None
+) -> Float[Array, "..."]:
+    """Apply `linear` without a bias to a frozen kernel (*in, *out), in the dtype of x: (..., *in) -> (..., *out).
+
+    x (W + s A B) = x W + s (x A) B: the update is applied to the activations, so that neither A B nor a gradient of the
+    size of W exists. With DoRA each output is then multiplied by m / ||W + s A B||. The backward pass dequantizes W
+    again instead of storing it.
+
+    Args:
+        x: (..., *in).
+        kernel: an array, `Int8`, `NF4`, or one of them with an update, `Adapted`.
+        contract: number of axes of *in*.
+        quantization: how to quantize the factors of the multiplication by W; None: not at all.
+    """
+    if isinstance(kernel, Adapted):
+        y = linear_frozen(x, kernel.kernel, contract, quantization)
+        inner, outer = kernel.shape[:contract], kernel.shape[contract:]
+        a, b = kernel.a.astype(x.dtype), kernel.b.astype(x.dtype)
+        # (..., *in) -> (..., r) -> (..., *out)
+        low = linear(x, a.reshape(*inner, -1), contract=contract)
+        y = y + linear(low, b.reshape(-1, *outer)) * kernel.scale
+        if kernel.magnitude is None:
+            return y
+        factor = kernel.factor().reshape((1,) * (y.ndim - len(outer)) + outer)
+        return y * factor.astype(x.dtype)
+
+    def multiplied(x, kernel):
+        if isinstance(kernel, Int8):
+            return linear_int8(x, kernel, contract, quantization)
+        array = kernel.array(x.dtype) if isinstance(kernel, NF4) else kernel.astype(x.dtype)
+        return linear(x, array, contract=contract, quantization=quantization)
+
+    return jax.checkpoint(multiplied)(x, kernel)
+
+
 def linear(
-    x: Float[Array, "..."], kernel: Float[Array, "..."], bias: Float[Array, "..."] | None = None, *, contract: int = 1
+    x: Float[Array, "..."],
+    kernel: Float[Array, "..."],
+    bias: Float[Array, "..."] | None = None,
+    *,
+    contract: int = 1,
+    quantization: Scheme | None = None,
 ) -> Float[Array, "..."]:
     """Compute x (..., *in) @ kernel (*in, *out) + bias (*out) -> (..., *out) as one matrix multiplication.
 
@@ -118,33 +169,38 @@ def linear(
         kernel: (*in, *out).
         bias: (*out), or None.
         contract: number of axes of *in*.
+        quantization: how to quantize the factors of the multiplication; None: not at all.
     """
     # With contract=1 and *out = (N, H), one multiplication (B T, D) @ (D, N H) computes all heads.
     inner, out = math.prod(kernel.shape[:contract]), kernel.shape[contract:]
     lead = x.shape[: x.ndim - contract]
     rows = explicit_spec(x)
     if platform() == "cpu" and rows_can_merge():
-        y = (x.reshape(-1, inner) @ kernel.reshape(inner, -1)).reshape(*lead, *out)
+        y = _multiply(x.reshape(-1, inner), kernel.reshape(inner, -1), 1, quantization).reshape(*lead, *out)
     else:
-        y = _dot_general(x, kernel, contract, rows)
+        # Without reshaping, because the compiler may gather a sharded array to reshape it. With Explicit mesh axes,
+        # where `rows` is the sharding of x, outputs are sharded like the kernel.
+        spec = None if rows is None else joined_spec(*rows[: len(lead)], *explicit_spec(kernel)[contract:])
+        product = functools.partial(_multiply, contract=contract, quantization=quantization)
+        y = in_auto_axes(product, spec)(x, kernel)
     return y if bias is None else y + bias.reshape((1,) * len(lead) + out)
 
 
-def _dot_general(x: jax.Array, kernel: jax.Array, contract: int, rows: PartitionSpec | None) -> jax.Array:
-    """Multiply x (..., *in) by kernel (*in, *out) without reshaping, because the compiler may gather a sharded array to
-    reshape it. With Explicit mesh axes, where `rows` is the sharding of x, outputs are sharded like the kernel.
-    """
-    kept = x.ndim - contract
-    axes = tuple(range(kept, x.ndim)), tuple(range(contract))
-    spec = None if rows is None else joined_spec(*rows[:kept], *explicit_spec(kernel)[contract:])
-    return in_auto_axes(lambda x, kernel: jax.lax.dot_general(x, kernel, (axes, ((), ()))), spec)(x, kernel)
+def _multiply(x: jax.Array, kernel: jax.Array, contract: int, quantization: Scheme | None) -> jax.Array:
+    """Multiply x (..., *in) by kernel (*in, *out), where *in has `contract` axes."""
+    if quantization is not None:
+        # Stored by the remat policy "dots" (`_stacks.py`), which can't see this product: its integers are 4 bytes wide.
+        return checkpoint_name(quantized_linear(x, kernel, contract, quantization), "quantized_product")
+    axes = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
+    return jax.lax.dot_general(x, kernel, (axes, ((), ())))
 
 
 class Linear(nn.Module):
     """A linear map from the last `contract` axes to `features`.
 
     Parameters: `kernel` (*in, *features) and, with `use_bias`, `bias` (*features). `kernel_init` initializes the kernel
-    as a matrix (prod(in), prod(features)), as in Flax's `nn.DenseGeneral`; None: Glorot uniform.
+    as a matrix (prod(in), prod(features)), as in Flax's `nn.DenseGeneral`; None: Glorot uniform. `quantization`
+    selects kernels whose multiplication has quantized factors.
     """
 
     features: tuple[int, ...]
@@ -153,20 +209,22 @@ class Linear(nn.Module):
     kernel_init: Initializer | None = None
     dtype: DType = jnp.float32
     param_dtype: DType = jnp.float32
+    quantization: Quantization | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Apply the map: (..., *in) -> (..., *features)."""
         shape = (*x.shape[x.ndim - self.contract :], *self.features)
         init = as_matrix(self.kernel_init or glorot_uniform(), self.contract)
-        kernel = self.param("kernel", init, shape, self.param_dtype)
+        kernel = kernel_parameter(self, init, shape, self.param_dtype)
         bias = self.param("bias", nn.initializers.zeros, self.features, self.param_dtype) if self.use_bias else None
-        if isinstance(kernel, Int8):
-            y = linear_int8(x.astype(self.dtype), kernel, self.contract)
+        scheme = None if self.quantization is None else self.quantization.at(*self.path, "kernel")
+        if isinstance(kernel, Encoded):
+            y = linear_frozen(x.astype(self.dtype), kernel, self.contract, scheme)
             return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape).astype(self.dtype)
         # Parameters stay in `param_dtype` (float32) for the optimizer; only this copy is in the computation's dtype.
         x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-        return linear(x, kernel, bias, contract=self.contract)
+        return linear(x, kernel, bias, contract=self.contract, quantization=scheme)
 
 
 def is_deterministic(module: nn.Module, deterministic: bool | None, *rates: float) -> bool:
@@ -225,7 +283,7 @@ class LayerNorm(nn.Module):
     Computed in float32; `epsilon` avoids a division by 0.
     """
 
-    parameter_axes = declare({"scale": "embed", "bias": "embed"})
+    parameter_axes = declare({"scale": "norm", "bias": "norm"})
 
     epsilon: float = 1e-6
     dtype: DType = jnp.float32
@@ -250,7 +308,7 @@ class RMSNorm(nn.Module):
     LayerNorm without centering and without beta.
     """
 
-    parameter_axes = declare({"scale": "embed"})
+    parameter_axes = declare({"scale": "norm"})
 
     epsilon: float = 1e-6
     dtype: DType = jnp.float32
@@ -299,7 +357,7 @@ class FrozenBatchNorm(nn.Module):
     nothing; they are meant to be loaded from a trained model.
     """
 
-    parameter_axes = declare({"scale": "embed", "bias": "embed", "mean": "embed", "variance": "embed"})
+    parameter_axes = declare({"scale": "norm", "bias": "norm", "mean": "norm", "variance": "norm"})
 
     epsilon: float = 1e-6
     dtype: DType = jnp.float32
@@ -337,7 +395,7 @@ class FeedForward(nn.Module):
     With `gated`: (act(x W_g) * x W_1) W_2 (Shazeer 2020, arXiv 2002.05202), or a function of `GATED`. `activation` is a
     name in `ACTIVATIONS` or, gated, in `GATED`. Parameters: `up` (D, F) is W_1, `down` (F, D) is W_2 and, if gated,
     `gate` (D, F) is W_g; F is `width`. With `use_bias`, each has a bias. `kernel_init` initializes all kernels (None:
-    Glorot uniform), except `down` when `output_init` is given.
+    Glorot uniform), except `down` when `output_init` is given. `quantization` is that of `Linear`.
     """
 
     parameter_axes = declare(
@@ -359,13 +417,15 @@ class FeedForward(nn.Module):
     output_init: Initializer | None = None
     dtype: DType = jnp.float32
     param_dtype: DType = jnp.float32
+    quantization: Quantization | None = None
 
     @nn.compact
     def __call__(self, x: Hidden) -> Hidden:
         """Apply the network to each position: (B, T, D) -> (B, T, D)."""
 
         def project(name, features, init):
-            return Linear((features,), 1, self.use_bias, init, self.dtype, self.param_dtype, name=name)
+            options = (self.dtype, self.param_dtype, self.quantization)
+            return Linear((features,), 1, self.use_bias, init, *options, name=name)
 
         up = project("up", self.width, self.kernel_init)(x)
         gate = project("gate", self.width, self.kernel_init)(x) if self.gated else None
@@ -403,7 +463,7 @@ class Embedding(nn.Module):
             rows = jax.tree.map(lambda part: lookup(part, tokens), self.embedding)
             return rows.array(self.dtype)
         table = constrain(self.embedding, "vocab", "embed")
-        x = lookup(table, tokens).astype(self.dtype)
+        x = lookup_tokens(table, tokens).astype(self.dtype)
         return constrain(x, "batch", "length", "embed")
 
     def attend(self, x: Hidden) -> Logits:

@@ -47,6 +47,8 @@ class Mask:
     """(B, T), positions of queries for causality and windows, instead of index and offset"""
     key_places: Leaf | None = None
     """(B, S), positions of keys for causality and windows, instead of their index"""
+    query_groups: Leaf | None = None
+    """(B, T), group of each query, which is also that of the key with its index; below 0: none"""
 
     @staticmethod
     def causal() -> Mask:
@@ -103,6 +105,15 @@ class Mask:
         """
         return Mask(query_places=jnp.asarray(query), key_places=jnp.asarray(key))
 
+    @staticmethod
+    def groups(groups: Int[Array, "B T"]) -> Mask:
+        """Let the tokens of a group attend to one another, although causality and windows hide later or distant keys.
+
+        An entry below 0 is a token without a group. With a cache, the groups are those of the new tokens. Examples are
+        the tokens of one image (Gemma 3), and a prompt that is read in both directions (a prefix, PaliGemma).
+        """
+        return Mask(query_groups=jnp.asarray(groups))
+
     def shifted(self, offset: Int[Array, "..."] | int) -> Mask:
         """Return the mask for queries that start at key `offset`, () or (B,)."""
         return dataclasses.replace(self, offset=jnp.asarray(offset))
@@ -129,6 +140,7 @@ class Mask:
             dense_part=join("dense_part", jnp.logical_and),
             query_places=join("query_places"),
             key_places=join("key_places"),
+            query_groups=join("query_groups"),
         )
 
     def with_padding_as_segments(self, num_queries: int) -> Mask:
@@ -160,7 +172,7 @@ class Mask:
     def facts(self) -> dict[str, bool]:
         """The properties of the mask that decide which kernels support it (`kernels.OPTIONS`)."""
         return {
-            "has_dense_mask": self.dense_part is not None or self.query_places is not None,
+            "has_dense_mask": any(a is not None for a in (self.dense_part, self.query_places, self.query_groups)),
             "has_offset": self.offset is not None,
             "has_segments": self.query_segments is not None,
             "has_two_sided_window": self.window_size is not None and not self.is_causal,
@@ -179,6 +191,8 @@ class Mask:
             allowed = allowed & (rows >= columns)
         if self.window_size is not None:  # |i - j| < w
             allowed = allowed & (jnp.abs(rows - columns) < self.window_size)
+        if self.query_groups is not None:  # group(i) = group(j) >= 0
+            allowed = allowed | self._same_group(queries, keys)
         if self.key_lengths is not None:  # j < n_b: padding is defined by slot, not by position
             allowed = allowed & (indices < self.key_lengths[:, None, None, None])
         if self.query_segments is not None:  # segment(i) = segment(j)
@@ -199,8 +213,9 @@ class Mask:
         """
         first_query, last_query = queries[0] + self._offset_rows(), queries[-1] + self._offset_rows()
         visible = jnp.ones((1,), bool)
-        # Compare only the extreme indices of the two blocks. Positions other than indices have no known order: skip.
-        in_order = self.query_places is None
+        # Compare only the extreme indices of the two blocks. Positions other than indices have no known order, and
+        # groups ignore the order: skip.
+        in_order = self.query_places is None and self.query_groups is None
         if self.is_causal and in_order:  # the last query is not before the first key
             visible = visible & (last_query >= keys[0])
         if self.window_size is not None and in_order:  # the blocks are closer than the window, in both directions
@@ -224,6 +239,7 @@ class Mask:
             "key_segments": [(1, num_keys), (batch, num_keys)],
             "query_places": [(1, num_queries), (batch, num_queries)],
             "key_places": [(1, num_keys), (batch, num_keys)],
+            "query_groups": [(1, num_queries), (batch, num_queries)],
             "dense_part": list(itertools.product((1, batch), (1, num_heads), (1, num_queries), (1, num_keys))),
         }
         for name, shapes in fits.items():
@@ -247,6 +263,17 @@ class Mask:
         part = self.dense_part
         part = part if part.shape[2] == 1 else part[:, :, queries]
         return part if part.shape[3] == 1 else part[:, :, :, keys]
+
+    def _same_group(self, queries: Int[Array, " t"], keys: Int[Array, " s"]) -> Bool[Array, "b 1 t s"]:
+        # The key at `offset + i` belongs to query i. Keys before the offset, and after the last query, have no group.
+        offset = self._offset_rows()
+        rows = max(offset.shape[0], self.query_groups.shape[0])
+        own = jnp.broadcast_to(keys[None, :] - offset[:, None], (rows, keys.shape[0]))
+        groups = jnp.broadcast_to(self.query_groups, (rows, self.query_groups.shape[1]))
+        inside = (own >= 0) & (own < groups.shape[1])
+        theirs = jnp.where(inside, jnp.take_along_axis(groups, jnp.where(inside, own, 0), axis=1), -1)
+        ours = groups[:, queries]
+        return ((ours[:, :, None] == theirs[:, None, :]) & (theirs >= 0)[:, None, :])[:, None]
 
     def _offset_rows(self) -> Int[Array, " b"]:
         return jnp.zeros((1,), jnp.int32) if self.offset is None else jnp.atleast_1d(self.offset)

@@ -7,20 +7,22 @@ head dimensions without rotation, Hr rotated head dimensions, H = Hp + Hr; W = R
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax.numpy as jnp
 
 from transformer.config._parts import MLA
+from transformer.nn._adapted import dense, kernel_parameter
 from transformer.nn._attention import AttentionModule, dot_product_attention
 from transformer.nn._axes import Array, DType, Float, Hidden, Positions
-from transformer.nn._caches import KVCache
-from transformer.nn._int8 import Int8
+from transformer.nn._caches import SelfAttentionCache
 from transformer.nn._layers import Initializer, Linear, RMSNorm, as_matrix, glorot_uniform, linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain
 from transformer.nn._positions import PositionScheme, Rotary
+from transformer.nn._quantization import Scheme
 from transformer.nn.kernels._contract import BiasFunction
 
 
@@ -62,11 +64,11 @@ class LatentAttention(AttentionModule):
         *,
         mask: Mask | Array | None = None,
         positions: Positions | None = None,
-        cache: KVCache | None = None,
+        cache: SelfAttentionCache | None = None,
         bias: BiasFunction | Array | None = None,
         deterministic: bool | None = None,
         sow_weights: bool = False,
-    ) -> tuple[Hidden, KVCache | None]:
+    ) -> tuple[Hidden, SelfAttentionCache | None]:
         """Attend from x (B, T, D) to x itself and to the tokens in the cache.
 
         Args:
@@ -74,7 +76,8 @@ class LatentAttention(AttentionModule):
             mask: which query attends to which key: a `Mask`, or an array that broadcasts to (B, N, T, S). It is not
                 causal by default.
             positions: (B, T); None: 0, 1, 2, ..., counted from the end of the cache.
-            cache: a `KVCache` with one head: its keys (B, S, 1, R + Hr) are [c, r], its values have width 0.
+            cache: a `KVCache` or `PagedKVCache` with one head: its keys (B, S, 1, R + Hr) are [c, r], its values have
+                width 0.
             bias: added to the scores, as in `dot_product_attention`.
             deterministic: True disables dropout; False enables it (rng "dropout"). Required if `dropout_rate` is above
                 0.
@@ -89,14 +92,15 @@ class LatentAttention(AttentionModule):
         mla, mask = self.mla, Mask.of(mask)
         if positions is None:
             positions = jnp.arange(x.shape[1])[None, :]
-            positions = positions if cache is None else positions + cache.length[:, None]
+            positions = positions if cache is None else positions + cache.row_lengths[:, None]
         positions = jnp.broadcast_to(positions, x.shape[:2])
 
         # Queries, through a latent of size Rq where the config has one (equations 12 to 14). (B, T, N, H)
         source = x
         if mla.q_lora_rank is not None:
             source = self._norm("query_norm")(self._project("query_latent", x, mla.q_lora_rank))
-        query = linear(source.astype(self.dtype), self._heads("query", source.shape[-1], mla.head_dim))
+        kernel = self._heads("query", source.shape[-1], mla.head_dim)
+        query = linear(source.astype(self.dtype), kernel, quantization=self._scheme("query"))
         query = constrain(query, "batch", "length", "heads", "head_dim")
         nope, rope = jnp.split(query, [mla.qk_nope_head_dim], axis=-1)
         query = jnp.concatenate([nope, self.position.rotate(rope, positions)], axis=-1)
@@ -108,12 +112,13 @@ class LatentAttention(AttentionModule):
         kv_latent = jnp.concatenate([latent[:, :, None], self.position.rotate(rotary_key, positions)], axis=-1)
         if cache is not None:
             # W = R + Hr numbers per token instead of N (H + Hv): this is why MLA has a small cache.
-            start = cache.length
+            start = cache.row_lengths
             cache = cache.append(kv_latent, kv_latent[..., :0], positions)
-            kv_latent, mask = cache.whole()[0].astype(self.dtype), mask.shifted(start) & Mask.lengths(cache.length)
+            kv_latent, mask = cache.whole()[0].astype(self.dtype), mask.shifted(start) & Mask.lengths(cache.row_lengths)
 
+        expanded = functools.partial(expanded_attention, quantization=(self._scheme("key"), self._scheme("value")))
         out = self.attended(
-            absorbed_attention if absorbs(x.shape[1], kv_latent.shape[1], mla) else expanded_attention,
+            absorbed_attention if absorbs(x.shape[1], kv_latent.shape[1], mla) else expanded,
             query,
             kv_latent,
             self._heads("key", mla.kv_lora_rank, mla.qk_nope_head_dim),
@@ -132,7 +137,11 @@ class LatentAttention(AttentionModule):
         return self._linear(name, features, self.kernel_init)(x)
 
     def _linear(self, name: str, features: int, init: Initializer | None, contract: int = 1) -> Linear:
-        return Linear((features,), contract, self.use_bias, init, self.dtype, self.param_dtype, name=name)
+        options = (self.dtype, self.param_dtype, self.quantization)
+        return Linear((features,), contract, self.use_bias, init, *options, name=name)
+
+    def _scheme(self, name: str) -> Scheme | None:
+        return None if self.quantization is None else self.quantization.at(*self.path, name, "kernel")
 
     def _norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.mla.norm_epsilon, self.dtype, self.param_dtype, name=name)
@@ -156,8 +165,7 @@ class _Kernel(nn.Module):
     @nn.compact
     def __call__(self) -> Array:
         init = as_matrix(self.kernel_init or glorot_uniform())
-        kernel = self.param("kernel", init, self.shape, self.param_dtype)
-        return kernel.array(self.dtype) if isinstance(kernel, Int8) else kernel.astype(self.dtype)
+        return dense(kernel_parameter(self, init, self.shape, self.param_dtype), self.dtype)
 
 
 def expanded_attention(
@@ -165,6 +173,7 @@ def expanded_attention(
     kv_latent: Float[Array, "B S 1 W"],
     key_kernel: Float[Array, "R N h"],
     value_kernel: Float[Array, "R N Hv"],
+    quantization: tuple[Scheme | None, Scheme | None] = (None, None),
     **options,
 ) -> Array | tuple[Array, Array]:
     """Compute keys and values of every head from the latents and attend to them, as the paper writes the formula.
@@ -176,13 +185,15 @@ def expanded_attention(
         kv_latent: (B, S, 1, R + Hr), [c, r] of each token.
         key_kernel: (R, N, Hp), W_k.
         value_kernel: (R, N, Hv), W_v.
+        quantization: how to quantize the factors of c W_k and of c W_v.
         **options: those of `dot_product_attention`.
 
     Returns:
         The result of `dot_product_attention`, (B, T, N, Hv).
     """
     latent, rope = jnp.split(kv_latent[:, :, 0], [key_kernel.shape[0]], axis=-1)
-    key, value = linear(latent, key_kernel), linear(latent, value_kernel)  # (B, S, N, Hp), (B, S, N, Hv)
+    key = linear(latent, key_kernel, quantization=quantization[0])  # (B, S, N, Hp)
+    value = linear(latent, value_kernel, quantization=quantization[1])  # (B, S, N, Hv)
     rope = jnp.broadcast_to(rope[:, :, None], (*key.shape[:3], rope.shape[-1]))  # the same for all heads
     return dot_product_attention(query, jnp.concatenate([key, rope], axis=-1), value, **options)
 
@@ -198,7 +209,8 @@ def absorbed_attention(
 
     Because matrix multiplication is associative, q (c W_k)^T = (q W_k^T) c^T and a (c W_v) = (a c) W_v, with attention
     weights a: W_k is absorbed into the query and W_v is applied to the output. All heads attend to the latents
-    themselves, with a single key/value head (arXiv 2405.04434, section 2.1.2). Arguments as in `expanded_attention`.
+    themselves, with a single key/value head (arXiv 2405.04434, section 2.1.2). Arguments as in `expanded_attention`,
+    without `quantization`: a decoding step is bound by memory, not by its multiplications.
     """
     rank, _, nope_dim = key_kernel.shape
     latent_query = jnp.einsum("btnp,rnp->btnr", query[..., :nope_dim], key_kernel)  # q W_k^T: (B, T, N, R)

@@ -1,15 +1,18 @@
 """Mixture of experts (MoE): a feed-forward layer in which a router selects a few experts for each token.
 
 Shapes in addition to those of `_axes.py`: E experts, of which each token is sent to k; M = B T k copies of tokens.
-Copies are sorted by expert into P blocks of Q rows. All rows of a block belong to one expert, and unused rows are zero.
-The work therefore grows with the number of copies, whatever E is, and only a capacity can drop tokens.
+Copies are sorted by expert: into P blocks of Q rows, where all rows of a block belong to one expert and unused rows are
+zero, or, for the kernels of `_grouped.py`, into R rows without padding between the experts. The work therefore grows
+with the number of copies, whatever E is, and only a capacity can drop tokens.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -18,11 +21,24 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from transformer.config._parts import MoE
+from transformer.nn._adapted import dense, kernel_parameter
 from transformer.nn._axes import Array, DType, Hidden
+from transformer.nn._grouped import GROUPED, Call, choose_experts, collect, dispatch, padded_rows, tile_rows
 from transformer.nn._layers import FeedForward, Initializer, activate, glorot_uniform, linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
-from transformer.nn._partitioning import constrain, explicit_spec, in_auto_axes, mesh_axes, num_shards, shard_map
+from transformer.nn._partitioning import (
+    auto_axes,
+    constrain,
+    explicit_spec,
+    fsdp_axes,
+    in_auto_axes,
+    mesh_axes,
+    num_shards,
+    platform,
+    shard_map,
+)
+from transformer.nn._quantization import Quantization, Scheme, multiply, quantized
 
 
 class RoutedFeedForward(nn.Module):
@@ -39,7 +55,9 @@ class RoutedFeedForward(nn.Module):
     `experts/up`, `experts/gate` if gated, and `experts/down`, with `kernel` (E, D, F) or (E, F, D) and, with
     `use_bias`, a `bias`; `shared`, a `FeedForward`. F is `width`, the width of one expert. `activation` is a name in
     `ACTIVATIONS` or, gated, in `GATED`. `kernel_init` initializes the kernel (in, out) of each expert (None: Glorot
-    uniform), except `down` when `output_init` is given.
+    uniform), except `down` when `output_init` is given. `quantization` is that of `Linear`; the router is never
+    quantized. `implementation` of the multiplications: `blockwise`, `ragged`, `megablox`, or `auto` to select one
+    (`choose_experts`).
     """
 
     moe: MoE
@@ -51,6 +69,8 @@ class RoutedFeedForward(nn.Module):
     output_init: Initializer | None = None
     dtype: DType = jnp.float32
     param_dtype: DType = jnp.float32
+    quantization: Quantization | None = None
+    implementation: str = "auto"
 
     @nn.compact
     def __call__(self, x: Hidden, mask: Mask = Mask()) -> tuple[Hidden, dict[str, Array]]:
@@ -58,6 +78,9 @@ class RoutedFeedForward(nn.Module):
 
         Returns:
             y (B, T, D), and the losses of the router, (B,) each, multiplied by their weights.
+
+        Raises:
+            ConfigError: `implementation` does not support this call.
         """
         moe = self.moe
         logits, chosen, weights = _Router(moe, self.kernel_init, self.param_dtype, name="router")(x)
@@ -70,11 +93,28 @@ class RoutedFeedForward(nn.Module):
             chosen = within_capacity(chosen, moe.num_experts, capacity)
         settings = (self.gated, self.use_bias, self.kernel_init, self.output_init, self.dtype, self.param_dtype)
         experts = _Experts(moe.num_experts, self.width, *settings, name="experts")(x.shape[-1])
-        y = _over_devices(x.astype(self.dtype), chosen, weights, experts, moe.num_experts, self.activation)
+        schemes = self._schemes(experts)
+        call = Call(chosen.size, moe.num_experts, jnp.dtype(self.dtype), bool(schemes))
+        run = functools.partial(
+            routed,
+            num_experts=moe.num_experts,
+            activation=self.activation,
+            schemes=schemes,
+            implementation=choose_experts(self.implementation, call),
+        )
+        y = _over_devices(run, x.astype(self.dtype), chosen, weights, experts, moe.num_experts)
         if moe.shared_experts:
+            settings = (*settings, self.quantization)
             shared = FeedForward(moe.shared_experts * self.width, self.activation, *settings, name="shared")
             y = y + shared(x)
         return y, aux
+
+    def _schemes(self, experts: dict[str, Any]) -> dict[str, Scheme]:
+        """Return how to quantize the multiplications by the kernels of `up`, `gate` and `down`, where they are."""
+        if self.quantization is None:
+            return {}
+        schemes = {name: self.quantization.at(*self.path, "experts", name, "kernel") for name in experts}
+        return {name: scheme for name, scheme in schemes.items() if scheme is not None}
 
 
 class _Router(nn.Module):
@@ -195,8 +235,7 @@ class _Projection(nn.Module):
             # For parameters in boxes, whose names are those of (in, out): add a name for the axis of experts.
             return nn.meta.add_axis(kernels, 0, {nn.PARTITION_NAME: None})
 
-        kernel = self.param("kernel", each, self.shape, self.param_dtype)
-        params = {"kernel": kernel.astype(self.dtype)}
+        params = {"kernel": dense(kernel_parameter(self, each, self.shape, self.param_dtype), self.dtype)}
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.shape[0], self.shape[2]), self.param_dtype)
             params["bias"] = bias.astype(self.dtype)
@@ -263,27 +302,31 @@ def _ranks(expert: Array, num_experts: int) -> Array:
     return ((jnp.cumsum(taken, axis=1) - 1) * taken).sum(-1)
 
 
-def _over_devices(x: Array, chosen: Array, weights: Array, experts: Any, num_experts: int, activation: str) -> Array:
-    """Run `routed` on each device for its own rows.
+def _over_devices(
+    run: Callable[..., Array], x: Array, chosen: Array, weights: Array, experts: Any, num_experts: int
+) -> Array:
+    """Run `routed`, with options in `run`, on each device for its own rows.
 
     Experts that are sharded over mesh axes stay on their devices. Tokens are all-gathered along these axes, each device
     applies its experts to them, and a reduce-scatter sums the results and returns them to the devices of their rows.
     """
     if (spec := explicit_spec(x)) is not None:
-        over = functools.partial(_over_devices, num_experts=num_experts, activation=activation)
+        over = functools.partial(_over_devices, run, num_experts=num_experts)
         return in_auto_axes(over, PartitionSpec(*spec[:2], None))(x, chosen, weights, experts)
+    if run.keywords["implementation"] in GROUPED and auto_axes():
+        return _over_all_axes(run, x, chosen, weights, experts, num_experts)
     rows, shared = mesh_axes("batch"), mesh_axes("expert")
     if not rows or x.shape[0] % num_shards("batch"):
-        return routed(x, chosen, weights, experts, num_experts, activation)
+        return run(x, chosen, weights, experts)
     spread = bool(shared) and set(shared) <= set(rows) and num_experts % num_shards("expert") == 0
 
     def local(x, chosen, weights, experts):
         if not spread:
-            return routed(x, chosen, weights, experts, num_experts, activation)
+            return run(x, chosen, weights, experts)
         gather = functools.partial(jax.lax.all_gather, axis_name=shared, axis=0, tiled=True)
         # Number the experts of this device from 0. Choices of experts on other devices are then out of range.
         first = jax.lax.axis_index(shared) * experts["up"]["kernel"].shape[0]
-        y = routed(gather(x), gather(chosen) - first, gather(weights), experts, num_experts, activation)
+        y = run(gather(x), gather(chosen) - first, gather(weights), experts)
         return jax.lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True)
 
     own, theirs = PartitionSpec(rows), PartitionSpec(shared if spread else None)
@@ -293,11 +336,104 @@ def _over_devices(x: Array, chosen: Array, weights: Array, experts: Any, num_exp
     )
 
 
-def routed(x: Array, chosen: Array, weights: Array, experts: Any, num_experts: int, activation: str) -> Array:
+class _Split(NamedTuple):
+    """Mesh axes that split the arrays of a layer of experts."""
+
+    rows: tuple[str, ...]
+    """those of the rows B of the batch"""
+    length: tuple[str, ...]
+    """those of the length T"""
+    shared: tuple[str, ...]
+    """those of the experts E"""
+    hidden: tuple[str, ...]
+    """those of the hidden features F"""
+    stored: tuple[str, ...]
+    """those over which kernels are stored (fsdp); they are gathered for the computation"""
+
+    @property
+    def gathers_tokens(self) -> bool:
+        """Whether devices with different experts have different tokens."""
+        return bool(self.shared) and set(self.shared) <= set(self.rows)
+
+
+def _split(x: Array, experts: Any, num_experts: int) -> _Split:
+    """Return the axes that split x (B, T, D) and the experts; none for a size that is not divisible."""
+
+    def axes(name, size):
+        return mesh_axes(name) if size % num_shards(name) == 0 else ()
+
+    rows, length, shared = axes("batch", x.shape[0]), axes("length", x.shape[1]), axes("expert", num_experts)
+    # Every device must have the tokens of all its experts: gathered from the devices of its rows, or never split.
+    if not set(shared) <= set(rows) and set(shared) & {*rows, *length}:
+        shared = ()
+    hidden = axes("feed_forward", experts["up"]["kernel"].shape[2])
+    stored = tuple(axis for axis in fsdp_axes(x.shape[2]) if axis not in (*shared, *hidden))
+    return _Split(rows, length, shared, hidden, stored)
+
+
+def _over_all_axes(
+    run: Callable[..., Array], x: Array, chosen: Array, weights: Array, experts: Any, num_experts: int
+) -> Array:
+    """Run `routed` on each device for its own tokens, its own experts and its own part of their hidden features.
+
+    For kernels, which the compiler can't partition. As in `_over_devices`, tokens are gathered along the axes of
+    experts. The parts of the hidden features are summed after the experts' outputs, which are k times as many.
+    """
+    split = _split(x, experts, num_experts)
+    rows, length, each, hidden, stored = (axes or None for axes in split)
+    own = PartitionSpec(rows, length)
+    into = {"kernel": PartitionSpec(each, stored, hidden), "bias": PartitionSpec(each, hidden)}
+    out = {"kernel": PartitionSpec(each, hidden, stored), "bias": PartitionSpec(each, None)}
+    specs = {name: {part: (out if name == "down" else into)[part] for part in one} for name, one in experts.items()}
+
+    def local(x, chosen, weights, experts):
+        experts = _own_experts(experts, split)
+        gather = functools.partial(jax.lax.all_gather, axis_name=split.shared, axis=0, tiled=True)
+        if split.gathers_tokens:
+            x, chosen, weights = gather(x), gather(chosen), gather(weights)
+        if split.shared:  # number the experts of this device from 0
+            chosen = chosen - jax.lax.axis_index(split.shared) * experts["up"]["kernel"].shape[0]
+        y = run(x, chosen, weights, experts)
+        over = split.hidden if split.gathers_tokens else (*split.hidden, *split.shared)
+        y = jax.lax.psum(y, over) if over else y
+        if split.gathers_tokens:
+            y = jax.lax.psum_scatter(y, split.shared, scatter_dimension=0, tiled=True)
+        return y
+
+    mapped = jax.shard_map(
+        local, in_specs=(own, own, own, specs), out_specs=own, axis_names=auto_axes(), check_vma=False
+    )
+    return mapped(x, chosen, weights, experts)
+
+
+def _own_experts(experts: Any, split: _Split) -> Any:
+    """Return the experts with which a device computes, from the parts that it stores, inside `shard_map`."""
+    if split.stored:
+        # The derivative of this gather is a reduce-scatter. Without it, the step of Mixtral 8x7B on 64 chips needs
+        # 0.9 GiB more per chip, for derivatives as large as the gathered kernels.
+        gather = functools.partial(jax.lax.all_gather, axis_name=split.stored, tiled=True)
+        axis = {name: 2 if name == "down" else 1 for name in experts}  # the axis of D
+        experts = {name: one | {"kernel": gather(one["kernel"], axis=axis[name])} for name, one in experts.items()}
+    if split.hidden and "bias" in experts["down"]:  # the sum over the hidden features must contain the bias once
+        bias = jnp.where(jax.lax.axis_index(split.hidden) == 0, experts["down"]["bias"], 0)
+        experts = experts | {"down": experts["down"] | {"bias": bias}}
+    return experts
+
+
+def routed(
+    x: Array,
+    chosen: Array,
+    weights: Array,
+    experts: Any,
+    num_experts: int,
+    activation: str,
+    schemes: Mapping[str, Scheme] = MappingProxyType({}),
+    implementation: str = "blockwise",
+) -> Array:
     """Send x (B, T, D) through its selected experts (B, T, k) and sum the outputs by weights (B, T, k) -> (B, T, D).
 
     This is equation 1 of Shazeer et al. 2017, arXiv 1701.06538, section 2. Instead of computing all E experts, copies
-    of tokens are sorted by expert, and each block of copies is multiplied by the kernels of its expert.
+    of tokens are sorted by expert, and each copy is multiplied by the kernels of its expert.
 
     Args:
         x: (B, T, D).
@@ -306,12 +442,39 @@ def routed(x: Array, chosen: Array, weights: Array, experts: Any, num_experts: i
         experts: parameters of the local experts, numbered from 0. Choices of other experts contribute nothing.
         num_experts: number of experts on all devices.
         activation: as in `RoutedFeedForward`.
+        schemes: how to quantize the factors of the multiplications by the kernels of `up`, `gate` or `down`.
+        implementation: of the grouped multiplications, not "auto".
     """
-    batch, length, features = x.shape
     num_local = experts["up"]["kernel"].shape[0]
     expert = chosen.reshape(-1)  # (M,)
     expert = jnp.where((expert >= 0) & (expert < num_local), expert, num_local)  # num_local: no local expert
-    copies = expert.shape[0]
+    if implementation == "blockwise":
+        layout = _blocks(x, expert, experts, num_experts, schemes)
+    else:
+        layout = _rows(x, expert, experts, num_experts, implementation)
+    gate = layout.project("gate", layout.copies) if "gate" in experts else None
+    hidden = activate(activation, layout.project("up", layout.copies), gate)  # (P, Q, F) or (R, F)
+    hidden = constrain(hidden, *(None,) * (hidden.ndim - 1), "feed_forward")
+    hidden = checkpoint_name(hidden, "feed_forward_hidden")
+    each = layout.collect(layout.project("down", hidden)).reshape(*chosen.shape, x.shape[-1])  # (B, T, k, D)
+    return (each * weights[..., None]).sum(2).astype(x.dtype)  # sum of w_e FeedForward_e(x), in float32 like w
+
+
+class _Layout(NamedTuple):
+    """Copies of tokens in the order of their experts, and what to do with them."""
+
+    copies: Array
+    """(P, Q, D) or (R, D)"""
+    project: Callable[[str, Array], Array]
+    """(name of a projection, (..., in)) -> (..., out)"""
+    collect: Callable[[Array], Array]
+    """results (..., D) -> (M, D), in the order of the tokens; zeros for a copy without a local expert"""
+
+
+def _blocks(x: Array, expert: Array, experts: Any, num_experts: int, schemes: Mapping[str, Scheme]) -> _Layout:
+    """Arrange the copies of x (B, T, D) with these experts (M,) in blocks (P, Q, D), for `grouped_linear`."""
+    batch, length, features = x.shape
+    num_local, copies = experts["up"]["kernel"].shape[0], expert.shape[0]
     # Q is 1/8 of an even share M / E. The last block of an expert is half empty on average: 1/16 more work.
     rows = max(1, copies // (8 * num_experts))
     # P = sum of ceil(n_e / Q) depends on the data, but a shape can't: allocate for its largest value.
@@ -326,57 +489,89 @@ def routed(x: Array, chosen: Array, weights: Array, experts: Any, num_experts: i
 
     def project(name, hidden):
         kernel, bias = experts[name]["kernel"], experts[name].get("bias")
-        y = grouped_linear(hidden, kernel, expert_of_block, ends[-1])
+        y = grouped_linear(hidden, kernel, expert_of_block, ends[-1], schemes.get(name))
         return y if bias is None else y + bias[expert_of_block][:, None]
 
-    # Scatter copies to their rows ("drop" ignores rows out of range), apply the experts, gather results back.
-    each = jnp.broadcast_to(x[:, :, None], (batch, length, chosen.shape[-1], features)).reshape(copies, features)
-    grouped = jnp.zeros((blocks * rows, features), x.dtype).at[slot].set(each, mode="drop")
-    grouped = grouped.reshape(blocks, rows, features)
-    gate = project("gate", grouped) if "gate" in experts else None
-    hidden = activate(activation, project("up", grouped), gate)  # (P, Q, F)
-    hidden = constrain(hidden, None, None, "feed_forward")
-    hidden = checkpoint_name(hidden, "feed_forward_hidden")
-    y = project("down", hidden).reshape(blocks * rows, features)
-    each = y.at[slot].get(mode="fill", fill_value=0).reshape(*chosen.shape, features)  # (B, T, k, D)
-    return (each * weights[..., None]).sum(2).astype(x.dtype)  # sum of w_e FeedForward_e(x), in float32 like w
+    def collect(y):
+        return y.reshape(blocks * rows, features).at[slot].get(mode="fill", fill_value=0)
+
+    # Scatter copies to their rows; "drop" ignores rows out of range.
+    each = jnp.broadcast_to(x[:, :, None], (batch, length, copies // (batch * length), features))
+    grouped = jnp.zeros((blocks * rows, features), x.dtype).at[slot].set(each.reshape(copies, features), mode="drop")
+    return _Layout(grouped.reshape(blocks, rows, features), project, collect)
+
+
+def _rows(x: Array, expert: Array, experts: Any, num_experts: int, implementation: str) -> _Layout:
+    """Arrange the copies of x (B, T, D) with these experts (M,) in rows (R, D), for the kernels in `GROUPED`.
+
+    Copies without a local expert come last; they belong to no group.
+    """
+    num_local, copies = experts["up"]["kernel"].shape[0], expert.shape[0]
+    tile = tile_rows(copies, num_experts) if platform() == "tpu" or implementation == "megablox" else None
+    rows = padded_rows(copies, tile)
+    sizes = (expert[:, None] == jnp.arange(num_local)[None, :]).sum(0, dtype=jnp.int32)  # n_e, copies per expert
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes)])  # the last entry is their sum
+    row_of_copy = jnp.where(expert < num_local, starts[expert] + _ranks(expert[None], num_local)[0], rows)
+    copy_of_row = jnp.pad(jnp.argsort(expert, stable=True), (0, rows - copies))
+    # Rows of no group get a zero bias, and give it no gradient.
+    expert_of_row = jnp.where(jnp.arange(rows) < starts[-1], expert[copy_of_row], num_local)
+
+    def project(name, hidden):
+        kernel, bias = experts[name]["kernel"], experts[name].get("bias")
+        y = GROUPED[implementation](hidden, kernel, sizes, tile)
+        return y if bias is None else y + bias.at[expert_of_row].get(mode="fill", fill_value=0)
+
+    tokens = x.reshape(-1, x.shape[-1])
+    return _Layout(dispatch(tokens, copy_of_row, row_of_copy), project, lambda y: collect(y, copy_of_row, row_of_copy))
 
 
 # Read and write one slice: `x[i]` and `x.at[i].set` would compile to a gather and a scatter, which are much slower.
-_at = functools.partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False)
 _put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
 
 
-@jax.custom_vjp
-def grouped_linear(x: Array, kernel: Array, expert: Array, used: Array) -> Array:
+def _at(arrays: Any, i: Array) -> Any:
+    """Return slice i of an array, or of a quantized array: of its integers and of its scales."""
+    return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, i, axis=0, keepdims=False), arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def grouped_linear(x: Array, kernel: Array, expert: Array, used: Array, scheme: Scheme | None = None) -> Array:
     """Multiply each block of x (P, Q, in) by the kernel (E, in, out) of its expert (P,) -> (P, Q, out).
 
     Only the first `used` () blocks are computed, in a loop; the others are zero. Gale et al. 2022, arXiv 2211.15841,
-    describe the same computation as one kernel.
+    describe the same computation as one kernel. The factors are quantized by `scheme`, before the loop, because a
+    kernel serves several blocks; the derivatives are those of `quantized_linear`.
     """
+    dtype = None if scheme is None else scheme.dtype
+    rows, kernels = quantized(x, (2,), dtype), quantized(kernel, (1,), dtype)
 
     def step(i, y):
         # (Q, in) @ (in, out)
-        return _put(y, _at(x, i) @ _at(kernel, _at(expert, i)), i)
+        return _put(y, multiply(_at(rows, i), _at(kernels, _at(expert, i)), (1,), (0,), x.dtype), i)
 
     return jax.lax.fori_loop(0, used, step, jnp.zeros((*x.shape[:2], kernel.shape[2]), x.dtype))
 
 
-def _forward(x, kernel, expert, used):
-    return grouped_linear(x, kernel, expert, used), (x, kernel, expert, used)
+def _forward(x, kernel, expert, used, scheme):
+    return grouped_linear(x, kernel, expert, used, scheme), (x, kernel, expert, used)
 
 
-def _backward(saved, dy):
+def _backward(scheme, saved, dy):
     # By hand, because JAX can't differentiate a loop whose length is an array in reverse mode. A loop of fixed length
     # would not do either: the derivative of `kernel[expert[i]]` is an array as large as all experts, in every step.
     x, kernel, expert, used = saved
+    gradient_dtype = None if scheme is None else scheme.gradient_dtype
+    dtype = None if gradient_dtype is None else scheme.dtype
+    rows, kernels = quantized(dy, (2,), gradient_dtype), quantized(kernel, (2,), dtype)  # for dx, sums over out
+    inputs, outputs = quantized(x, (1,), dtype), quantized(dy, (1,), gradient_dtype)  # for dW, sums over a block
 
     def step(i, gradients):
         dx, dkernel = gradients
-        e, dy_block = _at(expert, i), _at(dy, i)
+        e = _at(expert, i)
         # dx = dy W^T; dW is summed over all blocks of the expert, in float32 because these may be many.
-        product = jnp.matmul(_at(x, i).T, dy_block, preferred_element_type=jnp.float32)
-        return _put(dx, dy_block @ _at(kernel, e).T, i), _put(dkernel, _at(dkernel, e) + product, e)
+        dx = _put(dx, multiply(_at(rows, i), _at(kernels, e), (1,), (1,), x.dtype), i)
+        product = multiply(_at(inputs, i), _at(outputs, i), (0,), (0,), jnp.float32)
+        return dx, _put(dkernel, _at(dkernel, e) + product, e)
 
     zeros = jnp.zeros(x.shape, x.dtype), jnp.zeros(kernel.shape, jnp.float32)
     dx, dkernel = jax.lax.fori_loop(0, used, step, zeros)

@@ -14,6 +14,7 @@ multiplications of a training step). `sharding.with_logical_axes` passes the sam
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -104,8 +105,11 @@ def axes_of(path: str, ndim: int) -> ParameterAxes | None:
 
 
 def end_of(path: str) -> str | None:
-    """Return the declared end that applies to a path: most components first, literal ends before wildcards."""
-    parts = path.split("/")
+    """Return the declared end that applies to a path: most components first, literal ends before wildcards.
+
+    The arrays of a quantized kernel have its axes: `.../kernel/codes` counts as `.../kernel`.
+    """
+    parts = re.sub(r"/kernel/(values|scale|codes|absmax)$", "/kernel", path).split("/")
 
     def matches(end: str) -> bool:
         ends = end.split("/")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -135,10 +136,36 @@ def platform() -> str:
     return jax.default_backend() if device is None else platform_of(device)
 
 
+def device_kind() -> str:
+    """Return the kind of device of the computation, such as "TPU v5e": that of the current mesh, else JAX's default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
 def num_shards(name: str) -> int:
     """Return the number of parts into which the current mesh splits a logical axis; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in mesh_axes(name))
+
+
+def own_part(name: str, size: int) -> Callable[[jax.Array, int], jax.Array]:
+    """Return a function that finds elements of a split axis in the part that a device has, for use in `shard_map`.
+
+    The function takes indices of the whole axis, of any shape, and the size of the part. It returns indices of the
+    part; other and negative indices become the size of the part, which is past its end.
+
+    Args:
+        name: logical name of the axis.
+        size: size of the whole axis.
+    """
+    axes = mesh_axes(name)  # inside shard_map, the mesh does not have these axes any more
+
+    def own(indices, part):
+        if part < size:
+            indices = indices - jax.lax.axis_index(axes) * part
+        return jax.numpy.where((indices >= 0) & (indices < part), indices, part)
+
+    return own
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
@@ -178,6 +205,23 @@ def _axes_of(*kinds: AxisType) -> set[str]:
     return {axis for axis, kind in types if kind in kinds and mesh.shape[axis] > 1}
 
 
+def auto_axes() -> set[str]:
+    """Return all Auto axes of the current mesh, also those of size 1; none without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+
+
+def fsdp_axes(features: int) -> tuple[str, ...]:
+    """Return the axes of the current mesh that parameters split their `features` (embed) over; activations do not.
+
+    Without rules of the user, this is the axis fsdp. With rules, parameters and activations have the same.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = mesh_axes("embed") if current_rules() is not None else ("fsdp",)
+    axes = tuple(axis for axis in axes if axis in auto_axes() and mesh.shape[axis] > 1)
+    return axes if features % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
+
+
 def unmapped_axes() -> tuple[str, ...]:
     """Return the axes of the current mesh that have a size above 1 and no rule.
 
@@ -202,6 +246,27 @@ def unmapped_reason() -> str | None:
         f"run under a mesh whose axes {', '.join(axes)} have no rule: each device would compute everything. Map them "
         f'(with transformer.axis_rules([("batch", "{axes[0]}")]): ...)'
     )
+
+
+def num_parts(rows: int, length: int) -> tuple[int, int]:
+    """Return the numbers of parts (Bp, Tp) into which the current mesh splits the axes of `rows` and of `length`."""
+    sizes = {"batch": rows, "length": length}
+    return tuple(num_shards(name) if size % num_shards(name) == 0 else 1 for name, size in sizes.items())
+
+
+def sum_of_parts(parts: jax.Array, dtype: str | None = None) -> jax.Array:
+    """Sum the leading axes (Bp, Tp) of (Bp, Tp, ...), which are split like batch and length: once over devices.
+
+    Args:
+        parts: one entry for each part of rows and length.
+        dtype: data type of the sum over devices, and of the result; None: that of `parts`.
+    """
+    if dtype is None or jax.numpy.dtype(dtype) == parts.dtype:
+        return parts.sum((0, 1))
+    # Cast before the sum, so that devices exchange values of this dtype. `lax.reduce`, because `jnp.sum` of bfloat16
+    # converts its argument back to float32.
+    zero = jax.numpy.zeros((), dtype)
+    return jax.lax.reduce(parts.astype(dtype), zero, jax.lax.add, (0, 1))
 
 
 def rows_can_merge() -> bool:
@@ -273,6 +338,66 @@ def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
     return in_auto_axes(rows_of, spec and joined_spec(*spec, *explicit_spec(table)[1:]))(table, rows)
 
 
+_TABLE_GRADIENTS: contextvars.ContextVar[str | None] = contextvars.ContextVar("table_gradients", default=None)
+
+
+@contextlib.contextmanager
+def table_gradients_in(dtype: str) -> Iterator[None]:
+    """Sum the gradients of embedding tables over devices in `dtype`, for code traced inside the `with` block."""
+    token = _TABLE_GRADIENTS.set(dtype)
+    try:
+        yield
+    finally:
+        _TABLE_GRADIENTS.reset(token)
+
+
+def lookup_tokens(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Look up token embeddings like `lookup`, with the gradient that `table_gradients_in` sets.
+
+    Args:
+        table: embeddings (V, D), split over V only.
+        tokens: token ids (B, T), sharded like a batch.
+
+    Returns:
+        Embeddings (B, T, D).
+    """
+    dtype = _TABLE_GRADIENTS.get()
+    is_narrow = dtype is not None and jax.numpy.dtype(dtype).itemsize < table.dtype.itemsize
+    if not is_narrow or tokens.ndim != 2 or num_parts(*tokens.shape) == (1, 1):
+        return lookup(table, tokens)
+    return _lookup_with_gradient_in(table, tokens, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _lookup_with_gradient_in(table, tokens, dtype):
+    return lookup(table, tokens)
+
+
+def _lookup_forward(table, tokens, dtype):
+    # The residuals must be arrays: this empty one has the width and the dtype of the table.
+    return lookup(table, tokens), (tokens, table[:, :0])
+
+
+def _lookup_backward(dtype, residuals, gradients):
+    tokens, (vocab_size, table_dtype) = residuals[0], (residuals[1].shape[0], residuals[1].dtype)
+    part_of = own_part("vocab", vocab_size)
+
+    def sums(zeros, tokens, gradients):
+        # (V, D) of one device: tokens outside of its part of the vocabulary are dropped.
+        own = zeros.at[part_of(tokens, zeros.shape[0])].add(gradients.astype(zeros.dtype), mode="drop")
+        return own[None, None]
+
+    # Each device adds the rows of its own tokens in float32: a frequent token has thousands of them, and in bfloat16
+    # small terms would vanish in a large sum. Only this sum is rounded, once, before the sum over devices.
+    zeros = constrain(jax.numpy.zeros((vocab_size, gradients.shape[-1]), jax.numpy.float32), "vocab", "embed")
+    names = [("vocab", "embed"), ("batch", "length"), ("batch", "length", "embed")]
+    parts = shard_map(sums, names, ("batch", "length", "vocab", "embed"))(zeros, tokens, gradients)
+    return sum_of_parts(parts, dtype).astype(table_dtype), None
+
+
+_lookup_with_gradient_in.defvjp(_lookup_forward, _lookup_backward)
+
+
 def shard_map(
     function: Callable[..., jax.Array], in_names: Sequence[tuple[str | None, ...]], out_names: tuple[str | None, ...]
 ) -> Callable[..., jax.Array]:
@@ -297,8 +422,7 @@ def shard_map(
             if len(names) != x.ndim:
                 raise ValueError(f"shard_map takes one name per axis: got {names} for an array of shape {x.shape}.")
             axis_sizes += zip(names, x.shape, strict=True)
-        mesh = jax.sharding.get_abstract_mesh()
-        axes = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+        axes = auto_axes()
         if not axes or (unmapped_axes() and not any(mesh_axes(name) for name, _ in axis_sizes)):
             return function(*arrays)
         whole = {name for name, size in axis_sizes if name is None or size % num_shards(name)}

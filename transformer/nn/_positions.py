@@ -16,7 +16,7 @@ import numpy as np
 
 from transformer.config._parts import RotaryScaling
 from transformer.nn._axes import Array, Float, Hidden, Int, Positions
-from transformer.nn._partitioning import lookup
+from transformer.nn._partitioning import lookup, platform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,8 @@ class SinusoidalHalves(Sinusoidal):
 class Learned(PositionScheme):
     """One learned vector per position, added to embeddings (Gehring et al. 2017; Devlin et al. 2018).
 
-    The table is `max_length` x `features`. A position outside the table gives NaN.
+    The table has a row of `features` numbers for each of the first `max_length` positions, except those of the range
+    `without`: nothing is added there (registers of images). A position outside gives NaN.
 
     Raises:
         ValueError: an input longer than the table.
@@ -99,10 +100,11 @@ class Learned(PositionScheme):
 
     max_length: int
     features: int
+    without: range = range(0)
 
     @property
     def table_shape(self) -> tuple[int, int]:
-        return self.max_length, self.features
+        return self.max_length - len(self.without), self.features
 
     def add(self, x: Hidden, positions: Positions, table: Float[Array, "R W"] | None = None) -> Hidden:
         if isinstance(x.shape[1], int) and x.shape[1] > self.max_length:
@@ -110,7 +112,13 @@ class Learned(PositionScheme):
                 f"{x.shape[1]} positions don't fit a learned table of {self.max_length} (max_length). "
                 f"Shorten the input, or train a model with a larger max_length or another position scheme."
             )
-        return x + lookup(table, positions).astype(x.dtype)
+        if not self.without:
+            return x + lookup(table, positions).astype(x.dtype)
+        # The rows of later positions are further to the front of the table.
+        first, end = self.without.start, self.without.stop
+        rows = jnp.where(positions < end, jnp.minimum(positions, first), positions - len(self.without))
+        skipped = ((positions >= first) & (positions < end))[..., None]
+        return jnp.where(skipped, x, x + lookup(table, rows).astype(x.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +185,41 @@ class Rotary(PositionScheme):
             )
         angle = angles(positions, self.frequencies(size))[:, :, None, :]  # (B, T, 1, size / 2), the same for all heads
         cos, sin = jnp.cos(angle) * self.magnitude, jnp.sin(angle) * self.magnitude
-        # In float32: bfloat16 rounding of cos and sin would blur positions.
-        first, second = jnp.split(heads[..., :size].astype(jnp.float32), 2, axis=-1)
-        # The 2D rotation (a, b) -> (a cos - b sin, b cos + a sin) of each pair.
-        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        return jnp.concatenate([rotated.astype(heads.dtype), heads[..., size:]], axis=-1)
+        return jnp.concatenate([_rotate_pairs(heads[..., :size], cos, sin), heads[..., size:]], axis=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryGrid(PositionScheme):
+    """Rotary positions of image patches, by row and column (DINOv3, Siméoni et al. 2025, arXiv 2508.10104).
+
+    Rotates each pair of dimensions (i, i + H/2): the first half of the pairs by the row of the patch, the second half
+    by its column. Both are coordinates of the center of the patch, from -1 to 1 over the image. Positions below
+    `first` are learned tokens, which are not rotated; then the patches of the `grid` of (rows, columns) follow, row by
+    row.
+
+    Raises:
+        ValueError: a head size that is not a multiple of 4.
+    """
+
+    grid: tuple[int, int]
+    first: int
+    base: float = 100.0
+
+    def rotate(self, heads: Float[Array, "B T N H"], positions: Positions) -> Float[Array, "B T N H"]:
+        size, (rows, columns) = heads.shape[-1], self.grid
+        if size % 4:
+            raise ValueError(
+                f"RotaryGrid rotates half of the pairs of dimensions by the row and half by the column: expected a "
+                f"head size that is a multiple of 4, got {size}. Change the head size."
+            )
+        # radians per unit of the coordinate: 2 pi / base^(4i / H), i = 0, ..., H/4 - 1
+        frequencies = jnp.asarray(2 * np.pi * self.base ** (-np.arange(0, size, 4) / size), jnp.float32)
+        patch = positions - self.first
+        row, column = (patch // columns + 0.5) / rows, (patch % columns + 0.5) / columns
+        coordinates = 2 * jnp.stack([row, column], -1) - 1  # (B, T, 2)
+        angle = (coordinates[..., None] * frequencies[None, None, None, :]).reshape(*positions.shape, size // 2)
+        angle = jnp.where((patch < 0)[..., None], 0.0, angle)[:, :, None, :]  # (B, T, 1, H / 2)
+        return _rotate_pairs(heads, jnp.cos(angle), jnp.sin(angle))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +308,25 @@ class T5Bias(PositionScheme):
         buckets = self.bucket(keys[:, None, :] - queries[:, :, None])  # (B, t, s)
         # (B, t, s, N) -> (B, N, t, s)
         return jnp.take(table, buckets, axis=0).astype(jnp.float32).transpose(0, 3, 1, 2)
+
+
+def _rotate_pairs(
+    x: Float[Array, "B T N R"], cos: Float[Array, "B T 1 F"], sin: Float[Array, "B T 1 F"]
+) -> Float[Array, "B T N R"]:
+    """Rotate each pair (a, b) = (x_i, x_(i+F)) to (a cos_i - b sin_i, b cos_i + a sin_i), in float32; R = 2 F.
+
+    bfloat16 rounding of cos and sin would blur positions.
+    """
+    if platform() == "tpu":
+        # The same sums as x cos + swapped sin, where `swapped` has the halves in exchanged order, and the first half of
+        # sin is negative. A TPU stores arrays in rows of 128 values, so two halves of 64 would take the memory of two
+        # whole heads. Written like this, the compiler reads x and writes the result, and stores nothing in between.
+        half = cos.shape[-1]
+        swapped = jnp.concatenate([x, x], axis=-1)[..., half : 3 * half]
+        cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+        return (x.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin).astype(x.dtype)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Array, "B T F"]:

@@ -9,12 +9,16 @@ A mesh is a grid of devices with named axes (GSPMD, Xu et al. 2021, arXiv 2105.0
 - `context` splits the length of sequences;
 - `expert` splits the experts of a mixture-of-experts layer, and the rows of the batch elsewhere.
 
+The devices may form several slices, which only the slow data-center network (DCN) connects. An axis then has a part
+within a slice and a part across slices, and its size is the product of both.
+
 `state_shardings` also supports a mesh with other axes: pass `rules`, pairs of a logical axis of `PARAMETER_AXES` and
 the mesh axis that splits it.
 """
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,25 +40,63 @@ AXES = ("data", "fsdp", "expert", "context", "tensor")
 """mesh axes; those with the most communication come last, because neighbors in the list of devices have the fastest
 connection"""
 
+HOST_MEMORY = "pinned_host"
+"""JAX's memory kind of host memory that devices access directly"""
+
 BATCH_AXES = ("data", "fsdp", "expert")
 """mesh axes that split the rows of a batch"""
 
-PARAMETER_AXES: dict[str, str] = {
+PARAMETER_AXES: dict[str, str | None] = {
     "embed": "fsdp",
     "heads": "tensor",
     "feed_forward": "tensor",
     "vocab": "tensor",
     "expert": "expert",
+    "norm": None,  # communicating a vector in each layer and pass would cost more time than its memory is worth
 }
-"""logical axis of a parameter -> the mesh axis that splits it, unless `rules` are given"""
+"""logical axis of a parameter -> the mesh axis that splits it, or None, unless `rules` are given"""
 
 
 ParallelKind = Literal["mesh", "pmap"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class DcnConfig:
+    """Sizes of the mesh axes across slices, which the data-center network (DCN) connects.
+
+    Their product is the number of slices. `data` communicates least.
+
+    Raises:
+        ConfigError: a size that is not an integer of at least 1.
+    """
+
+    data: int = 1
+    """number of slices that split the rows of a batch"""
+    fsdp: int = 1
+    """number of slices that split rows, parameters, gradients and optimizer state"""
+    tensor: int = 1
+    """number of slices that split heads, feed-forward width and vocabulary"""
+    context: int = 1
+    """number of slices that split the length of sequences"""
+    expert: int = 1
+    """number of slices that split the experts of a mixture-of-experts layer, and rows elsewhere"""
+
+    def __post_init__(self):
+        for axis, size in self.sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ConfigError(f"parallel.dcn.{axis} must be an integer of at least 1, got {size!r}.")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each mesh axis across slices."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How to distribute a run over devices. It changes speed and memory; results differ only by rounding.
+
+    The sizes of the axes are those within a slice; `dcn` multiplies them.
 
     Raises:
         ConfigError: impossible sizes, or kind "pmap" with anything other than data parallelism.
@@ -72,6 +114,10 @@ class ParallelConfig:
     """number of devices that split the length of sequences"""
     expert: int = 1
     """number of devices that split the experts of a mixture-of-experts layer, and rows elsewhere"""
+    dcn: DcnConfig = DcnConfig()
+    """sizes of the axes across slices, by which those within a slice are multiplied"""
+    optimizer_memory_host_offload: bool = False
+    """keep the optimizer state in host memory, and copy it to the devices for the update"""
     devices: int | None = None
     """number of devices to use, from the start of JAX's list; None: all"""
     coordinator: str | None = None
@@ -88,16 +134,27 @@ class ParallelConfig:
     def __post_init__(self):
         check_choice("parallel.kind", self.kind, ParallelKind.__args__)
         self._check_processes()
-        for axis, size in self.sizes.items():
+        for axis in AXES:
+            size = getattr(self, axis)
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
                 raise ConfigError(f"parallel.{axis} must be at least 1, or -1 for all remaining devices, got {size!r}.")
         if self.devices is not None and (not isinstance(self.devices, int) or self.devices < 1):
             raise ConfigError(f"parallel.devices must be an integer of at least 1, or None, got {self.devices!r}.")
-        split = [axis for axis, size in self.sizes.items() if axis != "data" and size != 1]
-        if self.kind == "pmap" and split:
+        if self.kind == "pmap":
+            self._check_pmap()
+
+    def _check_pmap(self) -> None:
+        split = {axis: getattr(self, axis) for axis in AXES if axis != "data" and getattr(self, axis) != 1}
+        split |= {f"dcn.{axis}": size for axis, size in self.dcn.sizes.items() if size != 1}
+        for name, size in split.items():
             raise ConfigError(
-                f"parallel.kind pmap splits only the rows of a batch, but parallel.{split[0]} is "
-                f"{self.sizes[split[0]]}. Remove that option, or use parallel.kind mesh."
+                f"parallel.kind pmap splits only the rows of a batch, over the devices of one process, but "
+                f"parallel.{name} is {size}. Remove that option, or use parallel.kind mesh."
+            )
+        if self.optimizer_memory_host_offload:
+            raise ConfigError(
+                "parallel.kind pmap keeps the whole state in device memory, but parallel.optimizer_memory_host_offload "
+                "is True. Remove that option, or use parallel.kind mesh."
             )
 
     def _check_processes(self) -> None:
@@ -126,8 +183,9 @@ class ParallelConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Requested size of each mesh axis."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        """Requested size of each mesh axis: its size within a slice times its size across slices; -1 stays -1."""
+        within = {axis: getattr(self, axis) for axis in AXES}
+        return {axis: size if size == -1 else size * self.dcn.sizes[axis] for axis, size in within.items()}
 
     def choose(self, devices: Sequence[jax.Device]) -> list[jax.Device]:
         """Return the devices to use. Raises ConfigError if fewer than `devices` are available."""
@@ -165,36 +223,109 @@ def mesh_sizes(wanted: Mapping[str, int], num_devices: int) -> dict[str, int]:
     return sizes
 
 
-def describe_sizes(sizes: Mapping[str, int]) -> str:
-    """Describe the axes with a size above 1, "data 4 x tensor 2"; "" if there are none."""
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+def describe_sizes(sizes: Mapping[str, int], dcn: DcnConfig = DcnConfig()) -> str:
+    """Describe the axes with a size above 1, "data 4 x tensor 2 (data 2 across slices)"; "" if there are none."""
+    whole, across = (
+        " x ".join(f"{axis} {size}" for axis, size in part.items() if size > 1) for part in (sizes, dcn.sizes)
+    )
+    return f"{whole} ({across} across slices)" if across else whole
 
 
-def make_mesh(wanted: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Create a mesh of these devices (None: all) with every axis of `AXES`. Raises ConfigError like `mesh_sizes`."""
+def make_mesh(
+    wanted: Mapping[str, int], devices: Sequence[jax.Device] | None = None, dcn: DcnConfig = DcnConfig()
+) -> Mesh:
+    """Create a mesh of these devices with every axis of `AXES`.
+
+    Args:
+        wanted: sizes of the axes, across all slices.
+        devices: the devices; None: all.
+        dcn: the factor of each size that runs across slices. TPU slices are known from their devices; other devices
+            are divided into groups in their order, so that each process belongs to one group.
+
+    Raises:
+        ConfigError: as `mesh_sizes`, or `dcn` does not fit the slices, the processes or the sizes.
+    """
     devices = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes(wanted, len(devices))
     shape, names, types = tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(AXES)
+    check_slices(devices, dcn)
+    _check_factors(sizes, dcn)
+    if dcn != DcnConfig():
+        return Mesh(_hybrid_grid(devices, sizes, dcn), names, types)
     try:
         return jax.make_mesh(shape, names, axis_types=types, devices=devices)
     except NotImplementedError:  # the sizes split an axis of the torus, which JAX refuses by default except on a v5e
         return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), names, types)
 
 
+def check_slices(devices: Sequence[jax.Device], dcn: DcnConfig) -> None:
+    """Raise a ConfigError if the sizes across slices do not fit the slices or the processes of the devices."""
+    groups, given = math.prod(dcn.sizes.values()), _dcn_flags(dcn)
+    if devices[0].platform == "tpu":
+        slices = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
+        if len(set(slices.values())) > 1:
+            raise ConfigError(
+                f"every slice of a mesh must have the same number of devices, but the slices have "
+                f"{', '.join(str(slices[index]) for index in sorted(slices))}. Use whole slices: change "
+                f"parallel.devices."
+            )
+        if groups != len(slices):
+            fit = f"Pass --parallel.dcn.data {len(slices)}, or other sizes with this product."
+            raise ConfigError(
+                f"the product of the sizes across slices must be the number of slices, which is {len(slices)}, got "
+                f"{given or '1 (no --parallel.dcn options)'}. {fit if len(slices) > 1 else 'Remove these options.'}"
+            )
+    elif groups > 1:
+        per_process = collections.Counter(device.process_index for device in devices)
+        if len(per_process) > 1 and len(per_process) % groups:
+            fit = [n for n in range(2, len(per_process) + 1) if len(per_process) % n == 0]
+            raise ConfigError(
+                f"each process must belong to one slice, but {len(per_process)} processes can't be divided evenly into "
+                f"the {groups} slices of {given}. The number of slices can be {', '.join(map(str, fit))}."
+            )
+
+
+def _check_factors(sizes: Mapping[str, int], dcn: DcnConfig) -> None:
+    for axis, factor in dcn.sizes.items():
+        if sizes[axis] % factor:
+            raise ConfigError(
+                f"parallel.dcn.{axis} ({factor}) must divide the size of the mesh axis {axis} ({sizes[axis]}), of "
+                f"which it is the part across slices. Change parallel.dcn.{axis}, or the sizes of the other axes."
+            )
+
+
+def _dcn_flags(dcn: DcnConfig) -> str:
+    return " ".join(f"--parallel.dcn.{axis} {size}" for axis, size in dcn.sizes.items() if size > 1)
+
+
+def _hybrid_grid(devices: Sequence[jax.Device], sizes: Mapping[str, int], dcn: DcnConfig) -> np.ndarray:
+    """Return the devices as an array of the shape of the mesh; the slower part of each axis runs across slices."""
+    across = tuple(dcn.sizes[axis] for axis in sizes)
+    within = tuple(size // factor for size, factor in zip(sizes.values(), across, strict=True))
+    if devices[0].platform == "tpu":
+        return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+    # Axes (slices along axis 0, slices along axis 1, ..., devices along axis 0, ...) -> each pair next to each other.
+    grid = np.array(devices, object).reshape(*across, *within)
+    pairs = [place for axis in range(len(sizes)) for place in (axis, len(sizes) + axis)]
+    return grid.transpose(pairs).reshape(tuple(sizes.values()))
+
+
 def check_model(config: TransformerConfig, sizes: Mapping[str, int]) -> None:
     """Raise a ConfigError if the mesh would split a dimension of the model that is not divisible by its size."""
-    needs = (
-        ("num_heads", config.num_heads, "tensor"),
-        ("d_ff", config.feed_forward_width, "tensor"),
-        ("d_model", config.d_model, "fsdp"),
-    )
-    for field, size, axis in needs:
-        if size % sizes[axis]:
-            fit = [n for n in range(1, size + 1) if size % n == 0 and n <= 2 * sizes[axis]]
-            raise ConfigError(
-                f"model.{field} ({size}) must be a multiple of parallel.{axis} ({sizes[axis]}), which splits it. "
-                f"parallel.{axis} can be {', '.join(map(str, fit))}; or change model.{field}."
-            )
+    parts = {"model": config} | ({} if config.images is None else {"model.input": config.image_encoder})
+    for name, part in parts.items():
+        needs = (
+            ("num_heads", part.num_heads, "tensor"),
+            ("d_ff", part.feed_forward_width, "tensor"),
+            ("d_model", part.d_model, "fsdp"),
+        )
+        for field, size, axis in needs:
+            if size % sizes[axis]:
+                fit = [n for n in range(1, size + 1) if size % n == 0 and n <= 2 * sizes[axis]]
+                raise ConfigError(
+                    f"{name}.{field} ({size}) must be a multiple of parallel.{axis} ({sizes[axis]}), which splits it. "
+                    f"parallel.{axis} can be {', '.join(map(str, fit))}; or change {name}.{field}."
+                )
 
 
 def num_row_shards(sizes: Mapping[str, int]) -> int:
@@ -265,6 +396,29 @@ def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return axes if len(axes) > 1 else axes[0] if axes else None
 
 
+def check_host_memory(devices: Sequence[jax.Device], option: str) -> None:
+    """Raise a ConfigError if the devices can't use pinned host memory, which `option` needs."""
+    kinds = {memory.kind for memory in devices[0].addressable_memories()}
+    remove = f"Remove {option}; to save device memory without it, use --execution.remat full or --parallel.fsdp."
+    if HOST_MEMORY not in kinds:
+        raise ConfigError(
+            f"{option} needs devices with the memory kind {HOST_MEMORY}, but {devices[0].device_kind} has "
+            f"{', '.join(sorted(kinds))}. {remove}"
+        )
+    if devices[0].platform == "cpu" and jax.__version_info__ < (0, 10):  # XLA can't partition or crashes (jax 0.7.2)
+        raise ConfigError(
+            f"{option} needs jax 0.10 or newer on a CPU, but this is jax {jax.__version__}. {remove} On a CPU it is "
+            f"only for tests, because device memory is host memory."
+        )
+
+
+def offloaded(shardings: Any, shapes: Any) -> Any:
+    """Return the shardings with all arrays in host memory; scalars, such as step counts, stay on the devices."""
+    return jax.tree.map(
+        lambda sharding, leaf: sharding.with_memory_kind(HOST_MEMORY) if leaf.shape else sharding, shardings, shapes
+    )
+
+
 def state_shardings(state: Any, mesh: Mesh, rules: AxisRules | None = None) -> Any:
     """Return a `NamedSharding` for each leaf of a tree of parameters, optimizer states or both.
 
@@ -275,10 +429,10 @@ def state_shardings(state: Any, mesh: Mesh, rules: AxisRules | None = None) -> A
         state: parameters, a `flax.training.train_state.TrainState`, or any tree that contains the paths of parameters,
             of arrays or `jax.ShapeDtypeStruct`s; `jax.eval_shape` creates one without allocating arrays.
         mesh: any mesh. Axes that occur only in the rules are ignored.
-        rules: which mesh axes split the logical axes "embed", "heads", "feed_forward", "vocab", "expert", "layers" and
-            those declared by your own modules (`parameter_axes.declare`), such as `[("embed", "fsdp"), ("heads", ("tp",
-            "sp"))]`, in the form of `nn.logical_axis_rules`. None: the current rules (`partitioning.axis_rules` or
-            `nn.logical_axis_rules`), or else `PARAMETER_AXES`.
+        rules: which mesh axes split the logical axes "embed", "heads", "feed_forward", "vocab", "expert", "norm",
+            "layers" and those declared by your own modules (`parameter_axes.declare`), such as `[("embed", "fsdp"),
+            ("heads", ("tp", "sp"))]`, in the form of `nn.logical_axis_rules`. None: the current rules
+            (`partitioning.axis_rules` or `nn.logical_axis_rules`), or else `PARAMETER_AXES`.
 
     Raises:
         ConfigError: rules of another form.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,14 +26,31 @@ SAVED_NAMES = ("attention_output", "feed_forward_hidden")
 
 _RESIDUALS = tuple(name for kernel in ALL_KERNELS.values() for name in kernel.residuals)
 
+
+def _is_saved_dot(prim: Any, *factors: Any, **params: Any) -> bool:
+    """Return whether the remat policy "dots" stores the result of an operation: of a product without batch axes.
+
+    Not that of 8-bit factors, which takes 4 bytes a number: `_layers.py` names it after it is scaled and rounded.
+    """
+    small = all(getattr(factor, "dtype", None) is not None and factor.dtype.itemsize == 1 for factor in factors)
+    return not small and jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *factors, **params)
+
+
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     # A kernel is no dot: without its residuals, the backward pass would run the forward kernel a second time.
     "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(*_RESIDUALS),
+        _is_saved_dot,
+        jax.checkpoint_policies.save_only_these_names("quantized_product", *_RESIDUALS),
     ),
     "names": jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES, *_RESIDUALS),
+    # The input of a layer is always stored. It has a name here, so that it is stored in host memory too.
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["layer_input", *SAVED_NAMES, *_RESIDUALS],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 """values that the backward pass may store instead of recomputing them, by name of the policy"""
 
@@ -46,13 +64,30 @@ class _Period(nn.Module):
     execution: Execution
 
     @nn.compact
-    def __call__(self, x: Hidden, cache: Any, inputs: LayerInputs) -> tuple[Hidden, tuple[Any, Aux]]:
-        caches, auxes = {}, {}
+    def __call__(self, state: Any, layer: Any, inputs: LayerInputs) -> tuple[Any, tuple[Any, Aux]]:
+        """Apply the layers of one repeat.
+
+        Args:
+            state: x (B, T, D), and the caches of self-attention of all repeats, or None.
+            layer: the number of the repeat, and its caches of cross-attention; both None without a cache.
+            inputs: those of `Block`.
+
+        Returns:
+            The new state; the new caches of cross-attention, and aux.
+        """
+        (x, caches), (number, contexts) = state, layer
+        caches, contexts, auxes = dict(caches or {}), dict(contexts or {}), {}
         for slot, kind in enumerate(self.config.stack.period):
             name = f"slot_{slot}"
             block = _block(self, kind, name, scanned=self.execution.scan)
-            x, caches[name], auxes[name] = block(x, inputs, None if cache is None else cache[name])
-        return x, (None if cache is None else caches, sum_aux(auxes.values()))
+            cache = None
+            if name in caches:
+                cache = LayerCache(dataclasses.replace(caches[name], layer=number), contexts[name])
+            x, cache, auxes[name] = block(x, inputs, cache)
+            if cache is not None:
+                caches[name] = dataclasses.replace(cache.self_attention, layer=None)
+                contexts[name] = cache.cross_attention
+        return (x, caches or None), (contexts or None, sum_aux(auxes.values()))
 
 
 def _block(parent: Any, kind: LayerKind, name: str, scanned: bool) -> nn.Module:
@@ -183,12 +218,21 @@ class Stack(nn.Module):
                 variable_axes={"params": 0, "intermediates": 0},
                 # Separate random keys per repeat: otherwise all layers would start equal and drop the same entries.
                 split_rngs={"params": True, "dropout": True},
-                in_axes=(0, nn.broadcast),  # each repeat gets its slice of the cache, and the same inputs
+                in_axes=(0, nn.broadcast),  # each repeat gets its number and context cache, and the same inputs
                 length=repeats,
                 unroll=1 if self.execution.scan else repeats,
                 metadata_params={nn.PARTITION_NAME: LAYERS},  # for parameters in boxes (`sharding.with_logical_axes`)
             )(config, self.causal, self.cross, self.execution, name="layers")
-            x, (caches["layers"], aux) = period(x, None if cache is None else cache["layers"], inputs)
+            # Caches of self-attention are carried from repeat to repeat, and each repeat updates its own part in place.
+            # If each repeat got its slice and returned it, every token would copy the whole cache several times.
+            number, own, contexts = None, None, None
+            if cache is not None:
+                number = jnp.arange(repeats)
+                own = {name: one.self_attention for name, one in cache["layers"].items()}
+                contexts = {name: one.cross_attention for name, one in cache["layers"].items()}
+            (x, own), (contexts, aux) = period((x, own), (number, contexts), inputs)
+            if cache is not None:
+                caches["layers"] = {name: LayerCache(own[name], contexts[name]) for name in own}
             auxes.append(jax.tree.map(lambda a: a.sum(0), aux))  # (repeats, B) -> (B,)
         for i, kind in enumerate(config.stack.suffix):
             x = run_one(f"suffix_{i}", kind, x)

@@ -12,10 +12,15 @@ from transformer.config._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from transformer.training._chips import *  # noqa: F403
+    from transformer.training._distillation import *  # noqa: F403
     from transformer.training._loop import *  # noqa: F403
+    from transformer.training._losses import *  # noqa: F403
     from transformer.training._overrides import *  # noqa: F403
     from transformer.training._parallel import *  # noqa: F403
+    from transformer.training._policy_gradient import *  # noqa: F403
+    from transformer.training._preference import *  # noqa: F403
     from transformer.training._recipe import *  # noqa: F403
+    from transformer.training._rewards import *  # noqa: F403
     from transformer.training._runs import *  # noqa: F403
     from transformer.training._settings import *  # noqa: F403
     from transformer.training._translating import *  # noqa: F403
@@ -23,9 +28,13 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "_chips": ("peak_flops",),
+    "_distillation": ("Distill",),
     "_loop": ("train",),
+    "_losses": ("ctc_loss",),
     "_overrides": ("find_recipe", "load_recipe_file", "override"),
     "_parallel": ("place",),
+    "_policy_gradient": ("GRPO",),
+    "_preference": ("DPO",),
     "_recipe": (
         "Recipe",
         "build_model",
@@ -35,6 +44,7 @@ _EXPORTS = {
         "to_json",
         "with_vocabulary",
     ),
+    "_rewards": ("exact_answer",),
     "_runs": (
         "Run",
         "load_run",

@@ -110,7 +110,7 @@ def _hear_errors_once() -> None:
 
     def is_new(record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        left = text.startswith(("Task exception was never retrieved", "Future exception was never retrieved"))
+        left = "exception was never retrieved" in text  # of a Task, a Future, or a _GatheringFuture
         left = left and any(word in text for word in ("orbax", "OCDBT", "os_error_code"))
         return not left and "_SignalingThread.run() raised an exception" not in text
 

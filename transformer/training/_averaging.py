@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._checks import ConfigError
+from transformer.training import lora
 from transformer.training._checkpoint import Checkpointer, CheckpointError
 from transformer.training._manifest import CheckpointWarning, find_steps, sync, sync_tree
 from transformer.training._provenance import TOKENIZER, provenance
 from transformer.training._recipe import Recipe, load_recipe, save_recipe, to_json
 from transformer.training._restart import AVERAGE
-from transformer.training._runs import is_average, load_own_tokenizer, load_usable
+from transformer.training._runs import is_average, load_own_tokenizer, load_reference, load_usable
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ def average(workdir: str | os.PathLike, last: int, to: str | os.PathLike | None 
     """Write the mean of the parameters of the newest `last` valid checkpoints into a new workdir.
 
     `load_run` opens the new workdir like any other. The workdir of the run is only read. The parameters are those that
-    `load_run` would return: the moving average if the run keeps one, and the merged parameters with LoRA. An earlier
-    average in `to` is replaced atomically. Memory holds one set of parameters and one set of sums, in float32.
+    `load_run` would return: the moving average if the run keeps one, and the merged parameters with LoRA. The reference
+    model of a task that has one is copied, for evaluation. An earlier average in `to` is replaced atomically. Memory
+    holds one set of parameters and one set of sums, in float32.
 
     Args:
         workdir: workdir of a run.
@@ -59,8 +61,12 @@ def average(workdir: str | os.PathLike, last: int, to: str | os.PathLike | None 
     to = Path(to)
     _check_places(workdir, to)
     params, steps = _mean(recipe, workdir, last)
+    reference = load_reference(recipe, workdir, steps[-1])
     facts = {"workdir": str(workdir), "steps": list(steps)}
     trained = provenance(workdir, steps[-1])
+    state = {"params": params}
+    if reference is not None:  # as arrays: a recipe without LoRA has no quantized kernels
+        state["base"] = lora.flatten_adapted(reference)
     recipe = dataclasses.replace(recipe, lora=None)  # the LoRA updates are already merged into the parameters
 
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +79,7 @@ def average(workdir: str | os.PathLike, last: int, to: str | os.PathLike | None 
         (new / AVERAGE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         with Checkpointer(new) as checkpoints:
             data = {"fingerprint": trained.data, "tokenizer": trained.tokenizer, "average": facts}
-            checkpoints.save(steps[-1], {"params": params}, data=data, recipe=to_json(recipe))
+            checkpoints.save(steps[-1], state, data=data, recipe=to_json(recipe))
         sync_tree(new)
         if to.exists():
             os.rename(to, Path(folder) / "old")

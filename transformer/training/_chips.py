@@ -22,12 +22,21 @@ class Chip:
     """maximum number of chips in a pod"""
     flops: float
     """peak throughput of bfloat16 matrix multiplications, FLOP/s"""
+    int8_flops: float | None = None
+    """peak throughput of int8 matrix multiplications, operations per second; None: not published"""
+    fp8_flops: float | None = None
+    """peak throughput of matrix multiplications in float8_e4m3fn and float8_e5m2, FLOP/s; None: not published"""
     hbm: float
     """HBM capacity, GiB"""
     hbm_bandwidth: float
     """HBM bandwidth, bytes/s"""
     ici_bandwidth: float
     """bandwidth of all inter-chip links of a chip together, one direction, bytes/s"""
+    dcn_bandwidth: float | None = None
+    """a chip's share of the bandwidth from its host to the data-center network, one direction, bytes/s; None: unknown,
+    or several slices are not supported"""
+    host_bandwidth: float | None = None
+    """bandwidth between a chip and the memory of its host (PCIe), one direction, bytes/s; None: unknown"""
     config: str | None = None
     """the compiler's name for the way the cores of a chip are combined; None: its default"""
 
@@ -46,6 +55,7 @@ CHIPS = {
             hbm=16,
             hbm_bandwidth=7e11,
             ici_bandwidth=248e9,
+            host_bandwidth=16e9,
         ),
         Chip(
             name="v3",
@@ -58,6 +68,7 @@ CHIPS = {
             hbm=32,
             hbm_bandwidth=9e11,
             ici_bandwidth=328e9,
+            host_bandwidth=16e9,
         ),
         Chip(
             name="v4",
@@ -68,10 +79,22 @@ CHIPS = {
             hbm=32,
             hbm_bandwidth=1.2e12,
             ici_bandwidth=300e9,
+            dcn_bandwidth=6.25e9,
+            host_bandwidth=16e9,
             config="megacore",
         ),
         Chip(
-            name="v5e", axes=2, example="4x4", pod=256, flops=197e12, hbm=16, hbm_bandwidth=819e9, ici_bandwidth=200e9
+            name="v5e",
+            axes=2,
+            example="4x4",
+            pod=256,
+            flops=197e12,
+            int8_flops=393e12,
+            hbm=16,
+            hbm_bandwidth=819e9,
+            ici_bandwidth=200e9,
+            dcn_bandwidth=3.125e9,
+            host_bandwidth=16e9,
         ),
         Chip(
             name="v5p",
@@ -79,12 +102,25 @@ CHIPS = {
             example="2x2x2",
             pod=8960,
             flops=459e12,
+            int8_flops=918e12,
             hbm=95,
             hbm_bandwidth=2765e9,
             ici_bandwidth=600e9,
+            dcn_bandwidth=6.25e9,
+            host_bandwidth=16e9,
         ),
         Chip(
-            name="v6e", axes=2, example="4x4", pod=256, flops=918e12, hbm=32, hbm_bandwidth=1.6e12, ici_bandwidth=400e9
+            name="v6e",
+            axes=2,
+            example="4x4",
+            pod=256,
+            flops=918e12,
+            int8_flops=1836e12,
+            hbm=32,
+            hbm_bandwidth=1.6e12,
+            ici_bandwidth=400e9,
+            dcn_bandwidth=12.5e9,
+            host_bandwidth=32e9,
         ),
         Chip(
             name="tpu7x",
@@ -94,16 +130,26 @@ CHIPS = {
             example="2x2x1",
             pod=9216,
             flops=2307e12,
+            fp8_flops=4614e12,
             hbm=192,
             hbm_bandwidth=7.38e12,
             ici_bandwidth=600e9,
+            dcn_bandwidth=12.5e9,
+            host_bandwidth=16e9,
         ),
     )
 }
 """Chips by name. Sources: Google Cloud's documentation of each TPU version (docs.cloud.google.com/tpu/docs/v5e and so
 on), with bidirectional bandwidths halved. The figures of v5e, v5p and v6e were checked against it in November 2026,
 those of v4 and tpu7x not yet. For v2 and v3: Norrie et al. 2021, "The Design Process for Google's Training Chips: TPUv2
-and TPUv3", IEEE Micro 41(2), table 1."""
+and TPUv3", IEEE Micro 41(2), table 1.
+
+Bandwidths of the data-center network: Google Cloud's documentation (v5e: 6.4 Tbit/s for the 256 chips of a pod; v5p,
+v6e and tpu7x: 50, 100 and 100 Gbit/s per chip), and for v4 Austin et al. 2025, "How to Scale Your Model", part 2
+(jax-ml.github.io/scaling-book/tpus), which has the same figures for the others. v2 and v3 don't support several slices.
+Peaks of int8: Google Cloud's documentation of v5e and v6e, and the same book for v5p; of fp8: that of tpu7x, in which
+v5p and v6e have the peaks of bfloat16.
+Bandwidths of PCIe: the same book, 16 GB/s per chip, and 32 GB/s for v6e. Read in November 2026."""
 
 
 DEVICE_KINDS = {

@@ -49,7 +49,7 @@ def why_not_finite(recipe: Recipe, model: nn.Module, params: Any, batch: Batch) 
     @jax.jit
     def finite(params, row):
         outputs = task.forward(model, {"params": params}, row, deterministic=True, rngs=None)
-        return jnp.isfinite(outputs).all(-1)[0]  # (T,), or () for a classifier
+        return jnp.isfinite(outputs).all(-1).all(0)  # (T,), of both responses of a pair; () for a classifier
 
     for row in range(len(batch["weights"])):
         bad = np.argwhere(~np.asarray(finite(params, {name: array[row : row + 1] for name, array in batch.items()})))

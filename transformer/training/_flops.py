@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from transformer.config._model import TransformerConfig
 from transformer.data.kinds import DataConfig
 from transformer.nn._parameter_axes import axes_of
-from transformer.training._recipe import Recipe
+from transformer.training._recipe import Recipe, build_teacher
 from transformer.training._state import initial_params
-from transformer.training._tasks import TASKS, Shapes
+from transformer.training._task_base import Shapes
+from transformer.training._tasks import TASKS
 
 
 def batch_field(data: DataConfig) -> str:
@@ -30,7 +33,7 @@ def batch_rows(data: DataConfig) -> int:
 
 def batch_shapes(recipe: Recipe) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of a training batch, for a recipe with known sequence lengths."""
-    return TASKS[recipe.task].shapes(recipe.model, recipe.data, batch_rows(recipe.data))
+    return TASKS[recipe.task].batch_shapes(recipe, batch_rows(recipe.data))
 
 
 def sequences(recipe: Recipe, batch: Shapes) -> tuple[int, int]:
@@ -46,10 +49,12 @@ def sequences(recipe: Recipe, batch: Shapes) -> tuple[int, int]:
 
 
 def step_tokens(recipe: Recipe) -> int:
-    """Return the number of tokens per training step: of sources and targets, or patches of images and time series."""
+    """Return the number of tokens per training step: of sources, targets, captions, and patches of images and time
+    series.
+    """
     shapes = batch_shapes(recipe)
     rows, length = sequences(recipe, shapes)
-    return rows * length + (shapes["source"].size if "source" in shapes else 0)
+    return rows * length + (shapes["source"].size if "source" in shapes else rows * _image_positions(recipe.model))
 
 
 def counted(recipe: Recipe) -> tuple[int, str]:
@@ -82,7 +87,8 @@ def step_flops(recipe: Recipe, batch: Shapes | None = None, params: Any = None) 
 
     The full attention matrix is counted: causal masks, windows and packing are not subtracted, although a kernel may
     skip masked blocks. Padding tokens count, because they are computed. Recomputation (remat), norms, softmax and the
-    optimizer do not count. LoRA counts like full training, because the gradients of the merged matrices are computed.
+    optimizer do not count. With LoRA the matrices are frozen and have no gradient, so their backward pass takes as much
+    as their forward pass; the products with the low-rank updates, a few percent of these, do not count.
 
     Args:
         recipe: recipe of the run.
@@ -92,9 +98,10 @@ def step_flops(recipe: Recipe, batch: Shapes | None = None, params: Any = None) 
     model, shapes = recipe.model, batch_shapes(recipe) if batch is None else batch
     rows, length = sequences(recipe, shapes)
     source = shapes["source"].shape[1] if "source" in shapes else 0
-    matrices = matrix_flops(recipe, rows * length, rows * (source or length), params)
+    image = _image_positions(model)
+    matrices = matrix_flops(recipe, rows * length, rows * (source or image or length), params)
 
-    def scores(queries, keys):
+    def scores(queries, keys, model=model):
         # q k^T, (B, N, T, S), contracts over H: 2 T S N H FLOPs per row (one multiplication and one addition per term).
         # The weighted sum of the values, (B, T, N, Hv), contracts over S: 2 T S N Hv.
         return 2 * rows * queries * keys * model.num_heads * (model.size_of_head + model.size_of_value)
@@ -109,8 +116,22 @@ def step_flops(recipe: Recipe, batch: Shapes | None = None, params: Any = None) 
         attention += model.decoder_layers * scores(length, source)  # cross-attention: T queries, S keys
     else:
         attention = self_attentions(model.num_layers) * scores(length, length)
-    # Forward pass once, backward pass twice: y = x W needs dL/dx = dL/dy W^T and dL/dW = x^T dL/dy.
-    return Flops(3 * matrices, 3 * attention)
+        if image:
+            attention += model.images.num_layers * scores(image, image, model.image_encoder)
+    # Forward pass once, backward pass twice: y = x W needs dL/dx = dL/dy W^T and, if W is trained, dL/dW = x^T dL/dy.
+    # A reference model has a forward pass too, and so has a teacher.
+    reference = TASKS[recipe.task].keeps_reference(recipe)
+    own = Flops(((3 if recipe.lora is None else 2) + reference) * matrices, (3 + reference) * attention)
+    if recipe.distill is None:
+        return own
+    teacher = dataclasses.replace(recipe, model=build_teacher(recipe).config, distill=None, lora=None)
+    theirs = step_flops(teacher, shapes)
+    return Flops(own.matrices + theirs.matrices // 3, own.attention + theirs.attention // 3)
+
+
+def _image_positions(model: TransformerConfig) -> int:
+    """Return the length of the sequences of an encoder of images next to that of texts; 0 without one."""
+    return 0 if model.images is None else model.images.patches.positions
 
 
 def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: Any = None) -> int:
@@ -119,7 +140,8 @@ def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: Any = 
     Args:
         recipe: recipe of the run.
         tokens: number of tokens outside the encoder.
-        source_tokens: number of source tokens, which the encoder and the keys and values of cross-attention read.
+        source_tokens: number of source tokens, which the encoder and the keys and values of cross-attention read, or
+            of the positions of images next to texts.
         params: tree of the model's parameters or of their shapes; computed from the recipe if omitted.
     """
     params = jax.eval_shape(lambda: initial_params(recipe)) if params is None else params
@@ -131,7 +153,7 @@ def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: Any = 
         # the token embedding, which may be tied to the output head (`tokens_through` returns 0 if it is not).
         if axes is None or not axes.inputs or (axes.is_table and name != "embedding/embedding"):
             continue
-        reads_source = name.startswith("encoder/") or re.search(r"cross_attention/(key|value)/", name)
+        reads_source = name.startswith(("encoder/", "image/")) or re.search(r"cross_attention/(key|value)/", name)
         size = leaf.size
         count = TASKS[recipe.task].tokens_through(recipe.model, name, source_tokens if reads_source else tokens)
         if "expert" in axes.names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from transformer.training._metrics import MetricsWriter, Progress
 from transformer.training._recipe import Recipe
 from transformer.training._speed import Speed
 from transformer.training._step import NonFiniteError, check_finite
+from transformer.training._tasks import TASKS
 
 MOST_IN_A_ROW = 100
 """limit for consecutive non-finite batches that nan_policy "skip" skips; more of them are not caused by the data"""
@@ -46,6 +47,8 @@ class TrainStats:
     weight: float = 0.0
     router_loss: float = 0.0
     grad_norm: float = 0.0
+    measures: dict[str, float] = field(default_factory=dict)
+    """other sums of the task (`Task.means`), also since the last metrics line"""
     batches: int = 0
     padding: int = 0
     places: int = 0
@@ -161,6 +164,8 @@ class Journal:
         self._clock: float | None = None
         self._tokens, self._steps, self._waited, self._flops = 0.0, 0, 0.0, 0  # since the clock started
         self._compiling = 0.0  # seconds of compilation since the last line
+        self._rolling, self._rollouts = 0.0, 0  # seconds of rollouts since the last line, and their number
+        self._means = TASKS[recipe.task].means(recipe)
 
     def fed(self, seconds: float) -> None:
         """Record how many seconds the batch of the next step took.
@@ -169,6 +174,10 @@ class Journal:
         """
         if self._pending is not None and all(leaf.is_ready() for leaf in jax.tree.leaves(self._pending[1])):
             self._waited += seconds
+
+    def rolled(self, seconds: float) -> None:
+        """Record how many seconds the completions for the next step took. They count as training time."""
+        self._rolling, self._rollouts = self._rolling + seconds, self._rollouts + 1
 
     def compiled(self, seconds: float) -> None:
         """Record how many seconds the compilation of a step took. They do not count as training time."""
@@ -235,6 +244,8 @@ class Journal:
             ledger.weight += weight
             ledger.router_loss += float(values.get("router_loss", 0.0))
             ledger.grad_norm += float(values["grad_norm"])
+            for name in {name for pair in self._means.items() for name in (pair[0], pair[1][1])}:
+                ledger.measures[name] = ledger.measures.get(name, 0.0) + float(values[name])
             ledger.batches += 1
         ledger.skipped = int(values["skipped"])
         if self._clock is None:
@@ -319,6 +330,8 @@ class Journal:
             line = {"train/loss": loss, "train/grad_norm": ledger.grad_norm / ledger.batches}
             if "router_loss" in values:
                 line["train/router_loss"] = ledger.router_loss / max(ledger.weight, 1e-9)
+            for name, (called, per) in self._means.items():
+                line[f"train/{called}"] = ledger.measures[name] / max(ledger.measures[per], 1e-9)
         line["train/learning_rate"] = float(values["learning_rate"])
         if self._recipe.training.nan_policy == "skip":
             line["train/skipped"] = ledger.skipped
@@ -327,9 +340,13 @@ class Journal:
         if ledger.places:
             line["data/padding"] = ledger.padding / ledger.places
         line["perf/peak_memory_bytes"] = peak_bytes()
+        if self._rollouts:
+            line["perf/rollout_s"] = self._rolling / self._rollouts
+            self._rolling, self._rollouts = 0.0, 0
         if self._compiling:
             line["perf/compile_s"], self._compiling = self._compiling, 0.0
         self._writer.write(step, line | speed)
         self._progress.update(step, loss=loss, targets_per_s=speed.get("perf/tokens_per_s"), mfu=speed.get("perf/mfu"))
         ledger.loss_sum = ledger.weight = ledger.router_loss = ledger.grad_norm = 0.0
         ledger.batches = ledger.padding = ledger.places = 0
+        ledger.measures = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import tempfile
@@ -20,26 +21,40 @@ from transformer.data._pipeline import check_batch
 from transformer.nn.models._base import count_parameters
 from transformer.training import _processes as processes
 from transformer.training._checkpoint import Checkpointer
-from transformer.training._evaluation import evaluate_loss
+from transformer.training._evaluation import EvalLoss, evaluate_loss
 from transformer.training._finite import why_not_finite
 from transformer.training._invocations import record_call
 from transformer.training._journal import Journal, TrainStats
 from transformer.training._lock import NAME as LOCK
 from transformer.training._lock import WorkdirLock
 from transformer.training._memory import EVALUATION, STEP, MemoryWatch
+from transformer.training._memory_check import check_embedding, check_layers
+from transformer.training._memory_check import check_memory as refuse_too_large
 from transformer.training._metrics import MetricsWriter, Progress
 from transformer.training._numeric_evaluation import draw_forecasts
 from transformer.training._parallel import Placement, place
 from transformer.training._profiling import Profiler, Window
 from transformer.training._recipe import Recipe, build_model, to_json
-from transformer.training._report import append_samples, cache_line, cut_samples, device_line, report, samples
+from transformer.training._report import (
+    append_samples,
+    cache_line,
+    cut_samples,
+    device_line,
+    example_lines,
+    report,
+    samples,
+    save_example,
+)
 from transformer.training._restart import set_aside, writing_explained
+from transformer.training._reward_evaluation import evaluate_rewards, report_rewards, shown_completions
+from transformer.training._rewards import RewardModel
+from transformer.training._rollouts import Rollouts, make_rollouts
 from transformer.training._runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
 from transformer.training._settings import schedule_warning
 from transformer.training._signals import StopSignal
 from transformer.training._speed import Speed
 from transformer.training._start import Start
-from transformer.training._state import TrainState, make_usable, model_params, parameter_paths
+from transformer.training._state import TrainState, make_usable, merged_params, model_params, parameter_paths
 from transformer.training._step import make_train_step
 from transformer.training._summary import Summary, read_summary, render, render_finished, render_stopped, save_summary
 from transformer.training._tasks import TASKS
@@ -51,9 +66,12 @@ def train(
     *,
     command: str = "",
     start: Start | None = None,
+    teacher: Start | None = None,
+    reward_model: RewardModel | None = None,
     profile: Window | None = None,
     take_over: bool = False,
     restart: bool = False,
+    check_memory: bool = True,
 ) -> Summary:
     """Train a recipe in a workdir to its last step or until a signal. An existing run is resumed, bit for bit.
 
@@ -66,9 +84,12 @@ def train(
         workdir: directory of the run; created if it does not exist.
         command: the command that resumes this run; printed at the end.
         start: a model to initialize from (`transformer.inference.start_from` reads it); not needed again to resume.
+        teacher: the model of `distill.teacher`, read in the same way; not needed again to resume.
+        reward_model: the reward model of `grpo.reward_model`; `transformer.inference.reward_model` reads it.
         profile: the steps to trace.
         take_over: replace the lock of a process on another host (`WorkdirLock`).
         restart: start a new run; the files of an earlier run in the workdir are moved to its directory `previous`.
+        check_memory: stop before any memory is taken if state, gradients and batch can't fit, as their shapes show.
 
     Raises:
         ValueError: the recipe or the data is invalid, or the workdir contains another run.
@@ -87,25 +108,25 @@ def train(
         stopping = processes.SharedStop(resources.enter_context(StopSignal()))
 
         # Recipe, data, model, and the pure step on its devices
-        recipe, dataset = _open_alike(recipe, workdir, start, restart)
+        recipe, dataset = _open_alike(recipe, workdir, start, restart, teacher)
         model, steps = build_model(recipe), recipe.training.steps
         watch = resources.enter_context(MemoryWatch(recipe))
-        placement = watch.placement = place(recipe, make_train_step)
-        print("\n".join(filter(None, (f"data: {dataset.describe()}", placement.describe()))))
+        placement = watch.placement = placed(recipe, dataset, check_memory)
+        _print_lines(f"data: {dataset.describe()}", example_lines(dataset), placement.describe())
+        rollouts = make_rollouts(recipe, dataset, model, placement, reward_model)
 
         # State: restored from the newest checkpoint, or new
         if restart and (previous := processes.first_decides(lambda: str(set_aside(workdir) or ""))):
             print(f"restart: the earlier run is now in {previous}")
-        keep = {"keep_last": recipe.checkpoint.keep_last, "keep_best": recipe.checkpoint.keep_best}
-        checkpoints = resources.enter_context(Checkpointer(workdir, **keep))
-        batches = dataset.train_batches(recipe.training.seed, placement.rows)
-        state, ledger = begin(recipe, dataset, workdir, checkpoints, batches, placement, start)
+        checkpoints = resources.enter_context(_checkpointer(recipe, workdir))
+        # Each process needs only its rows, but all prompts: the completions are written by all processes together.
+        batches = dataset.train_batches(recipe.training.seed, placement.rows if rollouts is None else None)
+        state, ledger = begin(recipe, dataset, workdir, checkpoints, batches, placement, start, teacher)
         step, usable = int(state.step), make_usable(recipe)
-        record_run(recipe, dataset, own_dir)
-        cut_samples(own_dir, step)
+        _record(recipe, dataset, own_dir, step)
 
         # Summary: a finished run prints it again and ends here
-        shapes = jax.eval_shape(usable, state)
+        shapes = jax.eval_shape(lambda one: merged_params(recipe, one.averaged, one.base), state)
         about = {"name": recipe.name, "workdir": str(workdir), "command": command, "task": recipe.task}
         summary = Summary(**about, steps=steps, parameters=count_parameters(shapes))
         print(_model_lines(recipe, model, summary.parameters, state))
@@ -133,6 +154,7 @@ def train(
             placement=placement,
             usable=usable,
             batches=batches,
+            rollouts=rollouts,
             ledger=ledger,
             journal=Journal(recipe, ledger, writer, progress, parameter_paths(state.params), speed=speed),
             state=state,
@@ -149,6 +171,32 @@ def train(
         )
         training.run()
         return training.finish(summary)
+
+
+def placed(recipe: Recipe, dataset: Dataset, check: bool) -> Placement:
+    """Place the training step on the devices; with `check`, refuse a run that can't fit into their memory."""
+    check_layers(recipe)
+    if check:
+        check_embedding(recipe)
+    placement = place(recipe, make_train_step)
+    if check:
+        refuse_too_large(recipe, dataset, placement)
+    return placement
+
+
+def _print_lines(*lines: str) -> None:
+    print("\n".join(filter(None, lines)))
+
+
+def _checkpointer(recipe: Recipe, workdir: Path) -> Checkpointer:
+    return Checkpointer(workdir, keep_last=recipe.checkpoint.keep_last, keep_best=recipe.checkpoint.keep_best)
+
+
+def _record(recipe: Recipe, dataset: Dataset, own_dir: Path, step: int) -> None:
+    """Write the files about the run before its training, and remove samples of later steps than `step`."""
+    record_run(recipe, dataset, own_dir)
+    save_example(own_dir, dataset)
+    cut_samples(own_dir, step)
 
 
 @contextlib.contextmanager
@@ -171,13 +219,16 @@ def _one_writer(workdir: Path, lock: WorkdirLock) -> Iterator[Path]:
         yield own_dir
 
 
-def _open_alike(recipe: Recipe, workdir: Path, start: Start | None, restart: bool) -> tuple[Recipe, Dataset]:
+def _open_alike(
+    recipe: Recipe, workdir: Path, start: Start | None, restart: bool, teacher: Start | None
+) -> tuple[Recipe, Dataset]:
     """Open the recipe and its data (`open_run`). ConfigError if the processes of the run disagree on either."""
     print("\n".join(filter(None, (device_line(), cache_line()))), flush=True)
     processes.check_alike("settings", shared_facts(recipe))
     processes.check_alike("--restart", str(restart))
     processes.check_alike("models to start from", "" if start is None else start.fingerprint)
-    recipe, dataset = open_run(recipe, workdir, say=print, start=start, restart=restart)
+    processes.check_alike("teachers", "" if teacher is None else teacher.fingerprint)
+    recipe, dataset = open_run(recipe, workdir, say=print, start=start, restart=restart, teacher=teacher)
     if (warning := schedule_warning(recipe.optimizer, recipe.training.steps)) and processes.is_first():
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     processes.check_alike("data", dataset.fingerprint)
@@ -214,6 +265,8 @@ class _Training:
     usable: Callable[[TrainState], Any]
     """returns the parameters of a state that are evaluated"""
     batches: Any
+    rollouts: Rollouts | None
+    """completes the prompts of the data; None for data with targets"""
     ledger: TrainStats
     journal: Journal
     state: TrainState
@@ -239,6 +292,9 @@ class _Training:
         recipe, steps = self.recipe, self.recipe.training.steps
         while True:
             self.profiler.at(self.step, self.journal.pause)
+            if self.rollouts is not None and self.rollouts.unfinished(self.step):
+                self.advance()  # a checkpoint does not contain the completions, so a run can't stop between these steps
+                continue
             stop = self.stopping.soon()
             to_evaluate = self.ledger.evaluated < self.step and _due(self.step, recipe.evaluation.every, steps)
             to_save = _due(self.step, recipe.checkpoint.every or recipe.evaluation.every, steps)
@@ -261,11 +317,17 @@ class _Training:
     def advance(self) -> None:
         """Train on the next batch. The metrics of a step are read only after the next step was dispatched."""
         recipe, asked = self.recipe, time.perf_counter()
-        batch = next(self.batches)
+        if self.rollouts is None:
+            batch = next(self.batches)
+        else:
+            batch = self.rollouts.batch(self.state, self.step, self.batches)
         check_batch(
             batch, recipe.model.vocab_size, recipe.model.embedding.source_vocab_size, recipe.model.output.num_classes
         )
-        self.journal.fed(time.perf_counter() - asked)
+        if self.rollouts is None:
+            self.journal.fed(time.perf_counter() - asked)
+        else:
+            self.journal.rolled(self.rollouts.seconds)
         with self._compilation_timed(batch):
             self.watch.batch = batch
             with self.profiler.step(self.step + 1):
@@ -299,11 +361,7 @@ class _Training:
         """Evaluate on held-out data and write samples. After a signal, nothing is recorded."""
         recipe, step = self.recipe, self.step
         self.watch.now = EVALUATION
-        held_out = self.dataset.eval_batches(limit=recipe.evaluation.batches)
-        params = self.usable(self.placement.whole(self.state))
-        strict = recipe.training.nan_policy == "stop"
-        result = evaluate_loss(self.placement.eval_step, params, held_out, self.stopping, strict)
-        text = "" if self.stopping() else samples(recipe, self.model, params, self.dataset, step)
+        result, text = self._evaluated() if self.rollouts is None else self._rewarded()
         if result is not None and not self.stopping():  # otherwise the resumed run evaluates again
             labels = TASKS[recipe.task].labels
             self.ledger.record_evaluation(step, result.loss, result.accuracy, result.mae, labels)
@@ -313,6 +371,31 @@ class _Training:
                 append_samples(self.own_dir, step, text)
                 self.progress.print(text)
         self.watch.now = STEP
+
+    def _evaluated(self) -> tuple[EvalLoss | None, str]:
+        """Return the mean loss on held-out data (None after a signal), and samples."""
+        recipe = self.recipe
+        held_out = self.dataset.eval_batches(limit=recipe.evaluation.batches)
+        params = self.usable(self.placement.whole(self.state))
+        strict = recipe.training.nan_policy == "stop"
+        eval_step = functools.partial(self.placement.eval_step, reference=self._reference())
+        num_bytes = self.dataset.target_bytes(limit=recipe.evaluation.batches)
+        result = evaluate_loss(eval_step, params, held_out, self.stopping, strict, num_bytes)
+        text = "" if self.stopping() else samples(recipe, self.model, params, self.dataset, self.step)
+        return result, text
+
+    def _reference(self) -> Any:
+        """Return the parameters of the reference model; None for a task without one."""
+        return self.placement.whole(self.state).base if TASKS[self.recipe.task].needs_reference else None
+
+    def _rewarded(self) -> tuple[EvalLoss | None, str]:
+        """Return the mean reward on held-out prompts (None after a signal), and some completions."""
+        recipe, params = self.recipe, self.usable(self.placement.whole(self.state))
+        given = recipe, self.model, params, self.dataset, self.rollouts.rewards
+        found = evaluate_rewards(*given, limit=recipe.evaluation.batches, should_stop=self.stopping)
+        if found is None:
+            return None, ""
+        return found[0], shown_completions(found[1][: recipe.evaluation.samples])
 
     def save(self) -> None:
         """Start to save a checkpoint, after all metrics up to its step are on disk."""
@@ -355,7 +438,11 @@ class _Training:
             best = load_run(summary.workdir)
             params, shown = best.params, best.step
         summary = dataclasses.replace(summary, shown_step=shown)
-        summary = report(recipe, model, params, dataset, summary, self.stopping)
+        if self.rollouts is not None:
+            given = self.rollouts.rewards, summary, self.stopping
+            summary = report_rewards(recipe, model, params, dataset, *given)
+        else:
+            summary = report(recipe, model, params, dataset, summary, self.stopping, self._reference())
         if summary.measures:
             self.writer.write(self.step, summary.measures)
         if (picture := TASKS[recipe.task].picture) and not self.stopping():

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from transformer.nn._axes import Array, Float, Int
 
@@ -62,6 +63,40 @@ def cross_entropy(
     return jnp.where(weights > 0, loss * weights, 0.0).sum(), weights.astype(jnp.float32).sum()
 
 
+def ctc_loss(
+    logits: Float[Array, "B T V"],
+    lengths: Int[Array, " B"],
+    targets: Int[Array, "B t"],
+    target_lengths: Int[Array, " B"],
+    blank_id: int = 0,
+) -> tuple[Scalar, Scalar]:
+    """Compute the loss of connectionist temporal classification (Graves et al. 2006, doi 10.1145/1143844.1143891).
+
+    It is -ln p(targets), where p sums over all sequences of T tokens that become the targets if repeated tokens are
+    merged and blanks are removed (section 4.1).
+
+    Args:
+        logits: unnormalized log-probabilities of each frame.
+        lengths: number of frames of each row.
+        targets: target ids without blanks, with any valid ids as padding.
+        target_lengths: number of targets of each row.
+        blank_id: the blank, the padding token of wav2vec 2.0.
+
+    Returns:
+        The sum of the losses of the rows, in nats, and the number of targets. A row whose targets do not fit into its
+        frames (one frame for each target, and a blank between two equal ones) has an infinite loss.
+    """
+    positions = jnp.arange(targets.shape[1])[None, :]
+    frames = jnp.arange(logits.shape[1])[None, :]
+    padding = (positions >= target_lengths[:, None]).astype(jnp.float32)
+    logit_padding = (frames >= lengths[:, None]).astype(jnp.float32)
+    losses = optax.ctc_loss(logits.astype(jnp.float32), logit_padding, targets, padding, blank_id=blank_id)
+    # optax replaces ln 0 by -1e5, so that a sequence without any alignment would have a plausible, finite loss.
+    repeated = (targets[:, 1:] == targets[:, :-1]) & (positions[:, 1:] < target_lengths[:, None])
+    fits = target_lengths + repeated.sum(1) <= lengths
+    return jnp.where(fits, losses, jnp.inf).sum(), target_lengths.sum().astype(jnp.float32)
+
+
 def correct(logits: Float[Array, "*batch V"], targets: Int[Array, "*batch"], weights: Float[Array, "*batch"]) -> Scalar:
     """Return the weighted number of targets that have the highest logit."""
     return ((logits.argmax(-1) == targets) * weights).astype(jnp.float32).sum()
@@ -98,3 +133,51 @@ def _errors(forecast, targets, weights):
 def _weighted(errors: Float[Array, "B T C"], weights: Float[Array, "B"]) -> Scalar:
     """Sum errors over T and C, weight the rows, and sum over rows."""
     return (errors.sum((1, 2)) * weights).sum()
+
+
+def matched_by_softmax(logits: Float[Array, "B B"], weights: Float[Array, "B"]) -> tuple[Scalar, Scalar]:
+    """Compute the loss of CLIP, in float32 (Radford et al. 2021, arXiv 2103.00020, figure 3).
+
+    It is the mean of two cross-entropies: of the captions given each image, and of the images given each caption.
+
+    Args:
+        logits: (B, B), of image i (row) and caption j (column); the pairs (i, i) belong together.
+        weights: weight of each pair. A pair of weight 0 is also no alternative for the others.
+
+    Returns:
+        The sum of the weighted losses of all pairs, in nats, and the sum of the weights.
+    """
+    logits = _among_counted(logits, weights)
+    numbers = jnp.arange(len(weights))
+    of_texts, weight = cross_entropy(logits, numbers, weights)
+    of_images, _ = cross_entropy(logits.T, numbers, weights)
+    return (of_texts + of_images) / 2, weight
+
+
+def matched_by_sigmoid(logits: Float[Array, "B B"], weights: Float[Array, "B"]) -> tuple[Scalar, Scalar]:
+    """Compute the loss of SigLIP, in float32 (Zhai et al. 2023, arXiv 2303.15343, equation 1).
+
+    Each image and caption is a binary decision: whether they belong together. The loss of a row is the sum over all
+    captions. Arguments and results are those of `matched_by_softmax`.
+    """
+    logits, inside = logits.astype(jnp.float32), weights > 0
+    signs = 2.0 * jnp.eye(len(weights)) - 1.0  # 1 on the diagonal, otherwise -1
+    # -log_sigmoid(x) = log(1 + exp(-x)), which overflows for no x.
+    losses = jnp.where(inside[:, None] & inside[None, :], -jax.nn.log_sigmoid(signs * logits), 0.0)
+    return (losses.sum(1) * weights).sum(), weights.astype(jnp.float32).sum()
+
+
+def matches(logits: Float[Array, "B B"], weights: Float[Array, "B"]) -> tuple[Scalar, Scalar]:
+    """Return the weighted number of images whose own caption has the highest logit, and of captions likewise.
+
+    Arguments are those of `matched_by_softmax`.
+    """
+    logits, numbers = _among_counted(logits, weights), jnp.arange(len(weights))
+    return correct(logits, numbers, weights), correct(logits.T, numbers, weights)
+
+
+def _among_counted(logits: Float[Array, "B B"], weights: Float[Array, "B"]) -> Float[Array, "B B"]:
+    """Return logits (B, B) in float32, those of pairs of weight 0 so low that nothing matches them."""
+    inside = weights > 0
+    # Finite, because a row without any alternative would otherwise be NaN, and its gradient too.
+    return jnp.where(inside[:, None] & inside[None, :], logits.astype(jnp.float32), -1e9)

@@ -11,6 +11,7 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import jax
 from transformer.config._checks import ConfigError
 from transformer.data._config import shared_rows
 from transformer.nn._partitioning import platform as computed_on
-from transformer.nn._sharding import check_model, num_row_shards
+from transformer.nn._sharding import HOST_MEMORY, check_model, num_row_shards
 from transformer.training._chunked_loss import most_at_once
 from transformer.training._flops import Shapes, batch_field, batch_rows, sequences
 from transformer.training._recipe import Recipe
@@ -39,11 +40,22 @@ class OutOfMemoryError(RuntimeError):
 
 
 def device_bytes(devices: Sequence[Any]) -> int:
-    """Return the bytes that JAX can use on the first device; for CPUs, an equal share of the machine's memory."""
+    """Return the bytes that JAX can use on the first device; for CPUs, an equal share of the memory of the host."""
     stats = devices[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    return host_bytes() // len(devices)
+
+
+def host_bytes() -> int:
+    """Return the bytes that this process can use: memory of the machine, limit of the container, `ulimit -v`."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        limits.append(address_space)
+    with contextlib.suppress(OSError, ValueError):  # "max" without a limit; no such file in cgroup v1 or on macOS
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits)
 
 
 def peak_bytes() -> int:
@@ -59,9 +71,11 @@ def peak_bytes() -> int:
 
 
 def shard_bytes(tree: Any) -> int:
-    """Return the bytes per device of a pytree of shapes, which may have shardings."""
+    """Return the bytes in the memory of a device of a pytree of shapes, which may have shardings."""
 
     def size(leaf):
+        if getattr(leaf.sharding, "memory_kind", None) == HOST_MEMORY:
+            return 0
         shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
         return math.prod(shape) * leaf.dtype.itemsize
 
@@ -137,10 +151,11 @@ def remedies(
         parts = {} if need is None else {part: round(getattr(need, part) * share) for part, share in shares.items()}
         found.append(Remedy(flags, what, None if need is None else dataclasses.replace(need, **parts)))
 
-    if sizes["data"] > 1:
-        found_mesh = _mesh_flags(recipe, sizes)
+    replicas = sizes["data"] // recipe.parallel.dcn.data  # in each slice
+    if replicas > 1:
+        found_mesh = _mesh_flags(recipe, sizes, replicas)
         if found_mesh is not None:
-            add(*found_mesh, state=1 / sizes["data"], gradients=1 / sizes["data"])
+            add(*found_mesh, state=1 / replicas, gradients=1 / replicas)
     if times is not None:
         if recipe.execution.remat == "none":
             kept = 1.0 if need is None or batch is None else _kept_by_remat(recipe, sizes, need, batch)
@@ -160,15 +175,16 @@ def remedies(
     return found
 
 
-def _mesh_flags(recipe: Recipe, sizes: Mapping[str, int]) -> tuple[str, str] | None:
-    """Return flags that shard the parameters instead of replicating them, and a description; None if impossible."""
+def _mesh_flags(recipe: Recipe, sizes: Mapping[str, int], replicas: int) -> tuple[str, str] | None:
+    """Return flags that shard the parameters over their replicas in a slice, and a description; None if impossible."""
     before = "" if recipe.parallel.kind == "mesh" else "--parallel.kind mesh "
     before += "" if recipe.parallel.data == -1 else "--parallel.data 1 "
     for axis, what in (("fsdp", "over the data-parallel devices"), ("tensor", "by attention heads and d_ff")):
-        wanted = {**sizes, axis: sizes[axis] * sizes["data"], "data": 1}
+        wanted = {**sizes, axis: sizes[axis] * replicas, "data": sizes["data"] // replicas}
         with contextlib.suppress(ConfigError):
             check_model(recipe.model, wanted)
-            return f"{before}--parallel.{axis} {wanted[axis]}", f"shards parameters and optimizer state {what}"
+            within = wanted[axis] // recipe.parallel.dcn.sizes[axis]
+            return f"{before}--parallel.{axis} {within}", f"shards parameters and optimizer state {what}"
     return None
 
 
@@ -258,10 +274,10 @@ def advice(
         batch: batch of one process, arrays or shapes (B, ...); None: the state alone does not fit.
         platform: "cpu", "gpu" or "tpu".
     """
-    parts = f"parameters, optimizer state and batch {_gib(need.state)}"
+    parts = f"parameters, optimizer state and batch {gib(need.state)}"
     if batch is not None:
-        parts += f", gradients {_gib(need.gradients)}, activations and temporaries {_gib(need.activations)}"
-    text = f"it needs about {_gib(need.total)} per device ({parts}), and JAX can use {_gib(available)}."
+        parts += f", gradients {gib(need.gradients)}, activations and temporaries {gib(need.activations)}"
+    text = f"it needs about {gib(need.total)} per device ({parts}), and JAX can use {gib(available)}."
     times = None if batch is None else times_smaller(need.total, available, need.state + need.gradients)
     found = [one for one in remedies(recipe, sizes, times, need, batch) if one.need.total < 0.97 * need.total]
     if platform == "cpu":  # CPUs compute bfloat16 in float32, so it saves no memory
@@ -269,7 +285,7 @@ def advice(
     found += _more_devices(recipe, sizes, need, available)
     if found:
         alone = {one: "" if one.need.total <= available else ", not enough on its own" for one in found}
-        listed = "; ".join(f"{one} (about {_gib(one.need.total)}{more})" for one, more in alone.items())
+        listed = "; ".join(f"{one} (about {gib(one.need.total)}{more})" for one, more in alone.items())
         text += f" Options that reduce it, with estimates: {listed}."
     if need.total <= available:
         text += " So it should fit: check whether another process uses the device, or whether its memory is fragmented."
@@ -281,7 +297,8 @@ def advice(
 def _more_devices(recipe: Recipe, sizes: Mapping[str, int], need: Need, available: int) -> list[Remedy]:
     """Return the smallest sufficient number of such devices (a power of two) with FSDP; [] if it is not possible."""
     here = sizes["data"]
-    if math.prod(sizes.values()) > here or recipe.parallel.kind != "mesh" or recipe.parallel.data != -1:
+    parallel = recipe.parallel
+    if math.prod(sizes.values()) > here or parallel.kind != "mesh" or parallel.data != -1 or parallel.dcn.data > 1:
         return []  # for a user-defined mesh, only the user knows which axis to enlarge
 
     def split(count: int) -> Need:
@@ -299,6 +316,12 @@ def _more_devices(recipe: Recipe, sizes: Mapping[str, int], need: Need, availabl
         if shared_rows(recipe.data)[1] % (count * recipe.training.accumulation) == 0:
             return [Remedy(f"{count} such devices with --parallel.fsdp {count}", "shards everything", split(count))]
     return []
+
+
+def remedies_for_batch(recipe: Recipe) -> str:
+    """Return a sentence about the options that make a batch smaller."""
+    field = batch_field(recipe.data)
+    return f"Use a smaller --data.{field.replace('_', '-')} ({getattr(recipe.data, field):,}), or shorter rows."
 
 
 class MemoryWatch:
@@ -331,10 +354,10 @@ class MemoryWatch:
         recipe, placement, devices = self._recipe, self.placement, jax.local_devices()
         available = device_bytes(devices)
         if placement is None:
-            return f"JAX can use {_gib(available)} per device. {_first_line(error)}"
+            return f"JAX can use {gib(available)} per device. {_first_line(error)}"
         if self.now != STEP:
             return (
-                f"JAX can use {_gib(available)} per device, and the peak usage was {_gib(peak_bytes())}. Lower "
+                f"JAX can use {gib(available)} per device, and the peak usage was {gib(peak_bytes())}. Lower "
                 f"--data.eval-batch-size ({recipe.data.eval_batch_size}), or disable samples: --evaluation.samples 0."
             )
         if self.batch is None:
@@ -344,11 +367,12 @@ class MemoryWatch:
         try:
             need = step_need(recipe, placement, self.batch)
         except OutOfMemoryError as again:
-            return f"{again}, and JAX can use {_gib(available)} per device. {_first_line(error)}"
+            return f"{again}, and JAX can use {gib(available)} per device. {_first_line(error)}"
         return advice(recipe, placement.sizes, need, available, self.batch, devices[0].platform)
 
 
-def _gib(number: int) -> str:
+def gib(number: int) -> str:
+    """Return a number of bytes in GiB or MiB."""
     return f"{number / GIB:.2f} GiB" if number >= 0.1 * GIB else f"{number / 2**20:.2f} MiB"
 
 

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+from transformer.training._appending import AppendedFile
+from transformer.training._board import BoardWriter
 from transformer.viz._records import metrics_lines, read_metrics
 
 __all__ = ["FILE", "MetricsWriter", "Progress", "read_metrics"]
@@ -50,35 +52,20 @@ class MetricsWriter:
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, self._path)
-        # Unbuffered: a line is in the file immediately, and a failed write leaves no buffer that would fail again.
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  closed by close()
-        self._board = None
-        if tensorboard:
-            from tensorboardX import SummaryWriter  # imported only if needed
-
-            purge = (
-                None if restored_step is None else restored_step + 1
-            )  # TensorBoard hides older events from this step on
-            self._board = SummaryWriter(str(self._path.parent / "tensorboard"), purge_step=purge)
+        self._file = AppendedFile(self._path)
+        self._board = BoardWriter(self._path.parent / "tensorboard", restored_step) if tensorboard else None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one line. Values are Python, NumPy or JAX scalars. The call blocks until JAX scalars are computed."""
         numbers = {name: _number(name, value) for name, value in values.items()}
         record = {"step": int(step)} | {name: _strict(number) for name, number in numbers.items()}
-        try:
-            line = json.dumps(record, allow_nan=False).encode() + b"\n"
-            while line:  # on a nearly full disk, `write` may write only a part
-                line = line[self._file.write(line) :]
-        except OSError as error:
-            remedy = "free some space or choose another workdir, then rerun the command"
-            raise OSError(error.errno, f"{error.strerror}; {remedy}", str(self._path)) from error
+        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         if self._board is not None:
-            for name, number in numbers.items():
-                self._board.add_scalar(name, number, int(step))
+            self._board.write(int(step), numbers)
 
     def flush(self) -> None:
         """Flush everything to disk."""
-        os.fsync(self._file.fileno())
+        self._file.sync()
         if self._board is not None:
             self._board.flush()
 

@@ -1,4 +1,4 @@
-"""Final evaluation of models that do not generate text: measures on a held-out split, and a plot of forecasts."""
+"""Final evaluation without generated text: measures on a held-out split, and a plot of forecasts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ from transformer.training._tasks import TASKS
 
 
 def measured(
-    recipe: Recipe, params: Any, dataset: Dataset, summary: Summary, should_stop: Callable[[], bool]
+    recipe: Recipe,
+    params: Any,
+    dataset: Dataset,
+    summary: Summary,
+    should_stop: Callable[[], bool],
+    reference: Any = None,
 ) -> Summary:
     """Return the summary with the measures of the model and the baseline on the test (or else validation) split."""
     split = "test" if "test" in dataset.splits else "validation"
     batches = dataset.eval_batches(split)
     strict = recipe.training.nan_policy == "stop"
     recipe = dataclasses.replace(recipe, execution=portable(recipe.execution))  # there is no mesh here
-    result = evaluate_loss(compiled_eval_step(recipe), params, batches, should_stop, strict)
+    result = evaluate_loss(compiled_eval_step(recipe, reference), params, batches, should_stop, strict)
     if result is None:
         return summary
     predict = TASKS[recipe.task].baseline

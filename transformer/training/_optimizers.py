@@ -77,38 +77,124 @@ def _rsqrt(config: OptimizerConfig, steps: int, number: jax.Array) -> jax.Array:
     return jnp.sqrt(config.warmup_steps / number)  # 1 at n = w, so it continues the warm-up without a jump
 
 
-def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+def make_optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     """Return a recipe's optimizer: clipping by global norm, the direction, weight decay and the learning rate.
 
-    Sources: clipping, Pascanu et al. 2013, arXiv 1211.5063; Adam, Kingma & Ba 2015, arXiv 1412.6980; Muon, Jordan et
-    al. 2024; decoupled weight decay, Loshchilov & Hutter 2019, arXiv 1711.05101.
+    Its `update` takes the loss as a function of the parameters, `obj_fn`, in addition to the gradient; only sophia uses
+    it.
+
+    Sources: clipping, Pascanu et al. 2013, arXiv 1211.5063; decoupled weight decay, Loshchilov & Hutter 2019, arXiv
+    1711.05101. Those of the directions are at `DIRECTIONS`.
     """
-    config = recipe.optimizer
-    if config.name == "muon":
-        # optax's muon multiplies by minus its learning rate as the last step. With -1 it returns the direction alone,
-        # so that the weight decay and the schedule below apply to it as they do to Adam's direction.
-        direction = optax.contrib.muon(
-            learning_rate=-1.0,
-            beta=config.momentum,
-            adam_b1=config.beta1,
-            adam_b2=config.beta2,
-            eps=config.epsilon,
-            muon_weight_dimension_numbers=muon_dimensions,
-            # Scales each orthogonalized update to an RMS of about 0.2, a typical RMS of AdamW's updates, so that the
-            # same learning rate suits both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
-            consistent_rms=0.2,
-        )
-    else:
-        # m / (sqrt(v) + epsilon), with bias-corrected moving averages m of g and v of g^2 (decays beta1 and beta2).
-        direction = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
-    parts = [direction]
+    config, schedule = recipe.optimizer, make_schedule(recipe)
+    parts = [DIRECTIONS[config.name](config)]
     if config.clip_norm is not None:  # before the direction: the moving averages must not see unclipped gradients
         parts.insert(0, optax.clip_by_global_norm(config.clip_norm))
     # After the direction: decay that is added to the gradient would be rescaled by 1 / sqrt(v), which is L2
     # regularization and not decoupled weight decay. The learning rate multiplies both.
     if config.weight_decay:
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=lambda params: decay_mask(config, params)))
-    return optax.chain(*parts, optax.scale_by_learning_rate(make_schedule(recipe)))
+    optimizer = optax.chain(*parts, optax.scale_by_learning_rate(schedule))
+    if config.name in AVERAGED:
+        # Replaces momentum by an average of the iterates (Defazio et al. 2024, arXiv 2405.15682).
+        optimizer = optax.contrib.schedule_free(optimizer, schedule, b1=config.beta1)
+    return optax.with_extra_args_support(optimizer)
+
+
+def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
+    # m / (sqrt(v) + epsilon), with bias-corrected moving averages m of g and v of g^2 (decays beta1 and beta2).
+    return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+
+
+def _adam_without_momentum(config: OptimizerConfig) -> optax.GradientTransformation:
+    # g / (sqrt(v) + epsilon), without storing m
+    return optax.scale_by_rms(decay=config.beta2, eps=config.epsilon, eps_in_sqrt=False, bias_correction=True)
+
+
+def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
+    # g / sqrt(v), where v of a matrix is the outer product of its row and column means: R + C numbers instead of R C.
+    # Without the factor RMS(parameter), so that the learning rate has the same unit as that of the other optimizers.
+    return _on_matrices(optax.chain(optax.adafactor(multiply_by_parameter_scale=False), optax.scale(-1.0)))
+
+
+def _on_matrices(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Apply a transformation to parameters in which each matrix has one axis of inputs and one of outputs.
+
+    Without this, adafactor would take the two largest axes of a kernel (D, N, H) for rows and columns.
+    """
+
+    def matrices(tree):
+        def reshaped(path, leaf):
+            axes = axes_of(_path(path), leaf.ndim)
+            if axes is None or not axes.inputs or axes.inputs[0] > axes.outputs[0]:  # a vector or a table
+                return leaf
+            lead = leaf.ndim - len(axes.inputs) - len(axes.outputs)  # stacked layers, experts
+            inputs = math.prod(leaf.shape[lead : lead + len(axes.inputs)])
+            return leaf.reshape(*leaf.shape[:lead], inputs, -1)
+
+        return jax.tree_util.tree_map_with_path(reshaped, tree)
+
+    def update(updates, state, params=None):
+        found, state = inner.update(matrices(updates), state, matrices(params))
+        return jax.tree.map(lambda new, old: new.reshape(old.shape), found, updates), state
+
+    return optax.GradientTransformation(lambda params: inner.init(matrices(params)), update)
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    # optax's muon multiplies by minus its learning rate as the last step. With -1 it returns the direction alone,
+    # so that the weight decay and the schedule apply to it as they do to Adam's direction.
+    return optax.contrib.muon(
+        learning_rate=-1.0,
+        beta=config.momentum,
+        adam_b1=config.beta1,
+        adam_b2=config.beta2,
+        eps=config.epsilon,
+        muon_weight_dimension_numbers=muon_dimensions,
+        # Scales each orthogonalized update to an RMS of about 0.2, a typical RMS of AdamW's updates, so that the
+        # same learning rate suits both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+        consistent_rms=0.2,
+    )
+
+
+def _sophia(config: OptimizerConfig) -> optax.GradientTransformation:
+    # clip(m / max(gamma h, epsilon), 1), where h is a moving average of the Hessian's diagonal.
+    # Like muon, optax's sophia includes the learning rate.
+    decays = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon}
+    return optax.contrib.sophia(-1.0, **decays, weight_decay=0.0, hessian_diagonal_fn=_hutchinson())
+
+
+def _hutchinson() -> optax.GradientTransformationExtraArgs:
+    """Return a transformation from a gradient to an estimate of the diagonal of the Hessian H: u * (H u).
+
+    u is a vector of random signs (Hutchinson 1989). H u is the gradient of the scalar g(params) . u. Unlike a forward
+    derivative of the gradient, as in optax's own estimator, this works for functions with a custom backward pass.
+    """
+
+    def init(params):
+        return optax.contrib.HutchinsonState(key=jax.random.PRNGKey(0))
+
+    def update(updates, state, params=None, *, obj_fn, **unused):
+        key, own = jax.random.split(state.key)
+        signs = optax.tree.random_like(own, params, jax.random.rademacher)
+        product = jax.grad(lambda params: optax.tree.vdot(jax.grad(obj_fn)(params), signs))(params)
+        return jax.tree.map(jnp.multiply, product, signs), optax.contrib.HutchinsonState(key=key)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+DIRECTIONS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
+    "adamw": _adam,  # Kingma & Ba 2015, arXiv 1412.6980
+    "adafactor": _adafactor,  # Shazeer & Stern 2018, arXiv 1804.04235
+    "lion": lambda config: optax.scale_by_lion(b1=config.beta1, b2=config.beta2),  # Chen et al. 2023, arXiv 2302.06675
+    "muon": _muon,  # Jordan et al. 2024
+    "schedule_free_adamw": _adam_without_momentum,
+    "sophia": _sophia,  # Liu et al. 2023, arXiv 2305.14342
+}
+"""direction of the update before weight decay and learning rate, by the name of the optimizer"""
+
+AVERAGED = ("schedule_free_adamw",)
+"""optimizers that average the parameters themselves; the average, `TrainState.ema`, is evaluated and used"""
 
 
 def decay_mask(config: OptimizerConfig, params: Any) -> Any:

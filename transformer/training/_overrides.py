@@ -16,12 +16,19 @@ from pathlib import Path
 
 import tyro
 
-from transformer.config._checks import ConfigError, boxed_message, nearest
+from transformer.config._checks import ConfigError, boxed_message
 from transformer.config._model import TransformerConfig
 from transformer.config._recipe_files import bundled, find_recipe, recipe_files
+from transformer.training._distillation import Distill
+from transformer.training._option_hints import suggestion
+from transformer.training._policy_gradient import GRPO
+from transformer.training._preference import DPO
 from transformer.training._recipe import Recipe
 from transformer.training._serial import flatten
 from transformer.training.lora import LoRA
+
+_GROUPS = {"lora": LoRA, "dpo": DPO, "grpo": GRPO, "distill": Distill}
+"""groups of options that a recipe may lack"""
 
 __all__ = ["fast", "find_recipe", "load_recipe_file", "override", "recipe_files"]
 
@@ -85,7 +92,7 @@ def _recipes_importable(folder: Path) -> Iterator[None]:
 def override(recipe: Recipe, arguments: Sequence[str], *, program: str, description: str = "") -> Recipe:
     """Return the recipe with fields set by options such as `--model.num-layers 4`.
 
-    Any option of `lora` turns LoRA on; `--lora None` turns it off.
+    Any option of a group in `_GROUPS` turns it on, such as `--lora.rank 4`; `--lora None` turns it off.
 
     Args:
         program: name of the command in usage and errors.
@@ -95,11 +102,11 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
         ConfigError: an unknown option (the error suggests the nearest one), an invalid value, or contradictory fields.
         SystemExit: --help was printed (code 0).
     """
-    recipe, arguments = _with_lora(recipe, [_current_option(argument) for argument in arguments])
+    recipe, arguments = _with_groups(recipe, [_current_option(argument) for argument in arguments])
     captured = io.StringIO()
     unknown = _unknown_option(recipe, arguments)
     if unknown:
-        raise ConfigError(f"unknown option {unknown}.{nearest(unknown, _options(recipe))} --help lists all options.")
+        raise ConfigError(f"unknown option {unknown}.{suggestion(unknown, _options(recipe))} --help lists all options.")
     try:
         with contextlib.redirect_stderr(captured):
             return tyro.cli(
@@ -112,7 +119,20 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
     except SystemExit as stop:
         if stop.code in (None, 0):
             raise
-        raise ConfigError(boxed_message(captured.getvalue())) from None
+        raise ConfigError(_with_group_options(boxed_message(captured.getvalue()), recipe)) from None
+
+
+def _with_group_options(message: str, recipe: Recipe) -> str:
+    """Return an error with the options of a group, if the name of the group was given as an option."""
+    given = message.removeprefix("unexpected argument: ").rstrip(".").split(",")[0]
+    if given == message or not given.startswith("--"):
+        return message
+    options = [option for option in _options(recipe) if option.startswith(f"{given}.")]
+    if options:
+        return f"{given} is a group of options. Pass the ones that you want to set: {', '.join(options[:8])}."
+    if given in _options(recipe):
+        return f"{given} is not set in this recipe, and has no option. Set it in a recipe file: docs/tutorial.md."
+    return message
 
 
 def _current_option(argument: str) -> str:
@@ -130,18 +150,27 @@ def _current_option(argument: str) -> str:
     return f"{current}{equals}{value}"
 
 
-def _with_lora(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str]]:
-    """Turn `lora` on or off as the arguments say; return the recipe and the arguments without `--lora None`.
+def _with_groups(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str]]:
+    """Turn the groups on or off as the arguments say; return the recipe and the arguments without `--GROUP None`.
 
     This happens before tyro parses the arguments, because tyro has no flag for a whole group.
     """
-    options = any(word.startswith("--lora.") for word in arguments)
-    for place, pair in enumerate(itertools.pairwise(arguments)):
-        if pair == ("--lora", "None"):
+    for group, kind in _GROUPS.items():
+        options = any(word.startswith(f"--{group}.") for word in arguments)
+        place = next(
+            (i for i, pair in enumerate(itertools.pairwise(arguments)) if pair == (f"--{group}", "None")), None
+        )
+        if place is not None:
             if options:
-                raise ConfigError("--lora None turns LoRA off, but --lora.* options turn it on. Remove one of them.")
-            return dataclasses.replace(recipe, lora=None), arguments[:place] + arguments[place + 2 :]
-    return (dataclasses.replace(recipe, lora=LoRA()) if options and recipe.lora is None else recipe), arguments
+                name = "LoRA" if group == "lora" else group
+                raise ConfigError(
+                    f"--{group} None turns {name} off, but --{group}.* options turn it on. Remove one of them."
+                )
+            recipe = dataclasses.replace(recipe, **{group: None})
+            arguments = arguments[:place] + arguments[place + 2 :]
+        elif options and getattr(recipe, group) is None:
+            recipe = dataclasses.replace(recipe, **{group: kind()})
+    return recipe, arguments
 
 
 def fast(recipe: Recipe) -> Recipe:
@@ -161,8 +190,13 @@ def fast(recipe: Recipe) -> Recipe:
 
 def _options(recipe: Recipe) -> list[str]:
     names = [f"--{field.replace('_', '-')}" for field in flatten(recipe)]
-    names += [f"--lora.{field.name}" for field in dataclasses.fields(LoRA)]
-    own = ("help", "list", "fast", "workdir", "init", "profile", "restart", "take-over", "debug")
+    names += [
+        f"--{group}.{field.name}".replace("_", "-")
+        for group, kind in _GROUPS.items()
+        for field in dataclasses.fields(kind)
+    ]
+    own = ("help", "list", "fast", "workdir", "init", "profile", "restart", "take-over")
+    own = (*own, "skip-memory-check", "dry-run", "debug")
     return [*dict.fromkeys(names), *(f"--{name}" for name in own)]
 
 

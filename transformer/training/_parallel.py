@@ -16,15 +16,18 @@ from transformer.data._config import shared_rows
 from transformer.nn._sharding import (
     batch_sharding,
     check_batch_sizes,
+    check_host_memory,
     check_model,
     describe_sizes,
     local_rows,
     make_mesh,
     mesh_sizes,
     num_row_shards,
+    offloaded,
     place_batch,
     state_shardings,
 )
+from transformer.training._quantization import check_quantization
 from transformer.training._recipe import Recipe
 from transformer.training._state import TrainState, abstract_state, make_state
 from transformer.training._step import Metrics, TrainStep, make_eval_step, make_train_step
@@ -54,17 +57,25 @@ class MeshPlacement:
         devices = _chosen(recipe) if devices is None else recipe.parallel.choose(devices)
         sizes = mesh_sizes(recipe.parallel.sizes, len(devices))
         check_model(recipe.model, sizes)
+        check_quantization(recipe, devices)
         length = getattr(recipe.data, "sequence_length", None)
         check_batch_sizes(*shared_rows(recipe.data), recipe.training.accumulation, sizes, length)
-        self.mesh: Mesh = make_mesh(sizes, devices)
+        _check_offload(recipe, devices)
+        self._dcn = recipe.parallel.dcn
+        self.mesh: Mesh = make_mesh(sizes, devices, self._dcn)
         make = functools.partial(make_state, recipe)
         with jax.set_mesh(self.mesh):  # the same mesh context as in `new_state`, so that JAX traces `make` only once
             shapes = jax.eval_shape(make)
         self._shardings = state_shardings(shapes, self.mesh)
+        step = make_step(recipe)
+        if recipe.parallel.optimizer_memory_host_offload:
+            step = _with_offloaded_optimizer(step, self._shardings.opt_state)
+            host = offloaded(self._shardings.opt_state, shapes.opt_state)
+            self._shardings = self._shardings.replace(opt_state=host)
         self._shapes = jax.tree.map(_with_sharding, shapes, self._shardings)
         self._make = jax.jit(make, out_shardings=self._shardings)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        self._train = jax.jit(make_step(recipe), donate_argnums=0, out_shardings=(self._shardings, everywhere))
+        self._train = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, everywhere))
         self._eval = jax.jit(make_eval_step(recipe), out_shardings=everywhere)
         ways = num_row_shards(self.mesh.shape)
         self._parts = len(self.rows(ways)), ways
@@ -85,7 +96,7 @@ class MeshPlacement:
 
     def describe(self) -> str:
         """Return the mesh axes larger than 1, such as "mesh: data 4 x tensor 2"; "" on one device."""
-        axes = describe_sizes(self.mesh.shape)
+        axes = describe_sizes(self.mesh.shape, self._dcn)
         return f"mesh: {axes}" if axes else ""
 
     def abstract_state(self) -> TrainState:
@@ -121,11 +132,14 @@ class MeshPlacement:
             placed = place_batch(batch, self.mesh, None if own == ways else self.rows(total), total)
             return self._train(state, placed, limit)
 
-    def eval_step(self, params: Any, batch: HostBatch) -> Metrics:
-        """Compute sums over a batch of any number of rows, which is padded with rows of weight 0."""
+    def eval_step(self, params: Any, batch: HostBatch, reference: Any = None) -> Metrics:
+        """Compute sums over a batch of any number of rows, which is padded with rows of weight 0.
+
+        `reference` is the tree of the reference model's parameters, for a task that needs them.
+        """
         filled = _filled_up(batch, num_row_shards(self.mesh.shape))
         with jax.set_mesh(self.mesh):
-            return self._eval(params, place_batch(filled, self.mesh))
+            return self._eval(params, place_batch(filled, self.mesh), reference)
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Lower the training step for a batch of arrays or shapes, to compile and inspect it without running it."""
@@ -148,6 +162,8 @@ class PmapPlacement:
                 f"--parallel.kind mesh: with all axes except data at 1 it does the same over all processes."
             )
         self._devices = recipe.parallel.choose(jax.local_devices() if devices is None else devices)
+        check_quantization(recipe, self._devices)
+        _check_offload(recipe, self._devices)
         count = len(self._devices)
         if recipe.parallel.data not in (-1, count):
             raise ConfigError(
@@ -212,9 +228,9 @@ class PmapPlacement:
         state, metrics = self._train(state, parts, limit)
         return state, jax.tree.map(lambda copies: copies[0], metrics)
 
-    def eval_step(self, params: Any, batch: HostBatch) -> Metrics:
+    def eval_step(self, params: Any, batch: HostBatch, reference: Any = None) -> Metrics:
         """Compute sums over a batch, on the first device."""
-        return self._eval(params, {name: jnp.asarray(array) for name, array in batch.items()})
+        return self._eval(params, {name: jnp.asarray(array) for name, array in batch.items()}, reference)
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Lower the training step, as `MeshPlacement.lower`; the program is that of one device with its rows."""
@@ -265,6 +281,26 @@ def _chosen(recipe: Recipe) -> list[jax.Device]:
             f"{jax.process_count()} processes with {jax.device_count()} devices. Remove it, or start fewer processes."
         )
     return recipe.parallel.choose(jax.devices())
+
+
+def _check_offload(recipe: Recipe, devices: Sequence[Any]) -> None:
+    """Raise a ConfigError if the recipe uses host memory, and the devices can't."""
+    if recipe.parallel.optimizer_memory_host_offload:
+        check_host_memory(devices, "--parallel.optimizer-memory-host-offload")
+    if recipe.execution.remat == "offload":
+        check_host_memory(devices, "--execution.remat offload")
+
+
+def _with_offloaded_optimizer(step: TrainStep, on_devices: Any) -> TrainStep:
+    """Return the step for an optimizer state in host memory, which it copies to these shardings `on_devices`.
+
+    The results are copied back because of the output shardings of the compiled step.
+    """
+
+    def copied(state, batch, limit=None):
+        return step(state.replace(opt_state=jax.device_put(state.opt_state, on_devices)), batch, limit)
+
+    return copied
 
 
 def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -13,10 +13,14 @@ import flax.linen as nn
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import Execution, TransformerConfig
+from transformer.config._recipe_files import SAVED_RECIPE
 from transformer.config._untrusted import parse_json, read_bounded
 from transformer.data._config import shared_rows
 from transformer.data.kinds import PLACES, DataConfig
 from transformer.nn._sharding import ParallelConfig
+from transformer.training._distillation import Distill
+from transformer.training._policy_gradient import GRPO
+from transformer.training._preference import DPO
 from transformer.training._serial import decode, encode, flatten
 from transformer.training._settings import (
     CheckpointConfig,
@@ -31,7 +35,7 @@ from transformer.training.lora import LoRA
 FORMAT = "transformer recipe"
 VERSION = 1
 """version of recipe.json; other versions are rejected"""
-FILE = "recipe.json"
+FILE = SAVED_RECIPE
 
 LARGEST = 2**31 - 1
 """largest integer in a recipe: steps, sizes and counts become int32"""
@@ -52,6 +56,8 @@ MAY_CHANGE = (
     "training.spike_deviations",
     "data.eval_batch_size",
     "origin.source",
+    "distill.teacher",
+    "grpo.reward_model",
     *sorted(f"data.{field}" for field in PLACES),
 )
 """Fields, or groups of fields, that may change when a run is resumed. All others affect its result and must match."""
@@ -101,6 +107,12 @@ class Recipe:
     """metrics and progress display"""
     lora: LoRA | None = None
     """LoRA: train low-rank updates of a pretrained model instead of all parameters; any --lora option turns it on"""
+    dpo: DPO | None = None
+    """loss of preferences (data kind preferences); None: the defaults"""
+    grpo: GRPO | None = None
+    """rewards and rollouts (data kind prompts)"""
+    distill: Distill | None = None
+    """distillation: learn the predictions of a teacher too; any --distill option turns it on"""
     origin: Origin | None = None
     """source of the initial parameters; set by --init"""
 
@@ -117,12 +129,10 @@ class Recipe:
                 f"data.{field} ({rows}) must be a multiple of training.accumulation "
                 f"({self.training.accumulation}): all micro-batches have the same number of rows. Change one of them."
             )
-        if self.lora is not None and self.optimizer.name == "muon":
-            raise ConfigError(
-                "optimizer.name muon needs whole weight matrices, but lora trains two factors of each matrix. Use "
-                "adamw, or remove lora."
-            )
+        self._check_optimizer()
         TASKS[self.task].check(self.training)
+        TASKS[self.task].check_recipe(self)
+        self._check_objective()
         for field in ("sequence_length", "packed_length"):
             length = getattr(self.data, field, None)
             if self.model.max_length is not None and length is not None and length > self.model.max_length:
@@ -136,6 +146,84 @@ class Recipe:
                 f"parallel.context ({self.parallel.context}) needs rows of a fixed length, but data.batch_tokens makes "
                 f"batches of different lengths. Remove it, or set data.packed_length to a multiple of it."
             )
+
+    def _check_optimizer(self) -> None:
+        """Raise ConfigError for an optimizer that other options of the recipe exclude."""
+        name = self.optimizer.name
+        if self.lora is not None and name == "muon":
+            raise ConfigError(
+                "optimizer.name muon needs whole weight matrices, but lora trains two factors of each matrix. Use "
+                "adamw, or remove lora."
+            )
+        if name == "schedule_free_adamw" and self.training.ema_decay is not None:
+            raise ConfigError(
+                "optimizer.name schedule_free_adamw averages the parameters itself. Remove training.ema_decay, or use "
+                "another optimizer."
+            )
+        if name == "sophia" and (self.parallel.kind == "pmap" or self.execution.attention != "reference"):
+            raise ConfigError(
+                f"optimizer.name sophia differentiates the loss twice, which needs execution.attention reference and "
+                f"parallel.kind mesh; got {self.execution.attention} and {self.parallel.kind}. Pass "
+                f"--execution.attention reference, or use another optimizer."
+            )
+
+    def _check_objective(self) -> None:
+        """Raise ConfigError for options of a loss that the task does not have, and for a layout that it can't use."""
+        task = TASKS[self.task]
+        if self.dpo is not None and task.options(self) is not self.dpo:
+            raise ConfigError(
+                f"dpo has the options of learning from preferences, but the data is of kind {type(self.data).kind} "
+                f"(task {task.name}). Remove dpo, or use data of kind preferences."
+            )
+        self._check_grpo()
+        if self.distill is not None and not task.each_token:
+            raise ConfigError(
+                f"distill needs a target for every token, and the task {task.name} has none. Remove distill, or use "
+                f"running text, conversations or pairs of texts."
+            )
+        if self.distill is not None and (self.training.label_smoothing or self.training.z_loss):
+            raise ConfigError(
+                "training.label_smoothing and training.z_loss can't be combined with distill: the teacher's "
+                "distribution replaces the targets. Leave them at 0."
+            )
+        if task.needs_reference and self.parallel.context not in (1, None):
+            raise ConfigError(
+                f"parallel.context ({self.parallel.context}) can't split the sequences of the task {task.name}. Leave "
+                f"it at 1; use fsdp or tensor."
+            )
+
+    def _check_grpo(self) -> None:
+        """Raise ConfigError for `grpo` without its task or the reverse, and for options that its rollouts exclude."""
+        on_policy, kind = TASKS[self.task].on_policy, type(self.data).kind
+        if not on_policy and self.grpo is not None:
+            raise ConfigError(
+                f"grpo has the options of learning from rewards, but the data is of kind {kind} (task {self.task}). "
+                f"Remove grpo, or use data of kind prompts."
+            )
+        if not on_policy:
+            return
+        if self.grpo is None or not self.grpo.weights:
+            raise ConfigError(
+                "grpo.rewards must name a function that returns the reward of a completion, got none. Set it to "
+                "'file.py:function', or set grpo.reward_model."
+            )
+        if self.parallel.kind == "pmap":
+            raise ConfigError(
+                "parallel.kind pmap can't train on completions that the model writes: they are written by one program "
+                "for all devices. Use --parallel.kind mesh; with all axes except data at 1 it splits the rows too."
+            )
+        if self.model.dropout_rate or self.model.attention.dropout_rate:
+            raise ConfigError(
+                "grpo compares the probabilities of the same model, which dropout would change. Set model.dropout_rate "
+                "and model.attention.dropout_rate to 0."
+            )
+        every = {"training.steps": self.training.steps, "evaluation.every": self.evaluation.every}
+        for field, steps in (every | {"checkpoint.every": self.checkpoint.every}).items():
+            if steps is not None and steps % self.grpo.epochs:
+                raise ConfigError(
+                    f"{field} ({steps}) must be a multiple of grpo.epochs ({self.grpo.epochs}), the number of steps on "
+                    f"each set of completions. Change one of them."
+                )
 
     def _check_limits(self) -> None:
         """Raise ConfigError for an integer that does not fit its type, and for an empty path."""
@@ -153,8 +241,8 @@ class Recipe:
         return type(self.data).task
 
 
-def build_model(recipe: Recipe) -> nn.Module:
-    """Build the model of a recipe whose vocabulary size is known.
+def build_model(recipe: Recipe, execution: Execution | None = None) -> nn.Module:
+    """Build the model of a recipe whose vocabulary size is known; `execution` replaces that of the recipe.
 
     Raises:
         ConfigError: model.vocab_size is None (`with_vocabulary` fills it in from a tokenizer).
@@ -162,7 +250,21 @@ def build_model(recipe: Recipe) -> nn.Module:
     task = TASKS[recipe.task]
     if task.tokens and recipe.model.vocab_size is None:
         raise ConfigError("model.vocab_size is not set. Set it, or train: training sets it from the tokenizer.")
-    return task.model(recipe.model, recipe.execution)
+    return task.model(recipe.model, recipe.execution if execution is None else execution)
+
+
+def build_teacher(recipe: Recipe) -> nn.Module:
+    """Build the model of a recipe's teacher, with the execution options of the student.
+
+    Raises:
+        ConfigError: the teacher was not loaded.
+    """
+    if recipe.distill.model is None:
+        raise ConfigError(
+            "the recipe has a teacher (distill.teacher), but its model was not loaded. Pass train(..., teacher="
+            "start_from(recipe.distill.teacher, recipe)), or use the command line, which loads it."
+        )
+    return TASKS[recipe.task].model(recipe.distill.model, recipe.execution)
 
 
 def with_vocabulary(recipe: Recipe, vocab_size: int) -> Recipe:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from transformer.config._untrusted import parse_json, read_bounded
+from transformer.data._conversations import marked
 from transformer.data._dataset import Dataset
 from transformer.generate._beam import Beam
+from transformer.generate._generation import generate
+from transformer.generate._sampling import Sampling
 from transformer.training import _numeric_evaluation as numbers
 from transformer.training._evaluation import write_texts
 from transformer.training._recipe import Recipe
@@ -21,6 +27,7 @@ from transformer.training._tasks import TASKS
 from transformer.training._translating import Translation, corpus_score, make_beam, scores, translate
 
 SAMPLES = "samples.txt"
+EXAMPLE = "example.json"
 _HEADER = "=== step "
 
 
@@ -55,7 +62,10 @@ def samples(recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, ste
         return "\n".join(
             _arrow(item) for item in _translations(recipe, model, params, dataset, "validation", wanted) or []
         )
-    texts = _continued(recipe, model, params, dataset, dataset.prompts()[:wanted], step)
+    if task.answers:
+        texts = [f"{asked}\n-> {text}" for asked, text in _answers(recipe, model, params, dataset, wanted, step)]
+    else:
+        texts = _continued(recipe, model, params, dataset, dataset.prompts()[:wanted], step)
     return "\n---\n".join(texts)
 
 
@@ -95,10 +105,43 @@ def read_samples(workdir: str | os.PathLike) -> list[tuple[int, str]]:
     return found
 
 
+def example_lines(dataset: Dataset) -> str:
+    """Return the training example of a dataset with marked trained parts; "" without one."""
+    if not dataset.example:
+        return ""
+    how = "in color" if sys.stdout.isatty() else "in [brackets]"
+    return f"a training conversation, with its trained parts {how}:\n{marked(dataset.example)}"
+
+
+def save_example(workdir: Path, dataset: Dataset) -> None:
+    """Write the training example of a dataset with marked trained parts into example.json, if it has one."""
+    if dataset.example:
+        partial = workdir / f"{EXAMPLE}.partial"
+        partial.write_text(json.dumps(dataset.example) + "\n", encoding="utf-8")
+        os.replace(partial, workdir / EXAMPLE)
+
+
+def read_example(workdir: str | os.PathLike) -> list[tuple[str, bool]]:
+    """Return what `save_example` wrote; an empty list if there is no such file, or it is damaged."""
+    try:
+        parts = parse_json(read_bounded(Path(workdir), EXAMPLE))
+        return [(str(text), bool(trained)) for text, trained in parts]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
 def report(
-    recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, summary: Summary, should_stop: Callable[[], bool]
+    recipe: Recipe,
+    model: nn.Module,
+    params: Any,
+    dataset: Dataset,
+    summary: Summary,
+    should_stop: Callable[[], bool],
+    reference: Any = None,
 ) -> Summary:
     """Add the results of the trained model to the summary: scores and translations, a text, or test measures.
+
+    `reference` is the tree of the reference model's parameters, for a task that needs them.
 
     Returns:
         the completed summary, or the given one if `should_stop` returns True before the end.
@@ -107,6 +150,13 @@ def report(
     if not task.writes:
         if task.try_it is not None:
             summary = dataclasses.replace(summary, prompt=_first_words(dataset.prompts()[0], 60))
+        return numbers.measured(recipe, params, dataset, summary, should_stop, reference)
+    if task.answers:
+        found = _answers(recipe, model, params, dataset, 1, recipe.training.steps)
+        asked, text = found[0] if found else ("", "")
+        summary = dataclasses.replace(summary, text=text, prompt=_first_words(asked))
+        if "test" not in dataset.splits:
+            return summary
         return numbers.measured(recipe, params, dataset, summary, should_stop)
     if not task.source:
         prompt = dataset.prompts()[0]
@@ -184,8 +234,33 @@ def _continued(
         context=recipe.data.sequence_length,
         new_tokens=recipe.evaluation.sample_tokens,
         temperature=recipe.evaluation.temperature,
-        seed=recipe.training.seed * 1_000_003 + step * 1_009,  # different samples for each seed and each step
+        seed=_seed(recipe, step),
     )
+
+
+def _answers(
+    recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, wanted: int, step: int
+) -> list[tuple[str, str]]:
+    """Return (last message, answer of the model) of held-out conversations."""
+    found = dataset.openings(wanted)
+    if not found:
+        return []
+    limit = recipe.data.sequence_length - max(len(ids) for _, ids in found)
+    generated = generate(
+        model,
+        params,
+        [ids for _, ids in found],
+        max_new_tokens=min(recipe.evaluation.sample_tokens, limit),
+        sampling=Sampling(temperature=recipe.evaluation.temperature),
+        eos_id=dataset.end_ids,
+        seed=_seed(recipe, step),
+    )
+    return [(asked, dataset.tokenizer.decode(ids)) for (asked, _), ids in zip(found, generated, strict=True)]
+
+
+def _seed(recipe: Recipe, step: int) -> int:
+    """Return the seed of the samples: another one for each seed of the run and each step."""
+    return (recipe.training.seed * 1_000_003 + step * 1_009) % 2**32
 
 
 def _arrow(item: Translation) -> str:

@@ -14,12 +14,14 @@ from typing import Any, Literal
 import flax.linen as nn
 
 from transformer.config._checks import ConfigError
+from transformer.config._paths import get_path
 from transformer.data._dataset import Dataset
 from transformer.data._pipeline import prepare as prepare_data
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import load_tokenizer
 from transformer.data.kinds import PLACES
 from transformer.training import _processes as processes
+from transformer.training import lora
 from transformer.training._checkpoint import Checkpointer, CheckpointError, load_params
 from transformer.training._journal import TrainStats
 from transformer.training._parallel import Placement
@@ -43,13 +45,21 @@ from transformer.training._recipe import (
     with_vocabulary,
 )
 from transformer.training._restart import AVERAGE, check_not_lost, has_checkpoints
-from transformer.training._start import Start, describe_start, initialize_from, with_new_parameters, with_recipe_fields
-from transformer.training._state import TrainState, model_params
+from transformer.training._start import (
+    Start,
+    describe_start,
+    initialize_from,
+    taught_by,
+    with_new_parameters,
+    with_recipe_fields,
+    with_teacher,
+)
+from transformer.training._state import TrainState, abstract_state, merged_params
 from transformer.training._tasks import TASKS
 
 __all__ = [
     *("Run", "WorkdirError", "begin", "checkpoint_data", "has_checkpoints", "is_average", "load_own_tokenizer"),
-    *("load_run", "load_usable", "open_run", "record_run", "shared_facts"),
+    *("load_reference", "load_run", "load_usable", "open_run", "record_run", "shared_facts"),
 ]
 
 
@@ -118,9 +128,42 @@ def load_usable(
     params, found = load_params(workdir, step=step, names=("ema", "params"))
     check_unchanged(provenance(workdir, found), recipe, tokenizer, workdir, resuming=False)
     if recipe.lora is not None:
-        base, _ = load_params(workdir, step=found, names="base")
-        params = model_params(recipe, {"new": {}, **params}, base)  # checkpoints omit empty trees
+        params = merged_params(recipe, {"new": {}, **params}, _load_base(recipe, workdir, found))
     return params, found
+
+
+def _load_base(recipe: Recipe, workdir: str | os.PathLike, step: int) -> Any:
+    """Load the frozen parameters of a checkpoint."""
+    base, _ = load_params(workdir, step=step, names="base")
+    # A checkpoint returns quantized kernels as dicts.
+    quantized = recipe.lora is not None and recipe.lora.base is not None
+    return lora.nested_like(abstract_state(recipe).base, base) if quantized else base
+
+
+def load_updates(
+    workdir: str | os.PathLike, step: Literal["best", "newest"] | int = "best"
+) -> tuple[Recipe, nn.Module, Any, Any]:
+    """Load the recipe and the model of a run with LoRA, and its trained and its frozen parameters, not merged.
+
+    The trained parameters are their moving average if the run has one.
+
+    Raises:
+        ConfigError: the run has no LoRA. Also raises the errors of `load_run`.
+    """
+    recipe = load_recipe(workdir)
+    if recipe.lora is None:
+        raise ConfigError(f"{workdir} was trained without lora, so that it has no adapter. Export the whole model.")
+    trained, found = load_params(workdir, step=step, names=("ema", "params"))
+    check_unchanged(provenance(workdir, found), recipe, load_own_tokenizer(recipe, workdir), workdir, resuming=False)
+    # Checkpoints omit empty trees.
+    return recipe, build_model(recipe), {"new": {}, **trained}, _load_base(recipe, workdir, found)
+
+
+def load_reference(recipe: Recipe, workdir: str | os.PathLike, step: int) -> Any:
+    """Load the parameters of the reference model from a checkpoint; None for a task without one."""
+    if not TASKS[recipe.task].keeps_reference(recipe):
+        return None
+    return _load_base(recipe, workdir, step)
 
 
 def is_average(workdir: str | os.PathLike) -> bool:
@@ -134,6 +177,7 @@ def open_run(
     say: Callable[[str], None],
     start: Start | None = None,
     restart: bool = False,
+    teacher: Start | None = None,
 ) -> tuple[Recipe, Dataset]:
     """Prepare a new run, or a resumed run if the workdir has checkpoints. Writes no files.
 
@@ -143,6 +187,7 @@ def open_run(
         say: function that prints a message; it reports the changes of a resumed run that are allowed.
         start: pretrained model to initialize a new run from; None: random initialization, or a resumed run.
         restart: start a new run, whatever the workdir contains.
+        teacher: the model of `distill.teacher`; not needed to resume.
 
     Returns:
         (recipe, dataset), where the recipe is completed from its data and `start`.
@@ -151,7 +196,8 @@ def open_run(
         WorkdirError: the workdir has checkpoints of a different model, data, optimizer, start or seed (the message
             shows the differences), an average of checkpoints, or a run whose checkpoints are missing. Or `start` is
             missing for a run without checkpoints, or with `restart`, that was initialized from a model.
-        ConfigError: LoRA without a model to update, or a model that lacks the recipe's parameters.
+        ConfigError: LoRA without a model to update, a model that lacks the recipe's parameters, preferences without a
+            model to compare with, or a teacher that is missing or has another tokenizer.
         ValueError: the data can't be read, or doesn't fit the model.
     """
     workdir = Path(workdir)
@@ -168,14 +214,68 @@ def open_run(
             recipe = _resumed(recipe, old, tokenizer, workdir, say)
     elif start is None and old is not None:
         _check_origin_given(old, workdir, restart)
+    if not resumes:
+        recipe, tokenizer = taught_by(recipe, teacher), _shared_tokenizer(tokenizer, teacher, start)
+    _check_reference(recipe)
     dataset = prepare_data(recipe.data, tokenizer=tokenizer)
     recipe = _decided_by_data(recipe, dataset)
     _check_shapes(recipe, dataset)
+    _check_teacher(recipe)
     if start is not None:
         recipe = with_new_parameters(recipe, start)
+    _check_origin(recipe)
+    return recipe, dataset
+
+
+def _check_origin(recipe: Recipe) -> None:
+    """Raise ConfigError if the task or LoRA needs a pretrained model, and there is none, or an incomplete one."""
+    if recipe.origin is not None and recipe.origin.new and TASKS[recipe.task].keeps_reference(recipe):
+        raise ConfigError(
+            f"the task {recipe.task} compares the model with {recipe.origin.source}, which lacks parameters of it: "
+            f"{', '.join(recipe.origin.new)}. Start from a complete model."
+        )
     if recipe.lora is not None and recipe.origin is None:
         raise ConfigError("lora updates a pretrained model, but none was given. Pass one with --init DIR.")
-    return recipe, dataset
+
+
+def _check_reference(recipe: Recipe) -> None:
+    """Raise ConfigError if the task compares the model with the pretrained one, and there is none."""
+    if TASKS[recipe.task].keeps_reference(recipe) and recipe.origin is None:
+        raise ConfigError(
+            f"the task {recipe.task} improves a trained model, but none was given. Pass one with --init DIR, such as "
+            f"the workdir of a run on conversations."
+        )
+
+
+def _shared_tokenizer(tokenizer: Tokenizer | None, teacher: Start | None, start: Start | None) -> Tokenizer | None:
+    """Return the tokenizer of the teacher, if there is one, or else that of the student.
+
+    Raises:
+        ConfigError: the teacher has no tokenizer, or the student has another one.
+    """
+    if teacher is None:
+        return tokenizer
+    if teacher.tokenizer is None:
+        raise ConfigError(
+            f"the teacher {teacher.source} has no tokenizer, so that its tokens can't be compared with those of the "
+            f"model. Add its tokenizer.json to the directory."
+        )
+    if tokenizer is not None and tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(teacher.tokenizer):
+        raise ConfigError(
+            f"the teacher {teacher.source} has another tokenizer than {start.source}: expected the same tokens, got "
+            f"vocabularies of {teacher.tokenizer.vocab_size} and {tokenizer.vocab_size}. Choose a teacher with the "
+            f"tokenizer of the model."
+        )
+    return teacher.tokenizer
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    """Raise ConfigError if teacher and student have logits for different vocabularies."""
+    if recipe.distill is not None and recipe.distill.model.vocab_size != recipe.model.vocab_size:
+        raise ConfigError(
+            f"the teacher {recipe.distill.teacher} has {recipe.distill.model.vocab_size} logits per token, and the "
+            f"model {recipe.model.vocab_size}: they must be equal. Remove model.vocab_size, or choose another teacher."
+        )
 
 
 def _check_resumable(workdir: Path) -> None:
@@ -247,6 +347,7 @@ def begin(
     batches: Any,
     placement: Placement,
     start: Start | None = None,
+    teacher: Start | None = None,
 ) -> tuple[TrainState, TrainStats]:
     """Restore the newest valid checkpoint, or create a new state if the workdir has no checkpoint.
 
@@ -258,6 +359,7 @@ def begin(
         batches: iterator over training batches; set to its position in the checkpoint.
         placement: placement of the training step.
         start: pretrained model to initialize a new state from; None: random initialization.
+        teacher: the model of `distill.teacher`, for a new state.
 
     Returns:
         (state, statistics).
@@ -267,10 +369,14 @@ def begin(
         WorkdirError: the checkpoint belongs to a different recipe or to different data.
     """
     if not processes.first_decides(lambda: has_checkpoints(workdir)):
+        state = placement.new_state()
+        if teacher is not None:
+            print(f"teacher: {teacher.source} ({teacher.model})")
+            state = with_teacher(teacher, state)
         if start is None:
-            return placement.new_state(), TrainStats()
+            return state, TrainStats()
         print(describe_start(recipe, start))
-        return initialize_from(start, placement.new_state()), TrainStats()
+        return initialize_from(start, state), TrainStats()
     restored = checkpoints.restore_newest(placement.abstract_state())
     trained = provenance(workdir, restored.step)
     filled = recipe if trained.recipe is None else _filled_in(recipe, trained.recipe)
@@ -307,6 +413,8 @@ def shared_facts(recipe: Recipe) -> str:
         values["data"].pop(field, None)
     if values["origin"] is not None:
         del values["origin"]["source"]
+    if values["distill"] is not None:
+        del values["distill"]["teacher"]
     return json.dumps(values, sort_keys=True)
 
 
@@ -316,6 +424,9 @@ def _filled_in(new: Recipe, old: Recipe) -> Recipe:
         new = dataclasses.replace(new, model=with_recipe_fields(old.model, new.model), origin=old.origin)
     elif old.origin is not None:
         new = dataclasses.replace(new, origin=dataclasses.replace(new.origin, new=old.origin.new))
+    if new.distill is not None and old.distill is not None and new.distill.model is None:
+        facts = {"model": old.distill.model, "fingerprint": old.distill.fingerprint}
+        new = dataclasses.replace(new, distill=dataclasses.replace(new.distill, **facts))
     if new.model.vocab_size is None and old.model.vocab_size is not None:
         new = with_vocabulary(new, old.model.vocab_size)
     if type(new.data) is type(old.data):
@@ -333,8 +444,8 @@ def _filled_in(new: Recipe, old: Recipe) -> Recipe:
 def _check_shapes(recipe: Recipe, dataset: Dataset) -> None:
     """Raise ConfigError if the data does not fit the model's shapes, or its sequences are too long for the model."""
     model, task, batch = recipe.model, TASKS[recipe.task], dataset.eval_batches(limit=1)[0]
-    if not task.tokens:
-        sizes = {field: (getattr(getattr(model, task.part), field), new) for field, new in task.sizes(batch).items()}
+    if new_sizes := task.sizes(batch):
+        sizes = {field: (getattr(get_path(model, task.part), field), new) for field, new in new_sizes.items()}
         unequal = [f"{field} {old} (data: {new})" for field, (old, new) in sizes.items() if old != new]
         if unequal and recipe.origin is not None:
             raise ConfigError(
@@ -345,11 +456,12 @@ def _check_shapes(recipe: Recipe, dataset: Dataset) -> None:
             raise ConfigError(
                 f"model.input must match the data, but has {', '.join(unequal)}. Change the model or the data."
             )
+    if not task.tokens:
         return
     source = "embedding.source_max_length" if model.embedding.source_max_length is not None else "max_length"
     for name, field, limit in (("source", source, model.longest_source), ("tokens", "max_length", model.max_length)):
-        if limit is not None and name in batch and batch[name].shape[1] > limit:
+        if limit is not None and name in batch and batch[name].shape[-1] > limit:
             raise ConfigError(
-                f"model.{field} ({limit}) must be at least the longest sequence of the data ({batch[name].shape[1]} "
+                f"model.{field} ({limit}) must be at least the longest sequence of the data ({batch[name].shape[-1]} "
                 f"tokens), because each position has a learned embedding. Raise it, or lower {task.lengths}."
             )

@@ -19,16 +19,23 @@ from transformer.config._paths import former_names_accepted
 TAG = "class"
 
 LATER = {
+    "EmbeddingOptions": ("width",),
     "EvaluationConfig": ("beam_size", "beam_alpha"),
-    "Execution": ("sow_weights",),
-    "LayerKind": ("self_attention", "moe", "attention_norm"),
+    "Execution": ("sow_weights", "experts", "quantization", "quantization_paths"),
+    "json_lines": ("packing",),
+    "LayerKind": ("self_attention", "moe", "attention_norm", "rotary"),
+    "LoRA": ("rslora", "dora", "base"),
     "MoE": ("router_bias", "scoring", "e_score_correction_bias", "num_groups", "top_groups", "routed_scaling_factor"),
     "OptimizerConfig": ("decay_fraction",),
-    "ParallelConfig": ("coordinator", "num_processes", "process_id", "patience"),
+    "Patches": ("class_token", "distillation_token", "registers", "drop_remainder"),
+    "StackOptions": ("layer_scale", "encoder_num_heads", "encoder_d_ff"),
+    "ParallelConfig": (
+        *("coordinator", "num_processes", "process_id", "patience", "dcn", "optimizer_memory_host_offload"),
+    ),
     **dict.fromkeys(("number_words", "parallel_text"), ("batch_tokens", "buckets", "row_multiple", "packed_length")),
-    "Recipe": ("parallel", "lora", "origin"),
+    "Recipe": ("parallel", "lora", "dpo", "grpo", "distill", "origin"),
     "RotaryScaling": ("attention_factor", "truncate"),
-    "TrainingConfig": ("z_loss", "loss_tokens", "spike_policy", "spike_deviations"),
+    "TrainingConfig": ("z_loss", "loss_tokens", "spike_policy", "spike_deviations", "embedding_gradient_dtype"),
     "TransformerConfig": (
         *("attention_biases", "embedding_norm", "source_max_length", "position_table_per_layer", "token_types"),
         *("head_transform", "output_bias", "logit_scale", "qk_norm_scope", "causal", "normalize_embeddings", "patches"),

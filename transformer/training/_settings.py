@@ -7,10 +7,11 @@ from typing import Literal
 
 from transformer.config._checks import ConfigError, check_choice
 
-OptimizerName = Literal["adamw", "muon"]
+OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "schedule_free_adamw", "sophia"]
 ScheduleName = Literal["cosine", "rsqrt", "noam", "constant", "wsd"]
 NanPolicy = Literal["stop", "skip"]
 SpikePolicy = Literal["log", "skip", "stop"]
+GradientDType = Literal["float32", "bfloat16"]
 ProgressMode = Literal["auto", "bar", "lines", "none"]
 
 
@@ -49,8 +50,13 @@ class OptimizerConfig:
     """
 
     name: OptimizerName = "adamw"
-    """optimizer: adamw;
-    or muon (orthogonalized momentum) for the weight matrices of the layers, with AdamW for all other parameters"""
+    """optimizer:
+    adamw;
+    adafactor: AdamW's second moment as row and column means, no first moment (least memory);
+    lion: the sign of a momentum (learning rate about 1/3 to 1/10 of AdamW's);
+    muon: orthogonalized momentum for the weight matrices of the layers, AdamW for all other parameters;
+    schedule_free_adamw: averaged parameters instead of a decay of the learning rate (needs schedule constant);
+    sophia: momentum divided by an estimate of the Hessian's diagonal"""
     learning_rate: float = 1e-3
     """peak learning rate, reached at the end of the warm-up;
     noam: factor of the paper's rate, whose peak is (d_model * warmup_steps)^-0.5"""
@@ -98,6 +104,12 @@ class OptimizerConfig:
             raise ConfigError(
                 f"optimizer.clip_norm must be above 0, got {self.clip_norm!r}. Use None to turn clipping off."
             )
+        if self.name == "schedule_free_adamw" and (self.schedule != "constant" or not self.beta1):
+            raise ConfigError(
+                f"optimizer.name schedule_free_adamw needs schedule='constant' and a beta1 above 0, because an average "
+                f"with the weight beta1 replaces the decay; got schedule={self.schedule!r}, beta1={self.beta1}. Pass "
+                f"--optimizer.schedule constant."
+            )
         if self.schedule in ("rsqrt", "noam") and self.warmup_steps < 1:
             raise ConfigError(f"optimizer.warmup_steps must be at least 1 with schedule={self.schedule!r}, got 0.")
 
@@ -141,6 +153,9 @@ class TrainingConfig:
     loss_tokens: int | None = None
     """number of tokens per device whose logits are in memory at the same time;
     None: chosen automatically; 0: all tokens"""
+    embedding_gradient_dtype: GradientDType = "float32"
+    """data type in which the gradients of the token embedding and of the output head are summed over devices;
+    bfloat16: half the bytes between devices, with a relative rounding error of up to 0.4 % per addition"""
     ema_decay: float | None = None
     """decay rate of an exponential moving average of the parameters, which evaluation and the trained model use;
     None: no moving average"""
@@ -154,6 +169,7 @@ class TrainingConfig:
     def __post_init__(self):
         check_choice("training.nan_policy", self.nan_policy, NanPolicy.__args__)
         check_choice("training.spike_policy", self.spike_policy, SpikePolicy.__args__)
+        check_choice("training.embedding_gradient_dtype", self.embedding_gradient_dtype, GradientDType.__args__)
         _check_whole("training", self, 1, "steps", "accumulation")
         _check_whole("training", self, 0, "seed", "loss_tokens")
         _check_number("training", self, 0.0, 1.0, "label_smoothing", "ema_decay")

@@ -13,12 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import optax.contrib
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.config._paths import get_path
 from transformer.data._tokenizer import Tokenizer
+from transformer.training import lora
 from transformer.training._recipe import FILE, Origin, Recipe, load_recipe
 from transformer.training._serial import flatten
 from transformer.training._state import TrainState, initial_params
@@ -118,11 +121,67 @@ def with_new_parameters(recipe: Recipe, start: Start) -> Recipe:
 
 
 def initialize_from(start: Start, state: TrainState) -> TrainState:
-    """Return the state with the parameters of the pretrained model, in the dtypes and shardings of the given ones."""
-    if state.base is not None:
-        return state.replace(base=_filled(state.base, start.params))
-    ema = None if state.ema is None else _filled(state.ema, start.params)
-    return state.replace(params=_filled(state.params, start.params), ema=ema)
+    """Return the state with the parameters of the pretrained model, in the dtypes and shardings of the given ones.
+
+    A quantized base is quantized here, in host memory.
+    """
+    if state.base is not None:  # LoRA's frozen parameters, or the reference model
+        state = state.replace(base=_filled(state.base, start.params))
+    if "updates" in state.params:
+        updates = state.params["updates"]
+        if not any(path[-1] == "magnitude" for path in flatten_dict(updates)):
+            return state
+        places = jax.tree.map(lambda leaf: leaf.sharding, updates)
+        updates = jax.jit(lora.magnitudes, out_shardings=places)(updates, state.base)
+        params = state.params | {"updates": updates}
+    else:
+        params = _filled(state.params, start.params)
+    ema = None if state.ema is None else _copied(params)
+    return state.replace(params=params, ema=ema, opt_state=_with_iterate(state.opt_state, params))
+
+
+def with_teacher(teacher: Start, state: TrainState) -> TrainState:
+    """Return the state with the parameters of the teacher, in the dtypes and shardings of the given ones."""
+    return state.replace(teacher=_filled(state.teacher, teacher.params))
+
+
+def taught_by(recipe: Recipe, teacher: Start | None) -> Recipe:
+    """Return the recipe with the model config and the fingerprint of its teacher, which was loaded.
+
+    A model whose vocabulary size is open gets that of the teacher.
+
+    Raises:
+        ConfigError: the teacher is missing, or it was passed although the recipe has none.
+    """
+    if recipe.distill is None:
+        if teacher is not None:
+            raise ConfigError(
+                f"a teacher was passed ({teacher.source}), but the recipe has no distill. Set distill, or remove it."
+            )
+        return recipe
+    if teacher is None:
+        raise ConfigError(
+            "distill needs a teacher. Name a trained model with --distill.teacher; in Python, pass train(..., "
+            "teacher=start_from(recipe.distill.teacher, recipe))."
+        )
+    config = with_recipe_fields(teacher.config, recipe.model)
+    distill = dataclasses.replace(recipe.distill, model=config, fingerprint=teacher.fingerprint)
+    model = recipe.model
+    if model.vocab_size is None:
+        model = model.replace(vocab_size=config.vocab_size)
+    return dataclasses.replace(recipe, model=model, distill=distill)
+
+
+def _with_iterate(opt_state: Any, params: Any) -> Any:
+    """Return the optimizer state in which the iterate z of schedule-free AdamW starts at these parameters."""
+
+    def is_free(node: Any) -> bool:
+        return isinstance(node, optax.contrib.ScheduleFreeState)
+
+    def one(node: Any) -> Any:
+        return node._replace(z=_copied(params)) if is_free(node) else node
+
+    return jax.tree.map(one, opt_state, is_leaf=is_free)
 
 
 def describe_start(recipe: Recipe, start: Start) -> str:
@@ -150,11 +209,19 @@ def fingerprint(params: Any) -> str:
 def _filled(tree: Any, given: Any) -> Any:
     """Return the tree with the leaves that `given` has too replaced by those."""
     leaves, numbers = flatten_dict(tree, sep="/"), flatten_dict(given, sep="/")
-    taken = {path: _placed_like(numbers[path], leaf) for path, leaf in leaves.items() if path in numbers}
+    taken = {}
+    for path, leaf in leaves.items():
+        if path in numbers:  # a quantized kernel is a tree of several arrays
+            array = lora.quantized_like(leaf, path, np.asarray(numbers[path]))
+            taken[path] = jax.tree.map(_placed_like, array, leaf)
     # Copied, because the training step donates its state, and memory that NumPy owns must not be donated.
-    places = {path: leaf.sharding for path, leaf in taken.items()}
-    copied = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays), out_shardings=places)(taken)
-    return unflatten_dict(leaves | copied, sep="/")
+    return unflatten_dict(leaves | _copied(taken), sep="/")
+
+
+def _copied(tree: Any) -> Any:
+    """Return a copy of each array, with its sharding."""
+    places = jax.tree.map(lambda leaf: leaf.sharding, tree)
+    return jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays), out_shardings=places)(tree)
 
 
 def _placed_like(array: Any, like: jax.Array) -> jax.Array:

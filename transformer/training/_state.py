@@ -6,14 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer.training import lora
-from transformer.training._optimizers import make_optimizer
-from transformer.training._recipe import Recipe, build_model
+from transformer.training._optimizers import AVERAGED, make_optimizer
+from transformer.training._recipe import Recipe, build_model, build_teacher
 from transformer.training._tasks import TASKS
 
 
@@ -33,12 +34,15 @@ class TrainState:
     opt_state: Any
     """state of the optax optimizer for `params`"""
     ema: Any
-    """exponential moving average of `params`, or None"""
+    """average of `params`: an exponential moving average, or that of the optimizer; None without one"""
     skipped: Any
     """(), number of skipped batches (non-finite or a loss spike), int32; -1: with nan_policy "stop" a batch was not
     finite, and no later step changes the state"""
     base: Any = None
-    """with LoRA the frozen parameters; otherwise None"""
+    """with LoRA the frozen parameters; without LoRA a copy of the initial ones if the task compares the model with them
+    (`Task.keeps_reference`); otherwise None"""
+    teacher: Any = None
+    """parameters of the teacher, frozen; None without distillation"""
 
     @property
     def averaged(self) -> Any:
@@ -53,24 +57,34 @@ def make_state(recipe: Recipe) -> TrainState:
         step=jnp.zeros((), jnp.int32),
         params=params,
         opt_state=make_optimizer(recipe).init(params),
-        ema=None if recipe.training.ema_decay is None else jax.tree.map(jnp.copy, params),
+        ema=jax.tree.map(jnp.copy, params) if keeps_average(recipe) else None,
         skipped=jnp.zeros((), jnp.int32),
         base=base,
+        teacher=None if recipe.distill is None else _initialized(recipe, build_teacher(recipe)),
     )
+
+
+def keeps_average(recipe: Recipe) -> bool:
+    """Return whether the state has an average of the parameters, `TrainState.ema`."""
+    return recipe.training.ema_decay is not None or recipe.optimizer.name in AVERAGED
 
 
 def initial_params(recipe: Recipe) -> Any:
     """Initialize the model's parameters. Pure, like `make_state`."""
+    return _initialized(recipe, build_model(recipe))
+
+
+def _initialized(recipe: Recipe, model: nn.Module) -> Any:
     # Parameters don't depend on the attention kernel, and a kernel for long sequences would reject the short example.
-    model = build_model(dataclasses.replace(recipe, execution=dataclasses.replace(recipe.execution, attention="auto")))
+    model = model.clone(execution=dataclasses.replace(model.execution, attention="auto"))
     return model.init(_initial_key(recipe), *example_inputs(recipe))["params"]
 
 
 def model_params(recipe: Recipe, trained: Any, base: Any) -> Any:
-    """Return the model's parameters.
+    """Return the model's parameters, as a model applies them.
 
-    With LoRA (Hu et al. 2021, arXiv 2106.09685) the updates are merged into the base. Without LoRA these are the
-    trained parameters.
+    With LoRA (Hu et al. 2021, arXiv 2106.09685) each updated kernel is the frozen kernel with its update, `Adapted`.
+    Without LoRA these are the trained parameters.
 
     Args:
         recipe: recipe of the run.
@@ -80,32 +94,50 @@ def model_params(recipe: Recipe, trained: Any, base: Any) -> Any:
     if recipe.lora is None:
         return trained
     whole = unflatten_dict(flatten_dict(base) | flatten_dict(trained["new"]))
-    return lora.merge(whole, trained["updates"], recipe.lora)
+    return lora.adapt(whole, trained["updates"], recipe.lora)
+
+
+def merged_params(recipe: Recipe, trained: Any, base: Any) -> Any:
+    """Return the model's parameters as plain arrays: like `model_params`, with LoRA's updates merged into the base."""
+    if recipe.lora is None:
+        return trained
+    return lora.flatten_adapted(model_params(recipe, trained, base), _merged_dtype(recipe))
+
+
+def _merged_dtype(recipe: Recipe) -> Any:
+    return None if recipe.lora.base is None else recipe.model.param_dtype
 
 
 def make_usable(recipe: Recipe) -> Callable[[TrainState], Any]:
     """Return a function from a state to the model's parameters for evaluation: the moving average if there is one.
 
-    With LoRA the function is compiled, so that the merged parameters are sharded like the base.
+    With LoRA the function is compiled, so that the merged parameters are sharded like the base. A base in another
+    number format is not merged: the merged parameters may not fit into memory.
     """
     if recipe.lora is None:
         return lambda state: state.averaged
-    merged = jax.jit(lambda trained, base: model_params(recipe, trained, base))
+    if recipe.lora.base is not None:
+        return lambda state: model_params(recipe, state.averaged, state.base)
+    merged = jax.jit(lambda trained, base: merged_params(recipe, trained, base))
     return lambda state: merged(state.averaged, state.base)
 
 
 def _split(recipe: Recipe, params: Any) -> tuple[Any, Any]:
-    """Split the model's parameters into the trained ones and the frozen base (None without LoRA).
+    """Split the model's parameters into the trained ones and the frozen base, `TrainState.base`.
 
     With LoRA the low-rank updates of the base are trained, and all parameters that the pretrained model lacks.
     """
     if recipe.lora is None:
-        return params, None
+        return params, jax.tree.map(jnp.copy, params) if TASKS[recipe.task].keeps_reference(recipe) else None
     fresh = set(() if recipe.origin is None else recipe.origin.new)
     flat = flatten_dict(params)
     new = {path: leaf for path, leaf in flat.items() if "/".join(path) in fresh}
     base = unflatten_dict({path: leaf for path, leaf in flat.items() if path not in new})
     updates = lora.init(jax.random.fold_in(_initial_key(recipe), 1), base, recipe.lora)
+    if recipe.lora.base is not None:
+        # Zeros, until the pretrained parameters replace them: a base in 4 bits may be all that the memory can hold.
+        shapes = jax.eval_shape(lambda: lora.quantize_base(base, recipe.lora.base, recipe.model.dtype))
+        base = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     return {"new": unflatten_dict(new), "updates": updates}, base
 
 

@@ -15,20 +15,25 @@ import numpy as np
 import optax
 
 from transformer.nn._axes import PRNGKey
+from transformer.nn._parameter_axes import axes_of
+from transformer.nn._partitioning import table_gradients_in
+from transformer.training._answers import answer_sums
 from transformer.training._chunked_loss import loss_in_chunks, sum_in_chunks, tokens_at_once
+from transformer.training._distillation import TEACHER_HIDDEN, Teaching
 from transformer.training._losses import Batch, Scalar
-from transformer.training._optimizers import make_optimizer, make_schedule
-from transformer.training._recipe import Recipe, build_model
+from transformer.training._optimizers import AVERAGED, make_optimizer, make_schedule
+from transformer.training._recipe import Recipe, build_model, build_teacher
 from transformer.training._settings import TrainingConfig
 from transformer.training._state import TrainState, model_params
-from transformer.training._tasks import TASKS, Outputs, Sums
+from transformer.training._task_base import Outputs, Sums
+from transformer.training._tasks import TASKS
 
 Metrics = dict[str, jax.Array]
 """scalars, by name"""
 TrainStep = Callable[..., tuple[TrainState, Metrics]]
 """result of `make_train_step`: a function of a state, a batch and an optional limit, ()"""
-EvalStep = Callable[[Any, Batch], Metrics]
-"""result of `make_eval_step`: a function of the parameters and a batch"""
+EvalStep = Callable[..., Metrics]
+"""result of `make_eval_step`: a function of the parameters, a batch and the reference model's parameters, if any"""
 
 
 class NonFiniteError(ArithmeticError):
@@ -62,7 +67,8 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
             key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
         (loss_sum, sums), gradients = _summed_gradients(loss, state, batch, key, training.accumulation)
         if axis_name is not None:  # pmap: add the sums of all replicas; with jit, XLA inserts the communication
-            loss_sum, sums, gradients = jax.lax.psum((loss_sum, sums, gradients), axis_name)
+            loss_sum, sums = jax.lax.psum((loss_sum, sums), axis_name)
+            gradients = _over_replicas(gradients, axis_name, training.embedding_gradient_dtype)
         if "router_loss" in sums:
             loss_sum = (
                 loss_sum - sums["router_loss"]
@@ -75,8 +81,14 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
         grad_norm = jnp.sqrt(squares.sum())  # global norm, over all parameters
 
         # Update
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        def mean_loss(params):  # for optimizers that differentiate the loss again
+            # Of the first micro-batch: the whole batch may not fit into memory, and the estimate is noisy anyway.
+            rows = jax.tree.map(lambda array: array[:: training.accumulation], dict(batch))
+            total, sums = loss(params, state, rows, key)
+            return total / jnp.maximum(sums["weight"], 1e-9)
+
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params, obj_fn=mean_loss)
+        params = TASKS[recipe.task].limited(recipe.model, optax.apply_updates(state.params, updates))
         weight_squares = _squares(params)
 
         # The update is applied only if every value is finite and the loss is not above the limit. A sum of squares is
@@ -90,9 +102,10 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
             step=state.step + 1,
             params=params,
             opt_state=_chosen(applied, opt_state, state.opt_state),
-            ema=_chosen(applied, _averaged(training.ema_decay, state, params), state.ema),
+            ema=_chosen(applied, _averaged(recipe, state, params, opt_state), state.ema),
             skipped=skipped,
             base=state.base,
+            teacher=state.teacher,
         )
         metrics = {
             "loss_sum": loss_sum,
@@ -110,23 +123,52 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
 
 
 def _summed_loss(recipe: Recipe) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """Return a function (trained parameters, base, batch, key) -> (sum to minimize, other sums for the metrics)."""
-    model = build_model(recipe)
+    """Return a function (trained parameters, state, batch, key) -> (sum to minimize, other sums for the metrics).
+
+    Of the state it reads the frozen parameters only.
+    """
+    model, kind = build_model(recipe), TASKS[recipe.task]
     dropout = recipe.model.dropout_rate > 0 or recipe.model.attention.dropout_rate > 0
 
-    def loss(trained, base, batch, key):
-        params = model_params(recipe, trained, base)
-        key = key if dropout else None
-        loss_sum, weight, router_loss = training_loss(recipe.task, model, params, batch, recipe.training, key)
+    teacher = None if recipe.distill is None else build_teacher(recipe)
+
+    def loss(trained, state, batch, key):
+        with table_gradients_in(recipe.training.embedding_gradient_dtype):
+            return summed(trained, state, batch, key)
+
+    def summed(trained, state, batch, key):
+        params = model_params(recipe, trained, state.base)
+        key, others = key if dropout else None, {}
+        if kind.needs_reference:
+            loss_sum, weight, others, router_loss = kind.compared(
+                model, params, state.base, batch, kind.options(recipe), recipe.training.loss_tokens, **_dropped(key)
+            )
+        else:
+            given = None if teacher is None else Teaching(teacher, state.teacher, recipe.distill)
+            loss_sum, weight, router_loss = training_loss(
+                recipe.task, model, params, batch, recipe.training, key, given
+            )
+        sums = {"weight": weight, **others}
         if router_loss is None:
-            return loss_sum, {"weight": weight}
-        return loss_sum + router_loss, {"weight": weight, "router_loss": router_loss}
+            return loss_sum, sums
+        return loss_sum + router_loss, sums | {"router_loss": router_loss}
 
     return loss
 
 
+def _dropped(key: PRNGKey | None) -> dict[str, Any]:
+    """Return the arguments of a model for dropout with this key; None: without dropout."""
+    return {"deterministic": key is None, "rngs": None if key is None else {"dropout": key}}
+
+
 def training_loss(
-    task: str, model: nn.Module, params: Any, batch: Batch, training: TrainingConfig, dropout_key: PRNGKey | None
+    task: str,
+    model: nn.Module,
+    params: Any,
+    batch: Batch,
+    training: TrainingConfig,
+    dropout_key: PRNGKey | None,
+    teaching: Teaching | None = None,
 ) -> tuple[Scalar, Scalar, Scalar | None]:
     """Compute the training loss of a batch; rows of weight 0 add nothing.
 
@@ -137,6 +179,7 @@ def training_loss(
         batch: arrays (B, ...) by name.
         training: label smoothing, z-loss and the number of tokens per chunk.
         dropout_key: random key of dropout; None: no dropout.
+        teaching: a teacher whose predictions the model learns too; None: the targets alone.
 
     Returns:
         (loss sum, weight, router loss). The router loss is the load-balancing term of MoE layers (Fedus et al. 2021,
@@ -144,14 +187,11 @@ def training_loss(
     """
     kind, weights = TASKS[task], batch["weights"]
     variables, inputs = {"params": params}, kind.inputs(model.config, batch)
-    options = {
-        "deterministic": dropout_key is None,
-        "rngs": None if dropout_key is None else {"dropout": dropout_key},
-    }
+    options = _dropped(dropout_key)
     if kind.each_token:
         # Compute hidden states (B, T, D) only: the logits (B, T, V) of all tokens together may not fit into memory
         hidden, _, aux = model.apply(variables, **inputs, **options, method=type(model).run_stacks)
-        loss_sum, weight = _token_loss(kind, model, params, hidden, batch, training)
+        loss_sum, weight = _token_loss(kind, model, params, hidden, batch, training, teaching)
     else:
         outputs, aux = model.apply(variables, **inputs, **options, method=type(model).with_aux)
         loss_sum, weight = kind.loss(outputs, batch, training)
@@ -168,19 +208,30 @@ def _head(model: nn.Module, params: Any) -> tuple[Callable[..., Outputs], Any]:
     return lambda params, hidden: model.apply({"params": params}, hidden, method=method), model.head_parameters(params)
 
 
-def _token_loss(kind, model, params, hidden, batch, training):
+def _token_loss(kind, model, params, hidden, batch, training, teaching):
     """Compute (loss sum, weight) from hidden states (B, T, D), with the logits of some tokens at a time."""
     head, parameters = _head(model, params)
+    if teaching is not None:
+        batch = teaching.with_hidden(kind, batch)
     tokens = training.loss_tokens
     if tokens is None:
         tokens = tokens_at_once(hidden, model.config.vocab_size)
+
+    def whole(logits, batch):
+        hard = kind.loss(logits, batch, training)
+        return hard if teaching is None else (teaching.loss(hard[0], logits, batch), hard[1])
+
+    if not tokens and training.embedding_gradient_dtype != "float32":
+        tokens = hidden.shape[0] * hidden.shape[1]  # a single chunk, which sums the gradient over devices in this dtype
     if not tokens:
-        return kind.loss(head(parameters, hidden), batch, training)
+        return whole(head(parameters, hidden), batch)
 
     def part(parameters, hidden, targets, weights):
-        return kind.loss(head(parameters, hidden), {"targets": targets, "weights": weights}, training)[0]
+        return whole(head(parameters, hidden), {**targets, "weights": weights})[0]
 
-    loss_sum = loss_in_chunks(part, parameters, hidden, batch["targets"], batch["weights"], tokens)
+    targets = {name: batch[name] for name in ("targets", TEACHER_HIDDEN) if name in batch}
+    given = parameters, hidden, targets, batch["weights"], tokens
+    loss_sum = loss_in_chunks(part, *given, training.embedding_gradient_dtype)
     return loss_sum, batch["weights"].sum().astype(jnp.float32)
 
 
@@ -190,7 +241,7 @@ def _summed_gradients(
     """Compute ((loss sum, other sums), gradient of the loss sum), added up over `accumulation` micro-batches."""
     gradients = jax.value_and_grad(loss, has_aux=True)
     if accumulation == 1:
-        return gradients(state.params, state.base, batch, key)
+        return gradients(state.params, state, batch, key)
 
     def split_rows(array):
         """(B, ...) -> (A, B / A, ...), where micro-batch i has rows i, i + A, i + 2 A, ...
@@ -202,16 +253,30 @@ def _summed_gradients(
 
     def micro_batch(total, item):
         index, rows = item
-        own = gradients(state.params, state.base, rows, jax.random.fold_in(key, index))  # new dropout masks
+        own = gradients(state.params, state, rows, jax.random.fold_in(key, index))  # new dropout masks
         return jax.tree.map(jnp.add, total, own), None
 
     # A scan and not a Python loop: XLA then reuses the memory of one micro-batch's activations for the next.
     parts = jnp.arange(accumulation), jax.tree.map(split_rows, dict(batch))
     first = jax.tree.map(lambda array: array[0], parts[1])
-    sums = jax.eval_shape(loss, state.params, state.base, first, key)  # shapes of (loss sum, other sums)
+    sums = jax.eval_shape(loss, state.params, state, first, key)  # shapes of (loss sum, other sums)
     # The carry: sums and gradients, which are added in the dtype of the parameters.
     zero = jax.tree.map(jnp.zeros_like, (sums, state.params))
     return jax.lax.scan(micro_batch, zero, parts)[0]
+
+
+def _over_replicas(gradients: Any, axis_name: str, vocabulary_dtype: str) -> Any:
+    """Sum gradients over the replicas of pmap, those of matrices with an axis V in `vocabulary_dtype`."""
+    if vocabulary_dtype == "float32":
+        return jax.lax.psum(gradients, axis_name)
+
+    def over(path, gradient):
+        axes = axes_of(jax.tree_util.keystr(path, simple=True, separator="/"), gradient.ndim)
+        is_vocabulary = gradient.ndim == 2 and axes is not None and "vocab" in axes.names
+        dtype = vocabulary_dtype if is_vocabulary else gradient.dtype
+        return jax.lax.psum(gradient.astype(dtype), axis_name).astype(gradient.dtype)
+
+    return jax.tree_util.tree_map_with_path(over, gradients)
 
 
 def _judged(nan_policy: str, skipped: jax.Array, finite: jax.Array, usual: Any) -> tuple[jax.Array, jax.Array]:
@@ -251,33 +316,56 @@ def _first_bad(sums: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(sums).all(), -1, jnp.argmin(jnp.isfinite(sums)))
 
 
-def _averaged(decay: float | None, state: TrainState, params: Any) -> Any:
-    """Compute the new exponential moving average, decay * average + (1 - decay) * parameters; None without an average.
+def _averaged(recipe: Recipe, state: TrainState, params: Any, opt_state: Any) -> Any:
+    """Compute the new average of the parameters; None without one.
 
-    The decay starts at 1 / 10 and rises to `decay`, so that the average quickly forgets the initial parameters.
+    It is that of an optimizer in `AVERAGED`, or an exponential moving average, decay * average + (1 - decay) *
+    parameters. Its decay starts at 1 / 10 and rises to `training.ema_decay`, so that the average quickly forgets the
+    initial parameters.
     """
+    if recipe.optimizer.name in AVERAGED:
+        return optax.contrib.schedule_free_eval_params(opt_state, params)
     if state.ema is None:
         return None
     updates = (state.step - state.skipped).astype(jnp.float32)  # number n of applied updates
     # min(decay, (1 + n) / (10 + n)). In float32, and rounded to the dtype of the average only at the end.
-    decay = jnp.minimum(decay, (1.0 + updates) / (10.0 + updates))
+    decay = jnp.minimum(recipe.training.ema_decay, (1.0 + updates) / (10.0 + updates))
     return jax.tree.map(lambda mean, new: (decay * mean + (1.0 - decay) * new).astype(mean.dtype), state.ema, params)
 
 
 def make_eval_step(recipe: Recipe) -> EvalStep:
-    """Return a pure function (params, batch) -> sums over the batch, those of `evaluation_sums`."""
-    model = build_model(recipe)
-    return lambda params, batch: dict(evaluation_sums(recipe.task, model, params, batch))
+    """Return a pure function (params, batch, reference) -> sums over the batch, those of `evaluation_sums`."""
+    model, options = build_model(recipe), TASKS[recipe.task].options(recipe)
+
+    def step(params, batch, reference=None):
+        return dict(evaluation_sums(recipe.task, model, params, batch, reference, options))
+
+    return step
 
 
-def evaluation_sums(task: str, model: nn.Module, params: Any, batch: Batch) -> Sums:
+def evaluation_sums(
+    task: str, model: nn.Module, params: Any, batch: Batch, reference: Any = None, options: Any = None
+) -> Sums:
     """Compute sums over a batch, without dropout.
+
+    Args:
+        task: name of the task, one of `TASKS`.
+        model: model to apply.
+        params: tree of its parameters.
+        batch: arrays (B, ...) by name.
+        reference: tree of the reference model's parameters, for a task that needs them.
+        options: options of the task, `Task.options`.
 
     Returns:
         `loss_sum` (without label smoothing, z-loss and router loss), `weight`, and the task's measures: `correct` or
-        `absolute_error`.
+        `absolute_error`, or those of `answer_sums` or `Task.compared`.
     """
     kind = TASKS[task]
+    if kind.needs_reference:
+        loss_sum, weight, others, _ = kind.compared(model, params, reference, batch, options, deterministic=True)
+        return {"loss_sum": loss_sum, "weight": weight, **others}
+    if kind.answers:
+        return answer_sums(model, params, kind.inputs(model.config, batch), batch)
 
     def sums(outputs, batch):
         loss_sum, weight = kind.loss(outputs, batch, None)

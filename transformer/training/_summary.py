@@ -145,7 +145,8 @@ def _example_lines(summary: Summary) -> list[str]:
     """Return lines with translations or a generated text, and the step of the model that produced them."""
     lines = []
     if summary.shown_step not in (None, summary.step):
-        best = "highest eval accuracy" if TASKS[summary.task].labels else "lowest eval loss"
+        task = TASKS[summary.task]
+        best = f"highest eval {task.score or 'accuracy'}" if task.labels or task.score else "lowest eval loss"
         lines.append(f"the following is from step {summary.shown_step}, the kept checkpoint with the {best}")
     if summary.translations:
         lines.append("translations of unseen examples:")
@@ -174,9 +175,11 @@ def _loss_lines(summary: Summary) -> list[str]:
     """Return lines with the held-out loss, the measures on the test split, skipped batches and loss spikes."""
     lines = []
     if summary.eval_loss is not None:
-        best = "" if summary.best_loss is None else f", best {summary.best_loss:.4f}"
+        name = TASKS[summary.task].score
+        sign = 1 if name is None else -1  # the eval loss is minus the score
+        best = "" if summary.best_loss is None else f", best {sign * summary.best_loss:.4f}"
         best += f" at step {summary.best_step}" if best and not TASKS[summary.task].labels else ""
-        lines.append(f"eval loss: {summary.eval_loss:.4f}{best}")
+        lines.append(f"eval {name or 'loss'}: {sign * summary.eval_loss:.4f}{best}")
     if summary.held_out is not None:
         baseline = "" if summary.baseline is None else f" (repeating the last step: {summary.baseline})"
         lines.append(f"{summary.split}: {summary.held_out}{baseline}")
@@ -191,7 +194,7 @@ def _next_command(summary: Summary) -> str:
     """Return the command that tries the trained model: generate, classify or evaluate."""
     try_it, words = TASKS[summary.task].try_it, ["evaluate", str(Path(summary.workdir))]
     if summary.prompt and try_it is not None:
-        words = [try_it[0], str(Path(summary.workdir)), try_it[1], summary.prompt]
+        words = [try_it[0], str(Path(summary.workdir)), *try_it[1].split(), summary.prompt]
     return f"{program(words[0])} {shlex.join(words[1:])}"
 
 

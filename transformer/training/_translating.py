@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.linen as nn
 
+from transformer.config._progress import counting
 from transformer.data._dataset import Example
 from transformer.data._tokenizer import Tokenizer
 from transformer.generate._batches import beam_search_all
@@ -78,6 +79,7 @@ def translate(
     size = min(batch_size, len(ids))
     limit = model.config.max_length
     most = max_new_tokens if limit is None else min(max_new_tokens, limit - 1)  # the begin token takes one position
+    add = counting("translations", len(ids))
     for start in range(0, len(ids), max(size, 1)):
         if should_stop():
             return None
@@ -93,6 +95,7 @@ def translate(
             rows = [best.tokens for best, *_ in found]
         for place, row in zip(places, rows, strict=False):
             outputs[place] = tokenizer.decode(row)
+        add(len(places))
     return outputs
 
 

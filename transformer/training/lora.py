@@ -1,22 +1,45 @@
-"""LoRA, low-rank updates of pretrained parameters (Hu et al. 2021, arXiv 2106.09685), as pure functions on pytrees."""
+"""LoRA, low-rank updates of pretrained parameters (Hu et al. 2021, arXiv 2106.09685), as pure functions on pytrees.
+
+Also DoRA (Liu et al. 2024, arXiv 2402.09353), and a frozen base in 8 or 4 bits (QLoRA, Dettmers et al. 2023, arXiv
+2305.14314).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import transformer.nn.models  # noqa: F401 - declares the axes of their parameters
 from transformer.config._checks import ConfigError, check_choice, check_positive, check_whole
-from transformer.nn._axes import PRNGKey
+from transformer.nn._adapted import NF4, Adapted, dense, output_norms, quantized_nf4
+from transformer.nn._axes import DType, PRNGKey
+from transformer.nn._int8 import Int8, quantized
 from transformer.nn._parameter_axes import axes_of, declared
 
-__all__ = ["LoRA", "init", "merge"]
+__all__ = [
+    "Base",
+    "LoRA",
+    "adapt",
+    "flatten_adapted",
+    "host_memory",
+    "init",
+    "magnitudes",
+    "merge",
+    "nested_like",
+    "quantize_base",
+    "quantized_like",
+]
+
+Base = Literal["float32", "bfloat16", "int8", "nf4"]
+"""format in which the frozen kernels are stored"""
 
 
 def _maps() -> dict[str, None]:
@@ -33,7 +56,7 @@ class LoRA:
     """Replace each targeted kernel W by W + alpha / rank A B, and train only A and B (Hu et al. 2021, section 4.1).
 
     Raises:
-        ConfigError: a rank below 1, an alpha that is not above 0, or targets that are empty or unknown.
+        ConfigError: a rank below 1, an alpha that is not above 0, empty or unknown targets, or an unknown base.
     """
 
     rank: int = 8
@@ -44,6 +67,15 @@ class LoRA:
     targets: tuple[str, ...] = ("query", "value")
     """linear layers to update: query, key, value, out, up, gate, down;
     with MLA also query_latent, latent, rotary_key"""
+    rslora: bool = False
+    """multiply the updates by alpha / sqrt(rank) instead, so that a high rank does not slow down learning
+    (Kalajdzievski 2023, arXiv 2312.03732)"""
+    dora: bool = False
+    """DoRA: also train the norm of the weights of each output, and normalize the updated weights (Liu et al. 2024,
+    arXiv 2402.09353)"""
+    base: Base | None = None
+    """number format of the frozen kernels: int8 (a scale per output) or nf4 (4 bits, a scale per 64 weights; QLoRA);
+    None: that of the model's parameters"""
 
     def __post_init__(self):
         check_whole(self, "rank")
@@ -52,18 +84,25 @@ class LoRA:
             raise ConfigError(f"lora.targets must not be empty. Choose from {', '.join(_maps())}.")
         for name in self.targets:
             check_choice("lora.targets", name, tuple(_maps()))
+        if self.base is not None:
+            check_choice("lora.base", self.base, Base.__args__)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the updates A B."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 def init(key: PRNGKey, params: Any, config: LoRA) -> Any:
     """Initialize the updates of a tree of parameters: `a` and `b` under the path of each targeted layer.
 
     For a kernel (..., *in, *out), `a` has shape (..., I, r) and `b` (..., r, O), where I and O are the total sizes of
-    the input and output axes. A is normal with variance 1 / I. B is 0, so that the merged model initially equals the
-    pretrained one (section 4.1).
+    the input and output axes. A is normal with variance 1 / I. B is 0, so that the updated model initially equals the
+    pretrained one (section 4.1). With DoRA there is also `magnitude` (..., O), the norm of the weights of each output.
 
     Args:
         key: random key of A.
-        params: tree of parameters, or of their shapes.
+        params: tree of parameters; without DoRA, the shapes suffice.
         config: rank and targets.
 
     Raises:
@@ -79,20 +118,45 @@ def init(key: PRNGKey, params: Any, config: LoRA) -> Any:
         # random too, the model would differ from the pretrained one; if A were 0 too, no gradient would reach either.
         updates[*path, "a"] = (a / math.sqrt(inputs)).astype(kernel.dtype)
         updates[*path, "b"] = jnp.zeros((*lead, config.rank, outputs), kernel.dtype)
+        if config.dora:
+            updates[*path, "magnitude"] = _magnitude(path, kernel, kernel.dtype)
     return flax.traverse_util.unflatten_dict(updates)
 
 
-def merge(params: Any, updates: Any, config: LoRA) -> Any:
-    """Return the parameters with each updated kernel W replaced by W + alpha / rank A B (section 4.1).
+def magnitudes(updates: Any, params: Any) -> Any:
+    """Return the updates with the `magnitude` of each layer set to the norms of these parameters, DoRA's start.
+
+    W = m W / ||W|| then holds for the quantized base too, if `params` are the quantized parameters.
+    """
+    flat, kernels = flax.traverse_util.flatten_dict(updates), flax.traverse_util.flatten_dict(params)
+    return flax.traverse_util.unflatten_dict(
+        {
+            path: _magnitude(path[:-1], kernels[*path[:-1], "kernel"], leaf.dtype) if path[-1] == "magnitude" else leaf
+            for path, leaf in flat.items()
+        }
+    )
+
+
+def _magnitude(path: Sequence[str], kernel: Any, dtype: DType) -> jax.Array:
+    """Compute the norm of the weights of each output, (..., O), in float32, and round it to `dtype`."""
+    lead, inputs, outputs = _matrix(path, kernel.shape)
+    return output_norms(kernel, (*lead, inputs, outputs)).astype(dtype)
+
+
+def adapt(params: Any, updates: Any, config: LoRA) -> Any:
+    """Return the parameters with each updated kernel as an `Adapted`: the frozen kernel and its update, side by side.
+
+    A model applies such parameters like any others. Nothing is computed here: a layer applies the update to its
+    activations, and dequantizes only its own kernels.
 
     Raises:
         ConfigError: an update of a layer that the parameters don't have, or of a different shape.
     """
-    merged = flax.traverse_util.flatten_dict(params)
-    pairs = flax.traverse_util.flatten_dict(updates)
-    for path in sorted({path[:-1] for path in pairs}):
-        a, b, kernel = pairs[*path, "a"], pairs[*path, "b"], merged.get((*path, "kernel"))
-        if kernel is None or not _is_map((*path, "kernel"), kernel.ndim):
+    adapted = flax.traverse_util.flatten_dict(params)
+    parts = flax.traverse_util.flatten_dict(updates)
+    for path in sorted({path[:-1] for path in parts}):
+        a, b, kernel = parts[*path, "a"], parts[*path, "b"], adapted.get((*path, "kernel"))
+        if kernel is None or not _is_map((*path, "kernel"), len(kernel.shape)):
             raise ConfigError(
                 f"the updates have an entry for {'/'.join(path)}, but the parameters have no linear layer there. Use "
                 f"the updates of this model."
@@ -103,11 +167,100 @@ def merge(params: Any, updates: Any, config: LoRA) -> Any:
                 f"the updates of {'/'.join(path)} have shapes {a.shape} and {b.shape}, which don't fit its kernel of "
                 f"shape {kernel.shape}. Use the updates of this model."
             )
-        # alpha / r A B, (..., I, r) x (..., r, O) -> (..., I, O), reshaped below to (..., *in, *out). In float32, and
-        # rounded only once, after the addition: rounding A B to bfloat16 first would add a second rounding error.
-        update = (config.alpha / config.rank) * jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32))
-        merged[*path, "kernel"] = (kernel + update.reshape(kernel.shape)).astype(kernel.dtype)
-    return flax.traverse_util.unflatten_dict(merged)
+        adapted[*path, "kernel"] = Adapted(kernel, a, b, parts.get((*path, "magnitude")), config.scale)
+    return flax.traverse_util.unflatten_dict(adapted)
+
+
+def merge(params: Any, updates: Any, config: LoRA, dtype: DType | None = None) -> Any:
+    """Return the parameters with each updated kernel W replaced by W + alpha / rank A B (section 4.1), all as arrays.
+
+    Args:
+        params: tree of parameters, quantized or not.
+        updates: tree of updates of these parameters.
+        config: scale of the updates.
+        dtype: dtype of kernels that were quantized, or whose dtype `LoRA.base` changed; None: float32 for quantized
+            kernels, unchanged for others.
+
+    Raises:
+        ConfigError: an update of a layer that the parameters don't have, or of a different shape.
+    """
+    return flatten_adapted(adapt(params, updates, config), dtype)
+
+
+def flatten_adapted(params: Any, dtype: DType | None = None) -> Any:
+    """Return a tree in which every quantized or updated kernel is an array; `dtype` as in `merge`."""
+
+    # Merged in float32, and rounded only once, after the addition: rounding A B to bfloat16 first would add a second
+    # rounding error.
+    def one(leaf: Any) -> Any:
+        inner = leaf.kernel if isinstance(leaf, Adapted) else leaf
+        given = jnp.float32 if isinstance(inner, Int8 | NF4) else inner.dtype
+        return dense(leaf, given if dtype is None else dtype)
+
+    flat = flax.traverse_util.flatten_dict(params)
+    return flax.traverse_util.unflatten_dict({path: one(leaf) for path, leaf in flat.items()})
+
+
+def quantize_base(params: Any, base: Base | None, dtype: DType = jnp.float32) -> Any:
+    """Return frozen parameters in the format of `LoRA.base`.
+
+    int8 and nf4 apply to the kernels of the linear layers (those that can have updates), bfloat16 to all matrices.
+    With int8 and nf4, the embeddings and the output kernel have the dtype of the computation: they are converted to it
+    anyway. Norms, biases, position tables and routers keep theirs.
+
+    Args:
+        params: tree of parameters.
+        base: the format; None: unchanged.
+        dtype: dtype of the model's computation.
+    """
+    if base is None:
+        return params
+
+    def one(path: tuple[str, ...], leaf: Any) -> Any:
+        axes = axes_of("/".join(path), leaf.ndim)
+        if axes is None or axes.role == "vector" or path[-2] == "router":
+            return leaf
+        if base in ("float32", "bfloat16"):
+            return leaf.astype(base)
+        if axes.role != "hidden" or path[-1] != "kernel":
+            return leaf.astype(dtype) if "vocab" in axes.names else leaf
+        return quantized(leaf, axes.inputs) if base == "int8" else quantized_nf4(leaf, axes.inputs[-1])
+
+    flat = flax.traverse_util.flatten_dict(params)
+    return flax.traverse_util.unflatten_dict({path: one(path, leaf) for path, leaf in flat.items()})
+
+
+def quantized_like(kernel: Any, path: str, array: np.ndarray) -> Any:
+    """Return an array in the number format of `kernel`, the leaf at this path; plain leaves leave it unchanged.
+
+    It is quantized in host memory: the memory of the devices may not suffice for the array.
+    """
+    if not isinstance(kernel, Int8 | NF4):
+        return array
+    with host_memory():
+        if isinstance(kernel, NF4):
+            return jax.jit(quantized_nf4, static_argnums=1)(array, kernel.axis)
+        return jax.jit(quantized, static_argnums=1)(array, axes_of(path, array.ndim).inputs)
+
+
+def host_memory() -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager that computes and places new arrays in host memory, where JAX has a CPU backend."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
+        return contextlib.nullcontext()
+
+
+def nested_like(tree: Any, nested: Any) -> Any:
+    """Return `tree`, shapes of parameters, filled with the arrays of nested dicts, as a checkpoint returns them."""
+
+    def at(path: tuple[Any, ...], _: Any) -> Any:
+        inner = nested
+        for key in path:
+            inner = inner[jax.tree_util.keystr((key,), simple=True)]
+        return inner
+
+    return jax.tree_util.tree_map_with_path(at, tree)
 
 
 def _targeted(params: Any, targets: Sequence[str]) -> dict[tuple[str, ...], Any]:

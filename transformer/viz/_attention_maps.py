@@ -20,6 +20,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from transformer.config._progress import counting
 from transformer.viz._attention_weights import AttentionMap, printable
 from transformer.viz._output_files import PNG_METADATA, check_replaceable
 
@@ -87,8 +88,10 @@ def save_attention_maps(
     if not overwrite:
         check_replaceable(path for path, *_ in planned)
     directory.mkdir(parents=True, exist_ok=True)
+    add = counting("attention maps", len(planned))
     for path, *page in planned:
         _draw(path, *page, fonts)
+        add(1)
     return [path for path, *_ in planned]
 
 

@@ -40,13 +40,19 @@ def attention_maps(
 
     Args:
         intermediates: the collection "intermediates" that `model.apply(..., mutable=["intermediates"])` returns with
-            the output, for a model created with `Execution(sow_weights=True)`.
-        config: config of the model.
+            the output, for a model created with `Execution(sow_weights=True)`. For a `DualEncoder`, pass the entry
+            "text" or "image" of it.
+        config: config of the model; for the images of a `DualEncoder`, its `image_encoder`.
         row: index of the example in a batch, or of the channel of a time series.
 
     Raises:
         ValueError: there are no attention weights, or they are those of a batch and `row` is missing.
     """
+    if {"text", "image"} <= set(intermediates):
+        raise ValueError(
+            "these are the attention weights of two encoders, of texts and of images. Pass intermediates['text'] with "
+            "the config, or intermediates['image'] with config.image_encoder."
+        )
     maps = []
     for stack in ("encoder", "decoder"):
         causal = stack == "decoder" or (config.attention.causal and "decoder" not in intermediates)

@@ -53,6 +53,8 @@ class RunReport:
     """unit counted by the throughput"""
     outcome: str = ""
     """summary that the run printed at its end"""
+    example: Sequence[tuple[str, bool]] = ()
+    """parts of a training conversation, and whether they are trained"""
     samples: Sequence[tuple[int, str]] = ()
     """generated samples by step"""
     recipe: Mapping[str, Any] = field(default_factory=dict)
@@ -287,6 +289,12 @@ def _texts(run: RunReport, several: bool) -> str:
     if run.outcome:
         opened = "" if several else " open"
         parts.append(f"<details{opened}><summary>Summary{of}</summary><pre>{escaped(run.outcome)}</pre></details>")
+    if run.example:
+        text = "".join(f"<mark>{escaped(part)}</mark>" if trained else escaped(part) for part, trained in run.example)
+        parts.append(
+            f"<details><summary>A training conversation{of}, with its trained parts marked</summary>"
+            f"<pre>{text}</pre></details>"
+        )
     shown = [*run.samples[:1], *run.samples[1:][-(MOST_SAMPLES - 1) :]]
     if shown:
         parts.append(f"<h2>Samples over time{of}</h2>")

@@ -57,11 +57,7 @@ LOGITS_BIAS = Rule("final_logits_bias", "output_bias", Row(1))
 
 @dataclass(frozen=True)
 class BothStacks(Codec):
-    """A size that config.json specifies for each stack (`encoder_<name>`, `decoder_<name>`) and that must be equal.
-
-    Raises:
-        FieldError: (by `read`) the sizes of encoder and decoder differ.
-    """
+    """A size that config.json specifies for each stack: `encoder_<name>` and `decoder_<name>`."""
 
     name: str
     attribute: str
@@ -71,16 +67,16 @@ class BothStacks(Codec):
         return (f"encoder_{self.name}", f"decoder_{self.name}")
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        given = {name: values.get(name) for name in self.names}
-        encoder, decoder = given.values()
-        if encoder is None or encoder != decoder:
-            sizes_given = " and ".join(f"{name} is {value}" for name, value in given.items())
-            raise FieldError(f"{sizes_given}: encoder and decoder must have the same size")
-        return {self.attribute: encoder}
+        encoder, decoder = (values.get(name) for name in self.names)
+        for name, size in zip(self.names, (encoder, decoder), strict=True):
+            if type(size) is not int:
+                raise FieldError(f"{name} must be an integer, got {size!r:.80}")
+        return {self.attribute: decoder, f"stack.encoder_{self.attribute}": None if encoder == decoder else encoder}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        size = config.feed_forward_width if self.attribute == "d_ff" else config.num_heads
-        return dict.fromkeys(self.names, size)
+        sizes = [config.source_encoder, config]
+        sizes = [one.feed_forward_width if self.attribute == "d_ff" else one.num_heads for one in sizes]
+        return dict(zip(self.names, sizes, strict=True))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,9 @@ class Interleaved(Relation):
 
     each: Relation
     size: int
-    """Number of rotated dimensions: the last ones of the parameter (of each head)."""
+    """Number of rotated dimensions of the parameter (of each head)."""
+    first: bool = False
+    """Whether these are the first dimensions instead of the last ones."""
 
     def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return self.each.tensor_shapes(shapes)
@@ -56,9 +58,11 @@ class Interleaved(Relation):
         return self.each.save([*others, self._ordered(last, np.arange(self.size).reshape(2, -1).T)])
 
     def _ordered(self, parameter: np.ndarray, order: np.ndarray) -> np.ndarray:
-        # Keep the unrotated dimensions in front, permute the last `size` ones.
-        still = parameter.shape[-1] - self.size
-        return parameter[..., [*range(still), *(still + order.ravel())]]
+        # Keep the other dimensions, permute the first or the last `size` ones.
+        whole = parameter.shape[-1]
+        if self.first:
+            return parameter[..., [*order.ravel(), *range(self.size, whole)]]
+        return parameter[..., [*range(whole - self.size), *(whole - self.size + order.ravel())]]
 
 
 @dataclass(frozen=True)

@@ -6,31 +6,44 @@ from transformer.zoo._bart import BART
 from transformer.zoo._bert import BERT
 from transformer.zoo._blenderbot import BLENDERBOT
 from transformer.zoo._bloom import BLOOM
+from transformer.zoo._clip import CLIP
 from transformer.zoo._deepseek_v3 import DEEPSEEK_V3
+from transformer.zoo._deit import DEIT
+from transformer.zoo._dinov2 import DINOV2, DINOV2_WITH_REGISTERS
+from transformer.zoo._dinov3 import DINOV3
 from transformer.zoo._distilbert import DISTILBERT
 from transformer.zoo._family import Family
+from transformer.zoo._gemma import GEMMA
 from transformer.zoo._gemma2 import GEMMA2
 from transformer.zoo._gemma3 import GEMMA3
+from transformer.zoo._gemma3_images import GEMMA3_IMAGES
+from transformer.zoo._glm import GLM, GLM4
 from transformer.zoo._gpt2 import GPT2
 from transformer.zoo._gpt_neox import GPT_NEOX
 from transformer.zoo._gpt_oss import GPT_OSS
+from transformer.zoo._hubert import HUBERT
 from transformer.zoo._llama import LLAMA
+from transformer.zoo._llava import LLAVA
 from transformer.zoo._marian import MARIAN
 from transformer.zoo._mistral import MISTRAL
 from transformer.zoo._mixtral import MIXTRAL
 from transformer.zoo._modernbert import MODERNBERT
 from transformer.zoo._olmo2 import OLMO2
 from transformer.zoo._opt import OPT
+from transformer.zoo._paligemma import PALIGEMMA
 from transformer.zoo._patchtst import PATCHTST
 from transformer.zoo._phi3 import PHI3
 from transformer.zoo._qwen2 import QWEN2
 from transformer.zoo._qwen3 import QWEN3
 from transformer.zoo._qwen3_moe import QWEN3_MOE
 from transformer.zoo._roberta import ROBERTA
+from transformer.zoo._siglip import SIGLIP
+from transformer.zoo._smollm3 import SMOLLM3
 from transformer.zoo._starcoder2 import STARCODER2
 from transformer.zoo._t5 import T5
 from transformer.zoo._umt5 import UMT5
 from transformer.zoo._vit import VIT
+from transformer.zoo._wav2vec2 import WAV2VEC2
 from transformer.zoo._whisper import WHISPER
 
 ENTRIES: dict[str, Family] = {
@@ -65,12 +78,21 @@ ENTRIES: dict[str, Family] = {
         WHISPER,
         PATCHTST,
         STARCODER2,
+        DEIT,
+        DINOV2,
+        DINOV2_WITH_REGISTERS,
+        DINOV3,
+        CLIP,
+        SIGLIP,
+        WAV2VEC2,
+        HUBERT,
+        SMOLLM3,
+        GLM,
+        GLM4,
+        GEMMA,
+        GEMMA3_IMAGES,
+        PALIGEMMA,
+        LLAVA,
     )
 }
 """Families by name. A model that several families can represent is saved as the first of them."""
-
-REFUSED = {
-    "gemma3": "the multimodal models of Gemma 3 (text and images) are not supported. The text models are gemma3_text: "
-    "load one of them, such as google/gemma-3-1b-pt, or save only the language model of this checkpoint as gemma3_text."
-}
-"""Unsupported model_types that are easily confused with a supported family, and what to do instead."""

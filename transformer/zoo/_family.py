@@ -11,16 +11,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.config._paths import fields_by_path
+from transformer.nn.models._audio import SpeechEncoder
+from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Embedder
 from transformer.nn.models._forecaster import Forecaster
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText
-from transformer.nn.models._vision import VisionClassifier
-from transformer.zoo._fields import FIXED_EVERYWHERE, NEUTRAL, Codec, FieldError
+from transformer.nn.models._vision import VisionEmbedder, VisionEncoder
+from transformer.nn.models._vision_language import VisionLanguageModel
+from transformer.zoo._fields import FIXED_EVERYWHERE, NEUTRAL, Codec, Field, FieldError
 from transformer.zoo.weights._rules import Link, Rule, layer_kinds, layer_places, link
 
 FREE = frozenset({"dropout_rate", "attention.dropout_rate", "initializer_range", "dtype", "param_dtype"})
@@ -115,8 +119,14 @@ class Family:
     """Parts of tensor names -> their spelling in files of older releases."""
     variants: Mapping[str, Variant] = field(default_factory=dict)
     """Published weights by a short name."""
+    any_image_size: bool = False
+    """Whether the models read images of any size: the positions of patches are interpolated."""
+    antialias: bool = False
+    """Whether the interpolation of positions to fewer patches averages over wider intervals."""
     aliases: tuple[str, ...] = ()
     """Other values of `model_type` for this family."""
+    image_text: ImageText | None = None
+    """How the text of a vision-language model represents images; None: the models don't read images with text."""
 
     def head_of(self, values: Mapping[str, Any]) -> tuple[str, Head]:
         """Return the name of the architecture in a config.json, and its head."""
@@ -136,11 +146,8 @@ class Family:
 
     def read(self, values: Mapping[str, Any], head: Head) -> TransformerConfig:
         """Return the TransformerConfig that a config.json describes."""
-        changes, faults, known = self._read_fields(values, head)
-        for name, choices in FIXED_EVERYWHERE.items():
-            if name not in known and values.get(name, choices[0]) not in choices:
-                faults.append(f"{name} is {values[name]!r}, which changes the computation and is not supported")
-        faults += _unknown_fields(values, known)
+        constants = dict(self.constants) | dict(head.constants)
+        changes, faults = read_fields(values, (*self.fields, *head.fields), constants)
         if faults:
             raise ConfigError(
                 f"config.json of {self.title} can't be used: {'; '.join(faults)}. If a field does not affect the "
@@ -149,29 +156,10 @@ class Family:
         try:
             config = TransformerConfig(**changes)
         except (ConfigError, TypeError, ValueError) as error:
-            raise ConfigError(f"config.json of {self.title} does not describe a valid model: {error}") from error
+            text = _in_names(str(error), (*self.fields, *head.fields))
+            raise ConfigError(f"config.json of {self.title} does not describe a valid model: {text}") from error
         self._check_experts(config)
         return config
-
-    def _read_fields(self, values: Mapping[str, Any], head: Head) -> tuple[dict[str, Any], list[str], set[str]]:
-        """Return the fields of the TransformerConfig, the problems in config.json, and the known field names."""
-        changes: dict[str, Any] = dict(self.constants) | dict(head.constants)
-        faults: list[str] = []
-        known = set(NEUTRAL)
-        for codec in (*self.fields, *head.fields):
-            known.update(codec.names)
-            if large := [name for name in codec.names if _is_too_large(values.get(name))]:
-                faults.append(f"{', '.join(large)} is above {MAX_NUMBER}, which is too large for any model")
-                continue
-            try:
-                changes |= codec.read(values, changes)
-            except FieldError as error:
-                faults.append(str(error))
-            except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-                given = ", ".join(name for name in codec.names if name in values)
-                faults.append(f"{given or codec.names[0]} can't be read ({error})")
-            _check_layers(changes)
-        return changes, faults, known
 
     def _check_experts(self, config: TransformerConfig) -> None:
         """Raise ConfigError for an implausible number of experts, because all their tensors are listed by name."""
@@ -197,7 +185,7 @@ class Family:
             again = self.read(values, head)
         except ConfigError as error:  # the family has no representation for a value
             raise NoCounterpart(f"{self.title} can't describe this model: {error}", 99) from error
-        pools = head.model is Embedder
+        pools = head.model in (Embedder, VisionEmbedder, DualEncoder)
         mine, theirs = (canonical(c) | ({"output.pooling": c.output.pooling} if pools else {}) for c in (config, again))
         differing = [name for name in mine if mine[name] != theirs[name]]
         if differing:
@@ -253,6 +241,15 @@ def stack_places(model: Any) -> dict[str, list[tuple[str, int | None]]]:
     """Return the path and index of each layer, for each stack of a model."""
     config = model.config
     encoder, decoder = config.num_layers, config.num_layers
+    if isinstance(model, DualEncoder):
+        both = {"text": config, "image": config.image_encoder}
+        return {f"{name}/encoder": layer_places(one, one.num_layers) for name, one in both.items()}
+    if isinstance(model, VisionLanguageModel):
+        image = config.image_encoder
+        return {
+            "image/encoder": layer_places(image, image.num_layers),
+            "decoder": layer_places(config, config.num_layers),
+        }
     if isinstance(model, Seq2Seq):
         encoder, decoder = config.encoder_layers, config.decoder_layers
     return {"encoder": layer_places(config, encoder), "decoder": layer_places(config, decoder)}
@@ -270,6 +267,8 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
     values |= {
         "stack.num_encoder_layers": encoder,
         "stack.num_decoder_layers": decoder,
+        "stack.encoder_num_heads": config.stack.encoder_num_heads or config.num_heads,
+        "stack.encoder_d_ff": config.stack.encoder_d_ff or config.feed_forward_width,
         "num_kv_heads": config.kv_heads,
         "attention.head_dim": config.size_of_head,
         "attention.value_dim": config.size_of_value,
@@ -282,7 +281,7 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
         kinds[stack] = [_kind(config, kind) for kind in layer_kinds(config, layers)]
     values |= _without_unread(config)
     if all(kind.moe is not None for layers in kinds.values() for kind in layers):
-        values["d_ff"] = None  # every layer uses the width of its experts
+        values["d_ff"] = values["stack.encoder_d_ff"] = None  # every layer uses the width of its experts
     return values | {"layers": kinds}
 
 
@@ -290,7 +289,8 @@ def _without_unread(config: TransformerConfig) -> dict[str, Any]:
     """Return neutral values for the fields that this config does not use, or that its layers override."""
     values: dict[str, Any] = {}
     if config.position != "rotary":
-        values |= dict.fromkeys(("rotary.base", "rotary.dim", "rotary.scaling"))
+        values |= dict.fromkeys(("rotary.dim", "rotary.scaling"))
+        values |= {} if config.position == "rotary_grid" else {"rotary.base": None}
     else:
         values["rotary.dim"] = config.rotary.dim or config.size_of_head
         values |= dict.fromkeys(("rotary.base", "rotary.scaling"), "by layer")
@@ -300,6 +300,8 @@ def _without_unread(config: TransformerConfig) -> dict[str, Any]:
         values["stack.final_norm"] = None
     if not config.attention.qk_norm:
         values["attention.qk_norm_scope"] = None
+    if config.stack.layer_scale is not None:
+        values["stack.layer_scale"] = "learned"  # only its initial value is in the config
     if config.embedding.source_max_length == config.max_length:
         values["embedding.source_max_length"] = None
     if config.output.num_classes is None and not config.output.normalize:
@@ -331,12 +333,48 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
     if kind.moe is not None:
         width = kind.moe.d_ff or config.feed_forward_width
         changes["moe"] = replace(kind.moe, d_ff=width, **_FREE_OF_EXPERTS)
-    if config.position != "rotary":
+    if config.position != "rotary" or not kind.rotary:
         changes |= {"rotary_base": None, "rotary_scaling": None}
     elif kind.self_attention:
         changes["rotary_base"] = kind.rotary_base or config.rotary.base
         changes["rotary_scaling"] = kind.rotary_scaling or config.rotary.scaling
     return replace(kind, **changes)
+
+
+def read_fields(
+    values: Mapping[str, Any], codecs: Sequence[Codec], constants: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Convert the fields of a config.json, or of an object inside it, to fields of a TransformerConfig.
+
+    Args:
+        values: the fields.
+        codecs: codecs for these fields, in the order in which they are read.
+        constants: fields of the TransformerConfig that all models share.
+
+    Returns:
+        The fields of the TransformerConfig with the constants, and the problems, one sentence each.
+
+    Raises:
+        ConfigError: an implausible number of layers.
+    """
+    changes, faults, known = dict(constants), [], set(NEUTRAL)
+    for codec in codecs:
+        known.update(codec.names)
+        if large := [name for name in codec.names if _is_too_large(values.get(name))]:
+            faults.append(f"{', '.join(large)} is above {MAX_NUMBER}, which is too large for any model")
+            continue
+        try:
+            changes |= codec.read(values, changes)
+        except FieldError as error:
+            faults.append(str(error))
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            given = ", ".join(name for name in codec.names if name in values)
+            faults.append(f"{given or codec.names[0]} can't be read ({error})")
+        _check_layers(changes)
+    for name, choices in FIXED_EVERYWHERE.items():
+        if name not in known and values.get(name, choices[0]) not in choices:
+            faults.append(f"{name} is {values[name]!r}, which changes the computation and is not supported")
+    return changes, faults + _unknown_fields(values, known)
 
 
 def _unknown_fields(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
@@ -365,11 +403,17 @@ def _check_layers(changes: Mapping[str, Any]) -> None:
 def example_inputs(model: Any) -> tuple[Any, ...]:
     """Return the smallest valid inputs of a model."""
     tokens = jnp.zeros((1, 1), jnp.int32)
-    if isinstance(model, VisionClassifier):
-        patches = model.config.patches
-        return (jnp.zeros((1, patches.image_height, patches.image_width, patches.channels)),)
+    if isinstance(model, VisionEncoder | DualEncoder):
+        before = (tokens,) if isinstance(model, DualEncoder) else ()
+        patches = model.config.patches or model.config.images.patches
+        return (
+            *before,
+            jnp.zeros((1, patches.image_height, patches.image_width, patches.channels)),
+        )
     if isinstance(model, Forecaster):
         return (jnp.zeros((1, model.config.series.context_length, model.config.series.channels)),)
+    if isinstance(model, SpeechEncoder):
+        return (jnp.zeros((1, model.config.audio.shortest)),)
     if isinstance(model, SpeechToText):
         positions = model.config.longest_source or 1
         return (jnp.zeros((1, FRAMES_A_POSITION * positions, model.config.speech.mel_bins)), tokens)
@@ -381,3 +425,10 @@ def abstract_params(model: Any) -> Any:
     # The inputs are abstract, too: config.json may specify images of any size.
     inputs = jax.eval_shape(lambda: example_inputs(model))
     return jax.eval_shape(lambda key, *inputs: model.init(key, *inputs), jax.random.key(0), *inputs)["params"]
+
+
+def _in_names(text: str, codecs: Sequence[Codec]) -> str:
+    """Return an error about a TransformerConfig with the names of config.json, which the user can correct."""
+    names = {codec.attribute: codec.name for codec in codecs if isinstance(codec, Field)}
+    words = "|".join(re.escape(attribute) for attribute in sorted(names, key=len, reverse=True))
+    return re.sub(rf"(?<![\w.])({words})(?![\w.]*\w)", lambda found: names[found[0]], text) if names else text

@@ -58,6 +58,7 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu_erf",
     "gelu_python": "gelu_erf",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",

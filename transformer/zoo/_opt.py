@@ -9,38 +9,31 @@ from typing import Any
 from transformer.config._model import TransformerConfig
 from transformer.zoo._bart import FEED_FORWARD, UNUSED_ROWS, attention_rules
 from transformer.zoo._family import Family, Variant
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fixed, Unread
 from transformer.zoo._llama import decoder_heads
-from transformer.zoo.weights._rules import Rule, WithoutFirst, modules, norm
+from transformer.zoo.weights._rules import MATRIX, Rule, WithoutFirst, modules, norm
 
 
 @dataclass(frozen=True)
 class EmbeddingWidth(Codec):
-    """`word_embed_proj_dim`, the width of the embeddings.
-
-    Raises:
-        FieldError: (by `read`) it differs from the width of the layers.
-    """
+    """`word_embed_proj_dim`, the width of the embeddings, with maps to and from the layers if theirs differs."""
 
     names = ("word_embed_proj_dim",)
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         width = values.get("word_embed_proj_dim")
-        if width not in (None, changes["d_model"]):
-            raise FieldError(
-                f"word_embed_proj_dim is {width}, but hidden_size is {changes['d_model']}: projections between "
-                f"different widths are not supported"
-            )
-        return {}
+        return {"embedding.width": None if width == changes["d_model"] else width}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        return {"word_embed_proj_dim": config.d_model}
+        return {"word_embed_proj_dim": config.embedding.width or config.d_model}
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
     layer, ours = "model.decoder.layers.{layer}.", "decoder/{layer}/"
     return [
         Rule("model.decoder.embed_tokens.weight", "embedding/embedding"),
+        Rule("model.decoder.project_in.weight", "embedding_in/kernel", MATRIX),
+        Rule("model.decoder.project_out.weight", "embedding_out/kernel", MATRIX),
         Rule("model.decoder.embed_positions.weight", "decoder/position_table", WithoutFirst(UNUSED_ROWS)),
         *attention_rules(f"{layer}self_attn", f"{ours}self_attention"),
         *norm(f"{layer}self_attn_layer_norm", f"{ours}attention_norm"),
@@ -49,13 +42,13 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     ]
 
 
-def _variant(size: str, parameters: int, width: int, layers: int, heads: int) -> Variant:
+def _variant(size: str, parameters: int, width: int, layers: int, heads: int, **fields: Any) -> Variant:
     sizes = {"vocab_size": 50_272, "hidden_size": width, "ffn_dim": 4 * width, "num_hidden_layers": layers}
     # The published parameter counts include the unused rows of the position table.
     return Variant(
         hub=f"facebook/opt-{size}",
         parameters=parameters - UNUSED_ROWS * width,
-        fields=sizes | {"num_attention_heads": heads},
+        fields=sizes | {"num_attention_heads": heads} | fields,
     )
 
 
@@ -89,6 +82,7 @@ OPT = Family(
     copies={"lm_head.weight": "model.decoder.embed_tokens.weight"},
     variants={
         "opt-125m": _variant("125m", 125_239_296, 768, 12, 12),
+        "opt-350m": _variant("350m", 331_196_416, 1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
         "opt-1.3b": _variant("1.3b", 1_315_758_080, 2048, 24, 32),
         "opt-2.7b": _variant("2.7b", 2_651_596_800, 2560, 32, 32),
         "opt-6.7b": _variant("6.7b", 6_658_473_984, 4096, 32, 32),

@@ -22,11 +22,12 @@ from transformer.config._model import Execution, TransformerConfig
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
 from transformer.data._tokenizer import TOKENIZER_FILE
 from transformer.nn._sharding import AXES, check_model, parameter_spec
-from transformer.zoo._entries import ENTRIES, REFUSED
+from transformer.zoo._entries import ENTRIES
 from transformer.zoo._example import MAX_EXAMPLE_BYTES, compare_example, example_dtype, make_example
 from transformer.zoo._family import Family, Head, NoCounterpart, Variant, abstract_params, canonical, rename
 from transformer.zoo._fields import NEUTRAL
-from transformer.zoo.weights._files import WeightFiles, first_non_finite, write_weights
+from transformer.zoo.weights._files import TensorInfo, WeightFiles, first_non_finite, write_weights
+from transformer.zoo.weights._flax_files import open_files
 from transformer.zoo.weights._hub import fetch
 from transformer.zoo.weights._integrity import INTEGRITY_FILE, checked, read_integrity, write_integrity
 from transformer.zoo.weights._loading import (
@@ -72,8 +73,6 @@ def find_family(values: Mapping[str, Any]) -> Family:
     for family in ENTRIES.values():
         if kind == family.name or kind in family.aliases:
             return family
-    if isinstance(kind, str) and kind in REFUSED:
-        raise ConfigError(f"model_type is {kind!r} in config.json: {REFUSED[kind]}")
     names = [name for family in ENTRIES.values() for name in (family.name, *family.aliases)]
     raise ConfigError(
         f"model_type is {kind!r} in config.json, which is not supported.{nearest(str(kind), names)} Supported are "
@@ -118,7 +117,8 @@ def load_pretrained(
 ) -> Pretrained:
     """Load a pretrained model from a directory or from the Hugging Face hub.
 
-    The directory contains config.json, safetensors files and optionally tokenizer.json.
+    The directory contains config.json, safetensors files and optionally tokenizer.json. Without safetensors files,
+    flax_model.msgpack is read, the file of transformers' Flax classes.
 
     Args:
         source: a directory, a hub id such as "openai-community/gpt2", or a variant such as "gpt2".
@@ -135,7 +135,8 @@ def load_pretrained(
             have changed since `save_pretrained` wrote them. The message lists all problems; nothing is loaded.
     """
     variant = find_variant(str(source)) if not Path(source).is_dir() else None
-    directory = fetch(source if variant is None else variant[1].hub, revision)
+    variants = [name for family in ENTRIES.values() for name in family.variants]
+    directory = fetch(source if variant is None else variant[1].hub, revision, known=variants)
     with checked(directory):
         return _load(directory, dtype, mesh, architecture, ignore_fields, execution)
 
@@ -148,7 +149,7 @@ def _load(
     ignore_fields: Sequence[str],
     execution: Execution,
 ) -> Pretrained:
-    files = plain_files(WeightFiles(directory))
+    files = plain_files(open_files(directory))
     values = {name: value for name, value in files.config.items() if name not in ignore_fields}
     family = find_family(values)
     if architecture is not None:
@@ -157,7 +158,7 @@ def _load(
     config = family.read(values, head)
     if config.embedding.tie and _is_untied(files, family, head):
         config = config.replace(**{"embedding.tie": False})
-    dtype = _check_dtype(dtype) if dtype is not None else _usual_dtype(files)
+    dtype = check_dtype(dtype) if dtype is not None else usual_dtype(files.tensors)
     config = config.replace(dtype=dtype, param_dtype=dtype)
     _check_sizes(files, config)
     model = head.model(config, execution)
@@ -264,7 +265,8 @@ def _read_params(files: WeightFiles, family: Family, architecture: str, model: n
     return load_params(files, links, shapes, dtypes, place)
 
 
-def _check_dtype(dtype: str) -> str:
+def check_dtype(dtype: str) -> str:
+    """Return the name of a dtype that parameters may have; raise ConfigError for any other."""
     try:
         name = str(jnp.dtype(dtype))
     except TypeError:  # not a dtype
@@ -274,9 +276,10 @@ def _check_dtype(dtype: str) -> str:
     return name
 
 
-def _usual_dtype(files: WeightFiles) -> str:
+def usual_dtype(tensors: Mapping[str, TensorInfo]) -> str:
+    """Return the dtype of most numbers in these tensors."""
     numbers: Counter[str] = Counter()
-    for tensor in files.tensors.values():
+    for tensor in tensors.values():
         numbers[str(tensor.dtype)] += int(np.prod(tensor.shape, dtype=np.int64))
     usual = [name for name, _ in numbers.most_common() if name in DTYPES]
     return usual[0] if usual else "float32"

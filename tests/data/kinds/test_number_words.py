@@ -182,6 +182,12 @@ def test_held_out_numbers_are_even_over_digits_and_disjoint():
     assert set(validation).isdisjoint(test)
 
 
+def test_held_out_numbers_that_cannot_be_found_end_in_an_error(monkeypatch):
+    monkeypatch.setattr(number_words, "role", lambda number: "train")
+    with pytest.raises(RuntimeError, match=r"only 0 of 50 held-out numbers with 5 digits .* split 'test'.*Correct"):
+        number_words.held_out_numbers("test", 6, 100)
+
+
 def test_training_numbers():
     numbers = number_words.training_numbers(6, 20_000)
     assert len(numbers) == 20_000

@@ -9,5 +9,6 @@ bart = Family("Bart", SIZES)
 
 CASES = {
     "lm": bart.seq2seq(),
+    "unlike": bart.seq2seq(encoder_ffn_dim=23, encoder_attention_heads=2),
     "scaled": bart.seq2seq(scale_embedding=True, decoder_layers=1, activation_function="relu", golden=False),
 }

@@ -47,6 +47,9 @@ MASKS = {
     "lengths": Mask.lengths(jnp.array([20, 0])),
     "segments": SEGMENTS & Mask.causal(),
     "array": Mask.array(jax.random.bernoulli(KEYS[6], 0.3, (B, N, T, S))),
+    "groups": Mask.causal()
+    & Mask.window(3)
+    & Mask.groups(jnp.array([[-1] * 3 + [0] * 7 + [1] * 9, [0] * 12 + [-1] * 7])),
     "all": SEGMENTS & Mask.causal() & Mask.window(6) & Mask.lengths(jnp.array([20, 9])),
 }
 

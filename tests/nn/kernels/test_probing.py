@@ -136,13 +136,10 @@ def test_versions_are_those_that_are_installed():
     assert re.fullmatch(r"libtpu==\d[\d.*]+", probing.matching_libtpu())
 
 
+@pytest.mark.usefixtures("tpu_compiler")
 @pytest.mark.slow
 class TestCompiler:
     """The real TPU compiler."""
-
-    @pytest.fixture(autouse=True)
-    def compiler(self):
-        pytest.importorskip("libtpu", reason='no TPU compiler: pip install "libtpu>=0.0.51"')
 
     @pytest.mark.parametrize(
         ("topology", "dtype", "accepted"),

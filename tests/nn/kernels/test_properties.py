@@ -16,9 +16,11 @@ from property_parts import assert_close, often
 from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn.kernels import ALL_KERNELS, GPU_KERNELS, SPLIT_KERNELS
+from transformer.nn.kernels._splash import SplashBlocks
 
 BLOCKS = {"blockwise": 5, "ring": 3}
 """block sizes for the tests: small, so that short sequences have several blocks"""
+SMALL_SPLASH_BLOCKS = SplashBlocks(forward=(128, 128), backward_keys=(128, 128), backward_queries=(128, 128))
 FACTS = {
     "bias": {"has_bias": True},
     "array": {"has_dense_mask": True},
@@ -61,7 +63,7 @@ def made_for_tests(kernel: str):
         changed = dataclasses.replace(changed, run=functools.partial(changed.run, block=BLOCKS[kernel]))
     with (
         mock.patch("transformer.nn.kernels._query_chunked.CHUNK_SIZE", 6),
-        mock.patch("transformer.nn.kernels._splash.BLOCK", 128),
+        mock.patch("transformer.nn.kernels._splash.SMALL_BLOCKS", SMALL_SPLASH_BLOCKS),
         mock.patch("transformer.nn.kernels._cudnn.LIBRARY", "xla"),
         mock.patch.dict(ALL_KERNELS, {kernel: changed}),
         jax.set_mesh(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices)),

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_specs import attention_spec
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from kernel_parts import assert_close
+from placements import mesh
 
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.nn._attention import MultiHeadAttention, dot_product_attention
@@ -29,11 +31,6 @@ OUT_GRAD = jax.random.normal(KEYS[4], (B, T, N, HV))
 PLAIN = {"scale": 0.7}
 
 
-def mesh(**sizes):
-    devices = jax.devices()[: np.prod(list(sizes.values()))]
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
-
-
 def value_and_grads(kernel, softcap=None, sinks=SINKS, arrays=(QUERY, KEY, VALUE), **options):
     """The mask is an argument, so that masks with the same structure share a compiled program."""
 
@@ -44,10 +41,6 @@ def value_and_grads(kernel, softcap=None, sinks=SINKS, arrays=(QUERY, KEY, VALUE
 
     program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
     return lambda mask: program(*arrays, sinks, mask)
-
-
-def assert_close(got, expected, tolerance=2e-5):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, expected)
 
 
 def masks(base, **rows):

@@ -3,8 +3,8 @@
 tests/nn/kernels/test_kernels.py checks the supported options, with values and gradients, against the documented table.
 """
 
-import collections
 import dataclasses
+import functools
 import re
 
 import abstract_meshes
@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from attention_specs import attention_spec
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from kernel_parts import assert_close, compiled_kernels, splash_kernels
+from placements import mesh
 from training_recipes import change, tiny_recipe
 
 from transformer.config import ConfigError, Execution, LayerKind, StackOptions, TransformerConfig
@@ -26,16 +28,11 @@ from transformer.nn._partitioning import shard_map
 from transformer.nn.kernels import AttentionSpec, choose, reference_attention, splash_attention
 from transformer.nn.kernels import _splash as splash
 from transformer.nn.models import CausalLM
-from transformer.training._parallel import MeshPlacement
-from transformer.training.plan import batch_shapes, make_plan, parse_topology, topology_devices
+from transformer.training._chips import DEVICE_KINDS
+from transformer.training.plan import make_plan, parse_topology, topology_devices
 
 KEYS = jax.random.split(jax.random.key(0), 6)
 PLAIN = {"scale": 0.7}
-
-
-def mesh(**sizes):
-    devices = jax.devices()[: np.prod(list(sizes.values()))]
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
 def arrays(batch, queries, keys, heads, kv_heads, head_dim=5, value_dim=7):
@@ -55,10 +52,6 @@ def value_and_grads(kernel, given, mask, softcap=None):
 
     grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*given, sinks)
     return out, grads
-
-
-def assert_close(got, expected, tolerance=2e-5):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, expected)
 
 
 def third_segments(length, other=None):
@@ -83,13 +76,63 @@ def test_lengths_that_are_no_multiple_of_a_block(queries, keys, mask):
     )
 
 
+LIMITS = splash.SplashBlocks(forward=(1024, 512), backward_keys=(512, 2048), backward_queries=(1024, 1024))
+
+
+def sizes_of(blocks, axis):
+    return [sizes[axis] for sizes in (blocks.forward, blocks.backward_keys, blocks.backward_queries)]
+
+
 def test_blocks_are_alike_and_little_is_filled_up():
     for length in range(1, 5000, 7):
-        block = splash._block(length)
-        assert block % splash.LANES == 0
-        assert block <= splash.BLOCK
-        assert -length % block < 128 * -(-length // 512)
-    assert [splash._block(length) for length in (1, 128, 129, 512, 640, 1024)] == [128, 128, 256, 512, 384, 512]
+        blocks = LIMITS.fitted(length, length)
+        for axis, unit in enumerate(blocks.padding_units()):
+            padded = length + -length % unit
+            assert padded - length < 128 * -(-length // 512)
+            for size, most in zip(sizes_of(blocks, axis), sizes_of(LIMITS, axis), strict=True):
+                assert size % splash.LANES == padded % size == 0
+                assert size <= most
+    sizes = [splash.SMALL_BLOCKS.fitted(n, n).forward[0] for n in (1, 128, 129, 512, 640, 1024)]
+    assert sizes == [128, 128, 256, 512, 384, 512]
+    assert LIMITS.fitted(4096, 8192) == LIMITS
+    assert LIMITS.fitted(1536, 1536).forward == (512, 512)  # three blocks do not pair up
+
+
+def test_blocks_that_divide_need_no_padding():
+    for length in range(128, 9000, 128):
+        for axis in (0, 1):
+            for size, most in zip(sizes_of(LIMITS.dividing(length), axis), sizes_of(LIMITS, axis), strict=True):
+                assert length % size == size % splash.LANES == 0
+                assert size <= most
+    assert LIMITS.dividing(4096) == LIMITS
+    assert LIMITS.dividing(1536).forward == (768, 512)
+
+
+def test_blocks_that_are_no_multiple_of_the_lanes_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"multiples of 128, got forward=\(512, 300\)\. Use 256 or 384 instead of 300"
+    ):
+        splash.SplashBlocks(forward=(512, 300))
+    with pytest.raises(ConfigError, match=r"got backward_keys=\(0, 512\)\. Use 128 instead of 0"):
+        splash.SplashBlocks(backward_keys=(0, 512))
+
+
+def test_each_chip_has_its_blocks():
+    for kind, blocks in splash.BLOCKS.items():
+        assert kind in DEVICE_KINDS
+        with computing_on("tpu", kind):
+            assert splash.block_limits(256, jnp.bfloat16) == splash.block_limits(128, jnp.float32) == blocks
+            assert splash.block_limits(256, jnp.float32) == splash.SMALL_BLOCKS
+    with computing_on("tpu", "TPU v4"):
+        assert splash.block_limits(128, jnp.bfloat16) == splash.SMALL_BLOCKS
+    assert splash.block_limits(128, jnp.bfloat16) == splash.SMALL_BLOCKS
+
+
+def test_given_blocks_change_no_result():
+    given, mask = arrays(1, 300, 400, 2, 1), Mask.causal()
+    blocks = splash.SplashBlocks(forward=(128, 256), backward_keys=(256, 128), backward_queries=(384, 128))
+    run = functools.partial(splash_attention, blocks=blocks)
+    assert_close(value_and_grads(run, given, mask), value_and_grads(reference_attention, given, mask))
 
 
 # If the length is sharded, gradients of keys and values are summed over devices with different queries.
@@ -280,8 +323,7 @@ class TestCompiler:
     """The TPU compiler accepts the kernels; it also checks block sizes and memory, which interpret mode does not."""
 
     @pytest.fixture
-    def devices(self):
-        pytest.importorskip("libtpu", reason='no TPU compiler: pip install "libtpu>=0.0.51"')
+    def devices(self, tpu_compiler):
         return topology_devices(parse_topology("v5e:2x2"))
 
     @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"fsdp": 2, "context": 2}], ids=["tensor", "context"])
@@ -289,11 +331,11 @@ class TestCompiler:
         recipe = tiny(256, execution={"attention": "splash"}, parallel={"devices": None} | parallel)
         plan = make_plan(recipe, parse_topology("v5e:2x2"), devices)
         assert plan.fits
-        assert self.kernels(recipe, devices) == {"fwd": 1, "dq": 1, "dkv": 1}
+        assert splash_kernels(recipe, devices) == {"fwd": 1, "dq": 1, "dkv": 1}
 
     def test_auto_is_splash(self, devices):
         recipe = tiny(2048, parallel={"devices": None})
-        assert self.kernels(recipe, devices) == {"fwd": 1, "dq": 1, "dkv": 1}
+        assert splash_kernels(recipe, devices) == {"fwd": 1, "dq": 1, "dkv": 1}
 
     @pytest.mark.parametrize(("remat", "kernels"), [("none", 3), ("full", 4), ("dots", 3), ("names", 3)])
     def test_the_forward_kernel_runs_again_only_if_all_is_recomputed(self, devices, remat, kernels):
@@ -302,12 +344,25 @@ class TestCompiler:
         Counted in the compiled program: the traced one still contains the repeated kernel, whose results nobody uses.
         """
         recipe = tiny(256, execution={"attention": "splash", "remat": remat}, parallel={"devices": None})
-        text = MeshPlacement(recipe, devices).lower(batch_shapes(recipe)).compile().as_text()
-        assert len(re.findall(r'custom_call_target="tpu_custom_call"', text)) == kernels
+        assert compiled_kernels(recipe, devices) == kernels
 
-    def kernels(self, recipe, devices):
-        text = MeshPlacement(recipe, devices).lower(batch_shapes(recipe)).as_text()
-        return collections.Counter(re.findall(r'kernel_name = "splash_mha_(\w+?)_', text))
+    @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+    @pytest.mark.parametrize(("dtype", "size"), [(jnp.float32, 128), (jnp.bfloat16, 256)], ids=str)
+    def test_many_rows_with_large_blocks(self, tpu_compiler, topology, dtype, size):
+        """Many rows need more fast memory than a few: their segment ids are copied to it block by block."""
+        devices = topology_devices(parse_topology(topology))
+        query, key = (jax.ShapeDtypeStruct((64, 2048, heads, size), dtype) for heads in (4, 1))
+
+        def loss(*arrays):
+            mask = Mask.causal() & Mask.segments(*[jnp.arange(2048)[None] // jnp.arange(500, 564)[:, None]] * 2)
+            return (
+                splash_attention(*arrays, AttentionSpec(mask=mask, softcap=3.0, **PLAIN))[0].astype(jnp.float32).sum()
+            )
+
+        one = jax.sharding.Mesh(np.array(devices[:1]), ("data",), axis_types=(AxisType.Auto,))
+        with jax.set_mesh(one):
+            compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(query, key, key).compile()
+        assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
     def test_the_largest_heads_with_all_that_is_served(self, devices, dtype):

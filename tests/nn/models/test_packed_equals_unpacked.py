@@ -92,7 +92,7 @@ ROUTED = LayerKind(moe=MoE(num_experts=3, load_balance_weight=1.0, router_z_weig
     [
         ("causal_lm", "rotary", LayerKind()),
         ("causal_lm", "learned", LayerKind()),
-        ("seq2seq", "rotary", ROUTED),
+        pytest.param("seq2seq", "rotary", ROUTED, marks=pytest.mark.slow),
         ("seq2seq", "learned", LayerKind()),
     ],
 )

@@ -95,6 +95,69 @@ class TestCollectives:
         assert (permute.kind, permute.count, permute.result_bytes) == ("collective-permute", 1, 40)
         assert cost.wire_bytes == sum(one.wire_bytes for one in cost.collectives)
 
+    @pytest.mark.parametrize(
+        ("groups", "size"),
+        [
+            ("[4,2]<=[8]", 2),
+            ("{{0,1,2,3},{4,5,6,7}}", 4),
+            ("mesh['a'=2,'b'=4] {'b'}", 4),
+            ("mesh['a'=2,'b'=4] {'a','b'}", 8),
+            ("mesh['a'=2,'b'=4] {'a','b':(1)2}", 4),
+            ("{}", 8),
+        ],
+    )
+    def test_groups_of_devices(self, groups, size):
+        line = f"ROOT %r = f32[2] reduce-scatter(%x), replica_groups={groups}, to_apply=%add"
+        (scatter,) = entry("%x = f32[16] parameter(0)", line).cost(8).collectives
+        assert scatter.wire_bytes == (size - 1) * 8
+
+    @pytest.mark.parametrize(("root", "kind"), [("%slice", "reduce-scatter"), ("%other", "all-reduce")])
+    def test_an_all_reduce_whose_slice_a_fusion_returns_is_a_reduce_scatter(self, root, kind):
+        slice_of = {"%slice": "%ar", "%other": "%p"}[root]
+        fused = f"""\
+%fused (p: f32[16]) -> f32[4] {{
+  %p = f32[16] parameter(0)
+  %zero = s32[] constant(0)
+  %ar = f32[16] all-reduce(%p), replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}, to_apply=%add
+  %part = f32[4] dynamic-slice({slice_of}, %zero), dynamic_slice_sizes={{4}}
+  ROOT %same = f32[4] bitcast(%part)
+}}
+"""
+        call = "ROOT %f = f32[4] fusion(%a), kind=kCustom, calls=%fused"
+        (found,) = entry("%a = f32[16] parameter(0)", call, more=fused).cost(8).collectives
+        assert found.kind == kind
+        # Three of four parts, sent once for a reduce-scatter and twice for an all-reduce.
+        assert found.wire_bytes == {"reduce-scatter": 48, "all-reduce": 96}[kind]
+
+    @pytest.mark.parametrize(
+        ("transfer", "target", "found"),
+        [  # of 48 bytes between 3 slices: kind, bytes of the result, and bytes sent
+            ("ALL_REDUCE", '"{1,2,3}x{0:15}"', ("all-reduce", 48, 64)),
+            ("ALL_REDUCE", '"{1:3}x{0:15}"', ("all-reduce", 48, 64)),
+            ("ALL_GATHER", '"{1,2,3}x{0:15}"', ("all-gather", 144, 96)),
+            ("REDUCE_SCATTER", '"{1,2,3}x{0:15}"', ("reduce-scatter", 16, 32)),
+            ("ALL_TO_ALL", "{{100000,200000,300000},{100001,200001,300001}}", ("all-to-all", 48, 32)),
+            ("ONE_TO_ONE", "{{100000->200000},{200000->100000}}", ("collective-permute", 48, 48)),
+        ],
+    )
+    def test_across_slices(self, transfer, target, found):
+        """The compiler rewrites them to a send to the host and a receive; other transfers to the host don't count."""
+        about = f'_xla_megascale_target={target},_xla_megascale_transfer_type="{transfer}"'
+        lines = (
+            "%x = f32[12] parameter(0)",
+            "%none = token[] after-all()",
+            f"%s = (f32[12], u32[], token[]) send(%x, %none), is_host_transfer=true, frontend_attributes={{{about}}}",
+            f"%r = (f32[12], u32[], token[]) recv(%none), is_host_transfer=true, frontend_attributes={{{about}}}",
+            "%other = (f32[12], u32[], token[]) send(%x, %none), is_host_transfer=true",
+            "ROOT %ar = f32[12] all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add",
+        )
+        cost = entry(*lines).cost(4)
+        inside, across = cost.collectives
+        assert (inside.kind, inside.across_slices, across.across_slices) == ("all-reduce", False, True)
+        assert (across.kind, across.result_bytes, across.wire_bytes) == found
+        assert (cost.wire_bytes, cost.dcn_bytes) == (72, found[2])
+        assert cost.hbm_bytes == 5 * 48  # one read or write by each transfer, and two by the all-reduce
+
     def test_of_a_real_program(self):
         """Data parallelism over eight devices: every gradient goes through an all-reduce."""
         model = TEXT.model.replace(num_layers=1)
@@ -147,7 +210,7 @@ class TestLoops:
         blocks, rows, width = 13, 3, 7
 
         def feed_forward(x, kernel, expert, used):
-            with jax.named_scope("feed_forward"):
+            with jax.named_scope("layer"), jax.named_scope("feed_forward"):
                 return grouped_linear(x, kernel, expert, used)
 
         integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((blocks,), ())]
@@ -156,6 +219,15 @@ class TestLoops:
         assert [once.loops_known, once.loops_bounded, all_blocks.loops_known] == 3 * [False]
         assert all_blocks.loops_bounded
         assert all_blocks.flops == blocks * once.flops == blocks * 2 * rows * width * 11
+        shared = program.cost(1, at_most=True, expert_shards=4)
+        assert shared.flops == 4 * once.flops  # ceil(13 / 4) blocks
+
+        def gradient(x, kernel, expert, used):
+            return jax.grad(lambda x, kernel: (feed_forward(x, kernel, expert, used) ** 2).sum(), (0, 1))(x, kernel)
+
+        backward = Program(text_of(gradient, floats(blocks, rows, width), floats(experts, width, 11), *integers))
+        assert backward.cost(1, at_most=True).loops_bounded
+        assert backward.cost(1, at_most=True).flops == 3 * all_blocks.flops
 
     def test_a_loop_over_layers_does_what_its_layers_do(self):
         def layer(x, weights):
@@ -250,6 +322,82 @@ class TestFlops:
         )
         assert program.cost(1).flops == 2 * pairs
 
+    @pytest.mark.parametrize(
+        ("factors", "found"),
+        [
+            ("s8 s8", (120, 0)),
+            ("u8 s4", (120, 0)),
+            ("f8e4m3fn f8e5m2", (0, 120)),
+            ("bf16 s8", (0, 0)),
+            ("s32 s32", (0, 0)),
+        ],
+    )
+    def test_those_in_8_bits(self, factors, found):
+        left, right = factors.split()
+        cost = entry(
+            f"%l = {left}[4,3]{{1,0}} parameter(0)",
+            f"%r = {right}[3,5]{{1,0}} parameter(1)",
+            "ROOT %c = f32[4,5] dot(%l, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        ).cost(1)
+        assert (cost.flops, cost.int8_flops, cost.fp8_flops) == (120, *found)
+
+
+GROUPED = """\
+HloModule m
+
+ENTRY %main (a: s32[1]) -> RESULT {
+  %begin = s32[1] parameter(0)
+  %ends = s32[5] parameter(1)
+  %group = s32[11] parameter(2)
+  %tile = s32[11] parameter(3)
+  %metadata = s32[5] custom-call(%ends), custom_call_target="tpu_custom_call", metadata={op_name="ragged-dot-metadata"}
+  %x = bf16[LEFT] parameter(4)
+  %w = bf16[RIGHT] parameter(5)
+  ROOT %y = bf16[RESULT] custom-call(%begin, %ends, %group, %tile, %begin, %x, %w), TILING
+}
+"""
+"""a kernel for 4 experts, 2,048 rows in 8 tiles of 256, of which 3 are visited twice"""
+
+
+def grouped(left, right, result, tiles=None):
+    tiling = f'frontend_attributes={{ragged_dot_tiling="{tiles}"}}, ' if tiles else ""
+    text = GROUPED.replace("TILING", tiling + 'custom_call_target="tpu_custom_call"')
+    return Program(text.replace("LEFT", left).replace("RIGHT", right).replace("RESULT", result))
+
+
+class TestExperts:
+    ROWS = 2048 + 3 * 256
+    """rows that the kernel computes"""
+
+    @pytest.mark.parametrize(
+        ("sizes", "tiles", "read"),
+        [
+            # Rows once per tile of output features; kernels once per expert if a tile has all input features.
+            (("2048,512", "4,512,1024", "2048,1024"), "256,512,256", (4 * ROWS, 4)),
+            (("2048,512", "4,512,1024", "2048,1024"), "256,128,512", (2 * ROWS, 11)),
+            (("2048,512", "4,512,1024", "2048,1024"), None, (ROWS, 4)),
+            (("2048,512", "4,1024,512", "2048,1024"), None, (ROWS, 4)),  # the transposed kernel of megablox
+        ],
+    )
+    def test_rows_times_kernels(self, sizes, tiles, read):
+        cost = grouped(*sizes, tiles).cost(1)
+        assert (cost.flops, cost.kernels) == (2 * self.ROWS * 512 * 1024, 0)
+        metadata = 2 * 4 * 5  # reads and writes 5 integers
+        assert cost.hbm_bytes - metadata == 2 * (read[0] * 512 + read[1] * 512 * 1024 + self.ROWS * 1024)
+
+    def test_the_derivative_of_kernels(self):
+        cost = grouped("2048,512", "2048,1024", "4,512,1024", "256,256,512").cost(1)
+        assert (cost.flops, cost.kernels) == (2 * self.ROWS * 512 * 1024, 0)
+        assert cost.hbm_bytes - 40 == 2 * (2 * self.ROWS * 512 + 2 * self.ROWS * 1024 + 4 * 512 * 1024)
+
+    def test_experts_on_several_devices_share_the_rows(self):
+        cost = grouped("2048,512", "4,512,1024", "2048,1024").cost(8, expert_shards=2)
+        assert cost.flops == 2 * (1024 + 3 * 256) * 512 * 1024
+
+    def test_another_kernel(self):
+        cost = grouped("2048,512,7", "4,512,1024", "2048,1024").cost(1)
+        assert (cost.flops, cost.kernels) == (0, 1)
+
 
 class TestBytes:
     def test_what_stays_on_the_chip_is_free(self):
@@ -268,6 +416,29 @@ class TestBytes:
         text = text_of(lambda x, i: jax.lax.dynamic_index_in_dim(x, i, 0), floats(101, 1031), jnp.int32(3))
         assert Program(text).cost(1).hbm_bytes < 3 * 4 * 1031
 
+    def test_of_a_view_inside_a_fusion_what_its_users_read(self):
+        """A TPU reads the output head through a fusion inside the fusion, which only returns its operand."""
+        inside = """\
+%view (v: f32[64,8]) -> f32[64,8] {
+  %v = f32[64,8] parameter(0)
+  ROOT %same = f32[64,8] bitcast(%v)
+}
+
+%head (w: f32[64,8], x: f32[4,8]) -> f32[4,64] {
+  %w = f32[64,8] parameter(0)
+  %x = f32[4,8] parameter(1)
+  %again = f32[64,8] fusion(%w), kind=kLoop, calls=%view
+  ROOT %product = f32[4,64] convolution(%x, %again), dim_labels=bf_oi->bf
+}
+"""
+        program = entry(
+            "%a = f32[64,8] parameter(0)",
+            "%b = f32[4,8] parameter(1)",
+            "ROOT %c = f32[4,64] fusion(%a, %b), kind=kOutput, calls=%head",
+            more=inside,
+        )
+        assert program.cost(1).hbm_bytes == 4 * (64 * 8 + 4 * 8 + 4 * 64)
+
     def test_of_an_update_in_place_what_is_new(self):
         def fill(x):
             return jax.lax.fori_loop(0, 101, lambda i, x: x.at[i].set(jnp.sin(x[i])), x)
@@ -275,3 +446,39 @@ class TestBytes:
         cost = Program(text_of(fill, floats(101, 1031))).cost(1)
         assert cost.loops_known
         assert 2 * 4 * 101 * 1031 <= cost.hbm_bytes < 5 * 4 * 101 * 1031
+
+
+class TestHost:
+    """S(5) is the memory of the host."""
+
+    @pytest.mark.parametrize(
+        ("line", "count"),
+        [
+            ("%c = (f32[16], f32[16]{0:T(128)S(5)}, u32[]) copy-start(%host)", 64),
+            ("%c = (f32[16]{0:T(128)S(5)}, f32[16], u32[]) copy-start(%device)", 64),
+            ("%c = f32[16]{0:T(128)S(5)} copy(%device)", 64),
+            ("%c = f32[16]{0:T(128)S(1)} copy(%device)", 0),
+            ("%c = ((f32[16]{0:T(128)S(5)}, s32[]), f32[2], u32[]) dynamic-slice-start(%host, %i)", 8),
+            ("%c = ((f32[16]{0:T(128)S(5)}, f32[2], s32[]), f32[16]{0:T(128)S(5)}, u32[]) "
+             "dynamic-update-slice-start(%host, %part, %i)", 8),
+            ("%c = f32[2] dynamic-slice(%device, %i)", 0),
+        ],
+    )  # fmt: skip
+    def test_bytes_of_a_copy(self, line, count):
+        lines = (
+            "%host = f32[16]{0:T(128)S(5)} parameter(0)",
+            "%device = f32[16]{0:T(128)} parameter(1)",
+            "%part = f32[2]{0:T(128)} parameter(2)",
+            "%i = s32[] constant(3)",
+        )
+        assert entry(*lines, line).cost(1).host_bytes == count
+
+    def test_the_busier_direction_counts(self):
+        """Copies in both directions take place at the same time."""
+        lines = (
+            "%a = f32[16]{0:S(5)} parameter(0)",
+            "%b = f32[16] copy(%a)",
+            "%c = f32[16] copy(%a)",
+            "%d = f32[16]{0:S(5)} copy(%b)",
+        )
+        assert entry(*lines).cost(1).host_bytes == 128

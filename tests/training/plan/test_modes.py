@@ -38,7 +38,7 @@ class TestPmap:
         assert one.memory["parameters"] == other.memory["parameters"] == 4 * one.num_parameters
         assert one.memory["batch"] == other.memory["batch"]
         assert one.computed_flops == pytest.approx(other.computed_flops, rel=0.01)
-        assert {talk.kind for talk in one.collectives} == {"all-reduce"}
+        assert {talk.kind for talk in one.cost.collectives} == {"all-reduce"}
 
     def test_rows_that_the_devices_can_not_share(self):
         uneven = dataclasses.replace(TEXT, data=dataclasses.replace(TEXT.data, batch_size=12))
@@ -135,7 +135,7 @@ class TestDecode:
     @pytest.mark.parametrize(
         ("name", "value", "why"),
         [
-            ("_turns_at_most", lambda loop: None, "the number of iterations of a loop is not known"),
+            ("_turns_at_most", lambda loop, expert_shards: None, "the number of iterations of a loop is not known"),
             ("LOOP", "jit(other)/while", "the compiled program has no recognizable loop over new tokens"),
         ],
     )

@@ -126,6 +126,7 @@ class TestPositions:
 
 
 class TestMemory:
+    @pytest.mark.slow
     def test_whole_scores_grow_fourfold_and_blocks_twofold(self):
         rows = memory.memory_study((2_048, 4_096))
         growth = {row.kernel: row.growth for row in rows if row.growth is not None}

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import transformer
 from transformer.zoo.weights._files import WeightsError
 from transformer.zoo.weights._hub import fetch
 
@@ -125,3 +126,14 @@ def test_without_a_network(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", os.fspath(tmp_path))
     with pytest.raises(WeightsError, match="the hub can't be reached"):
         fetch("gpt2")
+
+
+def test_an_unknown_name_is_one_error_that_suggests_the_nearest(monkeypatch):
+    def unreachable(*args, **options):
+        raise errors.LocalEntryNotFoundError("no network")
+
+    errors = pytest.importorskip("huggingface_hub").errors
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(WeightsError, match="Did you mean 'gpt2'") as raised:
+        transformer.load("gtp2")
+    assert raised.value.__suppress_context__

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Union
 
 from transformer.data._config import DataKind
+from transformer.data.kinds._conversations import Conversations
 from transformer.data.kinds._digits import Digits
 from transformer.data.kinds._etth1 import ETTh1
 from transformer.data.kinds._image_file import ImageFile
@@ -13,11 +14,16 @@ from transformer.data.kinds._json_lines import JsonLines
 from transformer.data.kinds._labeled_text import LabeledText
 from transformer.data.kinds._masked_text import MaskedText
 from transformer.data.kinds._multi30k import Multi30k
+from transformer.data.kinds._number_chat import NumberChat, NumberPreferences, NumberPrompts, NumberText
 from transformer.data.kinds._number_words import NumberWords
 from transformer.data.kinds._parallel_text import ParallelText
+from transformer.data.kinds._preferences import Preferences
+from transformer.data.kinds._prompts import Prompts
 from transformer.data.kinds._series_file import SeriesFile
+from transformer.data.kinds._shapes import Shapes
 from transformer.data.kinds._sst2 import SST2, MaskedSST2, SST2Sentences
 from transformer.data.kinds._text_file import TextFile
+from transformer.data.kinds._text_files import TextFiles
 from transformer.data.kinds._tfds_translation import TFDSTranslation
 from transformer.data.kinds._tiny_shakespeare import TinyShakespeare
 
@@ -25,12 +31,19 @@ __all__ = ["DATA", "PLACES", "DataConfig"]
 
 DATA: dict[str, type[DataKind]] = {
     "number_words": NumberWords,
+    "number_text": NumberText,
+    "number_chat": NumberChat,
+    "number_preferences": NumberPreferences,
+    "number_prompts": NumberPrompts,
     "tiny_shakespeare": TinyShakespeare,
     "text_file": TextFile,
+    "text_files": TextFiles,
     "json_lines": JsonLines,
     "parallel_text": ParallelText,
     "multi30k": Multi30k,
     "tfds_translation": TFDSTranslation,
+    "preferences": Preferences,
+    "prompts": Prompts,
     "labeled_text": LabeledText,
     "sst2": SST2,
     "sst2_sentences": SST2Sentences,
@@ -38,8 +51,10 @@ DATA: dict[str, type[DataKind]] = {
     "masked_sst2": MaskedSST2,
     "etth1": ETTh1,
     "series_file": SeriesFile,
+    "conversations": Conversations,
     "digits": Digits,
     "image_file": ImageFile,
+    "shapes": Shapes,
 }
 """data kinds by their name in recipe.json"""
 
@@ -47,7 +62,10 @@ DataConfig = Union[tuple(DATA.values())]  # noqa: UP007 - built from the registr
 """type of the field `data` of a recipe"""
 
 PLACES = frozenset(
-    field.name for kind in DATA.values() for field in dataclasses.fields(kind) if field.name.endswith(("path", "dir"))
+    field.name
+    for kind in DATA.values()
+    for field in dataclasses.fields(kind)
+    if field.name.endswith(("path", "paths", "dir"))
 )
 """Fields with paths of files and folders. They may change when a run is resumed, because the fingerprint identifies the
 data."""

@@ -18,6 +18,13 @@ class JsonLines(LocalText):
 
     field: str = "text"
     """name of the field that contains the document"""
+    packing: bool = False
+    """whole documents in each row, without attention across them; False: windows that start at any token"""
+
+    @property
+    def segments(self) -> bool:
+        """Whether documents are packed."""
+        return self.packing
 
     def read(self) -> Documents:
         """Return the documents; without validation_path, the last ones are held out."""

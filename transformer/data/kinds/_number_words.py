@@ -217,10 +217,19 @@ def held_out_numbers(split: str, max_digits: int, count: int) -> list[int]:
             # Too many numbers to list: draw until there are enough different ones (dict keys keep the order). There are
             # 9 x 10^(digits - 1) numbers, of which a tenth is in the split; the limit is about half of those.
             longer: dict[int, None] = {}
-            while len(longer) < min(share, 5_000 * 10 ** (digits - 5)):
+            needed = min(share, 5_000 * 10 ** (digits - 5))
+            # A number is new with a probability of about 0.05 or more: this many draws fail only if `role` is at fault.
+            for _ in range(1000 + 1000 * needed):
+                if len(longer) >= needed:
+                    break
                 number = draw.randrange(10 ** (digits - 1), 10**digits)
                 if number not in basic and role(number) == split:
                     longer[number] = None
+            else:
+                raise RuntimeError(
+                    f"only {len(longer):,} of {needed:,} held-out numbers with {digits} digits were found for the "
+                    f"split {split!r}: `role` assigns too few numbers to it. Correct `role`, or ask for fewer numbers."
+                )
             chosen += longer
     return sorted(chosen)
 
@@ -242,7 +251,7 @@ def training_numbers(max_digits: int, count: int) -> list[int]:
 
     # All basic numbers once, and repetitions of them up to their share of the training set.
     numbers = basic + draw.choices(basic, k=max(0, round(BASIC_SHARE * count) - len(basic)))
-    while len(numbers) < count:
+    while len(numbers) < count:  # ends, because basic numbers are always accepted
         # ROUND_SHARE is a fraction of all numbers, but only 1 - BASIC_SHARE of them are drawn here.
         number = few_digits() if draw.random() < ROUND_SHARE / (1 - BASIC_SHARE) else of_length()
         if number < 10**max_digits and (number in known or role(number) == "train"):

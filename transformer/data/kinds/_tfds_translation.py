@@ -12,7 +12,7 @@ from transformer.config._checks import ConfigError, nearest
 from transformer.data._config import SUBWORDS, TokenizerConfig
 from transformer.data._dataset import Example
 from transformer.data._pairs import PairConfig, Pairs
-from transformer.data._prepared import data_dir
+from transformer.data._tfds import NAME, no_random_access, open_prepared, unreadable
 
 BLOCK = 4096
 """number of pairs per read when iterating"""
@@ -48,8 +48,7 @@ class TFDSTranslation(PairConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        part = r"[A-Za-z0-9_][\w.+-]*"
-        if not isinstance(self.name, str) or not re.fullmatch(rf"{part}(/{part})?(:\d+\.\d+\.\d+)?", self.name):
+        if not isinstance(self.name, str) or not re.fullmatch(NAME, self.name):
             raise ConfigError(
                 f"name must be the name of a TFDS dataset, such as wmt14_translate/de-en, got {self.name!r}."
             )
@@ -76,14 +75,8 @@ class TFDSTranslation(PairConfig):
         """
         import tensorflow_datasets as tfds
 
-        folder = _folder(self)
-        try:
-            # Not tfds.builder(name), because the class of the dataset may import TensorFlow.
-            builder = tfds.builder_from_directory(folder)
-            features = builder.info.features
-            splits = list(builder.info.splits)
-        except Exception as error:  # damaged files make TFDS raise errors of any type
-            raise ValueError(_unreadable(folder, error)) from error
+        folder, builder = open_prepared(self.name, self.data_dir)
+        features, splits = builder.info.features, list(builder.info.splits)
         texts = [name for name, feature in dict(features).items() if isinstance(feature, tfds.features.Text)]
         languages = self.source_language, self.target_language
         for field, language in zip(("source_language", "target_language"), languages, strict=True):
@@ -112,13 +105,10 @@ class TFDSTranslation(PairConfig):
             try:
                 rows = builder.as_data_source(split=name)
             except NotImplementedError:
-                raise ValueError(
-                    f"{self.name} was prepared in {folder} as {builder.info.file_format.value}, which does not support "
-                    f"random access. Delete that folder, or use another one (--data.data-dir), and prepare it again. "
-                    f"{_how(self)}"
-                ) from None
+                found_format = builder.info.file_format.value
+                raise ValueError(no_random_access(self.name, self.data_dir, folder, found_format)) from None
             except Exception as error:
-                raise ValueError(_unreadable(folder, error)) from error
+                raise ValueError(unreadable(folder, error)) from error
             found[split] = PreparedPairs(rows, languages, folder)
         return Pairs(found)
 
@@ -155,7 +145,7 @@ class PreparedPairs(Sequence[Example]):
         try:
             rows = self._rows.__getitems__(list(places))
         except Exception as error:  # damaged files raise errors of any type
-            raise ValueError(_unreadable(self.folder, error)) from error
+            raise ValueError(unreadable(self.folder, error)) from error
         source, target = self._languages
         return [Example(row[source].decode().strip(), row[target].decode().strip()) for row in rows]
 
@@ -181,43 +171,3 @@ def _parts(splits: Any, split: str, name: str) -> list[tuple[str, int, int]]:
 
 def _overlap(parts: list[tuple[str, int, int]], others: list[tuple[str, int, int]]) -> bool:
     return any(a == b and low < end and start < high for a, low, high in parts for b, start, end in others)
-
-
-def _folder(config: TFDSTranslation) -> Path:
-    """Return the folder of the prepared dataset: the version in the name, or else the newest version."""
-    name, _, version = config.name.partition(":")
-    root = data_dir(config.data_dir)
-    place = root / name
-    versions = {
-        tuple(map(int, path.name.split("."))): path
-        for path in place.glob("*.*.*")
-        if re.fullmatch(r"\d+\.\d+\.\d+", path.name)
-    }
-    if not version and versions:
-        return versions[max(versions)]
-    if version and (place / version).is_dir():
-        return place / version
-    variants = sorted({f"{name}/{path.parent.name}" for path in place.glob("*/*.*.*") if path.is_dir()})
-    others = [f"{name}:{path.name}" for _, path in sorted(versions.items())] or variants
-    there = f" Found: {', '.join(others)}." if others else ""
-    raise FileNotFoundError(
-        f"{config.name} is not prepared in {root} (--data.data-dir; default: $TFDS_DATA_DIR, else "
-        f"~/tensorflow_datasets).{there} Prepare it. {_how(config)}"
-    )
-
-
-def _how(config: TFDSTranslation) -> str:
-    """Return instructions to prepare the dataset, which most TFDS builders can't do without TensorFlow."""
-    place = str(data_dir(config.data_dir))
-    return (
-        "Run this once on a machine with TensorFlow (the folder may then be copied): "
-        f'python -c "import tensorflow_datasets as tfds; tfds.builder({config.name!r}, data_dir={place!r}, '
-        "file_format='array_record').download_and_prepare()\""
-    )
-
-
-def _unreadable(folder: Path, error: Exception) -> str:
-    return (
-        f"the prepared data in {folder} can't be read: {str(error).strip()[:200]}. Delete that folder and prepare it "
-        "again, or use another one (--data.data-dir)."
-    )

@@ -7,6 +7,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -19,25 +20,38 @@ from transformer.nn.kernels import _splash as splash
 from transformer.nn.kernels._blockwise import blockwise_attention
 from transformer.nn.kernels._contract import OPTIONS, AttentionShapes, AttentionSpec, BiasFunction, Kernel, Option
 from transformer.nn.kernels._cudnn import cudnn_attention, cudnn_compiler_refusal, cudnn_limits
+from transformer.nn.kernels._paged import (
+    ragged_paged_attention,
+    ragged_paged_compiler_refusal,
+    ragged_paged_limits,
+)
 from transformer.nn.kernels._query_chunked import query_chunked_attention, query_chunked_limits
 from transformer.nn.kernels._reference import reference_attention
 from transformer.nn.kernels._ring import (
     RING_REASONS,
+    RING_RESIDUALS,
     all_gather_kv_attention,
     all_gather_kv_limits,
     ring_attention,
     ring_limits,
 )
-from transformer.nn.kernels._splash import splash_attention, splash_compiler_refusal, splash_limits
+from transformer.nn.kernels._splash import (
+    SplashBlocks,
+    splash_attention,
+    splash_compiler_refusal,
+    splash_limits,
+)
 
 __all__ = [
     "ALL_KERNELS",
     "FULL_MATRIX_SCORES",
     "FUSED_FROM",
+    "GATHER_PAGES",
     "GPU_KERNELS",
     "KERNELS",
     "OPTIONS",
     "QUERY_CHUNKED_SCORES",
+    "RAGGED_PAGED",
     "SPLASH_FROM",
     "SPLIT_KERNELS",
     "TPU_KERNELS",
@@ -46,12 +60,15 @@ __all__ = [
     "BiasFunction",
     "Kernel",
     "Option",
+    "SplashBlocks",
     "all_gather_kv_attention",
     "blockwise_attention",
     "choose",
+    "choose_paged",
     "cudnn_attention",
     "portable",
     "query_chunked_attention",
+    "ragged_paged_attention",
     "reference_attention",
     "ring_attention",
     "splash_attention",
@@ -81,13 +98,21 @@ GPU_KERNELS = _by_name(Kernel("cudnn", cudnn_attention, limits=cudnn_limits, rea
 """kernels by name, for NVIDIA GPUs"""
 
 SPLIT_KERNELS = _by_name(
-    Kernel("ring", ring_attention, limits=ring_limits, reasons=RING_REASONS, split_keys=True),
+    Kernel(
+        "ring", ring_attention, limits=ring_limits, reasons=RING_REASONS, residuals=(RING_RESIDUALS,), split_keys=True
+    ),
     Kernel("all_gather_kv", all_gather_kv_attention, limits=all_gather_kv_limits, reasons=_NO_WEIGHTS),
 )
 """kernels by name, only for queries whose length is sharded over a mesh"""
 
 ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | SPLIT_KERNELS
 """all kernels by name"""
+
+RAGGED_PAGED = "ragged_paged"
+"""name of the kernel for a paged KV cache on TPUs; on CPU the library's reference takes its place, for tests"""
+
+GATHER_PAGES = "gather_pages"
+"""name of the alternative for a paged KV cache: gather the pages of each row, then use any other kernel"""
 
 _COMPILER_REFUSALS: dict[str, Callable[[AttentionSpec], str | None]] = {
     "splash": splash_compiler_refusal,
@@ -145,6 +170,39 @@ def choose(implementation: str, spec: AttentionSpec) -> str:
         able = [name for name in ALL_KERNELS if name != implementation and _serves(name, spec)]
         raise ConfigError(f"the {implementation} attention kernel can't {refused}. Use {' or '.join(able)}, or auto.")
     return implementation
+
+
+def choose_paged(implementation: str, spec: AttentionSpec, cache: Any) -> str:
+    """Return how a call attends to a paged cache: `RAGGED_PAGED` or `GATHER_PAGES`.
+
+    The kernel `RAGGED_PAGED` reads pages in place. `GATHER_PAGES` copies the pages of each row into one array, for
+    every other kernel. "auto" uses the kernel on a TPU if it supports the call, and logs its choice as `choose` does.
+
+    Args:
+        implementation: "auto", `RAGGED_PAGED`, or the name of another kernel, which gets the gathered pages.
+        spec: options and sizes of the call. Its mask must not contain the offset and the lengths of the cache.
+        cache: the `PagedKVCache`, with the new tokens.
+
+    Raises:
+        ConfigError: `RAGGED_PAGED` is requested by name and does not support the call, or does not compile.
+    """
+    if implementation not in ("auto", RAGGED_PAGED):
+        return GATHER_PAGES
+    refused = ragged_paged_limits(spec, cache) or ragged_paged_compiler_refusal(spec)
+    if implementation == RAGGED_PAGED:
+        if refused is not None:
+            raise ConfigError(
+                f"the {RAGGED_PAGED} attention kernel can't {refused}. Use auto, which gathers pages in that case."
+            )
+        return RAGGED_PAGED
+    chosen, why = RAGGED_PAGED, ""
+    if platform() != "tpu":
+        chosen, why = GATHER_PAGES, f" ({RAGGED_PAGED} is for TPUs)"
+    elif refused is not None:
+        chosen, why = GATHER_PAGES, f" ({RAGGED_PAGED} can't {refused})"
+    sizes = f"{spec.shapes.num_queries} x {spec.shapes.num_keys} scores per head"
+    _log_once(f"{sizes} in pages of {cache.page_size} on {platform()}: auto selects {chosen}{why}")
+    return chosen
 
 
 def __getattr__(name: str) -> Callable:

@@ -15,25 +15,55 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer.nn._masks import Mask
+from transformer.nn._partitioning import device_kind, platform
 from transformer.nn.kernels._contract import AttentionSpec
+
+FLOAT32_ALONE = ("TPU v2", "TPU v3")
+"""kinds of TPU for which the kernel compiler rejects bfloat16 matrix multiplications"""
 
 Example: TypeAlias = Callable[[Any], tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]]
 """dtype -> a small program that uses a kernel, and the shapes of its arguments"""
 
 
-def compiler_error(example: Example, dtype: Any, platform: str) -> str | None:
+def compiler_error(example: Example, dtype: Any, on: str) -> str | None:
     """Compile an example for one device of the mesh in force, or else for JAX's first device.
 
     Each example is compiled once per process, dtype and device, in about half a second.
 
     Returns:
         The first line of the compiler's error; None if the compiler accepts the example, or if there is no device of
-        this platform to compile for (as with an abstract mesh).
+        the platform `on` to compile for (as with an abstract mesh).
     """
     device = _device()
-    if device is None or device.platform != platform:
+    if device is None or device.platform != on:
         return None
     return _error(example, jnp.dtype(dtype).name, device)
+
+
+def tpu_compiler_refusal(example: Example, dtype: Any) -> str | None:
+    """Return why the installed TPU compiler rejects an example, and what to install; the text follows "can't".
+
+    JAX emits Mosaic, the intermediate language of TPU kernels, in the version of its own release; an older libtpu
+    rejects it.
+
+    Returns:
+        The reason; None if the example compiles, or if there is no TPU to compile for.
+    """
+    if platform() != "tpu" or (error := compiler_error(example, dtype, "tpu")) is None:
+        return None
+    return (
+        f"be compiled with {library_version('libtpu')} and {library_version('jax')} ({error}). To use it, run "
+        f'pip install "{matching_libtpu()}", which this JAX was released with, and restart Python'
+    )
+
+
+def tpu_dtype_refusal(dtype: Any) -> str | None:
+    """Return why kernels for TPUs can't compute in a data type on the current device; None if they can."""
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        return f"compute in {jnp.dtype(dtype)}: it supports float32 and bfloat16"
+    if dtype == jnp.bfloat16 and (kind := device_kind()) in FLOAT32_ALONE:
+        return f"compute in bfloat16 on {kind}: kernels support only float32 there"
+    return None
 
 
 def attention_example(

@@ -79,8 +79,8 @@ def _key_range(mask: Mask, start: int, stop: int, num_keys: int) -> tuple[int, i
     The range holds at least one key.
     """
     first, end = 0, num_keys
-    # An offset or explicit positions are arrays, whose values are unknown during tracing.
-    if mask.offset is None and mask.query_places is None:
+    # An offset, explicit positions and groups are arrays, whose values are unknown during tracing.
+    if mask.offset is None and mask.query_places is None and mask.query_groups is None:
         if mask.is_causal:
             end = min(end, stop)  # the last query is stop - 1, and it attends to keys up to itself
         if mask.window_size is not None:  # |query - key| < window_size

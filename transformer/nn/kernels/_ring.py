@@ -4,10 +4,10 @@
 of devices. `all_gather_kv_attention` gathers keys and values on each device, for options that the ring does not
 support.
 
-In the ring each device holds two chunks of queries and, at each step, two chunks of keys and values. The blockwise
-kernel computes each pair of a query chunk and a key chunk, and a running softmax combines the pairs. So a device
-stores its own shard, one shard that is passed around, and one block of scores. The backward pass runs the ring again;
-the gradients of keys and values travel with them.
+In the ring each device holds two chunks of queries and, at each step, two chunks of keys and values. A kernel for one
+device computes each pair of a query chunk and a key chunk, and a running softmax combines the pairs: the blockwise
+kernel, or on a TPU splash. So a device stores its own shard, one shard that is passed around, and one block of scores.
+The backward pass runs the ring again; the gradients of keys and values travel with them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,27 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from transformer.config._checks import ConfigError
 from transformer.nn._axes import Array, Attended, Key, Query, Value
 from transformer.nn._masks import Mask
-from transformer.nn._partitioning import constrain, mesh_axes, num_shards, shard_map
+from transformer.nn._partitioning import constrain, mesh_axes, num_shards, platform, shard_map
 from transformer.nn.kernels import _blockwise as blockwise
-from transformer.nn.kernels._contract import NO_WEIGHT, AttentionSpec
+from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec
+from transformer.nn.kernels._ring_pairs import BlockwisePairs, SplashPairs, splash_pairs, splash_pairs_refusal
 
 _NO_MESH = (
     "run here: no active mesh (jax.set_mesh) splits the length, over the axis context or an axis given by axis_rules"
 )
+
+RING_RESIDUALS = "ring_residuals"
+"""checkpoint name of the output and the logsumexp: a remat policy that stores them does not run the forward ring again
+in the backward pass"""
 
 RING_REASONS = {
     "weights": "it never stores the full attention matrix",
@@ -58,25 +65,38 @@ def ring_attention(
     value: Value,
     spec: AttentionSpec,
     block: int = blockwise.BLOCK,
+    pair_kernel: Literal["blockwise", "splash"] | None = None,
 ) -> tuple[Attended, None]:
-    """Compute ring attention over the mesh axis "context" (Liu et al. 2023, arXiv 2310.01889), in blocks of `block`.
-
-    The other arguments are those of `dot_product_attention`, except for the options that `OPTIONS` excludes.
+    """Compute ring attention over the mesh axis "context" (Liu et al. 2023, arXiv 2310.01889).
 
     Under a causal mask device i of n computes the query chunks i and 2n - 1 - i of 2n chunks ("zigzag" order), so that
     all devices compute the same number of blocks. Striped attention (Brandon et al. 2023, arXiv 2311.09431) balances
-    the work for the same reason, with stripes instead of chunks. Gradients are those of the blockwise kernel for each
-    pair of chunks, summed in float32.
+    the work for the same reason, with stripes instead of chunks. Gradients are those of the kernel for each pair of
+    chunks, summed in float32.
+
+    Args:
+        query: (B, T, N, H), as in `dot_product_attention`.
+        key: (B, T, K, H).
+        value: (B, T, K, Hv).
+        spec: the other arguments of `dot_product_attention`, except for the options that `OPTIONS` excludes.
+        block: queries and keys per block of the blockwise kernel.
+        pair_kernel: kernel for a pair of chunks; None: splash on a TPU if it supports the call, otherwise blockwise.
 
     Returns:
         The output (B, T, N, Hv), and None for the weights.
+
+    Raises:
+        ConfigError: splash is requested and does not support the call.
     """
     mask, (batch, length, num_heads, head_dim) = spec.mask, query.shape
     kv_heads, value_dim = value.shape[2:]
     devices = num_shards("length")
     chunk = length // (2 * devices)
-    plan = blockwise.Blocks(spec, chunk, chunk, min(block, chunk))
-    ring = _Ring(plan, mesh_axes("length"), devices, zigzag=mask.is_causal)
+    spec = dataclasses.replace(spec, shapes=AttentionShapes.of(query, key, value))
+    pairs = _pairs(spec, chunk, block, pair_kernel)
+    ring = _Ring(pairs, chunk, mesh_axes("length"), devices, zigzag=mask.is_causal)
+    if isinstance(pairs, SplashPairs):  # the library's kernels have no scale argument
+        query = (query * spec.scale).astype(query.dtype)
 
     # The running softmax starts from a sink, or from a logit of no weight.
     start = spec.sink_logits(num_heads)
@@ -88,9 +108,9 @@ def ring_attention(
     ]
 
     def on_each_device(query, key, value, start, *arrays):
-        query, key, value = ring.enter(query), ring.enter(key), ring.enter(value)
+        query, key, value = (pairs.arranged(ring.enter(x)) for x in (query, key, value))
         out = _ring_attention(ring, query, key, value, start, jax.tree.unflatten(structure, arrays))
-        return ring.leave(out.astype(value.dtype))
+        return ring.leave(pairs.restored(out))
 
     # Logical axes of queries and output, (B, T, K, G, H): each device gets its rows, its part of the length and its
     # heads.
@@ -106,15 +126,29 @@ def ring_attention(
     return out.reshape(batch, length, num_heads, value_dim), None
 
 
+def _pairs(spec: AttentionSpec, chunk: int, block: int, kernel: str | None) -> BlockwisePairs | SplashPairs:
+    """Return the computation of one pair of chunks: with splash on a TPU, if it supports the call."""
+    if kernel == "splash" or (kernel is None and platform() == "tpu"):
+        refused = splash_pairs_refusal(spec, chunk)
+        if refused is None:
+            return splash_pairs(spec, chunk)
+        if kernel == "splash":
+            raise ConfigError(
+                f"splash in the ring attention kernel can't {refused}. Use pair_kernel='blockwise', or None."
+            )
+    return BlockwisePairs(blockwise.Blocks(spec, chunk, chunk, min(block, chunk)))
+
+
 @dataclass(frozen=True, eq=False)
 class _Ring:
     """Static properties of a call, and the assignment of chunks to devices.
 
-    The length is split into 2n chunks for n `devices`, over the mesh axes `axes`. `plan` is the blockwise plan for one
-    pair of chunks. With `zigzag`, chunks are assigned in zigzag order.
+    The length is split into 2n chunks of `chunk` positions for n `devices`, over the mesh axes `axes`. `pairs` computes
+    one pair of chunks. With `zigzag`, chunks are assigned in zigzag order.
     """
 
-    plan: blockwise.Blocks
+    pairs: BlockwisePairs | SplashPairs
+    chunk: int
     axes: tuple[str, ...]
     devices: int
     zigzag: bool
@@ -177,7 +211,7 @@ class _Ring:
         """
         # After `step` rotations a device holds the keys of the device `step` places before it.
         here = jax.lax.axis_index(self.axes)
-        size, index = self.plan.num_queries, jnp.arange(self.plan.num_queries)
+        size, index = self.chunk, jnp.arange(self.chunk)
         queries = self.chunks(here) * size
         keys = self.chunks((here - step) % self.devices) * size
 
@@ -211,20 +245,18 @@ def _ring_attention(ring, query, key, value, start, mask):
 def _forward(ring, query, key, value, start, mask):
     """Compute the forward pass on one device; `start` (K, G) are the sink logits, or `NO_WEIGHT`.
 
+    Arrays of a chunk have the axes that `ring.pairs` describes; two chunks are stacked on a first axis.
+
     Returns:
-        The output (2, B, t, K, G, Hv) in float32, and the state for the backward pass.
+        The output, and the state for the backward pass.
     """
-    plan = ring.plan
-    # `norm` is the running logsumexp L, (2, B, t, K, G). It starts as if a sink had been seen: L = sink, output 0.
-    norm = jnp.broadcast_to(start, query.shape[:-1])
-    no_sink = jnp.full(start.shape, NO_WEIGHT)
+    pairs = ring.pairs
+    # `norm` is the running logsumexp L. It starts as if a sink had been seen: L = sink, output 0.
+    norm = jnp.broadcast_to(jnp.expand_dims(start, pairs.norm_axes), query.shape[:-1])
 
     def add(a, b, keys, values, part, carry):
         out, norm = carry
-        # With a sink of no weight, a query that sees no key of this pair gets L = NO_WEIGHT, so that the pair adds
-        # nothing below. Without a sink the blockwise kernel would give L = 0.
-        more, (*_, blocks) = blockwise.forward(plan, query[a], keys[b], values[b], [], no_sink, part, None)
-        more_norm = plan.join(blocks.transpose(0, 1, 4, 2, 3), plan.num_queries)  # (B, t, K, G)
+        more, more_norm = pairs.forward(query[a], keys[b], values[b], part)
         # Two normalized outputs with logsumexps L1 and L2 combine to O = exp(L1 - L) O1 + exp(L2 - L) O2, where
         # L = log(exp(L1) + exp(L2)).
         new_norm = jnp.logaddexp(norm[a], more_norm)
@@ -242,16 +274,12 @@ def _forward(ring, query, key, value, start, mask):
 
     sums = (jnp.zeros((*query.shape[:-1], value.shape[-1])), norm)
     (_, (out, norm)), _ = jax.lax.scan(ring_step, ((key, value), sums), jnp.arange(ring.devices))
+    out, norm = (checkpoint_name(x, RING_RESIDUALS) for x in (out.astype(value.dtype), norm))
     return out, (query, key, value, start, mask, out, norm)
 
 
 def _backward(ring, saved, out_grad):
     query, key, value, start, mask, out, norm = saved
-    plan = ring.plan
-
-    def blocks(norm):
-        """(B, t, K, G) -> (query blocks, B, K, G, block), as the blockwise kernel stores it."""
-        return plan.split(norm, plan.query_blocks).transpose(0, 1, 3, 4, 2)
 
     def ring_step(carry, number):
         (keys, values), grads, query_grad = carry
@@ -260,10 +288,9 @@ def _backward(ring, saved, out_grad):
         # `grads` is the gradient of the keys and values that are here now; `query_grad` belongs to this device.
         def body(a, b, part, sums):
             (keys_grad, values_grad), query_grad = sums
-            # With O and L of the whole row, the blockwise backward pass gives this pair's share of the gradients:
+            # With O and L of the whole row, the backward pass of a pair gives this pair's share of the gradients:
             # P = exp(S - L) and D = dO O are those of the complete softmax. The sink logits are part of L.
-            pair = (query[a], keys[b], values[b], [], None, part, None, out[a], blocks(norm[a]))
-            q, k, v, *_ = blockwise.backward(plan, pair, out_grad[a])
+            q, k, v = ring.pairs.backward(query[a], keys[b], values[b], part, out[a], norm[a], out_grad[a])
             return (keys_grad.at[b].add(k), values_grad.at[b].add(v)), query_grad.at[a].add(q)
 
         grads, query_grad = ring.each_pair(mask, number, body, (grads, query_grad))
@@ -276,7 +303,9 @@ def _backward(ring, saved, out_grad):
     carry = ((key, value), (zeros(key), zeros(value)), zeros(query))
     (_, (key_grad, value_grad), query_grad), _ = jax.lax.scan(ring_step, carry, jnp.arange(ring.devices))
     # As in the blockwise kernel: dS = -P D for a sink, with P = exp(sink - L), summed over chunks, rows and queries.
-    start_grad = -(jnp.exp(start[None, None, None] - norm) * (out_grad * out).sum(-1)).sum((0, 1, 2))
+    axes = ring.pairs.norm_axes
+    delta = (out_grad.astype(jnp.float32) * out).sum(-1)
+    start_grad = -(jnp.exp(jnp.expand_dims(start, axes) - norm) * delta).sum(axes)
     return (
         query_grad.astype(query.dtype),
         key_grad.astype(key.dtype),
@@ -299,6 +328,8 @@ def all_gather_kv_limits(spec: AttentionSpec) -> str | None:
         return _NO_MESH
     if queries % devices:
         return f"split {queries} queries: on {devices} devices their number must be a multiple of {devices}"
+    if spec.mask.query_groups is not None:
+        return "apply a mask with groups of tokens, which it would have to split"
     return None
 
 

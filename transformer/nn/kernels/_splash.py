@@ -9,30 +9,131 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from transformer.config._checks import ConfigError
 from transformer.nn._axes import Array, Attended, Int, Key, Query, Value
 from transformer.nn._masks import Mask
-from transformer.nn._partitioning import num_shards, platform, shard_map, unmapped_reason
+from transformer.nn._partitioning import device_kind, num_shards, platform, shard_map, unmapped_reason
 from transformer.nn.kernels._contract import AttentionSpec
-from transformer.nn.kernels._probing import attention_example, compiler_error, library_version, matching_libtpu
+from transformer.nn.kernels._probing import attention_example, tpu_compiler_refusal, tpu_dtype_refusal
 
 LANES = 128
 """number of lanes of a TPU vector register; block sizes of the kernel are multiples of it"""
 
-BLOCK = 512
-"""Maximum number of queries and of keys per block. Large blocks mean few iterations of the kernel's loop; blocks of
-this size fit in the fast memory (VMEM) of every TPU in `training.chips`, with gradients, for head sizes up to
-`HEAD_SIZE` in float32 (checked with the TPU compiler)."""
+
+@dataclass(frozen=True, kw_only=True)
+class SplashBlocks:
+    """Sizes of the blocks that the three kernels compute at a time: (queries, keys), multiples of `LANES`.
+
+    Raises:
+        ConfigError: a size is not a positive multiple of `LANES`.
+    """
+
+    forward: tuple[int, int] = (512, 512)
+    """of the forward kernel"""
+    backward_keys: tuple[int, int] = (512, 512)
+    """of the kernel that computes dK and dV"""
+    backward_queries: tuple[int, int] = (512, 512)
+    """of the kernel that computes dQ"""
+
+    def __post_init__(self):
+        for field in fields(self):
+            for size in (sizes := getattr(self, field.name)):
+                if size < 1 or size % LANES:
+                    near = sorted({max(size // LANES, 1) * LANES, (max(size, 0) // LANES + 1) * LANES})
+                    raise ConfigError(
+                        f"block sizes of splash must be multiples of {LANES}, got {field.name}={sizes}. Use "
+                        f"{' or '.join(map(str, near))} instead of {size}."
+                    )
+
+    def fitted(self, num_queries: int, num_keys: int) -> SplashBlocks:
+        """Return blocks of at most these sizes for a call, such that the padded lengths are multiples of all of them.
+
+        Lengths are padded to whole blocks of the smallest size, all alike, so that there is little padding: a length of
+        640 gives 2 blocks of 384 if at most 512 are allowed.
+        """
+
+        def axis(length, which):
+            least = min(getattr(self, field.name)[which] for field in fields(self))
+            count = math.ceil(length / least)
+            block = LANES * math.ceil(length / count / LANES)
+            return lambda most: block * max(k for k in range(1, count + 1) if count % k == 0 and block * k <= most)
+
+        return self._resized(axis(num_queries, 0), axis(num_keys, 1))
+
+    def dividing(self, length: int) -> SplashBlocks:
+        """Return the largest blocks of at most these sizes that divide a length, which is a multiple of `LANES`."""
+
+        def largest(most):
+            return max(size for size in range(LANES, min(most, length) + 1, LANES) if length % size == 0)
+
+        return self._resized(largest, largest)
+
+    def _resized(self, queries: Any, keys: Any) -> SplashBlocks:
+        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
+        return SplashBlocks(**{name: (queries(size[0]), keys(size[1])) for name, size in sizes.items()})
+
+    def padding_units(self) -> tuple[int, int]:
+        """Return the numbers of queries and of keys whose multiples are whole blocks for all three kernels."""
+        sizes = [getattr(self, field.name) for field in fields(self)]
+        return math.lcm(*(size[0] for size in sizes)), math.lcm(*(size[1] for size in sizes))
+
+    def for_library(self) -> Any:
+        """Return these sizes as the `BlockSizes` of JAX's splash attention."""
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
+
+        kernels = {"": self.forward, "_dkv": self.backward_keys, "_dq": self.backward_queries}
+        sizes = {
+            f"block_{axis}{name}": size
+            for name, both in kernels.items()
+            for axis, size in zip(("q", "kv"), both, strict=True)
+        }
+        return library.BlockSizes(**sizes)
+
+
+SMALL_BLOCKS = SplashBlocks()
+"""sizes that fit in the fast memory (VMEM) of every TPU in `training.chips`, with gradients, for head sizes up to
+`HEAD_SIZE` in float32 (checked with the TPU compiler)"""
+
+LARGE_BLOCKS = SplashBlocks(forward=(1024, 1024), backward_keys=(1024, 1024), backward_queries=(1024, 1024))
+"""sizes for chips with 32 MiB or more of fast memory for a kernel, and heads of at most `LARGE_BLOCK_BYTES`"""
+
+LARGE_BLOCK_BYTES = 512
+"""maximum size of a head of a query in bytes, for the sizes of `BLOCKS`: 256 values in bfloat16, 128 in float32"""
+
+MEDIUM_BLOCKS = SplashBlocks(forward=(1024, 1024), backward_keys=(512, 1024), backward_queries=(1024, 1024))
+"""sizes for chips whose compiler gives a kernel 16 MiB of fast memory: the kernel of dK and dV needs the most"""
+
+BLOCKS = {
+    "TPU v5 lite": MEDIUM_BLOCKS,
+    "TPU v5e": MEDIUM_BLOCKS,
+    "TPU v5": MEDIUM_BLOCKS,
+    "TPU v5p": MEDIUM_BLOCKS,
+    "TPU v6 lite": LARGE_BLOCKS,
+    "TPU v6e": LARGE_BLOCKS,
+    "TPU7x": LARGE_BLOCKS,
+}
+"""Device kind -> maximum sizes of blocks; `SMALL_BLOCKS` for other kinds. Large blocks mean few steps of the kernel's
+loop, and few reads of the HBM: in bfloat16 the forward kernel computes as many FLOPs per byte of keys and values that
+it reads as a block has queries. A v6e computes 574 FLOPs in the time in which its HBM reads a byte, so blocks of 512
+queries would wait for the HBM; the other chips compute 166 (v5p) to 313 (tpu7x) FLOPs (`training.chips`).
+
+Sources: libtpu 0.0.51 compiles these sizes with softcap, segments and gradients, for many rows; a few rows need less
+VMEM, because the compiler stores their segment ids elsewhere. For lack of VMEM it refuses 1,024 queries in the kernel
+of dK and dV for v5e and v5p (with softcap, segments and heads of 128), all of these sizes for v4, and 2,048 for all
+chips (on a v6e it accepts 2,048 only without softcap and segments). MaxText's configurations for v6e take 1,024 queries
+forward and 2,048 backward; those for v5e take 2,048, with a flag that raises the VMEM limit.
+With the sizes of this table, the plan of llama_1b for v5e:2x4 has 4.30 GiB of temporaries and an estimated MFU of 49 %,
+that of llama3_8b for v6e:4x4 (batch 64, data 2, fsdp 8) 19.21 GiB and 73 % (2026-11-24, on a CPU machine). The estimate
+does not count that a kernel reads keys and values again for each block of queries. Nothing here was timed on a TPU."""
 
 HEAD_SIZE = 256
 """maximum head dimension"""
-
-FLOAT32_ALONE = ("TPU v2", "TPU v3")
-"""kinds of TPU for which the kernel compiler rejects bfloat16 matrix multiplications"""
 
 HIDDEN = -(2**31)
 """segment id of keys that no query may attend to"""
@@ -66,28 +167,12 @@ def splash_limits(spec: AttentionSpec) -> str | None:
         return "handle a symbolic length: the blocks that it skips are fixed during tracing"
     if (size := max(shapes.head_dim, shapes.value_dim)) > HEAD_SIZE:
         return f"use a head size of {size}: blocks with more than {HEAD_SIZE} do not fit in the fast memory of a TPU"
-    if shapes.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"compute in {jnp.dtype(shapes.dtype)}: it supports float32 and bfloat16"
-    if shapes.dtype == jnp.bfloat16 and (kind := _device_kind()) in FLOAT32_ALONE:
-        return f"compute in bfloat16 on {kind}: kernels support only float32 there"
-    return None
+    return tpu_dtype_refusal(shapes.dtype)
 
 
 def splash_compiler_refusal(spec: AttentionSpec) -> str | None:
-    """Return why the installed TPU compiler can't compile splash (Dao 2023, arXiv 2307.08691), and what to install.
-
-    JAX emits Mosaic, the intermediate language of TPU kernels, in the version of its own release; an older libtpu
-    rejects it.
-
-    Returns:
-        The reason; None if splash compiles, or if there is no TPU to compile for.
-    """
-    if platform() != "tpu" or (error := compiler_error(_example, spec.shapes.dtype, "tpu")) is None:
-        return None
-    return (
-        f"be compiled with {library_version('libtpu')} and {library_version('jax')} ({error}). To use it, run "
-        f'pip install "{matching_libtpu()}", which this JAX was released with, and restart Python'
-    )
+    """Return why the installed TPU compiler can't compile splash (Dao 2023, arXiv 2307.08691); None if it can."""
+    return tpu_compiler_refusal(_example, spec.shapes.dtype)
 
 
 def _example(dtype: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
@@ -99,12 +184,13 @@ def splash_attention(
     key: Key,
     value: Value,
     spec: AttentionSpec,
+    blocks: SplashBlocks | None = None,
 ) -> tuple[Attended, None]:
     """Compute splash attention: FlashAttention-2 (Dao 2023, arXiv 2307.08691) in Pallas, without fully masked blocks.
 
-    The arguments are those of `dot_product_attention`, except for the options that `OPTIONS` excludes. The compiler
-    can't partition a Pallas kernel: over a mesh each device runs it on its own batch rows, heads and queries, with all
-    keys.
+    The arguments are those of `dot_product_attention`, except for the options that `OPTIONS` excludes, and `blocks`:
+    maximum sizes of the blocks; None: those for the chip, `block_limits`. The compiler can't partition a Pallas kernel:
+    over a mesh each device runs it on its own batch rows, heads and queries, with all keys.
 
     Returns:
         The output (B, T, N, Hv), and None for the weights.
@@ -119,12 +205,14 @@ def splash_attention(
         key, value = (jnp.repeat(array, num_heads // kv_heads, axis=2) for array in (key, value))
         kv_heads = num_heads
     parts = num_shards("length")
-    blocks = _block(math.ceil(num_queries / parts)), _block(num_keys)
+    limits = block_limits(max(head_dim, value_dim), jnp.result_type(query, key, value)) if blocks is None else blocks
+    blocks = limits.fitted(math.ceil(num_queries / parts), num_keys)
+    units = blocks.padding_units()
     # The library kernel has no scale argument, so the queries are scaled. The queries of each device fill whole blocks.
-    query = _padded((query * spec.scale).astype(query.dtype), parts * blocks[0])
-    key, value = _padded(key, blocks[1]), _padded(value, blocks[1])
+    query = _padded((query * spec.scale).astype(query.dtype), parts * units[0])
+    key, value = _padded(key, units[1]), _padded(value, units[1])
     lengths = query.shape[1], key.shape[1]
-    ids = _segment_ids(spec.mask, batch, (num_queries, num_keys), lengths)
+    ids = segment_ids(spec.mask, batch, (num_queries, num_keys), lengths)
     # Sinks are passed even if the call has none (as `NO_WEIGHT`): a query that sees no key then gives zeros. Without a
     # sink, the kernel's large negative mask value would make all its weights equal, and the output a mean of values.
     logits = _with_gradient_in_float32(spec.sink_logits(num_heads))
@@ -158,12 +246,6 @@ def splash_attention(
     return out.reshape(batch, -1, num_heads, value_dim)[:, :num_queries].astype(value.dtype), None
 
 
-def _device_kind() -> str:
-    """Return the device kind of the active mesh, or of JAX's first device without a mesh."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.devices()[0].device_kind if device is None else device.device_kind
-
-
 @jax.custom_vjp
 def _with_gradient_in_float32(logits):
     """Return the logits unchanged, and convert their gradient from the library's dtype (of the output) to float32."""
@@ -173,12 +255,16 @@ def _with_gradient_in_float32(logits):
 _with_gradient_in_float32.defvjp(lambda logits: (logits, None), lambda _, grad: (grad.astype(jnp.float32),))
 
 
-def _block(length: int) -> int:
-    """Return the block size for a length: at most `BLOCK`, a multiple of `LANES`.
+def block_limits(head_size: int, dtype: Any) -> SplashBlocks:
+    """Return the maximum sizes of the blocks of splash (Dao 2023, arXiv 2307.08691) on the current chip.
 
-    All blocks have the same size, chosen so that there is little padding: a length of 640 gives 2 blocks of 384.
+    Args:
+        head_size: the larger one of the head dimensions of keys and values.
+        dtype: data type of queries, keys and values.
     """
-    return LANES * math.ceil(length / math.ceil(length / BLOCK) / LANES)
+    if head_size * jnp.dtype(dtype).itemsize > LARGE_BLOCK_BYTES:
+        return SMALL_BLOCKS
+    return BLOCKS.get(device_kind(), SMALL_BLOCKS)
 
 
 def _padded(array: Array, block: int) -> Array:
@@ -186,7 +272,7 @@ def _padded(array: Array, block: int) -> Array:
     return jnp.pad(array, [(0, 0), (0, -array.shape[1] % block)] + [(0, 0)] * (array.ndim - 2))
 
 
-def _segment_ids(
+def segment_ids(
     mask: Mask, batch: int, lengths: tuple[int, int], padded: tuple[int, int]
 ) -> tuple[()] | tuple[Int[Array, "B t"], Int[Array, "B s"]]:
     """Return a segment id for each query and key, with padding; a query attends to the keys with its own id.
@@ -213,7 +299,7 @@ def _segment_ids(
 @functools.lru_cache(maxsize=64)
 def _kernel(
     lengths: tuple[int, int],
-    blocks: tuple[int, int],
+    blocks: SplashBlocks,
     parts: int,
     is_causal: bool,
     window: int | None,
@@ -238,18 +324,14 @@ def _kernel(
     else:
         static, parts = masks.FullMask(lengths), 1  # nothing is masked: the same for all query shards
     heads = masks.MultiHeadMask([static])  # one mask for all heads
-    forward, function = infos.process_mask(heads, blocks, q_seq_shards=parts)
-    backward, _ = infos.process_mask_dkv(heads, blocks, q_seq_shards=parts)
-    queries, keys = blocks
-    sizes = {"block_q": queries, "block_kv": keys}
+    forward, function = infos.process_mask(heads, blocks.forward, q_seq_shards=parts)
+    backward_keys, _ = infos.process_mask_dkv(heads, blocks.backward_keys, q_seq_shards=parts)
+    backward_queries, _ = infos.process_mask(heads, blocks.backward_queries, q_seq_shards=parts)
     return library.SplashAttentionKernel(
         forward,
-        forward,
-        backward,
-        block_sizes=library.BlockSizes(
-            # The same sizes for the forward kernel and for the two backward kernels (dK and dV; dQ).
-            **{f"{size}{part}": number for size, number in sizes.items() for part in ("", "_dkv", "_dq")}
-        ),
+        backward_queries,
+        backward_keys,
+        block_sizes=blocks.for_library(),
         is_mqa=False,
         save_residuals=False,
         mask_value=library.DEFAULT_MASK_VALUE,

@@ -50,16 +50,24 @@ class Model(nn.Module):
 
     parameter_axes = declare(
         {"output/kernel": "embed -> vocab", "output/bias": "vocab", "output_bias": "vocab"}, role="output", int8=True
-    )
+    ) | declare({"embedding_in/kernel": "_ -> embed", "embedding_out/kernel": "embed -> _"})
 
     config: TransformerConfig
     execution: Execution = Execution()
 
-    def _table(self, vocab_size: int | None, field: str = "vocab_size") -> Embedding:
+    def _table(self, vocab_size: int | None, field: str = "vocab_size", width: int | None = None) -> Embedding:
         config = self.config
         if vocab_size is None:
             raise ConfigError(f"{field} is not set: a {type(self).__name__} needs the number of tokens. Set it.")
-        return Embedding(vocab_size, config.d_model, kernel_init(config), config.dtype, config.param_dtype)
+        return Embedding(vocab_size, width or config.d_model, kernel_init(config), config.dtype, config.param_dtype)
+
+    def _setup_embedding(self) -> None:
+        """Create the token table and, if the embeddings have their own width, the maps to and from d_model."""
+        config, width = self.config, self.config.embedding.width
+        self.embedding = self._table(config.vocab_size, width=width)
+        if width is not None:
+            options = (1, False, kernel_init(config), config.dtype, config.param_dtype)
+            self.embedding_in, self.embedding_out = Linear((config.d_model,), *options), Linear((width,), *options)
 
     def _setup_head(self, features: int, *, tied: bool, use_bias: bool = False) -> None:
         """Create the submodules of `head` for `features` logits; `use_bias` is the default if the config sets none."""
@@ -82,6 +90,15 @@ class Model(nn.Module):
         # sqrt(D) gives embeddings of variance about 1, the size of sinusoidal positions.
         x = table(tokens)
         return x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype) if self.config.embedding.scale else x
+
+    def _embed_in(self, tokens: Tokens) -> Hidden:
+        """Return token embeddings (B, T, D), mapped to d_model if they have their own width."""
+        x = self._embed(self.embedding, tokens)
+        return x if self.config.embedding.width is None else self.embedding_in(x)
+
+    def _embed_out(self, hidden: Hidden) -> Float[Array, "B T Do"]:
+        """Map hidden states to the width of the embeddings, if that differs."""
+        return hidden if self.config.embedding.width is None else self.embedding_out(hidden)
 
     def hidden(self, *inputs: Any, **options: Any) -> Hidden | tuple[Hidden, Any]:
         """Return the hidden states (B, T, D) that `head` takes; the arguments are those of a call.
@@ -138,7 +155,7 @@ class TokenEncoder(Model):
 
     def _setup_encoder(self) -> None:
         config = self.config
-        self.embedding = self._table(config.vocab_size)
+        self._setup_embedding()
         if config.embedding.token_types is not None:
             self.token_type_embedding = self._table(config.embedding.token_types)
         self.encoder = Encoder(config, causal=config.attention.causal, execution=self.execution)
@@ -164,7 +181,7 @@ class TokenEncoder(Model):
             ValueError: if ids or types are outside their tables (only for concrete values: under jit the result is NaN
                 instead), or if types are given to a model without token types.
         """
-        x = self._embed(self.embedding, tokens)
+        x = self._embed_in(tokens)
         if self.config.embedding.token_types is not None:
             token_types = jnp.zeros_like(tokens) if token_types is None else token_types
             _check_tokens(token_types, self.config.embedding.token_types, "token_types")
@@ -174,7 +191,8 @@ class TokenEncoder(Model):
                 "token_types are given, but the model has no table of token types. Omit them, or set "
                 "embedding.token_types in the config."
             )
-        return self.encoder(x, positions=positions, mask=mask, deterministic=deterministic)
+        x, cache, aux = self.encoder(x, positions=positions, mask=mask, deterministic=deterministic)
+        return self._embed_out(x), cache, aux
 
 
 def _check_tokens(tokens: Tokens, vocab_size: int, field: str = "vocab_size") -> None:

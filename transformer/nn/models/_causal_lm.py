@@ -17,7 +17,7 @@ class CausalLM(Model):
     """A decoder that predicts each token from the previous ones (Radford et al. 2018; Vaswani et al. 2017)."""
 
     def setup(self):
-        self.embedding = self._table(self.config.vocab_size)
+        self._setup_embedding()
         self.decoder = Decoder(self.config, execution=self.execution)
         self._setup_head(self.config.vocab_size, tied=self.config.embedding.tie)
 
@@ -56,9 +56,13 @@ class CausalLM(Model):
         cache: Any = None,
         deterministic: bool = True,
     ) -> tuple[Hidden, Any, Aux]:
-        """Return hidden states (B, T, D), the cache, and aux, the layers' terms of the training loss."""
-        x = self._embed(self.embedding, tokens)
-        return self.decoder(x, positions=positions, mask=mask, cache=cache, deterministic=deterministic)
+        """Return hidden states, the cache, and aux, the layers' terms of the training loss.
+
+        Hidden states are (B, T, D), or have the width of the embeddings if the config gives them their own.
+        """
+        x = self._embed_in(tokens)
+        x, cache, aux = self.decoder(x, positions=positions, mask=mask, cache=cache, deterministic=deterministic)
+        return self._embed_out(x), cache, aux
 
     @nn.nowrap
     def init_cache(self, batch: int, length: int) -> Any:

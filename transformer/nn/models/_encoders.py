@@ -69,6 +69,14 @@ class PooledEncoder(TokenEncoder):
         x, _, aux = self.run_stacks(tokens, positions, mask, deterministic, token_types)
         return self.head(self.pool(x, mask)), aux
 
+    def _setup_pooling(self) -> None:
+        """Check that the pooling is one of tokens."""
+        if (pooling := self.config.output.pooling) in ("first_and_mean", "attention"):
+            raise ConfigError(
+                f"output.pooling={pooling!r} is for images. Set it to 'mean', 'first' or 'last' for a "
+                f"{type(self).__name__}."
+            )
+
     def pool(self, hidden: Hidden, mask: Mask | None = None) -> Float[Array, "B D"]:
         """Pool hidden states (B, T, D) to (B, D): mean, first or last of the non-padding tokens."""
         return pool(hidden, mask, self.config.output.pooling)
@@ -84,6 +92,7 @@ class Classifier(PooledEncoder):
     def setup(self):
         if self.config.output.num_classes is None:
             raise ConfigError("output.num_classes is not set: a Classifier needs the number of classes. Set it.")
+        self._setup_pooling()
         self._setup_encoder()
         self._setup_head(self.config.output.num_classes, tied=False, use_bias=True)
 
@@ -99,17 +108,21 @@ class Embedder(PooledEncoder):
     """
 
     def setup(self):
+        self._setup_pooling()
         self._setup_encoder()
         self._setup_transform()
 
     def head(self, pooled: Float[Array, "B D"]) -> Float[Array, "B D"]:
         """Compute embeddings (B, D), float32, from pooled vectors (B, D)."""
         vectors = self._transformed(pooled).astype(jnp.float32)
-        if not self.config.output.normalize:
-            return vectors
-        # v / max(|v|, 1e-12), the usual definition, so that a zero vector stays zero. The maximum is taken of the
-        # squares, because the derivative of sqrt at 0 is infinite.
-        return vectors * jax.lax.rsqrt(jnp.maximum(jnp.square(vectors).sum(-1, keepdims=True), 1e-24))
+        return normalized(vectors) if self.config.output.normalize else vectors
+
+
+def normalized(vectors: Float[Array, "B D"]) -> Float[Array, "B D"]:
+    """Scale vectors (B, D) to length 1."""
+    # v / max(|v|, 1e-12), the usual definition, so that a zero vector stays zero. The maximum is taken of the squares,
+    # because the derivative of sqrt at 0 is infinite.
+    return vectors * jax.lax.rsqrt(jnp.maximum(jnp.square(vectors).sum(-1, keepdims=True), 1e-24))
 
 
 def pool(hidden: Hidden, mask: Mask | None, pooling: Pooling) -> Float[Array, "B D"]:

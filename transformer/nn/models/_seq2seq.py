@@ -6,6 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 
+from transformer.config._checks import ConfigError
 from transformer.nn._axes import Array, Context, Hidden, Int, Logits, Positions, Tokens
 from transformer.nn._blocks import Aux
 from transformer.nn._masks import Mask
@@ -18,14 +19,21 @@ class Seq2Seq(Model):
 
     It predicts each target token from the source and the previous target tokens. Source, target and logits share one
     embedding table, as in section 3.4. With `source_vocab_size` the source has a separate table.
+
+    Raises:
+        ConfigError: if the config has an `embedding.width`.
     """
 
     def setup(self):
         config = self.config
+        if config.embedding.width is not None:
+            raise ConfigError(
+                f"embedding.width is {config.embedding.width}, but the embeddings of a {type(self).__name__} have the "
+                f"width d_model. Remove it."
+            )
         self.embedding = self._table(config.vocab_size)
         self._setup_source()
-        source = config.replace(max_length=config.longest_source)
-        self.encoder = Encoder(source, config.encoder_layers, execution=self.execution)
+        self.encoder = Encoder(config.source_encoder, config.encoder_layers, execution=self.execution)
         self.decoder = Decoder(config, config.decoder_layers, cross=True, execution=self.execution)
         self._setup_head(config.vocab_size, tied=config.embedding.tie)
 

@@ -41,11 +41,33 @@ def check_frames(config: TransformerConfig, frames: Any) -> None:
         )
 
 
-class Convolution(nn.Module):
-    """A 1-D convolution over the length with kernel size 3 and zero padding.
+def convolve(
+    x: Float[Array, "B T M"],
+    kernel: Float[Array, "R m D"],
+    stride: int = 1,
+    padding: tuple[int, int] = (0, 0),
+    groups: int = 1,
+) -> Float[Array, "B t D"]:
+    """Convolve over the length: y_t = sum_k W_k x_(stride t + k - padding[0]), for k = 0, ..., R - 1.
 
-    Parameters: `kernel` (3, M, D) and `bias` (D,), where D is `features`. The output has every `stride`-th position.
-    `kernel_init` None means Glorot uniform.
+    Args:
+        x: (B, T, M).
+        kernel: (R, M / groups, D). With groups, each group of output features reads only its own input features.
+        stride: distance of the outputs.
+        padding: number of zeros before and after the input.
+        groups: number of groups of features.
+    """
+    axes = ("NWC", "WIO", "NWC")
+    return jax.lax.conv_general_dilated(
+        x, kernel, (stride,), (padding,), dimension_numbers=axes, feature_group_count=groups
+    )
+
+
+class Convolution(nn.Module):
+    """A 1-D convolution over the length; by default with kernel size 3 and zero padding that keeps the length.
+
+    Parameters: `kernel` (R, M, D) and `bias` (D,), where D is `features` and R `kernel_size`. The output has every
+    `stride`-th position. `kernel_init` None means Glorot uniform.
     """
 
     parameter_axes = declare({"conv_*/kernel": "_ _ -> embed"}, role="input")
@@ -53,21 +75,21 @@ class Convolution(nn.Module):
     features: int
     stride: int = 1
     kernel_init: Initializer | None = None
+    kernel_size: int = 3
+    padding: tuple[int, int] = (1, 1)
+    use_bias: bool = True
     dtype: DType = jnp.float32
     param_dtype: DType = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B t D"]:
-        """Convolve (B, n, M) to (B, ceil(n / stride), D)."""
+        """Convolve (B, n, M) to (B, m, D), with m = (n + sum(padding) - R) // stride + 1."""
         init = self.kernel_init or glorot_uniform(2)
-        kernel = self.param("kernel", init, (3, x.shape[-1], self.features), self.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
+        kernel = self.param("kernel", init, (self.kernel_size, x.shape[-1], self.features), self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype) if self.use_bias else None
         x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-        # y_t = b + sum_i W_i x_{stride t + i - 1} for i = 0, 1, 2: one position of padding on each side keeps the
-        # length.
-        axes = ("NWC", "WIO", "NWC")
-        y = jax.lax.conv_general_dilated(x, kernel, (self.stride,), ((1, 1),), dimension_numbers=axes)
-        return y + bias[None, None]
+        y = convolve(x, kernel, self.stride, self.padding)
+        return y if bias is None else y + bias[None, None]
 
 
 class SpeechToText(Seq2Seq):

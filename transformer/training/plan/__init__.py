@@ -3,8 +3,10 @@
 from transformer.training._chips import CHIPS, Chip
 from transformer.training._flops import Flops, batch_shapes, step_flops
 from transformer.training.plan._assumptions import without_data
+from transformer.training.plan._collectives import Collective
 from transformer.training.plan._decoding import DecodePlan, Generation, make_decode_plan, parse_generation
-from transformer.training.plan._hlo import Collective, Cost, Program
+from transformer.training.plan._hlo import Cost, Program
+from transformer.training.plan._largest_batch import BatchTried, largest_batch
 from transformer.training.plan._measuring import Measured, measure, present_topology
 from transformer.training.plan._planning import Plan, make_plan
 from transformer.training.plan._roofline import Estimate, estimate
@@ -13,6 +15,7 @@ from transformer.training.plan._topologies import CompilerError, Topology, parse
 
 __all__ = [
     "CHIPS",
+    "BatchTried",
     "Candidate",
     "Chip",
     "Collective",
@@ -29,6 +32,7 @@ __all__ = [
     "Tried",
     "batch_shapes",
     "estimate",
+    "largest_batch",
     "make_decode_plan",
     "make_plan",
     "measure",

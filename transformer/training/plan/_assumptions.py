@@ -7,6 +7,7 @@ import dataclasses
 from transformer.config._checks import ConfigError
 from transformer.data._pairs import PairConfig
 from transformer.data.kinds._number_words import NumberWords
+from transformer.data.kinds._shapes import Shapes
 from transformer.training._flops import batch_field, batch_rows
 from transformer.training._recipe import Recipe
 from transformer.training._tasks import TASKS
@@ -30,10 +31,8 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
     assumed, data = [], recipe.data
     task = TASKS[recipe.task]
     if task.tokens and recipe.model.vocab_size is None:
-        kind = data.tokenizer.kind
-        size = (
-            data.tokenizer.vocab_size or ASSUMED_VOCABULARY.get(kind) or (128 if isinstance(data, NumberWords) else 0)
-        )
+        kind, small = data.tokenizer.kind, 128 if isinstance(data, NumberWords | Shapes) else 0
+        size = data.tokenizer.vocab_size or ASSUMED_VOCABULARY.get(kind) or small
         if not size:
             raise ConfigError(
                 f"the size of the {kind} vocabulary depends on the data, which a plan does not read. Pass "

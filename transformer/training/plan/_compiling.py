@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class Fit:
     """total"""
     available_bytes: int
     """bytes that the compiler may use; if the program fits, the HBM of a device"""
+    host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    """bytes in the memory of the host for each device, by kind; empty if the program does not fit"""
 
 
 def compile_program(lowered: jax.stages.Lowered, held: Mapping[str, int], topology: Topology) -> tuple[Fit, str | None]:
@@ -70,7 +73,13 @@ def compile_program(lowered: jax.stages.Lowered, held: Mapping[str, int], topolo
     }
     needed = sum(memory.values())
     fits = topology.chip in CHIPS.values() or needed <= available  # other compilers don't check the memory
-    return Fit(fits=fits, memory=memory, needed_bytes=needed, available_bytes=available), text if fits else None
+    host = {
+        "state": stats.host_argument_size_in_bytes,
+        "results": stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes,
+        "activations": stats.host_temp_size_in_bytes,
+    }
+    fit = Fit(fits=fits, memory=memory, needed_bytes=needed, available_bytes=available, host_memory=host)
+    return fit, text if fits else None
 
 
 def _text(compiled: jax.stages.Compiled, folder: Path) -> str | None:

@@ -32,8 +32,9 @@ from transformer.training._memory import shard_bytes
 from transformer.training._recipe import Recipe, build_model
 from transformer.training._state import abstract_state
 from transformer.training._tasks import TASKS
+from transformer.training.plan._collectives import Collective
 from transformer.training.plan._compiling import compile_program
-from transformer.training.plan._hlo import Collective, Cost, Program
+from transformer.training.plan._hlo import Cost, Program
 from transformer.training.plan._roofline import Estimate, estimate
 from transformer.training.plan._topologies import Topology
 
@@ -111,10 +112,17 @@ class DecodePlan:
     """bytes by kind"""
     cache_bytes: int
     """bytes of the KV cache, which are part of the temporaries"""
+    token_bytes: int
+    """bytes that a decoding step reads from and writes to the HBM; 0 without an estimate"""
+    least_token_bytes: int
+    """bytes that a decoding step must read at least: the parameters that it multiplies with, once and in the dtype of
+    the computation, and the whole KV cache. With experts, all of them."""
     needed_bytes: int
     """total"""
     available_bytes: int
     """bytes that the compiler may use; if the program fits, the HBM of a device"""
+    host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    """bytes in the memory of the host for each device, by kind; empty if the program does not fit"""
     prefill: Estimate | None
     """estimate of the prefill (reading the prompts); None if it does not fit or is not available"""
     token: Estimate | None
@@ -136,11 +144,13 @@ class DecodePlan:
         return self.generation.rows / self.token.seconds if self.token else 0.0
 
 
-def make_decode_plan(recipe: Recipe, generation: Generation, topology: Topology, devices: list[Any]) -> DecodePlan:
+def make_decode_plan(
+    recipe: Recipe, generation: Generation, topology: Topology, devices: list[Any], *, paged: bool = False
+) -> DecodePlan:
     """Compile the prefill and the loop over new tokens for devices of a topology.
 
     Parameters are sharded as in training. Rows are split over the mesh axes data, fsdp and expert; the heads of the KV
-    cache are split over tensor.
+    cache are split over tensor. With `paged`, the cache has pages, all of which are counted as read.
 
     Raises:
         ConfigError: parallel.kind is pmap, or the model or the rows do not fit the mesh.
@@ -149,7 +159,7 @@ def make_decode_plan(recipe: Recipe, generation: Generation, topology: Topology,
     recipe = dataclasses.replace(recipe, lora=None)  # generation uses the merged parameters
     devices = recipe.parallel.choose(devices)
     sizes = _checked_sizes(recipe, generation, len(devices))
-    lowered, params = _lowered(recipe, generation, make_mesh(sizes, devices))
+    lowered, params = _lowered(recipe, generation, make_mesh(sizes, devices, recipe.parallel.dcn), paged)
     fit, text = compile_program(lowered, {"parameters": shard_bytes(params)}, topology)
     costs, unavailable = (None, "") if not fit.fits else _costs(text, len(devices))
     prefill = token = None
@@ -157,13 +167,15 @@ def make_decode_plan(recipe: Recipe, generation: Generation, topology: Topology,
         prefill = _estimate(topology, len(devices), costs[0], 0)
         # Every row multiplies all matrices once per new token, in whatever operations the compiler has put this.
         token = _estimate(topology, len(devices), costs[1], matrix_flops(recipe, generation.rows, 0))
-    split = describe_sizes(sizes)
+    split = describe_sizes(sizes, recipe.parallel.dcn)
     return DecodePlan(
         **dataclasses.asdict(fit),
         mesh=f"mesh: {split}" if split else f"one {topology.unit}",
         generation=generation,
         num_parameters=count_parameters(params),
-        cache_bytes=_cache_bytes(recipe, generation, sizes),
+        cache_bytes=(cache := _cache_bytes(recipe, generation, sizes)),
+        token_bytes=0 if costs is None else costs[1].hbm_bytes,
+        least_token_bytes=_read_bytes(recipe, params) + cache,
         prefill=prefill,
         token=token,
         collectives=None if costs is None else costs[1].collectives,
@@ -197,7 +209,7 @@ def _check_writes(recipe: Recipe) -> None:
         raise ConfigError(f"a {task.model.__name__} does not generate text. Remove --decode.")
 
 
-def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh) -> tuple[jax.stages.Lowered, Any]:
+def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh, paged: bool) -> tuple[jax.stages.Lowered, Any]:
     """Lower the program for a mesh; return it with the shapes and shardings of the parameters."""
     shapes = abstract_state(recipe).params
     params = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, state_shardings(shapes, mesh))
@@ -225,6 +237,7 @@ def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh) -> tuple[jax.st
             array(),
             cache_slots=_slots(recipe, generation),
             new_slots=generation.new,
+            paged=paged,
         )
     return lowered, params
 
@@ -270,6 +283,9 @@ def _estimate(topology: Topology, num_devices: int, cost: Cost, at_least: int) -
         flops=flops,
         hbm_bytes=cost.hbm_bytes,
         wire_bytes=cost.wire_bytes,
+        dcn_bytes=cost.dcn_bytes,
+        int8_flops=cost.int8_flops,
+        fp8_flops=cost.fp8_flops,
     )
 
 
@@ -286,6 +302,22 @@ def _cache_bytes(recipe: Recipe, generation: Generation, sizes: Mapping[str, int
     # MLA caches one latent per token, which all heads share; it can't be split by heads.
     heads = sizes["tensor"] if config.attention.mla is None and config.kv_heads % sizes["tensor"] == 0 else 1
     return whole // (num_row_shards(sizes) * heads)
+
+
+def _read_bytes(recipe: Recipe, params: Any) -> int:
+    """Return the bytes per device of the parameters that a decoding step reads, in the dtype of the computation.
+
+    A step reads a few rows of an input embedding, and all of it only if it is the output head too. The compiler
+    converts parameters of a larger dtype once, before the loop over new tokens.
+    """
+    unread = {"encoder", "source_embedding"} | (set() if recipe.model.embedding.tie else {"embedding"})
+    computed = jnp.dtype(recipe.model.dtype)
+
+    def as_read(leaf):
+        larger = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > computed.itemsize
+        return leaf.update(dtype=computed) if larger else leaf
+
+    return shard_bytes({name: jax.tree.map(as_read, tree) for name, tree in params.items() if name not in unread})
 
 
 def _remedies(recipe: Recipe, generation: Generation, sizes: Mapping[str, int]) -> list[str]:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
+from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-"""HLO operations that communicate between devices"""
+from transformer.nn._grouped import tiling
+from transformer.nn.kernels._paged import queries_per_block
+from transformer.training.plan._collectives import COLLECTIVES, Collective, collective_bytes, sent_across_slices
+from transformer.training.plan._hlo_text import Operation, called, parsed
 
-
-@dataclass(frozen=True)
-class Collective:
-    """All collectives of one kind in a compiled program, per device."""
-
-    kind: str
-    count: int
-    """number of executions in a run of the program"""
-    result_bytes: int
-    """total bytes of their results"""
-    wire_bytes: int
-    """bytes that the device sends, with ring algorithms"""
+_EIGHT_BITS = {"int8_flops": re.compile(r"[su][48]\["), "fp8_flops": re.compile(r"f8\w+\[")}
+_KERNEL = 'custom_call_target="tpu_custom_call"'
+_PAGED_KERNEL = "ragged_paged_attention_kernel"  # in the op_name, the library's name of the kernel
+_CALLEES = re.compile(r"\b(?:calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.-]+)")
+_SILENT = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier")
+_VIEWS = ("bitcast", "copy", "reshape")
+_SLICES = ("dynamic-slice", "slice", "gather")
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand with the new values
+_NUMBERS = ("count", "result_bytes", "wire_bytes")  # of a `Collective`
 
 
 @dataclass(frozen=True)
@@ -34,73 +34,33 @@ class Cost:
     flops: int
     """FLOPs of matrix multiplications and convolutions, without those inside `kernels`"""
     kernels: int
-    """number of calls of custom kernels (Pallas)"""
+    """number of calls of custom kernels (Pallas), without those for experts, whose FLOPs are known"""
     hbm_bytes: int
     """bytes read from and written to the HBM"""
+    copied_bytes: int
+    """the part of `hbm_bytes` for copies of whole arrays, for example into another layout"""
     collectives: list[Collective]
-    """collectives by kind"""
+    """collectives by kind, first those within slices"""
     loops_known: bool
     """whether the number of iterations of every loop is known"""
     loops_bounded: bool
     """whether the number of iterations of every loop, or an upper bound of it, is known"""
+    host_bytes: int = 0
+    """bytes copied between the device and the memory of its host, in the busier direction"""
+    int8_flops: int = 0
+    """the part of `flops` whose factors are integers of at most 8 bits"""
+    fp8_flops: int = 0
+    """the part of `flops` whose factors are floating-point numbers of 8 bits"""
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that the device sends to others."""
-        return sum(one.wire_bytes for one in self.collectives)
-
-
-class _Array(NamedTuple):
-    shape: tuple[int, ...]
-    size: int
-    """bytes of the values"""
-    bytes: int
-    """bytes in memory, where arrays are padded to whole tiles"""
-    in_hbm: bool
-
-
-class _Operation(NamedTuple):
-    types: str
-    kind: str
-    operands: list[str]
-    rest: str
+        """Bytes that the device sends to others of its slice."""
+        return sum(one.wire_bytes for one in self.collectives if not one.across_slices)
 
     @property
-    def arrays(self) -> list[_Array]:
-        return _arrays(self.types)
-
-
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
-_LINE = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.+?) ([a-z][a-z0-9-]*)\((.*)$")
-_TYPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
-_WIDTH = re.compile(r"\d+")
-_CALLEES = re.compile(r"\b(?:calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.-]+)")
-_SILENT = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier")
-_VIEWS = ("bitcast", "copy", "reshape")
-_SLICES = ("dynamic-slice", "slice", "gather")
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand with the new values
-
-
-@functools.cache
-def _arrays(types: str) -> list[_Array]:
-    """Parse the arrays of a type such as "(f32[4,128]{1,0:T(4,128)S(1)}, s32[])".
-
-    {1,0} is the order of the axes from minor to major, T(4,128) the tile, and S(n) with n > 0 a memory space on the
-    chip; without S the array is in the HBM.
-    """
-    found = []
-    for dtype, sizes, layout in _TYPE.findall(types):
-        shape = tuple(map(int, filter(None, sizes.split(","))))
-        bits = 8 if dtype == "pred" else int(_WIDTH.search(dtype)[0])
-        padded = list(shape)
-        order, _, tiling = layout.partition(":")
-        if tile := re.match(r"T\(([\d,]+)\)", tiling):  # the HBM stores whole tiles: round the sizes up
-            for axis, size in zip(order.split(","), reversed(tile[1].split(",")), strict=False):
-                if axis:
-                    padded[int(axis)] = -(-shape[int(axis)] // int(size)) * int(size)
-        sizes = (math.prod(shape) * bits // 8, math.prod(padded) * bits // 8)
-        found.append(_Array(shape, *sizes, "S(" not in tiling))
-    return found
+    def dcn_bytes(self) -> int:
+        """Bytes that the device sends to other slices."""
+        return sum(one.wire_bytes for one in self.collectives if one.across_slices)
 
 
 class Program:
@@ -111,37 +71,23 @@ class Program:
     """
 
     def __init__(self, hlo: str):
-        self._inside: dict[str, dict[str, _Operation]] = {}
-        self._roots: dict[str, str] = {}
-        self._entry = name = ""
-        for line in hlo.splitlines():
-            if begin := _HEAD.match(line):
-                name = begin[2]
-                self._inside[name] = {}
-                self._entry = name if begin[1] else self._entry
-            elif found := _LINE.match(line):
-                root, own, types, kind, rest = found.groups()
-                operands, _, rest = rest.partition(")")
-                self._inside[name][own] = _Operation(types, kind, re.findall(r"%([\w.-]+)", operands), rest)
-                if kind in ("constant", "parameter"):
-                    self._inside[name][own].operands.append(operands)
-                if root:
-                    self._roots[name] = own
-        if not self._entry:
-            raise ValueError(
-                f"the text of a compiled program must have an ENTRY computation, but this one has none: {hlo[:60]!r}. "
-                "Pass the result of `compiled.as_text()`."
-            )
+        self._inside, self._roots, self._entry = parsed(hlo)
 
     def loop(self, op_name: str) -> str | None:
         """Return the body of the loop that has this name in JAX ("jit(f)/while"); None if there is not exactly one."""
         own = f'op_name="{op_name}"'
         everything = (one for inside in self._inside.values() for one in inside.values())
-        found = [_callee(one, "body") for one in everything if one.kind == "while" and own in one.rest]
+        found = [called(one, "body") for one in everything if one.kind == "while" and own in one.rest]
         return found[0] if len(found) == 1 else None
 
     def cost(
-        self, num_devices: int, *, begin: str | None = None, without: str | None = None, at_most: bool = False
+        self,
+        num_devices: int,
+        *,
+        begin: str | None = None,
+        without: str | None = None,
+        at_most: bool = False,
+        expert_shards: int = 1,
     ) -> Cost:
         """Count the cost per device of one run of the program or of one of its computations.
 
@@ -156,41 +102,82 @@ class Program:
             without: body of a loop to leave out.
             at_most: count a loop whose number of iterations is unknown at its upper bound, if that is known, instead
                 of once.
+            expert_shards: number of devices that the experts of a layer are split over. The tokens of all of them are
+                rows of a grouped multiplication, but this device computes only an even share of the rows.
         """
         known = bounded = True
 
-        def visit(name: str, fused: bool) -> np.ndarray:
-            """Return FLOPs, kernels and bytes; then count, result bytes and sent bytes of each kind of collective."""
+        def visit(name: str, fused: bool) -> Counter:
+            """Return the cost of a computation: the fields of `Cost`, and three numbers for each kind of collective."""
             nonlocal known, bounded
-            total = np.zeros(3 + 3 * len(COLLECTIVES), object)  # Python integers, which can't overflow
+            total = Counter()
             for own, one in self._inside.get(name, {}).items():
                 kind = one.kind.removesuffix("-start")
-                if kind in COLLECTIVES:
-                    place = 3 + 3 * COLLECTIVES.index(kind)
-                    total[place : place + 3] += np.array([1, *_collective_bytes(one, kind, num_devices)], object)
                 if kind == "while":
-                    body, turns = _callee(one, "body"), self._turns(name, one)
+                    body, turns = called(one, "body"), self._turns(name, one)
                     if body != without:
                         known &= turns is not None
-                        turns = _turns_at_most(one) if turns is None and at_most else turns
+                        turns = _turns_at_most(one, expert_shards) if turns is None and at_most else turns
                         bounded &= turns is not None
-                        total += visit(body, fused) * (1 if turns is None else turns)
+                        times = 1 if turns is None else turns
+                        total += Counter({key: times * number for key, number in visit(body, fused).items()})
                     continue
                 if kind in ("call", "async", "fusion", "conditional"):
                     callees = re.findall(r"[\w.-]+", " ".join(_CALLEES.findall(one.rest)))
                     parts = [visit(callee, fused or kind == "fusion") for callee in callees]
-                    total += (np.maximum.reduce if kind == "conditional" else sum)(parts) if parts else 0
-                total[0] += self._flops(name, one)
-                total[1] += 'custom_call_target="tpu_custom_call"' in one.rest
-                # Inside a fusion, values stay in registers: only the fusion itself reads and writes memory.
-                total[2] += 0 if fused else self._traffic(name, own, one)
+                    # `|` keeps the larger of two numbers
+                    total += functools.reduce(operator.or_ if kind == "conditional" else operator.add, parts, Counter())
+                total += self._own_cost(name, own, one, num_devices, expert_shards, fused)
             return total
 
-        flops, kernels, hbm, *talk = visit(begin or self._entry, False)
-        each = zip(COLLECTIVES, talk[::3], talk[1::3], talk[2::3], strict=True)
-        return Cost(flops, kernels, hbm, [Collective(*one) for one in each if one[1]], known, bounded)
+        return _as_cost(visit(begin or self._entry, False), known, bounded)
 
-    def _turns(self, name: str, loop: _Operation) -> int | None:
+    def _own_cost(
+        self, name: str, own: str, one: Operation, num_devices: int, expert_shards: int, fused: bool
+    ) -> Counter:
+        """Count the cost of an operation without the computations that it calls, with the keys of `cost`."""
+        total = Counter(self._host_traffic(name, one))
+        if (sent := self._collective(name, own, one, num_devices, fused)) is not None:
+            kind, across, *sizes = sent
+            total |= {(kind, across, number): size for number, size in zip(_NUMBERS, (1, *sizes), strict=True)}
+        kernel = self._grouped(name, one, expert_shards) or self._paged(name, one)
+        flops, kernel_bytes = kernel or (self._flops(name, one), None)
+        total["flops"] = flops
+        if flops and (bits := self._eight_bits(name, one)) is not None:
+            total[bits] = flops
+        total["kernels"] = int(_KERNEL in one.rest and kernel is None and "ragged-dot-metadata" not in one.rest)
+        # Inside a fusion, values stay in registers: only the fusion itself reads and writes memory.
+        traffic = 0 if fused else self._traffic(name, own, one) if kernel_bytes is None else kernel_bytes
+        total["hbm_bytes"] = traffic
+        total["copied_bytes"] = traffic if one.kind.removesuffix("-start") == "copy" else 0
+        return total
+
+    def _collective(
+        self, name: str, own: str, one: Operation, num_devices: int, fused: bool
+    ) -> tuple[str, bool, int, int] | None:
+        """Return the kind of a collective, whether it is across slices, the bytes of its result, and those that a
+        device sends. None for other operations.
+        """
+        kind = one.kind.removesuffix("-start")
+        if kind == "send" and (sent := sent_across_slices(one)) is not None:
+            return sent[0], True, *sent[1:]
+        if kind not in COLLECTIVES:
+            return None
+        sliced = self._slice_of(name, own) if fused and kind == "all-reduce" else None
+        counted = "reduce-scatter" if sliced else kind
+        return counted, False, *collective_bytes(one, counted, num_devices, sliced)
+
+    def _slice_of(self, name: str, own: str) -> Operation | None:
+        """Return the slice that a fused computation takes of one of its values and returns; None if it does not.
+
+        On TPUs, the fusion of an all-reduce and a slice of its result is a reduce-scatter.
+        """
+        root = self._inside[name].get(self._roots.get(name, ""))
+        while root is not None and root.kind in _VIEWS:
+            root = self._inside[name].get(root.operands[0])
+        return root if root is not None and root.kind == "dynamic-slice" and root.operands[0] == own else None
+
+    def _turns(self, name: str, loop: Operation) -> int | None:
         """Return the number of iterations of a loop; None if it is unknown.
 
         It is the compiler's annotation, or follows from a condition `i < n` where n, the initial i and its step are
@@ -198,7 +185,7 @@ class Program:
         """
         if annotation := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.rest):
             return int(annotation[1])
-        condition, body = _callee(loop, "condition"), _callee(loop, "body")
+        condition, body = called(loop, "condition"), called(loop, "body")
         tests = self._inside.get(condition, {})
         root = tests.get(self._roots.get(condition, ""))
         if root is None or root.kind != "compare" or "direction=LT" not in root.rest:
@@ -219,7 +206,7 @@ class Program:
             step = next((c for c in constants if c), 1) if added.kind == "add" else 1
         return max(0, -(-(end - begin) // step))  # ceil((end - begin) / step)
 
-    def _constant(self, name: str, one: _Operation, outside: str = "", loop: _Operation | None = None) -> int | None:
+    def _constant(self, name: str, one: Operation, outside: str = "", loop: Operation | None = None) -> int | None:
         """Return the integer value of an operation that is a constant or a constant carry of a loop; None otherwise."""
         inside = self._inside[name]
         while one.kind in ("copy", "bitcast", "copy-done", "copy-start") and one.operands[0] in inside:
@@ -232,7 +219,7 @@ class Program:
             return None
         return self._constant(outside, self._inside[outside][carried.operands[int(place[1])]])
 
-    def _flops(self, name: str, one: _Operation) -> int:
+    def _flops(self, name: str, one: Operation) -> int:
         """Count two FLOPs (multiply and add) per pair of multiplied values, as XLA's HloCostAnalysis does."""
         if one.kind not in ("dot", "convolution"):
             return 0
@@ -257,7 +244,66 @@ class Program:
             pairs *= _meetings(left[inputs.index(str(axis))], result[outputs.index(str(axis))], *fields)
         return 2 * pairs
 
-    def _traffic(self, name: str, own: str, one: _Operation) -> int:
+    def _eight_bits(self, name: str, one: Operation) -> str | None:
+        """Return the key in `_EIGHT_BITS` of the dtype of both factors of a multiplication; None: another dtype."""
+        types = [self._inside[name][operand].types for operand in one.operands[:2]]
+        return next((key for key, dtype in _EIGHT_BITS.items() if all(map(dtype.match, types))), None)
+
+    def _grouped(self, name: str, one: Operation, expert_shards: int) -> tuple[int, int] | None:
+        """Count the FLOPs and the bytes of a kernel for grouped multiplications (`nn._grouped`); None for others.
+
+        The arguments of these kernels are the ends of the E groups (E + 1,), the group and the tile of rows of each
+        iteration (both (V,)), and two factors. The tiles of R rows are visited V = R / tile + E - 1 times at most,
+        because a tile with rows of two groups is visited for each of them. All rows of a visited tile are computed.
+        """
+        inside = self._inside[name]
+        arrays = [inside[own].arrays[0] for own in one.operands if own in inside and inside[own].arrays]
+        if _KERNEL not in one.rest or len(arrays) != 7 or [len(a.shape) for a in arrays[1:4]] != [1, 1, 1]:
+            return None
+        left, right, result = arrays[5], arrays[6], one.arrays[0]
+        experts, visits, rows = arrays[1].shape[0] - 1, arrays[2].shape[0], left.shape[0]
+        if arrays[3].shape != (visits,) or len(left.shape) != 2 or rows % max(1, visits - experts + 1):
+            return None
+        tile = rows // (visits - experts + 1)
+        computed = -(-rows // expert_shards) + (experts - 1) * tile
+        sums_rows = len(result.shape) == 3  # the derivative of the kernels; otherwise rows times kernels
+        inner, out = result.shape[1:] if sums_rows else (left.shape[1], result.shape[1])
+        written = re.search(r'ragged_dot_tiling="(\d+),(\d+),(\d+)"', one.rest)
+        tiles = map(int, written.groups()) if written else tiling(tile, inner, out, whole_input=not sums_rows)
+        _, inner_tile, out_tile = tiles
+        inner_tiles, out_tiles = -(-inner // inner_tile), -(-out // out_tile)
+        width = left.size // math.prod(left.shape)  # bytes of a number
+        # The rows are read again for each tile of output features.
+        traffic = out_tiles * computed * inner * width
+        if sums_rows:
+            traffic += inner_tiles * computed * out * width + result.bytes
+        else:
+            # A part of a kernel stays on the chip while consecutive tiles of rows need the same part.
+            reads = experts if inner_tiles == 1 else -(-computed // tile)
+            traffic += reads * inner * out * (right.size // math.prod(right.shape)) + computed * out * width
+        return 2 * computed * inner * out, traffic
+
+    def _paged(self, name: str, one: Operation) -> tuple[int, int] | None:
+        """Count the FLOPs and the bytes, at most, of the kernel for paged caches (`kernels._paged`); None for others.
+
+        Its last two arguments are the queries of all rows (n, N, W) and the pool (P, Q, C, W), and the
+        second one is the table of pages (B, M). Each block of queries visits the rows that its queries belong to, and
+        for each of them reads the pages of the row, all M at most, and computes all queries of the block.
+        """
+        if _KERNEL not in one.rest or _PAGED_KERNEL not in one.rest:
+            return None
+        inside = self._inside[name]
+        arrays = [inside[own].arrays[0] for own in one.operands]
+        table, query, pool = arrays[1], arrays[-2], arrays[-1]
+        (rows, pages), (_, page_size, _, width) = table.shape, pool.shape
+        num_queries, num_heads, _ = query.shape
+        block = queries_per_block(num_queries, num_heads, width)
+        visits = -(-num_queries // block) + rows - 1
+        read = visits * pages * (pool.size // pool.shape[0])
+        flops = visits * block * num_heads * pages * page_size * 4 * width  # queries x keys, and weights x values
+        return flops, read + _hbm_bytes(inside[one.operands[-2]]) + one.arrays[0].bytes * one.arrays[0].in_hbm
+
+    def _traffic(self, name: str, own: str, one: Operation) -> int:
         """Count the bytes that an operation reads from and writes to the HBM; a slice reads only its own part."""
         kind, results = one.kind, one.arrays
         if kind in _SILENT or kind.endswith(("-done", "-update")) or 'custom_call_target="AllocateBuffer"' in one.rest:
@@ -267,7 +313,7 @@ class Program:
         inside = self._inside[name]
         sources = [inside[operand] for operand in one.operands if operand in inside]
         if kind == "fusion":
-            callee = _callee(one, "calls")
+            callee = called(one, "calls")
             read = sum(self._read(callee, index, source) for index, source in enumerate(sources))
             return read + self._written(callee, self._roots[callee], results)
         if kind in (*_SLICES, "slice-start"):
@@ -276,13 +322,31 @@ class Program:
         if kind in _UPDATES:  # in place: only the new values are read and written
             new = sources[_UPDATES[kind]].arrays[0]
             return new.bytes * (new.in_hbm + results[0].in_hbm)
+        if kind in ("send", "recv"):  # (result, context, token): read by the host, or written by it
+            return results[0].bytes * results[0].in_hbm
         if kind == "copy-start":  # (result, operand, context)
             results = results[:1]
         elif kind.endswith("-start"):  # (operands, results)
             results = results[len(sources) :]
         return sum(array.bytes for array in results if array.in_hbm) + sum(map(_hbm_bytes, sources))
 
-    def _read(self, name: str, index: int, source: _Operation) -> int:
+    def _host_traffic(self, name: str, one: Operation) -> dict[str, int]:
+        """Count the bytes that a copy writes to the memory of the host, `to_host`, or reads from there, `from_host`."""
+        inside, kind = self._inside[name], one.kind.removesuffix("-start")
+        if kind not in ("copy", *_SLICES, *_UPDATES):
+            return {}
+        sources = [inside[operand].arrays[0] for operand in one.operands]
+        if kind in _UPDATES:  # in place: only the new values move
+            moved, before, after = sources[_UPDATES[kind]], sources[_UPDATES[kind]], sources[0]
+        else:
+            arrays = one.arrays  # copy-start: (result, operand, context); slices: ((operand), result, context)
+            after = arrays[-2] if one.kind.endswith("-start") and kind != "copy" else arrays[0]
+            moved, before = after, sources[0]
+        if after.on_host == before.on_host:
+            return {}
+        return {"to_host" if after.on_host else "from_host": moved.size}
+
+    def _read(self, name: str, index: int, source: Operation) -> int:
         """Count the bytes that a fusion reads of its operand."""
         return min(_hbm_bytes(source), self._needed(name, index)) if _in_hbm(source) else 0
 
@@ -307,12 +371,23 @@ class Program:
             elif user.kind in _UPDATES and place == 0:
                 continue  # updated in place; the old values are not read
             elif user.kind == "fusion":
-                total += self._needed(_callee(user, "calls"), place)
+                callee = called(user, "calls")
+                total += self._needed(callee, place)
+                if self._is_view(callee, place):  # the fusion's result is the same value, with users of its own
+                    total += self._needed_by_users(name, own)
             else:
                 return 1 << 62  # more than any array: `_read` takes the minimum with the array's size
         return total
 
-    def _written(self, name: str, own: str, results: list[_Array]) -> int:
+    def _is_view(self, name: str, index: int) -> bool:
+        """Return whether a fused computation returns its parameter with this index, at most in another shape."""
+        inside = self._inside[name]
+        one = inside[self._roots[name]]
+        while one.kind in _VIEWS:
+            one = inside[one.operands[0]]
+        return one.kind == "parameter" and one.operands[-1] == str(index)
+
+    def _written(self, name: str, own: str, results: list[Array]) -> int:
         """Count the bytes that a fusion writes; an update in place writes only the new values."""
         one = self._inside[name][own]
         if one.kind == "tuple":
@@ -320,7 +395,7 @@ class Program:
         if one.kind in _VIEWS:
             return self._written(name, one.operands[0], results)
         if one.kind == "fusion":
-            return self._written(_callee(one, "calls"), self._roots[_callee(one, "calls")], results)
+            return self._written(called(one, "calls"), self._roots[called(one, "calls")], results)
         whole = sum(result.bytes for result in results if result.in_hbm)
         if one.kind in _UPDATES:
             new = self._inside[name][one.operands[_UPDATES[one.kind]]]
@@ -328,29 +403,46 @@ class Program:
         return 0 if one.kind == "parameter" else whole
 
 
-def _callee(one: _Operation, role: str) -> str:
-    return re.search(rf"\b{role}=%?([\w.-]+)", one.rest)[1]
+def _as_cost(total: Counter, loops_known: bool, loops_bounded: bool) -> Cost:
+    """Return the cost for the numbers that `Program.cost` adds up."""
+    kinds = [(kind, across) for across in (False, True) for kind in COLLECTIVES]
+    sent = {one: [total[*one, number] for number in _NUMBERS] for one in kinds}
+    return Cost(
+        flops=total["flops"],
+        kernels=total["kernels"],
+        hbm_bytes=total["hbm_bytes"],
+        copied_bytes=total["copied_bytes"],
+        collectives=[
+            Collective(kind, *sent[kind, across], across) for kind, across in kinds if any(sent[kind, across])
+        ],
+        loops_known=loops_known,
+        loops_bounded=loops_bounded,
+        host_bytes=max(total["to_host"], total["from_host"]),
+        int8_flops=total["int8_flops"],
+        fp8_flops=total["fp8_flops"],
+    )
 
 
-def _turns_at_most(loop: _Operation) -> int | None:
-    """Return the largest number of iterations of a loop over blocks of tokens (`nn.moe.grouped_linear`).
+def _turns_at_most(loop: Operation, expert_shards: int) -> int | None:
+    """Return the largest number of iterations of a loop over blocks of tokens (`nn._moe.grouped_linear`).
 
     The loop runs over the used blocks of P allocated ones. Its carry has the inputs and the results of the blocks, both
-    of shape (P, Q, ...), and kernels (E, ...), so P is the leading size that occurs twice. Returns None for any other
-    loop, or if P is ambiguous.
+    of shape (P, Q, ...), and kernels (E, ...), so P is a leading size that occurs twice. In the backward pass E occurs
+    twice too, for the kernels and their derivatives, but P is larger. Of experts that are split over devices, a device
+    has an even share of the blocks. Returns None for any other loop.
     """
     if not re.search(r'op_name="[^"]*\bfeed_forward/(?:shard_map/)?while"', loop.rest):
         return None
     counts = [array.shape[0] for array in loop.arrays if len(array.shape) == 3]
     blocks = {count for count in counts if counts.count(count) > 1}
-    return blocks.pop() if len(blocks) == 1 else None
+    return -(-max(blocks) // expert_shards) if blocks else None
 
 
-def _in_hbm(one: _Operation) -> bool:
+def _in_hbm(one: Operation) -> bool:
     return any(array.in_hbm for array in one.arrays)
 
 
-def _hbm_bytes(one: _Operation) -> int:
+def _hbm_bytes(one: Operation) -> int:
     return sum(array.bytes for array in one.arrays if array.in_hbm)
 
 
@@ -376,18 +468,3 @@ def _meetings(inputs: int, outputs: int, size: int, stride: int, pad: int, dilat
         at = places + kernel * spread  # position in the dilated input, for each output
         met += int(((at >= 0) & (at <= last) & (at % dilate == 0)).sum())
     return met
-
-
-def _collective_bytes(one: _Operation, kind: str, num_devices: int) -> tuple[int, int]:
-    """Return the bytes of the result of a collective, and the bytes that a device sends."""
-    groups = re.search(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})", one.rest)
-    n = num_devices if groups is None else int(groups[1] or groups[2].count(",") + 1)  # devices per group
-    sizes = [array.size for array in one.arrays]
-    result = sum(sizes)
-    if one.kind == "all-gather-start":  # (operands, results)
-        result = result * n // (n + 1)
-    if one.kind == "collective-permute-start":  # (operand, result, two integers)
-        result = max(sizes)
-    share = (n - 1) / n
-    factor = {"all-reduce": 2 * share, "reduce-scatter": n - 1, "collective-permute": 1.0}.get(kind, share)
-    return result, round(factor * result)

@@ -48,6 +48,7 @@ def present_topology(devices: list[Any]) -> tuple[Topology, str]:
         hbm=device_bytes(devices) / GIB,
         hbm_bandwidth=bandwidth,
         ici_bandwidth=bandwidth / 2,  # a byte sent is read from one memory and written to another
+        host_bandwidth=_host_bandwidth(devices),
     )
     source = (
         f"measured now, per device with {len(devices)} in use: {flops:.3g} FLOP/s in {jnp.dtype(dtype).name} matrix "
@@ -72,6 +73,16 @@ def _copy_bandwidth(devices: list[Any]) -> float:
 
     # Each pass reads and writes 4 bytes per value.
     return 2 * 4 * numbers * times / _timed(rewritten, np.ones(numbers, np.float32), devices)
+
+
+def _host_bandwidth(devices: list[Any]) -> float:
+    """Measure the bytes per second that a device copies from the memory of the host, to all devices at once."""
+    x, seconds = np.ones(COPIED // len(devices), np.float32), []
+    for _ in range(3):
+        started = time.perf_counter()
+        jax.block_until_ready([jax.device_put(x, device, may_alias=False) for device in devices])
+        seconds.append(time.perf_counter() - started)
+    return x.nbytes / min(seconds)
 
 
 def _timed(function: Callable[[Any], Any], x: np.ndarray, devices: list[Any]) -> float:
@@ -126,6 +137,10 @@ def made_up_batch(recipe: Recipe) -> dict[str, np.ndarray]:
             batch[name] = np.full(shape.shape, recipe.data.max_source_length, shape.dtype)
         elif name == "lengths":
             batch[name] = np.full(shape.shape, recipe.data.max_length, shape.dtype)
+        elif name == "segment_ids":  # one sequence per row
+            batch[name] = np.ones(shape.shape, shape.dtype)
+        elif name == "positions":
+            batch[name] = np.broadcast_to(np.arange(shape.shape[-1], dtype=shape.dtype), shape.shape)
         elif shape.dtype == np.float32:
             batch[name] = random.normal(size=shape.shape).astype(np.float32)
         else:

@@ -12,7 +12,7 @@ from transformer.training._flops import Flops, batch_shapes, counted, step_flops
 from transformer.training._memory import remedies, times_smaller
 from transformer.training._recipe import Recipe
 from transformer.training.plan._compiling import compile_program
-from transformer.training.plan._hlo import Collective, Program
+from transformer.training.plan._hlo import Cost, Program
 from transformer.training.plan._programs import program
 from transformer.training.plan._roofline import Estimate, estimate
 from transformer.training.plan._topologies import Topology
@@ -37,6 +37,8 @@ class Plan:
     """total"""
     available_bytes: int
     """bytes that the compiler may use; if the step fits, the HBM of a device"""
+    host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    """bytes in the memory of the host for each device, by kind; empty if the step does not fit"""
     counted: int
     """number of units in a step, which speed is measured in: tokens of sources and targets, images or forecast
     values"""
@@ -46,11 +48,9 @@ class Plan:
     """FLOPs of the model in a step"""
     computed_flops: int | None
     """FLOPs that all devices compute in a step, including recomputation (at least `flops`); None if not available"""
-    collectives: list[Collective] | None
-    """collectives of a step; None if not available"""
-    loops_known: bool
-    """whether the number of iterations of every loop is known; otherwise such loops count once, and the estimate is a
-    lower bound"""
+    cost: Cost | None
+    """cost of the program per device; None if not available. Loops with an unknown number of iterations count once, and
+    the estimate is then a lower bound"""
     estimate: Estimate | None
     """estimated time of a step; None if it does not fit, or the compiler can't print the program"""
     remedies: list[str]
@@ -77,8 +77,8 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
     flops, devices_used, cost = step_flops(recipe), len(step.devices), None
     computed = expected = None
     if text is not None:
-        cost = Program(text).cost(devices_used)
-        # The text does not show what Pallas kernels compute, so assume the FLOPs of the model's attention (the full
+        cost = Program(text).cost(devices_used, at_most=True, expert_shards=step.sizes.get("expert", 1))
+        # The text does not show what attention kernels compute, so assume the FLOPs of the model's attention (the full
         # attention matrix). A causal kernel skips about half of it, but recomputes about as much in the backward pass.
         own = cost.flops + (flops.attention // devices_used if cost.kernels else 0)
         computed = max(own, flops.total // devices_used)
@@ -89,6 +89,10 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
             flops=computed,
             hbm_bytes=cost.hbm_bytes,
             wire_bytes=cost.wire_bytes,
+            dcn_bytes=cost.dcn_bytes,
+            host_bytes=cost.host_bytes,
+            int8_flops=cost.int8_flops,
+            fp8_flops=cost.fp8_flops,
         )
     times = None if fit.fits else times_smaller(fit.needed_bytes, fit.available_bytes, sum(step.held.values()))
     return Plan(
@@ -99,8 +103,7 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
         computed_flops=computed and computed * devices_used,
         counted=number,
         unit=unit,
-        collectives=None if cost is None else cost.collectives,
-        loops_known=cost is not None and cost.loops_known,
+        cost=cost,
         estimate=expected,
         remedies=[] if fit.fits else [*map(str, remedies(recipe, step.sizes, times)), MORE],
         seconds=time.perf_counter() - started,

@@ -12,7 +12,7 @@ from transformer.nn._sharding import mesh_sizes
 from transformer.training._memory import shard_bytes
 from transformer.training._parallel import MeshPlacement, PmapPlacement, placed_shapes
 from transformer.training._recipe import Recipe
-from transformer.training._state import TrainState, model_params
+from transformer.training._state import TrainState, merged_params
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 """shapes of a batch, by name"""
@@ -73,13 +73,13 @@ def _pmap(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
 
 
 def _model_params(recipe: Recipe, state: TrainState) -> Any:
-    return jax.eval_shape(lambda one: model_params(recipe, one.params, one.base), state)
+    return jax.eval_shape(lambda one: merged_params(recipe, one.params, one.base), state)
 
 
 def _held(state: TrainState, batch: Any) -> dict[str, int]:
     return {
-        "parameters" if state.base is None else "trained parameters (LoRA)": shard_bytes(state.params),
-        "frozen parameters": shard_bytes(state.base),
+        "trained parameters (LoRA)" if "updates" in state.params else "parameters": shard_bytes(state.params),
+        "frozen parameters": shard_bytes(state.base) + shard_bytes(state.teacher),
         "optimizer state": shard_bytes(state.opt_state),
         "averaged parameters": shard_bytes(state.ema),
         "batch": shard_bytes(batch),

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from transformer.config._checks import ConfigError
 from transformer.config._model import Remat
 from transformer.data._config import shared_rows
-from transformer.nn._sharding import AXES, check_batch_sizes, check_model, num_row_shards, parameter_spec
+from transformer.nn._sharding import AXES, check_batch_sizes, check_model, check_slices, num_row_shards, parameter_spec
 from transformer.training._flops import batch_field, batch_rows, step_flops, step_tokens
 from transformer.training._memory import GIB, logit_bytes
 from transformer.training._recipe import Recipe
@@ -29,8 +29,9 @@ from transformer.training.plan._planning import Plan, make_plan
 from transformer.training.plan._roofline import estimate
 from transformer.training.plan._topologies import Topology
 
-REMATS: tuple[str, ...] = Remat.__args__
-"""policies of what to recompute in the backward pass"""
+REMATS = tuple(policy for policy in Remat.__args__ if policy != "offload")
+"""policies of what to recompute in the backward pass; "offload" is not among them, because its time depends on copies
+that overlap with computation, which the coarse estimate does not count"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +81,9 @@ def candidates(recipe: Recipe, topology: Topology, num_devices: int) -> list[Can
                 check_batch_sizes(*shared_rows(data), recipe.training.accumulation, sizes, length)
             except ConfigError:
                 continue
-            changed = dataclasses.replace(
-                recipe, data=data, parallel=dataclasses.replace(recipe.parallel, kind="mesh", **sizes)
-            )
+            within = {axis: size // recipe.parallel.dcn.sizes[axis] for axis, size in sizes.items()}
+            parallel = dataclasses.replace(recipe.parallel, kind="mesh", **within)
+            changed = dataclasses.replace(recipe, data=data, parallel=parallel)
             for remat in REMATS:
                 execution = dataclasses.replace(recipe.execution, remat=remat)
                 one = dataclasses.replace(changed, execution=execution)
@@ -105,7 +106,10 @@ def _held(state: Any, sizes: Mapping[str, int]) -> int:
 
 
 def meshes(recipe: Recipe, num_devices: int) -> Iterator[dict[str, int]]:
-    """Yield all sizes of the mesh axes whose product is the number of devices, for the axes that the model can use."""
+    """Yield all sizes of the mesh axes whose product is the number of devices, for the axes that the model can use.
+
+    Each size is a multiple of the recipe's size across slices.
+    """
     axes = ["fsdp", "tensor"]
     if TASKS[recipe.task].context_axis:
         axes.append("context")
@@ -115,7 +119,9 @@ def meshes(recipe: Recipe, num_devices: int) -> Iterator[dict[str, int]]:
     for split in itertools.product(divisors, repeat=len(axes)):
         if num_devices % math.prod(split) == 0:
             sizes = dict(zip(axes, split, strict=True)) | {"data": num_devices // math.prod(split)}
-            yield {axis: sizes.get(axis, 1) for axis in AXES}
+            sizes = {axis: sizes.get(axis, 1) for axis in AXES}
+            if not any(size % recipe.parallel.dcn.sizes[axis] for axis, size in sizes.items()):
+                yield sizes
 
 
 def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Topology) -> Candidate:
@@ -173,7 +179,7 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
     needed = held + (layers * kept + inside) // parts + logit_bytes(recipe, own // parts, tensor, "tpu")
     named = [axis for axis, size in sizes.items() if size > 1 or axis == "data" or before.parallel.sizes[axis] != 1]
     kind = "" if before.parallel.kind == "mesh" else "--parallel.kind mesh "
-    mesh = kind + " ".join(f"--parallel.{axis} {sizes[axis]}" for axis in named)
+    mesh = kind + " ".join(f"--parallel.{axis} {getattr(recipe.parallel, axis)}" for axis in named)
     field = batch_field(recipe.data)
     flags = f"{mesh} --data.{field.replace('_', '-')} {getattr(recipe.data, field)} --execution.remat {remat}"
     return Candidate(recipe=recipe, sizes=sizes, seconds=guess.seconds, needed_bytes=needed, flags=flags)
@@ -186,9 +192,10 @@ def search(recipe: Recipe, topology: Topology, devices: list[Any], limit: int) -
     at least as many saved activations. Errors of a candidate are its result and do not end the search.
 
     Raises:
-        ConfigError: there are no candidates.
+        ConfigError: there are no candidates, or the recipe's sizes across slices do not fit the devices.
     """
     too_large: list[Candidate] = []
+    check_slices(recipe.parallel.choose(devices), recipe.parallel.dcn)
     tried, num_devices = 0, len(recipe.parallel.choose(devices))
     found = candidates(recipe, topology, num_devices)
     if not found:

@@ -43,18 +43,36 @@ class CompilerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Topology:
-    """A grid of chips of one kind; `shape` is the number of chips along each axis."""
+    """One or more slices of chips of one kind; `shape` is the number of chips of a slice along each axis."""
 
     chip: Chip
     shape: tuple[int, ...]
+    num_slices: int = 1
+    """number of slices, which the data-center network connects"""
 
     def __str__(self):
+        return f"{self.num_slices}*{self.slice_name}" if self.num_slices > 1 else self.slice_name
+
+    @property
+    def slice_name(self) -> str:
+        """Name of one slice, such as "v5e:4x4"."""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property
     def num_chips(self) -> int:
-        """Total number of chips."""
-        return math.prod(self.shape)
+        """Total number of chips in all slices."""
+        return self.num_slices * math.prod(self.shape)
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """For each axis, whether a link connects its last chip to its first one, so that the axis is a ring.
+
+        v4 and v5p slices are tori if they consist of whole cubes of 4 x 4 x 4 chips, which optical switches connect
+        (Jouppi et al. 2023, arXiv 2304.01433, section 2). On chips with two axes, an axis as long as the pod is a ring.
+        """
+        if len(self.shape) == 3:
+            return (all(size % 4 == 0 for size in self.shape),) * 3
+        return tuple(size == math.isqrt(self.chip.pod) for size in self.shape)
 
     @property
     def unit(self) -> str:
@@ -68,13 +86,20 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """Parse a topology such as "v5e:4x4".
+    """Parse a topology such as "v5e:4x4", or "2*v5e:4x4" for two slices.
 
     Raises:
-        ConfigError: the chip is unknown, or the sizes are invalid or larger than a pod; the message lists the chips.
+        ConfigError: the chip is unknown, the sizes are invalid or larger than a pod, or the chip does not support
+            several slices; the message lists the chips.
     """
     examples = ", ".join(f"{name}:{chip.example}" for name, chip in CHIPS.items())
-    name, _, sizes = text.partition(":")
+    slices, several, one = text.partition("*")
+    name, _, sizes = (one if several else text).partition(":")
+    if several and not re.fullmatch(r"[1-9]\d*", slices):
+        raise ConfigError(
+            f"the number of slices in --topology {text!r} must be an integer of at least 1, got {slices!r}. For two "
+            f"slices, pass --topology '2*{one}'."
+        )
     chip = CHIPS.get(name)
     if chip is None:
         near = nearest(name, CHIPS)
@@ -89,11 +114,17 @@ def parse_topology(text: str) -> Topology:
             f"a topology of {chip.name} must be {chip.name}:{wanted}, with the number of chips along {chip.axes} axes, "
             f"got {text!r}. Did you mean '{chip.name}:{chip.example}'?"
         )
-    topology = Topology(chip, tuple(map(int, sizes.split("x"))))
-    if topology.num_chips > chip.pod:
+    topology = Topology(chip, tuple(map(int, sizes.split("x"))), int(slices) if several else 1)
+    chips = math.prod(topology.shape)
+    if chips > chip.pod:
         raise ConfigError(
-            f"{topology} has {topology.num_chips:,} chips, but a pod of {name} has only {chip.pod:,}. Pass a smaller "
+            f"{topology.slice_name} has {chips:,} chips, but a pod of {name} has only {chip.pod:,}. Pass a smaller "
             f"topology."
+        )
+    if topology.num_slices > 1 and chip.dcn_bandwidth is None:
+        raise ConfigError(
+            f"{name} does not support several slices, but --topology is {text!r}. Pass one slice, {topology.slice_name}"
+            f", or another TPU: {', '.join(known for known, one in CHIPS.items() if one.dcn_bandwidth)}."
         )
     return topology
 
@@ -112,7 +143,11 @@ def topology_devices(topology: Topology) -> list[Any]:
     flags = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if not re.match("--xla_(cpu|gpu)_", flag))
     bounds = [min(2, size) if size % 2 == 0 else 1 for size in topology.shape[:2]] + [1]
-    options = {"topology_name": str(topology), "chips_per_host_bounds": bounds}
+    options = {"topology_name": topology.slice_name, "chips_per_host_bounds": bounds}
+    if any(topology.wraps):
+        options["wrap"] = [*topology.wraps, False][:3]  # three entries, also for chips with two axes
+    if topology.num_slices > 1:
+        options["num_slices"] = topology.num_slices
     if topology.chip.config is not None:
         options["chip_config_name"] = topology.chip.config
     check_compiler(json.dumps(options))

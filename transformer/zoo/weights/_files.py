@@ -12,11 +12,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
 from transformer.config._checks import nearest
+from transformer.config._progress import counting
 from transformer.config._untrusted import MAX_JSON_BYTES, parse_json, read_bounded, regular_file
 from transformer.zoo.weights._header import DTYPE_NAMES, TensorInfo, WeightsError, check_name, header_bytes, read_header
 
@@ -36,6 +37,7 @@ _OTHER_FORMATS = {
     **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _PICKLES),
     **dict.fromkeys((".h5", ".msgpack", ".gguf"), "this format is not supported"),
 }
+_AGAIN = "\nDownload the files again, or correct them."
 _CONVERT = (
     'If you trust the file, convert it with transformers: AutoModel.from_pretrained("{0}").save_pretrained("{0}-safe", '
     "safe_serialization=True)"
@@ -60,6 +62,9 @@ class WeightFiles:
         WeightsError: the directory is invalid; the message lists all problems.
     """
 
+    config_file: ClassVar[str] = CONFIG_FILE
+    weights_file: ClassVar[str] = WEIGHTS_FILE
+
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
@@ -67,25 +72,27 @@ class WeightFiles:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise FileNotFoundError(
-                f"no directory {directory}. Pass a directory with {CONFIG_FILE} and {WEIGHTS_FILE}."
+                f"no directory {directory}. Pass a directory with {self.config_file} and {self.weights_file}."
             )
         # Not `is_file`: for a directory, a pipe or a broken link, `regular_file` gives a more specific error.
-        if not os.path.lexists(self.directory / CONFIG_FILE):
-            raise FileNotFoundError(f"no {CONFIG_FILE} in {directory}. Pass the directory of a complete checkpoint.")
-        problems: list[str] = []
+        if not os.path.lexists(self.directory / self.config_file):
+            raise FileNotFoundError(
+                f"no {self.config_file} in {directory}. Pass the directory of a complete checkpoint."
+            )
+        problems, remedy = [], _AGAIN
         self.config = self.tensors = {}
         try:
-            self.config = self._json(CONFIG_FILE, dict, MAX_CONFIG_BYTES)
+            self.config = self._json(self.config_file, dict, MAX_CONFIG_BYTES)
         except ValueError as error:
             problems.append(str(error))
-        if os.path.lexists(self.directory / WEIGHTS_FILE):
-            self.tensors, found = self._tensors_of(WEIGHTS_FILE)
+        if os.path.lexists(self.directory / self.weights_file):
+            self.tensors, found = self._tensors_of(self.weights_file)
         elif os.path.lexists(self.directory / INDEX_FILE):
             self.tensors, found = self._tensors_of_shards()
         else:
-            found = [self._missing_weights()]
+            found, remedy = [self._missing_weights()], ""
         if problems + found:
-            raise self._error(*problems, *found)
+            raise self._error(*problems, *found, remedy=remedy)
 
     def read(self, name: str) -> np.ndarray:
         """Read one tensor into a new array. Its values are not checked (see `first_non_finite`).
@@ -97,26 +104,34 @@ class WeightFiles:
         Raises:
             WeightsError: there is no such tensor, or the file has changed since the directory was opened.
         """
-        if name not in self.tensors:
-            raise WeightsError(f"{self.directory} has no tensor {name!r}.{nearest(name, self.tensors)}")
-        info = self.tensors[name]
+        info = self._info(name)
         array = np.empty(info.shape, info.dtype)
         raw = array.reshape(-1).view(np.uint8)
+        self._read_into(raw, info, info.offset)
+        if info.dtype == np.bool_:  # a file may contain any byte, but numpy requires 0 or 1
+            np.not_equal(raw, 0, out=array.reshape(-1))
+        return array
+
+    def _info(self, name: str) -> TensorInfo:
+        """Return the description of a tensor."""
+        if name not in self.tensors:
+            raise WeightsError(f"{self.directory} has no tensor {name!r}.{nearest(name, self.tensors)}")
+        return self.tensors[name]
+
+    def _read_into(self, raw: np.ndarray, info: TensorInfo, offset: int) -> None:
+        """Read the bytes at `offset` of the file of a tensor into `raw`."""
         try:
             path = regular_file(self.directory, info.file.name)
         except ValueError as error:
             raise self._error(str(error)) from None
         with path.open("rb") as stream:
-            stream.seek(info.offset)
+            stream.seek(offset)
             got = stream.readinto(raw)
-        if got != info.nbytes:
+        if got != raw.nbytes:
             raise self._error(
-                f"{info.file.name}, tensor {name!r}: expected {info.nbytes} bytes at byte {info.offset}, got {got}: "
-                "the file changed while it was open. Download it again"
+                f"{info.file.name}, tensor {info.name!r}: expected {raw.nbytes} bytes at byte {offset}, got {got}: "
+                "the file changed while it was open"
             )
-        if info.dtype == np.bool_:  # a file may contain any byte, but numpy requires 0 or 1
-            np.not_equal(raw, 0, out=array.reshape(-1))
-        return array
 
     def place(self, filename: str) -> Path | None:
         """Return the path of an optional file of the directory, or None if it is missing.
@@ -201,10 +216,10 @@ class WeightFiles:
             tensors |= found
         return tensors, problems
 
-    def _error(self, *problems: str) -> WeightsError:
+    def _error(self, *problems: str, remedy: str = _AGAIN) -> WeightsError:
         shown = "".join(f"\n- {problem}." for problem in problems[:SHOWN])
         more = f"\n- and {len(problems) - SHOWN} more." if len(problems) > SHOWN else ""
-        return WeightsError(f"{self.directory} is not a valid checkpoint:{shown}{more}")
+        return WeightsError(f"{self.directory} is not a valid checkpoint:{shown}{more}{remedy}")
 
     def _missing_weights(self) -> str:
         """Explain why there are no supported weights, and what to do."""
@@ -212,7 +227,15 @@ class WeightFiles:
         for suffix, reason in _OTHER_FORMATS.items():
             if other := [name for name in names if name.endswith(suffix)]:
                 return f"the weights are in {', '.join(other[:3])}: {reason}. {_CONVERT.format(self.directory)}"
-        return f"expected {WEIGHTS_FILE} or {INDEX_FILE}, got {', '.join(names[:10])}. Download the complete checkpoint"
+        expected = f"{self.weights_file} or {INDEX_FILE}"
+        return f"expected {expected}, got {', '.join(names[:10])}. Download the complete checkpoint"
+
+
+class AdapterFiles(WeightFiles):
+    """A directory with an adapter, as PEFT writes it: adapter_config.json and adapter_model.safetensors."""
+
+    config_file = "adapter_config.json"
+    weights_file = "adapter_model.safetensors"
 
 
 def first_non_finite(array: np.ndarray) -> tuple[int, ...] | None:
@@ -229,6 +252,7 @@ def write_weights(
     tensors: Mapping[str, Source] | Iterable[tuple[str, Source]],
     *,
     max_shard_bytes: int = 5 * 2**30,
+    kind: type[WeightFiles] = WeightFiles,
 ) -> None:
     """Write config.json and the tensors as a directory that `WeightFiles` can open.
 
@@ -244,6 +268,7 @@ def write_weights(
         tensors: arrays by name, or functions that return them. A function is called twice, first for the dtype and
             shape and then for the data, so that only one array is in memory at a time.
         max_shard_bytes: maximum size of the tensors in a file.
+        kind: class that can open the directory; it has the file names.
 
     Raises:
         WeightsError: the directory is not empty, or a name, dtype or the config can't be written.
@@ -258,19 +283,22 @@ def write_weights(
         content = json.dumps(dict(config), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise WeightsError(
-            f"{directory / CONFIG_FILE}: the config is not valid JSON: {error}. Use plain values."
+            f"{directory / kind.config_file}: the config is not valid JSON: {error}. Use plain values."
         ) from None
     count = len(shards)
-    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [WEIGHTS_FILE]
-    with _moved_when_done(directory) as partial:
+    names = (
+        [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [kind.weights_file]
+    )
+    add = counting("tensors", len(sources))
+    with _moved_when_done(directory, kind.config_file) as partial:
         for name, shard in zip(names, shards, strict=True):
-            _write_shard(partial / name, shard, sources)
+            _write_shard(partial / name, shard, sources, add)
         if count > 1:
             places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             total = sum(info.nbytes for shard in shards for info in shard.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
             (partial / INDEX_FILE).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        (partial / CONFIG_FILE).write_text(content, encoding="utf-8")
+        (partial / kind.config_file).write_text(content, encoding="utf-8")
 
 
 def _is_shard(name: Any) -> bool:
@@ -334,25 +362,28 @@ def _write_tensor(stream: BinaryIO, info: TensorInfo, source: Source) -> None:
     stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-def _write_shard(path: Path, shard: Mapping[str, TensorInfo], sources: Mapping[str, Source]) -> None:
+def _write_shard(
+    path: Path, shard: Mapping[str, TensorInfo], sources: Mapping[str, Source], add: Callable[[float], None]
+) -> None:
     with path.open("xb") as stream:
         stream.write(header_bytes({name: (info.dtype, info.shape) for name, info in shard.items()}))
         for name, info in shard.items():
             _write_tensor(stream, info, sources[name])
+            add(1)
         stream.flush()
         os.fsync(stream.fileno())
 
 
 @contextlib.contextmanager
-def _moved_when_done(directory: Path) -> Iterator[Path]:
-    """Yield a temporary folder whose files are moved into `directory` on success (config.json last) or deleted."""
+def _moved_when_done(directory: Path, last: str) -> Iterator[Path]:
+    """Yield a temporary folder whose files are moved into `directory` on success (`last` at the end) or deleted."""
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / ".partial"
     partial.mkdir()
     try:
         yield partial
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
             path.rename(directory / path.name)
     finally:
         shutil.rmtree(partial)

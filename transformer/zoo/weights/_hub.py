@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
+from transformer.config._checks import nearest
 from transformer.zoo.weights._files import INDEX_FILE, WEIGHTS_FILE, WeightsError
+from transformer.zoo.weights._flax_files import FLAX_FILE
 
 # "gpt2" or "org/name", as the hub allows them. An existing local path that looks like an id is used as a path.
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_-])?"
 _HUB_ID = re.compile(rf"{_PART}(?:/{_PART})?")
 # Only files that are opened: no pickles, and no copies of the weights in subfolders.
-_PATTERNS = ["*.json", "model.safetensors", "model-*.safetensors"]
+_PATTERNS = ["*.json", "*.jinja", "model.safetensors", "model-*.safetensors"]
 
 
-def fetch(name_or_path: str | os.PathLike, revision: str | None = None) -> Path:
+def fetch(name_or_path: str | os.PathLike, revision: str | None = None, known: Collection[str] = ()) -> Path:
     """Return the directory of a checkpoint, and download it from the hub if necessary.
 
-    Only JSON and safetensors files are downloaded, into the shared cache of huggingface_hub. Cached files need no
-    network.
+    Only JSON files, safetensors files (without any: flax_model.msgpack) and chat templates are downloaded, into the
+    shared cache of huggingface_hub. Cached files need no network.
 
     Args:
         name_or_path: an existing directory, or an id on the hub ("gpt2", "org/name").
         revision: branch, tag or commit on the hub. Only a commit is immutable.
+        known: names that the caller accepts, of which an error suggests the nearest.
 
     Raises:
         FileNotFoundError: the argument looks like a path, but there is no such directory.
@@ -41,10 +45,13 @@ def fetch(name_or_path: str | os.PathLike, revision: str | None = None) -> Path:
     if not _HUB_ID.fullmatch(name) or "--" in name or ".." in name:
         raise FileNotFoundError(
             f"no directory {name}, and it is not a valid id on the Hugging Face hub, such as gpt2 or org/name. "
-            "Check the path."
+            f"Check the path.{nearest(name, known)}"
         )
-    directory = _download(name, revision)
-    if not (directory / WEIGHTS_FILE).exists() and not (directory / INDEX_FILE).exists():
+    directory = _download(name, revision, nearest(name, known), _PATTERNS)
+    if not any((directory / file).exists() for file in (WEIGHTS_FILE, INDEX_FILE)):
+        # Only now, because most models have safetensors, too.
+        directory = _download(name, revision, nearest(name, known), [*_PATTERNS, FLAX_FILE])
+    if not any((directory / file).exists() for file in (WEIGHTS_FILE, INDEX_FILE, FLAX_FILE)):
         raise WeightsError(
             f"{name} has no {WEIGHTS_FILE} on the hub: its weights are in an unsupported format, such as a "
             f"pickle, which can execute code. If you trust it, convert it with transformers: "
@@ -53,7 +60,7 @@ def fetch(name_or_path: str | os.PathLike, revision: str | None = None) -> Path:
     return directory
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, suggestion: str, patterns: list[str]) -> Path:
     alternative = (
         f"run `hf download {name} --local-dir {name.replace('/', '-')}` on a machine with a network and pass that"
     )
@@ -66,23 +73,23 @@ def _download(name: str, revision: str | None) -> Path:
             "pip install huggingface_hub. Or pass a directory."
         ) from None
     try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_PATTERNS))
-    except errors.GatedRepoError as error:
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except errors.GatedRepoError:
         raise WeightsError(
             f"{name} is gated on the hub. Accept its terms at https://huggingface.co/{name} and log in: hf auth login."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise WeightsError(f"{name} has no revision {revision!r} on the hub. Pass a branch, tag or commit.") from error
-    except errors.RepositoryNotFoundError as error:
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise WeightsError(f"{name} has no revision {revision!r} on the hub. Pass a branch, tag or commit.") from None
+    except errors.RepositoryNotFoundError:
         raise WeightsError(
-            f"no directory {name}, and the hub has no public model of this name. Check the name. For a private model, "
-            "log in: hf auth login."
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
+            f"no directory {name}, and the hub has no public model of this name.{suggestion} Check the name. For a "
+            "private model, log in: hf auth login."
+        ) from None
+    except errors.LocalEntryNotFoundError:
         raise WeightsError(
             f"no directory {name}, the hub can't be reached, and the model is not fully downloaded to the cache of the "
-            f"hub. Connect to the network, or {alternative} directory."
-        ) from error
+            f"hub.{suggestion} Connect to the network, or {alternative} directory."
+        ) from None
     except Exception as error:  # proxy, disk and server errors, which the library does not wrap
         reason = " ".join(str(error).split()) or "no reason given"
         raise WeightsError(

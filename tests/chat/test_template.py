@@ -1,0 +1,279 @@
+"""Chat templates: where they are found, what they render, and which of them are refused with one line."""
+
+import json
+import threading
+
+import pytest
+from chat_parts import CONVERSATIONS, FAMILIES, files, template, weather
+from fuzz_parts import check_refusal
+
+from transformer.chat import ChatTemplate, ChatTemplateError, find_template, function_schema
+from transformer.chat import _sandbox as sandbox
+from transformer.config import ConfigError
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def test_a_conversation_of_chatml():
+    rendered = ChatTemplate(template("smollm")).render(CONVERSATIONS["system"], add_generation_prompt=True)
+    assert rendered == (
+        "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_renders(family):
+    """The parity tests compare the texts with transformers; here, each keeps the words of the user."""
+    made = find_template(files(family))
+    rendered = made.render(HELLO, add_generation_prompt=True)
+    assert rendered.count("Hello") == 1
+    assert rendered != made.render([{"role": "user", "content": "Bye"}], add_generation_prompt=True)
+
+
+def test_tools_and_switches_reach_the_template():
+    text = ChatTemplate(template("qwen2")).render(HELLO, tools=[weather])
+    assert json.dumps(function_schema(weather), ensure_ascii=False) in text
+    off = {"add_generation_prompt": True, "enable_thinking": False}
+    assert ChatTemplate(template("qwen3")).render(HELLO, **off).endswith("<think>\n\n</think>\n\n")
+
+
+def test_a_final_message_is_continued():
+    made = ChatTemplate(template("qwen2"))
+    messages = [*HELLO, {"role": "assistant", "content": "The answer is "}]
+    assert made.render(messages, continue_final_message=True).endswith("<|im_start|>assistant\nThe answer is ")
+    trimmed = ChatTemplate(template("llama3")).render(messages, continue_final_message=True)
+    assert trimmed.endswith("<|end_header_id|>\n\nThe answer is")
+    with pytest.raises(ChatTemplateError, match="changes the last message"):
+        ChatTemplate("{{ messages[0].content }}").render(messages, continue_final_message=True)
+    with pytest.raises(ConfigError, match="Pass only one of them"):
+        made.render(messages, continue_final_message=True, add_generation_prompt=True)
+
+
+def test_what_the_assistant_wrote_is_marked():
+    made = ChatTemplate(template("documents"))
+    values = made.variables(CONVERSATIONS["three"], None, None, False, False, {})
+    found = made.run(values)
+    assert [found.text[start:end] for start, end in found.generated] == ["Hi!\n\nHow are you?<|im_end|>"]
+
+
+class TestFiles:
+    """Files in which a template is found."""
+
+    def test_the_first_file_with_a_template_is_used(self):
+        config = {"tokenizer_config.json": json.dumps({"chat_template": "config", "bos_token": {"content": "<s>"}})}
+        given = {name: text.encode() for name, text in config.items()}
+        assert find_template(given).source == "config"
+        assert find_template(given).special_tokens == (("bos_token", "<s>"),)
+        given["chat_template.json"] = b'{"chat_template": "json"}'
+        assert find_template(given).source == "json"
+        given["chat_template.jinja"] = b"jinja"
+        assert find_template(given, place="dir").name == "dir/chat_template.jinja"
+        assert find_template(given).source == "jinja"
+
+    def test_named_templates(self):
+        named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+        given = {"tokenizer_config.json": json.dumps({"chat_template": named}).encode()}
+        assert find_template(given).source == "a"
+        assert find_template(given, tools=True).source == "b"
+        assert find_template(given, "tool_use").source == "b"
+        with pytest.raises(ChatTemplateError, match=r"no chat template 'tool_us'. Did you mean 'tool_use'"):
+            find_template(given, "tool_us")
+        given = {"chat_template.jinja": b"c", "additional_chat_templates/tool_use.jinja": b"d"}
+        assert (find_template(given).source, find_template(given, tools=True).source) == ("c", "d")
+
+    @pytest.mark.parametrize("value", [3, [1], [{"name": "default"}], {"default": 1}, []])
+    def test_another_value_is_refused(self, value):
+        with pytest.raises(
+            ChatTemplateError, match=r"chat_template in tokenizer_config.json must be a text, or a list"
+        ):
+            find_template({"tokenizer_config.json": json.dumps({"chat_template": value}).encode()})
+
+    def test_no_template(self):
+        with pytest.raises(ChatTemplateError, match=r"some/dir has no chat template \(chat_template.jinja, chat_temp"):
+            find_template({}, place="some/dir")
+
+    def test_bytes_that_are_no_text(self):
+        with pytest.raises(ChatTemplateError, match=r"chat_template.jinja is not UTF-8: byte 1"):
+            find_template({"chat_template.jinja": b"a\xff"})
+
+
+ENDLESS = "{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = OPERATION %}{% endfor %}"
+MALFORMED = {
+    "{% for m in messages %}": "does not parse in line 1: Unexpected end of template",
+    "a\n{{ messages | unknown }}": "does not parse in line 2: No filter named 'unknown'",
+    "{% if %}": "does not parse in line 1",
+    "{{ 'a' }": "does not parse in line 1",
+    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "nested too deeply",
+    "{% if 1 %}" * 900 + "{% endif %}" * 900: "nested too deeply",
+    "{% include 'secret' %}": "can't read other templates, got '",
+    "{% import 'os' as os %}": "can't read other templates, got '",
+    "\n\n{{ messages[0].role.x.y }}": "fails in line 3: UndefinedError",
+    "{{ 1 / 0 }}": "fails in line 1: ZeroDivisionError",
+    "{{ messages + 1 }}": "fails in line 1: TypeError",
+    "{{ raise_exception('Only\nusers') }}": "refuses the messages: Only users. Change the messages, or use another",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "SecurityError, access to attribute '__class__'",
+    "{{ raise_exception.__globals__['os'] }}": "SecurityError, access to attribute '__globals__'",
+    "{{ messages.append(1) }}": "SecurityError, access to attribute 'append'",
+    "{{ namespace(_a=1) }}": "SecurityError, a namespace can't have",
+    "{{ lipsum(10) }}": "'lipsum' is undefined",
+    "{{ range(10**9)|list }}": "Range too big",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "more than 1,000,000 steps",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "nested too deeply",
+    ENDLESS.replace("OPERATION", "ns.x ~ ns.x"): "builds a text or list of more than 16,777,216",
+    ENDLESS.replace("OPERATION", "ns.x + ns.x"): "builds a text or list of more than 16,777,216",
+    ENDLESS.replace("OPERATION", "[ns.x, ns.x]") + "{{ ns.x }}": "builds a text or list of more than 16,777,216",
+    ENDLESS.replace("OPERATION", "'%s%s' % (ns.x, ns.x)"): "builds a text or list of more than 16,777,216",
+    ENDLESS.replace("OPERATION", "'{0}{0}'.format(ns.x)"): "builds a text or list of more than 16,777,216",
+    ENDLESS.replace("OPERATION", "ns.x.replace('a', 'aa')"): "builds a text or list of more than 16,777,216",
+    ENDLESS.replace("OPERATION", "[ns.x, ns.x]|join('')"): "builds a text or list of more than 16,777,216",
+    "{{ 'a' * 10**12 }}": "builds a text or list of more than 16,777,216",
+    "{{ 9 ** 99999 }}": "computes a number of more than 4,096 bits",
+    "{{ 'a'|center(10**9) }}": "asks for a width of more than 10,000",
+    "{{ 'a'.ljust(10**9) }}": "asks for a width of more than 10,000",
+    "{{ '%999999999d' % 3 }}": "formats text with a width of more than 10,000",
+    "{{ '{:{}}'.format(3, 999999999) }}": "computes the format of a text",
+    "{{ '{:{}}'.format(3, '999999999') }}": "computes the format of a text",
+    "{{ '{x:{w}}'.format_map({'x': 3, 'w': 999999999}) }}": "computes the format of a text",
+    "{{ '%*d' % (999999999, 3) }}": "asks for a width of more than 10,000",
+    "{{ 'a'.encode() }}": "SecurityError, access to attribute 'encode'",
+    "{{ 'a'.translate({97: 'b'}) }}": "SecurityError, access to attribute 'translate'",
+    "{{ (1).to_bytes(10**9, 'big') }}": "SecurityError, access to attribute 'to_bytes'",
+    "{{ [1]|tojson(indent='x' * 99999) }}": "asks for a width of more than 10,000",
+    "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}": "its text is longer than 16,777,216",
+    "{% set z %}{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}{% endset %}": "writes more than 67,108,864",
+    "{% set z %}{% for i in range(99999) %}" + "x" * 9000 + "{% endfor %}{% endset %}": "its loops repeat more than",
+}
+
+
+LONG = "'x' * 1000"
+NESTED = "{% set ns = namespace(a=(1,), b=(1,)) %}{% for i in range(60) %}{% set ns.a = (ns.a, ns.a) %}"
+NESTED += "{% set ns.b = (ns.b, ns.b) %}{% endfor %}"
+EXCESSIVE = [
+    f"range(99999)|map('string')|join({LONG})",
+    f"range(99999)|join(attribute='real', d={LONG})",
+    f"({LONG}).join(range(99999)|map('string'))",
+    f"({LONG}).join('a' * 99999)",
+    f"('a' * 99999)|replace(new={LONG}, old='a')",
+    f"('\n' * 99999)|indent({LONG}, blank=true)",
+    "('\n' * 99999)|indent(100, blank=true)",
+    "('\t' * 99999).expandtabs(100)",
+    "('%(a)999d' * 99999) % {'a': 1}",
+    "('{0:999}' * 99999).format(1)",
+    "([1] * 99999)|tojson(indent=999)",
+    f"([1] * 99999)|tojson(separators=({LONG}, ':'))",
+    f"('a ' * 99999)|wordwrap(1, wrapstring={LONG})",
+    f"('http://a.bc ' * 9999)|urlize(rel={LONG})",
+    "ns.a == ns.b",
+    "ns.a in [ns.b]",
+    "ns.a is eq(ns.b)",
+    "[ns.a]|select('eq', ns.b)|list",
+    "[ns.a].index(ns.b)",
+    "[ns.a, ns.b]|sort",
+    "{ns.a: 1}",
+    "{}[ns.a]",
+    "{}.get(ns.a)",
+    "dict([(ns.a, 1)])",
+]
+
+
+@pytest.mark.parametrize("expression", EXCESSIVE)
+def test_the_length_of_a_result_is_checked_before_it_is_computed(expression, monkeypatch):
+    """Results that exist are not checked here. A comparison of the nested tuples would take years."""
+    monkeypatch.setattr(sandbox, "LARGEST", 2**20)
+    monkeypatch.setattr(sandbox, "_check_size", lambda value: value)
+    with pytest.raises(ChatTemplateError, match="builds a text or list of more than 1,048,576"):
+        ChatTemplate(NESTED + "{{ (" + expression + ")|length }}").render(HELLO)
+
+
+def test_lists_are_not_added_with_the_filter_sum():
+    with pytest.raises(ChatTemplateError, match="it adds lists with the filter sum"):
+        ChatTemplate("{{ ([[1] * 9999] * 9999)|sum(start=[]) }}").render(HELLO)
+
+
+def test_filters_and_methods_of_usual_size_are_not_limited():
+    lines = "\tline\n" * 5000
+    made = ChatTemplate(
+        "{{ x|indent(2) == y }}{{ x.expandtabs(4)|length }} {{ x.split('\n')|join('-')|length }} "
+        "{{ '%5.1f|%-4s' % (1.25, 'a') }} {{ '{:>4}'.format(7) }} {{ {'a': [1, {}]}|tojson(indent=2) }} "
+        "{{ [3, 1]|sort|map('string')|join(', ') }} {{ (1, 2) == (1, 2) }} {{ {(1, 2): 'k'}[(1, 2)] }}"
+    )
+    text = made.render(HELLO, x=lines, y=lines.replace("\n", "\n  ").rstrip(" "))
+    assert text.startswith("True45000 30000   1.2|a       7 ")
+    assert text.endswith('{\n  "a": [\n    1,\n    {}\n  ]\n} 1, 3 True k')
+
+
+@pytest.mark.parametrize("source", MALFORMED, ids=range(len(MALFORMED)))
+def test_a_malformed_template_is_refused_with_one_line(source):
+    with pytest.raises(ChatTemplateError) as caught:
+        ChatTemplate(source, "dir/chat_template.jinja").render(HELLO)
+    text = str(caught.value)
+    assert text.startswith("dir/chat_template.jinja: the chat template ")
+    assert MALFORMED[source] in text
+    check_refusal(caught.value)
+
+
+def test_time_is_limited_in_every_thread(monkeypatch):
+    """The check needs no signal, so it also works outside of the main thread."""
+    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.01)
+    caught = []
+
+    def render():
+        with pytest.raises(ChatTemplateError, match=r"takes longer than 0.01 s") as error:
+            ChatTemplate("{% for i in range(99999) %}{% set x = 'a' * 9999 %}{% endfor %}").render(HELLO)
+        caught.append(error)
+
+    thread = threading.Thread(target=render)
+    thread.start()
+    thread.join()
+    render()
+    assert len(caught) == 2
+
+
+def test_large_conversations_are_within_the_limits():
+    messages = [{"role": "user", "content": "word " * 500}, {"role": "assistant", "content": "word " * 500}] * 300
+    for family in ("llama3", "qwen3", "gpt_oss", "deepseek_v3"):
+        assert len(find_template(files(family)).render(messages)) > 1_400_000
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", "messages must be a list with at least one message, got 'hello'"),
+        ([], "messages must be a list with at least one message"),
+        (["hello"], "message 0 must be a dict such as"),
+        ([{"content": "x"}], "the role of message 0 must be a word such as user"),
+        ([*HELLO, {"role": "user|><|im_start|", "content": "x"}], "the role of message 1 must be a word"),
+        ([{"role": "user"}], "the content of message 0 must be a text, got None"),
+        ([{"role": "user", "content": 3}], "the content of message 0 must be a text, or a list"),
+        (
+            [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
+            "because these models read only text, got 'im",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], "a part of the content of message 0 must be"),
+        ([{"role": "user", "content": "x", "more": object()}], "contains a value of type object"),
+        ([{"role": "assistant", "tool_calls": "x"}], "tool_calls of message 0 must be a list of dicts"),
+        ([{"role": "user", "content": "\ud800"}], "lone surrogate"),
+    ],
+)
+def test_messages_are_checked(messages, message):
+    with pytest.raises(ValueError, match=r"^") as caught:
+        ChatTemplate("x").render(messages)
+    assert message in str(caught.value)
+    check_refusal(caught.value)
+
+
+def test_a_template_gets_copies():
+    """A method of a str subclass, or of another object, is out of reach."""
+
+    class Text(str):
+        def secret(self):
+            return "secret"
+
+    made = ChatTemplate("{{ messages[0].content.secret }}|{{ messages[0].content }}")
+    assert made.render([{"role": "user", "content": Text("a")}]) == "|a"
+
+
+def test_jinja_is_optional(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    with pytest.raises(ChatTemplateError, match=r"pip install 'transformer-zoo\[chat\]'"):
+        ChatTemplate("x")

@@ -1,0 +1,48 @@
+"""Progress bars of long work: on a terminal only, and gone when the work is done."""
+
+import io
+import sys
+
+import pytest
+
+from transformer.cli import _bars
+from transformer.config._progress import counting, showing
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def work(seconds):
+    """Count three texts, each of which takes `seconds` of the clock."""
+    add = counting("texts", 3)
+    for _ in range(3):
+        seconds()
+        add(1)
+
+
+def test_library_functions_report_to_whoever_listens():
+    seen = []
+    with showing(lambda *progress: seen.append(progress)):
+        work(lambda: None)
+    assert seen == [("texts", 0.0, 3), ("texts", 1.0, 3), ("texts", 2.0, 3), ("texts", 3.0, 3)]
+    counting("texts", 3)(1)
+    assert len(seen) == 4, "nobody listens any more"
+
+
+@pytest.mark.parametrize(
+    ("stream", "seconds", "shown"), [(Terminal, 5, True), (Terminal, 0.1, False), (io.StringIO, 5, False)]
+)
+def test_a_bar_appears_for_long_work_on_a_terminal(stream, seconds, shown, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(_bars.time, "monotonic", lambda: now[0])
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stderr", stream())
+    with _bars.bars():
+        work(lambda: now.__setitem__(0, now[0] + seconds))
+        held = sys.stderr.getvalue()
+    assert ("texts" in held) is shown
+    assert ("2/3" in held) is shown
+    assert bool(held) is shown

@@ -1,0 +1,121 @@
+"""Tests of `inspect --image`: pictures of the attention to patches for every family of images, and errors."""
+
+import json
+
+import numpy as np
+import pytest
+from golden import case as golden_case
+from golden import ours
+from matplotlib.image import imread
+from vision_parts import picture
+
+from transformer.__main__ import main
+from transformer.cli import _inspect_images as module
+from transformer.inference import open_model
+from transformer.media import image_processor
+from transformer.viz import attention_maps
+
+KINDS = {
+    "vit": ("classifier", "ViTImageProcessor"),
+    "deit": ("teacher", "DeiTImageProcessor"),
+    "dinov2": ("base", "BitImageProcessor"),
+    "clip": ("dual", "CLIPImageProcessor"),
+    "siglip": ("dual", "SiglipImageProcessor"),
+}
+
+
+def written(directory, family):
+    """Write a tiny model, its preprocessing and an image; return its directory and the config of its image encoder."""
+    name, kind = KINDS[family]
+    path = ours.write(directory, golden_case.golden(family)[name])
+    model = open_model(path).model
+    config = model.config.image_encoder if name == "dual" else model.config
+    patches = config.patches
+    size = {"height": patches.image_height, "width": patches.image_width}
+    (path / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": kind, "size": size, "do_center_crop": False})
+    )
+    picture(0).save(path / "a.png")
+    return path, config
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_every_layer_the_rollout_and_the_pooling_are_drawn(tmp_path, capsys, family):
+    path, config = written(tmp_path, family)
+    assert main(["inspect", str(path), "--image", str(path / "a.png"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = [name.rpartition("/")[2] for name in found["paths"]]
+    layers = [f"image_layer{number + 1}.png" for number in range(config.num_layers)]
+    assert names == [*layers, "image_rollout.png", *(["image_pooling.png"] if family == "siglip" else [])]
+    assert all(name.startswith(str(path / "attention")) for name in found["paths"])
+    assert all(imread(name)[..., :3].std() > 0 for name in found["paths"])
+    assert found["image"] == str(path / "a.png")
+
+
+@pytest.mark.parametrize("family", ["vit", "siglip"])
+def test_the_weights_and_pixels_are_those_of_the_model(tmp_path, family):
+    path, config = written(tmp_path, family)
+    image, read, sown = module._capture(open_model(path), str(path / "a.png"))
+    assert read.patches == config.patches
+    assert image.shape == (config.patches.image_height, config.patches.image_width, 3)
+    small = np.asarray(picture(0).resize(image.shape[1::-1], 2), np.float32) / 255
+    assert np.abs(image - small).max() < (0.01 if family == "vit" else 0.2)
+    assert "encoder" in sown
+    assert ("attention_pooling" in sown) == (family == "siglip")
+
+
+def test_the_command_does_not_replace_a_picture_of_the_user(tmp_path, capsys):
+    path, _ = written(tmp_path / "model", "vit")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "image_layer1.png").write_text("mine")
+    words = ["inspect", str(path), "--image", str(path / "a.png"), "--output", str(tmp_path / "out")]
+    assert main(words) == 2
+    assert "this program did not write it" in capsys.readouterr().err
+    assert main([*words[:3], "https://example.com/a.png"]) == 2
+    assert "URLs are not downloaded" in capsys.readouterr().err
+    assert main([*words, "--overwrite"]) == 0
+    assert capsys.readouterr().out.split()[0] == str(tmp_path / "out" / "image_layer1.png")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "inspect needs an input. Pass --prompt TEXT, or --image FILE"),
+        (["--image", "none.png"], "image none.png not found"),
+        (["--image", "a.png", "--prompt", "a"], "--prompt is for texts and can't be combined with --image"),
+        (["--image", "a.png", "--html", "a.html"], "--html is for texts"),
+        (["--image", "a.png", "--sizes"], "--sizes is for texts"),
+        (["--image", "a.png", "--max-new-tokens", "1"], "--max-new-tokens is for texts"),
+    ],
+)
+def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, capsys, monkeypatch, words, message):
+    picture(0).save(tmp_path / "a.png")
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", "nowhere", *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+
+
+def test_a_model_of_text_has_no_patches(tmp_path, capsys):
+    path = ours.write(tmp_path, golden_case.golden("gpt2")["lm"])
+    picture(0).save(path / "a.png")
+    assert main(["inspect", str(path), "--image", str(path / "a.png")]) == 2
+    assert "needs an encoder of images, such as ViT, DINOv2, CLIP or SigLIP" in capsys.readouterr().err
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("family", "theirs"), [("vit", "ViTModel"), ("clip", "CLIPVisionModel"), ("siglip", "SiglipVisionModel")]
+)
+def test_weights_equal_those_of_transformers(tmp_path, torch, transformers, family, theirs):
+    path, config = written(tmp_path, family)
+    _, _, sown = module._capture(open_model(path), str(path / "a.png"))
+    found = attention_maps(sown, config)
+    model = getattr(transformers, theirs).from_pretrained(path, attn_implementation="eager")
+    pixels = image_processor(path)([str(path / "a.png")]).transpose(0, 3, 1, 2).copy()
+    with torch.no_grad():
+        expected = model.eval()(torch.from_numpy(pixels), output_attentions=True).attentions
+    assert len(found) == len(expected) == config.num_layers
+    for mine, one in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine.weights, one[0].numpy(), atol=1e-5)

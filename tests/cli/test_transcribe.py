@@ -1,0 +1,76 @@
+"""The command `transcribe`."""
+
+import json
+
+import pytest
+import soundfile
+import speech_parts
+
+from transformer.__main__ import main
+from transformer.cli._transcribe import _time
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return speech_parts.write_whisper(tmp_path_factory.mktemp("whisper"), salt="one", scale=2.0)
+
+
+@pytest.fixture
+def recordings(tmp_path):
+    for number, (name, rate) in enumerate({"a.wav": 16_000, "b.flac": 8_000}.items()):
+        soundfile.write(tmp_path / name, speech_parts.sound(0.6, number), rate)
+    return [str(tmp_path / "a.wav"), str(tmp_path / "b.flac")]
+
+
+def test_text_json_and_timestamps(model, recordings, capsys):
+    assert main(["transcribe", str(model), *recordings, "--json", "--timestamps"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["directory"] == str(model)
+    assert [one["file"] for one in output["results"]] == recordings
+    segments = output["results"][1]["segments"]
+    assert len(segments) > 1
+    assert max(segment["end"] for segment in segments) <= 1.2  # 0.6 s played at half of the speed
+
+    assert main(["transcribe", str(model), *recordings, "--timestamps"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{recordings[0]}:"
+    assert lines[-1].startswith(f"[{_time(segments[-1]['start'])} --> {_time(segments[-1]['end'])}] ")
+
+    assert main(["transcribe", str(model), recordings[0], "--language", "es", "--translate"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_times_are_minutes_and_seconds():
+    assert _time(0.0) == "00:00.00"
+    assert _time(125.299) == "02:05.30"
+    assert _time(3725.5) == "1:02:05.50"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "transcribe needs audio files, got none"),
+        (["missing.wav"], "no file missing.wav. Check the path."),
+        (["https://x.org/a.wav"], "is a URL"),
+        (["a.wav", "--language", "english"], "--language must be one of de, en, es, got 'english'"),
+    ],
+)
+def test_wrong_arguments_are_one_line(model, recordings, monkeypatch, tmp_path, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["transcribe", str(model), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_another_kind_of_model_is_named(tmp_path, recordings, capsys):
+    from golden import case, ours
+
+    ours.write(tmp_path / "gpt2", case.golden("gpt2")["lm"])
+    assert main(["transcribe", str(tmp_path / "gpt2"), recordings[0]]) == 2
+    assert "contains a CausalLM, but transcription needs" in capsys.readouterr().err
+
+
+def test_generate_points_to_this_command(model, capsys):
+    assert main(["generate", str(model), "--prompt", "a"]) == 2
+    assert f"transcribe {model} FILE" in capsys.readouterr().err

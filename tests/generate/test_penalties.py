@@ -1,0 +1,124 @@
+"""Penalties and log-probabilities: the formulas, and `generate` with them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.config import ConfigError, EmbeddingOptions, TransformerConfig
+from transformer.generate import Sampling, generate, sample
+from transformer.generate._penalties import History, Penalties, log_probabilities, penalized
+from transformer.nn.models import CausalLM
+
+VOCAB = 31
+SIZES = {"vocab_size": VOCAB, "d_model": 20, "num_layers": 2, "d_ff": 13, "num_heads": 2}
+CONFIG = TransformerConfig(**SIZES, position="rotary", embedding=EmbeddingOptions(tie=False), initializer_range=0.4)
+ALL = Sampling(temperature=0.0, repetition_penalty=1.7, presence_penalty=0.6, frequency_penalty=0.3)
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = CausalLM(CONFIG)
+    return made, jax.jit(made.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+def history(prompt, generated):
+    made = History.of(jnp.array([[*prompt, 0, 0]]), jnp.array([len(prompt)]), VOCAB)
+    for token in generated:
+        made = made.add(jnp.array([token]), jnp.array([True]))
+    return made
+
+
+def by_hand(logits, prompt, generated, sampling):
+    """The penalties as a loop over the vocabulary."""
+    result = np.array(logits, np.float64)
+    for token in range(VOCAB):
+        count = generated.count(token)
+        if token in prompt or count:
+            factor = sampling.repetition_penalty
+            result[token] = result[token] / factor if result[token] > 0 else result[token] * factor
+        result[token] -= sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
+    return result
+
+
+def test_the_formulas():
+    logits = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
+    for prompt, generated in (([3, 4], [5, 5, 3]), ([7], []), ([1, 1], [1])):
+        got = penalized(jnp.array(logits)[None], history(prompt, generated), Penalties.of(ALL))[0]
+        np.testing.assert_allclose(got, by_hand(logits, prompt, generated, ALL), rtol=1e-6)
+
+
+def test_padding_and_ended_rows_do_not_count():
+    made = history([3], [])
+    assert np.flatnonzero(made.in_prompt[0]).tolist() == [3]
+    assert int(made.add(jnp.array([5]), jnp.array([False])).counts.sum()) == 0
+
+
+def test_no_penalty_compiles_no_history():
+    assert Penalties.of(Sampling()) is None
+    assert not Sampling(top_p=0.9).has_penalties
+    assert all(Sampling(**{name: 1.5}).has_penalties for name in ("repetition_penalty", "presence_penalty"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.7, "presence_penalty": 0.2, "frequency_penalty": 0.4},
+        pytest.param({"presence_penalty": 2.0}, marks=pytest.mark.slow),
+        pytest.param({"frequency_penalty": 0.7}, marks=pytest.mark.slow),
+    ],
+)
+def test_generate_equals_a_loop_over_tokens(model, changes):
+    """Greedy decoding of two rows, each compared with the model on the whole text and the penalties by hand."""
+    sampling = Sampling(temperature=0.0, **changes)
+    rows = generate(*model, PROMPTS, max_new_tokens=9, sampling=sampling)
+    assert rows != generate(*model, PROMPTS, max_new_tokens=9, sampling=Sampling(temperature=0.0))
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        logits = model[0].apply({"params": model[1]}, jnp.array([[*prompt, *row]]))[0]
+        for i, token in enumerate(row):
+            expected = by_hand(logits[len(prompt) + i - 1], prompt, row[:i], sampling)
+            assert expected[token] > expected.max() - 1e-4
+
+
+def test_log_probabilities():
+    logits = np.random.default_rng(0).normal(size=(3, VOCAB)).astype(np.float32)
+    expected = np.asarray(jax.nn.log_softmax(logits))[np.arange(3), [4, 0, 9]]
+    np.testing.assert_allclose(log_probabilities(jnp.array(logits), jnp.array([4, 0, 9])), expected, rtol=1e-6)
+
+
+def test_where_penalties_are_not_supported(model):
+    with pytest.raises(ConfigError, match="sample can't apply penalties"):
+        sample(jnp.zeros((1, VOCAB)), jax.random.key(0), ALL)
+    with pytest.raises(ValueError, match="penalties can't be used with slots or a draft"):
+        generate(*model, PROMPTS, max_new_tokens=2, sampling=ALL, slots=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be a finite number above 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty must be a finite number above 0"),
+        ({"presence_penalty": float("nan")}, "presence_penalty must be a finite number"),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty must be a finite number"),
+    ],
+)
+def test_values_are_checked(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(Sampling(), **changes)
+
+
+@pytest.mark.parity
+def test_the_repetition_penalty_is_that_of_transformers():
+    torch = pytest.importorskip("torch")
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
+    prompt, generated = [3, 4, 4], [5, 5, 3]
+    theirs = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[*prompt, *generated]]), torch.tensor(logits)[None])
+    only = Penalties.of(Sampling(repetition_penalty=1.7))
+    np.testing.assert_allclose(
+        penalized(jnp.array(logits)[None], history(prompt, generated), only), theirs.numpy(), rtol=1e-6
+    )

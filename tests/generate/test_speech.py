@@ -1,0 +1,134 @@
+"""Decoding of speech: the rules for timestamps, and the loop for one window."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.config import EmbeddingOptions, Speech, TransformerConfig
+from transformer.generate._speech import SpeechRules, SpeechState, apply_rules, decode_window, start_window
+from transformer.nn.models import SpeechToText
+
+END, START, NO_TIMES = 9, 10, 11  # ids 0 to 8 are text, 12 to 22 timestamps
+SIZE = 23
+RULES = SpeechRules(
+    suppressed=np.isin(np.arange(SIZE), [2, 10]),
+    suppressed_first=np.isin(np.arange(SIZE), [9]),
+    end_id=np.int32(END),
+    no_timestamps_id=np.int32(NO_TIMES),
+    last_first=np.int32(14),
+)
+
+
+def allowed(tokens, logits):
+    """Return the ids that may follow these tokens: the rules of the paper, one after the other."""
+    times = set(range(NO_TIMES + 1, SIZE))
+    ids = set(range(SIZE)) - {2, 10, NO_TIMES}
+    if not tokens:
+        ids &= set(range(NO_TIMES + 1, 15))
+    was_time = [token in times for token in tokens]
+    if was_time == [True] or was_time[-2:] == [True, True]:
+        ids -= times  # a segment starts
+    elif was_time[-1:] == [True]:
+        ids -= set(range(END))  # a segment has ended: the start of the next one, or the end
+    past = [token for token in tokens if token in times]
+    if past:
+        closes = was_time[-2:] == [False, True]
+        ids -= {time for time in times if time < past[-1] or (time == past[-1] and not closes)}
+    together = np.logaddexp.reduce([logits[i] for i in ids & times] or [-np.inf])
+    text = ids - times
+    return ids & times if text and together > max(logits[i] for i in text) else ids
+
+
+def state_after(tokens):
+    state = SpeechState.empty(1)
+    for token in tokens:
+        state = state.add(jnp.array([token], jnp.int32), RULES)
+    return state
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_the_rules_on_random_transcripts(spread):
+    generator = np.random.default_rng(int(spread))
+    apply = jax.jit(lambda logits, state: apply_rules(logits, state, RULES, True))
+    for _ in range(20):
+        tokens = []
+        while len(tokens) < 12 and (not tokens or tokens[-1] != END):
+            logits = generator.normal(0, spread, SIZE).astype(np.float32)
+            got = np.flatnonzero(np.isfinite(apply(logits[None], state_after(tokens))[0]))
+            assert set(got) == allowed(tokens, logits), tokens
+            tokens.append(int(generator.choice(got)))
+
+
+def test_without_timestamps_only_suppressed_tokens_are_forbidden():
+    logits = jnp.zeros((1, SIZE))
+    first = apply_rules(logits, SpeechState.empty(1), RULES, False)[0]
+    assert np.flatnonzero(~np.isfinite(first)).tolist() == [2, 9, 10]
+    later = apply_rules(logits, state_after([4]), RULES, False)[0]
+    assert np.flatnonzero(~np.isfinite(later)).tolist() == [2, 10]
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = TransformerConfig(
+        vocab_size=SIZE,
+        d_model=12,
+        num_layers=1,
+        num_heads=3,
+        position="learned",
+        max_length=20,
+        input=Speech(mel_bins=5),
+        embedding=EmbeddingOptions(source_max_length=7, scale=False),
+    )
+    model = SpeechToText(config)
+    frames = jax.random.normal(jax.random.key(1), (2, 14, 5))
+    params = jax.jit(model.init)(jax.random.key(3), frames, jnp.zeros((2, 1), int))["params"]
+    return model, jax.tree.map(lambda leaf: 3 * leaf, params), frames
+
+
+def decode(model, params, frames, prompt, temperature, key=0, limit=17, timestamps=True):
+    logits, cache = start_window(model, params, frames, np.int32(START), cache_slots=20)
+    prompt = np.broadcast_to(np.array(prompt, np.int32), (len(frames), len(prompt)))
+    how = (np.float32(temperature), jax.random.key(key), np.int32(limit), RULES)
+    sizes = {"num_frames": frames.shape[1], "new_slots": 20, "timestamps": timestamps}
+    return decode_window(model, params, logits, cache, prompt, *how, **sizes)
+
+
+@pytest.mark.parametrize(("prompt", "timestamps"), [([], True), ([5, NO_TIMES], False)])
+def test_greedy_decoding_takes_the_best_allowed_token_of_the_complete_model(model, prompt, timestamps):
+    model, params, frames = model
+    result = jax.device_get(decode(model, params, frames, prompt, 0.0, timestamps=timestamps))
+    assert result.finite
+    score = jax.jit(lambda target: model.apply({"params": params}, frames, target))
+    for row in range(2):
+        tokens, total = [], 0.0
+        for _ in range(17):
+            target = np.zeros((2, 20), np.int32)
+            target[row, : 1 + len(prompt) + len(tokens)] = [START, *prompt, *tokens]
+            logits = score(jnp.asarray(target))[row, len(prompt) + len(tokens)]
+            logits = apply_rules(logits[None], state_after(tokens), RULES, timestamps)[0]
+            best = int(logits.argmax())
+            total += float(jax.nn.log_softmax(logits)[best])
+            if best == END:
+                break
+            tokens.append(best)
+        assert result.tokens[row, : result.counts[row]].tolist() == tokens
+        assert bool(result.ended[row]) == (best == END)
+        np.testing.assert_allclose(result.log_probability[row], total, rtol=1e-4)
+
+
+def test_sampling_depends_on_the_key_and_a_low_temperature_is_greedy(model):
+    model, params, frames = model
+    greedy, cold = (decode(model, params, frames, [], t).tokens for t in (0.0, 1e-4))
+    np.testing.assert_array_equal(greedy, cold)
+    warm = [decode(model, params, frames, [], 1.0, key).tokens.tolist() for key in (0, 0, 1)]
+    assert warm[0] == warm[1]
+    assert warm[0] != warm[2]
+
+
+def test_the_limit_and_logits_that_are_not_finite(model):
+    model, params, frames = model
+    result = decode(model, params, frames, [], 0.0, limit=3)
+    assert (result.counts <= 3).all()
+    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
+    assert not decode(model, broken, frames, [], 0.0).finite

@@ -1,0 +1,187 @@
+"""Texts in pieces: the tokens of `generate`, a cache that is used again, and few compiled programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.config import EmbeddingOptions, LayerKind, TransformerConfig
+from transformer.generate import Sampling, TokenStream, generate
+from transformer.generate import _streaming as streaming
+from transformer.nn.models import CausalLM, Seq2Seq
+
+GREEDY = Sampling(temperature=0.0)
+SIZES = {"vocab_size": 31, "d_model": 22, "num_layers": 2, "d_ff": 13, "num_heads": 6, "num_kv_heads": 3}
+BASE = TransformerConfig(
+    **SIZES,
+    **{"attention.head_dim": 4, "attention.value_dim": 5},
+    position="rotary",
+    embedding=EmbeddingOptions(tie=False),
+    initializer_range=0.4,
+)
+CONFIGS = {
+    "rotary": BASE,
+    "window": BASE.replace(**{"stack.period": (LayerKind(window=3), LayerKind())}),
+    "learned, full table": BASE.replace(position="learned", max_length=46),
+    "t5": BASE.replace(position="t5"),
+}
+PROMPTS = [[3, 1, 4, 1, 5], [int(i) for i in np.random.default_rng(0).integers(0, 31, 37)]]
+
+
+def build(name):
+    model = CausalLM(CONFIGS[name])
+    return model, jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+@pytest.fixture(scope="module")
+def rotary():
+    return build("rotary")
+
+
+def joined(pieces):
+    pieces = list(pieces)
+    return [token for piece in pieces for token in piece.tokens], pieces
+
+
+@pytest.mark.parametrize(
+    "name", ["learned, full table", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rotary", "window", "t5"))]
+)
+def test_pieces_are_the_tokens_of_generate(name):
+    """Prompts are read in parts of 16 tokens, with padding up to and past the end of a position table."""
+    model, params = build(name)
+    stream = TokenStream(model, params)
+    for prompt in PROMPTS:
+        expected = generate(model, params, [prompt], max_new_tokens=9, sampling=GREEDY)[0]
+        assert joined(stream.generate(prompt, max_new_tokens=9, sampling=GREEDY))[0] == expected
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(repetition_penalty=1.5, presence_penalty=0.4, top_k=9),
+        pytest.param(Sampling(), marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=0.7, top_k=5, suppress=(3,)), marks=pytest.mark.slow),
+    ],
+)
+def test_sampling_is_that_of_generate(rotary, sampling):
+    options = {"max_new_tokens": 40, "sampling": sampling, "seed": 5, "eos_id": [7, 8]}
+    expected = generate(*rotary, [PROMPTS[0]], **options)[0]
+    got, pieces = joined(TokenStream(*rotary).generate(PROMPTS[0], **options))
+    assert got == expected
+    assert pieces[-1].ended == (len(expected) < 40)
+    assert not any(piece.ended for piece in pieces[:-1])
+
+
+def test_log_probabilities_are_those_of_a_pass_over_the_whole_text(rotary):
+    model, params = rotary
+    got, pieces = joined(TokenStream(*rotary).generate(PROMPTS[1], max_new_tokens=12, sampling=Sampling(top_p=0.5)))
+    logits = model.apply({"params": params}, jnp.array([[*PROMPTS[1], *got]]))[0]
+    expected = jax.nn.log_softmax(logits)[jnp.arange(36, 48), jnp.array(got)]
+    np.testing.assert_allclose([p for piece in pieces for p in piece.log_probabilities], expected, atol=1e-5)
+
+
+def test_the_next_turn_reads_only_its_new_tokens(rotary, monkeypatch):
+    read, original = [], streaming.read_tokens
+
+    def recorded(model, params, tokens, before, count, cache, images):
+        read.append((int(before[0]), int(count[0])))
+        return original(model, params, tokens, before, count, cache)
+
+    monkeypatch.setattr(streaming, "read_tokens", recorded)
+    stream = TokenStream(*rotary)
+    first, _ = joined(stream.generate(PROMPTS[1], max_new_tokens=9, sampling=GREEDY))
+    turn = [*PROMPTS[1], *first, 5, 6]
+    second, _ = joined(stream.generate(turn, max_new_tokens=9, sampling=GREEDY))
+    assert read == [(0, 37), (46, 2)]
+    assert second == generate(*rotary, [turn], max_new_tokens=9, sampling=GREEDY)[0]
+    other = [*PROMPTS[1][:20], 1, 2, 3]  # a text that differs earlier
+    third, _ = joined(stream.generate(other, max_new_tokens=9, sampling=GREEDY))
+    assert read[2:] == [(20, 3)]
+    assert third == generate(*rotary, [other], max_new_tokens=9, sampling=GREEDY)[0]
+    stream.forget()
+    joined(stream.generate(other, max_new_tokens=1))
+    assert read[3:] == [(0, 23)]
+
+
+def test_a_text_can_be_left_at_any_piece(rotary):
+    stream = TokenStream(*rotary)
+    pieces = stream.generate(PROMPTS[0], max_new_tokens=30, sampling=GREEDY)
+    started = next(pieces).tokens
+    pieces.close()
+    expected = generate(*rotary, [PROMPTS[0]], max_new_tokens=30, sampling=GREEDY)[0]
+    assert started == expected[: len(started)]
+    assert joined(stream.generate(PROMPTS[0], max_new_tokens=30, sampling=GREEDY))[0] == expected
+
+
+def test_a_text_is_not_continued_after_another_was_started(rotary):
+    stream = TokenStream(*rotary)
+    first = stream.generate(PROMPTS[0], max_new_tokens=30, sampling=GREEDY)
+    next(first)
+    second = stream.generate(PROMPTS[1], max_new_tokens=30, sampling=GREEDY)
+    started = next(second).tokens
+    with pytest.raises(RuntimeError, match="another one was started with the same TokenStream"):
+        next(first)
+    rest, _ = joined(second)
+    assert [*started, *rest] == generate(*rotary, [PROMPTS[1]], max_new_tokens=30, sampling=GREEDY)[0]
+    third = stream.generate(PROMPTS[1], max_new_tokens=30, sampling=GREEDY)
+    next(third)
+    stream.forget()
+    with pytest.raises(RuntimeError, match="its cache was dropped"):
+        next(third)
+
+
+def test_an_interruption_inside_a_piece_loses_only_the_cache(rotary, monkeypatch):
+    stream = TokenStream(*rotary)
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming, "_advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            joined(stream.generate(PROMPTS[0], max_new_tokens=5))
+    expected = generate(*rotary, [PROMPTS[0]], max_new_tokens=5, sampling=GREEDY)[0]
+    assert joined(stream.generate(PROMPTS[0], max_new_tokens=5, sampling=GREEDY))[0] == expected
+
+
+@pytest.mark.slow
+def test_few_programs_are_compiled(rotary):
+    """One program for each width of a prompt and one that generates, for each size of the cache."""
+    read, advance = streaming.read_tokens._cache_size(), streaming._advance._cache_size()
+    stream = TokenStream(*rotary)
+    for length in (1, 5, 16, 17, 50, 64, 100, 200):
+        joined(stream.generate(PROMPTS[1] * 6 if length > 199 else [1] * length, max_new_tokens=20, sampling=GREEDY))
+    assert streaming.read_tokens._cache_size() - read <= 3  # 16, 64 and 256 tokens
+    assert streaming._advance._cache_size() - advance <= 1
+
+
+def test_parts_of_a_prompt():
+    assert list(streaming._parts(0, 5, 256)) == [(0, 5, 16)]
+    assert list(streaming._parts(3, 2100, 4096)) == [(3, 1027, 1024), (1027, 2051, 1024), (2051, 2100, 64)]
+    assert list(streaming._parts(0, 9, 7)) == [(0, 7, 7), (7, 9, 7)]
+
+
+def test_arguments_are_checked_before_the_first_piece(rotary):
+    stream = TokenStream(*rotary)
+    for given, message in (
+        ({"prompt": [], "max_new_tokens": 1}, "prompt 0 is empty"),
+        ({"prompt": [99], "max_new_tokens": 1}, "prompt 0 has id 99"),
+        ({"prompt": [1], "max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
+        ({"prompt": [1], "max_new_tokens": 1, "eos_id": 31}, "eos_id must be a token id"),
+        ({"prompt": [1], "max_new_tokens": 1, "seed": -1}, "seed must be an integer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stream.generate(**given)
+    translator = Seq2Seq(BASE)
+    ids = jnp.zeros((1, 2), jnp.int32)
+    params = jax.eval_shape(lambda: translator.init(jax.random.key(0), ids, ids))["params"]
+    with pytest.raises(ValueError, match="TokenStream needs a CausalLM, got a Seq2Seq"):
+        TokenStream(translator, params)
+
+
+def test_numbers_that_are_not_finite(rotary):
+    model, params = rotary
+    broken = jax.tree.map(lambda leaf: leaf, params)
+    broken["output"] = {"kernel": broken["output"]["kernel"].at[0, 0].set(jnp.nan)}
+    with pytest.raises(ValueError, match=r"not finite at position 5 .*output/kernel holds NaN"):
+        joined(TokenStream(model, broken).generate(PROMPTS[0], max_new_tokens=5))

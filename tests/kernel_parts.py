@@ -1,0 +1,26 @@
+"""Shared by the tests of attention kernels: comparison of trees, and the splash kernels of a training step."""
+
+import collections
+import re
+
+import jax
+import numpy as np
+
+from transformer.training._parallel import MeshPlacement
+from transformer.training.plan import batch_shapes
+
+
+def assert_close(got, expected, tolerance=2e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, expected)
+
+
+def splash_kernels(recipe, devices):
+    """Count the kernels of splash in the traced training step, by the end of their names: fwd, dq and dkv."""
+    text = MeshPlacement(recipe, devices).lower(batch_shapes(recipe)).as_text()
+    return collections.Counter(re.findall(r'kernel_name = "splash_mha_(\w+?)_', text))
+
+
+def compiled_kernels(recipe, devices):
+    """Count the calls of Pallas kernels in the compiled training step for TPUs."""
+    text = MeshPlacement(recipe, devices).lower(batch_shapes(recipe)).compile().as_text()
+    return len(re.findall(r'custom_call_target="tpu_custom_call"', text))

@@ -1,0 +1,101 @@
+"""Comparison of image preprocessing with Hugging Face transformers, for the processor of each vision family."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from transformer.media import ImageProcessor, image_processor
+
+pytestmark = pytest.mark.parity
+
+# Settings as in the published files of each family, and defaults of the class for an empty file.
+PROCESSORS = {
+    "vit": ("ViTImageProcessorPil", {"size": {"height": 24, "width": 24}, "resample": 2}),
+    "vit_defaults": ("ViTImageProcessorPil", {}),
+    "clip": ("CLIPImageProcessorPil", {"size": {"shortest_edge": 22}, "crop_size": {"height": 22, "width": 22}}),
+    "clip_defaults": ("CLIPImageProcessorPil", {}),
+    "siglip": ("SiglipImageProcessorPil", {"size": {"height": 21, "width": 23}, "resample": 3}),
+    "siglip_defaults": ("SiglipImageProcessorPil", {}),
+    "dinov2": (  # the mean and the deviation of ImageNet
+        "BitImageProcessorPil",
+        {"size": {"shortest_edge": 26}, "crop_size": {"height": 22, "width": 22}}
+        | {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]},
+    ),
+    "deit": ("DeiTImageProcessorPil", {"size": {"height": 26, "width": 26}, "crop_size": {"height": 22, "width": 22}}),
+    "deit_defaults": ("DeiTImageProcessorPil", {}),
+    "gemma3": ("Gemma3ImageProcessorPil", {"size": {"height": 28, "width": 28}, "do_pan_and_scan": False}),
+    "gemma3_defaults": ("Gemma3ImageProcessorPil", {}),
+    "llava": ("LlavaImageProcessorPil", {"size": {"shortest_edge": 22}, "crop_size": {"height": 22, "width": 22}}),
+    "llava_defaults": ("LlavaImageProcessorPil", {}),
+    "lanczos": ("ViTImageProcessorPil", {"size": {"height": 17, "width": 31}, "resample": 1}),
+    "nearest": ("ViTImageProcessorPil", {"size": {"height": 17, "width": 31}, "resample": 0}),
+    "crop_only": ("CLIPImageProcessorPil", {"do_resize": False, "crop_size": {"height": 30, "width": 64}}),
+    "pixels_only": ("ViTImageProcessorPil", {"do_normalize": False, "size": {"height": 20, "width": 20}}),
+}
+
+
+def images():
+    """Return photos of several sizes: taller, wider, smaller than the result, and noise."""
+    rng = np.random.default_rng(0)
+    found = []
+    for height, width in ((61, 40), (37, 53), (13, 9), (300, 221)):
+        small = rng.integers(0, 256, (7, 5, 3)).astype(np.uint8)
+        found.append(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+    return [*found, Image.fromarray(rng.integers(0, 256, (45, 45, 3)).astype(np.uint8))]
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_pixels(transformers, tmp_path, name):
+    kind, fields = PROCESSORS[name]
+    theirs = getattr(transformers, kind)(**fields)
+    theirs.save_pretrained(tmp_path)
+    ours = image_processor(tmp_path)
+    for image in images():
+        expected = theirs(image, return_tensors="np")["pixel_values"].transpose(0, 2, 3, 1)
+        got = ours([image])
+        assert got.shape == expected.shape
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
+def test_transparency(transformers, tmp_path):
+    theirs = transformers.CLIPImageProcessorPil(size={"shortest_edge": 22})
+    theirs.save_pretrained(tmp_path)
+    clear = np.random.default_rng(1).integers(0, 256, (40, 50, 4)).astype(np.uint8)
+    expected = theirs(Image.fromarray(clear), return_tensors="np")["pixel_values"].transpose(0, 2, 3, 1)
+    np.testing.assert_allclose(image_processor(tmp_path)([Image.fromarray(clear)]), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("resample", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(22, 31), (70, 90)])
+def test_resizing_is_torchvision_s(torch, resample, size):
+    """torchvision resizes tensors with this function: 8-bit images differ by one level, other images by rounding.
+
+    PyTorch rounds the weights of 8-bit images more coarsely: where bicubic enlarges an image, up to 1 value in 10,000
+    differs by two levels.
+    """
+    processor = ImageProcessor(height=size[0], width=size[1], resample=resample, mean=(0.0,) * 3, std=(1.0,) * 3)
+    for image in images():
+        array = np.array(image)
+        first = torch.tensor(array.transpose(2, 0, 1)[None])
+        options = {"size": size, "mode": resample, "antialias": True, "align_corners": False}
+        expected = torch.nn.functional.interpolate(first, **options).numpy()[0].transpose(1, 2, 0)
+        levels = np.abs(np.round(processor([image])[0] * 255) - expected)
+        assert levels.max() <= 2
+        assert (levels > 1).mean() < (1e-4 if resample == "bicubic" else 1e-9)
+        scaled = torch.nn.functional.interpolate(first.float() / 255, **options).numpy()[0].transpose(1, 2, 0)
+        np.testing.assert_allclose(processor([array / 255])[0], scaled, rtol=0, atol=1e-5)
+
+
+def test_dinov3_resizes_in_floating_point(torch, tmp_path):
+    """Its preprocessor rescales before it resizes, with torchvision: this compares with the function that resizes."""
+    settings = {"image_processor_type": "DINOv3ViTImageProcessorFast", "size": {"height": 22, "width": 31}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    processor = image_processor(tmp_path)
+    mean, std = (np.asarray(values, np.float32) for values in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
+    options = {"size": (22, 31), "mode": "bilinear", "antialias": True, "align_corners": False}
+    for image in images():
+        scaled = torch.tensor(np.array(image).transpose(2, 0, 1)[None]).float() / 255
+        expected = torch.nn.functional.interpolate(scaled, **options).numpy()[0].transpose(1, 2, 0)
+        np.testing.assert_allclose(processor([image])[0], (expected - mean) / std, rtol=0, atol=1e-5)

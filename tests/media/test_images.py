@@ -1,0 +1,229 @@
+"""Images from files and arrays, and their preprocessing."""
+
+import io
+import json
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from transformer.config import ConfigError
+from transformer.media import ImageProcessor, image_processor, open_image
+
+
+def photo(height=37, width=53, channels=3, seed=0):
+    """Return a smooth random image: uint8, (height, width, channels)."""
+    small = np.random.default_rng(seed).integers(0, 256, (7, 5, channels)).astype(np.uint8)
+    planes = [Image.fromarray(small[..., c]).resize((width, height), Image.Resampling.BICUBIC) for c in range(channels)]
+    return np.stack([np.asarray(plane) for plane in planes], axis=2)
+
+
+def saved(path, image, **options):
+    image.save(path, **options)
+    return path
+
+
+def test_orientation_is_applied_to_files_and_pil_images(tmp_path):
+    """EXIF orientation 6 means: rotate by 90 degrees clockwise to see it upright."""
+    upright = photo(8, 12)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stored = Image.fromarray(np.rot90(upright))
+    path = saved(tmp_path / "phone.png", stored, exif=exif)
+    np.testing.assert_array_equal(open_image(path), upright)
+    with Image.open(path) as opened:
+        np.testing.assert_array_equal(open_image(opened), upright)
+
+
+def test_palettes_alpha_cmyk_and_gray(tmp_path):
+    image = Image.fromarray(photo())
+    gray = np.asarray(image.convert("L"))
+    for given in (image.convert("L"), gray, gray[..., None], gray.astype(np.float64) / 255):
+        np.testing.assert_allclose(open_image(given), np.repeat(gray[..., None], 3, 2), atol=1e-4)
+    np.testing.assert_array_equal(open_image(image, channels=1)[..., 0], gray)
+    np.testing.assert_allclose(open_image(photo() / 255, channels=1)[..., 0], gray, atol=1.0)
+    palette = image.quantize(16)
+    np.testing.assert_array_equal(
+        open_image(saved(tmp_path / "palette.png", palette)), np.asarray(palette.convert("RGB"))
+    )
+    cmyk = image.convert("CMYK")
+    np.testing.assert_array_equal(open_image(saved(tmp_path / "cmyk.tiff", cmyk)), np.asarray(cmyk.convert("RGB")))
+    half = np.dstack([photo(), np.full((37, 53), 128, np.uint8)])
+    blended = photo() * (128 / 255) + 255 * (127 / 255)
+    np.testing.assert_allclose(open_image(Image.fromarray(half)).astype(float), blended, atol=1.01)
+    np.testing.assert_allclose(open_image(half / 255), blended, atol=1e-3)
+    # A palette may declare one of its colors transparent.
+    palette.info["transparency"] = 0
+    clear = open_image(saved(tmp_path / "clear.png", palette, transparency=0))
+    assert (clear[np.asarray(palette) == 0] == 255).all()
+    assert (np.asarray(palette) == 0).any()
+
+
+def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path):
+    wide = np.arange(0, 65_536, 1_000, np.uint16).reshape(6, 11)
+    path = saved(tmp_path / "depth.png", Image.fromarray(wide))
+    np.testing.assert_allclose(open_image(path)[..., 1], wide / 257, rtol=1e-6)
+
+
+def test_the_first_frame_of_an_animation(tmp_path):
+    frames = [Image.new("RGB", (5, 4), color) for color in ("red", "blue")]
+    path = saved(tmp_path / "both.gif", frames[0], save_all=True, append_images=frames[1:])
+    assert open_image(path).tolist() == np.asarray(frames[0]).tolist()
+
+
+def test_one_pixel():
+    processor = ImageProcessor(shortest_edge=9, crop_height=7, crop_width=8, resample="bicubic")
+    pixels = processor([np.full((1, 1, 3), 255, np.uint8), np.zeros((1, 1))])
+    assert pixels.shape == (2, 7, 8, 3)
+    np.testing.assert_allclose(pixels[0], 1.0)
+    np.testing.assert_allclose(pixels[1], -1.0)
+
+
+@pytest.mark.parametrize("name", ["https://example.com/cat.jpg", "data:image/png;base64,AAAA", "s3://bucket/cat.png"])
+def test_urls_are_refused(name):
+    with pytest.raises(ValueError, match=r"is a URL, and URLs are not downloaded\. Download the file"):
+        open_image(name)
+
+
+def test_damaged_files_are_named(tmp_path):
+    buffer = io.BytesIO()
+    Image.fromarray(photo(200, 200)).save(buffer, "JPEG")
+    (tmp_path / "half.jpg").write_bytes(buffer.getvalue()[: len(buffer.getvalue()) // 2])
+    with pytest.raises(ValueError, match=r"half\.jpg is damaged: .*truncated.*Get the file again"):
+        open_image(tmp_path / "half.jpg")
+    (tmp_path / "notes.png").write_text("not an image")
+    with pytest.raises(ValueError, match=r"notes\.png can't be read: .*Convert it to PNG or JPEG"):
+        open_image(tmp_path / "notes.png")
+    with pytest.raises(FileNotFoundError, match=r"none\.png not found"):
+        open_image(tmp_path / "none.png")
+    with pytest.raises(ValueError, match="must be a regular file"):
+        open_image(tmp_path)
+    with pytest.raises(ValueError, match="32 bits per pixel"):
+        open_image(Image.new("F", (3, 3)))
+
+
+def test_huge_images_are_refused_before_they_are_decoded(tmp_path):
+    """50,000 x 50,000 pixels, in a file of about 100 bytes whose data does not even exist."""
+    buffer = io.BytesIO()
+    Image.new("1", (50_000, 1)).save(buffer, "PNG")
+    content = bytearray(buffer.getvalue())
+    content[20:24] = (50_000).to_bytes(4, "big")  # the height in the header
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
+    (tmp_path / "bomb.png").write_bytes(content)
+    with pytest.raises(ValueError, match=r"bomb\.png is too large: expected at most 89,478,485 pixels.*Resize it"):
+        open_image(tmp_path / "bomb.png")
+    # A narrow image is small, but not if its shorter side becomes 224 pixels.
+    path = saved(tmp_path / "line.png", Image.new("RGB", (50_000, 1)))
+    assert open_image(path).shape == (1, 50_000, 3)
+    with pytest.raises(ValueError, match=r"line\.png has 50000 x 1 pixels and would be resized to 11200000 x 224"):
+        ImageProcessor(shortest_edge=224)([path])
+    assert ImageProcessor(height=3, width=4)([path]).shape == (1, 3, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((3, 5, 7), np.uint8), r"with 1, 3 or 4 channels, got \(3, 5, 7\)"),
+        (np.zeros((1, 5, 7, 3), np.uint8), r"got \(1, 5, 7, 3\).*one by one"),
+        (np.zeros((0, 5)), r"got \(0, 5\)"),
+        (np.zeros((5, 5), np.uint16), "got uint16"),
+        (np.full((5, 5), 255.0), "between 0 and 1, got 255 to 255"),
+        (np.full((5, 5), np.nan), "got nan to nan"),
+        (3, "must be a path, a PIL image or an array, got int"),
+    ],
+)
+def test_arrays_of_another_kind(array, message):
+    with pytest.raises(ValueError, match=message):
+        open_image(array)
+
+
+def test_formula():
+    """Normalization is (x factor - mean) / std; the center is kept; smaller images get black borders."""
+    image = photo(6, 9)
+    processor = ImageProcessor(crop_height=4, crop_width=12, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
+    got = processor([image])[0]
+    expected = (image[1:5] / 255 - [0.1, 0.2, 0.3]) / [0.5, 0.6, 0.7]
+    np.testing.assert_allclose(got[:, 2:11], expected, atol=1e-6)
+    np.testing.assert_allclose(got[:, [0, 1, 11]], np.full((4, 3, 3), [-1 / 5, -1 / 3, -3 / 7]), atol=1e-6)
+    assert got.dtype == np.float32
+    gray = ImageProcessor(height=5, width=5, mean=(0.0,), std=(1.0,), rescale_factor=1.0)([image])
+    assert gray.shape == (1, 5, 5, 1)
+    assert gray.max() > 100
+
+
+def test_batches_need_one_size():
+    with pytest.raises(ValueError, match="got 5 x 5, 6 x 5"):
+        ImageProcessor()([photo(5, 5), photo(6, 5)])
+    with pytest.raises(ValueError, match="no images"):
+        ImageProcessor()([])
+    with pytest.raises(ValueError, match=r"For a single image, pass \[image\]"):
+        ImageProcessor()("cat.png")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"height": 5}, "must be set together"),
+        ({"height": 5, "width": 5, "shortest_edge": 5}, "Remove one of them"),
+        ({"mean": (0.5, 0.5)}, "one number per channel"),
+        ({"std": (0.5, 0.5, 0.0)}, "std must be positive"),
+        ({"resample": "cubic"}, "Did you mean 'bicubic'"),
+    ],
+)
+def test_impossible_processors(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        ImageProcessor(**fields)
+
+
+def described(tmp_path, values, name="preprocessor_config.json", config=None):
+    (tmp_path / name).write_text(json.dumps(values))
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    return image_processor(tmp_path)
+
+
+def test_old_files_without_a_type(tmp_path):
+    """As in google/vit-base-patch16-224 and openai/clip-vit-base-patch32: sizes are numbers."""
+    old = {"do_normalize": True, "do_resize": True, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+    assert described(tmp_path, old | {"size": 224}, config={"model_type": "vit"}) == ImageProcessor(
+        height=224, width=224
+    )
+    clip = {"crop_size": 224, "do_center_crop": True, "feature_extractor_type": "CLIPFeatureExtractor", "resample": 3}
+    got = described(tmp_path, clip | {"size": 336})
+    assert (got.shortest_edge, got.crop_height, got.resample, got.mean[0]) == (336, 224, "bicubic", 0.48145466)
+
+
+def test_new_files_nest_the_fields(tmp_path):
+    inner = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 5, "width": 7}}
+    got = described(tmp_path, {"processor_class": "SiglipProcessor", "image_processor": inner}, "processor_config.json")
+    assert got == ImageProcessor(height=5, width=7, resample="bicubic")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"image_processor_type": "ViTImageProcesor"}, "Did you mean 'ViTImageProcessor'"),
+        ({"image_processor_type": "MllamaImageProcessor"}, "must be one of ViTImageProcessor"),
+        ({"do_pad": True}, "do_pad is True, which is not supported"),
+        ({"do_centre_crop": True}, "unknown field 'do_centre_crop'. Did you mean 'do_center_crop'"),
+        ({"resample": 7}, "resample must be one of 0 .nearest."),
+        ({"size": {"longest_edge": 8}}, "size must have height and width"),
+        ({"size": {"height": 8, "width": 10**9}}, "from 1 to 16384"),
+        ({"image_mean": "red"}, "can't be used"),
+        ({"do_center_crop": True}, "can't be used"),
+    ],
+)
+def test_settings_that_are_not_supported(tmp_path, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        described(tmp_path, {"image_processor_type": "ViTImageProcessor"} | fields)
+
+
+def test_missing_settings(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no preprocessor_config\.json.*Add the file"):
+        image_processor(tmp_path)
+    with pytest.raises(ConfigError, match="image_processor_type is missing"):
+        described(tmp_path, {}, config={"model_type": "bert"})
+    (tmp_path / "preprocessor_config.json").write_text("[")
+    with pytest.raises(ConfigError, match="can't be read"):
+        image_processor(tmp_path)

@@ -1,0 +1,138 @@
+"""Speech encoders: convolutions of the samples and of the positions, padding, and bad input."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from transformer.config import Audio, ConfigError, TransformerConfig
+from transformer.nn._parameter_axes import parameter_axes
+from transformer.nn.models import SpeechEncoder, SpeechRecognizer
+from transformer.nn.models._audio import PositionConvolution
+from transformer.training import ctc_loss
+
+AUDIO = Audio(
+    features=(7, 5),
+    kernel_sizes=(5, 3),
+    strides=(3, 2),
+    position_kernel_size=4,
+    position_groups=3,
+)
+CONFIG = TransformerConfig(
+    vocab_size=5, d_model=12, num_heads=3, num_layers=1, d_ff=17, position="none", input=AUDIO, initializer_range=0.4
+)
+SAMPLES = jax.random.normal(jax.random.key(1), (2, 97))
+
+
+def changed(**fields):
+    return CONFIG.replace(input=dataclasses.replace(AUDIO, **fields))
+
+
+def test_frames_are_counted():
+    assert AUDIO.stride == 6
+    assert AUDIO.shortest == 11
+    assert [AUDIO.frames(n) for n in (11, 16, 17, 97)] == [1, 1, 2, 15]
+    model = SpeechEncoder(CONFIG)
+    hidden, _ = jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), SAMPLES))
+    assert hidden.shape == (2, 15, 12)
+    assert Audio().stride == 320  # 20 ms at 16 kHz
+    assert Audio().shortest == 400  # 25 ms
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_positions_are_a_grouped_convolution(size):
+    """The kernel of each position has its own norm; an even kernel reads one frame more of the past."""
+    config = changed(position_kernel_size=size)
+    x = jax.random.normal(jax.random.key(2), (2, 9, 12))
+    module = PositionConvolution(config)
+    params = module.init(jax.random.key(0), x)["params"]
+    params = params | {"scale": jnp.arange(1.0, size + 1), "bias": jnp.arange(12.0)}
+    padded = np.pad(x, ((0, 0), (size // 2, size), (0, 0)))
+    expected = np.zeros((2, 9, 12))
+    for k in range(size):
+        kernel = np.asarray(params["kernel"][k])
+        kernel = kernel * (k + 1) / np.linalg.norm(kernel)
+        for group in range(3):
+            part = slice(4 * group, 4 * group + 4)
+            expected[..., part] += padded[:, k : k + 9, part] @ kernel[:, part]
+    expected = x + jax.nn.gelu(jnp.asarray(expected + np.arange(12.0)), approximate=False)
+    np.testing.assert_allclose(module.apply({"params": params}, x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["group", "layer"])
+def test_padding_changes_nothing(norm):
+    """A row with padding, even NaN, gives the logits that it gives alone."""
+    model = SpeechRecognizer(changed(norm=norm, use_bias=True))
+    params = jax.jit(model.init)(jax.random.key(0), SAMPLES)
+    length = 61
+    alone = jax.jit(model.apply)(params, SAMPLES[1:, :length])
+    padded = SAMPLES.at[1, length:].set(1e3)
+    both = jax.jit(model.apply)(params, padded, jnp.asarray([97, length]))
+    np.testing.assert_allclose(both[1, : alone.shape[1]], alone[0], atol=1e-5)
+    np.testing.assert_allclose(both[0], jax.jit(model.apply)(params, SAMPLES)[0], atol=1e-5)
+
+
+def test_training_with_ctc_learns_a_text():
+    model = SpeechRecognizer(CONFIG)
+    params = jax.jit(model.init)(jax.random.key(0), SAMPLES)
+    targets, lengths = jnp.asarray([[1, 2, 1], [3, 0, 0]]), jnp.asarray([3, 1])
+    optimizer = optax.adam(0.01)
+
+    def loss(params):
+        return ctc_loss(model.apply(params, SAMPLES), jnp.asarray([15, 15]), targets, lengths)[0]
+
+    def step(carry, _):
+        params, state = carry
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(gradient, state)
+        return (optax.apply_updates(params, updates), state), value
+
+    (params, _), losses = jax.jit(lambda carry: jax.lax.scan(step, carry, length=200))((params, optimizer.init(params)))
+    assert losses[0] > 5
+    tokens = np.asarray(model.apply(params, SAMPLES).argmax(-1))
+    found = [[int(t) for t, before in zip(row, [0, *row], strict=False) if t and t != before] for row in tokens]
+    assert found == [[1, 2, 1], [3]]
+
+
+def test_axes_of_its_kernels_are_declared():
+    assert parameter_axes("feature_encoder/conv_3/kernel", (3, 7, 5)) == (None, None, "embed")
+    assert parameter_axes("position_convolution/kernel", (4, 4, 12)) == (None, None, "embed")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Audio(features=(3,)), r"features, kernel_sizes and strides must be tuples of integers"),
+        (
+            lambda: Audio(features=(0,), kernel_sizes=(1,), strides=(1,)),
+            r"of at least 1, one per convolution, got \(0,",
+        ),
+        (lambda: Audio(features=3, kernel_sizes=(1,), strides=(1,)), r"must be tuples of integers .* got 3"),
+        (lambda: Audio(features=(1,) * 33, kernel_sizes=(1,) * 33, strides=(1,) * 33), "has 33 convolutions"),
+        (lambda: changed(position_groups=5), r"d_model \(12\) must be a multiple of input.position_groups \(5\)"),
+        (lambda: Audio(norm="batch"), "norm must be one of"),
+    ],
+)
+def test_configs_that_can_t_be(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "message"),
+    [
+        (SpeechEncoder(CONFIG.replace(input=None)), (SAMPLES,), "a SpeechEncoder needs input=Audio"),
+        (SpeechEncoder(CONFIG.replace(position="rotary")), (SAMPLES,), "position is 'rotary'"),
+        (SpeechRecognizer(CONFIG.replace(vocab_size=None)), (SAMPLES,), "vocab_size is not set"),
+        (SpeechEncoder(CONFIG), (SAMPLES[0],), r"samples must be floating-point .* got float32 of shape \(97,\)"),
+        (SpeechEncoder(CONFIG), (SAMPLES[:, :10],), "with at least 11 samples"),
+        (SpeechEncoder(CONFIG), (SAMPLES.astype(int),), "got int32 of shape"),
+        (SpeechEncoder(CONFIG), (SAMPLES, jnp.asarray([3])), r"lengths must be integers of shape \(2,\)"),
+    ],
+)
+def test_inputs_that_can_t_be(model, given, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(model.init, jax.random.key(0), *given)

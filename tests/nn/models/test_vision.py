@@ -1,0 +1,245 @@
+"""Models of images: pooling, learned tokens, LayerScale, two classifiers, and two encoders with one space."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.config import ConfigError, Images, Patches, TransformerConfig
+from transformer.nn._blocks import position_scheme
+from transformer.nn._layers import ACTIVATIONS
+from transformer.nn._masks import Mask
+from transformer.nn._parameter_axes import axes_of
+from transformer.nn._positions import RotaryGrid
+from transformer.nn.models import (
+    Classifier,
+    DistilledVisionClassifier,
+    DualEncoder,
+    Embedder,
+    VisionClassifier,
+    VisionEmbedder,
+)
+from transformer.nn.models._vision import AttentionPooling
+from transformer.training._state import parameter_paths
+
+KEY = jax.random.key(0)
+CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=1, num_heads=3, d_ff=7, position="rotary")
+TOKENS = jax.random.randint(jax.random.key(1), (3, 5), 0, 17)
+PIXELS = jax.random.normal(KEY, (2, 6, 4, 5))
+PATCHES = Patches(image_height=6, image_width=4, patch_size=2, channels=5)
+VISION = CONFIG.replace(
+    input=PATCHES, **{"output.num_classes": 3, "output.pooling": "first"}, position="learned", max_length=7
+)
+DISTILLED = VISION.replace(input=dataclasses.replace(PATCHES, distillation_token=True), max_length=8)
+DUAL = CONFIG.replace(
+    input=Images(
+        patches=PATCHES,
+        features=7,
+        d_model=8,
+        num_layers=1,
+        num_heads=2,
+        d_ff=3,
+        activation="quick_gelu",
+    ),
+    **{"output.pooling": "last"},
+)
+SIGMOID = DUAL.replace(**{"input.similarity": "sigmoid"})
+
+
+def make(model, *inputs):
+    """Return random parameters in which every bias and scale has an effect."""
+    leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, KEY, *inputs)["params"])
+    keys = jax.random.split(KEY, len(leaves))
+    leaves = [0.5 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return {"params": jax.tree.unflatten(tree, leaves)}
+
+
+def run(model, params, *inputs, **options):
+    return jax.jit(lambda params: model.apply(params, *inputs, **options))(params)
+
+
+def test_quick_gelu():
+    x = jnp.asarray([-3.0, 0.0, 0.5, 2.0])
+    np.testing.assert_allclose(ACTIVATIONS["quick_gelu"](x), x / (1 + np.exp(-1.702 * np.asarray(x))), rtol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean", "first_and_mean"])
+def test_the_mean_is_that_of_the_patches(pooling):
+    hidden = jax.random.normal(KEY, (2, 8, 12))
+    first, mean = hidden[:, 0], hidden[:, 2:].mean(1)
+    expected = {"first": first, "mean": mean, "first_and_mean": jnp.concatenate([first, mean], -1)}[pooling]
+    model = VisionEmbedder(DISTILLED.replace(**{"output.pooling": pooling}))
+    np.testing.assert_allclose(run(model, make(model, PIXELS), hidden, method="pool"), expected, rtol=1e-6)
+    # A classifier of both halves has twice as many inputs.
+    shapes = jax.eval_shape(VisionClassifier(model.config).init, KEY, PIXELS)["params"]
+    assert shapes["output"]["kernel"].shape == (24 if pooling == "first_and_mean" else 12, 3)
+
+
+def test_images_without_a_class_token():
+    config = VISION.replace(
+        input=dataclasses.replace(PATCHES, class_token=False), max_length=6, **{"output.pooling": "mean"}
+    )
+    model = VisionEmbedder(config)
+    params = make(model, PIXELS)
+    assert "class_token" not in params["params"]
+    hidden = run(model, params, PIXELS, method="hidden")
+    assert hidden.shape == (2, 6, 12)
+    np.testing.assert_allclose(run(model, params, PIXELS), hidden.mean(1), rtol=1e-4, atol=1e-5)
+
+
+def test_registers_have_no_positions():
+    """Registers are added after the class token; patches keep their rows of the table, and registers get none."""
+    patches = dataclasses.replace(PATCHES, registers=2)
+    model = VisionEmbedder(VISION.replace(input=patches, max_length=9, num_layers=1, **{"output.pooling": "mean"}))
+    params = make(model, PIXELS)
+    assert params["params"]["registers"].shape == (2, 12)
+    assert params["params"]["encoder"]["position_table"].shape == (7, 12)
+    scheme = position_scheme(model.config, causal=False)
+    table = jnp.arange(1.0, 8.0)[:, None] * jnp.ones((1, 12))
+    added = scheme.add(jnp.zeros((1, 9, 12)), jnp.arange(9)[None], table)
+    np.testing.assert_array_equal(added[0, :, 0], [1, 0, 0, 2, 3, 4, 5, 6, 7])
+    # The mean is that of the 6 patches.
+    hidden = run(model, params, PIXELS, method="hidden")
+    assert hidden.shape == (2, 9, 12)
+    np.testing.assert_allclose(run(model, params, PIXELS), hidden[:, 3:].mean(1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_rotary_grid_depends_on_differences_of_rows_and_columns():
+    scheme = RotaryGrid(grid=(3, 5), first=2, base=7.0)
+    heads = jnp.broadcast_to(jax.random.normal(KEY, (1, 1, 1, 8)), (1, 17, 1, 8))
+    rotated = scheme.rotate(heads, jnp.arange(17)[None])[0, :, 0]
+    np.testing.assert_allclose(rotated[:2], heads[0, :2, 0])  # learned tokens are not rotated
+    scores = (rotated[2:] @ rotated[2:].T).reshape(3, 5, 3, 5)
+    # From (0, 1) to (1, 3) and from (1, 0) to (2, 2): the same difference; another one with rows and columns swapped.
+    np.testing.assert_allclose(scores[0, 1, 1, 3], scores[1, 0, 2, 2], rtol=1e-5)
+    assert abs(scores[0, 1, 1, 3] - scores[0, 1, 2, 2]) > 1e-3
+    # 2 pi / base^(4i / H): the first pair of a row turns by its coordinates, -2/3, 0 and 2/3 of the three rows.
+    first = rotated[2 + 5, 0], rotated[2, 0]
+    a, b = heads[0, 0, 0, 0], heads[0, 0, 0, 4]
+    angle = 2 * np.pi * -2 / 3
+    np.testing.assert_allclose(first, (a, a * np.cos(angle) - b * np.sin(angle)), rtol=1e-4)
+    with pytest.raises(ValueError, match="multiple of 4, got 6"):
+        scheme.rotate(heads[..., :6], jnp.arange(17)[None])
+
+
+def test_pixels_that_fill_no_patch_have_no_effect():
+    size = {"image_height": 7, "image_width": 5, "drop_remainder": True}
+    model = VisionEmbedder(VISION.replace(input=dataclasses.replace(PATCHES, **size)))
+    larger = jnp.pad(PIXELS, ((0, 0), (0, 1), (0, 1), (0, 0)), constant_values=3.0)
+    params = make(model, larger)
+    expected = run(VisionEmbedder(VISION), params, PIXELS)
+    np.testing.assert_allclose(run(model, params, larger), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_pooling_does_not_depend_on_the_order_of_patches():
+    model = AttentionPooling(VISION)
+    hidden = jax.random.normal(KEY, (2, 5, 12))
+    params = make(model, hidden)
+    pooled = run(model, params, hidden)
+    np.testing.assert_allclose(run(model, params, hidden[:, ::-1]), pooled, atol=1e-4)
+    assert np.abs(pooled - run(model, params, hidden[:, :4])).max() > 1e-3
+
+
+def test_layer_scale_multiplies_the_output_of_each_sublayer():
+    """Factors of 1 change nothing, factors of 0 remove a layer; they start with the value of the config."""
+    plain, model = (VisionEmbedder(VISION.replace(**{"stack.layer_scale": value})) for value in (None, 0.3))
+    params = make(model, PIXELS)
+
+    def scaled(value):
+        layers = params["params"]["encoder"]["layers"]["slot_0"]
+        layers = layers | {name: jnp.full((1, 12), value) for name in ("attention_scale", "feed_forward_scale")}
+        encoder = params["params"]["encoder"] | {"layers": {"slot_0": layers}}
+        return run(model, {"params": params["params"] | {"encoder": encoder}}, PIXELS, method="hidden")
+
+    layers = params["params"]["encoder"]["layers"]["slot_0"]
+    layers = {name: leaf for name, leaf in layers.items() if not name.endswith("_scale")}
+    encoder = params["params"]["encoder"] | {"layers": {"slot_0": layers}}
+    same = {"params": params["params"] | {"encoder": encoder}}
+    np.testing.assert_allclose(scaled(1.0), run(plain, same, PIXELS, method="hidden"), rtol=1e-4, atol=1e-5)
+    without = {"slot_0": jax.tree.map(jnp.zeros_like, layers)}
+    nothing = {"params": params["params"] | {"encoder": encoder | {"layers": without}}}
+    np.testing.assert_allclose(scaled(0.0), run(plain, nothing, PIXELS, method="hidden"), rtol=1e-4, atol=1e-5)
+    fresh = jax.jit(model.init)(KEY, PIXELS)["params"]["encoder"]["layers"]["slot_0"]
+    for name in ("attention_scale", "feed_forward_scale"):
+        np.testing.assert_allclose(fresh[name], 0.3)
+
+
+def test_a_distilled_classifier_averages_two_classifiers():
+    model = DistilledVisionClassifier(DISTILLED)
+    params = make(model, PIXELS)
+    hidden, p = run(model, params, PIXELS, method="hidden"), params["params"]
+    names = ("output", "distillation_output")
+    both = [hidden[:, i] @ p[name]["kernel"] + p[name]["bias"][None] for i, name in enumerate(names)]
+    np.testing.assert_allclose(run(model, params, PIXELS), (both[0] + both[1]) / 2, rtol=1e-4, atol=1e-5)
+    assert run(model, params, PIXELS, method="with_aux")[1] == {}
+
+
+@pytest.mark.parametrize("config", [DUAL, SIGMOID], ids=["softmax", "sigmoid"])
+def test_a_dual_encoder_compares_all_pairs(config):
+    model = DualEncoder(config)
+    params = make(model, TOKENS, PIXELS)
+    texts = run(model, params, TOKENS, method="embed_texts")
+    images = run(model, params, PIXELS, method="embed_images")
+    assert (texts.shape, images.shape) == ((3, 7), (2, 7))
+    np.testing.assert_allclose(jnp.linalg.norm(texts, axis=1), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(jnp.linalg.norm(images, axis=1), 1.0, rtol=1e-5)
+    p = params["params"]
+    expected = jnp.exp(p["logit_scale"][0]) * (images @ texts.T) + (p["logit_bias"][0] if config is SIGMOID else 0.0)
+    np.testing.assert_allclose(run(model, params, TOKENS, PIXELS), expected, rtol=1e-4, atol=1e-5)
+    # Padding does not change the vector of a text.
+    padded = jnp.pad(TOKENS, ((0, 0), (0, 2)))
+    again = run(model, params, padded, Mask.lengths(jnp.full(3, 5)), method="embed_texts")
+    np.testing.assert_allclose(again, texts, atol=1e-5)
+    fresh = jax.jit(model.init)(KEY, TOKENS, PIXELS)["params"]
+    np.testing.assert_allclose(jnp.exp(fresh["logit_scale"]), 10 if config is SIGMOID else 1 / 0.07, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (DistilledVisionClassifier(DISTILLED), (PIXELS,)),
+        (VisionEmbedder(VISION.replace(**{"output.pooling": "attention", "stack.layer_scale": 0.1})), (PIXELS,)),
+        (DualEncoder(SIGMOID), (TOKENS, PIXELS)),
+    ],
+)
+def test_every_parameter_has_axes(model, inputs):
+    params = jax.eval_shape(model.init, KEY, *inputs)["params"]
+    for path, leaf in zip(parameter_paths(params), jax.tree.leaves(params), strict=True):
+        axes = axes_of(path, leaf.ndim)
+        assert axes is not None, path
+        assert leaf.ndim - len(axes.names) == ("/layers/" in f"/{path}"), (path, leaf.shape, axes)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "message"),
+    [
+        (
+            VisionEmbedder(VISION.replace(input=dataclasses.replace(PATCHES, class_token=False), max_length=6)),
+            (PIXELS,),
+            r"output.pooling='first' reads the class token, but input.class_token is False",
+        ),
+        (VisionEmbedder(CONFIG), (PIXELS,), "input is not set: a VisionEmbedder needs image patches"),
+        (
+            DistilledVisionClassifier(VISION),
+            (PIXELS,),
+            "needs input.distillation_token=True and output",
+        ),
+        (Embedder(CONFIG.replace(**{"output.pooling": "attention"})), (TOKENS,), "output.pooling='attention' is for"),
+        (
+            Classifier(VISION.replace(**{"output.pooling": "first_and_mean"})),
+            (TOKENS,),
+            "output.pooling='first_and_mean' is for images",
+        ),
+        (DualEncoder(CONFIG), (TOKENS, PIXELS), "a DualEncoder needs input=Images"),
+        (
+            DualEncoder(DUAL.replace(**{"output.normalize": True})),
+            (TOKENS, PIXELS),
+            "has no output.transform and no output.normalize",
+        ),
+    ],
+)
+def test_impossible_models(model, inputs, message):
+    with pytest.raises(ConfigError, match=message):
+        model.init(KEY, *inputs)

@@ -1,0 +1,222 @@
+"""The engine: the text of a request does not depend on the other requests, the queue, or shared prefixes."""
+
+import queue
+import random
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chat_parts import tokenizer as make_tokenizer
+
+from transformer.config import llama_decoder
+from transformer.config._checks import ConfigError
+from transformer.generate import Sampling, generate
+from transformer.nn.models import CausalLM
+from transformer.serve import Engine, EngineClosedError, QueueFullError, Request
+
+POSITIONS = 100  # widths 16, 32 and 64: chunks of 64 tokens
+
+
+@pytest.fixture(scope="module")
+def parts():
+    tokenizer = make_tokenizer("smollm")
+    config = llama_decoder(
+        vocab_size=tokenizer.vocab_size, d_model=32, num_layers=2, num_heads=2, d_ff=48, max_length=None
+    )
+    model = CausalLM(config.replace(initializer_range=0.4))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    return model, params, tokenizer
+
+
+@pytest.fixture(scope="module")
+def engine(parts):
+    made = Engine(*parts, slots=3, positions=POSITIONS, queue=40)
+    made.warm_up()
+    made.start()
+    yield made
+    made.close()
+
+
+def answers(engine, requests):
+    """Submit requests together, and return (text, tokens, finish) of each."""
+    got, events = {}, queue.Queue()
+    engine.submit(requests, lambda number, delta: events.put((number, delta)))
+    texts, tokens = [""] * len(requests), [[] for _ in requests]
+    while len(got) < len(requests):
+        number, delta = events.get(timeout=60)
+        texts[number] += delta.text
+        tokens[number] += delta.tokens
+        if delta.finish:
+            got[number] = delta.finish
+    return [(texts[i], [token.id for token in tokens[i]], got[i]) for i in range(len(requests))], tokens
+
+
+def prompts(count, seed=0, longest=70):
+    draw = random.Random(seed)
+    return [[draw.randrange(5, 290) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+def test_greedy_tokens_are_those_of_generate(engine, parts):
+    model, params, _ = parts
+    rows = prompts(8)
+    requests = [Request(prompt=row, max_tokens=20, sampling=Sampling(temperature=0.0), eos_ids=(7, 9)) for row in rows]
+    got, _ = answers(engine, requests)
+    wanted = generate(model, params, rows, max_new_tokens=20, sampling=Sampling(temperature=0.0), eos_id=[7, 9])
+    assert [tokens for _, tokens, _ in got] == wanted
+    assert [finish for _, _, finish in got] == ["length" if len(row) == 20 else "stop" for row in wanted]
+
+
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.8),
+    Sampling(temperature=1.3, top_k=7),
+    Sampling(top_p=0.7),
+    Sampling(temperature=1.5, min_p=0.1),
+    Sampling(top_k=30, top_p=0.8, min_p=0.02),
+    Sampling(temperature=0.0, repetition_penalty=1.7),
+    Sampling(temperature=0.9, presence_penalty=0.5, frequency_penalty=0.4),
+]
+
+
+def test_a_sample_depends_only_on_its_request(engine, parts):
+    """Each request alone, all together, and `generate` with the same seed: the same tokens and log-probabilities."""
+    model, params, _ = parts
+    rows = prompts(len(SAMPLINGS), seed=1)
+    requests = [
+        Request(prompt=row, max_tokens=14, sampling=sampling, seed=3 + i, top=2 * (i % 3))
+        for i, (row, sampling) in enumerate(zip(rows, SAMPLINGS, strict=True))
+    ]
+    together, tokens_together = answers(engine, requests)
+    for i, request in enumerate(requests):
+        alone, tokens_alone = answers(engine, [request])
+        assert alone[0] == together[i]
+        assert tokens_alone[0] == tokens_together[i]
+        if i in (5, 7):  # each kind of sampling is another program of `generate`
+            (wanted,) = generate(model, params, [rows[i]], max_new_tokens=14, sampling=SAMPLINGS[i], seed=3 + i)
+            assert alone[0][1] == wanted
+
+
+def test_log_probabilities(engine, parts):
+    model, params, _ = parts
+    row = prompts(1, seed=2)[0]
+    (answer,), (tokens,) = answers(engine, [Request(prompt=row, max_tokens=5, seed=8, top=3)])
+    logits = model.apply({"params": params}, jnp.array([row + answer[1]]))[0]
+    expected = np.asarray(jax.nn.log_softmax(logits.astype(jnp.float32), -1))
+    for i, token in enumerate(tokens):
+        at = expected[len(row) - 1 + i]
+        np.testing.assert_allclose(token.log_probability, at[token.id], rtol=1e-3, atol=1e-3)
+        assert [one for one, _ in token.top] == np.argsort(-at)[:3].tolist()
+
+
+def test_a_shared_prefix_changes_nothing(engine):
+    prefix = [11 + i % 200 for i in range(64)]
+    requests = [Request(prompt=[*prefix, 20 + i], max_tokens=8, seed=i) for i in range(4)]
+    before = engine.metrics.shared_tokens
+    first, _ = answers(engine, requests[:1])
+    rest, _ = answers(engine, requests[1:])
+    assert engine.metrics.shared_tokens - before == 3 * 64
+    # One token of the first chunk differs, so nothing is shared.
+    before = engine.metrics.shared_tokens
+    answers(engine, [Request(prompt=[*prefix[:40], 280, *prefix[41:], 20], max_tokens=1)])
+    assert engine.metrics.shared_tokens == before
+    # Other prompts overwrite all caches, so that nothing is shared.
+    answers(engine, [Request(prompt=row, max_tokens=1) for row in prompts(8, seed=5)])
+    before = engine.metrics.shared_tokens
+    again, _ = answers(engine, requests[3:])
+    assert engine.metrics.shared_tokens == before
+    assert again[0] == rest[-1]
+    assert first[0] != rest[0]
+
+
+def test_stop_strings(engine, parts):
+    row = prompts(1, seed=4)[0]
+    request = Request(prompt=row, max_tokens=25, sampling=Sampling(temperature=0.0))
+    ((text, _, _),), _ = answers(engine, [request])
+    stop = text[6:9]
+    ((cut, _, finish),), _ = answers(
+        engine, [Request(prompt=row, max_tokens=25, sampling=request.sampling, stop=(stop,))]
+    )
+    assert (cut, finish) == (text[: text.index(stop)], "stop")
+
+
+def test_cancelled_requests_free_their_slots(engine):
+    events = queue.Queue()
+    long = Request(prompt=[5, 6], max_tokens=POSITIONS - 2, sampling=Sampling(temperature=0.0))
+    tickets = engine.submit([long] * 6, lambda number, delta: events.put((number, delta)))
+    events.get(timeout=60)
+    for ticket in tickets:
+        ticket.cancel()
+    finishes = {}
+    while len(finishes) < 6:
+        number, delta = events.get(timeout=60)
+        finishes |= {number: delta.finish} if delta.finish else {}
+    assert "cancelled" in finishes.values()
+    assert answers(engine, [Request(prompt=[5], max_tokens=2)])[0][0][2] == "length"
+    assert (engine.running, engine.waiting) == (0, 0)
+
+
+def test_a_full_queue_refuses(parts):
+    """Before its start an engine only queues: 2 slots and 1 place in the queue."""
+    engine = Engine(*parts, slots=2, positions=32, queue=1)
+    one = Request(prompt=[5], max_tokens=2)
+    events = queue.Queue()
+    engine.submit([one] * 3, lambda number, delta: events.put(delta.finish))
+    with pytest.raises(QueueFullError, match="the queue holds 1"):
+        engine.submit([one], lambda number, delta: None)
+    engine.start()
+    engine.close(seconds=60)  # finishes what was accepted
+    assert [events.get_nowait() for _ in range(events.qsize())].count("length") == 3
+    with pytest.raises(EngineClosedError, match="shutting down"):
+        engine.submit([one], lambda number, delta: None)
+
+
+def test_a_failure_answers_all_requests(parts, monkeypatch, capsys):
+    engine = Engine(*parts, slots=1, positions=32)
+    monkeypatch.setattr(engine, "_read_part", lambda: 1 / 0)
+    events = queue.Queue()
+    engine.submit([Request(prompt=[5], max_tokens=2)] * 2, lambda number, delta: events.put((number, delta.finish)))
+    engine.start()
+    assert {events.get(timeout=30) for _ in range(2)} == {(0, "error"), (1, "error")}
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    with pytest.raises(EngineClosedError, match="has failed"):
+        engine.submit([Request(prompt=[5], max_tokens=2)], lambda number, delta: None)
+    engine.close()
+    assert not any(thread is engine._thread for thread in threading.enumerate())
+
+
+def test_values_that_are_not_finite_end_only_their_own_request(parts):
+    model, params, tokenizer = parts
+    params = jax.tree.map(lambda leaf: leaf, params)
+    table = params["embedding"]["table"] if "table" in params["embedding"] else params["embedding"]["embedding"]
+    name = "table" if "table" in params["embedding"] else "embedding"
+    params["embedding"] = {**params["embedding"], name: table.at[3].set(jnp.nan)}
+    engine = Engine(model, params, tokenizer, slots=2, positions=32)
+    engine.start()
+    greedy = Sampling(temperature=0.0)
+    got, _ = answers(engine, [Request(prompt=[row], max_tokens=3, sampling=greedy) for row in (3, 4)])
+    engine.close()
+    assert [finish for _, _, finish in got] == ["error", "length"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"prompt": []}, "empty"),
+        ({"prompt": [10**6]}, "token ids must be from 0"),
+        ({"max_tokens": POSITIONS}, "at most 100 tokens"),
+        ({"eos_ids": tuple(range(9))}, "at most 8 ids"),
+        ({"top": 21}, "from 0 to 20"),
+        ({"sampling": Sampling(suppress=(10**6,))}, "suppress"),
+    ],
+)
+def test_invalid_requests(engine, changed, message):
+    with pytest.raises(ValueError, match=message):
+        engine.submit([Request(**{"prompt": [5], "max_tokens": 2, **changed})], lambda number, delta: None)
+
+
+@pytest.mark.parametrize("changed", [{"slots": 0}, {"positions": 8}, {"queue": -1}])
+def test_invalid_sizes(parts, changed):
+    with pytest.raises(ConfigError, match=next(iter(changed))):
+        Engine(*parts, **changed)

@@ -1,0 +1,249 @@
+"""Contrastive training: losses, devices, the limit of the factor, evaluation, resuming and refused options."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from training_recipes import assert_equals_resumed_run, change, six_steps
+
+from transformer.config import AttentionOptions, ConfigError, Images, OutputOptions, Patches, TransformerConfig
+from transformer.data import Shapes, prepare
+from transformer.nn._sharding import place_batch
+from transformer.training._evaluation import compiled_eval_step, evaluate_loss
+from transformer.training._loop import train
+from transformer.training._losses import matched_by_sigmoid, matched_by_softmax, matches
+from transformer.training._parallel import place
+from transformer.training._recipe import build_model, with_vocabulary
+from transformer.training._state import make_state
+from transformer.training._step import training_loss
+
+SIZES = {"d_model": 16, "num_layers": 1, "num_heads": 4, "d_ff": 24}
+DATA = {
+    "train_examples": 64,
+    "validation_examples": 21,
+    "test_examples": 24,
+    "batch_size": 16,
+    "eval_batch_size": 12,
+    "max_length": 18,
+}
+
+
+def contrastive_recipe(similarity="softmax", dropout=0.0, **groups):
+    images = Images(
+        patches=Patches(image_height=32, image_width=32, patch_size=8),
+        features=16,
+        activation="gelu_tanh",
+        similarity=similarity,
+        pooling="attention" if similarity == "sigmoid" else "first",
+        projections="text" if similarity == "sigmoid" else "both",
+        **SIZES,
+    )
+    model = TransformerConfig(
+        **SIZES,
+        position="learned",
+        max_length=18,
+        dropout_rate=dropout,
+        attention=AttentionOptions(causal=True),
+        output=OutputOptions(pooling="last"),
+        input=images,
+    )
+    return change(six_steps("pairs", model, Shapes(**DATA)), **groups)
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    return prepare(Shapes(**DATA))
+
+
+def logits_and_weights(rows=7, seed=0):
+    random = np.random.default_rng(seed)
+    weights = jnp.ones(rows).at[jnp.array([2, 5])].set(0.0)
+    return jnp.asarray(random.normal(0, 4, (rows, rows)), jnp.float32), weights
+
+
+@pytest.mark.parametrize("loss", [matched_by_softmax, matched_by_sigmoid])
+def test_a_pair_of_weight_0_has_no_effect(loss):
+    """It is no target and no negative: the loss is that of the other pairs alone, and so is the gradient."""
+    logits, weights = logits_and_weights()
+    inside = np.asarray(weights > 0)
+    alone = logits[inside][:, inside]
+    expected = loss(alone, jnp.ones(5))
+    logits = jnp.where(np.outer(inside, inside), logits, 50.0)
+    found = loss(logits, weights)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    gradient = jax.grad(lambda x: loss(x, weights)[0])(logits)
+    np.testing.assert_allclose(
+        gradient[inside][:, inside], jax.grad(lambda x: loss(x, jnp.ones(5))[0])(alone), atol=1e-6
+    )
+    assert not np.asarray(gradient)[~np.outer(inside, inside)].any()
+    assert all(np.isfinite(value) for value in loss(logits, jnp.zeros(7)))
+
+
+def test_losses_equal_their_definitions():
+    logits, _ = logits_and_weights()
+    ones = jnp.ones(7)
+    exact = np.asarray(logits, np.float64)
+    own = np.diag(exact)
+    rows, columns = (np.log(np.exp(exact).sum(axis)) - own for axis in (1, 0))
+    np.testing.assert_allclose(matched_by_softmax(logits, ones)[0], (rows + columns).sum() / 2, rtol=1e-6)
+    signs = 2 * np.eye(7) - 1
+    np.testing.assert_allclose(matched_by_sigmoid(logits, ones)[0], np.log1p(np.exp(-signs * exact)).sum(), rtol=1e-6)
+    rounded = logits.astype(jnp.bfloat16)
+    for loss in (matched_by_softmax, matched_by_sigmoid):  # computed in float32
+        np.testing.assert_array_equal(loss(rounded, ones), loss(rounded.astype(jnp.float32), ones))
+
+
+def test_matches_count_both_directions():
+    logits = jnp.array([[3.0, 1.0, 0.0], [4.0, 2.0, 0.0], [0.0, 0.0, 9.0]])
+    assert tuple(map(float, matches(logits, jnp.ones(3)))) == (2, 2)
+    assert tuple(map(float, matches(logits, jnp.array([1.0, 1.0, 0.0])))) == (1, 1)
+    logits = logits.at[1, 2].set(5.0)
+    assert tuple(map(float, matches(logits, jnp.array([1.0, 0.0, 1.0])))) == (2, 2)
+
+
+LAYOUTS = {
+    "data x8": {},
+    "fsdp x8": {"fsdp": 8},
+    "tensor x4, data x2": {"tensor": 4},
+    "fsdp x2, tensor x2, data x2": {"fsdp": 2, "tensor": 2},
+}
+
+
+def steps(recipe, dataset, count=3):
+    recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
+    placement, batches, found = place(recipe), dataset.train_batches(seed=0), []
+    state = placement.spread(placement.new_state())
+    for _ in range(count):
+        state, metrics = placement.train_step(state, next(batches))
+        found.append([float(metrics[name]) for name in ("loss_sum", "weight", "grad_norm")])
+    return np.array(found)
+
+
+@pytest.fixture(scope="module")
+def alone(dataset):
+    """Return the first steps on one device, computed once for each loss."""
+    names = "softmax", "sigmoid"
+    return {name: steps(contrastive_recipe(name, parallel={"devices": 1}), dataset) for name in names}
+
+
+@pytest.mark.parametrize("similarity", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
+def test_all_devices_compare_all_pairs(layout, similarity, dataset, alone):
+    """Losses and gradient norms on eight devices, each with a part of the pairs, equal those of one device."""
+    recipe = contrastive_recipe(similarity, parallel={"devices": 8} | LAYOUTS[layout])
+    np.testing.assert_allclose(steps(recipe, dataset), alone[similarity], rtol=1e-4)
+
+
+@pytest.mark.parametrize("similarity", ["softmax", "sigmoid"])
+def test_gradients_on_eight_devices_equal_those_on_one(similarity, dataset):
+    recipe = with_vocabulary(contrastive_recipe(similarity), dataset.tokenizer.vocab_size)
+    batch = next(dataset.train_batches(seed=0))
+    found = []
+    for devices in (1, 8):
+        placement = place(change(recipe, parallel={"devices": devices}))
+        found.append(gradients(recipe, placement, batch))
+    one, eight = found
+    assert one.keys() == eight.keys()
+    largest = max(np.abs(gradient).max() for gradient in one.values())
+    for path, gradient in one.items():
+        np.testing.assert_allclose(eight[path], gradient, atol=1e-6 * largest, rtol=1e-4, err_msg=path)
+    half = {name: array[:8] for name, array in batch.items()}
+    other = gradients(recipe, placement, half)["logit_scale"]
+    assert np.abs(other * 2 - one["logit_scale"]).max() > 1e-2  # the negatives of half a batch are others
+
+
+def gradients(recipe, placement, batch):
+    model = build_model(recipe)
+
+    def loss(params, batch):
+        return training_loss(recipe.task, model, params, batch, recipe.training, None)[0]
+
+    with jax.set_mesh(placement.mesh):
+        params = placement.new_state().params
+        computed = jax.jit(jax.grad(loss))(params, place_batch(batch, placement.mesh))
+    return flatten_dict(jax.device_get(computed), sep="/")
+
+
+@pytest.mark.parametrize(("similarity", "limited"), [("softmax", True), ("sigmoid", False)])
+def test_the_factor_of_clip_is_at_most_100(similarity, limited, dataset):
+    recipe = contrastive_recipe(similarity, optimizer={"learning_rate": 1e-3})
+    recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
+    placement = place(recipe)
+    state = placement.new_state()
+    state = state.replace(params=state.params | {"logit_scale": jnp.full((1,), 7.0)})
+    state, _ = placement.train_step(state, next(dataset.train_batches(seed=0)))
+    factor = float(jnp.exp(state.params["logit_scale"][0]))
+    assert math.isclose(factor, 100.0, rel_tol=1e-5) == limited
+    assert limited or factor > 1000
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bit_for_bit_and_reports_retrieval(tmp_path):
+    recipe = contrastive_recipe(dropout=0.1)
+    summary = train(recipe, tmp_path / "run")
+    assert_equals_resumed_run(tmp_path / "run", recipe, 3, tmp_path / "other")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "eval/image_to_text" in line][-1]
+    assert 0 <= last["eval/image_to_text"] <= 1
+    assert math.isclose(last["eval/accuracy"], (last["eval/image_to_text"] + last["eval/text_to_image"]) / 2)
+    assert summary.split == "test"
+    assert summary.held_out.targets == 24
+
+
+@pytest.mark.slow
+def test_evaluation_on_devices_ignores_rows_that_fill_up_the_batch(dataset):
+    """Batches of 12 rows are filled up to 16 for eight devices, and 21 pairs make batches of 11 and 10."""
+    recipe = with_vocabulary(contrastive_recipe(parallel={"devices": 8}), dataset.tokenizer.vocab_size)
+    placement = place(recipe)
+    params = placement.new_state().params
+    found = evaluate_loss(placement.eval_step, params, dataset.eval_batches())
+    expected = evaluate_loss(compiled_eval_step(recipe), jax.device_get(params), dataset.eval_batches())
+    assert found.targets == 21
+    assert math.isclose(found.loss, expected.loss, rel_tol=1e-5)
+    assert found.others == expected.others
+
+
+def test_padding_of_a_causal_text_encoder_changes_nothing(dataset):
+    recipe = with_vocabulary(contrastive_recipe(), dataset.tokenizer.vocab_size)
+    batch = dataset.eval_batches()[0]
+    params = jax.jit(lambda: make_state(recipe).params)()
+    padding = np.arange(18) >= batch["lengths"][:, None]
+    batches = batch, dict(batch, tokens=np.where(padding, 7, batch["tokens"]).astype(np.int32))
+    one, other = (compiled_eval_step(recipe)(params, each)["loss_sum"] for each in batches)
+    np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"training": {"accumulation": 2}}, "compares all pairs of a step"),
+        ({"training": {"label_smoothing": 0.1}}, "the task contrastive does not have"),
+        ({"parallel": {"kind": "pmap"}}, "a replica does not see the pairs of the others"),
+        ({"parallel": {"context": 2}}, "can't split the sequences of the task contrastive"),
+        ({"data": {"max_length": 17}, "model": {"attention": AttentionOptions()}}, "also reads the padding"),
+        ({"model": {"input": None}}, "model.input describes no images"),
+    ],
+)
+def test_options_that_the_task_can_not_use_are_errors(groups, message):
+    recipe = contrastive_recipe()
+    with pytest.raises(ConfigError, match=message):
+        change(recipe, **groups)
+
+
+def test_images_of_another_size_are_an_error(tmp_path):
+    recipe = contrastive_recipe(data={"image_size": 40})
+    with pytest.raises(ConfigError, match=r"model.input must match the data, but has image_height 32 \(data: 40\)"):
+        train(recipe, tmp_path)
+
+
+def test_the_mesh_must_divide_the_image_encoder_too(dataset):
+    images = dataclasses.replace(contrastive_recipe().model.images, num_heads=2)
+    recipe = contrastive_recipe(model={"input": images}, parallel={"devices": 8, "tensor": 4})
+    with pytest.raises(ConfigError, match=r"model.input.num_heads \(2\) must be a multiple of parallel.tensor"):
+        place(with_vocabulary(recipe, dataset.tokenizer.vocab_size))

@@ -1,0 +1,52 @@
+"""Options of other programs are answered with ours."""
+
+import pytest
+
+from tests.training_recipes import tiny_recipe
+from transformer.config import ConfigError
+from transformer.training._option_hints import OTHER_NAMES, suggestion
+from transformer.training._overrides import _options, override
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--lr", "Did you mean '--optimizer.learning-rate'?"),
+        ("--steps", "Did you mean '--training.steps'?"),
+        ("--learning_rate", "Did you mean '--optimizer.learning-rate'?"),
+        ("--every", "Did you mean '--evaluation.every' or '--checkpoint.every' or '--logging.every'?"),
+        ("--n_layer", "Did you mean '--model.num-layers'?"),
+        ("--resume", "pass its workdir in place of the recipe"),
+        ("--epochs", "--training.steps"),
+        ("--model.num-lyers", "Did you mean '--model.num-layers'?"),
+        ("--output_dir", "Did you mean '--workdir'?"),
+    ],
+)
+def test_an_option_of_another_program(given, expected):
+    with pytest.raises(ConfigError) as raised:
+        override(tiny_recipe(), [given, "3"], program="test")
+    assert f"unknown option {given}. " in str(raised.value)
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--lora"], "--lora is a group of options. Pass the ones that you want to set: --lora.rank, --lora.alpha"),
+        (["--model.input", "3"], "--model.input is not set in this recipe, and has no option. Set it in a recipe file"),
+    ],
+)
+def test_the_name_of_a_group_is_no_option(given, expected):
+    with pytest.raises(ConfigError) as raised:
+        override(tiny_recipe(), given, program="test")
+    assert expected in str(raised.value)
+
+
+def test_every_suggested_option_exists():
+    assert {f"--{ours}" for ours in OTHER_NAMES} <= set(_options(tiny_recipe()))
+    names = [name for theirs in OTHER_NAMES.values() for name in theirs]
+    assert len(names) == len(set(names))
+
+
+def test_nothing_is_suggested_for_what_resembles_nothing():
+    assert suggestion("--zzzzzzzz", _options(tiny_recipe())) == ""

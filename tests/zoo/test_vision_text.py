@@ -1,0 +1,43 @@
+"""Refusals of config.json of families that read images together with text."""
+
+import json
+
+import pytest
+from golden import case as golden_case
+
+from transformer.zoo import ENTRIES
+
+
+def read(family, **changes):
+    """Read the config.json of a golden case with changed fields; a dict changes an inner object."""
+    values = json.loads(json.dumps(next(iter(golden_case.cases(family).values())).values))
+    for name, value in changes.items():
+        values[name] = values[name] | value if isinstance(value, dict) else value
+    entry = ENTRIES[family]
+    return entry.read(values, next(iter(entry.heads.values())))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma3", {"mm_tokens_per_image": 5}, "mm_tokens_per_image is 5, but only the square of a divisor"),
+        ("gemma3", {"mm_tokens_per_image": 16}, "mm_tokens_per_image is 16, more than sliding_window"),
+        ("gemma3", {"text_config": {"final_logit_softcapping": 3.0}}, "in text_config, final_logit_softcapping is 3.0"),
+        ("gemma3", {"vision_config": {"model_type": "clip_vision_model"}}, "only siglip_vision_model is supported"),
+        ("gemma3", {"text_config": None}, "text_config is missing"),
+        ("gemma3", {"image_token_index": 37}, "image_token_index is 37, but only an id of the vocabulary"),
+        ("paligemma", {"projection_dim": 13}, "projection_dim is 13, but only the width of the decoder, 12"),
+        ("paligemma", {"text_config": {"model_type": "llama"}}, "'llama', but only gemma, gemma2 is supported"),
+        ("llava", {"vision_feature_layer": [-2, -1]}, "vision_feature_layer is [-2, -1], but only the output of one"),
+        ("llava", {"vision_feature_layer": -4}, "vision_feature_layer is -4"),
+        ("llava", {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full'"),
+        ("llava", {"multimodal_projector_bias": False}, "multimodal_projector_bias is False"),
+        ("llava", {"vision_config": {"patch_size": [2, 3]}}, "in vision_config, patch_size is [2, 3]"),
+        ("llava", {"wonder": 3}, "wonder is not known"),
+    ],
+)
+def test_unsupported_values_are_named(family, changes, message):
+    with pytest.raises(ValueError, match=r"config.json of") as error:
+        read(family, **changes)
+    assert message in str(error.value)
+    read(family)

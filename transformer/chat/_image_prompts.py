@@ -1,0 +1,157 @@
+"""Images in prompts: the text that stands for an image, and its replacement by the tokens of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from transformer.config._checks import ConfigError
+from transformer.data._library_errors import held_stderr, library_errors
+from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data._tokenizer import TOKENIZER_FILE, utf8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageText:
+    """How the text of a family of vision-language models represents an image, as its processor in transformers does."""
+
+    marker: str | None = None
+    """text that stands for an image in prompts and chat templates; None: the name of the image token"""
+    before: str = ""
+    """text before the image tokens"""
+    after: str = ""
+    """text behind the image tokens"""
+    begin_after_images: bool = False
+    """write the begin token behind the last image instead of at the start, and a line break at the end (PaliGemma)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePrompts:
+    """Prompts of one vision-language model: the text of its images, and their preprocessing."""
+
+    text: ImageText
+    token: str
+    """name of the image token"""
+    token_id: int
+    """id of the image token"""
+    count: int
+    """number of image tokens per image"""
+    read: Callable[[Sequence[Any]], list[np.ndarray]]
+    """preprocessing: paths, PIL images or arrays -> arrays (height, width, channels)"""
+
+    @property
+    def marker(self) -> str:
+        """Text that stands for an image in a prompt."""
+        return self.token if self.text.marker is None else self.text.marker
+
+    @property
+    def expansion(self) -> str:
+        """Text that replaces a marker."""
+        return f"{self.text.before}{self.token * self.count}{self.text.after}"
+
+    def check_count(self, markers: int, images: int) -> None:
+        """Raise ConfigError unless there are as many images as markers."""
+        if markers != images:
+            raise ConfigError(
+                f"the prompt has {markers} image markers ({self.marker}), but {images} images are given: expected one "
+                f"image for each marker. Add or remove markers or images."
+            )
+
+    def encode(self, prompt: str, images: int, tokenizer: PretrainedTokenizer) -> list[int]:
+        """Return the token ids of a prompt about images.
+
+        Without a marker in the prompt, the images come first.
+
+        Args:
+            prompt: the text, with a marker for each image, or without markers.
+            images: number of images.
+            tokenizer: tokenizer of the model.
+
+        Raises:
+            ConfigError: the number of markers is not that of the images, or the prompt contains another special token.
+            ValueError: the tokenizer can't encode the prompt.
+        """
+        utf8(prompt)
+        if self.marker not in prompt:
+            prompt = self.marker * images + prompt
+        self.check_count(prompt.count(self.marker), images)
+        begin = ""
+        if self.text.begin_after_images:
+            begin = "" if tokenizer.bos_id is None else tokenizer.tokens([tokenizer.bos_id])[0]
+            end = prompt.rfind(self.marker) + len(self.marker) if images else 0
+            prompt = f"{prompt[:end]}{begin}{prompt[end:]}\n"
+        names = {name for name in tokenizer.special_tokens if name and not name.isspace()} - {begin, self.marker}
+        if found := next((name for name in sorted(names) if name in prompt), None):
+            raise ConfigError(
+                f"the prompt contains {found!r}, the name of a special token, which a prompt with images can't "
+                f"contain. Remove it."
+            )
+        text = prompt.replace(self.marker, self.expansion)
+        return _marked_ids(text, tokenizer, add_special_tokens=not self.text.begin_after_images)
+
+
+def _marked_ids(text: str, tokenizer: PretrainedTokenizer, *, add_special_tokens: bool) -> list[int]:
+    """Return the ids of a text whose special tokens are recognized, as transformers does."""
+    import tokenizers
+
+    with library_errors(f"{TOKENIZER_FILE} is not a valid tokenizer", "Download the file again"), held_stderr():
+        library = tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER_FILE].decode("utf-8"))
+        library.no_truncation()
+        library.no_padding()
+    remedy = "Shorten it, or download the tokenizer's file again"
+    with library_errors("the tokenizers library failed on this prompt", remedy), held_stderr():
+        return list(library.encode(text, add_special_tokens=add_special_tokens).ids)
+
+
+def without_sources(messages: Any) -> tuple[Any, list[Any]]:
+    """Return the messages of a conversation with the sources of images removed, and the sources in order.
+
+    The source of a part of type image is its entry `image`, `path` or `url`: a path, a PIL image or an array.
+
+    Raises:
+        ConfigError: a part of type image without a source, or with several.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return messages, []  # `check_messages` reports the error
+    found: list[Any] = []
+
+    def bare(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") != "image":
+            return part
+        sources = [part[name] for name in ("image", "path", "url") if part.get(name) is not None]
+        if len(sources) != 1 or part.keys() - {"type", "image", "path", "url"}:
+            raise ConfigError(
+                f'a part of type image must be {{"type": "image", "image": ...}}, with a path, a PIL image or an '
+                f"array, got the entries {', '.join(map(str, part))}. Correct it."
+            )
+        found.extend(sources)
+        return {"type": "image"}
+
+    def changed(message: Any) -> Any:
+        content = message.get("content") if isinstance(message, dict) else None
+        return {**message, "content": [bare(part) for part in content]} if isinstance(content, list) else message
+
+    return [changed(message) for message in messages], found
+
+
+def expanded(text: str, places: Sequence[int], breaks: Sequence[int], images: ImagePrompts) -> tuple[str, list[int]]:
+    """Return a rendered conversation with its markers of images expanded.
+
+    Args:
+        text: the conversation.
+        places: sorted starts of the markers.
+        breaks: sorted places in the text that must keep their characters.
+        images: the text of images.
+
+    Returns:
+        The text, and the places of the breaks in it.
+    """
+    parts, last = [], 0
+    for place in places:
+        parts += [text[last:place], images.expansion]
+        last = place + len(images.marker)
+    grown = len(images.expansion) - len(images.marker)
+    return "".join([*parts, text[last:]]), [one + grown * sum(place < one for place in places) for one in breaks]

@@ -1,0 +1,296 @@
+"""`python -m transformer chat`: a conversation with a model in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from transformer.cli._arguments import parse
+from transformer.cli._errors import describe
+from transformer.cli._models import check_images
+from transformer.cli._sampling import SamplingCommand, switches
+from transformer.cli._streams import decode_argument
+from transformer.config._checks import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from transformer.chat._chat import Chat, ReplyStream
+    from transformer.chat._image_prompts import ImagePrompts
+    from transformer.inference._generating import StreamedText
+    from transformer.inference._loading import LoadedModel
+
+COMMANDS = {
+    "/help": "list these commands",
+    "/reset": "forget the conversation, but not the system message",
+    "/system TEXT": "begin a new conversation with this system message; without TEXT: with none",
+    "/save FILE": "write the conversation into a JSON file",
+}
+"""lines that are commands instead of messages"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatCommand(SamplingCommand):
+    """Talk to a chat model. Each line is a message; lines that begin with / are commands, which /help lists.
+
+    Ctrl-C stops an answer, Ctrl-D ends the conversation. If stdin is not a terminal, each of its lines is a message.
+    """
+
+    max_new_tokens: int | None = None
+    """maximum number of tokens of an answer; None: 1024"""
+    temperature: float | None = None
+    """sampling temperature (0: greedy); None: the value of generation_config.json, or else 0"""
+    system: str | None = None
+    """system message"""
+    template: Path | None = None
+    """file with the chat template; None: that of the model"""
+    switch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """variable of the template as NAME=VALUE, such as enable_thinking=false; repeat for several"""
+    image: tuple[str, ...] = ()
+    """vision-language model: paths of images at the beginning of the first message: --image a.jpg b.png"""
+    int8: bool = False
+    """quantize the weights to 8 bits, a quarter of the memory of float32; stderr reports memory and rounding errors"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Answer messages until the end of the input."""
+    command = parse(ChatCommand, "chat", arguments)
+    command.check()
+    switches(command.switch)
+    check_images(command.image)
+    run = command.load_writer()
+    images = image_reader(run, command.image)
+    if command.int8:
+        run = in_8_bits(run)
+    Conversation(open_chat(run, command.template, images), command).hold(_lines())
+
+
+def image_reader(run: LoadedModel, images: Sequence[str]) -> ImagePrompts | None:
+    """Return how the model reads images in prompts; None if there are no images.
+
+    Raises:
+        ConfigError: there are images, but the model reads only text, or its files don't describe how it reads images.
+    """
+    if not images:
+        return None
+    from transformer.inference._image_prompts import image_prompts
+
+    return image_prompts(run)
+
+
+def open_chat(run: LoadedModel, template: Path | None = None, images: ImagePrompts | None = None) -> Chat:
+    """Return the chat of a model, with the template of a file, or with that of the model.
+
+    Raises:
+        ConfigError: the model is not a causal model, or it has no chat template.
+        ValueError: the template is invalid.
+    """
+    from transformer.chat._template import ChatTemplate
+    from transformer.inference._text_methods import open_chat as open_with
+
+    if template is None:
+        return open_with(run, images=images)
+    try:
+        return open_with(run, ChatTemplate(template.read_text(encoding="utf-8"), str(template)), images)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{template} is not UTF-8: byte {error.start} can't be read. Convert it.") from None
+
+
+def start_reply(command: Any, chat: Chat, messages: Sequence[dict[str, Any]], seed: int) -> ReplyStream:
+    """Return the reply to a conversation, with the options of `generate` or `chat`."""
+    limit = {} if command.max_new_tokens is None else {"max_new_tokens": command.max_new_tokens}
+    sampling = command.sampling_from(chat.sampling)
+    return chat.stream(messages, sampling=sampling, stop=command.stop, seed=seed, **limit, **switches(command.switch))
+
+
+def answer(
+    command: Any, chat: Chat, prompt: str, seed: int, show: Callable[[str], None], images: Sequence[str] = ()
+) -> StreamedText:
+    """Return the answer to one message, with the options of `generate --chat`; pass its pieces to `show`."""
+    from transformer.inference._generating import StreamedText
+
+    stream = start_reply(command, chat, conversation(command.system, prompt, images), seed)
+    for piece in stream:
+        show(piece)
+    reply, ended = stream.reply, stream.reply.finish == "end"
+    names = chat.tokenizer.tokens(reply.tokens)
+    return StreamedText(prompt, reply.text, ended, names, reply.log_probabilities, reply.finish)
+
+
+def check_chat_options(command: Any) -> None:
+    """Raise ConfigError if an option that needs --chat is given without it, or if --switch is invalid."""
+    chat_only = {"--system": command.system, "--template": command.template, "--switch": command.switch or None}
+    for option, value in chat_only.items():
+        if value is not None and not command.chat:
+            raise ConfigError(f"{option} needs --chat. Pass --chat, or remove {option}.")
+    switches(command.switch)
+
+
+def conversation(system: str | None, prompt: str, images: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the messages of a conversation with one message of the user, which begins with images."""
+    return [*_system(system), _of_user(prompt, images)]
+
+
+def _of_user(text: str, images: Sequence[str]) -> dict[str, Any]:
+    if not images:
+        return {"role": "user", "content": text}
+    parts = [{"type": "image", "image": name} for name in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def _system(text: str | None) -> list[dict[str, str]]:
+    return [] if text is None else [{"role": "system", "content": decode_argument(text)}]
+
+
+class Conversation:
+    """The messages of a conversation in the terminal, and the commands that change them."""
+
+    def __init__(self, chat: Chat, command: ChatCommand):
+        self._chat, self._command = chat, command
+        self.messages: list[dict[str, Any]] = _system(command.system)
+        self._saved: set[Path] = set()
+        self._answers = 0
+
+    def hold(self, lines: Iterator[str]) -> None:
+        """Answer each line, until there are no more.
+
+        In a terminal, an error is printed, and the message that caused it is not added to the conversation.
+        """
+        interactive = sys.stdin.isatty()
+        if interactive:
+            print("Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands.", file=sys.stderr)
+        for line in lines:
+            try:
+                self._take(line)
+            except (ValueError, OSError) as error:
+                if not interactive:
+                    raise
+                print(describe(error), file=sys.stderr)
+
+    def _take(self, line: str) -> None:
+        if not line.strip():
+            return
+        if line.startswith("/") and not line.startswith("//"):
+            self._obey(line)
+        else:
+            self._answer(line.removeprefix("/") if line.startswith("//") else line)
+
+    def _answer(self, text: str) -> None:
+        """Print the answer to a message while it is generated, and add both to the conversation."""
+        from transformer.cli._texts import shown
+
+        first = not any(message["role"] == "user" for message in self.messages)
+        messages = [*self.messages, _of_user(text, self._command.image if first else ())]
+        stream = start_reply(self._command, self._chat, messages, (self._command.seed + self._answers) % 2**32)
+        with interruptions() as interrupted, contextlib.suppress(KeyboardInterrupt):
+            for piece in stream:
+                print("" if self._command.json else shown(piece), end="", flush=True)
+                if interrupted.is_set():
+                    break
+        self._answers += 1
+        reply = stream.reply
+        if self._command.json:
+            values = {"message": text, "output": reply.text, "finish": reply.finish, "tokens": len(reply.tokens)}
+            print(json.dumps(values), flush=True)
+        else:
+            print(" [stopped]" if reply.finish == "interrupted" else "", flush=True)
+        if reply.text or reply.finish != "interrupted":
+            self.messages = [*messages, reply.message]
+
+    def _obey(self, line: str) -> None:
+        """Carry out a command."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        match name.strip():
+            case "/help":
+                print("\n".join(f"{command:14}{what}" for command, what in COMMANDS.items()))
+                print("//text         send a message that begins with /")
+            case "/reset":
+                self.messages = [message for message in self.messages if message["role"] == "system"]
+            case "/system":
+                self.messages = _system(rest or None)
+            case "/save":
+                self._save(rest)
+            case _:
+                names = [command.partition(" ")[0] for command in COMMANDS]
+                raise ConfigError(
+                    f"unknown command {name!r:.40}.{nearest(name, names)} Use one of {', '.join(names)}; a message "
+                    "that begins with / is typed with //."
+                )
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise ConfigError("/save needs the name of a file, such as /save conversation.json.")
+        path = Path(name).expanduser()
+        if path.exists() and path.resolve() not in self._saved:
+            raise ConfigError(f"{path} exists, and this conversation did not write it. Use another name.")
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+        self._saved.add(path.resolve())
+        print(f"wrote {len(self.messages)} messages into {path}", file=sys.stderr)
+
+
+def _lines() -> Iterator[str]:
+    """Yield the messages that the user types, or the lines of stdin if it is not a terminal."""
+    if sys.stdin is None:
+        return
+    if not sys.stdin.isatty():
+        for number, raw in enumerate(sys.stdin.buffer, 1):
+            try:
+                yield raw.decode("utf-8-sig").rstrip("\r\n")
+            except UnicodeDecodeError:
+                raise ConfigError(f"line {number} of stdin is not UTF-8. Convert it.") from None
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, for editing the line and for earlier lines
+    prompt = "> " if sys.stdout.isatty() else ""  # stdout that is redirected contains answers only
+    while True:
+        try:
+            yield input(prompt)
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            print("\nCtrl-D ends the conversation.", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def interruptions() -> Iterator[threading.Event]:
+    """Let Ctrl-C set an event instead of raising KeyboardInterrupt; a second Ctrl-C raises it.
+
+    Outside of the main thread, which alone receives signals, nothing changes.
+    """
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def in_8_bits(run: LoadedModel) -> LoadedModel:
+    """Return the model with int8 weights; print memory and rounding errors on stderr."""
+    from transformer.nn._int8 import quantize
+
+    params, report = quantize(run.params)
+    for row in report:
+        print(row, file=sys.stderr)
+    return dataclasses.replace(run, params=params)

@@ -1,0 +1,82 @@
+"""`python -m transformer transcribe`: transcribe audio files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from transformer.cli._arguments import option_names_in_errors, parse
+from transformer.cli._models import ModelCommand
+from transformer.config._checks import ConfigError
+
+if TYPE_CHECKING:
+    from transformer.inference._transcribing import Transcript
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transcribe(ModelCommand):
+    """Print the text of each audio file (WAV, FLAC or OGG); with several files, each after its name.
+
+    The model is Whisper, or wav2vec 2.0 or HuBERT with CTC. Recordings that are longer than one window of the model (30
+    seconds) are transcribed window by window.
+    """
+
+    files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE")]
+    """audio files"""
+    timestamps: bool = False
+    """print a line for each segment (with CTC: for each word): start, end and text"""
+    language: str | None = None
+    """language of the recordings, such as en (Whisper); None: detect it"""
+    translate: bool = False
+    """translate to English (Whisper)"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the transcripts."""
+    command = parse(Transcribe, "transcribe", arguments)
+    if not command.files:
+        raise ConfigError("transcribe needs audio files, got none. Pass one or more files after the directory.")
+    from transformer.inference._transcribing import TranscriptionOptions, sampling_rate, transcribe
+    from transformer.media._audio import check_file, read_audio
+
+    for file in command.files:  # before loading the model, which takes seconds
+        check_file(file)
+    opened, results = command.load(), []
+    rate = sampling_rate(opened)
+    options = TranscriptionOptions(
+        timestamps=command.timestamps,
+        language=command.language,
+        translate=command.translate,
+    )
+    for file in command.files:
+        with option_names_in_errors(language="language", translate="translate"):
+            found = transcribe(opened, read_audio(file, rate), options)
+        if command.json:
+            results.append({"file": file, **dataclasses.asdict(found)})
+        else:
+            _print(found, file if len(command.files) > 1 else None, command.timestamps)
+    if command.json:
+        command.print_json(opened, results=results)
+
+
+def _print(found: Transcript, file: str | None, timestamps: bool) -> None:
+    from transformer.cli._texts import shown
+
+    if file is not None:
+        print(f"{file}:")
+    if timestamps:
+        for segment in found.segments:
+            print(f"[{_time(segment.start)} --> {_time(segment.end)}] {shown(segment.text.strip())}", flush=True)
+    else:
+        print(shown(found.text), flush=True)
+
+
+def _time(seconds: float) -> str:
+    """Return a time as minutes and seconds, 02:05.30, with hours if there are any."""
+    minutes, rest = divmod(round(seconds * 100), 6000)
+    hours, minutes = divmod(minutes, 60)
+    return f"{f'{hours}:' if hours else ''}{minutes:02}:{rest // 100:02}.{rest % 100:02}"

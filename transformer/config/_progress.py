@@ -1,0 +1,42 @@
+"""Progress of long work: library functions report it, and a program may show it (`transformer.cli._bars`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+Shown = Callable[[str, float, float | None], None]
+"""receives what is counted, how many are done, and how many there are (None: unknown)"""
+
+_SHOWN: ContextVar[Shown | None] = ContextVar("shown", default=None)
+
+
+@contextlib.contextmanager
+def showing(shown: Shown | None) -> Iterator[None]:
+    """Context manager in which `shown` receives the progress of `counting`; None: nobody does."""
+    before = _SHOWN.set(shown)
+    try:
+        yield
+    finally:
+        _SHOWN.reset(before)
+
+
+def counting(what: str, total: float | None = None) -> Callable[[float], None]:
+    """Start to report progress, and return a function that adds to what is done.
+
+    Args:
+        what: what is counted, such as "texts".
+        total: how many there are; None: unknown.
+    """
+    shown, done = _SHOWN.get(), 0.0
+    if shown is None:
+        return lambda more: None
+    shown(what, 0.0, total)
+
+    def add(more: float) -> None:
+        nonlocal done
+        done += more
+        shown(what, done, total)
+
+    return add

@@ -1,0 +1,221 @@
+"""Conversations in files of the user, their token ids, and which of the tokens are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from transformer.config._checks import ConfigError
+from transformer.data._records import Record, parsed
+
+if TYPE_CHECKING:
+    from transformer.chat._markers import ChatEncoder, Encoded
+    from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+
+TrainOn = Literal["assistant", "last", "everything"]
+"""which messages are trained"""
+_COLUMNS = "messages, prompt and completion, or conversations"
+_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+"""names in the column `conversations`, and their roles"""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of one row."""
+
+    place: str
+    """file and line or row, for error messages"""
+    messages: Sequence[Mapping[str, Any]]
+    given: int = 0
+    """number of first messages that are a prompt, and never trained"""
+    tools: Sequence[Any] | None = None
+    """JSON schemas of the tools"""
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    """further variables of the template"""
+
+
+def conversation(record: Record) -> Conversation:
+    """Return the conversation of a row.
+
+    Its messages are in the column `messages`, or in `conversations` with the fields `from` and `value` (ShareGPT), or
+    those of `prompt`, then those of `completion`. A prompt that is a text is a message of the user, and a completion
+    that is a text is a message of the assistant. Optional columns are `tools` and `chat_template_kwargs`.
+
+    Raises:
+        ValueError: the row has none of these columns, or they contain something else.
+    """
+    row, place = record.values, record.place
+    if "messages" in row:
+        messages, given = _listed(record, "messages"), 0
+    elif "conversations" in row:
+        messages, given = [_from_sharegpt(place, message) for message in _listed(record, "conversations")], 0
+    elif "prompt" in row and "completion" in row:
+        prompt = _one_or_list(record, "prompt", "user")
+        messages, given = [*prompt, *_one_or_list(record, "completion", "assistant")], len(prompt)
+    else:
+        raise ValueError(
+            f"{place}: expected the columns {_COLUMNS}, got {', '.join(map(repr, row))[:100] or 'none'}. Rename the "
+            "columns."
+        )
+    tools = parsed(record, "tools") or None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"{place}: tools must be a list of JSON schemas, got {type(tools).__name__}. Correct it.")
+    switches = parsed(record, "chat_template_kwargs") or {}
+    if not isinstance(switches, Mapping):
+        raise ValueError(f"{place}: chat_template_kwargs must be a JSON object, got {switches!r:.60}. Correct it.")
+    return Conversation(place, messages, given, tools, switches)
+
+
+def _listed(record: Record, column: str) -> list[Any]:
+    """Return a column with a list of messages; structs of lists, as `Sequence` of datasets has them, are transposed."""
+    value = parsed(record, column)
+    if isinstance(value, Mapping) and value and all(isinstance(part, list) for part in value.values()):
+        if len({len(part) for part in value.values()}) > 1:
+            raise ValueError(f"{record.place}: the lists in {column} must have the same length. Correct them.")
+        value = [
+            {key: one for key, one in zip(value, row, strict=True) if one is not None}
+            for row in zip(*value.values(), strict=True)
+        ]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{record.place}: {column} must be a list of messages, got {value!r:.60}. Correct it.")
+    return value
+
+
+def _one_or_list(record: Record, column: str, role: str) -> list[Any]:
+    value = record.values[column]
+    return [{"role": role, "content": value}] if isinstance(value, str) else _listed(record, column)
+
+
+def _from_sharegpt(place: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("from"), str) or "value" not in message:
+        raise ValueError(
+            f"{place}: a message in conversations must have from and value, got {message!r:.60}. Correct it."
+        )
+    return {"role": _SPEAKERS.get(message["from"], message["from"]), "content": message["value"]}
+
+
+def chat_encoders(tokenizer: PretrainedTokenizer, template_path: str | None = None) -> dict[bool, ChatEncoder]:
+    """Return the encoders for conversations without (False) and with tools (True): a model can have two templates.
+
+    Errors of a template name the file at `template_path`, from which the tokenizer has it (None: its own file).
+    """
+    from transformer.chat._markers import ChatEncoder
+    from transformer.chat._template import find_template
+
+    named = {"option": "--data.template-path"} | ({} if template_path is None else {"name": template_path})
+    templates = {tools: replace(find_template(tokenizer.files, tools=tools), **named) for tools in (False, True)}
+    made = {template: ChatEncoder(template, tokenizer) for template in templates.values()}
+    return {tools: made[template] for tools, template in templates.items()}
+
+
+def encode(encoder: ChatEncoder, one: Conversation, train_on: TrainOn, now: datetime) -> tuple[Encoded, list[bool]]:
+    """Return a conversation as token ids, and for each whether it is trained.
+
+    If the template marks what the assistant writes with `{% generation %}`, these tokens are trained. Otherwise a
+    message of the assistant begins where the prompt for it ends, and it ends with the first marker after it.
+
+    Args:
+        encoder: template and tokenizer.
+        one: the conversation.
+        train_on: which messages are trained.
+        now: time that the template may write.
+
+    Raises:
+        ValueError: a message is invalid, the template refuses the messages, or no message would be trained.
+    """
+    try:
+        values = encoder.template.variables(one.messages, one.tools, None, False, False, one.switches)
+        encoded = encoder.encode(values, now=now)
+        spans = _spans(encoder, encoded, values, one.given, train_on, now)
+    except ValueError as error:
+        raise ValueError(f"{one.place}: {error}") from None
+    trained = [any(start < last and end > first for first, last in spans) for start, end in encoded.offsets]
+    if encoder.template.marks_generated and train_on != "everything":
+        trained = [a and b for a, b in zip(trained, encoded.generated, strict=True)]
+    if not any(trained[1:]):
+        raise ValueError(
+            f"{one.place}: no token of this conversation would be trained, with train_on {train_on!r}. Add a message "
+            "of the assistant with text, or remove the row; or use a template that writes it (--data.template-path)."
+        )
+    return encoded, trained
+
+
+def _spans(
+    encoder: ChatEncoder, encoded: Encoded, values: Mapping[str, Any], given: int, train_on: TrainOn, now: datetime
+) -> list[tuple[int, int]]:
+    """Return (start, end) of the trained parts of a rendered conversation, in characters."""
+    if train_on == "everything":
+        return [(0, len(encoded.text))]
+    messages = values["messages"]
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= given]
+    if not turns:
+        after = " after the prompt" if given else ""
+        raise ConfigError(
+            f"a conversation needs a message with the role assistant{after}, got the roles "
+            f"{', '.join(message['role'] for message in messages)[:80]}. Add one, or remove the row."
+        )
+    chosen = turns[-1:] if train_on == "last" else turns
+    if encoder.template.marks_generated:
+        first = 0 if train_on == "assistant" and not given else _start(encoder, encoded, values, chosen[0], now)
+        return [(first, len(encoded.text))]
+    spans: list[tuple[int, int]] = []
+    for turn in chosen:
+        start = _start(encoder, encoded, values, turn, now)
+        if spans and start < spans[-1][1]:
+            _refuse_changed(turn)
+        spans.append((start, _end(encoder, encoded, values, turn, start, now)))
+    return spans
+
+
+def _start(encoder: ChatEncoder, encoded: Encoded, values: Mapping[str, Any], turn: int, now: datetime) -> int:
+    """Return where the text of a message begins: where the prompt for it ends."""
+    from transformer.chat._template import ChatTemplateError
+
+    before = values["messages"][:turn]
+    try:
+        prompt, plain = (
+            encoder.template.run({**values, "messages": before, "add_generation_prompt": asked}, now=now).text
+            for asked in (True, False)
+        )
+    except ChatTemplateError:
+        if before:
+            raise
+        return 0  # many templates can't render an empty conversation
+    # A template may begin the message with more than the prompt, such as <think>.
+    start = next(
+        (place for place, pair in enumerate(zip(encoded.text, prompt, strict=False)) if pair[0] != pair[1]),
+        min(len(encoded.text), len(prompt)),
+    )
+    if start < len(prompt) and not (encoded.text.startswith(plain) and start > len(plain)):
+        _refuse_changed(turn)
+    return start
+
+
+def _end(
+    encoder: ChatEncoder, encoded: Encoded, values: Mapping[str, Any], turn: int, start: int, now: datetime
+) -> int:
+    """Return where the text of a message ends, including the marker after it, without line feeds after that."""
+    tokens = list(zip(encoded.offsets, encoded.ids, strict=True))
+    found = [end for (offset, end), i in tokens if offset >= start and i in encoder.ends][:1]
+    alone = encoder.template.run({**values, "messages": values["messages"][: turn + 1]}, now=now).text
+    stripped = alone.rstrip()
+    if marker := encoder.last_marker(stripped):
+        # Another marker may follow the message here: some templates end the last message with its own one.
+        body = stripped[: -len(marker)]
+        written = (end for (offset, end), i in tokens if offset == len(body) and encoder.is_marker(i))
+        found += [end for end in written if encoded.text.startswith(body)]
+    elif encoded.text.startswith(alone):
+        found.append(len(alone))
+    if not found:
+        _refuse_changed(turn)
+    return min(found)
+
+
+def _refuse_changed(turn: int) -> NoReturn:
+    raise ConfigError(
+        f"the chat template writes the messages before message {turn} in another way than without this message, so "
+        "that the text of the assistant can't be found. Train on the last message only (--data.train-on last), or use "
+        "a template with {% generation %} (--data.template-path)."
+    )

@@ -1,0 +1,25 @@
+"""Conversations from files of the user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from transformer.data._config import HeldOutEnd
+from transformer.data._conversations import ConversationConfig
+from transformer.data._records import read_splits
+from transformer.data._turns import Conversation, conversation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversations(HeldOutEnd, ConversationConfig):
+    """Your own conversations: JSON lines (.jsonl), Parquet (.parquet), Arrow (.arrow), or a folder that `save_to_disk`
+    of the package datasets wrote. A row has `messages` with roles and contents, or `prompt` and `completion`.
+    """
+
+    kind: ClassVar[str] = "conversations"
+
+    def read(self) -> dict[str, list[Conversation]]:
+        """Return the conversations; without validation_path, a held-out split of the folder, or the last ones."""
+        found = read_splits(self, "conversations")
+        return {split: [conversation(record) for record in records] for split, records in found.items()}

@@ -1,0 +1,305 @@
+"""Rows with settings of their own: a fixed number of slots that decode together, each filled and emptied at any time.
+
+`_continuous.py` runs one call to its end, with the same settings for all rows. Here every row has its own sampling, end
+tokens and limit, as a server needs, and the host decides between two short calls which rows enter and leave. The number
+of compiled programs is fixed: one per width in `read_widths`, one that moves a row out of and into the slots each, and
+one that generates tokens.
+
+A row gets the same tokens whatever is in the other slots: prompts are read one at a time, in parts that begin at
+multiples of `CHUNK`, and all slots decode in one program of fixed shapes, in which no row reads another one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.generate._decoding import decode_step
+from transformer.generate._penalties import History, Penalties, log_probabilities, penalized
+from transformer.generate._sampling import SamplerParams, Sampling, choose
+from transformer.nn._axes import Array, Bool, Float, Int, Leaf, PRNGKey
+from transformer.nn._caches import cache_length, set_cache_length
+from transformer.nn.models._causal_lm import CausalLM
+
+CHUNK = 256
+"""largest number of prompt tokens that one call reads, and the unit in which rows share a prefix"""
+MOST_STEPS = 16
+"""maximum number of tokens per row in one call of `advance`"""
+MOST_TOP = 20
+"""maximum number of alternatives of a token whose log-probabilities are returned"""
+MOST_ENDS = 8
+"""maximum number of end tokens of a row"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowSampling:
+    """The sampling settings of R rows, or of one row without the leading axis."""
+
+    greedy: Leaf
+    """(R,), always take the most probable token"""
+    is_sorted: Leaf
+    """(R,), a filter needs sorted logits"""
+    temperature: Leaf
+    """(R,)"""
+    top_k: Leaf
+    """(R,)"""
+    top_p: Leaf
+    """(R,)"""
+    log_min_p: Leaf
+    """(R,)"""
+    penalties: Penalties
+    """(R,) each"""
+    top: Leaf
+    """(R,), whether log-probabilities of alternatives are wanted"""
+
+    @staticmethod
+    def of(sampling: Sampling, vocab_size: int, top: bool) -> RowSampling:
+        """Return the settings of one row. Values that filter nothing stand for absent filters."""
+        given = SamplerParams.of(sampling, vocab_size)
+        penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+        return RowSampling(
+            greedy=np.bool_(given.temperature is None),
+            is_sorted=np.bool_(given.candidates is not None),
+            temperature=np.float32(1) if given.temperature is None else given.temperature,
+            top_k=np.int32(vocab_size) if given.top_k is None else given.top_k,
+            # Not 1: the sum of the probabilities before an improbable token can be rounded to 1.
+            top_p=np.float32(math.inf) if given.top_p is None else given.top_p,
+            log_min_p=np.float32(-math.inf) if given.log_min_p is None else given.log_min_p,
+            penalties=Penalties(*(np.float32(value) for value in penalties)),
+            top=np.bool_(top),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """The state of R slots between two calls; a slot that does not run is free."""
+
+    logits: Leaf
+    """(R, V), for the next token of each row"""
+    running: Leaf
+    """(R,), whether the row still generates tokens"""
+    left: Leaf
+    """(R,), number of tokens that the row may still generate"""
+    keys: PRNGKey
+    """(R,), random key of each row"""
+    ends: Leaf
+    """(R, MOST_ENDS), tokens that end the row; -1: none"""
+    sampling: RowSampling
+    history: History
+    cache: Any
+    """KV cache of R rows, with one tree per layer"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NewRow:
+    """What a row brings into its slot, besides the cache: the fields of `Rows` without the leading axis."""
+
+    left: Leaf
+    key: PRNGKey
+    ends: Leaf
+    sampling: RowSampling
+    in_prompt: Leaf
+    """(V,), whether the prompt has the token"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Steps:
+    """The tokens of one call of `advance`; entries from `counts` on are undefined."""
+
+    tokens: Leaf
+    """(R, MOST_STEPS)"""
+    log_probabilities: Leaf
+    """(R, MOST_STEPS), under the model, before penalties, temperature and filters"""
+    top_tokens: Leaf
+    """(R, MOST_STEPS, A), the A most probable tokens, if the row wants them"""
+    top_log_probabilities: Leaf
+    """(R, MOST_STEPS, A)"""
+    counts: Leaf
+    """(R,), number of tokens without an end token"""
+    ended: Leaf
+    """(R,), whether an end token followed"""
+    failed: Leaf
+    """(R,), whether logits were not finite"""
+    steps: Leaf
+    """(), number of decoding steps"""
+
+
+def read_widths(positions: int) -> tuple[int, ...]:
+    """Return the numbers of tokens that one call reads into a cache of this many positions: powers of two."""
+    return tuple(1 << n for n in range(4, CHUNK.bit_length()) if 1 << n <= positions)
+
+
+def blank_rows(model: CausalLM, slots: int, positions: int) -> Rows:
+    """Return R free slots with `positions` cache positions each, for a model with unstacked layers."""
+    vocab_size = model.config.vocab_size
+    one = RowSampling.of(Sampling(temperature=0.0), vocab_size, top=False)
+    return Rows(
+        logits=jnp.zeros((slots, vocab_size), jnp.float32),
+        running=jnp.zeros((slots,), bool),
+        left=jnp.zeros((slots,), jnp.int32),
+        keys=jax.random.split(jax.random.key(0), slots),
+        ends=jnp.full((slots, MOST_ENDS), -1, jnp.int32),
+        sampling=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots,)), one),
+        history=History(jnp.zeros((slots, vocab_size), bool), jnp.zeros((slots, vocab_size), jnp.int32)),
+        cache=model.init_cache(slots, positions),
+    )
+
+
+@jax.jit
+def take_out(rows: Rows, slot: Int[Array, ""]) -> Any:
+    """Return a copy of the cache of one slot, with one row."""
+    return jax.tree.map(lambda whole: whole[slot][None], rows.cache)
+
+
+@functools.partial(jax.jit, donate_argnames="rows")
+def put_in(rows: Rows, slot: Int[Array, ""], new: NewRow, logits: Float[Array, "1 V"], cache: Any) -> Rows:
+    """Start a row in a free slot: its logits after the prompt (1, V), and its cache with one row, which is copied."""
+
+    def put(whole, part):
+        return whole.at[slot].set(part)
+
+    return Rows(
+        logits=put(rows.logits, logits[0].astype(jnp.float32)),
+        running=put(rows.running, True),
+        left=put(rows.left, new.left),
+        keys=put(rows.keys, new.key),
+        ends=put(rows.ends, new.ends),
+        sampling=jax.tree.map(put, rows.sampling, new.sampling),
+        history=History(put(rows.history.in_prompt, new.in_prompt), put(rows.history.counts, 0)),
+        cache=jax.tree.map(lambda whole, part: whole.at[slot].set(part[0]), rows.cache, cache),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="rows")
+def advance(
+    model: CausalLM,
+    params: Any,
+    rows: Rows,
+    keep: Bool[Array, " R"],
+    suppressed: Int[Array, " S"],
+    limit: Int[Array, ""],
+    until_free: Bool[Array, ""],
+) -> tuple[Rows, Steps]:
+    """Generate at most `limit` tokens in each running row.
+
+    Args:
+        model: a `CausalLM` with unstacked layers.
+        params: its parameters.
+        rows: the slots.
+        keep: (R,), rows that continue; the others are ended without a token.
+        suppressed: (S,), ids that are never chosen.
+        limit: maximum number of steps, at most `MOST_STEPS`.
+        until_free: return as soon as a row has ended.
+    """
+    rows = _replaced(rows, running=rows.running & keep)
+    start = rows.running
+
+    def unfinished(carry):
+        rows, out = carry
+        return (out.steps < limit) & rows.running.any() & ~(until_free & (start & ~rows.running).any())
+
+    def step(carry):
+        rows, out = carry
+        positions = cache_length(rows.cache)
+        tokens = choose_in_rows(
+            rows.logits, jax.vmap(jax.random.fold_in)(rows.keys, positions), rows.sampling, rows.history, suppressed
+        )
+        failed = rows.running & (tokens < 0)
+        ended = rows.running & (tokens[:, None] == rows.ends).any(1) & ~failed
+        new = rows.running & ~failed & ~ended
+        left = rows.left - new
+        running = new & (left > 0)
+        grown = _recorded(out, rows, tokens, new, ended, failed)
+        logits, cache = decode_step(model, params, jnp.where(running, tokens, 0), rows.cache, None)
+        # A row that has ended keeps its length: its prompt stays in the cache, for another row with the same beginning.
+        cache = set_cache_length(cache, jnp.where(running, positions + 1, positions))
+        history = rows.history.add(tokens, new)
+        changed = {"logits": logits.astype(jnp.float32), "running": running, "left": left}
+        return _replaced(rows, **changed, history=history, cache=cache), grown
+
+    return jax.lax.while_loop(unfinished, step, (rows, _no_steps(rows)))
+
+
+def choose_in_rows(
+    logits: Float[Array, "R V"], keys: PRNGKey, rows: RowSampling, history: History, suppressed: Int[Array, " S"]
+) -> Int[Array, " R"]:
+    """Sample one token per row as `choose` does, with the settings of each row; (R,), -1 for a row that failed.
+
+    What no row needs is not computed. Whether it is computed for other rows does not change the token of a row.
+    """
+    penalties = rows.penalties
+    penalized_rows = (penalties.repetition != 1) | (penalties.presence != 0) | (penalties.frequency != 0)
+    columns = jax.tree.map(lambda leaf: leaf[:, None], rows)
+    logits = jax.lax.cond(penalized_rows.any(), lambda: penalized(logits, history, columns.penalties), lambda: logits)
+    logits = logits.at[:, suppressed].set(-jnp.inf)
+    greedy = choose(logits, keys, SamplerParams(None, None, None, None))
+
+    def drawn(given: SamplerParams, wanted: Bool[Array, " R"], otherwise: Int[Array, " R"]) -> Int[Array, " R"]:
+        return jax.lax.cond(
+            wanted.any(), lambda: jnp.where(wanted, choose(logits, keys, given), otherwise), lambda: otherwise
+        )
+
+    plain = SamplerParams(columns.temperature, None, None, columns.log_min_p)
+    filters = columns.temperature, columns.top_k, columns.top_p, columns.log_min_p
+    with_sorting = SamplerParams(*filters, candidates=logits.shape[1])
+    tokens = drawn(plain, ~rows.greedy & ~rows.is_sorted, greedy)
+    return drawn(with_sorting, ~rows.greedy & rows.is_sorted, tokens)
+
+
+def _replaced(rows: Rows, **changed: Any) -> Rows:
+    values = {name: getattr(rows, name) for name in Rows.__dataclass_fields__}
+    return Rows(**{**values, **changed})
+
+
+def _no_steps(rows: Rows) -> Steps:
+    slots, vocab_size = rows.logits.shape
+    most = min(MOST_TOP, vocab_size)
+    return Steps(
+        tokens=jnp.zeros((slots, MOST_STEPS), jnp.int32),
+        log_probabilities=jnp.zeros((slots, MOST_STEPS), jnp.float32),
+        top_tokens=jnp.zeros((slots, MOST_STEPS, most), jnp.int32),
+        top_log_probabilities=jnp.zeros((slots, MOST_STEPS, most), jnp.float32),
+        counts=jnp.zeros((slots,), jnp.int32),
+        ended=jnp.zeros((slots,), bool),
+        failed=jnp.zeros((slots,), bool),
+        steps=jnp.int32(0),
+    )
+
+
+def _recorded(out: Steps, rows: Rows, tokens, new, ended, failed) -> Steps:
+    """Return the output with one more token in each row of `new`."""
+    slots, most = jnp.arange(tokens.shape[0]), out.top_tokens.shape[-1]
+    columns = jnp.where(new, out.counts, MOST_STEPS)  # past the end: mode="drop" ignores the other rows
+
+    def top():
+        values, ids = jax.lax.top_k(jax.nn.log_softmax(rows.logits, -1), most)
+        return ids.astype(jnp.int32), values
+
+    def none():
+        return jnp.zeros((len(tokens), most), jnp.int32), jnp.zeros((len(tokens), most), jnp.float32)
+
+    ids, values = jax.lax.cond((rows.sampling.top & new).any(), top, none)
+
+    def put(whole, part):
+        return whole.at[slots, columns].set(part, mode="drop")
+
+    return Steps(
+        tokens=put(out.tokens, tokens),
+        log_probabilities=put(out.log_probabilities, log_probabilities(rows.logits, tokens)),
+        top_tokens=put(out.top_tokens, ids),
+        top_log_probabilities=put(out.top_log_probabilities, values),
+        counts=out.counts + new,
+        ended=out.ended | ended,
+        failed=out.failed | failed,
+        steps=out.steps + 1,
+    )

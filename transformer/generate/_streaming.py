@@ -1,0 +1,356 @@
+"""Generate a text in pieces: the tokens of one row arrive while later ones are still being computed.
+
+`generate` runs one compiled loop until all rows have ended. Here the loop is interrupted after a few tokens. The number
+of compiled programs is bounded: one for each width in `WIDTHS` that reads prompts, and one that generates tokens, for
+each size of the KV cache (a power of two). The cache is kept after a text: a prompt that begins with the same tokens,
+such as the next turn of a conversation, reads only its new ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.generate._constraints import Constraint, only_allowed, packed
+from transformer.generate._decoding import decode_step
+from transformer.generate._generation import check_finite, row_keys
+from transformer.generate._layers import copy_unstacked, unstacked_model, uses_unstacked_layers
+from transformer.generate._penalties import History, log_probabilities
+from transformer.generate._prompts import (
+    Ids,
+    bucket,
+    check_lengths,
+    check_new_tokens,
+    check_rows,
+    check_text_model,
+    decoding_model,
+    end_ids,
+    image_rows,
+    row_seeds,
+)
+from transformer.generate._sampling import PLAIN, SamplerParams, Sampling, choose
+from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey
+from transformer.nn._caches import cache_length, lengthen_cache, set_cache_length
+from transformer.nn._masks import Mask
+from transformer.nn.models._causal_lm import CausalLM
+
+WIDTHS = (16, 64, 256, 1024)
+"""numbers of tokens that one call reads; the last tokens of a prompt are padded to the next width"""
+SMALLEST_CACHE = 256
+"""smallest number of cache slots, unless the position table is shorter"""
+MOST_STEPS = 64
+"""maximum number of tokens in a piece"""
+SECONDS = 0.05
+"""intended time between two pieces"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next tokens of a text."""
+
+    tokens: list[int]
+    """without an end token"""
+    log_probabilities: list[float]
+    """of each token under the model, before penalties, temperature and filters"""
+    ended: bool
+    """the model generated an end token after these"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Row:
+    """State of the row between two pieces."""
+
+    logits: Leaf
+    """(1, V), for the next token"""
+    cache: Any
+    history: History | None
+
+
+class TokenStream:
+    """Generates texts with a `CausalLM`, one at a time, in pieces.
+
+    Tokens equal those of `generate` for one prompt and the same seed, up to rounding: a prompt that is read in parts
+    can round logits differently. An instance must not be used by two threads at the same time. A text can't be
+    continued after another one was started, which takes over the cache.
+
+    Raises:
+        ValueError: the model is not a `CausalLM`.
+    """
+
+    def __init__(self, model: Any, params: Any):
+        self.vocab_size = check_text_model("TokenStream", model, params)
+        if not isinstance(model, CausalLM):
+            raise ValueError(f"TokenStream needs a CausalLM, got a {type(model).__name__}. Use generate.")
+        self._original = params
+        model = decoding_model(model)
+        if uses_unstacked_layers(model, params):
+            params = {**params, "decoder": copy_unstacked(model, params["decoder"])}
+            model = unstacked_model(model)
+        self._model, self._params = model, params
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the cache of the last text."""
+        self._cache: Any = None
+        self._slots = 0
+        self._read: list[int] = []  # tokens whose keys and values are in the cache
+        self._images: np.ndarray | None = None  # images among them
+        self._text: object = None  # identifies the text that uses the cache
+
+    def generate(
+        self,
+        prompt: Ids,
+        *,
+        max_new_tokens: SupportsIndex,
+        sampling: Sampling = PLAIN,
+        eos_id: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        seed: SupportsIndex = 0,
+        images: Sequence[Any] | None = None,
+        constraint: Constraint | None = None,
+    ) -> Iterator[Piece]:
+        """Yield the continuation of a prompt in pieces. The arguments are those of `transformer.generate.generate`.
+
+        The iterator can be closed at any time. All arguments are checked before it is returned. `images` are those of
+        this one prompt. A prompt with images is read in one call, unless it continues the last text and has no other
+        images. With a `constraint`, such as one of `transformer.inference.Grammars`, each token is one that it allows,
+        a piece has one token, and `eos_id` must be None: the constraint knows the end tokens.
+
+        Raises:
+            ValueError: invalid arguments; while iterating: logits are not finite, or the constraint can't continue.
+            RuntimeError: while iterating: another text was started, or `forget` was called.
+        """
+        limit = check_new_tokens(max_new_tokens)
+        ends = end_ids(eos_id, self.vocab_size)
+        if constraint is not None:
+            ends = _checked_ends(constraint, ends, self.vocab_size)
+        (row,) = check_rows("prompt", [prompt], self.vocab_size)
+        check_lengths(self._model.config, [row], limit)
+        pixels = image_rows(self._model, [row], None if images is None else [images])
+        keys = row_keys(*row_seeds(seed, 1))
+        choice = SamplerParams.of(sampling, self.vocab_size)
+        return self._pieces(row, limit, keys, choice, np.array(ends or [-1], np.int32), pixels, constraint)
+
+    def _pieces(
+        self,
+        prompt: np.ndarray,
+        limit: int,
+        keys: PRNGKey,
+        choice: SamplerParams,
+        ends: np.ndarray,
+        pixels: np.ndarray | None,
+        constraint: Constraint | None,
+    ) -> Iterator[Piece]:
+        text = self._text = object()
+        state = self._prefilled(prompt, limit, choice, pixels)
+        steps, ended, left = 1, False, limit
+        while left and not ended:
+            if self._text is not text:
+                raise RuntimeError(
+                    "this text can't be continued, because another one was started with the same TokenStream or Chat, "
+                    "or its cache was dropped: expected one text at a time. Read a text to its end before the next "
+                    "one, or use two instances."
+                )
+            started = time.perf_counter()
+            allowed = None if constraint is None else _next_allowed(constraint, choice)
+            read, self._read, self._cache = self._read, [], None  # if this is interrupted, the cache is lost
+            limits = ends, np.int32(min(steps, left)), allowed
+            state, out = _advance(self._model, self._params, state, keys, choice, *limits)
+            out = jax.device_get(out)
+            if out.failed_at >= 0:
+                check_finite(np.array([out.failed_at]), [prompt], self._original, self._model.config.dtype)
+            self._read, self._cache = [*read, *out.tokens[: out.steps].tolist()], state.cache
+            ended, left = bool(out.ended), left - int(out.count)
+            if constraint is not None and not ended:
+                constraint.accept(int(out.tokens[0]))
+            yield Piece(out.tokens[: out.count].tolist(), out.log_probabilities[: out.count].tolist(), ended)
+            if constraint is not None:
+                continue  # which tokens are allowed depends on the last one, so there is one step at a time
+            # The first call includes the compilation, so the number of steps at most doubles in each piece.
+            seconds = (time.perf_counter() - started) / max(int(out.steps), 1)
+            steps = max(1, min(MOST_STEPS, round(SECONDS / max(seconds, 1e-6)), 2 * steps))
+
+    def _prefilled(self, prompt: np.ndarray, limit: int, choice: SamplerParams, pixels: np.ndarray | None) -> _Row:
+        """Read the tokens of a prompt that are not in the cache yet."""
+        self._make_room(len(prompt) + limit if pixels is None else bucket(len(prompt)) + limit)
+        tokens = prompt.tolist()
+        same = sum(1 for _ in _common(tokens[:-1], self._read))  # the last token is read again, for its logits
+        if pixels is not None and self._has_images(prompt, same, pixels):
+            pixels = None
+        cache, self._cache, self._read = self._cache, None, []
+        logits = None
+        parts = _parts(same, len(tokens), self._slots)
+        if pixels is not None:  # the tokens of an image may attend to one another: read all of them together
+            parts, self._images = iter([(0, len(tokens), bucket(len(tokens)))]), pixels
+        for start, end, width in parts:
+            part = np.pad(prompt[start:end], (0, width - (end - start)), mode="edge")[None].astype(np.int32)
+            before, count = np.array([[start], [end - start]], np.int32)
+            logits, cache = read_tokens(self._model, self._params, part, before, count, cache, pixels)
+        self._cache, self._read = cache, tokens
+        history = None
+        if choice.penalties is not None:
+            seen = np.zeros((1, self.vocab_size), bool)
+            seen[0, prompt] = True
+            history = History(seen, np.zeros(seen.shape, np.int32))
+        return _Row(logits, cache, history)
+
+    def _has_images(self, prompt: np.ndarray, same: int, pixels: np.ndarray) -> bool:
+        """Return whether the first `same` tokens of the prompt, which are in the cache, contain all of its images."""
+        config = self._model.config.image_tokens
+        inside = config.attention != "prefix" and not (prompt[same:] == config.token_id).any()
+        return inside and self._images is not None and np.array_equal(self._images, pixels)
+
+    def _make_room(self, needed: int) -> None:
+        """Create or lengthen the cache, to a power of two or to the length of the position table."""
+        slots = max(SMALLEST_CACHE, 1 << (needed - 1).bit_length())
+        if self._model.config.max_length is not None:
+            slots = min(slots, max(self._model.config.max_length, needed))
+        if self._cache is None:
+            self._read, self._slots = [], max(slots, self._slots)
+            self._cache = self._model.init_cache(1, self._slots)
+        elif slots > self._slots:
+            self._cache, self._slots = lengthen_cache(self._cache, slots - self._slots), slots
+
+
+def _checked_ends(constraint: Constraint, ends: Sequence[int], vocab_size: int) -> list[int]:
+    """Return the end tokens of a constraint. Raise ValueError if it does not fit the model or the call."""
+    if ends:
+        raise ValueError(f"eos_id must be None with a constraint, which has end tokens, got {ends}. Remove eos_id.")
+    if constraint.vocab_size != vocab_size:
+        raise ValueError(
+            f"the constraint is for {constraint.vocab_size} token ids, but the model has {vocab_size}. Create it with "
+            f"the vocab_size of the model."
+        )
+    return end_ids(constraint.end_ids, vocab_size)
+
+
+def _next_allowed(constraint: Constraint, choice: SamplerParams) -> np.ndarray:
+    """Return the allowed tokens. Raise ValueError if there are none, which would look like logits that are NaN."""
+    allowed = constraint.allowed()
+    left = allowed
+    if choice.suppressed is not None:
+        left = allowed & ~packed(choice.suppressed, constraint.vocab_size)
+    if not left.any():
+        raise ValueError(
+            "the constraint allows no token here that the sampling does not suppress. Remove Sampling.suppress, or "
+            "change the constraint."
+        )
+    return allowed
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> Iterator[int]:
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            return
+        yield one
+
+
+def _parts(start: int, end: int, slots: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, end, width) of the calls that read tokens from `start` to `end` into a cache of `slots`."""
+    widths = [width for width in WIDTHS if width <= slots] or [slots]
+    while start < end:
+        # The last part is one padded call.
+        width = next((width for width in widths if width >= end - start), widths[-1])
+        yield start, min(end, start + width), width
+        start += width
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
+def read_tokens(
+    model: CausalLM,
+    params: Any,
+    tokens: Int[Array, "1 T"],
+    before: Int[Array, " 1"],
+    count: Int[Array, " 1"],
+    cache: Any,
+    images: Float[Array, "1 I ..."] | None = None,
+) -> tuple[Float[Array, "1 V"], Any]:
+    """Read the first `count` of T tokens after the first `before` tokens of the cache; the others are padding.
+
+    Returns:
+        The logits (1, V) after the last token, and the cache.
+    """
+    cache = set_cache_length(cache, before)
+    positions = before[:, None] + jnp.arange(tokens.shape[1])[None, :]
+    if model.config.position == "learned":
+        positions = jnp.minimum(positions, model.config.max_length - 1)  # padding may be past the table
+    given: dict[str, Any] = {"cache": cache}
+    if images is not None:  # where tokens attend to later ones, the mask must hide the padding
+        given |= {"images": images, "mask": Mask.lengths(before + count)}
+    hidden, cache = model.apply({"params": params}, tokens, positions, **given, method=CausalLM.hidden)
+    last = jnp.take_along_axis(hidden, count[:, None, None] - 1, axis=1)
+    logits = model.apply({"params": params}, last, method=CausalLM.head)[:, 0]
+    return logits, set_cache_length(cache, before + count)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Out:
+    """Tokens of one piece; entries from `count` on are undefined, but for an end token at `count`."""
+
+    tokens: Leaf
+    """(MOST_STEPS,)"""
+    log_probabilities: Leaf
+    """(MOST_STEPS,)"""
+    steps: Leaf
+    """(), number of tokens that were read into the cache, an end token included"""
+    count: Leaf
+    """(), number of tokens without an end token"""
+    ended: Leaf
+    """(), whether an end token was generated"""
+    failed_at: Leaf
+    """(), position with non-finite logits, or -1"""
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="state")
+def _advance(
+    model: CausalLM,
+    params: Any,
+    state: _Row,
+    keys: PRNGKey,
+    choice: SamplerParams,
+    ends: Int[Array, " E"],
+    limit: Int[Array, ""],
+    allowed: Leaf | None = None,
+) -> tuple[_Row, _Out]:
+    """Generate at most `limit` tokens, and read each of them into the cache; with `allowed`, only tokens with a bit."""
+
+    def unfinished(carry):
+        _, out = carry
+        return (out.steps < limit) & ~out.ended & (out.failed_at < 0)
+
+    def advance(carry):
+        row, out = carry
+        positions = cache_length(row.cache)
+        logits = row.logits if allowed is None else only_allowed(row.logits, allowed)
+        token = choose(logits, jax.vmap(jax.random.fold_in)(keys, positions), choice, row.history)
+        failed, ended = token[0] < 0, (token[0] == ends).any()
+        running = ~failed & ~ended
+        grown = _Out(
+            tokens=out.tokens.at[out.steps].set(token[0]),
+            log_probabilities=out.log_probabilities.at[out.steps].set(log_probabilities(row.logits, token)[0]),
+            steps=out.steps + 1,
+            count=out.count + running,
+            ended=ended,
+            failed_at=jnp.where(failed, positions[0], -1),
+        )
+        history = None if row.history is None else row.history.add(token, running[None])
+        logits, cache = decode_step(model, params, jnp.maximum(token, 0), row.cache, None)
+        return _Row(logits, cache, history), grown
+
+    blank = _Out(
+        tokens=jnp.zeros((MOST_STEPS,), jnp.int32),
+        log_probabilities=jnp.zeros((MOST_STEPS,), jnp.float32),
+        steps=jnp.int32(0),
+        count=jnp.int32(0),
+        ended=jnp.bool_(False),
+        failed_at=jnp.int32(-1),
+    )
+    return jax.lax.while_loop(unfinished, advance, (state, blank))

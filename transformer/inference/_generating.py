@@ -1,0 +1,294 @@
+"""Text in, text out: continuations and translations of prompts, with the limits of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformer.config._checks import ConfigError
+from transformer.generate._generation import generate
+from transformer.generate._sampling import Sampling
+from transformer.nn.models._seq2seq import Seq2Seq
+
+if TYPE_CHECKING:
+    from transformer.chat._image_prompts import ImagePrompts
+    from transformer.data._tokenizer import Tokenizer
+    from transformer.generate._streaming import TokenStream
+    from transformer.inference._loading import LoadedModel
+
+UNBOUNDED = 2**30
+"""context length of a model without a limit"""
+
+
+MOST_SOURCE_TOKENS = 16_384
+"""maximum number of source tokens; a tiny model takes 15 s for such a source on two cores"""
+
+
+MOST_PROMPTS = 10_000
+"""maximum number of prompts in one call of `translate`"""
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """A prompt, and the text that the model generated for it (`output`)."""
+
+    prompt: str
+    output: str
+    ended: bool
+    """the model generated an end token; False: it reached max_new_tokens"""
+
+
+def encode_prompt(run: LoadedModel, prompt: str) -> list[int]:
+    """Return the token ids of a prompt.
+
+    Raises:
+        ValueError: the prompt is empty, the tokenizer can't encode it, or it is too long for the model.
+    """
+    ids = encode(run, prompt, "prompt")
+    if not ids:
+        left = "" if not prompt.strip() else f" (nothing is left of {prompt!r} after normalization)"
+        raise ValueError(f"the prompt is empty{left}. Pass at least one word or character.")
+    return ids
+
+
+def encode(run: LoadedModel, text: str, what: str) -> list[int]:
+    """Return the token ids of a text, which may be empty.
+
+    Args:
+        run: the model and its tokenizer.
+        text: the text.
+        what: name of the text in error messages; "prompt" encodes it as a source.
+
+    Raises:
+        ValueError: the tokenizer can't encode the text, or it is too long for the model.
+    """
+    tokenizer = run.tokenizer
+    try:
+        ids = tokenizer.encode_source(text) if what == "prompt" else tokenizer.encode(text)
+    except ValueError as error:
+        raise ValueError(f"the {what} can't be encoded: {error}") from error
+    config = run.model.config
+    if what == "prompt" and isinstance(run.model, Seq2Seq) and len(ids) > MOST_SOURCE_TOKENS:
+        raise ValueError(
+            f"the prompt is too long: expected at most {MOST_SOURCE_TOKENS:,} source tokens, because the time grows "
+            f"with the square of the length, got {len(ids):,}. Shorten it, or pipe it line by line into `translate`."
+        )
+    limit = config.longest_source if what == "prompt" and isinstance(run.model, Seq2Seq) else config.max_length
+    if limit is not None and len(ids) > limit:
+        raise ValueError(
+            f"the {what} is too long: expected at most {limit} tokens, the size of the model's learned position table "
+            f"(model.max_length), got {len(ids)}. Shorten it."
+        )
+    return ids
+
+
+def translate(
+    run: LoadedModel, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
+) -> list[GeneratedText]:
+    """Translate each prompt with an encoder-decoder.
+
+    Raises:
+        ConfigError: the model defines no start token of targets.
+        ValueError: a source can't be encoded, or there are more than `MOST_PROMPTS` prompts.
+    """
+    if len(prompts) > MOST_PROMPTS:
+        raise ValueError(
+            f"too many prompts: expected at most {MOST_PROMPTS:,}, got {len(prompts):,}. Pipe them as lines into "
+            "`translate`, which reads them in chunks."
+        )
+    begin = run.target_start
+    tokenizer, limit = run.tokenizer, run.model.config.max_length
+    sources = [encode_prompt(run, prompt) for prompt in prompts]
+    most = max_new_tokens if limit is None else min(max_new_tokens, limit - len(begin))
+    rows = generate(
+        run.model,
+        run.params,
+        [begin] * len(sources),
+        sources=sources,
+        eos_id=run.eos_ids,
+        max_new_tokens=most,
+        sampling=dataclasses.replace(sampling, suppress=run.suppressed),
+        seed=seed,
+    )
+    return [
+        GeneratedText(prompt, tokenizer.decode(row), len(row) < most) for prompt, row in zip(prompts, rows, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A prompt and its continuation so far."""
+
+    prompt: str
+    ids: list[int]
+    left: int
+    """number of tokens still to generate"""
+    new: list[int] = dataclasses.field(default_factory=list)
+    ended: bool = False
+
+    def piece(self, context: int) -> tuple[list[int], int]:
+        """Return the token ids of the model's next input, and the number of tokens to generate after it.
+
+        If the text fills the context, the input is its last half context, so that there is room for new tokens.
+        """
+        if len(self.ids) < context:
+            return self.ids, min(self.left, context - len(self.ids))
+        half = max(context // 2, 1)
+        return self.ids[-half:], min(self.left, context - half or 1)
+
+    def grown(self, row: list[int], wanted: int) -> _Text:
+        ended = len(row) < wanted
+        left = 0 if ended else self.left - len(row)
+        return dataclasses.replace(self, ids=self.ids + row, new=self.new + row, left=left, ended=ended)
+
+
+def continue_texts(
+    run: LoadedModel, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int, **options: Any
+) -> list[GeneratedText]:
+    """Continue each prompt with a causal model; `options` are the `draft` or `slots` of `generate`.
+
+    A model with a context of n tokens can't use later positions. A longer text is generated in pieces, each from the
+    last half context of the text so far. If a prompt fills the context, only its end is used, with a warning. Presence
+    and frequency penalties count the tokens of one piece only.
+    """
+    context, tokenizer = run.context or UNBOUNDED, run.tokenizer
+    texts = [_Text(prompt, encode_prompt(run, prompt), max_new_tokens) for prompt in prompts]
+    _warn_of_full_context(texts, context)
+    while any(text.left for text in texts):
+        # Texts that generate the same number of tokens next form one batch.
+        groups: dict[int, list[int]] = defaultdict(list)
+        for number, text in enumerate(texts):
+            if text.left:
+                groups[text.piece(context)[1]].append(number)
+        for wanted, numbers in groups.items():
+            rows = generate(
+                run.model,
+                run.params,
+                [texts[number].piece(context)[0] for number in numbers],
+                eos_id=run.eos_ids,
+                max_new_tokens=wanted,
+                sampling=dataclasses.replace(sampling, suppress=run.suppressed),
+                # Distinct primes give each text, and each of its pieces, another seed.
+                seed=[(seed + 7919 * number + 104_729 * len(texts[number].new)) % 2**32 for number in numbers],
+                **options,
+            )
+            for number, row in zip(numbers, rows, strict=True):
+                texts[number] = texts[number].grown(row, wanted)
+    return [GeneratedText(text.prompt, continuation(tokenizer, text.ids, len(text.new)), text.ended) for text in texts]
+
+
+def _warn_of_full_context(texts: Iterable[_Text], context: int) -> None:
+    if any(len(text.ids) >= context for text in texts):
+        warnings.warn(
+            f"a prompt fills the model's context of {context} tokens: only its last {max(context // 2, 1)} tokens are "
+            f"used.",
+            stacklevel=3,
+        )
+
+
+def _text_with_images(
+    run: LoadedModel, prompt: str, images: Sequence[str], reader: ImagePrompts, max_new_tokens: int
+) -> tuple[_Text, dict[str, Any]]:
+    """Return a prompt with images, which is generated in one piece, and the pixels as an option of `generate`."""
+    from transformer.inference._image_prompts import encode_with_images
+
+    ids, pixels = encode_with_images(run, prompt, images, reader)
+    room = (run.context or UNBOUNDED) - len(ids)
+    if room < 1:
+        raise ConfigError(
+            f"the prompt and its images have {len(ids):,} tokens: expected fewer than {run.context:,}, the context of "
+            f"the model. Shorten the prompt, or pass fewer images."
+        )
+    return _Text(prompt, ids, min(max_new_tokens, room)), {"images": pixels}
+
+
+def continuation(tokenizer: Tokenizer, ids: Sequence[int], new: int) -> str:
+    """Return the text of the last `new` ids.
+
+    The whole sequence is decoded and the text of the prompt is removed. Decoding only the new ids would be wrong: some
+    tokenizers remove the first space of a text.
+    """
+    prompt = len(ids) - new
+    before, whole = tokenizer.decode(ids[:prompt]), tokenizer.decode(ids)
+    # If the prompt ends within a multi-byte character, `whole` does not start with `before`.
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(ids[prompt:])
+
+
+@dataclass(frozen=True)
+class StreamedText(GeneratedText):
+    """A text that was generated in pieces, with its tokens."""
+
+    tokens: list[str]
+    """names of the generated tokens"""
+    log_probabilities: list[float]
+    """of each token under the model, before penalties, temperature and filters"""
+    finish: str
+    """why it ended: "end", "stop" or "length"; see `transformer.chat.Reply`"""
+
+
+def stream_text(
+    run: LoadedModel,
+    stream: TokenStream,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    stop: Sequence[str] = (),
+    show: Callable[[str], None] = lambda piece: None,
+    images: Sequence[str] = (),
+    reader: ImagePrompts | None = None,
+) -> StreamedText:
+    """Continue a prompt with a causal model, and pass each piece of the text to `show` when it is generated.
+
+    Without stop strings, the text equals that of `continue_texts` for one prompt, up to rounding. A prompt with images
+    (paths, and how the model reads them) ends where it fills the context.
+
+    Raises:
+        ConfigError: the number of images is not that of the markers in the prompt, or they fill the context.
+        ValueError: an image or the prompt can't be read.
+    """
+    from transformer.chat._pieces import Detokenizer, StopStrings
+
+    context, more = run.context or UNBOUNDED, {}
+    if reader is None:
+        text = _Text(prompt, encode_prompt(run, prompt), max_new_tokens)
+        _warn_of_full_context([text], context)
+    else:
+        text, more = _text_with_images(run, prompt, images, reader, max_new_tokens)
+    pieces, stops, output = Detokenizer(run.tokenizer, text.ids), StopStrings(stop), []
+    log_probabilities: list[float] = []
+
+    def given(piece: str) -> None:
+        if piece := stops.add(piece):
+            output.append(piece)
+            show(piece)
+
+    while text.left and not stops.stopped:
+        ids, wanted = text.piece(context)
+        row: list[int] = []
+        for piece in stream.generate(
+            ids,
+            eos_id=run.eos_ids,
+            max_new_tokens=wanted,
+            sampling=dataclasses.replace(sampling, suppress=run.suppressed),
+            seed=(seed + 104_729 * len(text.new)) % 2**32,  # as in `continue_texts`
+            **more,
+        ):
+            row += piece.tokens
+            log_probabilities += piece.log_probabilities
+            given(pieces.add(piece.tokens))
+            if stops.stopped:
+                break
+        text = text.grown(row, wanted)
+    given("" if stops.stopped else pieces.finish())
+    finish = "stop" if stops.stopped else "end" if text.ended else "length"
+    if held := stops.finish():
+        output.append(held)
+        show(held)
+    names = run.tokenizer.tokens(text.new)
+    return StreamedText(prompt, "".join(output), finish == "end", names, log_probabilities, finish)

@@ -1,0 +1,90 @@
+"""Prompts with images for vision-language models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from transformer.chat._image_prompts import ImagePrompts, ImageText
+from transformer.config._checks import ConfigError
+from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data._tokenizer_files import as_pretrained
+from transformer.inference._images import with_size_of
+from transformer.inference._loading import LoadedModel
+from transformer.nn.models._vision_language import VisionLanguageModel
+
+if TYPE_CHECKING:
+    from transformer.media._images import ImageProcessor
+
+
+def image_prompts(opened: LoadedModel, processor: ImageProcessor | None = None) -> ImagePrompts:
+    """Return how a vision-language model reads images in prompts, for `encode_with_images` and `Chat`.
+
+    Args:
+        opened: a vision-language model.
+        processor: preprocessing; None: that of preprocessor_config.json in the directory of the model.
+
+    Raises:
+        ConfigError: the model reads only text, its tokenizer lacks the image token, or the preprocessing is missing or
+            does not fit the model.
+    """
+    if not isinstance(opened.model, VisionLanguageModel):
+        raise ConfigError(
+            f"{opened.directory} contains a model of the class {type(opened.model).__name__}, which does not read "
+            f"images together with text. Remove the images, or pass a vision-language model, such as "
+            f"google/gemma-3-4b-it."
+        )
+    if processor is None:
+        from transformer.media._image_settings import image_processor
+
+        processor = image_processor(opened.directory)
+    with_size_of(opened, processor)
+    images = opened.model.config.image_tokens
+    text = ImageText() if opened.pretrained is None else opened.pretrained.family.image_text or ImageText()
+    tokenizer = _tokenizer(opened)
+    names = {text.before.strip(), text.after.strip()} - {""}
+    name = tokenizer.tokens([images.token_id])[0]
+    if images.token_id not in tokenizer.special_ids or not names <= set(tokenizer.special_tokens):
+        wanted = ", ".join([name, *sorted(names)])
+        raise ConfigError(
+            f"the tokenizer in {opened.directory} does not have the special tokens of images ({wanted}; the image "
+            f"token has the id {images.token_id}). Download the tokenizer of the model again."
+        )
+
+    def read(sources: Sequence[Any]) -> list[np.ndarray]:
+        return [processor([source])[0] for source in sources]
+
+    return ImagePrompts(text=text, token=name, token_id=images.token_id, count=images.count, read=read)
+
+
+def encode_with_images(
+    opened: LoadedModel, prompt: str, images: Sequence[Any], prompts: ImagePrompts | None = None
+) -> tuple[list[int], list[np.ndarray]]:
+    """Return the token ids of a prompt about images, and the pixels of the images, for `generate`.
+
+    Args:
+        opened: a vision-language model.
+        prompt: the text, with a marker for each image (Gemma 3: `<start_of_image>`, LLaVA and PaliGemma: `<image>`);
+            without any marker, the images come first.
+        images: paths, PIL images or arrays, see `media.open_image`.
+        prompts: the result of `image_prompts`; None: it is computed.
+
+    Returns:
+        The ids, and one array (height, width, channels), float32, per image.
+
+    Raises:
+        ConfigError: as `image_prompts`, or the number of images is not that of the markers.
+        FileNotFoundError, ValueError: an image that can't be read, or a prompt that the tokenizer can't encode.
+    """
+    prompts = image_prompts(opened) if prompts is None else prompts
+    ids = prompts.encode(prompt, len(images), _tokenizer(opened))
+    return ids, prompts.read(images)
+
+
+def _tokenizer(opened: LoadedModel) -> PretrainedTokenizer:
+    try:
+        return as_pretrained(opened.tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"this tokenizer can't be used for prompts with images: {error}") from None

@@ -1,0 +1,152 @@
+"""Classification and embedding of images."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.config._checks import ConfigError
+from transformer.inference._loading import LoadedModel
+from transformer.inference._reading import Class, class_names, class_of, finite
+from transformer.nn.models._dual import DualEncoder
+from transformer.nn.models._vision import VisionClassifier, VisionEmbedder, VisionEncoder
+
+if TYPE_CHECKING:
+    from transformer.media._images import ImageProcessor
+
+BATCH = 16
+"""Number of images that the model reads at the same time."""
+
+
+def classify_images(opened: LoadedModel, images: Sequence[Any], processor: ImageProcessor | None = None) -> list[Class]:
+    """Return the most probable class of each image.
+
+    Args:
+        opened: an image classifier.
+        images: paths, PIL images or arrays, see `media.open_image`.
+        processor: preprocessing; None: that of preprocessor_config.json in the directory of the model.
+
+    Raises:
+        ConfigError: the model is not an image classifier, its outputs are not probabilities of mutually exclusive
+            classes, or the preprocessing is missing or does not fit the model.
+        FileNotFoundError, ValueError: an image that can't be read, or results that are not finite.
+    """
+    model = opened.model
+    if not isinstance(model, VisionClassifier):
+        remedy = "Pass an image classifier, such as google/vit-base-patch16-224."
+        if isinstance(model, DualEncoder):
+            remedy = "It compares images with texts: pass labels (--labels), or call classify_with_labels."
+        raise ConfigError(
+            f"{opened.directory} contains a model of the class {type(model).__name__}, which does not classify images. "
+            f"{remedy}"
+        )
+    names = class_names(opened)
+    return [class_of(row, names) for row in run_images(opened, images, processor, _probabilities)]
+
+
+def embed_images(opened: LoadedModel, images: Sequence[Any], processor: ImageProcessor | None = None) -> np.ndarray:
+    """Compute embeddings of images.
+
+    They are the output of a VisionEmbedder (DINOv2: the class token; ViT: its pooler), the vector that a
+    VisionClassifier classifies, or, for a DualEncoder (CLIP, SigLIP), a vector of length 1 in the space of its texts.
+
+    Args:
+        opened: a model of images.
+        images: paths, PIL images or arrays, see `media.open_image`.
+        processor: preprocessing; None: that of preprocessor_config.json in the directory of the model.
+
+    Returns:
+        (n, D) float32, one vector per image.
+
+    Raises:
+        ConfigError: the model does not read images, or the preprocessing is missing or does not fit the model.
+        FileNotFoundError, ValueError: an image that can't be read, or results that are not finite.
+    """
+    if not isinstance(opened.model, VisionEncoder | DualEncoder):
+        raise ConfigError(
+            f"{opened.directory} contains a model of the class {type(opened.model).__name__}, which does not read "
+            f"images. Pass a model of images, such as facebook/dinov2-base."
+        )
+    return np.stack(run_images(opened, images, processor, _image_vectors))
+
+
+def run_images(
+    opened: LoadedModel,
+    images: Sequence[Any],
+    processor: ImageProcessor | None,
+    compute: Callable[[Any, Any, jax.Array], jax.Array],
+) -> list[np.ndarray]:
+    """Preprocess images and apply `compute(model, params, pixels)` to batches (B, height, width, channels) of them.
+
+    Raises:
+        ConfigError: the preprocessing is missing, or does not give images of the size that the model reads.
+        ValueError: results that are not finite; the message has the number of the image.
+    """
+    if processor is None:
+        from transformer.media._image_settings import image_processor
+
+        processor = image_processor(opened.directory)
+    opened = with_size_of(opened, processor)
+    results: list[np.ndarray] = []
+    for pixels in _batches(images, processor):
+        results += list(np.asarray(compute(opened.model, opened.params, pixels), np.float32))
+    return [finite(opened, number, row, "image") for number, row in enumerate(results[: len(images)])]
+
+
+def with_size_of(opened: LoadedModel, processor: ImageProcessor) -> LoadedModel:
+    """Return the model for images of the size that the preprocessing gives.
+
+    Raises:
+        ConfigError: the model reads only images of another size.
+    """
+    config, size = opened.model.config, processor.size
+    patches = config.patches or (config.images or config.image_tokens).patches
+    wanted = (patches.image_height, patches.image_width)
+    fits = len(processor.mean) == patches.channels
+    found = opened.pretrained
+    if fits and size not in (None, wanted) and found is not None and found.family.any_image_size:
+        from transformer.zoo._image_size import with_image_size
+
+        model, params = with_image_size(opened.model, opened.params, *size, antialias=found.family.antialias)
+        return dataclasses.replace(opened, model=model, params=params)
+    if not fits or size not in (None, wanted):
+        given = "any size" if size is None else f"{size[0]} x {size[1]}"
+        raise ConfigError(
+            f"the model in {opened.directory} reads images of {wanted[0]} x {wanted[1]} pixels with {patches.channels} "
+            f"channels, but its preprocessing gives {given} with {len(processor.mean)} channels. Correct its "
+            f"preprocessor_config.json, pass another processor, or change the model with zoo.with_image_size."
+        )
+    return opened
+
+
+def _batches(images: Sequence[Any], processor: ImageProcessor) -> Iterator[np.ndarray]:
+    """Yield the pixels of the images in batches of one size, so that one program is compiled: the last is filled up."""
+    if not images:
+        raise ValueError("there are no images. Pass at least one.")
+    size = min(len(images), BATCH)
+    for first in range(0, len(images), BATCH):
+        pixels = processor(images[first : first + BATCH])
+        yield np.concatenate([pixels, np.repeat(pixels[-1:], size - len(pixels), axis=0)])
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _probabilities(model: VisionClassifier, params: Any, pixels: jax.Array) -> jax.Array:
+    """Return the class probabilities (B, C) of images. Compiled once per model and batch shape."""
+    return jax.nn.softmax(model.apply({"params": params}, pixels))  # over C
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _image_vectors(model: VisionEncoder | DualEncoder, params: Any, pixels: jax.Array) -> jax.Array:
+    """Return the vectors (B, D) of images. Compiled once per model and batch shape."""
+    variables = {"params": params}
+    if isinstance(model, DualEncoder):
+        return model.apply(variables, pixels, method="embed_images")
+    if isinstance(model, VisionEmbedder):
+        return model.apply(variables, pixels)
+    return model.apply(variables, pixels, method=lambda self, x: self.pool(self.hidden(x))).astype(jnp.float32)

@@ -1,0 +1,426 @@
+"""Transcription of recordings: with CTC, or with Whisper in windows, with language, temperatures and segments."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.config._checks import ConfigError, nearest
+from transformer.generate._prompts import decoding_model
+from transformer.generate._speech import SpeechRules, WindowResult, decode_window, start_window
+from transformer.inference._ctc import recognize, waveform_features
+from transformer.inference._loading import LoadedModel
+from transformer.media._audio import check_samples
+from transformer.media._features import LogMel, Waveform, load_features
+from transformer.nn.models._audio import SpeechRecognizer
+from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranscriptionOptions:
+    """How a recording is transcribed. The defaults are those of Whisper (Radford et al. 2022, section 4.5).
+
+    A model with CTC has one language and decodes greedily; temperatures, thresholds and seed are those of Whisper.
+
+    Raises:
+        ConfigError: a value is out of range, or no temperature is given.
+    """
+
+    timestamps: bool = False
+    """generate timestamps; recordings that are longer than one window always have them"""
+    language: str | None = None
+    """language of the recording, such as en; None: detect it in the first window"""
+    translate: bool = False
+    """translate to English instead of transcribing"""
+    temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    """sampling temperatures; the next one is used if the result of a window fails a threshold; 0 is greedy decoding"""
+    max_compression_ratio: float | None = 2.4
+    """threshold: the text is repetitive if zlib compresses its bytes by more than this factor; None: no threshold"""
+    min_log_probability: float | None = -1.0
+    """threshold: the text is unreliable if the mean log-probability of its tokens is below; None: no threshold"""
+    max_no_speech: float | None = 0.6
+    """a window is silent, and has no text, if the probability of no speech is above this value and the mean
+    log-probability below its threshold; None: no window is silent"""
+    seed: int = 0
+    """random seed of sampling"""
+
+    def __post_init__(self):
+        for name in ("max_compression_ratio", "min_log_probability", "max_no_speech"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, Real) or not math.isfinite(value)):
+                raise ConfigError(f"{name} must be a finite number, or None for no threshold, got {value!r}.")
+        if not self.temperatures or any(not 0 <= value < math.inf for value in self.temperatures):
+            raise ConfigError(
+                f"temperatures must be one or more finite numbers of at least 0, got {self.temperatures!r}. The first "
+                f"one is usually 0."
+            )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a transcript."""
+
+    start: float
+    """seconds from the start of the recording"""
+    end: float
+    """seconds from the start of the recording, at most its duration"""
+    text: str
+    """text without timestamps; it may start with a space"""
+    tokens: list[int]
+    """token ids with timestamps"""
+    temperature: float | None = None
+    """temperature of the window; None: greedy CTC decoding"""
+    average_log_probability: float | None = None
+    """mean log-probability of the tokens of the window"""
+    compression_ratio: float | None = None
+    """ratio of the bytes of the window's text before and after compression"""
+    no_speech: float | None = None
+    """probability that the window has no speech"""
+
+
+def clipped(segment: Segment, duration: float) -> Segment:
+    """Return a segment that ends within a recording of this duration: a model may also predict later times."""
+    return replace(segment, start=round(min(segment.start, duration), 3), end=round(min(segment.end, duration), 3))
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """The text of a recording, and its segments."""
+
+    text: str
+    language: str | None
+    """language of the recording; None: the model has only one"""
+    segments: list[Segment]
+
+
+def transcribe(opened: LoadedModel, samples: Any, options: TranscriptionOptions = TranscriptionOptions()) -> Transcript:
+    """Transcribe a recording.
+
+    Whisper reads one window at a time (30 seconds). A longer recording is transcribed window by window: each one starts
+    at the last timestamp of the one before. Text of earlier windows is not part of the prompt.
+
+    wav2vec 2.0 and HuBERT give a segment for each word, see `recognize` for longer recordings.
+
+    Args:
+        opened: a model of Whisper, or of wav2vec 2.0 or HuBERT with CTC.
+        samples: (N,), mono, at the sampling rate of the model (`transformer.media.read_audio` reads a file).
+        options: how the recording is transcribed.
+
+    Raises:
+        ConfigError: another kind of model, missing settings, an unknown language, or options that the model does not
+            support.
+        ValueError: invalid samples, or logits that are not finite.
+    """
+    windows = list(transcribe_windows(opened, samples, options))
+    segments = [segment for _, found in windows for segment in found]
+    text = "".join(segment.text for segment in segments).strip()
+    return Transcript(text=text, language=windows[0][0], segments=segments)
+
+
+def transcribe_windows(
+    opened: LoadedModel, samples: Any, options: TranscriptionOptions = TranscriptionOptions()
+) -> Iterator[tuple[str | None, list[Segment]]]:
+    """Transcribe a recording, and yield the language and the segments of each window as soon as it is finished.
+
+    Arguments and errors are those of `transcribe`. A model with CTC yields all segments at once.
+    """
+    if isinstance(opened.model, SpeechRecognizer) and opened.pretrained is not None:
+        return iter([(None, _recognized(opened, samples, options))])
+    return Transcriber(opened, options).windows(samples)
+
+
+def _recognized(opened: LoadedModel, samples: Any, options: TranscriptionOptions) -> list[Segment]:
+    """Return the words of a recording as segments."""
+    if options.language is not None or options.translate:
+        _refuse_languages(opened)
+    words, space = recognize(opened, samples)
+    duration = len(samples) / sampling_rate(opened)
+    segments = [
+        Segment(
+            start=word.start,
+            end=word.end,
+            text=space + word.text if number else word.text,
+            tokens=word.tokens,
+            average_log_probability=word.log_probability,
+        )
+        for number, word in enumerate(words)
+    ]
+    return [clipped(segment, duration) for segment in segments]
+
+
+def _refuse_languages(opened: LoadedModel) -> NoReturn:
+    raise ConfigError(
+        f"{opened.directory} contains a model for a single language, which only transcribes: language and translate "
+        f"can't be set. Remove them, or pass a multilingual model."
+    )
+
+
+def sampling_rate(opened: LoadedModel) -> int:
+    """Return the sampling rate in Hz that a speech model reads; errors are those of `transcribe`."""
+    return speech_features(opened).sampling_rate
+
+
+def speech_features(opened: LoadedModel) -> LogMel | Waveform:
+    """Return the feature settings of a speech model.
+
+    Raises:
+        ConfigError: another kind of model, or features that do not fit it.
+        FileNotFoundError: preprocessor_config.json is missing.
+    """
+    if isinstance(opened.model, SpeechRecognizer) and opened.pretrained is not None:
+        return waveform_features(opened)
+    if not isinstance(opened.model, SpeechToText) or opened.pretrained is None:
+        raise ConfigError(
+            f"{opened.directory} contains a {type(opened.model).__name__}, but transcription needs pretrained weights "
+            f"of Whisper, or of wav2vec 2.0 or HuBERT with CTC. Pass a directory of such weights."
+        )
+    features, config = load_features(opened.directory), opened.model.config
+    expected = (config.speech.mel_bins, FRAMES_A_POSITION * config.longest_source)
+    got = (features.feature_size, features.chunk_frames) if isinstance(features, LogMel) else None
+    if got != expected:
+        raise ConfigError(
+            f"preprocessor_config.json in {opened.directory} must describe {expected[1]} frames of {expected[0]} mel "
+            f"bins, the input of the model, got {features}. Download the files again: they do not belong together."
+        )
+    return features
+
+
+def _task(translate: bool) -> str:
+    """Return the name of the task in task_to_id of generation_config.json."""
+    return "translate" if translate else "transcribe"
+
+
+@dataclass(frozen=True)
+class SpeechTokens:
+    """Special tokens of Whisper, from generation_config.json."""
+
+    start: int
+    end: int
+    no_timestamps: int
+    languages: Mapping[str, int]
+    """id by language code, such as en; empty: the model has only one language"""
+    tasks: Mapping[str, int]
+    suppressed_first: Sequence[int]
+    max_initial_timestamp: int | None
+    """largest index of the first timestamp; None: any"""
+    max_length: int | None
+    """maximum number of generated tokens per window; None: up to the end of the position table"""
+
+    @staticmethod
+    def of(opened: LoadedModel) -> SpeechTokens:
+        """Read the tokens; raise ConfigError for missing or invalid ones."""
+        values, size = opened.pretrained.generation, opened.model.config.vocab_size
+        required = {name: values.get(name) for name in ("no_timestamps_token_id", "eos_token_id")}
+        required["decoder_start_token_id"] = values.get("decoder_start_token_id", opened.bos_id)
+        named: dict[str, Mapping[str, int]] = {}
+        for name in ("lang_to_id", "task_to_id") if values.get("is_multilingual", True) else ():
+            named[name] = values.get(name) if isinstance(values.get(name), dict) else {}
+            required |= {f"{name}[{key!r}]": i for key, i in named[name].items()} or {name: None}
+        first = values.get("begin_suppress_tokens") or []
+        required |= {f"begin_suppress_tokens[{number}]": i for number, i in enumerate(first)}
+        wrong = [name for name, i in required.items() if type(i) is not int or not 0 <= i < size]
+        if wrong:
+            raise ConfigError(
+                f"generation_config.json in {opened.directory} must have token ids from 0 to {size - 1} for "
+                f"{', '.join(wrong[:5])}, got {required[wrong[0]]!r:.80}. Download the file again."
+            )
+        return SpeechTokens(
+            start=required["decoder_start_token_id"],
+            end=required["eos_token_id"],
+            no_timestamps=required["no_timestamps_token_id"],
+            languages={key.strip("<|>"): i for key, i in named.get("lang_to_id", {}).items()},
+            tasks=named.get("task_to_id", {}),
+            suppressed_first=first,
+            max_initial_timestamp=values.get("max_initial_timestamp_index"),
+            max_length=values.get("max_length"),
+        )
+
+    @property
+    def no_speech(self) -> int:
+        """The token whose probability after the start token is that of no speech."""
+        return self.no_timestamps - 1
+
+    def prompt(self, language: str | None, translate: bool, timestamps: bool) -> list[int]:
+        """Return the tokens after the start token."""
+        both = [] if language is None else [self.languages[language], self.tasks[_task(translate)]]
+        return both + ([] if timestamps else [self.no_timestamps])
+
+    def rules(self, suppressed: Sequence[int], vocab_size: int) -> SpeechRules:
+        """Return the rules for the tokens that may follow."""
+        limit = vocab_size if self.max_initial_timestamp is None else self.max_initial_timestamp
+        return SpeechRules(
+            suppressed=np.isin(np.arange(vocab_size), suppressed),
+            suppressed_first=np.isin(np.arange(vocab_size), self.suppressed_first),
+            end_id=np.int32(self.end),
+            no_timestamps_id=np.int32(self.no_timestamps),
+            last_first=np.int32(self.no_timestamps + 1 + limit),
+        )
+
+
+class Transcriber:
+    """Transcribes recordings with one Whisper model; see `transcribe`."""
+
+    def __init__(self, opened: LoadedModel, options: TranscriptionOptions):
+        self.opened, self.options = opened, options
+        self.features = speech_features(opened)
+        self.tokens = SpeechTokens.of(opened)
+        self.model = decoding_model(opened.model)
+        config = opened.model.config
+        self.rules = self.tokens.rules(opened.suppressed, config.vocab_size)
+        self.slots = config.max_length
+        # Seconds of one timestamp step: one encoder position.
+        self.step = FRAMES_A_POSITION * self.features.hop_length / self.features.sampling_rate
+        self._check_language()
+
+    def _check_language(self) -> None:
+        known, options = self.tokens.languages, self.options
+        if not known and (options.language is not None or options.translate):
+            _refuse_languages(self.opened)
+        if options.language is not None and options.language not in known:
+            raise ConfigError(
+                f"language must be one of {', '.join(sorted(known))}, got {options.language!r}."
+                f"{nearest(options.language, known)}"
+            )
+        if known and (wanted := _task(options.translate)) not in self.tokens.tasks:
+            raise ConfigError(
+                f"{self.opened.directory} contains a model that can't {wanted} (task_to_id in "
+                f"generation_config.json). Pass another model."
+            )
+
+    def windows(self, samples: Any) -> Iterator[tuple[str | None, list[Segment]]]:
+        """Yield the language and the segments of each window of samples (N,)."""
+        samples = check_samples(samples, self.features.sampling_rate)
+        frames, chunk = self.features.frames(samples), self.features.chunk_frames
+        count = -(-len(samples) // self.features.hop_length)
+        timestamps = self.options.timestamps or count > chunk
+        language, start = self.options.language, 0
+        while start < count:
+            length = min(count - start, chunk)
+            window = frames[start : start + chunk]
+            window = np.pad(window, ((0, chunk - len(window)), (0, 0)))
+            key = jax.random.fold_in(jax.random.key(self.options.seed), start)
+            language, best = self._window(window, language, timestamps, key)
+            segments, used = self._segments(best, start, length, timestamps)
+            yield language, [clipped(segment, len(samples) / self.features.sampling_rate) for segment in segments]
+            # A window ends at its last timestamp, and always after its start.
+            start += used if used > 0 else length
+
+    def _window(self, frames: np.ndarray, language: str | None, timestamps: bool, key: Any) -> tuple[str | None, Any]:
+        """Return the language of frames (F, M), and the result of the first temperature that passes the thresholds."""
+        logits, cache = start_window(
+            self.model, self.opened.params, frames[None], np.int32(self.tokens.start), cache_slots=self.slots
+        )
+        probabilities = jax.nn.softmax(logits[0].astype(jnp.float32))
+        no_speech = float(probabilities[self.tokens.no_speech])
+        if language is None and self.tokens.languages:
+            codes = list(self.tokens.languages)
+            language = codes[int(jnp.argmax(logits[0, np.array(list(self.tokens.languages.values()))]))]
+        prompt = np.array(self.tokens.prompt(language, self.options.translate, timestamps), np.int32)[None]
+        room = self.slots - 1 - prompt.shape[1]
+        limit = room if self.tokens.max_length is None else min(room, self.tokens.max_length)
+        for number, temperature in enumerate(self.options.temperatures):
+            result = jax.device_get(
+                decode_window(
+                    self.model,
+                    self.opened.params,
+                    logits,
+                    cache,
+                    prompt,
+                    np.float32(temperature),
+                    jax.random.fold_in(key, number),
+                    np.int32(limit),
+                    self.rules,
+                    num_frames=len(frames),
+                    new_slots=self.slots,
+                    timestamps=timestamps,
+                )
+            )
+            best = self._judge(result, temperature, no_speech)
+            if best.silent or not best.fails:
+                break
+        return language, best
+
+    def _judge(self, result: WindowResult, temperature: float, no_speech: float) -> Decoded:
+        """Compare the result of one temperature with the thresholds."""
+        if not result.finite:
+            raise ValueError(
+                f"the logits of {self.opened.directory} are not finite, so no token can be chosen. Check that the "
+                f"weights are complete, or load them as float32."
+            )
+        tokens = result.tokens[0, : result.counts[0]].tolist()
+        average = float(result.log_probability[0]) / max(len(tokens) + bool(result.ended[0]), 1)
+        options, text = self.options, self._text(tokens).strip().encode()
+        ratio = len(text) / len(zlib.compress(text))
+        unlikely = options.min_log_probability is not None and average < options.min_log_probability
+        repetitive = options.max_compression_ratio is not None and ratio > options.max_compression_ratio
+        silent = options.max_no_speech is not None and no_speech > options.max_no_speech and unlikely
+        return Decoded(tokens, temperature, average, ratio, no_speech, unlikely or repetitive, silent)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self.opened.tokenizer.decode([i for i in tokens if i <= self.tokens.no_timestamps])
+
+    def _segments(self, best: Decoded, start: int, length: int, timestamps: bool) -> tuple[list[Segment], int]:
+        """Divide the tokens of a window into segments at pairs of timestamps.
+
+        Args:
+            best: the result of the window.
+            start: first frame of the window.
+            length: number of frames that belong to the recording.
+            timestamps: whether the tokens have timestamps.
+
+        Returns:
+            The segments, and the number of frames after which the next window starts.
+        """
+        if best.silent:
+            return [], length
+        offset = start * self.features.hop_length / self.features.sampling_rate
+        tokens, first = best.tokens, self.tokens.no_timestamps + 1
+        # `ends`: a segment ends before the second timestamp of each pair.
+        ends = [i for i in range(1, len(tokens)) if tokens[i - 1] >= first and tokens[i] >= first]
+        if not timestamps or not ends:
+            times = [i - first for i in tokens if i > first]  # without <|0.00|>
+            steps = times[-1] if times else length // FRAMES_A_POSITION
+            return [self._segment(best, tokens, offset, 0, steps)], length
+        # A single timestamp at the end means that no speech follows: the whole window is used. Otherwise the last,
+        # unfinished segment is decoded again in the next window.
+        complete = tokens[-1] >= first and tokens[-2] < first
+        slices = [*ends, len(tokens)] if complete else ends
+        found, begin = [], 0
+        for end in slices:
+            part = tokens[begin:end]
+            found.append(self._segment(best, part, offset, part[0] - first, part[-1] - first))
+            begin = end
+        return found, length if complete else FRAMES_A_POSITION * (tokens[ends[-1] - 1] - first)
+
+    def _segment(self, best: Decoded, tokens: list[int], offset: float, start: int, end: int) -> Segment:
+        return Segment(
+            start=round(offset + start * self.step, 3),
+            end=round(offset + end * self.step, 3),
+            text=self._text(tokens),
+            tokens=tokens,
+            temperature=best.temperature,
+            average_log_probability=best.average,
+            compression_ratio=best.ratio,
+            no_speech=best.no_speech,
+        )
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The tokens of a window at one temperature, and whether they fail a threshold."""
+
+    tokens: list[int]
+    temperature: float
+    average: float
+    ratio: float
+    no_speech: float
+    fails: bool
+    silent: bool

@@ -1,0 +1,192 @@
+"""Read the image preprocessing of a model: preprocessor_config.json, or processor_config.json of newer releases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformer.config._checks import ConfigError, nearest
+from transformer.config._untrusted import parse_json, read_bounded
+from transformer.media._images import ImageProcessor
+
+SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files with the preprocessing of a model; the first that exists is read."""
+
+MAX_SIDE = 16_384
+"""Largest size that a file may request: a larger one would only fill the memory."""
+
+RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+"""Filters of Pillow, in the order of their numbers in preprocessor_config.json."""
+
+_STANDARD = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_center_crop": False}
+_CLIP = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "size": {"shortest_edge": 224},
+    "crop_size": {"height": 224, "width": 224},
+    "do_center_crop": True,
+    "resample": 3,
+}
+_SQUARE = {"size": {"height": 224, "width": 224}}
+_DEIT = {"size": {"height": 256, "width": 256}, "crop_size": {"height": 224, "width": 224}}
+
+KINDS: dict[str, dict[str, Any]] = {
+    "ViT": _STANDARD | _SQUARE | {"resample": 2},
+    "CLIP": _CLIP,
+    "Siglip": _STANDARD | _SQUARE | {"resample": 3},
+    "Bit": _CLIP,
+    "Gemma3": _STANDARD | _SQUARE | {"resample": 2},
+    "Llava": _CLIP,
+    "DINOv3ViT": _STANDARD
+    | _SQUARE
+    | {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "resample": 2},
+    "DeiT": _STANDARD | _DEIT | {"do_center_crop": True, "resample": 3},
+}
+"""Defaults of the preprocessors of Hugging Face transformers, by the name of their class without its ending."""
+
+_KIND_OF_FAMILY = {"vit": "ViT", "clip": "CLIP", "siglip": "Siglip", "dinov2": "Bit", "deit": "DeiT"}
+_KIND_OF_FAMILY |= {
+    "dinov2_with_registers": "Bit",
+    "dinov3_vit": "DINOv3ViT",
+    "gemma3": "Gemma3",
+    "paligemma": "Siglip",
+    "llava": "CLIP",
+}
+_ENDINGS = ("ImageProcessorPil", "ImageProcessorFast", "ImageProcessor", "FeatureExtractor")
+_READ = (
+    *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor"),
+    *("do_normalize", "image_mean", "image_std"),
+)
+_UNREAD = {
+    *("image_processor_type", "feature_extractor_type", "processor_class", "_processor_class", "auto_map"),
+    *("do_convert_rgb", "default_to_square", "data_format", "input_data_format", "return_tensors", "device"),
+    *("disable_grouping", "_valid_processor_keys", "valid_processor_keys", "pad_size", "image_seq_length"),
+    *("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate"),
+    *("num_channels", "image_processor", "backend", "_name_or_path", "transformers_version"),
+}
+_FIXED = dict.fromkeys(("do_pan_and_scan", "do_pad", "do_reduce_labels", "do_convert_annotations"), (False, None))
+
+
+def image_processor(directory: str | os.PathLike) -> ImageProcessor:
+    """Return the image preprocessing of the model in a directory, as its authors describe it.
+
+    Args:
+        directory: a directory with preprocessor_config.json (or processor_config.json), in the format of Hugging Face
+            transformers.
+
+    Raises:
+        ConfigError: the files are missing or invalid, or describe a preprocessing that is not supported; the message
+            names the fields.
+    """
+    directory = Path(directory)
+    name = next((name for name in SETTINGS_FILES if (directory / name).exists()), None)
+    if name is None:
+        raise ConfigError(
+            f"{directory} has no {SETTINGS_FILES[0]}, which describes how images are resized and normalized. Add the "
+            f"file of the model's authors."
+        )
+    values = _read_json(directory, name)
+    inner = values.get("image_processor") if name == SETTINGS_FILES[1] else values
+    if not isinstance(inner, dict):
+        raise ConfigError(f"{directory / name} has no image_processor. Add the {SETTINGS_FILES[0]} of the model.")
+    try:
+        return from_settings(inner, _kind(inner, directory))
+    except (ConfigError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"{directory / name} can't be used: {error}") from error
+
+
+def _read_json(directory: Path, name: str) -> dict[str, Any]:
+    try:
+        values = parse_json(read_bounded(directory, name))
+    except ValueError as error:
+        raise ConfigError(f"{directory / name} can't be read: {error}. Get the file again.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{directory / name} must contain one JSON object. Get the file again.")
+    return values
+
+
+def _kind(values: Mapping[str, Any], directory: Path) -> str:
+    """Return which of KINDS a file describes: by its own type, or by the model_type of config.json."""
+    given = values.get("image_processor_type") or values.get("feature_extractor_type")
+    if given is None:
+        family = (
+            _read_json(directory, "config.json").get("model_type") if (directory / "config.json").exists() else None
+        )
+        if isinstance(family, str) and family in _KIND_OF_FAMILY:
+            return _KIND_OF_FAMILY[family]
+        raise ConfigError("image_processor_type is missing. Add it, such as ViTImageProcessor.")
+    bare = next((str(given).removesuffix(ending) for ending in _ENDINGS if str(given).endswith(ending)), str(given))
+    if bare not in KINDS:
+        known = [f"{kind}ImageProcessor" for kind in KINDS]
+        raise ConfigError(
+            f"image_processor_type must be one of {', '.join(known)}, got {given!r:.80}.{nearest(str(given), known)} "
+            f"Use a model with one of these."
+        )
+    return bare
+
+
+def from_settings(values: Mapping[str, Any], kind: str) -> ImageProcessor:
+    """Return the preprocessing that the fields of a preprocessor_config.json describe.
+
+    Args:
+        values: the fields.
+        kind: a name in `KINDS`, whose defaults apply to missing fields.
+
+    Raises:
+        ConfigError: an unknown field, or a value that is not supported.
+    """
+    for name, choices in _FIXED.items():
+        if values.get(name) not in choices:
+            raise ConfigError(f"{name} is {values[name]!r:.80}, which is not supported. Remove it if it has no effect.")
+    known = {*_READ, *_UNREAD, *_FIXED}
+    if unknown := sorted(values.keys() - known):
+        raise ConfigError(
+            f"unknown field {unknown[0]!r:.80}.{nearest(unknown[0], known)} Remove it if it does not change the pixels."
+        )
+    flags = {"do_resize": True, "do_rescale": True, "do_normalize": True}
+    given = flags | KINDS[kind] | {name: values[name] for name in _READ if values.get(name) is not None}
+    changes: dict[str, Any] = {"resample": _filter(given["resample"]), "in_floats": kind == "DINOv3ViT"}
+    if given["do_resize"]:
+        changes |= _size("size", given["size"], square=kind not in ("CLIP", "Bit", "Llava"))
+    if given["do_center_crop"]:
+        crop = _size("crop_size", given["crop_size"], square=True)
+        changes |= {"crop_height": crop["height"], "crop_width": crop["width"]}
+    if not given["do_rescale"]:
+        changes["rescale_factor"] = 1.0
+    elif "rescale_factor" in given:
+        changes["rescale_factor"] = given["rescale_factor"]
+    mean, std = (given["image_mean"], given["image_std"]) if given["do_normalize"] else ([0.0] * 3, [1.0] * 3)
+    return ImageProcessor(mean=_channels(mean), std=_channels(std), **changes)
+
+
+def _channels(values: Any) -> tuple[float, ...]:
+    values = [values] * 3 if isinstance(values, int | float) else values
+    return tuple(float(value) for value in values)
+
+
+def _filter(number: Any) -> str:
+    if type(number) is not int or not 0 <= number < len(RESAMPLE):
+        names = ", ".join(f"{i} ({name})" for i, name in enumerate(RESAMPLE))
+        raise ConfigError(f"resample must be one of {names}, got {number!r:.80}. Correct it.")
+    return RESAMPLE[number]
+
+
+def _size(name: str, value: Any, *, square: bool) -> dict[str, int]:
+    """Return height and width, or shortest_edge; a single number means a square, or the shortest edge."""
+    if type(value) is int:
+        value = {"height": value, "width": value} if square else {"shortest_edge": value}
+    if isinstance(value, list) and len(value) == 2:
+        value = {"height": value[0], "width": value[1]}
+    value = {key: side for key, side in value.items() if side is not None} if isinstance(value, dict) else {}
+    if name == "crop_size" or "shortest_edge" not in value:
+        expected = {"height", "width"}
+    else:
+        expected = {"shortest_edge"}
+    if value.keys() != expected or not all(type(side) is int and 1 <= side <= MAX_SIDE for side in value.values()):
+        raise ConfigError(
+            f"{name} must have {' and '.join(sorted(expected))}, integers from 1 to {MAX_SIDE}, got {value!r:.80}. "
+            f"Correct it."
+        )
+    return value

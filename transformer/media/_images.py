@@ -1,0 +1,138 @@
+"""Preprocessing of images: resize, crop, rescale, normalize."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from transformer.config._checks import ConfigError, check_choices, check_flags, check_positive, check_whole
+from transformer.media._image_files import Image, open_image
+
+Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
+Numbers = tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageProcessor:
+    """Preprocessing of images for a vision model: resize, crop the center, rescale, normalize.
+
+    Resizing computes the filters of Pillow with antialiasing: in 8 bits for 8-bit images (unless `in_floats`), in
+    floating point for other images. `image_processor` of this package reads the settings from the directory of a model.
+
+    Raises:
+        ConfigError: a size below 1, an unknown filter, or means and deviations that are not one number per channel.
+    """
+
+    height: int | None = None
+    """height after resizing; only together with `width`, then the aspect ratio changes"""
+    width: int | None = None
+    """width after resizing"""
+    shortest_edge: int | None = None
+    """length of the shorter side after resizing, instead of `height` and `width`: the aspect ratio is kept"""
+    resample: Resample = "bilinear"
+    """filter for resizing"""
+    in_floats: bool = False
+    """resize 8-bit images in floating point, without rounding to levels (DINOv3)"""
+    crop_height: int | None = None
+    """height of the center that is kept; smaller images are padded with black; None: keep everything"""
+    crop_width: int | None = None
+    """width of the center that is kept"""
+    rescale_factor: float = 1 / 255
+    """factor on the values from 0 to 255"""
+    mean: Numbers = (0.5, 0.5, 0.5)
+    """subtracted from each channel after rescaling; its length is the number of channels, 3 (RGB) or 1"""
+    std: Numbers = (0.5, 0.5, 0.5)
+    """each channel is divided by it afterwards"""
+
+    def __post_init__(self):
+        check_choices(self, resample=Resample)
+        check_whole(self, "height", "width", "shortest_edge", "crop_height", "crop_width")
+        check_positive(self, "rescale_factor")
+        check_flags(self, "in_floats")
+        for one, other in (("height", "width"), ("crop_height", "crop_width")):
+            if (getattr(self, one) is None) != (getattr(self, other) is None):
+                raise ConfigError(f"{one} and {other} of an ImageProcessor must be set together. Set both, or none.")
+        if self.height is not None and self.shortest_edge is not None:
+            raise ConfigError("an ImageProcessor resizes to height and width, or to shortest_edge. Remove one of them.")
+        if len(self.mean) not in (1, 3) or len(self.std) != len(self.mean) or not all(s > 0 for s in self.std):
+            raise ConfigError(
+                f"mean and std of an ImageProcessor need one number per channel (1 or 3), and std must be positive, "
+                f"got {self.mean!r:.80} and {self.std!r:.80}. Change them."
+            )
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Height and width of all results; None: they depend on the image."""
+        if self.crop_height is not None:
+            return self.crop_height, self.crop_width
+        return None if self.height is None else (self.height, self.width)
+
+    def __call__(self, images: Sequence[Any]) -> np.ndarray:
+        """Preprocess images, each a path, a PIL image or an array (see `open_image`).
+
+        Returns:
+            (B, height, width, channels), float32.
+
+        Raises:
+            FileNotFoundError, ValueError: errors of `open_image`, no images, or images whose results differ in size.
+        """
+        if isinstance(images, str) or not isinstance(images, Sequence):
+            raise ValueError(f"images must be a list, got {type(images).__name__}. For a single image, pass [image].")
+        results = [self._one(image) for image in images]
+        shapes = {result.shape for result in results}
+        if len(shapes) != 1:
+            sizes = ", ".join(f"{height} x {width}" for height, width, _ in sorted(shapes)) or "no images"
+            raise ValueError(
+                f"the images of a batch must have one size after preprocessing, got {sizes}. Pass them alone."
+            )
+        return np.stack(results)
+
+    def _one(self, image: Any) -> np.ndarray:
+        x = open_image(image, len(self.mean))
+        if (size := self._resized(*x.shape[:2])) is not None:
+            name = str(image) if isinstance(image, str) or hasattr(image, "__fspath__") else "the image"
+            x = _resize(x.astype(np.float32) if self.in_floats else x, size, self.resample, name)
+        if self.crop_height is not None:
+            x = _center_crop(x, self.crop_height, self.crop_width)
+        x = x.astype(np.float32) * np.float32(self.rescale_factor)
+        return (x - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
+
+    def _resized(self, height: int, width: int) -> tuple[int, int] | None:
+        """Return the size of an image after resizing, before cropping; None: no resizing."""
+        if self.shortest_edge is None:
+            return None if self.height is None else (self.height, self.width)
+        longer = int(self.shortest_edge * max(height, width) / min(height, width))
+        return (longer, self.shortest_edge) if width <= height else (self.shortest_edge, longer)
+
+
+def _resize(x: np.ndarray, size: tuple[int, int], resample: Resample, name: str) -> np.ndarray:
+    """Resize (height, width, C) to (*size, C)."""
+    height, width = size
+    if Image.MAX_IMAGE_PIXELS is not None and height * width > Image.MAX_IMAGE_PIXELS:
+        raise ValueError(
+            f"{name} has {x.shape[1]} x {x.shape[0]} pixels and would be resized to {width} x {height}, more than "
+            f"{Image.MAX_IMAGE_PIXELS:,}, because its aspect ratio is kept. Crop it before."
+        )
+    kernel = Image.Resampling[resample.upper()]
+    if x.dtype == np.uint8 and x.shape[2] == 3:
+        return np.asarray(Image.fromarray(x).resize((width, height), kernel))
+    # One channel at a time, as 8-bit (mode L) or floating-point (mode F) images.
+    planes = [Image.fromarray(np.ascontiguousarray(x[..., c])) for c in range(x.shape[2])]
+    return np.stack([np.asarray(plane.resize((width, height), kernel)) for plane in planes], axis=2)
+
+
+def _center_crop(x: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Keep the center of (H, W, C); where the image is smaller, pad it with zeros. Odd rows are added at the start."""
+    for axis, size in enumerate((height, width)):
+        missing = size - x.shape[axis]
+        if missing > 0:
+            pads = [(0, 0)] * 3
+            pads[axis] = (missing - missing // 2, missing // 2)
+            x = np.pad(x, pads)
+        else:
+            start = -missing // 2
+            x = np.take(x, np.arange(start, start + size), axis)
+    return x

@@ -1,0 +1,184 @@
+"""Kernels of fine-tuning: frozen 4-bit weights (NF4), and frozen weights with a trained low-rank update (LoRA, DoRA).
+
+Both are pytrees that stand in a tree of parameters where a kernel would be. Layers are scanned, so a layer dequantizes
+and updates only its own kernels, and a model never holds a complete copy of its parameters in a larger dtype.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer.nn._axes import Array, DType, Float, Leaf
+
+NF4_LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""the 16 values of the data type 4-bit NormalFloat: quantiles of a normal distribution, with an exact zero (Dettmers et
+al. 2023, arXiv 2305.14314, appendix E)"""
+
+NF4_BLOCK = 64
+"""number of weights that share a scale (arXiv 2305.14314, section 4)"""
+
+
+@runtime_checkable
+class Encoded(Protocol):
+    """A kernel that is not an array, but can be converted to one: `Int8`, `NF4` or `Adapted`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the kernel."""
+
+    def array(self, dtype: DType) -> Array:
+        """Return the kernel as an array."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NF4:
+    """A 4-bit parameter: levels of `NF4_LEVELS` times a scale, the largest absolute value of a block of 64 weights.
+
+    Blocks run along one axis of the parameter. A byte holds two weights of a block, which are half a block apart.
+    """
+
+    codes: Leaf
+    """uint8, two indices of levels per byte; the axis `axis` has half its size, rounded up to whole blocks"""
+    absmax: Leaf
+    """float32, one scale per block; the axis `axis` enumerates the blocks"""
+    axis: int = field(metadata={"static": True})
+    """axis of the blocks, counted from the end"""
+    size: int = field(metadata={"static": True})
+    """size of this axis in the parameter"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        place = self.codes.ndim + self.axis
+        return (*self.codes.shape[:place], self.size, *self.codes.shape[place + 1 :])
+
+    def array(self, dtype: DType = jnp.float32) -> Array:
+        """Return the dequantized parameter, level * absmax, in its original shape."""
+        place = self.codes.ndim + self.axis
+        before, after = self.codes.shape[:place], self.codes.shape[place + 1 :]
+        blocks = self.absmax.shape[place]
+        packed = self.codes.reshape(*before, blocks, -1, *after)
+        codes = jnp.concatenate([packed & 15, packed >> 4], place + 1)
+        # In float32, and rounded once: absmax has more significant bits than a 16-bit dtype.
+        weights = _levels_at(codes) * jnp.expand_dims(self.absmax, place + 1)
+        weights = weights.reshape(*before, -1, *after)
+        return jax.lax.slice_in_dim(weights, 0, self.size, axis=place).astype(dtype)
+
+
+def _levels_at(codes: Array) -> Array:
+    """Look up the level of each code, with a tree of 15 selections: TPUs have no fast lookup in a table."""
+    found: list[Any] = [jnp.float32(level) for level in NF4_LEVELS]
+    for bit in range(4):
+        high = (codes >> bit) & 1 == 1
+        found = [jnp.where(high, odd, even) for even, odd in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
+
+
+def quantized_nf4(array: Float[Array, "..."], axis: int) -> NF4:
+    """Quantize an array to 4 bits, in blocks along `axis` (counted from the end). Zeros stay exactly zero.
+
+    If 64 does not divide the axis, blocks have the size of the largest even divisor below 64; an odd axis is padded.
+    """
+    array = jnp.asarray(array, jnp.float32)
+    place, size = array.ndim + axis, array.shape[axis]
+    even = size + size % 2
+    block = next(length for length in range(NF4_BLOCK, 0, -2) if even % length == 0)
+    padding = [(0, even - size if i == place else 0) for i in range(array.ndim)]
+    blocks = jnp.pad(array, padding).reshape(*array.shape[:place], -1, block, *array.shape[place + 1 :])
+    absmax = jnp.abs(blocks).max(place + 1, keepdims=True)
+    # w / absmax is in [-1, 1]; a block of zeros has absmax 0 and is divided by 1, because 0 / 0 is NaN.
+    scaled = blocks / jnp.where(absmax == 0.0, 1.0, absmax)
+    # The nearest level: count the midpoints between neighboring levels that are below.
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(NF4_LEVELS)]
+    codes = sum((scaled > middle).astype(jnp.uint8) for middle in middles)
+    low, high = jnp.split(codes, 2, place + 1)
+    packed = (low | (high << 4)).reshape(*array.shape[:place], -1, *array.shape[place + 1 :])
+    return NF4(packed, absmax.squeeze(place + 1), axis, size)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted:
+    """A frozen kernel (..., *in, *out) with a low-rank update; I and O are the sizes of *in* and *out* in total.
+
+    It stands for W + scale A B (Hu et al. 2021, arXiv 2106.09685, section 4.1) or, with a magnitude, for DoRA's
+    m (W + scale A B) / ||W + scale A B||, with one norm and one magnitude per output (Liu et al. 2024, arXiv
+    2402.09353, equation 5).
+    """
+
+    kernel: Any
+    """W: an array, `int8.Int8` or `NF4`"""
+    a: Leaf
+    """A, (..., I, r)"""
+    b: Leaf
+    """B, (..., r, O)"""
+    magnitude: Leaf | None
+    """m, (..., O); None: LoRA"""
+    scale: float = field(metadata={"static": True})
+    """alpha / r, or alpha / sqrt(r)"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the kernel."""
+        return self.kernel.shape
+
+    def array(self, dtype: DType = jnp.float32) -> Array:
+        """Return the merged kernel in its original shape, computed in float32 and rounded once."""
+        wide = dense(self.kernel, jnp.float32).reshape(*self.a.shape[:-1], self.b.shape[-1])
+        wide = wide + self.scale * jnp.matmul(self.a.astype(jnp.float32), self.b.astype(jnp.float32))
+        if self.magnitude is not None:
+            wide = wide * self.factor()[..., None, :]
+        return wide.reshape(self.shape).astype(dtype)
+
+    def factor(self) -> Array:
+        """Return DoRA's m / ||W + scale A B||, (..., O), in float32.
+
+        The norm is a constant for the gradient (arXiv 2402.09353, section 4.3). That saves the memory of its
+        derivative, and does not change the result noticeably.
+        """
+        a, b = self.a.astype(jnp.float32), self.b.astype(jnp.float32)
+        wide = dense(self.kernel, jnp.float32).reshape(*a.shape[:-1], b.shape[-1])
+        norm = jnp.linalg.norm(jax.lax.stop_gradient(wide + self.scale * jnp.matmul(a, b)), axis=-2)
+        # An output whose weights are all zero has norm 0: it stays zero, and 0 / 0 would be NaN.
+        return self.magnitude.astype(jnp.float32) / jnp.where(norm == 0.0, 1.0, norm)
+
+
+def dense(kernel: Any, dtype: DType) -> Array:
+    """Return a kernel as an array in `dtype`: dequantized, and merged with its update."""
+    return kernel.array(dtype) if isinstance(kernel, Encoded) else kernel.astype(dtype)
+
+
+def output_norms(kernel: Any, shape: tuple[int, ...]) -> Array:
+    """Compute the norm of the weights of each output, (..., O), in float32; `shape` is (..., I, O)."""
+    return jnp.linalg.norm(dense(kernel, jnp.float32).reshape(shape), axis=-2)
+
+
+def kernel_parameter(module: nn.Module, init: Any, shape: tuple[int, ...], dtype: DType) -> Any:
+    """Return the parameter `kernel` of a module: an array, `Int8`, `NF4` or `Adapted`.
+
+    `module.param` compares the shape of the first leaf with `shape`, and the leaves of NF4 have other shapes.
+
+    Raises:
+        ValueError: the kernel has another shape.
+    """
+    kernel = module.get_variable("params", "kernel") if module.has_variable("params", "kernel") else None
+    if not isinstance(kernel, NF4 | Adapted):
+        return module.param("kernel", init, shape, dtype)
+    if kernel.shape != shape:
+        raise ValueError(
+            f"the kernel of {'/'.join(module.path)} has shape {kernel.shape}, expected {shape}. Use the parameters of "
+            f"this model."
+        )
+    return kernel

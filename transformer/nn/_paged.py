@@ -1,0 +1,328 @@
+"""A paged KV cache: keys and values are stored in pages of a pool, and each row has a table of its pages.
+
+Rows of very different lengths then share one pool without gaps, rows with the same beginning may share its pages, and
+the pages of a row that has ended serve another row (Kwon et al. 2023, vLLM, arXiv 2309.06180, section 4).
+
+Axis letters in addition to those of `_axes.py`: P pages of the pool, Q tokens per page, M pages per row, S = M Q; C
+stored heads (keys and values), W numbers per stored head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer.nn._axes import Array, DType, Float, Int, Key, Leaf, Lengths, Positions, Value
+from transformer.nn._caches import KVCache, SelfAttentionCache, of_layer
+from transformer.nn._partitioning import num_shards, own_part, platform, shard_map
+
+NO_PAGE = -1
+"""entry of a page table that names no page"""
+
+LANES = {"tpu": 128}
+"""numbers per stored head are a multiple of this, by platform; elsewhere 1. A TPU pads the last axis to 128 numbers."""
+
+_POOL = (None, "batch", None, "kv_heads", None)
+"""logical axes of the pools (L, P, Q, C, W) of all layers: pages are split like the rows that use them"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedKVCache(SelfAttentionCache):
+    """Keys and values of self-attention in a pool of pages. It takes the place of a `KVCache` in every layer.
+
+    Token i of row b is stored in page `page_table[b, i // Q]` at offset i % Q, and its position is i. Entries of the
+    table after the last token of a row are not read, and may be `NO_PAGE`. Several rows may name the same page: they
+    share its tokens, and no row may write to it. All layers have the same table; each layer has its own pool.
+
+    On a mesh that splits the rows into parts, the pool is split into as many parts, if P is divisible. A row may then
+    use only pages of its own part.
+
+    Keys and values of the same head are neighbors on the axis C, as `ragged_paged_attention` of JAX requires. A TPU
+    stores at least 128 numbers per head. Several smaller heads are therefore stored as one head of 128 numbers, if the
+    number of heads permits it, and other sizes are padded with zeros.
+    """
+
+    pages: Leaf
+    """(P, Q, C, W), the pool"""
+    page_table: Leaf
+    """(B, M), int32, pages of each row in the order of its tokens"""
+    length: Leaf
+    """(B,), number of tokens in each row"""
+    chunk_length: Leaf | None = None
+    """(B,), how many of the T tokens of the next call belong to each row, the rest being padding; None: all T"""
+    layer: Leaf | None = None
+    """(), index of the layer that is read and written, if all arrays have a leading axis of layers; otherwise None"""
+    kv_heads: int = field(default=0, metadata={"static": True})
+    """number K of key/value heads"""
+    head_dim: int = field(default=0, metadata={"static": True})
+    """size H of a key head"""
+    value_dim: int = field(default=0, metadata={"static": True})
+    """size Hv of a value head; 0: the values are computed from the keys (MLA), and the pool stores only keys"""
+
+    @staticmethod
+    def create(
+        num_pages: int,
+        page_size: int,
+        rows: int,
+        pages_per_row: int,
+        heads: tuple[int, int, int],
+        dtype: DType,
+        lanes: int | None = None,
+    ) -> PagedKVCache:
+        """Return an empty cache without pages in its table.
+
+        Args:
+            num_pages: P.
+            page_size: Q.
+            rows: B.
+            pages_per_row: M.
+            heads: number of key/value heads K, size of a key head H and of a value head Hv.
+            dtype: data type of keys and values.
+            lanes: multiple of which W must be; None: that of the current platform.
+        """
+        kv_heads, head_dim, value_dim = heads
+        lanes = LANES.get(platform(), 1) if lanes is None else lanes
+        size = max(head_dim, value_dim)
+        together = heads_together(kv_heads, size, lanes)
+        width = math.ceil(together * size / lanes) * lanes
+        stored = kv_heads // together * (1 if value_dim == 0 else 2)
+        return PagedKVCache(
+            pages=jnp.zeros((num_pages, page_size, stored, width), dtype),
+            page_table=jnp.full((rows, pages_per_row), NO_PAGE, jnp.int32),
+            length=jnp.zeros((rows,), jnp.int32),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+        )
+
+    @property
+    def page_size(self) -> int:
+        """Number of tokens per page, Q."""
+        return self.pages.shape[-3]
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages of the pool, P."""
+        return self.pages.shape[-4]
+
+    @property
+    def heads_per_stored(self) -> int:
+        """Number of key heads that are stored as one head."""
+        stored = self.pages.shape[-2] // (1 if self.value_dim == 0 else 2)
+        return self.kv_heads // stored if stored else 1
+
+    @property
+    def key_positions(self) -> Positions:
+        """Position of each key, (B, S): its index."""
+        rows, pages = self.page_table.shape[-2:]
+        return jnp.broadcast_to(jnp.arange(pages * self.page_size, dtype=jnp.int32), (rows, pages * self.page_size))
+
+    def chunk_lengths(self, num_tokens: int) -> Lengths:
+        """Return how many of the T tokens of a call belong to each row, (B,)."""
+        if self.chunk_length is None:
+            return jnp.full(self.page_table.shape[-2:-1], num_tokens, jnp.int32)
+        return jnp.clip(of_layer(self.chunk_length, self.layer), 0, num_tokens)
+
+    def append(self, key: Key, value: Value, positions: Positions) -> PagedKVCache:
+        """Return the cache with T more keys and values in each row, without those of padding (`chunk_length`).
+
+        Tokens for which the table has no page are dropped: inside jit that can't be an error.
+
+        Args:
+            key: (B, T, K, H).
+            value: (B, T, K, Hv).
+            positions: (B, T); not used, because the position of a token is its index in the row.
+        """
+        del positions
+        num_tokens = key.shape[1]
+        counts, table = self.chunk_lengths(num_tokens), of_layer(self.page_table, self.layer)
+        length = self.length.at[*self._at, :].add(counts)
+        if self.kv_heads == 0:  # a layer without self-attention only counts tokens
+            return dataclasses.replace(self, length=length)
+        chunk = jnp.arange(num_tokens)[None, :]
+        slots = self.row_lengths[:, None] + chunk  # (B, T), index of each token in its row
+        places = slots // self.page_size
+        pages = jnp.take_along_axis(table, jnp.minimum(places, table.shape[1] - 1), axis=1)
+        pages = jnp.where((chunk < counts[:, None]) & (places < table.shape[1]), pages, NO_PAGE)
+        stored = self._pack(key, value).astype(self.pages.dtype)
+
+        own_pages = own_part("batch", self.num_pages)
+
+        def write(pool, pages, offsets, new, layer):
+            pages = own_pages(pages, pool.shape[1])
+            # The pool of a layer would be copied out of the stack, and back, if it were not updated in place.
+            return pool.at[layer, pages, offsets].set(new, mode="drop")
+
+        names = [_POOL, ("batch", None), ("batch", None), ("batch", None, "kv_heads", None), ()]
+        arrays = self.stacked_pool, pages, slots % self.page_size, stored, self.layer_index
+        pool = shard_map(write, names, _POOL)(*arrays)
+        return dataclasses.replace(self, pages=pool.reshape(self.pages.shape), length=length)
+
+    def whole(self) -> tuple[Key, Value]:
+        """Return keys (B, S, K, H) and values (B, S, K, Hv) of all pages of each row, gathered; 0 after its length.
+
+        A page that another row used before still contains the tokens of that row. The mask hides them, but a weight of
+        0 does not hide NaN or infinity, so they are replaced by zeros.
+        """
+        own_pages = own_part("batch", self.num_pages)
+
+        def read(pool, table, lengths, layer):
+            found = pool[layer, own_pages(table, pool.shape[1])]
+            found = found.reshape(found.shape[0], -1, *found.shape[3:])  # (B, M, Q, C, W) -> (B, S, C, W)
+            filled = jnp.arange(found.shape[1])[None, :] < lengths[:, None]
+            return jnp.where(filled[:, :, None, None], found, 0)
+
+        names = [_POOL, ("batch", None), ("batch",), ()]
+        arrays = self.stacked_pool, of_layer(self.page_table, self.layer), self.row_lengths, self.layer_index
+        return self._unpack(shard_map(read, names, ("batch", None, "kv_heads", None))(*arrays))
+
+    @property
+    def _at(self) -> tuple[()] | tuple[Array]:
+        return () if self.layer is None else (self.layer,)
+
+    @property
+    def stacked_pool(self) -> Float[Array, "L P Q C W"]:
+        """Pools of all layers, of which this layer's has the index `layer_index`."""
+        return self.pages[None] if self.layer is None else self.pages
+
+    @property
+    def layer_index(self) -> Int[Array, ""]:
+        """Index of this layer in `stacked_pool`."""
+        return jnp.int32(0) if self.layer is None else self.layer
+
+    def _pack(self, key: Key, value: Value) -> Float[Array, "B T C W"]:
+        """Return keys (B, T, K, H) and values (B, T, K, Hv) in the order in which the pool stores them."""
+        together, width = self.heads_per_stored, self.pages.shape[-1]
+        size = width // together
+
+        def stored(heads):
+            heads = jnp.pad(heads, [(0, 0)] * 3 + [(0, size - heads.shape[-1])])
+            return heads.reshape(*heads.shape[:2], -1, width)
+
+        if self.value_dim == 0:
+            return stored(key)
+        both = jnp.stack([stored(key), stored(value)], axis=3)  # (B, T, K', 2, W)
+        return both.reshape(*both.shape[:2], -1, width)
+
+    def _unpack(self, stored: Float[Array, "B S C W"]) -> tuple[Key, Value]:
+        """Return keys (B, S, K, H) and values (B, S, K, Hv): the inverse of `_pack`."""
+        batch, length, _, width = stored.shape
+        size = width // self.heads_per_stored
+        if self.value_dim == 0:
+            key = stored.reshape(batch, length, self.kv_heads, size)[..., : self.head_dim]
+            return key, key[..., :0]
+        both = stored.reshape(batch, length, -1, 2, width)
+        key, value = (both[:, :, :, part].reshape(batch, length, self.kv_heads, size) for part in (0, 1))
+        return key[..., : self.head_dim], value[..., : self.value_dim]
+
+
+def paged_cache(
+    model: Any, *, rows: int, pages_per_row: int, num_pages: int, page_size: int, lanes: int | None = None
+) -> Any:
+    """Return an empty paged cache for a `CausalLM`, to pass as `model.apply(variables, tokens, cache=cache)`.
+
+    It has the structure of `model.init_cache`, with a `PagedKVCache` in the place of each `KVCache`.
+
+    Args:
+        model: a `CausalLM`; its parameters are not needed.
+        rows: B, number of rows of a batch.
+        pages_per_row: M, maximum number of pages of a row.
+        num_pages: P, number of pages of the pool of each layer.
+        page_size: Q, number of tokens per page.
+        lanes: as in `PagedKVCache.create`.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    sizes = {"rows": rows, "pages_per_row": pages_per_row, "num_pages": num_pages, "page_size": page_size}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} of a paged cache must be at least 1, got {size}. Pass a larger number.")
+
+    def paged(node):
+        if not isinstance(node, KVCache):
+            return node
+        *layers, _, stored, _, width = node.key.shape  # (layers, B, K', S, W)
+        together = node.heads_per_stored
+        heads = stored * together, width // together, node.value.shape[-1] // together
+        one = PagedKVCache.create(num_pages, page_size, rows, pages_per_row, heads, node.key.dtype, lanes)
+        return jax.tree.map(lambda array: jnp.broadcast_to(array, (*layers, *array.shape)), one)
+
+    shapes = jax.eval_shape(lambda: model.init_cache(1, 1))
+    return jax.tree.map(paged, shapes, is_leaf=lambda node: isinstance(node, KVCache))
+
+
+def set_rows(
+    cache: Any,
+    *,
+    page_table: Int[Array, "B M"] | None = None,
+    length: Lengths | None = None,
+    chunk_length: Lengths | None = None,
+) -> Any:
+    """Return a paged cache, a tree, with other tables, lengths or chunk lengths in all layers; None: unchanged.
+
+    A row is emptied by setting its length to 0, and gets other pages by setting its table. Pages keep their contents.
+    """
+
+    def with_rows(node):
+        given = {"page_table": page_table, "length": length, "chunk_length": chunk_length}
+        layers = node.length.shape[:-1]
+        changed = {
+            name: jnp.broadcast_to(array, (*layers, *jnp.shape(array))).astype(jnp.int32)
+            for name, array in given.items()
+            if array is not None
+        }
+        return dataclasses.replace(node, **changed)
+
+    return _map_paged(with_rows, cache)
+
+
+def copy_pages(cache: Any, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> Any:
+    """Return a paged cache, a tree, in which page `targets[i]` of every pool has the contents of page `sources[i]`.
+
+    A row that shares a partly filled page with another row must write to its own copy of it (copy-on-write). Pairs
+    whose target is `NO_PAGE` are ignored, so that the number of pairs may be padded. On a mesh that splits the pool,
+    both pages of a pair must be in the same part.
+    """
+
+    def copied(node):
+        own_pages = own_part("batch", node.num_pages)
+
+        def copy(pool, sources, targets):
+            sources, targets = (own_pages(pages, pool.shape[1]) for pages in (sources, targets))
+            return pool.at[:, targets].set(pool[:, sources % pool.shape[1]], mode="drop")
+
+        pool = node.pages.reshape(-1, *node.pages.shape[-4:])
+        pool = shard_map(copy, [_POOL, (None,), (None,)], _POOL)(pool, sources, targets)
+        return dataclasses.replace(node, pages=pool.reshape(node.pages.shape))
+
+    return _map_paged(copied, cache)
+
+
+def _map_paged(function: Callable[[PagedKVCache], PagedKVCache], cache: Any) -> Any:
+    def is_paged(node):
+        return isinstance(node, PagedKVCache)
+
+    return jax.tree.map(lambda node: function(node) if is_paged(node) else node, cache, is_leaf=is_paged)
+
+
+def heads_together(kv_heads: int, size: int, lanes: int | None = None) -> int:
+    """Return how many of K heads of this size to store as one head of `lanes` numbers; 1 if they do not fill it.
+
+    Devices split stored heads, and each device needs all stored heads of its own heads.
+
+    Args:
+        kv_heads: K.
+        size: numbers per head.
+        lanes: numbers per stored head; None: those of the current platform.
+    """
+    lanes = LANES.get(platform(), 1) if lanes is None else lanes
+    together = lanes // size if size and lanes % size == 0 else 1
+    return together if kv_heads % (together * num_shards("kv_heads")) == 0 else 1

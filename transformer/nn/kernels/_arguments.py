@@ -1,0 +1,111 @@
+"""Arguments of `dot_product_attention`: checked, and converted to the form in which kernels take them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.nn._axes import Array, PRNGKey
+from transformer.nn._masks import Mask
+from transformer.nn.kernels._contract import BiasFunction, bias_block
+
+
+def check_shapes(query: Array, key: Array, value: Array, sinks: Array | None) -> None:
+    """Raise a ValueError that lists every mismatch of the shapes, not only the first one."""
+    for name, array in {"query": query, "key": key, "value": value}.items():
+        if array.ndim < 3 or array.ndim != max(query.ndim, key.ndim, value.ndim):
+            raise ValueError(f"{name} must be (batch, length, heads, head size), got shape {array.shape}.")
+    problems = []
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        problems.append("the batch sizes differ")
+    if key.shape[-3:-1] != value.shape[-3:-1]:
+        problems.append("key and value must have the same length and heads")
+    if query.shape[-1] != key.shape[-1]:
+        problems.append("query and key must have the same head size")
+    if query.shape[-2] % key.shape[-2]:
+        problems.append("query heads must be a multiple of key heads")
+    if sinks is not None and sinks.shape != query.shape[-2:-1]:
+        problems.append(f"sinks {sinks.shape} must have one number per query head")
+    if problems:
+        shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+        raise ValueError(f"attention can't be computed for {shapes}: {'; '.join(problems)}.")
+
+
+def dropout_of(
+    rate: float, key: PRNGKey | None, rng: PRNGKey | None, deterministic: bool
+) -> tuple[float, PRNGKey | None]:
+    """Return the effective dropout rate and its key, which Flax calls `rng`.
+
+    Raises:
+        ValueError: both names of the key are given, the rate is out of range, or a rate above 0 has no key.
+    """
+    if rng is not None and key is not None:
+        raise ValueError("dropout_rng is another name of dropout_key: pass only one of them.")
+    key = key if rng is None else rng
+    rate = 0.0 if deterministic else rate
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate}.")
+    if rate > 0.0 and key is None:
+        raise ValueError("dropout_rate is above 0 but dropout_key is None: pass a jax.random.key, or dropout_rate=0.")
+    return rate, key
+
+
+def checked_mask(mask: Mask | Array | None, sizes: tuple[int, int, int, int]) -> Mask:
+    """Convert the mask to a `Mask` and check it against `sizes` (B, N, T, S). A one-dimensional array masks keys."""
+    if mask is not None and not isinstance(mask, Mask) and np.ndim(mask) <= 1:
+        mask = mask[None]
+    mask = Mask.of(mask)
+    mask.check(*sizes)
+    return mask
+
+
+def with_one_batch_axis(array: Any, lead: tuple[int, ...]) -> Any:
+    """Reshape an array that broadcasts to (*lead, N, T, S) so that it broadcasts to (B, N, T, S).
+
+    Other arguments (None, a `Mask`, a bias function, arrays without batch axes) are returned unchanged.
+    """
+    if array is None or isinstance(array, Mask) or not hasattr(array, "shape") or array.ndim <= 3:
+        return array
+    batch, rest = (1,) * (len(lead) + 3 - array.ndim) + array.shape[:-3], array.shape[-3:]
+    # The same for all rows: keep a batch axis of size 1 rather than B copies.
+    if math.prod(batch) == 1:
+        return array.reshape(1, *rest)
+    # Several batch axes of which some are 1: only the broadcast array can be merged to one axis B.
+    return jnp.broadcast_to(array.reshape(*batch, *rest), (*lead, *rest)).reshape(math.prod(lead), *rest)
+
+
+def bias_function(bias: BiasFunction | Array | None, shape: tuple[int, int, int, int]) -> BiasFunction | None:
+    """Convert a bias to a function of (query indices (t,), key indices (s,)); `shape` is (B, N, T, S).
+
+    It is a `Partial`, that is, a pytree with the bias array as its leaf: the array passes through jit, scan and the
+    custom derivatives of the kernels as an ordinary argument and gets a gradient.
+    """
+    if bias is None or isinstance(bias, jax.tree_util.Partial):
+        return bias
+    if callable(bias) and not hasattr(bias, "shape"):
+        return jax.tree_util.Partial(bias)  # arrays in the function's closure are not leaves of this pytree
+    bias = jnp.asarray(bias)
+    if bias.ndim > 4 or any(size not in (1, whole) for size, whole in zip(bias.shape[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"the bias of shape {bias.shape} doesn't broadcast to (B, N, T, S) = {shape}.")
+    bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    bias = jnp.broadcast_to(bias, (*bias.shape[:2], *shape[2:]))  # (B or 1, N or 1, T, S): T and S are indexed below
+    return jax.tree_util.Partial(_bias_of, bias)
+
+
+def _bias_of(bias: Array, queries: Array, keys: Array) -> Array:
+    return bias[:, :, queries][:, :, :, keys]  # (B or 1, N or 1, t, s)
+
+
+def sum_of_biases(bias: BiasFunction | None, more: BiasFunction | None) -> BiasFunction | None:
+    # A sum of functions rather than of arrays: a blockwise kernel adds the two blocks and never stores the full sum.
+    if bias is None or more is None:
+        return more if bias is None else bias
+    return jax.tree_util.Partial(_sum_of_blocks, bias, more)
+
+
+def _sum_of_blocks(bias: BiasFunction, more: BiasFunction, queries: Array, keys: Array) -> Array:
+    return bias_block(bias, queries, keys) + bias_block(more, queries, keys)

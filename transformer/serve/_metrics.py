@@ -1,0 +1,85 @@
+"""Counters of a server in the text format of Prometheus."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+from collections.abc import Iterator
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""upper bounds of the buckets of a histogram"""
+
+
+class Histogram:
+    """Counts durations in buckets."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS) + 1)
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one duration."""
+        self.counts[bisect.bisect_left(SECONDS, seconds)] += 1
+        self.total += seconds
+
+    def lines(self, name: str) -> Iterator[str]:
+        """Yield the lines of this histogram: cumulative counts, sum and count."""
+        so_far = 0
+        for bound, count in zip((*map(str, SECONDS), "+Inf"), self.counts, strict=True):
+            so_far += count
+            yield f'{name}_bucket{{le="{bound}"}} {so_far}'
+        yield f"{name}_sum {self.total:.6f}"
+        yield f"{name}_count {so_far}"
+
+
+class Metrics:
+    """Counters since the start. Each is changed by one thread only, and read by others without a lock."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.shared_tokens = 0
+        self.generated_tokens = 0
+        self.steps = 0
+        self.finished: collections.Counter[str] = collections.Counter()
+        self.answers: collections.Counter[tuple[str, int]] = collections.Counter()
+        """answers by (path, status)"""
+        self.first_token, self.duration = Histogram(), Histogram()
+
+    def text(self, *, running: int, waiting: int, slots: int) -> str:
+        """Return all values in the text format of Prometheus."""
+        return "\n".join([*self._lines(running, waiting, slots), ""])
+
+    def _lines(self, running: int, waiting: int, slots: int) -> Iterator[str]:
+        gauges = {
+            "requests_running": (running, "requests that are read or generated"),
+            "requests_waiting": (waiting, "requests in the queue"),
+            "slots": (slots, "maximum number of running requests"),
+        }
+        for name, (value, what) in gauges.items():
+            yield from (f"# HELP transformer_{name} {what}", f"# TYPE transformer_{name} gauge")
+            yield f"transformer_{name} {value}"
+        counters = {
+            "prompt_tokens": (self.prompt_tokens, "prompt tokens that were read"),
+            "shared_prompt_tokens": (self.shared_tokens, "prompt tokens whose keys and values were reused"),
+            "generated_tokens": (self.generated_tokens, "tokens that were generated"),
+            "decoding_steps": (self.steps, "decoding steps of all slots together"),
+        }
+        for name, (value, what) in counters.items():
+            yield from (f"# HELP transformer_{name}_total {what}", f"# TYPE transformer_{name}_total counter")
+            yield f"transformer_{name}_total {value}"
+        yield "# HELP transformer_finished_total texts by the reason of their end"
+        yield "# TYPE transformer_finished_total counter"
+        for reason, count in sorted(self.finished.items()):
+            yield f'transformer_finished_total{{reason="{reason}"}} {count}'
+        yield "# HELP transformer_http_answers_total HTTP answers by path and status"
+        yield "# TYPE transformer_http_answers_total counter"
+        for (path, status), count in sorted(self.answers.items()):
+            yield f'transformer_http_answers_total{{path="{path}",status="{status}"}} {count}'
+        times = {
+            "first_token": (self.first_token, "time from the arrival of a request to its first token"),
+            "request": (self.duration, "time from the arrival of a request to the end of its text"),
+        }
+        for name, (histogram, what) in times.items():
+            yield f"# HELP transformer_{name}_seconds {what}"
+            yield f"# TYPE transformer_{name}_seconds histogram"
+            yield from histogram.lines(f"transformer_{name}_seconds")

@@ -1,0 +1,49 @@
+"""A file to which records are appended without a buffer, so that an error names the file and happens once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class AppendedFile:
+    """File that is open for appending, without a buffer.
+
+    A record is in the file as soon as `write` returns. A failed write leaves no buffer that would fail again when the
+    file is closed. All errors of the system are OSErrors with the path and the remedy.
+
+    Args:
+        path: path of the file; created if it does not exist.
+
+    Raises:
+        OSError: the file is not writable.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
+
+    def write(self, content: bytes) -> None:
+        """Append the content. Raises OSError, for example if the disk is full."""
+        with self._explained():
+            while content:  # on a nearly full disk, `write` may write only a part
+                content = content[self._file.write(content) :]
+
+    def sync(self) -> None:
+        """Flush the file to disk. Raises OSError."""
+        with self._explained():
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            remedy = "free some space or choose another workdir, then rerun the command"
+            raise OSError(error.errno, f"{error.strerror}; {remedy}", str(self._path)) from error

@@ -1,0 +1,92 @@
+"""Log-probabilities of given tokens under a model, without the logits of all positions in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer.nn._axes import Array, Float, Hidden, Int
+from transformer.nn._partitioning import num_shards
+from transformer.training._chunked_loss import tokens_at_once
+
+
+def log_probabilities(
+    model: nn.Module, params: Any, inputs: dict[str, Any], targets: Int[Array, "B T"], **options: Any
+) -> tuple[Float[Array, "B T"], dict[str, Array]]:
+    """Compute the log-probability of each target, in nats, in float32.
+
+    Arguments and results are those of `token_values`.
+    """
+    return token_values(chosen_log_probabilities, model, params, inputs, targets, **options)
+
+
+def token_values(
+    function: Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Any],
+    model: nn.Module,
+    params: Any,
+    inputs: dict[str, Any],
+    targets: Int[Array, "B T"],
+    *,
+    tokens: int | None = None,
+    **options: Any,
+) -> tuple[Any, dict[str, Array]]:
+    """Compute values of each target from its logits.
+
+    Args:
+        function: (logits (B, T, V), targets (B, T)) -> pytree of values (B, T).
+        model: a model with logits for every token.
+        params: tree of its parameters.
+        inputs: arguments of the model by name.
+        targets: the target after each position.
+        tokens: number of tokens per device whose logits are in memory at a time; 0: all; None: a default.
+        **options: further arguments of the model, such as `deterministic` and `rngs`.
+
+    Returns:
+        The values, and the router losses of MoE layers, (B,) by name.
+    """
+    hidden, _, aux = model.apply({"params": params}, **inputs, **options, method=type(model).run_stacks)
+    method = type(model).head
+
+    def of_targets(parameters, hidden, targets):
+        return function(model.apply({"params": parameters}, hidden, method=method), targets)
+
+    if tokens is None:
+        tokens = tokens_at_once(hidden, model.config.vocab_size) or 0
+    rows = max(hidden.shape[0] // num_shards("batch"), 1)  # of a device
+    positions = max(tokens // rows, 1) if tokens else hidden.shape[1]
+    return _in_pieces(of_targets, model.head_parameters(params), hidden, targets, positions), aux
+
+
+def chosen_log_probabilities(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """Return log softmax(logits) at the targets, in float32."""
+    logits = logits.astype(jnp.float32)
+    vocabulary = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    # A comparison with all ids instead of a gather, as in `cross_entropy`: its gradient is not a scatter.
+    chosen = jnp.where(vocabulary == targets[..., None], logits, 0.0).sum(-1)
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _in_pieces(function: Callable, parameters: Any, hidden: Hidden, targets: Array, positions: int) -> Any:
+    """Return the values (B, T) of `function`, computed for `positions` positions of all rows at a time.
+
+    The backward pass computes the logits of a piece again (`jax.checkpoint`) instead of keeping those of all pieces.
+    """
+    rows, length = targets.shape
+    pieces = math.ceil(length / positions)
+    if pieces == 1:
+        return function(parameters, hidden, targets)
+    each = math.ceil(length / pieces)
+
+    def split(array):
+        """(B, T, ...) -> (pieces, B, each, ...), padded with zeros."""
+        widths = [(0, 0), (0, pieces * each - length), *[(0, 0)] * (array.ndim - 2)]
+        return jnp.pad(array, widths).reshape(rows, pieces, each, *array.shape[2:]).swapaxes(0, 1)
+
+    piece = jax.checkpoint(lambda one: function(parameters, *one))
+    values = jax.lax.map(piece, (split(hidden), split(targets)))  # (pieces, B, each)
+    return jax.tree.map(lambda a: a.swapaxes(0, 1).reshape(rows, pieces * each)[:, :length], values)

@@ -1,0 +1,115 @@
+"""Tasks of models that read numbers: images and time series."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.config._checks import ConfigError
+from transformer.config._model import TransformerConfig
+from transformer.data._config import DataKind
+from transformer.nn.models._forecaster import Forecaster
+from transformer.nn.models._vision import VisionClassifier
+from transformer.training._losses import Batch, Scalar, absolute_error, squared_error
+from transformer.training._settings import TrainingConfig
+from transformer.training._task_base import Outputs, Shapes, Sums, Task, before_the_head
+
+
+class ValuesTask(Task):
+    """Base class of tasks that read numbers, the batch's `values`."""
+
+    tokens = False
+
+    def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        (example,) = self.example(config)
+        return {
+            "values": jax.ShapeDtypeStruct((rows, *example.shape[1:]), jnp.float32),
+            "targets": jax.ShapeDtypeStruct((rows,), jnp.int32),
+            "weights": jax.ShapeDtypeStruct((rows,), jnp.float32),
+        }
+
+
+class ImageClassification(ValuesTask):
+    """Predict the class of an image."""
+
+    name = "image_classifier"
+    model = VisionClassifier
+    labels = True
+    targets = "images"
+    unit = "nats per image"
+    part = "patches"
+    remedy = "images of the model's size"
+
+    def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
+        return {"images": batch["values"]}
+
+    def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
+        patches = config.patches
+        return (jnp.zeros((1, patches.image_height, patches.image_width, patches.channels)),)
+
+    def sequences(self, config: TransformerConfig, batch: Shapes) -> tuple[int, int]:
+        return batch["weights"].shape[0], config.patches.positions  # learned tokens and one token per patch
+
+    def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
+        return before_the_head(path, tokens)
+
+    def sizes(self, batch: Batch) -> dict[str, int]:
+        return dict(zip(("image_height", "image_width", "channels"), batch["values"].shape[1:], strict=True))
+
+
+class Forecasting(ValuesTask):
+    """Forecast the next steps of a time series."""
+
+    name = "forecaster"
+    model = Forecaster
+    outputs = "forecasts"
+    targets = "forecast values"
+    unit = "mean squared error"
+    picture = "forecasts.png"
+    part = "series"
+    remedy = "as many columns as the model (--data.columns), and its --data.context-length and --data.horizon"
+
+    @staticmethod
+    def baseline(batch: Batch) -> np.ndarray:
+        """Repeat the last step of each look-back window: a forecast (B, 1, channels) of constant values."""
+        return batch["values"][:, -1:]
+
+    def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
+        return {"values": batch["values"]}
+
+    def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
+        return (jnp.zeros((1, config.series.context_length, config.series.channels)),)
+
+    def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        targets = jax.ShapeDtypeStruct((rows, config.series.horizon, config.series.channels), jnp.float32)
+        return super().shapes(config, data, rows) | {"targets": targets}
+
+    def sequences(self, config: TransformerConfig, batch: Shapes) -> tuple[int, int]:
+        # Channels are independent: each is a sequence of its own with the same parameters.
+        return batch["weights"].shape[0] * config.series.channels, config.series.positions
+
+    def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
+        # `tokens` counts every position of every channel. The head multiplies each sequence once, not once per
+        # position; the embedding of a channel is used only by the sequences of that channel.
+        shared = {"output": config.series.positions, "channel_embedding": config.series.channels}
+        return super().tokens_through(config, path, tokens) // shared.get(path.partition("/")[0], 1)
+
+    def check(self, training: TrainingConfig) -> None:
+        if training.label_smoothing or training.z_loss:
+            raise ConfigError(
+                "training.label_smoothing and training.z_loss need logits, and forecasts have none. Leave them at 0."
+            )
+        super().check(training)
+
+    def loss(self, outputs: Outputs, batch: Batch, training: TrainingConfig | None) -> tuple[Scalar, Scalar]:
+        return squared_error(outputs, batch["targets"], batch["weights"])
+
+    def measures(self, outputs: Outputs, batch: Batch) -> Sums:
+        return {"absolute_error": absolute_error(outputs, batch["targets"], batch["weights"])}
+
+    def sizes(self, batch: Batch) -> dict[str, int]:
+        length, channels = batch["values"].shape[1:]
+        return {"context_length": length, "channels": channels, "horizon": batch["targets"].shape[1]}
