@@ -21,6 +21,8 @@ from benchmarks.side_by_side import versions
 from transformer.cli._plan import quiet_stderr
 
 GIB = 2**30
+PRECISION = 8
+"""the largest batches are known to 1 / PRECISION of themselves, rounded down"""
 METHODS: dict[str, dict[str, Any] | None] = {
     "full": None,
     "LoRA": {},
@@ -56,8 +58,14 @@ def row_of(model: str, method: str, length: int, topology: str) -> dict[str, Any
     from transformer.training.plan._largest_batch import best_of, largest_batch
 
     chips = parse_topology(topology)
-    with quiet_stderr():
-        best = best_of(list(largest_batch(sft_recipe(model, method, length), chips, topology_devices(chips))))
+    tried = []
+    with os.fdopen(os.dup(2), "w") as progress, quiet_stderr():
+        recipe, devices = sft_recipe(model, method, length), topology_devices(chips)
+        for one in largest_batch(recipe, chips, devices, precision=PRECISION):
+            tried.append(one)
+            needed = one.plan.needed_bytes / GIB
+            print(f"{recipe.name}: {one.size} rows need {needed:.1f} GiB", file=progress, flush=True)
+    best = best_of(tried)
     values: tuple[Any, ...] = (0, None, None)
     if best is not None:
         speed = best.size * length / best.plan.estimate.seconds if best.plan.estimate else None
