@@ -1,19 +1,16 @@
 """The engine: the text of a request does not depend on the other requests, the queue, or shared prefixes."""
 
 import queue
-import random
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chat_parts import tokenizer as make_tokenizer
+from serve_parts import answers, prompts, tiny_parts
 
-from transformer.config import llama_decoder
 from transformer.config._checks import ConfigError
 from transformer.generate import Sampling, generate
-from transformer.nn.models import CausalLM
 from transformer.serve import Engine, EngineClosedError, QueueFullError, Request
 
 POSITIONS = 100  # widths 16, 32 and 64: chunks of 64 tokens
@@ -21,13 +18,7 @@ POSITIONS = 100  # widths 16, 32 and 64: chunks of 64 tokens
 
 @pytest.fixture(scope="module")
 def parts():
-    tokenizer = make_tokenizer("smollm")
-    config = llama_decoder(
-        vocab_size=tokenizer.vocab_size, d_model=32, num_layers=2, num_heads=2, d_ff=48, max_length=None
-    )
-    model = CausalLM(config.replace(initializer_range=0.4))
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    return model, params, tokenizer
+    return tiny_parts()
 
 
 @pytest.fixture(scope="module")
@@ -37,25 +28,6 @@ def engine(parts):
     made.start()
     yield made
     made.close()
-
-
-def answers(engine, requests):
-    """Submit requests together, and return (text, tokens, finish) of each."""
-    got, events = {}, queue.Queue()
-    engine.submit(requests, lambda number, delta: events.put((number, delta)))
-    texts, tokens = [""] * len(requests), [[] for _ in requests]
-    while len(got) < len(requests):
-        number, delta = events.get(timeout=60)
-        texts[number] += delta.text
-        tokens[number] += delta.tokens
-        if delta.finish:
-            got[number] = delta.finish
-    return [(texts[i], [token.id for token in tokens[i]], got[i]) for i in range(len(requests))], tokens
-
-
-def prompts(count, seed=0, longest=70):
-    draw = random.Random(seed)
-    return [[draw.randrange(5, 290) for _ in range(draw.randint(1, longest))] for _ in range(count)]
 
 
 def test_greedy_tokens_are_those_of_generate(engine, parts):

@@ -160,7 +160,6 @@ def test_text_completions(client, opened):
         ({"n": 1000}, "n"),
         ({"stop": [""]}, "stop"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": "Hello"}, "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),

@@ -32,13 +32,38 @@ class Constraint(Protocol):
 
 
 def only_allowed(logits: Float[Array, "B V"], allowed: Leaf) -> Float[Array, "B V"]:
-    """Replace the logits of all tokens without a bit in `allowed` (ceil(V / 32),) by -inf.
+    """Replace the logits of all tokens without a bit in `allowed` by -inf.
 
-    The bits are unpacked on the device: a vocabulary of 128k tokens needs 16 kB per step, not 512 kB of logits.
+    The bits are unpacked on the device: a vocabulary of 128k tokens needs 16 kB per row and step, not 512 kB of logits.
+
+    Args:
+        logits: (B, V).
+        allowed: uint32, the bits of all rows together (ceil(V / 32),), or of each row (B, ceil(V / 32)).
     """
-    bits = (jnp.asarray(allowed)[:, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, :]) & 1
-    kept = bits.reshape(1, -1)[:, : logits.shape[1]] == 1
+    words = jnp.atleast_2d(jnp.asarray(allowed))  # (1 or B, W)
+    bits = (words[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, None, :]) & 1
+    kept = bits.reshape(len(words), -1)[:, : logits.shape[1]] == 1
     return jnp.where(kept, logits, -jnp.inf)
+
+
+def next_allowed(constraint: Constraint, suppressed: np.ndarray | None) -> np.ndarray:
+    """Return the tokens that a constraint allows, (ceil(V / 32),) uint32.
+
+    Args:
+        constraint: the state of the text.
+        suppressed: (S,), ids that are never chosen; None: none.
+
+    Raises:
+        ValueError: no token is left, which would look like logits that are NaN; or the constraint can't be continued.
+    """
+    allowed = constraint.allowed()
+    left = allowed if suppressed is None else allowed & ~packed(suppressed, constraint.vocab_size)
+    if not left.any():
+        raise ValueError(
+            "the constraint allows no token here that the sampling does not suppress. Remove Sampling.suppress, or "
+            "change the constraint."
+        )
+    return allowed
 
 
 def packed(ids: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer.generate._constraints import WORD, only_allowed
 from transformer.generate._decoding import decode_step
 from transformer.generate._penalties import History, Penalties, log_probabilities, penalized
 from transformer.generate._sampling import SamplerParams, Sampling, choose
@@ -134,6 +135,23 @@ class Steps:
     """(), number of decoding steps"""
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowMasks:
+    """The tokens that R rows may generate next."""
+
+    constrained: Leaf
+    """(R,), whether the row has a constraint"""
+    allowed: Leaf
+    """(R, ceil(V / 32)), bits of the allowed tokens as in `Constraint.allowed`; of rows without a constraint all"""
+
+    @staticmethod
+    def blank(slots: int, vocab_size: int) -> RowMasks:
+        """Return the masks of R rows without constraints, on the host."""
+        words = -(-vocab_size // WORD)
+        return RowMasks(np.zeros((slots,), bool), np.full((slots, words), 2**32 - 1, np.uint32))
+
+
 def read_widths(positions: int) -> tuple[int, ...]:
     """Return the numbers of tokens that one call reads into a cache of this many positions: powers of two."""
     return tuple(1 << n for n in range(4, CHUNK.bit_length()) if 1 << n <= positions)
@@ -186,6 +204,7 @@ def advance(
     params: Any,
     rows: Rows,
     keep: Bool[Array, " R"],
+    masks: RowMasks,
     suppressed: Int[Array, " S"],
     limit: Int[Array, ""],
     until_free: Bool[Array, ""],
@@ -197,6 +216,7 @@ def advance(
         params: its parameters.
         rows: the slots.
         keep: (R,), rows that continue; the others are ended without a token.
+        masks: the tokens that are allowed in each step of this call; if a row has a constraint, `limit` must be 1.
         suppressed: (S,), ids that are never chosen.
         limit: maximum number of steps, at most `MOST_STEPS`.
         until_free: return as soon as a row has ended.
@@ -211,9 +231,8 @@ def advance(
     def step(carry):
         rows, out = carry
         positions = cache_length(rows.cache)
-        tokens = choose_in_rows(
-            rows.logits, jax.vmap(jax.random.fold_in)(rows.keys, positions), rows.sampling, rows.history, suppressed
-        )
+        keys = jax.vmap(jax.random.fold_in)(rows.keys, positions)
+        tokens = choose_in_rows(rows.logits, keys, rows.sampling, rows.history, masks, suppressed)
         failed = rows.running & (tokens < 0)
         ended = rows.running & (tokens[:, None] == rows.ends).any(1) & ~failed
         new = rows.running & ~failed & ~ended
@@ -231,12 +250,19 @@ def advance(
 
 
 def choose_in_rows(
-    logits: Float[Array, "R V"], keys: PRNGKey, rows: RowSampling, history: History, suppressed: Int[Array, " S"]
+    logits: Float[Array, "R V"],
+    keys: PRNGKey,
+    rows: RowSampling,
+    history: History,
+    masks: RowMasks,
+    suppressed: Int[Array, " S"],
 ) -> Int[Array, " R"]:
     """Sample one token per row as `choose` does, with the settings of each row; (R,), -1 for a row that failed.
 
     What no row needs is not computed. Whether it is computed for other rows does not change the token of a row.
     """
+    allowed = masks.allowed
+    logits = jax.lax.cond(masks.constrained.any(), lambda: only_allowed(logits, allowed), lambda: logits)
     penalties = rows.penalties
     penalized_rows = (penalties.repetition != 1) | (penalties.presence != 0) | (penalties.frequency != 0)
     columns = jax.tree.map(lambda leaf: leaf[:, None], rows)

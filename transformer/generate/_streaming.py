@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.generate._constraints import Constraint, only_allowed, packed
+from transformer.generate._constraints import Constraint, next_allowed, only_allowed
 from transformer.generate._decoding import decode_step
 from transformer.generate._generation import check_finite, row_keys
 from transformer.generate._layers import copy_unstacked, unstacked_model, uses_unstacked_layers
@@ -159,7 +159,7 @@ class TokenStream:
                     "one, or use two instances."
                 )
             started = time.perf_counter()
-            allowed = None if constraint is None else _next_allowed(constraint, choice)
+            allowed = None if constraint is None else next_allowed(constraint, choice.suppressed)
             read, self._read, self._cache = self._read, [], None  # if this is interrupted, the cache is lost
             limits = ends, np.int32(min(steps, left)), allowed
             state, out = _advance(self._model, self._params, state, keys, choice, *limits)
@@ -229,20 +229,6 @@ def _checked_ends(constraint: Constraint, ends: Sequence[int], vocab_size: int) 
             f"the vocab_size of the model."
         )
     return end_ids(constraint.end_ids, vocab_size)
-
-
-def _next_allowed(constraint: Constraint, choice: SamplerParams) -> np.ndarray:
-    """Return the allowed tokens. Raise ValueError if there are none, which would look like logits that are NaN."""
-    allowed = constraint.allowed()
-    left = allowed
-    if choice.suppressed is not None:
-        left = allowed & ~packed(choice.suppressed, constraint.vocab_size)
-    if not left.any():
-        raise ValueError(
-            "the constraint allows no token here that the sampling does not suppress. Remove Sampling.suppress, or "
-            "change the constraint."
-        )
-    return allowed
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> Iterator[int]:

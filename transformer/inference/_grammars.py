@@ -127,7 +127,10 @@ class Grammars:
         return self._library.LLTokenizer(wrapped, self.vocab_size, list(self.end_ids))
 
     def _constraint(self, what: str, grammar: str) -> GrammarConstraint:
-        matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0)
+        try:
+            matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0)
+        except ValueError as error:  # a grammar with too many levels
+            raise GrammarError(f"the {what} can't be used: {_first_line(str(error))}.") from None
         if matcher.is_error():
             raise GrammarError(f"the {what} can't be used: {_first_line(matcher.get_error())}.")
         return GrammarConstraint(matcher, self.vocab_size, self.end_ids)
@@ -159,6 +162,10 @@ class GrammarConstraint:
         """Append a token. Raises GrammarError if the grammar does not allow it."""
         self._matcher.consume_token(token)
         self._check()
+
+    def copy(self) -> GrammarConstraint:
+        """Return a constraint in the same state, for another text."""
+        return GrammarConstraint(self._matcher.deep_copy(), self.vocab_size, self.end_ids)
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -14,6 +14,7 @@ from starlette.requests import Request as HTTPRequest
 
 from transformer.config._checks import ConfigError, nearest
 from transformer.generate._sampling import Sampling
+from transformer.serve._constraints import FIELDS, TextForm, text_form
 from transformer.serve._errors import APIError
 
 MOST_BYTES = 4 * 2**20
@@ -27,14 +28,13 @@ MOST_STOPS = 16
 
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_COMMON = {"model", "stream", "stream_options", "n", "seed", "stop", "stop_token_ids", *_FILTERS, *_PENALTIES}
+_COMMON = {"model", "stream", "stream_options", "n", "seed", "stop", "stop_token_ids", *_FILTERS, *_PENALTIES, *FIELDS}
 _CHAT = _COMMON | {"messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tools"}
 _CHAT |= {"tool_choice", "reasoning_effort", "chat_template_kwargs"}
 _TEXT = _COMMON | {"prompt", "max_tokens", "logprobs"}
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
 _WITHOUT_EFFECT |= {"prompt_cache_key", "verbosity"}
 _ONLY = {
-    "response_format": {"type": "text"},
     "logit_bias": {},
     "best_of": 1,
     "echo": False,
@@ -57,6 +57,8 @@ class Body:
     max_tokens: int | None
     top: int | None
     """number of alternatives of each token; None: no log-probabilities"""
+    form: TextForm | None
+    """form that the text must have; None: any text"""
 
 
 async def read_json(request: HTTPRequest) -> dict[str, Any]:
@@ -118,6 +120,7 @@ def check_fields(values: Mapping[str, Any], *, is_chat: bool) -> Body:
         stop_ids=tuple(_typed(values, "stop_token_ids", list, [])),
         max_tokens=_integer(values, limits[0], None, 1, 2**31) if limits else None,
         top=_chat_top(values) if is_chat else _integer(values, "logprobs", None, 0, 5),
+        form=text_form(values),
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.data._tokenizer import Tokenizer
+from transformer.generate._constraints import Constraint
 from transformer.generate._generation import row_keys
 from transformer.generate._layers import copy_unstacked, unstacked_model
 from transformer.generate._prompts import check_rows, check_text_model, decoding_model
@@ -23,6 +24,7 @@ from transformer.generate._rows import (
     MOST_STEPS,
     MOST_TOP,
     NewRow,
+    RowMasks,
     RowSampling,
     Steps,
     advance,
@@ -33,6 +35,7 @@ from transformer.generate._rows import (
 )
 from transformer.generate._streaming import SECONDS, read_tokens
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.serve._masks import SlotMasks
 from transformer.serve._metrics import Metrics
 from transformer.serve._requests import AnswerText, Delta, Finish, Request, Ticket, Token
 
@@ -100,6 +103,7 @@ class Engine:
         self._model = unstacked_model(model)
         self._suppressed = np.array(sorted(set(suppress)), np.int32)
         self._rows = blank_rows(self._model, slots, positions)
+        self._masks = SlotMasks(slots, self.vocab_size, self._suppressed)
         self._widths = read_widths(positions)
         self.chunk = self._widths[-1]
         self._read_cache = self._model.init_cache(1, positions)
@@ -130,7 +134,7 @@ class Engine:
         row = self._new_row(Request(prompt=[0], max_tokens=1))
         self._rows = put_in(self._rows, zero, row, logits, self._read_cache)
         report(total - 1, total)
-        self._call_advance(1, False)  # no slot has a ticket, so no row is kept
+        self._call_advance(1, False, self._masks.of({})[0])  # no slot has a ticket, so no row is kept
         report(total, total)
 
     def start(self) -> None:
@@ -205,9 +209,14 @@ class Engine:
                 f"a request can have at most {self.positions} tokens, got {len(request.prompt)} of the prompt and "
                 f"{request.max_tokens} to generate. Shorten the prompt, or request fewer tokens."
             )
-        if len(request.eos_ids) > MOST_ENDS or any(not 0 <= i < self.vocab_size for i in request.eos_ids):
+        if len(request.ends) > MOST_ENDS or any(not 0 <= i < self.vocab_size for i in request.ends):
             raise ConfigError(
-                f"end tokens must be at most {MOST_ENDS} ids from 0 to {self.vocab_size - 1}, got {request.eos_ids}."
+                f"end tokens must be at most {MOST_ENDS} ids from 0 to {self.vocab_size - 1}, got {request.ends}."
+            )
+        if request.constraint is not None and request.constraint.vocab_size != self.vocab_size:
+            raise ConfigError(
+                f"the constraint is for {request.constraint.vocab_size} token ids, but the model has "
+                f"{self.vocab_size}. Create it with the vocab_size of the model."
             )
         if not 0 <= request.top <= MOST_TOP:
             raise ConfigError(f"top must be from 0 to {MOST_TOP}, got {request.top}.")
@@ -305,7 +314,7 @@ class Engine:
         self._reading = None
 
     def _new_row(self, request: Request) -> NewRow:
-        ends = [*request.eos_ids, *[-1] * (MOST_ENDS - len(request.eos_ids))]
+        ends = [*request.ends, *[-1] * (MOST_ENDS - len(request.ends))]
         in_prompt = np.zeros((self.vocab_size,), bool)
         in_prompt[np.asarray(request.prompt)] = True
         return NewRow(
@@ -316,9 +325,9 @@ class Engine:
             in_prompt=in_prompt,
         )
 
-    def _call_advance(self, steps: int, until_free: bool) -> Steps:
+    def _call_advance(self, steps: int, until_free: bool, masks: RowMasks) -> Steps:
         keep = np.array([slot in self._active for slot in range(self.slots)])
-        given = self._rows, keep, self._suppressed, np.int32(steps), np.bool_(until_free)
+        given = self._rows, keep, masks, self._suppressed, np.int32(steps), np.bool_(until_free)
         self._rows, out = advance(self._model, self._params, *given)
         return jax.device_get(out)
 
@@ -326,9 +335,13 @@ class Engine:
         """Generate a few tokens in all slots, and deliver them."""
         for slot in [slot for slot, ticket in self._active.items() if ticket.cancelled]:
             self._finish(self._active.pop(slot), "cancelled")
+        constraints = {slot: one.request.constraint for slot, one in self._active.items() if one.request.constraint}
+        masks, failed = self._masks.of(constraints)
+        for slot, reason in failed.items():
+            self._finish(self._active.pop(slot), "error", error=reason)
         started = time.perf_counter()
         waits = self._reading is not None or (bool(self._queue) and len(self._active) < self.slots)
-        out = self._call_advance(1 if waits else self._steps, bool(self._queue))
+        out = self._call_advance(1 if waits or constraints else self._steps, bool(self._queue), masks)
         now = time.perf_counter()
         if out.steps:
             each = max((now - started) / int(out.steps), 1e-6)
@@ -356,7 +369,10 @@ class Engine:
             self.metrics.first_token.add(now - ticket.submitted)
         text = ticket.text.add([token.id for token in tokens])
         finish: Finish | None = None
-        if out.failed[slot]:
+        error = _accept(ticket.request.constraint, tokens)
+        if error is not None:
+            finish = "error"
+        elif out.failed[slot]:
             self._prompts[slot] = self._prompts[slot][:0]  # its keys may be NaN
             finish = "error"
         elif ticket.text.stopped or out.ended[slot]:
@@ -368,13 +384,16 @@ class Engine:
                 self._deliver(ticket, Delta(text, tokens, ticket.text.reasoning()))
             return
         del self._active[slot]
-        self._finish(ticket, finish, text, tokens)
+        self._finish(ticket, finish, text, tokens, error)
 
-    def _finish(self, ticket: Ticket, finish: Finish, text: str = "", tokens: Sequence[Token] = ()) -> None:
+    def _finish(
+        self, ticket: Ticket, finish: Finish, text: str = "", tokens: Sequence[Token] = (), error: str | None = None
+    ) -> None:
         if finish in ("stop", "length"):
             text += ticket.text.finish()
             finish = "stop" if ticket.text.stopped else finish
-        error = "the model computed values that are not finite" if finish == "error" else None
+        if finish == "error" and error is None:
+            error = "the model computed values that are not finite"
         self.metrics.finished[finish] += 1
         self.metrics.duration.add(time.perf_counter() - ticket.submitted)
         self._deliver(ticket, Delta(text, list(tokens), ticket.text.reasoning(), finish, error))
@@ -385,6 +404,16 @@ class Engine:
             ticket.deliver(delta)
         except RuntimeError:  # the event loop of the client is closed
             ticket.cancel()
+
+
+def _accept(constraint: Constraint | None, tokens: Sequence[Token]) -> str | None:
+    """Append tokens to the text of a constraint, and return why it can't be continued; None: it can."""
+    try:
+        for token in tokens if constraint is not None else ():
+            constraint.accept(token.id)
+    except ValueError as error:  # the text has become too complex
+        return str(error)
+    return None
 
 
 def _floats(out: Steps, slot: int, index: int, wanted: int) -> list[float]:

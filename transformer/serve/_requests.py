@@ -11,6 +11,7 @@ from typing import Literal
 from transformer.chat._channels import Channels
 from transformer.chat._pieces import Detokenizer, StopStrings
 from transformer.data._tokenizer import Tokenizer
+from transformer.generate._constraints import Constraint
 from transformer.generate._sampling import PLAIN, Sampling
 
 Finish = Literal["stop", "length", "cancelled", "error"]
@@ -30,13 +31,20 @@ class Request:
     seed: int = 0
     """random seed, from 0 to 2^32 - 1"""
     eos_ids: tuple[int, ...] = ()
-    """ids that end the text, at most `MOST_ENDS`"""
+    """ids that end the text, at most `MOST_ENDS`, with those of the constraint"""
     stop: tuple[str, ...] = ()
     """strings that end the text, which does not contain them"""
     top: int = 0
     """number of alternatives of each token whose log-probabilities are delivered"""
     is_reply: bool = False
     """the prompt is a conversation: reasoning in another channel is separated from the answer"""
+    constraint: Constraint | None = None
+    """tokens that the text may consist of, at its beginning; the request uses it up. None: all tokens"""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end the text, with those of the constraint."""
+        return tuple(dict.fromkeys((*self.eos_ids, *(self.constraint.end_ids if self.constraint else ()))))
 
 
 @dataclass(frozen=True)

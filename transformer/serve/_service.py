@@ -34,6 +34,7 @@ from transformer.serve._bodies import (
     text_prompts,
     tools_of,
 )
+from transformer.serve._constraints import Constraints
 from transformer.serve._engine import Engine, EngineClosedError, QueueFullError
 from transformer.serve._errors import APIError, json_response
 from transformer.serve._requests import Delta, Request, Ticket
@@ -62,6 +63,9 @@ class Service:
     """refuse requests for other hosts than the loopback address, which a page in a browser could make"""
     created: int = field(default_factory=lambda: int(time.time()))
     _encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self):
+        self._constraints = Constraints(self.engine.tokenizer, self.engine.vocab_size)
 
     def application(self) -> Starlette:
         """Return the application."""
@@ -185,6 +189,7 @@ class Service:
     async def _answer(
         self, request: HTTPRequest, body: Body, sampling: Sampling, prompts: list[list[int]], *, is_chat: bool
     ) -> Response:
+        constraints = await self._constraints.make(body.form, len(prompts) * body.n)
         requests = [
             Request(
                 prompt=prompt,
@@ -195,8 +200,9 @@ class Service:
                 stop=body.stop,
                 top=body.top or 0,
                 is_reply=is_chat,
+                constraint=constraints[number * body.n + choice],
             )
-            for prompt in prompts
+            for number, prompt in enumerate(prompts)
             for choice in range(body.n)
         ]
         arrived: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()

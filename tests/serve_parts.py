@@ -1,0 +1,42 @@
+"""A tiny model with random weights for tests of the server's engine, and its answers to requests."""
+
+import queue
+import random
+
+import jax
+import jax.numpy as jnp
+from chat_parts import tokenizer as make_tokenizer
+
+from transformer.config import llama_decoder
+from transformer.nn.models import CausalLM
+
+
+def tiny_parts():
+    """Return a model, its parameters, and the tokenizer of a family."""
+    tokenizer = make_tokenizer("smollm")
+    config = llama_decoder(
+        vocab_size=tokenizer.vocab_size, d_model=32, num_layers=2, num_heads=2, d_ff=48, max_length=None
+    )
+    model = CausalLM(config.replace(initializer_range=0.4))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    return model, params, tokenizer
+
+
+def answers(engine, requests):
+    """Submit requests together, and return (text, tokens, finish) of each."""
+    got, events = {}, queue.Queue()
+    engine.submit(requests, lambda number, delta: events.put((number, delta)))
+    texts, tokens = [""] * len(requests), [[] for _ in requests]
+    while len(got) < len(requests):
+        number, delta = events.get(timeout=60)
+        texts[number] += delta.text
+        tokens[number] += delta.tokens
+        if delta.finish:
+            got[number] = delta.finish
+    return [(texts[i], [token.id for token in tokens[i]], got[i]) for i in range(len(requests))], tokens
+
+
+def prompts(count, seed=0, longest=70):
+    """Return prompts of random lengths and tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(5, 290) for _ in range(draw.randint(1, longest))] for _ in range(count)]
