@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 USUAL_TOKENS = 2048
 """maximum number of tokens of a request, unless the model has a shorter context"""
+USUAL_QUEUE = 64
+"""maximum number of texts that wait"""
 KEY_VARIABLE = "TRANSFORMER_API_KEY"
 """environment variable with the API key, which other users of the machine can't see, unlike a command line"""
 
@@ -51,7 +53,7 @@ class Serve(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Serve a model until the process is asked to end."""
     command = parse(Serve, "serve", arguments)
-    _check(command)
+    check_sizes(port=command.port, slots=command.slots, max_tokens=command.max_tokens)
     key = command.api_key if command.api_key is not None else os.environ.get(KEY_VARIABLE)
     from transformer.serve._server import check_address, run
 
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
     service = make_service(
         opened, slots=command.slots, max_tokens=command.max_tokens, api_key=key, local_only=is_local and key is None
     )
-    service.engine.warm_up(_report)
+    service.engine.warm_up(report_compilation)
 
     def ready(url: str) -> None:
         sizes = {"slots": service.engine.slots, "max_tokens": service.engine.positions}
@@ -73,9 +75,23 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def make_service(
-    opened: LoadedModel, *, slots: int, max_tokens: int | None, api_key: str | None, local_only: bool
+    opened: LoadedModel,
+    *,
+    slots: int,
+    max_tokens: int | None,
+    api_key: str | None,
+    local_only: bool,
+    queue: int = USUAL_QUEUE,
 ) -> Service:
     """Return the service of a model.
+
+    Args:
+        opened: the model.
+        slots: maximum number of texts that are generated at a time.
+        max_tokens: maximum number of tokens of a request; None: the context of the model, at most `USUAL_TOKENS`.
+        api_key: key that clients must send; None: no key.
+        local_only: refuse requests for other hosts than the loopback address.
+        queue: maximum number of texts that wait.
 
     Raises:
         ConfigError: the model is not a causal model, or the sizes do not fit it.
@@ -97,7 +113,8 @@ def make_service(
         raise ConfigError(f"--max-tokens must be at most {opened.context}, the context of the model, got {max_tokens}.")
     tokenizer, chat = opened.tokenizer, _chat_prompts(opened)
     suppressed = opened.suppressed
-    engine = Engine(opened.model, opened.params, tokenizer, slots=slots, positions=max_tokens, suppress=suppressed)
+    sizes = {"slots": slots, "positions": max_tokens, "queue": queue}
+    engine = Engine(opened.model, opened.params, tokenizer, **sizes, suppress=suppressed)
     return Service(
         engine=engine,
         name=opened.directory.resolve().name,
@@ -119,18 +136,16 @@ def _chat_prompts(opened: LoadedModel) -> ChatPrompts | None:
     return ChatPrompts(opened.tokenizer) if has_template(files) else None
 
 
-def _check(command: Serve) -> None:
-    """Raise ConfigError for values that are invalid with any model."""
-    for name, value, least, most in (
-        ("--port", command.port, 0, 65535),
-        ("--slots", command.slots, 1, 1024),
-        ("--max-tokens", command.max_tokens, 16, 2**24),
-    ):
+def check_sizes(**sizes: int | None) -> None:
+    """Raise ConfigError for values of --port, --slots and --max-tokens that are invalid with any model."""
+    for option, value in sizes.items():
+        name = f"--{option.replace('_', '-')}"
+        least, most = {"port": (0, 65535), "slots": (1, 1024), "max_tokens": (16, 2**24)}[option]
         if value is not None and not least <= value <= most:
             raise ConfigError(f"{name} must be from {least} to {most}, got {value}.")
 
 
-def _report(done: int, total: int) -> None:
+def report_compilation(done: int, total: int) -> None:
     """Show how many programs are compiled, on one line of a terminal."""
     if sys.stderr.isatty():
         print(f"\rcompiled {done} of {total} programs", end="\n" if done == total else "", file=sys.stderr, flush=True)
