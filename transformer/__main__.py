@@ -142,7 +142,7 @@ VERBS = {
     "train": Verb(_train, "train a recipe, or resume its run"),
     "generate": Verb(_generate, "generate text or a translation with a trained or pretrained model"),
     "chat": Verb(_chat, "talk to a chat model"),
-    "serve": Verb(_serve, "serve a language model over HTTP, by OpenAI's interface"),
+    "serve": Verb(_serve, "serve a model over HTTP, by OpenAI's interface"),
     "batch": Verb(_batch, "answer a file of requests in OpenAI's batch form"),
     "translate": Verb(_translate, "translate lines from stdin with beam search"),
     "transcribe": Verb(_transcribe, "text of audio files, with a speech model"),

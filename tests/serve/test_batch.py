@@ -12,7 +12,7 @@ import pytest
 from chat_parts import write_chat_model
 
 from transformer.__main__ import main
-from transformer.cli._serve import make_service
+from transformer.cli._services import make_service
 from transformer.config._checks import ConfigError
 from transformer.inference import open_model
 from transformer.serve._batch import Answers, answer_batch, read_batch

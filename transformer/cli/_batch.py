@@ -14,7 +14,8 @@ import tyro
 
 from transformer.cli._arguments import parse
 from transformer.cli._models import ModelCommand
-from transformer.cli._serve import check_sizes, make_service, report_compilation
+from transformer.cli._serve import check_sizes, report_compilation
+from transformer.cli._services import make_service
 
 if TYPE_CHECKING:
     from transformer.serve._batch import BadLine, BatchRequest
@@ -74,7 +75,7 @@ def _answer(
         print(f"{len(bad):,} lines of {command.requests} are not requests; their answers say why", file=sys.stderr)
     if not requests:
         return
-    opened = command.load_writer()
+    opened = command.load()
     at_once = 2 * command.slots  # while some end, others wait already
     service = make_service(
         opened,
@@ -84,7 +85,7 @@ def _answer(
         local_only=True,
         queue=at_once * MOST_CHOICES,
     )
-    service.engine.warm_up(report_compilation)
+    service.warm_up(report_compilation)
     service.start()
     started = time.monotonic()
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,6 +19,7 @@ from starlette.routing import Route
 from transformer.serve._errors import APIError, json_response
 from transformer.serve._metrics import Metrics
 
+Result = TypeVar("Result")
 Handler = Callable[[HTTPRequest], Awaitable[Response]]
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 """names under which a browser reaches the loopback address"""
@@ -63,6 +65,10 @@ class HTTPService(ABC):
     @abstractmethod
     def most_tokens(self) -> int | None:
         """Maximum number of tokens of a request; None: unlimited."""
+
+    @abstractmethod
+    def warm_up(self, report: Callable[[int, int], None]) -> None:
+        """Compile programs, before the start. `report` is called with the number of programs done, and of all."""
 
     @abstractmethod
     def start(self) -> None:
@@ -152,3 +158,26 @@ class HTTPService(ABC):
     def _card(self) -> dict[str, Any]:
         card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "transformer-zoo"}
         return card | ({} if self.most_tokens is None else {"max_model_len": self.most_tokens})
+
+
+async def until_gone(request: HTTPRequest, work: Awaitable[Result]) -> Result:
+    """Return the result of the work; if the client leaves before its end, cancel it.
+
+    Raises:
+        APIError: the client has left; nobody reads this answer. Errors of the work are raised unchanged.
+    """
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise APIError(499, "the client has left.")
+        return task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)

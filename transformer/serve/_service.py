@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ from transformer.serve._bodies import (
 )
 from transformer.serve._engine import Engine, EngineClosedError, QueueFullError
 from transformer.serve._errors import APIError, json_response
-from transformer.serve._http import Handler, HTTPService, Load
+from transformer.serve._http import Handler, HTTPService, Load, until_gone
 from transformer.serve._metrics import Metrics
 from transformer.serve._requests import Delta, Request, Ticket
 
@@ -69,6 +69,10 @@ class Service(HTTPService):
     def most_tokens(self) -> int:
         """Maximum number of tokens of a request, prompt and answer together."""
         return self.engine.positions
+
+    def warm_up(self, report: Callable[[int, int], None]) -> None:
+        """Compile the programs of the engine."""
+        self.engine.warm_up(report)
 
     def start(self) -> None:
         """Start the engine."""
@@ -153,7 +157,7 @@ class Service(HTTPService):
         parts = _parts(answer, arrived, tickets)
         if body.stream:
             return _Stream(_events(answer, parts, body.include_usage), tickets)
-        await _until_gone(request, _drain(parts))
+        await until_gone(request, _drain(parts))
         return json_response(answer.whole())
 
     def _submit(self, requests: list[Request], deliver: Callable[[int, Delta], None]) -> list[Ticket]:
@@ -244,26 +248,3 @@ async def _drain(parts: AsyncIterator[tuple[int, Delta]]) -> None:
     async with contextlib.aclosing(parts):
         async for _ in parts:
             pass
-
-
-async def _until_gone(request: HTTPRequest, work: Awaitable[None]) -> None:
-    """Wait for the work; if the client leaves before its end, cancel it.
-
-    Raises:
-        APIError: the client has left; nobody reads this answer. Errors of the work are raised unchanged.
-    """
-
-    async def left() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(left())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise APIError(499, "the client has left.")
-        task.result()
-    finally:
-        for one in (task, watch):
-            one.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
