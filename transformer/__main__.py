@@ -46,6 +46,12 @@ def _serve(arguments: Sequence[str]) -> int | None:
     return main(arguments)
 
 
+def _batch(arguments: Sequence[str]) -> int | None:
+    from transformer.cli._batch import main
+
+    return main(arguments)
+
+
 def _translate(arguments: Sequence[str]) -> int | None:
     from transformer.cli._translate import main
 
@@ -136,7 +142,8 @@ VERBS = {
     "train": Verb(_train, "train a recipe, or resume its run"),
     "generate": Verb(_generate, "generate text or a translation with a trained or pretrained model"),
     "chat": Verb(_chat, "talk to a chat model"),
-    "serve": Verb(_serve, "serve a language model over HTTP, by OpenAI's interface"),
+    "serve": Verb(_serve, "serve a model over HTTP, by OpenAI's interface"),
+    "batch": Verb(_batch, "answer a file of requests in OpenAI's batch form"),
     "translate": Verb(_translate, "translate lines from stdin with beam search"),
     "transcribe": Verb(_transcribe, "text of audio files, with a speech model"),
     "embed": Verb(_embed, "embeddings of texts or images"),

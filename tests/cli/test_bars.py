@@ -26,9 +26,26 @@ def test_library_functions_report_to_whoever_listens():
     seen = []
     with showing(lambda *progress: seen.append(progress)):
         work(lambda: None)
-    assert seen == [("texts", 0.0, 3), ("texts", 1.0, 3), ("texts", 2.0, 3), ("texts", 3.0, 3)]
+    assert seen == [("texts", float(done), 3, "") for done in range(4)]
     counting("texts", 3)(1)
     assert len(seen) == 4, "nobody listens any more"
+
+
+def test_a_note_is_shown_next_to_the_bar(monkeypatch):
+    """A note also opens the bar before the first one is done, and does not restart its clock."""
+    now = [0.0]
+    monkeypatch.setattr(_bars.time, "monotonic", lambda: now[0])
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "80")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with _bars.bars():
+        add = counting("requests", 2)
+        for _ in range(3):
+            now[0] += 1.5
+            add(0, "123 tokens/s")
+        held = sys.stderr.getvalue()
+    assert "0/2" in held
+    assert "123 tokens/s" in held
 
 
 @pytest.mark.parametrize(

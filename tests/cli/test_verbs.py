@@ -107,7 +107,7 @@ class TestVerbs:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ((), "a verb is missing. Use one of train, generate, chat, serve, translate, transcribe, embed"),
+            ((), "a verb is missing. Use one of train, generate, chat, serve, batch, translate, transcribe, embed"),
             (("generat", "x"), "unknown verb 'generat'. Did you mean 'generate'?"),
             (("generate",), "DIR is missing"),
             (("inspect", "x"), "inspect needs an input. Pass --prompt TEXT, or --image FILE"),

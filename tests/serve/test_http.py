@@ -17,7 +17,7 @@ from chat_parts import write_chat_model
 
 from transformer.__main__ import main
 from transformer.chat import Chat
-from transformer.cli._serve import make_service
+from transformer.cli._services import make_service
 from transformer.config._checks import ConfigError
 from transformer.generate import Sampling, generate
 from transformer.inference import open_model

@@ -39,27 +39,30 @@ class _Bars:
         self._bar: Progress | None = None
         self._what, self._began = "", 0.0
 
-    def show(self, what: str, done: float, total: float | None) -> None:
+    def show(self, what: str, done: float, total: float | None, note: str) -> None:
         """Receive the progress; see `transformer.config._progress.Shown`."""
-        if not done or what != self._what:
+        if what != self._what or (not done and not note):  # new work
             self.close()
             self._what, self._began = what, time.monotonic()
         if total is not None and done >= total:
             self.close()
         elif self._bar is not None:
-            self._bar.update(self._task, completed=done)
+            self._bar.update(self._task, completed=done, note=note)
         elif time.monotonic() - self._began >= DELAY:
-            self._open(done, total)
+            self._open(done, total, note)
 
-    def _open(self, done: float, total: float | None) -> None:
+    def _open(self, done: float, total: float | None, note: str) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        note_column = TextColumn("{task.fields[note]}")
         columns = [TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()]
         console = Console(file=sys.stderr, force_terminal=True)
         # Results go to stdout, which may be the same terminal: no live display may redirect it.
-        self._bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
-        self._task = self._bar.add_task(self._what, total=total, completed=done)
+        self._bar = Progress(
+            *columns, note_column, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        self._task = self._bar.add_task(self._what, total=total, completed=done, note=note)
         self._bar.start()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`python -m transformer serve`: a language model over HTTP, by OpenAI's interface."""
+"""`python -m transformer serve`: a model over HTTP, by OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -6,27 +6,20 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from transformer.cli._arguments import parse
 from transformer.cli._models import ModelCommand
+from transformer.cli._services import make_service
 from transformer.config._checks import ConfigError
 
-if TYPE_CHECKING:
-    from transformer.chat._prompts import ChatPrompts
-    from transformer.inference._loading import LoadedModel
-    from transformer.serve._service import Service
-
-USUAL_TOKENS = 2048
-"""maximum number of tokens of a request, unless the model has a shorter context"""
 KEY_VARIABLE = "TRANSFORMER_API_KEY"
 """environment variable with the API key, which other users of the machine can't see, unlike a command line"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(ModelCommand):
-    """Serve a language model over HTTP: /v1/chat/completions, /v1/completions and /v1/models of OpenAI's interface,
-    /health, and /metrics for Prometheus.
+    """Serve a model over HTTP, by OpenAI's interface: /v1/chat/completions and /v1/completions of a causal model,
+    /v1/embeddings of an encoder, /v1/models, /health, and /metrics for Prometheus.
 
     Many texts are generated together. Ctrl-C or SIGTERM ends the server after the texts that it has begun.
     """
@@ -51,19 +44,19 @@ class Serve(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Serve a model until the process is asked to end."""
     command = parse(Serve, "serve", arguments)
-    _check(command)
+    check_sizes(port=command.port, slots=command.slots, max_tokens=command.max_tokens)
     key = command.api_key if command.api_key is not None else os.environ.get(KEY_VARIABLE)
     from transformer.serve._server import check_address, run
 
     is_local = check_address(command.host, key, command.allow_anyone)
-    opened = command.load_writer()
+    opened = command.load()
     service = make_service(
         opened, slots=command.slots, max_tokens=command.max_tokens, api_key=key, local_only=is_local and key is None
     )
-    service.engine.warm_up(_report)
+    service.warm_up(report_compilation)
 
     def ready(url: str) -> None:
-        sizes = {"slots": service.engine.slots, "max_tokens": service.engine.positions}
+        sizes = {"slots": service.load.slots, "max_tokens": service.most_tokens}
         if command.json:
             command.print_json(opened, url=url, model=service.name, **sizes)
             sys.stdout.flush()
@@ -72,65 +65,16 @@ def main(arguments: Sequence[str]) -> None:
     run(service, command.host, command.port, ready)
 
 
-def make_service(
-    opened: LoadedModel, *, slots: int, max_tokens: int | None, api_key: str | None, local_only: bool
-) -> Service:
-    """Return the service of a model.
-
-    Raises:
-        ConfigError: the model is not a causal model, or the sizes do not fit it.
-    """
-    from transformer.chat._prompts import default_sampling
-    from transformer.nn.models._causal_lm import CausalLM
-    from transformer.serve._engine import Engine
-    from transformer.serve._service import Service
-
-    if not isinstance(opened.model, CausalLM):
-        kind = type(opened.model).__name__
-        raise ConfigError(
-            f"serve needs a causal model; {opened.directory} contains a model of type {kind}. Pass the directory of a "
-            "causal model."
-        )
-    if max_tokens is None:
-        max_tokens = min(opened.context or USUAL_TOKENS, USUAL_TOKENS)
-    if opened.context is not None and max_tokens > opened.context:
-        raise ConfigError(f"--max-tokens must be at most {opened.context}, the context of the model, got {max_tokens}.")
-    tokenizer, chat = opened.tokenizer, _chat_prompts(opened)
-    suppressed = opened.suppressed
-    engine = Engine(opened.model, opened.params, tokenizer, slots=slots, positions=max_tokens, suppress=suppressed)
-    return Service(
-        engine=engine,
-        name=opened.directory.resolve().name,
-        sampling=default_sampling(getattr(tokenizer, "files", {})),
-        eos_ids=tuple(dict.fromkeys([*(opened.eos_ids or []), *(chat.eos_ids if chat else [])])),
-        chat=chat,
-        suppress=suppressed,
-        api_key=api_key,
-        local_only=local_only,
-    )
-
-
-def _chat_prompts(opened: LoadedModel) -> ChatPrompts | None:
-    """Return the chat template of a model; None: it has none."""
-    from transformer.chat._prompts import ChatPrompts
-    from transformer.chat._template import has_template
-
-    files = getattr(opened.tokenizer, "files", {})
-    return ChatPrompts(opened.tokenizer) if has_template(files) else None
-
-
-def _check(command: Serve) -> None:
-    """Raise ConfigError for values that are invalid with any model."""
-    for name, value, least, most in (
-        ("--port", command.port, 0, 65535),
-        ("--slots", command.slots, 1, 1024),
-        ("--max-tokens", command.max_tokens, 16, 2**24),
-    ):
+def check_sizes(**sizes: int | None) -> None:
+    """Raise ConfigError for values of --port, --slots and --max-tokens that are invalid with any model."""
+    for option, value in sizes.items():
+        name = f"--{option.replace('_', '-')}"
+        least, most = {"port": (0, 65535), "slots": (1, 1024), "max_tokens": (16, 2**24)}[option]
         if value is not None and not least <= value <= most:
             raise ConfigError(f"{name} must be from {least} to {most}, got {value}.")
 
 
-def _report(done: int, total: int) -> None:
+def report_compilation(done: int, total: int) -> None:
     """Show how many programs are compiled, on one line of a terminal."""
     if sys.stderr.isatty():
         print(f"\rcompiled {done} of {total} programs", end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Protocol
 
-Shown = Callable[[str, float, float | None], None]
-"""receives what is counted, how many are done, and how many there are (None: unknown)"""
+Shown = Callable[[str, float, float | None, str], None]
+"""receives what is counted, how many are done, how many there are (None: unknown), and a note such as a speed"""
 
 _SHOWN: ContextVar[Shown | None] = ContextVar("shown", default=None)
 
@@ -22,7 +23,13 @@ def showing(shown: Shown | None) -> Iterator[None]:
         _SHOWN.reset(before)
 
 
-def counting(what: str, total: float | None = None) -> Callable[[float], None]:
+class Add(Protocol):
+    """Adds to what is done; `note` is shown next to it."""
+
+    def __call__(self, more: float, note: str = "") -> None: ...
+
+
+def counting(what: str, total: float | None = None) -> Add:
     """Start to report progress, and return a function that adds to what is done.
 
     Args:
@@ -31,12 +38,12 @@ def counting(what: str, total: float | None = None) -> Callable[[float], None]:
     """
     shown, done = _SHOWN.get(), 0.0
     if shown is None:
-        return lambda more: None
-    shown(what, 0.0, total)
+        return lambda more, note="": None
+    shown(what, 0.0, total, "")
 
-    def add(more: float) -> None:
+    def add(more: float, note: str = "") -> None:
         nonlocal done
         done += more
-        shown(what, done, total)
+        shown(what, done, total, note)
 
     return add

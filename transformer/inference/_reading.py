@@ -63,13 +63,43 @@ def embed(opened: LoadedModel, texts: Sequence[str], settings: SentenceSettings 
         from transformer.inference._dual import embed_texts
 
         return embed_texts(opened, texts)
-    model, settings = text_model(opened), settings or SentenceSettings()
-    prepared = [settings.prompt + (text.lower() if settings.lower_case else text) for text in texts]
-    encoded = encode_texts(opened, prepared, settings.max_length)
+    settings = settings or SentenceSettings()
+    return embed_encoded(opened, encode_sentences(opened, texts, settings), settings)
 
+
+def encode_sentences(
+    opened: LoadedModel, texts: Sequence[str], settings: SentenceSettings, *, truncate: bool = True
+) -> list[Columns]:
+    """Return token ids and token types of texts as `embed` reads them.
+
+    Args:
+        opened: the model.
+        texts: the texts.
+        settings: preprocessing and maximum length.
+        truncate: truncate long texts, with a warning; False: return all of their tokens.
+
+    Raises:
+        ConfigError: the model does not read text.
+        ValueError: a text that the tokenizer can't encode or that has no tokens.
+    """
+    text_model(opened)
+    prepared = [settings.prompt + (text.lower() if settings.lower_case else text) for text in texts]
+    return encode_texts(opened, prepared, settings.max_length, truncate=truncate)
+
+
+def embed_encoded(opened: LoadedModel, rows: Sequence[Columns], settings: SentenceSettings) -> np.ndarray:
+    """Compute embeddings of texts that `encode_sentences` has encoded.
+
+    Returns:
+        (n, D) float32, one vector per text.
+
+    Raises:
+        ConfigError: the model does not read text.
+        ValueError: results that are not finite.
+    """
     options = {"pooling": settings.pooling, "normalize": settings.normalize}
-    compute = functools.partial(_vectors, model, opened.params, **options)
-    return np.stack(_run(opened, encoded, compute))
+    compute = functools.partial(_vectors, text_model(opened), opened.params, **options)
+    return np.stack(_run(opened, rows, compute))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "pooling", "normalize"))
@@ -395,8 +425,10 @@ def text_model(opened: LoadedModel) -> Any:
     return decoding_model(model)
 
 
-def encode_texts(opened: LoadedModel, texts: Sequence[str], limit: int | None = None) -> list[Columns]:
-    """Return token ids and token types of each text, truncated to the context length and to `limit`."""
+def encode_texts(
+    opened: LoadedModel, texts: Sequence[str], limit: int | None = None, *, truncate: bool = True
+) -> list[Columns]:
+    """Return token ids and token types of each text; with `truncate`, at most the context length and `limit`."""
     tokenizer = opened.tokenizer
     context = opened.model.config.longest_source if isinstance(opened.model, Seq2Seq) else opened.context
     limit = min(n for n in (limit, context, 2**30) if n is not None)
@@ -413,7 +445,7 @@ def encode_texts(opened: LoadedModel, texts: Sequence[str], limit: int | None = 
             )
         if not ids:
             raise ValueError(f"text {number} is empty ({text!r}). Pass at least one word or character.")
-        if len(ids) > limit:
+        if truncate and len(ids) > limit:
             warnings.warn(f"text {number} has {len(ids)} tokens and is truncated to {limit}.", stacklevel=3)
             # Keep a special token that the tokenizer adds at the end, such as [SEP].
             last = len(ids) - 1 if both and ids[-1] not in tokenizer.encode(text)[-1:] else limit - 1

@@ -143,13 +143,13 @@ def sampling_of(values: Mapping[str, Any], default: Sampling, suppress: Sequence
         raise APIError(400, str(error)[:300], name) from None
 
 
-def text_prompts(values: Mapping[str, Any]) -> list[str | list[int]]:
-    """Return the prompts of a text completion: texts, or lists of token ids.
+def text_prompts(values: Mapping[str, Any], field: str = "prompt") -> list[str | list[int]]:
+    """Return the prompts of a text completion, or the texts of another field: texts, or lists of token ids.
 
     Raises:
-        APIError: the prompt is missing or has another type.
+        APIError: the field is missing or has another type.
     """
-    prompt = values.get("prompt")
+    prompt = values.get(field)
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(i) is int for i in prompt)):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -157,7 +157,7 @@ def text_prompts(values: Mapping[str, Any]) -> list[str | list[int]]:
             return prompt
         if all(isinstance(one, list) and one and all(type(i) is int for i in one) for one in prompt):
             return prompt
-    raise APIError(400, "prompt must be a text, a list of texts, or lists of token ids that are not empty.", "prompt")
+    raise APIError(400, f"{field} must be a text, a list of texts, or lists of token ids that are not empty.", field)
 
 
 def template_switches(values: Mapping[str, Any]) -> dict[str, Any]:

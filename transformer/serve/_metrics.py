@@ -45,6 +45,11 @@ class Metrics:
         """answers by (path, status)"""
         self.first_token, self.duration = Histogram(), Histogram()
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that were read or generated."""
+        return self.prompt_tokens + self.generated_tokens
+
     def text(self, *, running: int, waiting: int, slots: int) -> str:
         """Return all values in the text format of Prometheus."""
         return "\n".join([*self._lines(running, waiting, slots), ""])

@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from transformer.config._checks import ConfigError
-from transformer.serve._service import Service
+from transformer.serve._http import HTTPService
 
 HEAD_SECONDS = 10.0
 """time in which the head of a request must arrive"""
@@ -80,12 +80,12 @@ def check_address(host: str, api_key: str | None, anyone: bool) -> bool:
 
 
 def run(
-    service: Service, host: str, port: int, ready: Callable[[str], None], *, drain_seconds: int = DRAIN_SECONDS
+    service: HTTPService, host: str, port: int, ready: Callable[[str], None], *, drain_seconds: int = DRAIN_SECONDS
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; then accept no more connections, and finish the texts within `drain_seconds`.
 
     Args:
-        service: the model; its engine is started here, and closed at the end.
+        service: the model; it is started here, and closed at the end.
         host: address to listen on.
         port: port to listen on; 0: a free one.
         ready: called with the URL when connections are accepted.
@@ -117,11 +117,11 @@ def run(
 
     before = signal.signal(signal.SIGTERM, ignore)
     shown = f"[{host}]" if family == socket.AF_INET6 else host
-    service.engine.start()
+    service.start()
     try:
         ready(f"http://{shown}:{listener.getsockname()[1]}/v1")  # the kernel accepts connections from now on
         uvicorn.Server(config).run(sockets=[listener])
     finally:
         signal.signal(signal.SIGTERM, before)
         listener.close()
-        service.engine.close()
+        service.close()

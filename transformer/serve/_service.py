@@ -1,22 +1,17 @@
-"""The HTTP interface as an application of starlette."""
+"""Chat and text completions of a causal model over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from transformer.chat._prompts import ChatPrompts
@@ -37,20 +32,16 @@ from transformer.serve._bodies import (
 from transformer.serve._constraints import Constraints
 from transformer.serve._engine import Engine, EngineClosedError, QueueFullError
 from transformer.serve._errors import APIError, json_response
+from transformer.serve._http import Handler, HTTPService, Load, until_gone
+from transformer.serve._metrics import Metrics
 from transformer.serve._requests import Delta, Request, Ticket
 
-Handler = Callable[[HTTPRequest], Awaitable[Response]]
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-"""names under which a browser reaches the loopback address"""
 
-
-@dataclass
-class Service:
-    """A model behind the HTTP interface."""
+@dataclass(kw_only=True)
+class Service(HTTPService):
+    """A causal model behind the HTTP interface: chat and text completions."""
 
     engine: Engine
-    name: str
-    """name of the model, which clients send as `model`"""
     sampling: Sampling
     """sampling of requests that say nothing"""
     eos_ids: tuple[int, ...]
@@ -58,95 +49,51 @@ class Service:
     chat: ChatPrompts | None
     """None: the model has no chat template"""
     suppress: tuple[int, ...] = ()
-    api_key: str | None = None
-    local_only: bool = True
-    """refuse requests for other hosts than the loopback address, which a page in a browser could make"""
-    created: int = field(default_factory=lambda: int(time.time()))
-    _encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "encoder"))
 
     def __post_init__(self):
         self._constraints = Constraints(self.engine.tokenizer, self.engine.vocab_size)
 
-    def application(self) -> Starlette:
-        """Return the application."""
-        routes = [
-            Route("/health", self._counted(self._health, is_open=True), methods=["GET"]),
-            Route("/metrics", self._counted(self._metrics), methods=["GET"]),
-            Route("/v1/models", self._counted(self._models), methods=["GET"]),
-            Route("/v1/models/{name:path}", self._counted(self._one_model), methods=["GET"]),
-            Route("/v1/chat/completions", self._counted(self._chat_completion), methods=["POST"]),
-            Route("/v1/completions", self._counted(self._text_completion), methods=["POST"]),
-        ]
+    @property
+    def failure(self) -> str | None:
+        """Why the engine has failed; None: it has not."""
+        return self.engine.failure
 
-        async def http_error(request: HTTPRequest, error: HTTPException) -> Response:
-            return APIError(error.status_code, str(error.detail)).response()
+    @property
+    def metrics(self) -> Metrics:
+        """The counters of the engine."""
+        return self.engine.metrics
 
-        async def fault(request: HTTPRequest, error: Exception) -> Response:
-            return APIError(500, "internal error; the log of the server says more.").response()
+    @property
+    def load(self) -> Load:
+        """How many texts are generated, and how many wait."""
+        return Load(self.engine.running, self.engine.waiting, self.engine.slots)
 
-        return Starlette(routes=routes, exception_handlers={HTTPException: http_error, Exception: fault})
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of a request, prompt and answer together."""
+        return self.engine.positions
 
-    def _counted(self, handler: Handler, is_open: bool = False) -> Handler:
-        """Return the handler with checks of host and key, errors as answers, and a counter."""
+    def warm_up(self, report: Callable[[int, int], None]) -> None:
+        """Compile the programs of the engine."""
+        self.engine.warm_up(report)
 
-        async def handle(request: HTTPRequest) -> Response:
-            try:
-                self._check_host(request)
-                if not is_open:
-                    self._check_key(request)
-                response = await handler(request)
-            except APIError as error:
-                response = error.response()
-            path = request.scope["route"].path  # the pattern: the path itself is chosen by the client
-            self.engine.metrics.answers[path, response.status_code] += 1
-            return response
+    def start(self) -> None:
+        """Start the engine."""
+        self.engine.start()
 
-        return handle
+    def close(self) -> None:
+        """Cancel what runs, and end the engine."""
+        self.engine.close()
+        self._encoder.shutdown(wait=False, cancel_futures=True)
 
-    def _check_host(self, request: HTTPRequest) -> None:
-        host = request.headers.get("host", "")
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if self.local_only and name.lower() not in LOCAL_HOSTS:
-            raise APIError(403, "this server answers requests for the loopback address only, such as 127.0.0.1.")
-
-    def _check_key(self, request: HTTPRequest) -> None:
-        if self.api_key is None:
-            return
-        given = request.headers.get("authorization", "")
-        kind, _, key = given.partition(" ")
-        # In constant time, so that the time of an answer says nothing about the key.
-        right = hmac.compare_digest(key.strip().encode("utf-8", "replace"), self.api_key.encode())
-        if kind.lower() != "bearer" or not right:
-            raise APIError(401, "the API key is missing or wrong.", code="invalid_api_key")
-
-    async def _health(self, request: HTTPRequest) -> Response:
-        failure = self.engine.failure
-        return json_response({"status": "ok" if failure is None else "failed"}, 200 if failure is None else 503)
-
-    async def _metrics(self, request: HTTPRequest) -> Response:
-        engine = self.engine
-        text = engine.metrics.text(running=engine.running, waiting=engine.waiting, slots=engine.slots)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
-
-    async def _models(self, request: HTTPRequest) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
-
-    async def _one_model(self, request: HTTPRequest) -> Response:
-        self._check_model(request.path_params["name"])
-        return json_response(self._card())
-
-    def _card(self) -> dict[str, Any]:
-        card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "transformer-zoo"}
-        return card | {"max_model_len": self.engine.positions}
-
-    def _check_model(self, name: Any) -> None:
-        if name != self.name:
-            message = f"the model {str(name)[:80]!r} does not exist. This server has the model {self.name!r}."
-            raise APIError(404, message, "model", "model_not_found")
+    def endpoints(self) -> dict[str, Handler]:
+        """Return the handlers of chat and text completions."""
+        return {"/v1/chat/completions": self._chat_completion, "/v1/completions": self._text_completion}
 
     async def _chat_completion(self, request: HTTPRequest) -> Response:
         values = await read_json(request)
-        self._check_model(values.get("model", self.name))
+        self.check_model(values.get("model", self.name))
         body = check_fields(values, is_chat=True)
         if self.chat is None:
             raise APIError(400, "this model has no chat template. Use /v1/completions.", "messages")
@@ -162,7 +109,7 @@ class Service:
 
     async def _text_completion(self, request: HTTPRequest) -> Response:
         values = await read_json(request)
-        self._check_model(values.get("model", self.name))
+        self.check_model(values.get("model", self.name))
         body = check_fields(values, is_chat=False)
         given = text_prompts(values)
         if len(given) * body.n > MOST_CHOICES:
@@ -178,8 +125,7 @@ class Service:
     async def _encoded(self, encode: Callable[[], list[int]], param: str) -> list[int]:
         """Return token ids. A long text takes a while: in another thread, one at a time, so that others are served."""
         try:
-            async with self._encoding:
-                ids = await run_in_threadpool(encode)
+            ids = await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
         except (ValueError, TypeError) as error:
             raise APIError(400, str(error)[:500], param) from None
         if not ids:
@@ -217,7 +163,7 @@ class Service:
         parts = _parts(answer, arrived, tickets)
         if body.stream:
             return _Stream(_events(answer, parts, body.include_usage), tickets)
-        await _until_gone(request, _drain(parts))
+        await until_gone(request, _drain(parts))
         return json_response(answer.whole())
 
     def _submit(self, requests: list[Request], deliver: Callable[[int, Delta], None]) -> list[Ticket]:
@@ -308,26 +254,3 @@ async def _drain(parts: AsyncIterator[tuple[int, Delta]]) -> None:
     async with contextlib.aclosing(parts):
         async for _ in parts:
             pass
-
-
-async def _until_gone(request: HTTPRequest, work: Awaitable[None]) -> None:
-    """Wait for the work; if the client leaves before its end, cancel it.
-
-    Raises:
-        APIError: the client has left; nobody reads this answer. Errors of the work are raised unchanged.
-    """
-
-    async def left() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(left())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise APIError(499, "the client has left.")
-        task.result()
-    finally:
-        for one in (task, watch):
-            one.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)

@@ -1,0 +1,111 @@
+"""The service for a model: which part of OpenAI's interface it can answer, and its sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformer.config._checks import ConfigError
+
+if TYPE_CHECKING:
+    from transformer.chat._prompts import ChatPrompts
+    from transformer.inference._loading import LoadedModel
+    from transformer.serve._embeddings import EmbeddingService
+    from transformer.serve._http import HTTPService
+    from transformer.serve._service import Service
+
+USUAL_TOKENS = 2048
+"""maximum number of tokens of a request, unless the model has a shorter context"""
+USUAL_QUEUE = 64
+"""maximum number of texts that wait"""
+
+
+def make_service(
+    opened: LoadedModel,
+    *,
+    slots: int,
+    max_tokens: int | None,
+    api_key: str | None,
+    local_only: bool,
+    queue: int = USUAL_QUEUE,
+) -> HTTPService:
+    """Return the service of a model: completions of a causal model, embeddings of an encoder.
+
+    A model with the files of sentence-transformers (modules.json) is an embedding model, also if it is causal.
+
+    Args:
+        opened: the model.
+        slots: maximum number of texts that are generated at a time.
+        max_tokens: maximum number of tokens of a request; None: the context of the model, at most `USUAL_TOKENS`.
+        api_key: key that clients must send; None: no key.
+        local_only: refuse requests for other hosts than the loopback address.
+        queue: maximum number of texts that wait.
+
+    Raises:
+        ConfigError: the server has no interface for a model of this kind, or the sizes do not fit it.
+    """
+    from transformer.nn.models._base import TokenEncoder
+    from transformer.nn.models._causal_lm import CausalLM
+
+    common = {"name": opened.directory.resolve().name, "api_key": api_key, "local_only": local_only}
+    is_sentence_encoder = opened.pretrained is not None and (opened.directory / "modules.json").exists()
+    if is_sentence_encoder or isinstance(opened.model, TokenEncoder):
+        return _embedding_service(opened, max_tokens, queue=queue, **common)
+    if isinstance(opened.model, CausalLM):
+        return _causal_service(opened, slots, max_tokens, queue, **common)
+    raise ConfigError(
+        f"the server needs a causal model or a text encoder; {opened.directory} contains a model of type "
+        f"{type(opened.model).__name__}. Pass the directory of another model."
+    )
+
+
+def _causal_service(opened: LoadedModel, slots: int, max_tokens: int | None, queue: int, **common: Any) -> Service:
+    from transformer.chat._prompts import default_sampling
+    from transformer.serve._engine import Engine
+    from transformer.serve._service import Service
+
+    tokenizer, chat = opened.tokenizer, _chat_prompts(opened)
+    suppressed = opened.suppressed
+    sizes = {"slots": slots, "positions": _longest(max_tokens, opened.context), "queue": queue}
+    engine = Engine(opened.model, opened.params, tokenizer, **sizes, suppress=suppressed)
+    return Service(
+        engine=engine,
+        sampling=default_sampling(getattr(tokenizer, "files", {})),
+        eos_ids=tuple(dict.fromkeys([*(opened.eos_ids or []), *(chat.eos_ids if chat else [])])),
+        chat=chat,
+        suppress=suppressed,
+        **common,
+    )
+
+
+def _embedding_service(opened: LoadedModel, max_tokens: int | None, **common: Any) -> EmbeddingService:
+    from transformer.inference._reading import text_model
+    from transformer.inference._sentences import SentenceSettings, sentence_settings
+    from transformer.serve._embeddings import EmbeddingService
+
+    text_model(opened)  # raises an error if it does not read text
+    settings = SentenceSettings() if opened.pretrained is None else sentence_settings(opened.directory)
+    limits = [n for n in (opened.model.config.longest_source, opened.context, settings.max_length) if n is not None]
+    longest = _longest(max_tokens, min(limits, default=None))
+    return EmbeddingService(opened=opened, settings=settings, longest=longest, **common)
+
+
+def _longest(max_tokens: int | None, context: int | None) -> int:
+    """Return the maximum number of tokens of a request.
+
+    Raises:
+        ConfigError: it exceeds the context of the model.
+    """
+    if max_tokens is None:
+        return min(context or USUAL_TOKENS, USUAL_TOKENS)
+    if context is not None and max_tokens > context:
+        raise ConfigError(f"--max-tokens must be at most {context}, the context of the model, got {max_tokens}.")
+    return max_tokens
+
+
+def _chat_prompts(opened: LoadedModel) -> ChatPrompts | None:
+    """Return the chat template of a model; None: it has none."""
+    from transformer.chat._prompts import ChatPrompts
+    from transformer.chat._template import has_template
+
+    files = getattr(opened.tokenizer, "files", {})
+    return ChatPrompts(opened.tokenizer) if has_template(files) else None

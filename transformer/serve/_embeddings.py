@@ -1,0 +1,120 @@
+"""Embeddings of texts over HTTP."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+
+from transformer.config._checks import nearest
+from transformer.inference._loading import LoadedModel
+from transformer.inference._reading import Columns, embed_encoded, encode_sentences
+from transformer.inference._sentences import SentenceSettings
+from transformer.serve._bodies import read_json, text_prompts
+from transformer.serve._errors import APIError, json_response
+from transformer.serve._http import Handler
+from transformer.serve._threads import ThreadService
+
+MOST_INPUTS = 2048
+"""maximum number of texts of one call"""
+MOST_INPUT_TOKENS = 300_000
+"""maximum number of tokens of one call"""
+_FIELDS = {"input", "model", "encoding_format", "dimensions", "user"}
+
+
+@dataclass(kw_only=True)
+class EmbeddingService(ThreadService):
+    """A model behind the HTTP interface that embeds texts as `inference.embed`."""
+
+    opened: LoadedModel
+    settings: SentenceSettings
+    longest: int
+    """maximum number of tokens of a text"""
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of a text."""
+        return self.longest
+
+    def endpoints(self) -> dict[str, Handler]:
+        """Return the handler of embeddings."""
+        return {"/v1/embeddings": self._embeddings}
+
+    def warm_up(self, report: Callable[[int, int], None]) -> None:
+        """Compile the program for one short text. Longer ones are compiled when they are needed, for few shapes."""
+        embed_encoded(self.opened, [([0], [0])], self.settings)
+        report(1, 1)
+
+    async def _embeddings(self, request: HTTPRequest) -> Response:
+        values = await read_json(request)
+        self.check_model(values.get("model", self.name))
+        format = _checked_format(values)
+        texts = text_prompts(values, "input")
+        if len(texts) > MOST_INPUTS:
+            raise APIError(400, f"a call can have at most {MOST_INPUTS} texts, got {len(texts)}.", "input")
+
+        def compute() -> tuple[int, np.ndarray]:
+            rows = self._encode(texts)
+            return sum(len(ids) for ids, _ in rows), self._vectors(rows)
+
+        count, vectors = await self.compute(request, compute)
+        size = values.get("dimensions", vectors.shape[1])
+        if size != vectors.shape[1]:
+            raise APIError(400, f"dimensions must be {vectors.shape[1]}, the size of this model.", "dimensions")
+        self.counters.prompt_tokens += count
+        data = [
+            {"object": "embedding", "index": number, "embedding": _encoded(vector, format)}
+            for number, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return json_response({"object": "list", "data": data, "model": self.name, "usage": usage})
+
+    def _encode(self, texts: list[str | list[int]]) -> list[Columns]:
+        """Return token ids and token types of texts, or of token ids."""
+        if isinstance(texts[0], str):
+            try:
+                rows = encode_sentences(self.opened, texts, self.settings, truncate=False)
+            except (ValueError, TypeError) as error:
+                raise APIError(400, str(error)[:500], "input") from None
+        else:
+            config = self.opened.model.config
+            size = config.embedding.source_vocab_size or config.vocab_size
+            if not all(0 <= one < size for ids in texts for one in ids):
+                raise APIError(400, f"token ids must be from 0 to {size - 1}.", "input")
+            rows = [(ids, [0] * len(ids)) for ids in texts]
+        lengths = [len(ids) for ids, _ in rows]
+        if max(lengths) > self.longest:
+            message = f"text {lengths.index(max(lengths))} has {max(lengths)} tokens, but a text can have at most"
+            raise APIError(400, f"{message} {self.longest}. Shorten it.", "input", "context_length_exceeded")
+        if sum(lengths) > MOST_INPUT_TOKENS:
+            raise APIError(400, f"a call can have at most {MOST_INPUT_TOKENS} tokens. Send fewer texts.", "input")
+        return rows
+
+    def _vectors(self, rows: list[Columns]) -> np.ndarray:
+        try:
+            return embed_encoded(self.opened, rows, self.settings)
+        except ValueError:  # its message names the directory
+            raise APIError(500, "the model computed values that are not finite.") from None
+
+
+def _checked_format(values: Mapping[str, Any]) -> str:
+    """Return the encoding of the vectors; raise APIError for unknown fields and formats."""
+    for name in values:
+        if name not in _FIELDS:
+            raise APIError(400, f"unknown field {name[:80]!r}.{nearest(name[:80], _FIELDS)}", name[:80])
+    format = values.get("encoding_format", "float")
+    if format not in ("float", "base64"):
+        raise APIError(400, "encoding_format must be float or base64.", "encoding_format")
+    return format
+
+
+def _encoded(vector: np.ndarray, format: str) -> list[float] | str:
+    """Return a vector as numbers, or as base64 of float32 numbers, the least significant byte first."""
+    if format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()
