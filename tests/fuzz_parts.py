@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from reliability.pace import Limit, pace
 from transformer.cli._errors import BAD_INPUT, LONGEST, describe, exit_code
 
-ALL = 107_000
+ALL = 115_000
 """sum of the shares of all tests"""
 CASES = int(os.environ.get("FUZZ_CASES", "2000"))
 SECONDS = 5

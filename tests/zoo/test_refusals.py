@@ -87,7 +87,7 @@ def test_many_missing_and_many_strange_names_are_told_of_soon():
     """The file of another model with many experts: comparing all pairs of names would take hours."""
     links = [Link((f"layers.{i}.expert.w1",), (Target(f"w{i}"),), SAME) for i in range(4000)]
     tensors = {f"layers.{i}.experts.w1": TensorInfo(f"{i}", np.dtype("f4"), (2,), None, 0) for i in range(4000)}
-    files = types.SimpleNamespace(directory="here", tensors=tensors)
+    files = types.SimpleNamespace(directory="here", config_file="config.json", tensors=tensors)
     with pytest.raises(
         ValueError, match=r"layers.0.expert.w1 \(there is layers.0.experts.w1\).* and 3980 more"
     ) as error:

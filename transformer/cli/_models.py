@@ -26,11 +26,14 @@ class ModelCommand:
     """Options of a command that uses a trained or pretrained model."""
 
     directory: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """workdir of a run (runs/number_words), directory of weights, or variant on the Hugging Face Hub (gpt2)"""
+    """workdir of a run (runs/number_words), directory of weights, GGUF file (model.gguf), or variant on the Hugging
+    Face Hub (gpt2)"""
     step: Literal["best", "newest"] | int = "best"
     """checkpoint of a workdir: best (held-out loss, or accuracy of a classifier), newest, or a step number"""
     adapter: Path | None = None
     """directory of a LoRA adapter in the format of PEFT, which is merged into the weights"""
+    tokenizer: Path | None = None
+    """directory with a tokenizer.json to use instead of the tokenizer of the weights"""
     json: bool = False
     """print JSON"""
     debug: bool = False
@@ -44,11 +47,12 @@ class ModelCommand:
             FileNotFoundError, ValueError: see `open_model`.
         """
         from transformer.inference._loading import open_model
+        from transformer.zoo._gguf import is_gguf
 
         source: str | Path = self.directory
         if self.adapter is not None and not self.adapter.is_dir():
             raise FileNotFoundError(f"adapter {self.adapter} not found. Pass a directory with adapter_config.json.")
-        if not self.directory.is_dir():
+        if not self.directory.is_dir() and not is_gguf(self.directory):
             from transformer.zoo._pretrained import find_variant
 
             source = str(self.directory)
@@ -64,6 +68,8 @@ class ModelCommand:
                 f"{self.directory} contains checkpoints of a run. Pass the workdir of the run instead: {run}{step}"
             )
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every file that it reads
+        if self.tokenizer is not None:
+            options["tokenizer"] = self.tokenizer
         opened = open_model(source, step=self.step, **options)
         if self.adapter is None:
             return opened

@@ -58,7 +58,7 @@ class LoadedModel(TextMethods):
     params: Any
     """Parameters, without the outer "params"."""
     directory: Path
-    """Workdir or directory of weights that was loaded."""
+    """Workdir, directory of weights or GGUF file that was loaded."""
     vocabulary: Tokenizer | None
     """Tokenizer; None: the directory has none."""
     context: int | None
@@ -129,11 +129,9 @@ class LoadedModel(TextMethods):
                 f"{self.directory} contains a {type(self.model).__name__}, which reads numeric data, not text."
             )
         if self.vocabulary is None:
-            raise ConfigError(
-                f"{self.directory} has no tokenizer.json, which is required to read text. Add the tokenizer "
-                f"of the model with transformers: "
-                f"AutoTokenizer.from_pretrained(...).save_pretrained({str(self.directory)!r})."
-            )
+            from transformer.zoo._opening import why_no_tokenizer
+
+            raise ConfigError(why_no_tokenizer(self.directory))
         return self.vocabulary
 
     @property
@@ -286,7 +284,8 @@ def load(source: str | os.PathLike, **options: Any) -> tuple[nn.Module, Any]:
     """Load a model and its parameters, for use as `model.apply({"params": params}, ...)`.
 
     Args:
-        source: the workdir of a training run, a directory of pretrained weights, or an id on the Hugging Face hub.
+        source: the workdir of a training run, a directory of pretrained weights, a GGUF file, or an id on the Hugging
+            Face hub.
         **options: `step` for a workdir, or options of `zoo.load_pretrained` (`dtype`, `mesh`, ...).
 
     Returns:
@@ -397,7 +396,7 @@ def export(
         tokenizer=written,
         max_shard_bytes=max_shard_bytes,
     )
-    if opened.pretrained is not None:
+    if opened.pretrained is not None and opened.directory.is_dir():
         more = CTC_FILES if isinstance(model, SpeechRecognizer) else ()
         _copy_companions(opened.directory, Path(directory), more)
     return choose_family(model, family)[0]

@@ -73,10 +73,9 @@ def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConf
         Its config, the parameters that the files contain, and the paths of parameters that are dropped.
     """
     from transformer.zoo._family import abstract_params
+    from transformer.zoo._opening import open_weights
     from transformer.zoo._pretrained import as_in_files
-    from transformer.zoo.weights._flax_files import open_files
     from transformer.zoo.weights._loading import load_params, parameter_dtypes, parameter_shapes
-    from transformer.zoo.weights._quantized import plain_files
 
     found = opened.pretrained
     family = found.family
@@ -85,7 +84,7 @@ def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConf
         raise ConfigError(
             f"{opened.directory} is a {family.title}, a family without a classifier. Start from another one."
         )
-    files = plain_files(open_files(opened.directory))
+    files = open_weights(opened.directory)
     fields = {field: value for field, value in files.config.items() if field not in ("id2label", "label2id")}
     fields |= {"architectures": [name], "num_labels": recipe.model.output.num_classes or 2}
     config = family.read(fields, head).replace(dtype=recipe.model.dtype, param_dtype=recipe.model.param_dtype)

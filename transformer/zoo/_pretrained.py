@@ -19,15 +19,15 @@ from jax.sharding import Mesh, NamedSharding
 
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._model import Execution, TransformerConfig
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
-from transformer.data._tokenizer import TOKENIZER_FILE
+from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.nn._sharding import AXES, check_model, parameter_spec
 from transformer.zoo._entries import ENTRIES
 from transformer.zoo._example import MAX_EXAMPLE_BYTES, compare_example, example_dtype, make_example
 from transformer.zoo._family import Family, Head, NoCounterpart, Variant, abstract_params, canonical, rename
 from transformer.zoo._fields import NEUTRAL
+from transformer.zoo._gguf import is_gguf
+from transformer.zoo._opening import open_tokenizer, open_weights
 from transformer.zoo.weights._files import TensorInfo, WeightFiles, first_non_finite, write_weights
-from transformer.zoo.weights._flax_files import open_files
 from transformer.zoo.weights._hub import fetch
 from transformer.zoo.weights._integrity import INTEGRITY_FILE, checked, read_integrity, write_integrity
 from transformer.zoo.weights._loading import (
@@ -37,7 +37,6 @@ from transformer.zoo.weights._loading import (
     parameter_shapes,
     saved_tensors,
 )
-from transformer.zoo.weights._quantized import plain_files
 from transformer.zoo.weights._rules import Link, uncovered
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -46,7 +45,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model that was loaded from a directory of pretrained weights."""
+    """A model that was loaded from a directory of pretrained weights, or from a GGUF file."""
 
     model: nn.Module
     params: Any
@@ -55,10 +54,11 @@ class Pretrained:
     architecture: str
     """Architecture name, as in config.json."""
     fields: Mapping[str, Any]
-    """The contents of config.json."""
+    """The contents of config.json; for a GGUF file, those that describe the same model."""
     directory: Path
+    """The directory, or the GGUF file."""
     tokenizer: PretrainedTokenizer | None
-    """None: the directory has no tokenizer.json."""
+    """None: the directory has no tokenizer.json, or the GGUF file no tokenizer of a supported kind."""
     generation: Mapping[str, Any]
     """Generation options of the authors: generation_config.json, or config.json if it is missing."""
 
@@ -114,42 +114,50 @@ def load_pretrained(
     ignore_fields: Sequence[str] = (),
     revision: str | None = None,
     execution: Execution = Execution(),
+    tokenizer: str | os.PathLike | None = None,
 ) -> Pretrained:
-    """Load a pretrained model from a directory or from the Hugging Face hub.
+    """Load a pretrained model from a directory, from a GGUF file or from the Hugging Face hub.
 
     The directory contains config.json, safetensors files and optionally tokenizer.json. Without safetensors files,
     flax_model.msgpack is read, the file of transformers' Flax classes.
 
     Args:
-        source: a directory, a hub id such as "openai-community/gpt2", or a variant such as "gpt2".
+        source: a directory, a file whose name ends in .gguf, a hub id such as "openai-community/gpt2", or a variant
+            such as "gpt2".
         dtype: dtype of parameters and activations; None: the dtype of most numbers in the files.
         mesh: device mesh on which the parameters are sharded as they are loaded; None: the default device.
         architecture: overrides the architecture in config.json, such as "BertModel".
         ignore_fields: unknown fields of config.json that do not affect the computation.
         revision: branch, tag or commit on the hub.
         execution: execution options of the model.
+        tokenizer: directory with a tokenizer to use instead of that of the source.
 
     Raises:
         FileNotFoundError: the directory does not exist.
         ValueError: a config.json, tensors or a tokenizer that are damaged, unsafe, incomplete or unsupported, or that
             have changed since `save_pretrained` wrote them. The message lists all problems; nothing is loaded.
     """
+    options = {"dtype": dtype, "mesh": mesh, "architecture": architecture, "ignore_fields": ignore_fields}
+    options |= {"execution": execution, "tokenizer": tokenizer}
+    if is_gguf(source):
+        return _load(open_weights(source, ignore_fields), **options)
     variant = find_variant(str(source)) if not Path(source).is_dir() else None
     variants = [name for family in ENTRIES.values() for name in family.variants]
     directory = fetch(source if variant is None else variant[1].hub, revision, known=variants)
     with checked(directory):
-        return _load(directory, dtype, mesh, architecture, ignore_fields, execution)
+        return _load(open_weights(directory), **options)
 
 
 def _load(
-    directory: Path,
+    files: WeightFiles,
+    *,
     dtype: str | None,
     mesh: Mesh | None,
     architecture: str | None,
     ignore_fields: Sequence[str],
     execution: Execution,
+    tokenizer: str | os.PathLike | None,
 ) -> Pretrained:
-    files = plain_files(open_files(directory))
     values = {name: value for name, value in files.config.items() if name not in ignore_fields}
     family = find_family(values)
     if architecture is not None:
@@ -162,12 +170,10 @@ def _load(
     config = config.replace(dtype=dtype, param_dtype=dtype)
     _check_sizes(files, config)
     model = head.model(config, execution)
-    tokenizer = None
-    if files.place(TOKENIZER_FILE) is not None:
-        tokenizer = load_pretrained_tokenizer(directory, config.vocab_size)
+    read = open_tokenizer(files, config.vocab_size, tokenizer)
     generation = files.json("generation_config.json") or files.config
     params = _read_params(files, family, name, model, mesh)
-    return Pretrained(model, params, family, name, files.config, directory, tokenizer, generation)
+    return Pretrained(model, params, family, name, files.config, files.directory, read, generation)
 
 
 def verify(directory: str | os.PathLike) -> float:
@@ -217,8 +223,9 @@ def _check_sizes(files: WeightFiles, config: TransformerConfig) -> None:
     exceeding = [f"{name} is {size}" for name, size in sizes.items() if size is not None and size > max(largest, 2**20)]
     if exceeding:
         raise ConfigError(
-            f"config.json in {files.directory} describes a larger model than its tensors: {', '.join(exceeding)}, but "
-            f"the largest tensor has {largest} elements. Check that the files belong together. Nothing was loaded."
+            f"{files.config_file} in {files.directory} describes a larger model than its tensors: "
+            f"{', '.join(exceeding)}, but the largest tensor has {largest} elements. Check that the files belong "
+            f"together. Nothing was loaded."
         )
 
 

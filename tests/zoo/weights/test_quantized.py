@@ -162,7 +162,7 @@ def test_files_without_quantization_stay_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "hqq", "bits": 4}, "hqq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"load_in_8bit": True}, {"load_in_8bit": True}),
         ("int4", "int4"),
@@ -171,7 +171,7 @@ def test_files_without_quantization_stay_as_they_are(tmp_path):
 def test_other_methods_are_refused_by_name(tmp_path, settings, name):
     with pytest.raises(
         ConfigError,
-        match=r"quantized by .*, which is not supported \(supported: mxfp4, fp8\). Use the original weights",
+        match=r"quantized by .*, which is not supported \(supported: mxfp4, fp8, gptq, awq\). Use the original weights",
     ) as error:
         opened(tmp_path, {"quantization_config": settings}, {"x": np.ones(3, np.float32)})
     assert f"quantized by {name!r}" in str(error.value)

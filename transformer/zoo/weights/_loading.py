@@ -72,8 +72,8 @@ def check_complete(
     problems = [f"{len(found)} {what}: {_listed(found)}" for what, found in faults.items() if found]
     if problems:
         raise WeightsError(
-            f"the tensors in {files.directory} don't fit its config.json. {'. '.join(problems)}. Check that the files "
-            f"belong together. Nothing was loaded."
+            f"the tensors in {files.directory} don't fit its {files.config_file}. {'. '.join(problems)}. Check that "
+            f"the files belong together. Nothing was loaded."
         )
 
 

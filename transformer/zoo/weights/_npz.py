@@ -11,7 +11,7 @@ import os
 import zipfile
 import zlib
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +35,9 @@ class NpzFile:
         FileNotFoundError: there is no such file.
         WeightsError: the file is damaged, or contains something else than numeric arrays.
     """
+
+    config_file: ClassVar[str] = "variant"
+    """What determines the tensors that the file must have, for error messages."""
 
     def __init__(self, path: str | os.PathLike):
         self.directory = Path(path)

@@ -4,11 +4,12 @@
   the lower half), and one power of two as the scale of each group of 32.
 - Blockwise fp8 (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2): 8-bit floating-point numbers, and one scale for
   each block of a matrix, usually 128 x 128.
+- GPTQ and AWQ (`_packed.py`): integers of 4 or 8 bits, and a scale and a zero point for each group of inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.zoo.weights._files import TensorInfo, WeightFiles, WeightsError
+from transformer.zoo.weights._packed import WORD, from_awq, from_gptq
 
 FIELD = "quantization_config"
 """Field of config.json that describes the quantization."""
@@ -25,8 +27,10 @@ FIELD = "quantization_config"
 _HALF_BYTES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 # Numbers that share one scale in mxfp4.
 _GROUP = 32
+_BFLOAT16 = np.dtype(jnp.bfloat16)
 _BYTES = np.arange(256, dtype=np.uint8)
 _FLOAT8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
+_GROUP_SCALES = (np.dtype("float16"), np.dtype(jnp.bfloat16), np.dtype("float32"))
 _SCALES = (np.dtype("float32"), np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e8m0fnu))
 
 
@@ -88,6 +92,8 @@ class _Made:
     parts: tuple[str, ...]
     shape: tuple[int, ...]
     make: Callable[..., np.ndarray]
+    dtype: np.dtype = _BFLOAT16
+    """Dtype for which the files are made."""
 
 
 def _mxfp4(tensors: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> tuple[dict[str, _Made], list[str]]:
@@ -132,14 +138,128 @@ def _fp8(tensors: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> tupl
     return made, problems
 
 
-METHODS = {"mxfp4": _mxfp4, "fp8": _fp8}
+def _gptq(tensors: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> tuple[dict[str, _Made], list[str]]:
+    bits, version = settings.get("bits"), settings.get("checkpoint_format", "gptq")
+    expected = {"bits": (bits, (4, 8)), "checkpoint_format": (version, ("gptq", "gptq_v2", None))}
+    expected |= {"dynamic": (settings.get("dynamic") or None, (None,))}
+    expected |= {"is_marlin_format": (settings.get("is_marlin_format", False), (False, None))}
+    if problems := _unsupported(expected):
+        return {}, problems
+    # The first version of the format stores z - 1, the second one z.
+    offset = 0 if version == "gptq_v2" else 1
+
+    def one(name: str, weight: TensorInfo, parts: Mapping[str, TensorInfo]) -> _Made | str:
+        inputs, out = weight.shape[0] * WORD // bits, weight.shape[1]
+        size = settings.get("group_size", -1)
+        size, groups = (inputs, 1) if size == -1 else (size, _groups(size, inputs))
+        shapes = {"qzeros": (groups, out * bits // WORD), "scales": (groups, out), "g_idx": (inputs,)}
+        if groups is None or (wrong := _mismatch({part: shapes[part] for part in parts}, parts)):
+            return f"group_size must be above 0, got {size!r:.40}" if groups is None else wrong
+        names = (f"{name}.qweight", *(f"{name}.{part}" for part in ("qzeros", "scales", "g_idx") if part in parts))
+
+        def make(weight: np.ndarray, zeros: np.ndarray, scales: np.ndarray, order: np.ndarray | None = None):
+            order = np.arange(inputs) // size if order is None else order
+            if order.min() < 0 or order.max() >= groups:
+                raise WeightsError(
+                    f"{name}.g_idx must contain groups from 0 to {groups - 1}, got {order.min()} to {order.max()}. The "
+                    f"file is damaged: download it again."
+                )
+            return from_gptq(weight, zeros, scales, order, bits, offset)
+
+        return _Made(names, (out, inputs), make, parts["scales"].dtype)
+
+    optional = () if settings.get("desc_act") else ("g_idx",)
+    return _by_module(tensors, ("qzeros", "scales", "g_idx"), optional, one)
+
+
+def _awq(tensors: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> tuple[dict[str, _Made], list[str]]:
+    version = settings.get("version", "gemm")
+    expected = {"bits": (settings.get("bits", settings.get("w_bit")), (4,))}
+    expected |= {"version": (version.lower() if isinstance(version, str) else version, ("gemm",))}
+    expected |= {"zero_point": (settings.get("zero_point", True), (True,))}
+    if problems := _unsupported(expected):
+        return {}, problems
+
+    def one(name: str, weight: TensorInfo, parts: Mapping[str, TensorInfo]) -> _Made | str:
+        inputs, out = weight.shape[0], weight.shape[1] * WORD // 4
+        size = settings.get("group_size", settings.get("q_group_size", 128))
+        size, groups = (inputs, 1) if size == -1 else (size, _groups(size, inputs))
+        if groups is None or inputs % size:
+            return f"group_size does not divide {inputs} inputs"
+        if wrong := _mismatch({"qzeros": (groups, weight.shape[1]), "scales": (groups, out)}, parts):
+            return wrong
+        names = (f"{name}.qweight", f"{name}.qzeros", f"{name}.scales")
+        return _Made(names, (out, inputs), from_awq, parts["scales"].dtype)
+
+    return _by_module(tensors, ("qzeros", "scales"), (), one)
+
+
+def _unsupported(expected: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> list[str]:
+    """Return one sentence for each setting whose value is not among the supported ones."""
+    return [
+        f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r:.40}"
+        for name, (value, choices) in expected.items()
+        if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices)
+    ]
+
+
+def _groups(size: Any, inputs: int) -> int | None:
+    """Return the number of groups of `size` inputs; None if the size is invalid."""
+    return -(-inputs // size) if type(size) is int and size > 0 else None
+
+
+def _mismatch(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, TensorInfo]) -> str:
+    """Return the first part of a module with a wrong shape or dtype, as a sentence; "" if all are right."""
+    for part, shape in shapes.items():
+        info = parts[part]
+        is_right = info.dtype in _GROUP_SCALES if part == "scales" else info.dtype == np.int32
+        if info.shape != shape or not is_right:
+            return f"expected {part} {shape}, got {info.shape} of {info.dtype}"
+    return ""
+
+
+def _by_module(
+    tensors: Mapping[str, TensorInfo],
+    names: Sequence[str],
+    optional: Sequence[str],
+    one: Callable[[str, TensorInfo, Mapping[str, TensorInfo]], _Made | str],
+) -> tuple[dict[str, _Made], list[str]]:
+    """Return the dequantized `weight` of every module with a `qweight`, and the problems of modules.
+
+    Args:
+        tensors: the tensors of the files.
+        names: other tensors of a module.
+        optional: those of them that may be missing.
+        one: function from the name of a module, its `qweight` and its other tensors to its weight, or to a problem.
+    """
+    made, problems = {}, []
+    for tensor, weight in tensors.items():
+        name, _, last = tensor.rpartition(".")
+        if last != "qweight":
+            continue
+        parts = {part: tensors[f"{name}.{part}"] for part in names if f"{name}.{part}" in tensors}
+        if missing := [f"{name}.{part}" for part in names if part not in parts and part not in optional]:
+            problems.append(f"{tensor} has no matching {', '.join(missing)}")
+        elif len(weight.shape) != 2 or weight.dtype != np.int32 or 0 in weight.shape:
+            problems.append(f"{tensor}: expected two axes of int32, got {weight.shape} of {weight.dtype}")
+        elif isinstance(found := one(name, weight, parts), str):
+            problems.append(f"{tensor} {weight.shape}: {found}")
+        else:
+            made[f"{name}.weight"] = found
+    if not made and not problems:
+        problems.append("config.json describes quantized weights, but there is no tensor qweight")
+    return made, problems
+
+
+METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
 """Functions by `quant_method`: (tensors, settings) -> (dequantized tensors by name, problems)."""
 
 
 class PlainFiles(WeightFiles):
     """A checkpoint directory whose quantized tensors appear as ordinary ones and are dequantized by `read`.
 
-    `tensors` lists them as bfloat16, the dtype for which such files are made. For fp8, `read` returns float32.
+    `tensors` lists them with the dtype for which such files are made: bfloat16, or the dtype of the scales of GPTQ and
+    AWQ. Except for mxfp4, `read` returns float32.
 
     Raises:
         ConfigError: an unsupported quantization method.
@@ -168,7 +288,7 @@ class PlainFiles(WeightFiles):
         self.tensors = {name: info for name, info in files.tensors.items() if name not in used}
         for name, one in self._made.items():
             first = files.tensors[one.parts[0]]
-            self.tensors[name] = TensorInfo(name, np.dtype(jnp.bfloat16), one.shape, first.file, first.offset)
+            self.tensors[name] = TensorInfo(name, one.dtype, one.shape, first.file, first.offset)
 
     def read(self, name: str) -> np.ndarray:
         """Read one tensor into a new array, and dequantize it if necessary."""
