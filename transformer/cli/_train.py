@@ -112,6 +112,7 @@ def main(arguments: Sequence[str]) -> int:
         "take_over": own.take_over,
         "restart": own.restart,
         "check_memory": not own.skip_memory_check,
+        "temporary": _is_temporary(own),
     }
     code = train(recipe, workdir, command=command, **options).exit_code
     _remove_temporary(workdir, own, code)
@@ -139,7 +140,7 @@ def _remove_temporary(workdir: str, own: argparse.Namespace, code: int) -> None:
 
     if _is_temporary(own) and code == 0 and processes.is_first():
         shutil.rmtree(workdir, ignore_errors=True)
-        print(f"--fast: everything ran; {workdir} is removed")
+        print(f"--fast: everything ran, and the files were removed ({workdir}). Pass --workdir DIR to keep them.")
 
 
 def _recipe_of(name: str, own: argparse.Namespace) -> tuple[Recipe, str]:

@@ -72,6 +72,7 @@ def train(
     take_over: bool = False,
     restart: bool = False,
     check_memory: bool = True,
+    temporary: bool = False,
 ) -> Summary:
     """Train a recipe in a workdir to its last step or until a signal. An existing run is resumed, bit for bit.
 
@@ -90,6 +91,7 @@ def train(
         take_over: replace the lock of a process on another host (`WorkdirLock`).
         restart: start a new run; the files of an earlier run in the workdir are moved to its directory `previous`.
         check_memory: stop before any memory is taken if state, gradients and batch can't fit, as their shapes show.
+        temporary: the caller removes the workdir after the run, so that the printed summary does not point into it.
 
     Raises:
         ValueError: the recipe or the data is invalid, or the workdir contains another run.
@@ -128,7 +130,7 @@ def train(
         # Summary: a finished run prints it again and ends here
         shapes = jax.eval_shape(lambda one: merged_params(recipe, one.averaged, one.base), state)
         about = {"name": recipe.name, "workdir": str(workdir), "command": command, "task": recipe.task}
-        summary = Summary(**about, steps=steps, parameters=count_parameters(shapes))
+        summary = Summary(**about, temporary=temporary, steps=steps, parameters=count_parameters(shapes))
         print(_model_lines(recipe, model, summary.parameters, state))
         if finished := _finished_before(summary, step, ledger):
             return finished
