@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformer.cli._own_options import split_options
+from transformer.cli._own_options import HELP, split_options
 from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
 from transformer.config._recipe_files import SAVED_RECIPE, find_recipe, recipe_files
@@ -25,13 +25,16 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: {program} RECIPE|WORKDIR [--workdir DIR] [--init DIR] [--profile START:STOP] [--fast] [--debug]
        {blank} [--restart] [--take-over] [--skip-memory-check] [--dry-run] [--GROUP.FIELD VALUE ...]
-       {program} RECIPE --help     show all fields of a recipe with their meanings and defaults
+       {program} RECIPE --help     show the main options of a recipe; --help-all shows all of them
        {program} --list            list all recipes
 
 RECIPE is the name of a recipe (number_words) or the path of a file (configs/number_words.py). Recipes in ./configs
 override bundled recipes of the same name. Every field of a recipe is an option, such as --model.num-layers 4.
 WORKDIR is the directory of an existing run, which is resumed with its own recipe.
 
+"""
+
+OWN_OPTIONS = """\
   --workdir DIR   directory of the run (default: runs/NAME); an existing run is resumed
   --init DIR      initialize from a model: a directory of weights (config.json, safetensors), a name on the Hugging Face
                   Hub, or the workdir of another run; not needed to resume
@@ -51,30 +54,34 @@ WORKDIR is the directory of an existing run, which is resumed with its own recip
 def usage() -> str:
     """Return the text that `--help` prints without a recipe."""
     called = program("train")
-    return USAGE.format(program=called, blank=" " * len(called))
+    return USAGE.format(program=called, blank=" " * len(called)) + OWN_OPTIONS
 
 
 def main(arguments: Sequence[str]) -> int:
     """Load a recipe, override its fields and train; return the exit code: 0 if finished, 128 + signal if stopped."""
     own, rest = split_options(
         arguments,
-        flags=("--list", "--fast", "--restart", "--take-over", "--skip-memory-check", "--dry-run", "--debug"),
+        flags=(
+            *("--list", "--fast", "--restart", "--take-over", "--skip-memory-check", "--dry-run", "--debug"),
+            "--help-all",
+        ),
         options={"--workdir": None, "--init": None, "--profile": None},
         hint="--workdir and --init take a directory, such as runs/mine; --profile takes steps: 20:30.",
     )
     if own.list:
         return list_recipes()
-    if rest and rest[0] in ("-h", "--help"):
+    if (rest and rest[0] in HELP) or (own.help_all and not rest):
         print(usage(), end="")
         return 0
     _check_given(own, rest)
     recipe, about = _recipe_of(rest[0], own)
 
-    from transformer.training._overrides import fast, override
+    from transformer.cli._recipe_help import overridden
+    from transformer.training._overrides import fast
 
-    recipe = fast(recipe) if own.fast else recipe
-    before = recipe
-    recipe = override(recipe, rest[1:], program=f"{program('train')} {rest[0]}", description=f"{about}\n\n{usage()}")
+    before = fast(recipe) if own.fast else recipe
+    called = f"{program('train')} {rest[0]}"
+    recipe = overridden(before, rest[1:], called=called, about=about, own=OWN_OPTIONS, help_all=own.help_all)
 
     import jax
 
