@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: {program} RECIPE|WORKDIR [--workdir DIR] [--init DIR] [--profile START:STOP] [--fast] [--debug]
-       {blank} [--restart] [--take-over] [--skip-memory-check] [--dry-run] [--GROUP.FIELD VALUE ...]
+       {blank} [--restart] [--allow-change] [--take-over] [--skip-memory-check] [--dry-run]
+       {blank} [--GROUP.FIELD VALUE ...]
        {program} RECIPE --help     show the main options of a recipe; --help-all shows all of them
        {program} --list            list all recipes
 
@@ -41,6 +42,8 @@ OWN_OPTIONS = """\
   --profile START:STOP
                   write a trace of steps START + 1 to STOP to WORKDIR/profile, for XProf
   --restart       start from step 0 in an existing workdir; the files of the old run move to WORKDIR/previous
+  --allow-change  resume an existing run although options differ that keep the shapes of the parameters and the order of
+                  the data: learning rate and schedule, batch size, regularization
   --take-over     take over the workdir's lock from a process on another host that no longer exists
   --skip-memory-check
                   start although parameters, optimizer state and batch don't fit into memory, as their shapes show
@@ -63,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments,
         flags=(
             *("--list", "--fast", "--restart", "--take-over", "--skip-memory-check", "--dry-run", "--debug"),
-            "--help-all",
+            *("--allow-change", "--help-all"),
         ),
         options={"--workdir": None, "--init": None, "--profile": None},
         hint="--workdir and --init take a directory, such as runs/mine; --profile takes steps: 20:30.",
@@ -108,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
     if own.dry_run:
         from transformer.training._dry_run import dry_run
 
-        checks = {"restart": own.restart, "check_memory": not own.skip_memory_check}
+        checks = {"restart": own.restart, "check_memory": not own.skip_memory_check, "allow_change": own.allow_change}
         dry_run(recipe, workdir, start=start, teacher=teacher, **checks)
         return 0
     options = {
@@ -120,6 +123,7 @@ def main(arguments: Sequence[str]) -> int:
         "restart": own.restart,
         "check_memory": not own.skip_memory_check,
         "temporary": _is_temporary(own),
+        "allow_change": own.allow_change,
     }
     code = train(recipe, workdir, command=command, **options).exit_code
     _remove_temporary(workdir, own, code)
@@ -202,6 +206,7 @@ def _check_given(own: argparse.Namespace, rest: Sequence[str]) -> None:
 def _command_to_resume(arguments: Sequence[str], own: argparse.Namespace, workdir: str) -> str:
     """Return the command line that resumes the run in this workdir."""
     # --take-over: the next lock may belong to a running process. --restart: it would discard the run, not resume it.
+    # --allow-change stays: until the next checkpoint, the newest one has the former values.
     again = [word for word in arguments if word not in ("--take-over", "--restart")]
     again += [] if own.workdir else ["--workdir", workdir]
     return f"{program('train')} {shlex.join(again)}"

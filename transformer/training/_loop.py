@@ -73,6 +73,7 @@ def train(
     restart: bool = False,
     check_memory: bool = True,
     temporary: bool = False,
+    allow_change: bool = False,
 ) -> Summary:
     """Train a recipe in a workdir to its last step or until a signal. An existing run is resumed, bit for bit.
 
@@ -92,6 +93,8 @@ def train(
         restart: start a new run; the files of an earlier run in the workdir are moved to its directory `previous`.
         check_memory: stop before any memory is taken if state, gradients and batch can't fit, as their shapes show.
         temporary: the caller removes the workdir after the run, so that the printed summary does not point into it.
+        allow_change: resume although the learning rate, the batch size or other fields differ that keep the shapes of
+            the parameters and the order of the data. The result then differs from that of an uninterrupted run.
 
     Raises:
         ValueError: the recipe or the data is invalid, or the workdir contains another run.
@@ -110,7 +113,7 @@ def train(
         stopping = processes.SharedStop(resources.enter_context(StopSignal()))
 
         # Recipe, data, model, and the pure step on its devices
-        recipe, dataset = _open_alike(recipe, workdir, start, restart, teacher)
+        recipe, dataset = _open_alike(recipe, workdir, start, restart, teacher, allow_change)
         model, steps = build_model(recipe), recipe.training.steps
         watch = resources.enter_context(MemoryWatch(recipe))
         placement = watch.placement = placed(recipe, dataset, check_memory)
@@ -123,7 +126,7 @@ def train(
         checkpoints = resources.enter_context(_checkpointer(recipe, workdir))
         # Each process needs only its rows, but all prompts: the completions are written by all processes together.
         batches = dataset.train_batches(recipe.training.seed, placement.rows if rollouts is None else None)
-        state, ledger = begin(recipe, dataset, workdir, checkpoints, batches, placement, start, teacher)
+        state, ledger = begin(recipe, dataset, workdir, checkpoints, batches, placement, start, teacher, allow_change)
         step, usable = int(state.step), make_usable(recipe)
         _record(recipe, dataset, own_dir, step)
 
@@ -222,7 +225,7 @@ def _one_writer(workdir: Path, lock: WorkdirLock) -> Iterator[Path]:
 
 
 def _open_alike(
-    recipe: Recipe, workdir: Path, start: Start | None, restart: bool, teacher: Start | None
+    recipe: Recipe, workdir: Path, start: Start | None, restart: bool, teacher: Start | None, allow_change: bool
 ) -> tuple[Recipe, Dataset]:
     """Open the recipe and its data (`open_run`). ConfigError if the processes of the run disagree on either."""
     print("\n".join(filter(None, (device_line(), cache_line()))), flush=True)
@@ -230,7 +233,8 @@ def _open_alike(
     processes.check_alike("--restart", str(restart))
     processes.check_alike("models to start from", "" if start is None else start.fingerprint)
     processes.check_alike("teachers", "" if teacher is None else teacher.fingerprint)
-    recipe, dataset = open_run(recipe, workdir, say=print, start=start, restart=restart, teacher=teacher)
+    given = {"start": start, "restart": restart, "teacher": teacher, "allow_change": allow_change}
+    recipe, dataset = open_run(recipe, workdir, say=print, **given)
     if (warning := schedule_warning(recipe.optimizer, recipe.training.steps)) and processes.is_first():
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     processes.check_alike("data", dataset.fingerprint)

@@ -196,7 +196,7 @@ def _options(recipe: Recipe) -> list[str]:
         for field in dataclasses.fields(kind)
     ]
     own = ("help", "list", "fast", "workdir", "init", "profile", "restart", "take-over")
-    own = (*own, "skip-memory-check", "dry-run", "debug", "help-all")
+    own = (*own, "skip-memory-check", "dry-run", "debug", "help-all", "allow-change")
     return [*dict.fromkeys(names), *(f"--{name}" for name in own)]
 
 
