@@ -54,6 +54,12 @@ OWN_OPTIONS = """\
 """
 
 
+FLAGS = (
+    *("--list", "--fast", "--restart", "--allow-change", "--take-over", "--skip-memory-check", "--dry-run", "--debug"),
+    "--help-all",
+)
+
+
 def usage() -> str:
     """Return the text that `--help` prints without a recipe."""
     called = program("train")
@@ -64,10 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     """Load a recipe, override its fields and train; return the exit code: 0 if finished, 128 + signal if stopped."""
     own, rest = split_options(
         arguments,
-        flags=(
-            *("--list", "--fast", "--restart", "--take-over", "--skip-memory-check", "--dry-run", "--debug"),
-            *("--allow-change", "--help-all"),
-        ),
+        flags=FLAGS,
         options={"--workdir": None, "--init": None, "--profile": None},
         hint="--workdir and --init take a directory, such as runs/mine; --profile takes steps: 20:30.",
     )

@@ -58,6 +58,7 @@ from transformer.training._state import TrainState, make_usable, merged_params, 
 from transformer.training._step import make_train_step
 from transformer.training._summary import Summary, read_summary, render, render_finished, render_stopped, save_summary
 from transformer.training._tasks import TASKS
+from transformer.training._trackers import Trackers, check_installed
 
 
 def train(
@@ -100,12 +101,14 @@ def train(
         ValueError: the recipe or the data is invalid, or the workdir contains another run.
         WorkdirInUseError, CheckpointSaveError, OSError: the workdir is in use or not writable.
         NonFiniteError: loss, gradient or a parameter was not finite, with nan_policy "stop", or too often in a row.
+        TrackerError: a tracker of `logging.writers` can't be started.
         LossSpikeError: a loss was far above the recent mean, with spike_policy "stop".
         ProcessesError: other processes of the run cannot be reached, or have ended.
         OutOfMemoryError: the run does not fit into device memory. The message has the required memory and remedies.
     """
     began, workdir = time.perf_counter(), Path(workdir)
     command = command or f"transformer.training.train(recipe, {str(workdir)!r})"
+    check_installed(recipe.logging.writers)
     with processes.together(recipe.parallel), contextlib.ExitStack() as resources:
         # Workdir: only the first process writes to it. A signal to any process stops all of them.
         lock = WorkdirLock(workdir, take_over)
@@ -143,9 +146,7 @@ def train(
 
         # Metrics, progress bar and trace
         log, targets = recipe.logging, TASKS[recipe.task].targets
-        writer = resources.enter_context(
-            MetricsWriter(own_dir, restored_step=step or None, tensorboard=log.tensorboard)
-        )
+        writer = resources.enter_context(_metrics_writer(recipe, own_dir, step or None))
         progress = resources.enter_context(Progress(steps, start_step=step, mode=log.progress, targets=targets))
         profiler = Profiler(profile, workdir, step=step, first=processes.is_first(), say=progress.print)
         resources.enter_context(profiler)
@@ -195,6 +196,13 @@ def _print_lines(*lines: str) -> None:
 
 def _checkpointer(recipe: Recipe, workdir: Path) -> Checkpointer:
     return Checkpointer(workdir, keep_last=recipe.checkpoint.keep_last, keep_best=recipe.checkpoint.keep_best)
+
+
+def _metrics_writer(recipe: Recipe, own_dir: Path, restored_step: int | None) -> MetricsWriter:
+    """Open the files of metrics and, in the first process, the run in the trackers."""
+    trackers = Trackers(recipe, own_dir, restored_step) if processes.is_first() else None
+    given = {"tensorboard": recipe.logging.tensorboard, "trackers": trackers}
+    return MetricsWriter(own_dir, restored_step=restored_step, **given)
 
 
 def _record(recipe: Recipe, dataset: Dataset, own_dir: Path, step: int) -> None:
