@@ -1,5 +1,7 @@
 """Tests of `generate` with slots, a draft model and 8-bit weights, and of options that are invalid with any model."""
 
+import contextlib
+import io
 import json
 
 import pytest
@@ -42,6 +44,45 @@ def test_what_8_bits_save_is_told(written):
     _, printed = written("--int8")
     assert "embedding/embedding: 1 arrays" in printed
     assert "relative error" in printed
+
+
+class Terminal(io.StringIO):
+    """A terminal that records the pieces that are printed."""
+
+    def __init__(self):
+        super().__init__()
+        self.pieces = []
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.pieces.append(text)
+        return super().write(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "appears"),
+    [
+        ((), True),
+        (("--temperature", "0"), True),
+        (("--samples", "2"), True),
+        (("--prompt", "no more"), False),
+        (("--slots", "1"), False),
+        (("--json",), False),
+    ],
+)
+def test_a_text_appears_on_a_terminal_while_it_is_generated(words, appears, runs, capsys, monkeypatch):
+    """The text is the one in a pipe, where it is printed at once."""
+    monkeypatch.setattr("transformer.generate._streaming.MOST_STEPS", 2)
+    given = ("generate", str(runs / "large"), "--prompt", "line", "--step", "newest", "--max-new-tokens", "9", *words)
+    assert main(given) == 0
+    piped = capsys.readouterr().out
+    terminal = Terminal()
+    with contextlib.redirect_stdout(terminal):
+        assert main(given) == 0
+    assert terminal.getvalue() == piped
+    assert (len([piece for piece in terminal.pieces if piece.strip()]) > 3) == appears
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Every recipe in configs/ is complete: it loads, has a description, and its model can be built and trained."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,19 +73,39 @@ def test_shakespeare_has_the_sizes_that_were_asked_for():
     assert recipe.checkpoint.keep_best == 1  # about 80 epochs, so the best checkpoint is not the last one
 
 
+def run_fast(folder, *words):
+    """Run `train.py number_words --fast` with a tiny model, and with `folder` for temporary files."""
+    tiny = "--model.d-model 8 --model.num-layers 1 --model.num-heads 2 --model.d-ff 8 --data.max-digits 2"
+    small = f"--data.train-examples 200 --data.data-dir {folder / 'tfds'} --logging.tensorboard False"
+    command = [sys.executable, "train.py", "number_words", "--fast", *tiny.split(), *small.split(), *words]
+    (folder / "tmp").mkdir(exist_ok=True)
+    environment = os.environ | {"TMPDIR": str(folder / "tmp")}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False, env=environment)
+
+
 @pytest.mark.slow
 def test_fast_runs_everything_once(tmp_path):
-    tiny = "--model.d-model 8 --model.num-layers 1 --model.num-heads 2 --model.d-ff 8 --data.max-digits 2"
-    small = f"--data.train-examples 200 --data.data-dir {tmp_path / 'tfds'} --logging.tensorboard False"
-    command = [sys.executable, "train.py", "number_words", "--fast", *tiny.split(), *small.split()]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    workdir = tmp_path / "kept"
+    run = run_fast(tmp_path, "--workdir", str(workdir))
     assert run.returncode == 0, run.stderr
     for words in ("device: ", "compiling", "step 2: eval loss", "step 4/4", "exact match on the basics", "try it:"):
         assert words in run.stdout
     assert "\x1b" not in run.stdout + run.stderr  # no control codes in a pipe
-    workdir = Path(run.stdout.rsplit("generate ", 1)[1].split()[0])
+    assert run.stdout.rsplit("generate ", 1)[1].split()[0] == str(workdir)
     assert {"2", "4"} <= {path.name for path in (workdir / "checkpoints").iterdir()}
-    assert workdir.name.startswith("number_words-fast-")
+
+
+@pytest.mark.slow
+def test_fast_without_a_workdir_leaves_no_files_and_points_to_none(tmp_path):
+    run = run_fast(tmp_path)
+    assert run.returncode == 0, run.stderr
+    *_, speed, last = run.stdout.splitlines()
+    assert speed.startswith("speed: "), "the end of the report names no file"
+    assert "Pass --workdir DIR to keep them" in last
+    removed = Path(last.partition("(")[2].partition(")")[0])
+    assert removed.name.startswith("number_words-fast-")
+    assert removed.parent == tmp_path / "tmp"
+    assert not removed.exists()
 
 
 TINY = {

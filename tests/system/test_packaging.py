@@ -167,7 +167,9 @@ def checkout(tmp_path) -> Checkout:
     return Checkout(tmp_path)
 
 
-INSTALLATION = ["-m venv .venv", "-m pip install -r requirements.txt", "-m transformer.cli._devices"]
+REQUIREMENTS, DEVICES = "-m pip install -r requirements.txt", "-m transformer.cli._devices"
+PACKAGE = "-m pip install --no-deps --editable ."
+INSTALLATION = ["-m venv .venv", REQUIREMENTS, PACKAGE, DEVICES]
 
 
 def test_setup_installs_once(checkout):
@@ -188,7 +190,39 @@ def test_setup_follows_the_contents_of_the_requirements(checkout):
     with (checkout.path / "requirements.txt").open("a") as file:
         file.write("wonder==1.0\n")
     checkout.make("setup")
-    assert checkout.done() == INSTALLATION[1:]
+    assert checkout.done() == [REQUIREMENTS, DEVICES], "the package itself is installed already"
+
+
+def test_setup_installs_the_package_of_a_moved_checkout_again(checkout):
+    checkout.make("setup")
+    checkout.done()
+    checkout.path = checkout.path.rename(checkout.path.with_name("moved"))
+    checkout.make("setup")
+    assert checkout.done() == [PACKAGE, DEVICES]
+    checkout.make("setup")
+    assert checkout.done() == []
+
+
+@pytest.mark.slow
+def test_the_environment_runs_the_package_from_any_folder(checkout, tmp_path):
+    """With a real Python and pip, and without the requirements: --help and --version don't need them."""
+    for name in ("transformer", "configs"):
+        shutil.copytree(ROOT / name, checkout.path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout.path)
+    (checkout.path / "requirements.txt").write_text("# none\n")
+    checkout.python = sys.executable
+    done = checkout.make("setup", "ACCELERATOR=cpu")
+    assert done.returncode == 0, done.stderr
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    bin_ = checkout.path / ".venv" / "bin"
+    for command in ([bin_ / "python", "-m", "transformer"], [bin_ / "transformer-zoo"]):
+        shown = subprocess.run([*command, "--help"], cwd=elsewhere, capture_output=True, text=True, check=False)
+        assert shown.returncode == 0, shown.stderr
+        assert "train a recipe, or resume its run" in shown.stdout
+    again = checkout.make("setup", "ACCELERATOR=cpu")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
 
 
 def test_an_interrupted_installation_is_not_taken_for_done(checkout):

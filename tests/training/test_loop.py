@@ -82,6 +82,13 @@ def test_the_last_screen_says_everything(translated):
     assert len(screen.splitlines()) < 50
 
 
+def test_the_last_screen_of_a_temporary_run_names_no_file_of_it(translated):
+    screen = render(dataclasses.replace(translated, temporary=True))
+    assert translated.workdir not in screen
+    assert "eval loss: " in screen
+    assert "try it:" not in screen
+
+
 def test_the_summary_is_read_again(translated):
     assert read_summary(translated.workdir) == translated
     assert translated.exit_code == 0

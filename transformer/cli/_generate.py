@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ class Generate(SamplingCommand):
     image: tuple[str, ...] = ()
     """vision-language model: paths of images that each prompt is about: --image a.jpg b.png"""
     stream: bool = False
-    """causal model: print the text while it is generated"""
+    """causal model: print the text while it is generated, also into a pipe; on a terminal, a single prompt always is"""
     samples: int = 1
     """causal model: number of texts per prompt, with the seeds --seed, --seed + 1, ..."""
     log_probabilities: bool = False
@@ -83,6 +84,8 @@ def main(arguments: Sequence[str]) -> None:
         run = in_8_bits(run)
     prompts = texts.read_prompts(command.prompt, lines=translates)
     texts.warn_of_unknown(run, prompts)
+    if _appears_while_generated(command, run, prompts):
+        command = dataclasses.replace(command, stream=True)
     if _causal_options(command):
         _print_pieces(command, run, prompts)
         return
@@ -135,6 +138,19 @@ def _causal_options(command: Generate) -> list[str]:
     given |= {"--image": bool(command.image)}
     given |= {"--samples": command.samples > 1, "--log-probabilities": command.log_probabilities}
     return [option for option, is_given in given.items() if is_given]
+
+
+def _appears_while_generated(command: Generate, run: LoadedModel, prompts: Sequence[str]) -> bool:
+    """Return whether a text is printed on a terminal while it is generated; it is the same text as in a pipe.
+
+    Several prompts are generated as one batch instead, which is faster, unless an option needs them one by one.
+    """
+    from transformer.nn.models._causal_lm import CausalLM
+
+    if not sys.stdout.isatty() or command.json or not isinstance(run.model, CausalLM):
+        return False
+    one_by_one = len(prompts) == 1 or bool(_causal_options(command))
+    return one_by_one and command.slots is None and command.draft is None
 
 
 def _print_pieces(command: Generate, run: LoadedModel, prompts: Sequence[str]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from transformer.config._checks import ConfigError
 
+HELP = ("-h", "--help")
+
 
 def split_options(
     arguments: Sequence[str], *, flags: Sequence[str], options: Mapping[str, str | None], hint: str

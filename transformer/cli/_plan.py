@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from transformer.cli._errors import DONE, FAULT
-from transformer.cli._own_options import split_options
+from transformer.cli._own_options import HELP, split_options
 from transformer.cli._plan_print import (
     batch_line,
     batch_lines,
@@ -41,7 +41,11 @@ usage: {program} RECIPE --topology v5e:4x4 [--decode [ROWS:PROMPT:NEW]] [--searc
 
 Compile the training step of a recipe for a TPU, which this machine does not need to have. Print whether the step fits,
 its memory by kind, the collectives between the chips, and an estimate of the step time. No data is read. The exit code
-is 1 if the step does not fit.
+is 1 if the step does not fit. Override the recipe's fields as for `train`: --parallel.fsdp 4 --data.batch-size 64.
+RECIPE --help lists the main ones, and RECIPE --help-all all of them.
+
+"""
+OWN_OPTIONS = """\
   --topology NAME:SIZES       TPU type and number of chips along each axis: v5e:4x4, v5p:2x2x2; two slices: '2*v5e:4x4'
   --decode [ROWS:PROMPT:NEW]  plan generation instead of training: batch size, prompt tokens and new tokens per row
   --search [N]                compile and rank the N (default: 12) most promising meshes, batch sizes and remat policies
@@ -49,24 +53,23 @@ is 1 if the step does not fit.
   --here                      compile for the devices of this machine, run steps and compare with the estimate
   --json                      print one JSON object
   --debug                     show the traceback of an error, and the compiler's output on stderr
-Override the recipe's fields (RECIPE --help lists them) as for `train`: --parallel.fsdp 4 --data.batch-size 64.
 """
 
 
 def usage() -> str:
     """Return the text that --help prints without a recipe."""
-    return USAGE.format(program=program("plan"))
+    return USAGE.format(program=program("plan")) + OWN_OPTIONS
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the plan; return 0 if the recipe fits, 1 if it does not."""
     own, rest = split_options(
         arguments,
-        flags=("--json", "--debug", "--here", "--largest-batch"),
+        flags=("--json", "--debug", "--here", "--largest-batch", "--help-all"),
         options={"--topology": None, "--decode": "", "--search": str(SEARCHED)},
         hint="--topology takes a TPU type and its chips along each axis, such as v5e:4x4.",
     )
-    if rest and rest[0] in ("-h", "--help"):
+    if (rest and rest[0] in HELP) or (own.help_all and not rest):
         print(usage(), end="")
         return DONE
     if not rest or rest[0].startswith("-"):
@@ -78,11 +81,13 @@ def main(arguments: Sequence[str]) -> int:
     if not own.here:
         _without_devices()
 
-    from transformer.training._overrides import find_recipe, load_recipe_file, override
+    from transformer.cli._recipe_help import overridden
+    from transformer.training._overrides import find_recipe, load_recipe_file
     from transformer.training.plan._assumptions import without_data
 
     recipe, about = load_recipe_file(find_recipe(rest[0]))
-    recipe = override(recipe, rest[1:], program=f"{program('plan')} {rest[0]}", description=f"{about}\n\n{usage()}")
+    called = f"{program('plan')} {rest[0]}"
+    recipe = overridden(recipe, rest[1:], called=called, about=about, own=OWN_OPTIONS, help_all=own.help_all)
     if own.topology is None and not own.here:
         raise ConfigError(
             "--topology is missing. Pass the TPU to plan for, such as --topology v5e:4x4, or pass --here."

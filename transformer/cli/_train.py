@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformer.cli._own_options import split_options
+from transformer.cli._own_options import HELP, split_options
 from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
 from transformer.config._recipe_files import SAVED_RECIPE, find_recipe, recipe_files
@@ -24,20 +24,26 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: {program} RECIPE|WORKDIR [--workdir DIR] [--init DIR] [--profile START:STOP] [--fast] [--debug]
-       {blank} [--restart] [--take-over] [--skip-memory-check] [--dry-run] [--GROUP.FIELD VALUE ...]
-       {program} RECIPE --help     show all fields of a recipe with their meanings and defaults
+       {blank} [--restart] [--allow-change] [--take-over] [--skip-memory-check] [--dry-run]
+       {blank} [--GROUP.FIELD VALUE ...]
+       {program} RECIPE --help     show the main options of a recipe; --help-all shows all of them
        {program} --list            list all recipes
 
 RECIPE is the name of a recipe (number_words) or the path of a file (configs/number_words.py). Recipes in ./configs
 override bundled recipes of the same name. Every field of a recipe is an option, such as --model.num-layers 4.
 WORKDIR is the directory of an existing run, which is resumed with its own recipe.
 
+"""
+
+OWN_OPTIONS = """\
   --workdir DIR   directory of the run (default: runs/NAME); an existing run is resumed
   --init DIR      initialize from a model: a directory of weights (config.json, safetensors), a name on the Hugging Face
                   Hub, or the workdir of another run; not needed to resume
   --profile START:STOP
                   write a trace of steps START + 1 to STOP to WORKDIR/profile, for XProf
   --restart       start from step 0 in an existing workdir; the files of the old run move to WORKDIR/previous
+  --allow-change  resume an existing run although options differ that keep the shapes of the parameters and the order of
+                  the data: learning rate and schedule, batch size, regularization
   --take-over     take over the workdir's lock from a process on another host that no longer exists
   --skip-memory-check
                   start although parameters, optimizer state and batch don't fit into memory, as their shapes show
@@ -48,33 +54,40 @@ WORKDIR is the directory of an existing run, which is resumed with its own recip
 """
 
 
+FLAGS = (
+    *("--list", "--fast", "--restart", "--allow-change", "--take-over", "--skip-memory-check", "--dry-run", "--debug"),
+    "--help-all",
+)
+
+
 def usage() -> str:
     """Return the text that `--help` prints without a recipe."""
     called = program("train")
-    return USAGE.format(program=called, blank=" " * len(called))
+    return USAGE.format(program=called, blank=" " * len(called)) + OWN_OPTIONS
 
 
 def main(arguments: Sequence[str]) -> int:
     """Load a recipe, override its fields and train; return the exit code: 0 if finished, 128 + signal if stopped."""
     own, rest = split_options(
         arguments,
-        flags=("--list", "--fast", "--restart", "--take-over", "--skip-memory-check", "--dry-run", "--debug"),
+        flags=FLAGS,
         options={"--workdir": None, "--init": None, "--profile": None},
         hint="--workdir and --init take a directory, such as runs/mine; --profile takes steps: 20:30.",
     )
     if own.list:
         return list_recipes()
-    if rest and rest[0] in ("-h", "--help"):
+    if (rest and rest[0] in HELP) or (own.help_all and not rest):
         print(usage(), end="")
         return 0
     _check_given(own, rest)
     recipe, about = _recipe_of(rest[0], own)
 
-    from transformer.training._overrides import fast, override
+    from transformer.cli._recipe_help import overridden
+    from transformer.training._overrides import fast
 
-    recipe = fast(recipe) if own.fast else recipe
-    before = recipe
-    recipe = override(recipe, rest[1:], program=f"{program('train')} {rest[0]}", description=f"{about}\n\n{usage()}")
+    before = fast(recipe) if own.fast else recipe
+    called = f"{program('train')} {rest[0]}"
+    recipe = overridden(before, rest[1:], called=called, about=about, own=OWN_OPTIONS, help_all=own.help_all)
 
     import jax
 
@@ -101,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     if own.dry_run:
         from transformer.training._dry_run import dry_run
 
-        checks = {"restart": own.restart, "check_memory": not own.skip_memory_check}
+        checks = {"restart": own.restart, "check_memory": not own.skip_memory_check, "allow_change": own.allow_change}
         dry_run(recipe, workdir, start=start, teacher=teacher, **checks)
         return 0
     options = {
@@ -112,6 +125,8 @@ def main(arguments: Sequence[str]) -> int:
         "take_over": own.take_over,
         "restart": own.restart,
         "check_memory": not own.skip_memory_check,
+        "temporary": _is_temporary(own),
+        "allow_change": own.allow_change,
     }
     code = train(recipe, workdir, command=command, **options).exit_code
     _remove_temporary(workdir, own, code)
@@ -139,7 +154,7 @@ def _remove_temporary(workdir: str, own: argparse.Namespace, code: int) -> None:
 
     if _is_temporary(own) and code == 0 and processes.is_first():
         shutil.rmtree(workdir, ignore_errors=True)
-        print(f"--fast: everything ran; {workdir} is removed")
+        print(f"--fast: everything ran, and the files were removed ({workdir}). Pass --workdir DIR to keep them.")
 
 
 def _recipe_of(name: str, own: argparse.Namespace) -> tuple[Recipe, str]:
@@ -194,6 +209,7 @@ def _check_given(own: argparse.Namespace, rest: Sequence[str]) -> None:
 def _command_to_resume(arguments: Sequence[str], own: argparse.Namespace, workdir: str) -> str:
     """Return the command line that resumes the run in this workdir."""
     # --take-over: the next lock may belong to a running process. --restart: it would discard the run, not resume it.
+    # --allow-change stays: until the next checkpoint, the newest one has the former values.
     again = [word for word in arguments if word not in ("--take-over", "--restart")]
     again += [] if own.workdir else ["--workdir", workdir]
     return f"{program('train')} {shlex.join(again)}"

@@ -30,6 +30,7 @@ def dry_run(
     teacher: Start | None = None,
     restart: bool = False,
     check_memory: bool = True,
+    allow_change: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
     """Check a run and report what it would train. Trains nothing, and writes nothing to the workdir.
@@ -43,13 +44,15 @@ def dry_run(
         teacher: the model of `distill.teacher`.
         restart: ignore a run in the workdir.
         check_memory: stop if state, gradients and batch can't fit, as their shapes show.
+        allow_change: accept the changes of an existing run that `train` accepts with it.
         say: prints a text.
 
     Raises:
         ValueError: the recipe or the data is invalid, or the workdir contains another run.
         OutOfMemoryError: state, gradients or batch can't fit into memory.
     """
-    recipe, dataset = open_run(recipe, workdir, say=say, start=start, teacher=teacher, restart=restart)
+    given = {"start": start, "teacher": teacher, "restart": restart, "allow_change": allow_change}
+    recipe, dataset = open_run(recipe, workdir, say=say, **given)
     say("recipe:\n" + "\n".join(f"  {name}: {value}" for name, value in flatten(recipe).items()))
     say(f"data: {dataset.describe()}")
     placement = placed(recipe, dataset, check_memory)

@@ -58,6 +58,7 @@ from transformer.training._state import TrainState, make_usable, merged_params, 
 from transformer.training._step import make_train_step
 from transformer.training._summary import Summary, read_summary, render, render_finished, render_stopped, save_summary
 from transformer.training._tasks import TASKS
+from transformer.training._trackers import Trackers, check_installed
 
 
 def train(
@@ -72,6 +73,8 @@ def train(
     take_over: bool = False,
     restart: bool = False,
     check_memory: bool = True,
+    temporary: bool = False,
+    allow_change: bool = False,
 ) -> Summary:
     """Train a recipe in a workdir to its last step or until a signal. An existing run is resumed, bit for bit.
 
@@ -90,17 +93,22 @@ def train(
         take_over: replace the lock of a process on another host (`WorkdirLock`).
         restart: start a new run; the files of an earlier run in the workdir are moved to its directory `previous`.
         check_memory: stop before any memory is taken if state, gradients and batch can't fit, as their shapes show.
+        temporary: the caller removes the workdir after the run, so that the printed summary does not point into it.
+        allow_change: resume although the learning rate, the batch size or other fields differ that keep the shapes of
+            the parameters and the order of the data. The result then differs from that of an uninterrupted run.
 
     Raises:
         ValueError: the recipe or the data is invalid, or the workdir contains another run.
         WorkdirInUseError, CheckpointSaveError, OSError: the workdir is in use or not writable.
         NonFiniteError: loss, gradient or a parameter was not finite, with nan_policy "stop", or too often in a row.
+        TrackerError: a tracker of `logging.writers` can't be started.
         LossSpikeError: a loss was far above the recent mean, with spike_policy "stop".
         ProcessesError: other processes of the run cannot be reached, or have ended.
         OutOfMemoryError: the run does not fit into device memory. The message has the required memory and remedies.
     """
     began, workdir = time.perf_counter(), Path(workdir)
     command = command or f"transformer.training.train(recipe, {str(workdir)!r})"
+    check_installed(recipe.logging.writers)
     with processes.together(recipe.parallel), contextlib.ExitStack() as resources:
         # Workdir: only the first process writes to it. A signal to any process stops all of them.
         lock = WorkdirLock(workdir, take_over)
@@ -108,7 +116,7 @@ def train(
         stopping = processes.SharedStop(resources.enter_context(StopSignal()))
 
         # Recipe, data, model, and the pure step on its devices
-        recipe, dataset = _open_alike(recipe, workdir, start, restart, teacher)
+        recipe, dataset = _open_alike(recipe, workdir, start, restart, teacher, allow_change)
         model, steps = build_model(recipe), recipe.training.steps
         watch = resources.enter_context(MemoryWatch(recipe))
         placement = watch.placement = placed(recipe, dataset, check_memory)
@@ -121,14 +129,14 @@ def train(
         checkpoints = resources.enter_context(_checkpointer(recipe, workdir))
         # Each process needs only its rows, but all prompts: the completions are written by all processes together.
         batches = dataset.train_batches(recipe.training.seed, placement.rows if rollouts is None else None)
-        state, ledger = begin(recipe, dataset, workdir, checkpoints, batches, placement, start, teacher)
+        state, ledger = begin(recipe, dataset, workdir, checkpoints, batches, placement, start, teacher, allow_change)
         step, usable = int(state.step), make_usable(recipe)
         _record(recipe, dataset, own_dir, step)
 
         # Summary: a finished run prints it again and ends here
         shapes = jax.eval_shape(lambda one: merged_params(recipe, one.averaged, one.base), state)
         about = {"name": recipe.name, "workdir": str(workdir), "command": command, "task": recipe.task}
-        summary = Summary(**about, steps=steps, parameters=count_parameters(shapes))
+        summary = Summary(**about, temporary=temporary, steps=steps, parameters=count_parameters(shapes))
         print(_model_lines(recipe, model, summary.parameters, state))
         if finished := _finished_before(summary, step, ledger):
             return finished
@@ -138,9 +146,7 @@ def train(
 
         # Metrics, progress bar and trace
         log, targets = recipe.logging, TASKS[recipe.task].targets
-        writer = resources.enter_context(
-            MetricsWriter(own_dir, restored_step=step or None, tensorboard=log.tensorboard)
-        )
+        writer = resources.enter_context(_metrics_writer(recipe, own_dir, step or None))
         progress = resources.enter_context(Progress(steps, start_step=step, mode=log.progress, targets=targets))
         profiler = Profiler(profile, workdir, step=step, first=processes.is_first(), say=progress.print)
         resources.enter_context(profiler)
@@ -192,6 +198,13 @@ def _checkpointer(recipe: Recipe, workdir: Path) -> Checkpointer:
     return Checkpointer(workdir, keep_last=recipe.checkpoint.keep_last, keep_best=recipe.checkpoint.keep_best)
 
 
+def _metrics_writer(recipe: Recipe, own_dir: Path, restored_step: int | None) -> MetricsWriter:
+    """Open the files of metrics and, in the first process, the run in the trackers."""
+    trackers = Trackers(recipe, own_dir, restored_step) if processes.is_first() else None
+    given = {"tensorboard": recipe.logging.tensorboard, "trackers": trackers}
+    return MetricsWriter(own_dir, restored_step=restored_step, **given)
+
+
 def _record(recipe: Recipe, dataset: Dataset, own_dir: Path, step: int) -> None:
     """Write the files about the run before its training, and remove samples of later steps than `step`."""
     record_run(recipe, dataset, own_dir)
@@ -220,7 +233,7 @@ def _one_writer(workdir: Path, lock: WorkdirLock) -> Iterator[Path]:
 
 
 def _open_alike(
-    recipe: Recipe, workdir: Path, start: Start | None, restart: bool, teacher: Start | None
+    recipe: Recipe, workdir: Path, start: Start | None, restart: bool, teacher: Start | None, allow_change: bool
 ) -> tuple[Recipe, Dataset]:
     """Open the recipe and its data (`open_run`). ConfigError if the processes of the run disagree on either."""
     print("\n".join(filter(None, (device_line(), cache_line()))), flush=True)
@@ -228,7 +241,8 @@ def _open_alike(
     processes.check_alike("--restart", str(restart))
     processes.check_alike("models to start from", "" if start is None else start.fingerprint)
     processes.check_alike("teachers", "" if teacher is None else teacher.fingerprint)
-    recipe, dataset = open_run(recipe, workdir, say=print, start=start, restart=restart, teacher=teacher)
+    given = {"start": start, "restart": restart, "teacher": teacher, "allow_change": allow_change}
+    recipe, dataset = open_run(recipe, workdir, say=print, **given)
     if (warning := schedule_warning(recipe.optimizer, recipe.training.steps)) and processes.is_first():
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     processes.check_alike("data", dataset.fingerprint)

@@ -19,6 +19,7 @@ from rich.progress import Progress as RichProgress
 
 from transformer.training._appending import AppendedFile
 from transformer.training._board import BoardWriter
+from transformer.training._trackers import Trackers
 from transformer.viz._records import metrics_lines, read_metrics
 
 __all__ = ["FILE", "MetricsWriter", "Progress", "read_metrics"]
@@ -37,13 +38,21 @@ class MetricsWriter:
         workdir: directory of the run.
         restored_step: step from which the run resumes; lines after it are deleted. None starts a new file.
         tensorboard: also write TensorBoard files, to `workdir/tensorboard`.
+        trackers: experiment trackers that get the same values; closed with the files.
 
     Raises:
         OSError: the workdir is not writable.
         ValueError: a line of the existing file is not valid JSON. The message has its number.
     """
 
-    def __init__(self, workdir: str | os.PathLike, *, restored_step: int | None = None, tensorboard: bool = False):
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        *,
+        restored_step: int | None = None,
+        tensorboard: bool = False,
+        trackers: Trackers | None = None,
+    ):
         self._path = Path(workdir) / FILE
         self._path.parent.mkdir(parents=True, exist_ok=True)
         kept = []
@@ -54,6 +63,7 @@ class MetricsWriter:
         os.replace(temporary, self._path)
         self._file = AppendedFile(self._path)
         self._board = BoardWriter(self._path.parent / "tensorboard", restored_step) if tensorboard else None
+        self._trackers = trackers
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one line. Values are Python, NumPy or JAX scalars. The call blocks until JAX scalars are computed."""
@@ -62,6 +72,8 @@ class MetricsWriter:
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         if self._board is not None:
             self._board.write(int(step), numbers)
+        if self._trackers is not None:
+            self._trackers.log(int(step), numbers)
 
     def flush(self) -> None:
         """Flush everything to disk."""
@@ -69,17 +81,19 @@ class MetricsWriter:
         if self._board is not None:
             self._board.flush()
 
-    def close(self) -> None:
-        """Close the files."""
+    def close(self, failed: bool = False) -> None:
+        """Close the files, and finish the run in the trackers."""
         self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._trackers is not None:
+            self._trackers.close(failed)
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.close()
+        self.close(failed=kind is not None)
 
 
 class Progress:

@@ -39,7 +39,10 @@ EXPLANATIONS = {
         "num-train-epochs",
         "max-epochs",
     ): "Training is measured in steps, not in epochs: --training.steps.",
-    ("wandb", "report-to"): "Metrics are written to metrics.jsonl and as TensorBoard events.",
+    ("wandb", "report-to", "mlflow", "trackio", "tracker"): (
+        "Metrics are written to metrics.jsonl and as TensorBoard events, and to the trackers in --logging.writers: "
+        "wandb, mlflow, trackio."
+    ),
     ("device", "accelerator", "cuda", "cpu", "tpu"): "The environment variable JAX_PLATFORMS=cpu selects devices.",
     ("version",): "`python -m transformer --version` prints the versions.",
 }

@@ -106,7 +106,7 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
     captured = io.StringIO()
     unknown = _unknown_option(recipe, arguments)
     if unknown:
-        raise ConfigError(f"unknown option {unknown}.{suggestion(unknown, _options(recipe))} --help lists all options.")
+        raise ConfigError(f"unknown option {unknown}.{suggestion(unknown, _options(recipe))} --help-all lists all.")
     try:
         with contextlib.redirect_stderr(captured):
             return tyro.cli(
@@ -196,7 +196,7 @@ def _options(recipe: Recipe) -> list[str]:
         for field in dataclasses.fields(kind)
     ]
     own = ("help", "list", "fast", "workdir", "init", "profile", "restart", "take-over")
-    own = (*own, "skip-memory-check", "dry-run", "debug")
+    own = (*own, "skip-memory-check", "dry-run", "debug", "help-all", "allow-change")
     return [*dict.fromkeys(names), *(f"--{name}" for name in own)]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformer.config._checks import ConfigError
 from transformer.data._tokenizer import Tokenizer
+from transformer.training._allowed_changes import allowable
 from transformer.training._checkpoint import load_items
 from transformer.training._manifest import find_steps
 from transformer.training._recipe import FILE, Change, Recipe, difference, from_json
@@ -67,20 +68,33 @@ def newest_provenance(workdir: str | os.PathLike) -> Provenance | None:
         return None
 
 
-def check_recipe_of_command(old: Recipe, new: Recipe, workdir: str | os.PathLike) -> list[Change]:
+def check_recipe_of_command(
+    old: Recipe, new: Recipe, workdir: str | os.PathLike, allow_change: bool = False
+) -> list[Change]:
     """Return the fields that a command changes in an existing run, all of which may change on resume.
+
+    Args:
+        old: recipe of the run.
+        new: recipe of the command.
+        workdir: workdir of the run.
+        allow_change: accept changes of the learning rate and other fields that keep shapes and the order of the data.
 
     Raises:
         WorkdirError: the command changes fields that must match.
     """
     fault = f"{workdir} contains a run that differs from this command in"
-    return _check_same(
-        old, new, fault, "Remove these overrides to resume it, or pass another --workdir to start a new run."
-    )
+    remedy = "Remove these overrides to resume it, or pass another --workdir to start a new run."
+    return _check_same(old, new, fault, remedy, allow_change)
 
 
 def check_unchanged(
-    trained: Provenance, recipe: Recipe, tokenizer: Tokenizer | None, workdir: str | os.PathLike, *, resuming: bool
+    trained: Provenance,
+    recipe: Recipe,
+    tokenizer: Tokenizer | None,
+    workdir: str | os.PathLike,
+    *,
+    resuming: bool,
+    allow_change: bool = False,
 ) -> None:
     """Check that the recipe and the tokenizer are those that the checkpoint was trained with.
 
@@ -90,18 +104,19 @@ def check_unchanged(
         tokenizer: tokenizer of the workdir.
         workdir: workdir of the run.
         resuming: whether a command resumes the run, so that some fields of the recipe may differ.
+        allow_change: also accept changes of the learning rate and other fields that don't affect a loaded model.
 
     Raises:
         WorkdirError: one of them differs.
     """
     if trained.recipe is not None:
         if resuming:
-            check_recipe_of_command(trained.recipe, recipe, workdir)
+            check_recipe_of_command(trained.recipe, recipe, workdir, allow_change)
         else:
             place = Path(workdir) / FILE
             fault = f"{place} was changed: it differs from the recipe of the checkpoint {trained.path}"
             words = ["cp", str(trained.path / (trained.recipe_file or "")), str(place)]
-            _check_same(trained.recipe, recipe, f"{fault} in", f"Restore it: {shlex.join(words)}")
+            _check_same(trained.recipe, recipe, f"{fault} in", f"Restore it: {shlex.join(words)}", allow_change)
     found = tokenizer_fingerprint(tokenizer)
     if None not in (trained.tokenizer, found) and found != trained.tokenizer:
         raise WorkdirError(
@@ -111,8 +126,18 @@ def check_unchanged(
         )
 
 
-def _check_same(old: Recipe, new: Recipe, fault: str, remedy: str) -> list[Change]:
+def _check_same(old: Recipe, new: Recipe, fault: str, remedy: str, allow_change: bool) -> list[Change]:
     must_match, may_change = difference(old, new)
+    optional = [change for change in must_match if allowable(change, new)]
+    more = ""
+    if allow_change:
+        must_match, may_change = [one for one in must_match if one not in optional], may_change + optional
+        if must_match:
+            more = "--allow-change does not accept them: they change shapes, data or what the model computes. "
+    elif optional and len(optional) == len(must_match):
+        more = "Pass --allow-change (in Python: allow_change=True) to resume with the new values. "
+    elif optional:
+        more = f"Of these, --allow-change accepts only {', '.join(one.field for one in optional)}. "
     if must_match:
-        raise WorkdirError(f"{fault} {'; '.join(map(str, must_match))}. {remedy}")
+        raise WorkdirError(f"{fault} {'; '.join(map(str, must_match))}. {more}{remedy}")
     return may_change

@@ -15,6 +15,7 @@ from transformer.training import _profiling as profiling
 from transformer.training import _recipe as recipe
 from transformer.training import _report as report
 from transformer.training import _summary as summary
+from transformer.training import _trackers as trackers
 from transformer.training._manifest import FIRST, find_steps, free_name
 from transformer.training._provenance import TOKENIZER, WorkdirError
 
@@ -26,7 +27,7 @@ PREVIOUS = "previous"
 
 FILES = (
     *("checkpoints", metrics.FILE, "tensorboard", report.SAMPLES, summary.FILE, "loss.png", "forecasts.png"),
-    *(profiling.FOLDER, AVERAGE, calls.FILE, TOKENIZER, FIRST, recipe.FILE),
+    *(profiling.FOLDER, AVERAGE, trackers.FILE, calls.FILE, TOKENIZER, FIRST, recipe.FILE),
 )
 """everything that a run writes to its workdir; the files that identify the run come last"""
 

@@ -22,6 +22,7 @@ from transformer.data._tokenizer_kinds import load_tokenizer
 from transformer.data.kinds import PLACES
 from transformer.training import _processes as processes
 from transformer.training import lora
+from transformer.training._allowed_changes import moved
 from transformer.training._checkpoint import Checkpointer, CheckpointError, load_params
 from transformer.training._journal import TrainStats
 from transformer.training._parallel import Placement
@@ -126,10 +127,16 @@ def load_usable(
             `load_params`.
     """
     params, found = load_params(workdir, step=step, names=("ema", "params"))
-    check_unchanged(provenance(workdir, found), recipe, tokenizer, workdir, resuming=False)
+    _check_loaded(recipe, tokenizer, workdir, found)
     if recipe.lora is not None:
         params = merged_params(recipe, {"new": {}, **params}, _load_base(recipe, workdir, found))
     return params, found
+
+
+def _check_loaded(recipe: Recipe, tokenizer: Tokenizer | None, workdir: str | os.PathLike, step: int) -> None:
+    """Raise WorkdirError if recipe or tokenizer differ from those of a checkpoint in what the model computes."""
+    # An older checkpoint may be from before a resumption with --allow-change.
+    check_unchanged(provenance(workdir, step), recipe, tokenizer, workdir, resuming=False, allow_change=True)
 
 
 def _load_base(recipe: Recipe, workdir: str | os.PathLike, step: int) -> Any:
@@ -154,7 +161,7 @@ def load_updates(
     if recipe.lora is None:
         raise ConfigError(f"{workdir} was trained without lora, so that it has no adapter. Export the whole model.")
     trained, found = load_params(workdir, step=step, names=("ema", "params"))
-    check_unchanged(provenance(workdir, found), recipe, load_own_tokenizer(recipe, workdir), workdir, resuming=False)
+    _check_loaded(recipe, load_own_tokenizer(recipe, workdir), workdir, found)
     # Checkpoints omit empty trees.
     return recipe, build_model(recipe), {"new": {}, **trained}, _load_base(recipe, workdir, found)
 
@@ -178,6 +185,7 @@ def open_run(
     start: Start | None = None,
     restart: bool = False,
     teacher: Start | None = None,
+    allow_change: bool = False,
 ) -> tuple[Recipe, Dataset]:
     """Prepare a new run, or a resumed run if the workdir has checkpoints. Writes no files.
 
@@ -188,6 +196,7 @@ def open_run(
         start: pretrained model to initialize a new run from; None: random initialization, or a resumed run.
         restart: start a new run, whatever the workdir contains.
         teacher: the model of `distill.teacher`; not needed to resume.
+        allow_change: accept changes of the learning rate and other fields that keep shapes and the order of the data.
 
     Returns:
         (recipe, dataset), where the recipe is completed from its data and `start`.
@@ -211,7 +220,7 @@ def open_run(
         if (workdir / TOKENIZER).exists():
             tokenizer = load_tokenizer(workdir / TOKENIZER)
         if old is not None:
-            recipe = _resumed(recipe, old, tokenizer, workdir, say)
+            recipe = _resumed(recipe, old, tokenizer, workdir, say, allow_change)
     elif start is None and old is not None:
         _check_origin_given(old, workdir, restart)
     if not resumes:
@@ -305,7 +314,12 @@ def _check_origin_given(old: Recipe, workdir: Path, restart: bool) -> None:
 
 
 def _resumed(
-    recipe: Recipe, old: Recipe, tokenizer: Tokenizer | None, workdir: Path, say: Callable[[str], None]
+    recipe: Recipe,
+    old: Recipe,
+    tokenizer: Tokenizer | None,
+    workdir: Path,
+    say: Callable[[str], None],
+    allow_change: bool,
 ) -> Recipe:
     """Complete the recipe of a resumed run with the values that its data or its start had set.
 
@@ -315,9 +329,9 @@ def _resumed(
         WorkdirError: a field changed that must match.
     """
     if trained := newest_provenance(workdir):  # check now, before the data is tokenized, which may take long
-        check_unchanged(trained, old, tokenizer, workdir, resuming=False)
+        check_unchanged(trained, old, tokenizer, workdir, resuming=False, allow_change=allow_change)
     recipe = _filled_in(recipe, old)
-    for change in check_recipe_of_command(old, recipe, workdir):
+    for change in check_recipe_of_command(old, recipe, workdir, allow_change):
         say(f"changed since the previous training run: {change}")
     return recipe
 
@@ -348,6 +362,7 @@ def begin(
     placement: Placement,
     start: Start | None = None,
     teacher: Start | None = None,
+    allow_change: bool = False,
 ) -> tuple[TrainState, TrainStats]:
     """Restore the newest valid checkpoint, or create a new state if the workdir has no checkpoint.
 
@@ -360,6 +375,7 @@ def begin(
         placement: placement of the training step.
         start: pretrained model to initialize a new state from; None: random initialization.
         teacher: the model of `distill.teacher`, for a new state.
+        allow_change: accept changes of the learning rate and other fields that keep shapes and the order of the data.
 
     Returns:
         (state, statistics).
@@ -380,14 +396,14 @@ def begin(
     restored = checkpoints.restore_newest(placement.abstract_state())
     trained = provenance(workdir, restored.step)
     filled = recipe if trained.recipe is None else _filled_in(recipe, trained.recipe)
-    check_unchanged(trained, filled, dataset.tokenizer, workdir, resuming=True)
+    check_unchanged(trained, filled, dataset.tokenizer, workdir, resuming=True, allow_change=allow_change)
     if not dataset.is_known_as(restored.data["fingerprint"]):
         raise WorkdirError(
             f"the data has changed since {workdir} was trained on it (fingerprint {restored.data['fingerprint'][:12]}, "
             f"now {dataset.fingerprint[:12]}): resuming would mix two data sets. Restore the old data, or pass "
             f"another --workdir."
         )
-    batches.set_state(restored.data["batches"])
+    batches.set_state(moved(restored.data["batches"], trained.recipe, filled))
     return restored.state, TrainStats(**restored.data["ledger"])
 
 

@@ -24,6 +24,7 @@ LATER = {
     "Execution": ("sow_weights", "experts", "quantization", "quantization_paths"),
     "json_lines": ("packing",),
     "LayerKind": ("self_attention", "moe", "attention_norm", "rotary"),
+    "LoggingConfig": ("writers", "project"),
     "LoRA": ("rslora", "dora", "base"),
     "MoE": ("router_bias", "scoring", "e_score_correction_bias", "num_groups", "top_groups", "routed_scaling_factor"),
     "OptimizerConfig": ("decay_fraction",),

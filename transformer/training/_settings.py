@@ -12,6 +12,7 @@ ScheduleName = Literal["cosine", "rsqrt", "noam", "constant", "wsd"]
 NanPolicy = Literal["stop", "skip"]
 SpikePolicy = Literal["log", "skip", "stop"]
 GradientDType = Literal["float32", "bfloat16"]
+WriterName = Literal["wandb", "mlflow", "trackio"]
 ProgressMode = Literal["auto", "bar", "lines", "none"]
 
 
@@ -233,9 +234,20 @@ class LoggingConfig:
     """steps between lines in metrics.jsonl; each line has the means over these steps"""
     tensorboard: bool = True
     """also write TensorBoard event files"""
+    writers: tuple[WriterName, ...] = ()
+    """experiment trackers that also get the metrics; each needs the extra of its name: pip install
+    'transformer-zoo[wandb]'"""
+    project: str = "transformer-zoo"
+    """name of the project (MLflow: experiment) in these trackers"""
     progress: ProgressMode = "auto"
     """progress display: auto (a bar on a terminal, plain lines otherwise), bar, lines, or none"""
 
     def __post_init__(self):
         check_choice("logging.progress", self.progress, ProgressMode.__args__)
+        for name in self.writers:
+            check_choice("logging.writers", name, WriterName.__args__)
+        if len(set(self.writers)) != len(self.writers):
+            raise ConfigError(f"logging.writers must name each tracker once, got {' '.join(self.writers)}.")
+        if not self.project.strip():
+            raise ConfigError("logging.project must not be empty: it names the project in the trackers.")
         _check_whole("logging", self, 1, "every")

@@ -27,6 +27,8 @@ class Summary:
     workdir: str
     command: str
     """command that resumes this run"""
+    temporary: bool = False
+    """whether the workdir is removed after the run, so that nothing printed may point into it"""
     task: str = "causal_lm"
     """task of the model, one of `tasks.TASKS`"""
     step: int = 0
@@ -126,7 +128,6 @@ def read_summary(workdir: str | os.PathLike) -> Summary | None:
 def render(summary: Summary) -> str:
     """Return the text that is printed at the end of a finished run."""
     what = TASKS[summary.task].targets
-    workdir = Path(summary.workdir)
     return "\n".join(
         [
             f"== {summary.name}: {summary.step} steps, {summary.parameters:,} parameters, {_time(summary.seconds)} ==",
@@ -134,9 +135,7 @@ def render(summary: Summary) -> str:
             *_score_lines(summary),
             *_loss_lines(summary),
             f"speed: {summary.tokens_per_s:,.0f} {what}/s while training",
-            f"loss curve: {workdir / 'loss.png'}   checkpoints: {workdir / 'checkpoints'}",
-            "try it:",
-            f"  {_next_command(summary)}",
+            *_file_lines(summary),
         ]
     )
 
@@ -188,6 +187,15 @@ def _loss_lines(summary: Summary) -> list[str]:
     if summary.spikes:
         lines.append(f"loss spikes: {summary.spikes}")
     return lines
+
+
+def _file_lines(summary: Summary) -> list[str]:
+    """Return lines with the files of the run and a command that reads them; none if they are about to be removed."""
+    if summary.temporary:
+        return []
+    workdir = Path(summary.workdir)
+    files = f"loss curve: {workdir / 'loss.png'}   checkpoints: {workdir / 'checkpoints'}"
+    return [files, "try it:", f"  {_next_command(summary)}"]
 
 
 def _next_command(summary: Summary) -> str:

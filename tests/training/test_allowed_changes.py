@@ -1,0 +1,157 @@
+"""`--allow-change`: a resumed run may change what keeps the shapes of the parameters and the order of the data."""
+
+import shutil
+
+import chex
+import jax
+import numpy as np
+import pytest
+from training_recipes import change, short_recipe, text_recipe, tiny_recipe
+
+from transformer.config import TransformerConfig
+from transformer.data import NumberWords, prepare
+from transformer.training._allowed_changes import BATCH_SIZE, OPTIMIZATION, SWITCHES, allowable, moved
+from transformer.training._loop import train
+from transformer.training._metrics import read_metrics
+from transformer.training._optimizers import DIRECTIONS
+from transformer.training._provenance import WorkdirError
+from transformer.training._recipe import Change, difference, load_recipe
+from transformer.training._runs import load_run
+from transformer.training._serial import flatten
+from transformer.training._state import abstract_state
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    train(text_recipe(folder), folder / "whole")
+    return folder / "whole"
+
+
+@pytest.fixture
+def workdir(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def test_changes_are_reported_used_and_recorded(folder, workdir, capsys):
+    changed = {"optimizer": {"learning_rate": 0.25, "schedule": "constant"}, "training": {"steps": 15}}
+    recipe = text_recipe(folder, **changed, data={"batch_size": 6}, logging={"every": 1})
+    with pytest.raises(WorkdirError, match=r"Pass --allow-change \(in Python: allow_change=True\) to resume"):
+        train(recipe, workdir)
+    assert train(recipe, workdir, allow_change=True).step == 15
+    said = capsys.readouterr().out
+    for field in ("optimizer.learning_rate: 0.01 -> 0.25", "data.batch_size: 4 -> 6", "training.steps: 12 -> 15"):
+        assert f"changed since the previous training run: {field}" in said
+    lines = [line for line in read_metrics(workdir / "metrics.jsonl") if "train/learning_rate" in line]
+    rates = {line["step"]: line["train/learning_rate"] for line in lines}
+    assert [rates[step] for step in (13, 14, 15)] == pytest.approx([0.25] * 3)
+    assert load_recipe(workdir).optimizer.learning_rate == 0.25
+    for step in (12, 15, "best", "newest"):  # checkpoints from before and after the change
+        assert load_run(workdir, step).step
+    assert train(recipe, workdir).finished, "the newest checkpoint has the new values, so no flag is needed"
+
+
+def test_a_run_that_ended_before_its_next_checkpoint_says_how_to_resume(folder, workdir, monkeypatch):
+    recipe = text_recipe(folder, optimizer={"learning_rate": 0.25}, training={"steps": 15})
+
+    def end(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformer.training._loop._Training.run", end)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe, workdir, allow_change=True)
+    with pytest.raises(WorkdirError, match=r"recipe\.json was changed: .*learning_rate.* Pass --allow-change"):
+        train(recipe, workdir)
+    assert train(recipe, workdir, allow_change=True).step == 15
+
+
+@pytest.mark.parametrize(
+    ("groups", "named"),
+    [
+        ({"model": {"d_ff": 7}}, "model.d_ff: 5 -> 7"),
+        ({"training": {"seed": 1}}, "training.seed: 0 -> 1"),
+        ({"optimizer": {"name": "lion"}}, "optimizer.name: 'adamw' -> 'lion'"),
+        ({"optimizer": {"clip_norm": None}}, "optimizer.clip_norm: 1.0 -> None"),
+        ({"training": {"ema_decay": None}}, "training.ema_decay: 0.9 -> None"),
+        ({"data": {"sequence_length": 9}, "optimizer": {"learning_rate": 0.5}}, "data.sequence_length: 8 -> 9"),
+    ],
+)
+def test_shapes_and_the_order_of_the_data_stay_refused_by_name(groups, named, folder, workdir):
+    with pytest.raises(WorkdirError) as caught:
+        train(text_recipe(folder, **groups), workdir, allow_change=True)
+    assert named in str(caught.value)
+    assert "--allow-change does not accept them" in str(caught.value)
+    assert "learning_rate" not in str(caught.value)
+
+
+def test_the_message_names_what_the_flag_would_accept(folder, workdir):
+    recipe = text_recipe(folder, model={"d_ff": 7}, optimizer={"learning_rate": 0.5})
+    with pytest.raises(WorkdirError, match=r"Of these, --allow-change accepts only optimizer\.learning_rate\."):
+        train(recipe, workdir)
+    with pytest.raises(WorkdirError) as caught:
+        train(text_recipe(folder, model={"d_ff": 7}), workdir)
+    assert "--allow-change" not in str(caught.value)
+
+
+OTHER = {"schedule": "cosine", "embedding_gradient_dtype": "bfloat16", "decay_embeddings": True}
+"""other values of the fields that are no numbers"""
+
+
+@pytest.mark.parametrize("name", DIRECTIONS)
+def test_the_accepted_fields_keep_the_training_state(name):
+    """The same tree of the same shapes for every optimizer, so that the checkpoint fits."""
+    free = name == "schedule_free_adamw"  # fixes the schedule, and has no other average
+    fields = {field for field in OPTIMIZATION if not (free and field in ("optimizer.schedule", "training.ema_decay"))}
+    old = tiny_recipe(optimizer={"warmup_steps": 2, "schedule": "constant"})
+    averaged = {} if free else {"ema_decay": 0.5}
+    old = change(old, execution={"attention": "reference"}, training=averaged, optimizer={"name": name})
+    values, groups = flatten(old), {}
+    for field in fields:
+        group, _, rest = field.partition(".")
+        value = OTHER.get(rest, 0.25 if isinstance(values[field], float) else 3)
+        groups.setdefault(group, {})[rest] = value
+    new = change(old, **groups)
+    must_match, _ = difference(old, new)
+    assert {one.field for one in must_match} == fields
+    assert all(allowable(one, new) for one in must_match)
+    chex.assert_trees_all_equal_shapes_and_dtypes(abstract_state(old), abstract_state(new))
+
+
+@pytest.mark.parametrize("field", SWITCHES)
+def test_a_switch_changes_the_training_state(field):
+    """This is why turning it on or off is refused."""
+    old = tiny_recipe(ema_decay=0.5)
+    group, _, rest = field.partition(".")
+    new = change(old, **{group: {rest: None if rest != "weight_decay" else 0.0}})
+    assert not allowable(difference(old, new)[0][0], new)
+    before, after = (jax.tree.structure(abstract_state(recipe)) for recipe in (old, new))
+    assert before != after
+
+
+@pytest.mark.parametrize(("size", "new_size"), [(4, 6), (6, 4), (3, 7)])
+def test_a_new_batch_size_continues_with_the_next_rows(size, new_size, folder):
+    def dataset(batch_size):
+        recipe = text_recipe(folder, data={"batch_size": batch_size})
+        return recipe, prepare(recipe.data).train_batches(seed=5)
+
+    def rows(batches, count):
+        return np.concatenate([next(batches)["tokens"] for _ in range(count)])
+
+    old, batches = dataset(size)
+    seen = rows(batches, 6)
+    new, resumed = dataset(new_size)
+    resumed.set_state(moved(batches.get_state(), old, new))
+    following = rows(resumed, 3)
+    whole = rows(dataset(2)[1], (len(seen) + len(following) + 1) // 2)
+    start = len(seen) // new_size * new_size  # fewer than one batch of rows is repeated
+    np.testing.assert_array_equal(seen, whole[: len(seen)])
+    np.testing.assert_array_equal(following, whole[start : start + len(following)])
+
+
+def test_batches_of_other_kinds_keep_their_size():
+    """Batches by tokens are planned for the whole epoch, so that their order depends on their size."""
+    for fields in ({"batch_tokens": 64}, {"packed_length": 8, "batch_tokens": 512}):
+        old = short_recipe("pairs", TransformerConfig(d_model=6, num_heads=3, num_layers=1), NumberWords(**fields))
+        assert not allowable(Change(BATCH_SIZE, 8, 4), old)
