@@ -21,7 +21,7 @@ from transformer.training._lock import WorkdirLock, in_use
 from transformer.training._recipe import save_recipe
 from transformer.training._report import append_samples, read_samples
 from transformer.training._summary import Summary, save_summary
-from transformer.viz._report_curves import CHARTS, frame_of, kept_points, lines_of, short, svg, ticks
+from transformer.viz._report_curves import CHARTS, frame_of, kept_points, lines_of, short, svg, ticks, unit_of
 from transformer.viz._report_page import RunReport, report_page, save_report
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -345,10 +345,21 @@ class TestCurves:
         assert set(drawn) == {*(name.replace("_", "-") for name in names), "exact-match", "prefers-chosen"}
         assert (drawn["reward"], drawn["exact-match"], drawn["prefers-chosen"]) == ([[0.5], [0.5]], [[25.0]], [[75.0]])
 
-    def test_the_first_losses_do_not_hide_the_others(self):
-        records = [{"step": step, "train/loss": 100.0 if step < 2 else 2.0 - step / 1000} for step in range(200)]
-        frame = frame_of(CHARTS[0], lines_of(CHARTS[0], {"a": records}))
-        assert frame.high < 3
+    @pytest.mark.parametrize("last", [2.0, 0.001, 0.0])
+    def test_every_loss_is_inside_the_plot_from_the_first_one(self, last):
+        """The axis is logarithmic where the loss falls by decades; a loss of 0 is on its bottom edge."""
+        records = [{"step": step, "train/loss": 10.0 + (last - 10.0) * step / 20} for step in range(21)]
+        lines = lines_of(CHARTS[0], {"a": records})
+        frame = frame_of(CHARTS[0], lines)
+        assert frame.logarithmic == (last < 1)
+        assert ("log scale" in unit_of(CHARTS[0], frame)) == (last < 1)
+        heights = [frame.y(value) for value in lines[0].values]
+        assert heights == sorted(heights)
+        assert 10 < heights[0] < 40
+        assert heights[-1] <= 266.0 + 1e-9
+        assert len(frame.ticks) >= 3
+        (path,) = re.findall(r'<path class="run0" d="M([^"]*)"', svg(CHARTS[0], lines, "key"))
+        assert path.startswith(f"62.0 {heights[0]:.1f}L")
 
 
 class TestPieces:

@@ -28,6 +28,7 @@ from transformer.viz._report_curves import (
     save_png,
     short,
     svg,
+    unit_of,
 )
 from transformer.viz._style import COLORS
 
@@ -235,7 +236,8 @@ def _figure(chart: Chart, lines: Sequence[Line], key: str) -> str:
         for line in lines
         if len(line.not_finite)
     ]
-    unit = f" ({escaped(chart.unit)})" if chart.unit else ""
+    unit = unit_of(chart, frame)
+    unit = f" ({escaped(unit)})" if unit else ""
     return (
         f'<figure tabindex="0" data-right="{frame.right:g}" data-left="{LEFT}" data-width="{WIDTH - LEFT - RIGHT}">'
         f"<figcaption><b>{escaped(chart.title)}</b>{unit}{escaped(''.join(f'. {one}' for one in lost))}</figcaption>"
