@@ -123,11 +123,30 @@ class Page:
         """Set the preferred color scheme, "dark" or "light"."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def open(self, path):
-        """Load a file and wait until its maps are drawn."""
+    def open(self, path, drawn="document.documentElement.dataset.complete"):
+        """Load a file and wait until its maps are drawn, or until another expression of JavaScript is true."""
         self.call("Page.navigate", url=path.as_uri())
-        self.wait("document.readyState === 'complete' && document.documentElement.dataset.complete")
+        self.wait(f"location.href !== 'about:blank' && document.readyState === 'complete' && {drawn}")
         return self
+
+    def broken_words(self):
+        """Return the visible runs of letters and digits that continue on another line."""
+        return self.js(
+            r"""(() => {
+            const found = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+            while (texts.nextNode()) {
+                const text = texts.currentNode, range = document.createRange();
+                if (!text.parentElement.checkVisibility() || text.parentElement.closest("script, style")) continue;
+                for (const word of text.data.matchAll(/[\p{L}\p{N}]+/gu)) {
+                    range.setStart(text, word.index);
+                    range.setEnd(text, word.index + word[0].length);
+                    const boxes = [...range.getClientRects()].filter((box) => box.width > 0);
+                    if (new Set(boxes.map((box) => Math.round(box.top))).size > 1) found.push(word[0]);
+                }
+            }
+            return found;
+            })()"""
+        )
 
     def js(self, expression):
         """Return the value of a JavaScript expression in the page."""

@@ -2,6 +2,8 @@
 
 import io
 import sys
+import threading
+import time
 
 import pytest
 
@@ -49,17 +51,33 @@ def test_a_note_is_shown_next_to_the_bar(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("stream", "seconds", "shown"), [(Terminal, 5, True), (Terminal, 0.1, False), (io.StringIO, 5, False)]
+    ("stream", "seconds", "shown"), [(Terminal, 0.6, True), (Terminal, 0.0, False), (io.StringIO, 0.6, False)]
 )
 def test_a_bar_appears_for_long_work_on_a_terminal(stream, seconds, shown, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(_bars.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_bars, "DELAY", 0.1)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "stderr", stream())
     with _bars.bars():
-        work(lambda: now.__setitem__(0, now[0] + seconds))
-        held = sys.stderr.getvalue()
+        work(lambda: time.sleep(seconds))
+    held = sys.stderr.getvalue()
     assert ("texts" in held) is shown
+    assert ("0/3" in held) is shown, "it appears during the first piece"
     assert ("2/3" in held) is shown
     assert bool(held) is shown
+    for timer in [one for one in threading.enumerate() if isinstance(one, threading.Timer)]:
+        timer.join(5)
+        assert not timer.is_alive(), "the timer ends with the work"
+
+
+def test_work_after_other_work_has_a_bar_of_its_own(monkeypatch):
+    monkeypatch.setattr(_bars, "DELAY", 0.1)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with _bars.bars():
+        counting("quick maps", 1)(1)
+        add = counting("slow pages", 2)
+        time.sleep(0.6)
+        add(1)
+    assert "quick maps" not in sys.stderr.getvalue()
+    assert "slow pages" in sys.stderr.getvalue()

@@ -51,6 +51,56 @@ def test_infinite_losses_do_not_hide_the_others(tmp_path):
     assert drawn(tmp_path / "loss.png", curves.BLUE) > 300
 
 
+def axes_of(tmp_path, monkeypatch, records):
+    """Return the axes that `loss_curve` draws for these records."""
+    kept = []
+    monkeypatch.setattr(curves, "save", lambda figure, path: kept.append(figure.axes[0]))
+    loss_curve(write(tmp_path / "m.jsonl", records), tmp_path / "loss.png")
+    return kept[0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "scale"),
+    [
+        ([4.0, 1.0, 0.01, 0.001], "log"),
+        ([4.0, 1.0, 0.5, 0.41], "linear"),
+        ([4.0, 1.0, 0.5, 0.4], "log"),  # exactly one decade
+        ([4.0, 0.01, 0.0, 0.001], "log"),
+        ([4.0, 0.01, -1.0], "linear"),  # the likelihood of a density may exceed 1
+        ([-4.0, -9.0], "linear"),
+        ([0.0, 0.0], "linear"),
+        ([3.0], "linear"),
+    ],
+)
+def test_a_loss_that_falls_by_decades_has_a_logarithmic_axis(tmp_path, monkeypatch, losses, scale):
+    """Every loss is inside the axis, and on a logarithmic one the last losses are not on its edge."""
+    axes = axes_of(tmp_path, monkeypatch, [{"step": i, "train/loss": loss} for i, loss in enumerate(losses, 1)])
+    assert axes.get_yscale() == scale
+    assert axes.get_ylabel() == "loss (nats per token, log scale)" if scale == "log" else "loss (nats per token)"
+    low, high = axes.get_ylim()
+    assert all(low <= loss <= high for loss in losses if loss or scale == "linear")
+    if scale == "log":
+        height = axes.transAxes.inverted().transform(axes.transData.transform((1, losses[-1])))[1]
+        assert height > 0.03
+        assert len(axes.get_yticks()) >= 3
+
+
+def test_a_late_evaluation_is_visible_beside_a_high_first_loss(tmp_path, monkeypatch):
+    records = [{"step": step, "train/loss": 5.0 * 0.9**step} for step in range(1, 101)]
+    axes = axes_of(tmp_path, monkeypatch, [*records, {"step": 100, "eval/loss": 2e-3}, {"step": 50, "eval/loss": 0.1}])
+    (line,) = [line for line in axes.lines if line.get_label().startswith("evaluation")]
+    down = axes.transAxes.inverted().transform(axes.transData.transform(line.get_xydata()))[:, 1]
+    assert abs(down[0] - down[1]) > 0.2, "a factor of 50 is a visible distance"
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.9, 11.0), (1e-4, 9.0), (3e-12, 50.0), (0.4, 4.2), (1e-300, 1.0)])
+def test_ticks_of_a_logarithmic_axis(low, high):
+    ticks = curves.log_ticks(low, high)
+    assert 3 <= len(ticks) <= 16
+    assert all(low <= tick <= high for tick in ticks)
+    assert ticks == sorted(ticks)
+
+
 def test_nothing_to_draw_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"contains no finite train/loss or eval/loss\. Train for at least one"):
         loss_curve(write(tmp_path / "m.jsonl", [{"step": 1, "train/loss": "NaN"}]), tmp_path / "loss.png")

@@ -21,7 +21,7 @@ from transformer.training._lock import WorkdirLock, in_use
 from transformer.training._recipe import save_recipe
 from transformer.training._report import append_samples, read_samples
 from transformer.training._summary import Summary, save_summary
-from transformer.viz._report_curves import CHARTS, frame_of, kept_points, lines_of, short, svg, ticks
+from transformer.viz._report_curves import CHARTS, frame_of, kept_points, lines_of, short, svg, ticks, unit_of
 from transformer.viz._report_page import RunReport, report_page, save_report
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -38,7 +38,10 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.elements.append((tag, dict(attributes)))
-        self.inside.append(tag)
+        if tag == "wbr":  # it has no end, and the words around it are one
+            self.texts.append((tag, "\0"))
+        else:
+            self.inside.append(tag)
 
     def handle_endtag(self, tag):
         while self.inside and self.inside.pop() != tag:
@@ -52,7 +55,8 @@ class Page(HTMLParser):
 
     @property
     def words(self):
-        return " ".join(text for tag, text in self.texts if tag not in ("script", "style"))
+        words = " ".join(text for tag, text in self.texts if tag not in ("script", "style"))
+        return words.replace(" \0 ", "")
 
     @property
     def data(self):
@@ -110,9 +114,9 @@ class TestVerb:
         paths = out.split()
         assert (code, err) == (0, "")
         assert paths[0] == str(workdir / "report.html")
-        names = {os.path.basename(path) for path in paths[1:]}
+        names = {os.path.relpath(path, workdir) for path in paths[1:]}
         assert names == {
-            f"report-{name}.png" for name in ("loss", "accuracy", "learning-rate", "gradient-norm", "speed")
+            f"report_plots/{name}.png" for name in ("loss", "accuracy", "learning-rate", "gradient-norm", "speed")
         }
         assert all(open(path, "rb").read(8) == PNG for path in paths[1:])  # noqa: SIM115
         page = Page((workdir / "report.html").read_text(encoding="utf-8"))
@@ -134,7 +138,7 @@ class TestVerb:
         one = make_run(tmp_path, "one")
         other = make_run(tmp_path, "other", model={"num_heads": 2}, optimizer={"learning_rate": 0.5})
         code, out, _ = run(one, other, "--output", tmp_path / "both" / "page.html")
-        assert (code, out.splitlines()[1]) == (0, str(tmp_path / "both" / "page-loss.png"))
+        assert (code, out.splitlines()[1]) == (0, str(tmp_path / "both" / "page_plots" / "loss.png"))
         page = Page((tmp_path / "both" / "page.html").read_text(encoding="utf-8"))
         table = page.words.partition("Differences between the recipes")[2].partition("Last values")[0]
         assert re.findall(r"[a-z]+\.[a-z_.0-9]+", table) == ["model.num_heads", "optimizer.learning_rate"]
@@ -345,10 +349,21 @@ class TestCurves:
         assert set(drawn) == {*(name.replace("_", "-") for name in names), "exact-match", "prefers-chosen"}
         assert (drawn["reward"], drawn["exact-match"], drawn["prefers-chosen"]) == ([[0.5], [0.5]], [[25.0]], [[75.0]])
 
-    def test_the_first_losses_do_not_hide_the_others(self):
-        records = [{"step": step, "train/loss": 100.0 if step < 2 else 2.0 - step / 1000} for step in range(200)]
-        frame = frame_of(CHARTS[0], lines_of(CHARTS[0], {"a": records}))
-        assert frame.high < 3
+    @pytest.mark.parametrize("last", [2.0, 0.001, 0.0])
+    def test_every_loss_is_inside_the_plot_from_the_first_one(self, last):
+        """The axis is logarithmic where the loss falls by decades; a loss of 0 is on its bottom edge."""
+        records = [{"step": step, "train/loss": 10.0 + (last - 10.0) * step / 20} for step in range(21)]
+        lines = lines_of(CHARTS[0], {"a": records})
+        frame = frame_of(CHARTS[0], lines)
+        assert frame.logarithmic == (last < 1)
+        assert ("log scale" in unit_of(CHARTS[0], frame)) == (last < 1)
+        heights = [frame.y(value) for value in lines[0].values]
+        assert heights == sorted(heights)
+        assert 10 < heights[0] < 40
+        assert heights[-1] <= 266.0 + 1e-9
+        assert len(frame.ticks) >= 3
+        (path,) = re.findall(r'<path class="run0" d="M([^"]*)"', svg(CHARTS[0], lines, "key"))
+        assert path.startswith(f"62.0 {heights[0]:.1f}L")
 
 
 class TestPieces:

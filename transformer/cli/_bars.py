@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -33,25 +33,35 @@ def bars() -> Iterator[None]:
 
 
 class _Bars:
-    """One bar at a time. It appears after `DELAY`, and disappears when its work is done."""
+    """One bar at a time. It appears after `DELAY`, and disappears when its work is done.
+
+    A timer opens the bar, so that it also appears if the first of few large pieces takes long.
+    """
 
     def __init__(self):
         self._bar: Progress | None = None
-        self._what, self._began = "", 0.0
+        self._timer: threading.Timer | None = None
+        self._what = ""
+        self._progress: tuple[float, float | None, str] = 0.0, None, ""
+        self._lock = threading.Lock()  # the timer has a thread of its own
 
     def show(self, what: str, done: float, total: float | None, note: str) -> None:
         """Receive the progress; see `transformer.config._progress.Shown`."""
         if what != self._what or (not done and not note):  # new work
             self.close()
-            self._what, self._began = what, time.monotonic()
+            self._what = what
+            self._timer = threading.Timer(DELAY, self._open, (what,))
+            self._timer.daemon = True
+            self._timer.start()
         if total is not None and done >= total:
             self.close()
-        elif self._bar is not None:
-            self._bar.update(self._task, completed=done, note=note)
-        elif time.monotonic() - self._began >= DELAY:
-            self._open(done, total, note)
+            return
+        with self._lock:
+            self._progress = done, total, note
+            if self._bar is not None:
+                self._bar.update(self._task, completed=done, note=note)
 
-    def _open(self, done: float, total: float | None, note: str) -> None:
+    def _open(self, what: str) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -59,14 +69,22 @@ class _Bars:
         columns = [TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()]
         console = Console(file=sys.stderr, force_terminal=True)
         # Results go to stdout, which may be the same terminal: no live display may redirect it.
-        self._bar = Progress(
+        bar = Progress(
             *columns, note_column, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
         )
-        self._task = self._bar.add_task(self._what, total=total, completed=done, note=note)
-        self._bar.start()
+        with self._lock:
+            if self._timer is not threading.current_thread():
+                return  # the work has ended meanwhile
+            done, total, note = self._progress
+            self._bar, self._task = bar, bar.add_task(what, total=total, completed=done, note=note)
+            bar.start()
 
     def close(self) -> None:
         """Remove the bar, if one is shown."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            if self._bar is not None:
+                self._bar.stop()
+                self._bar = None

@@ -29,14 +29,14 @@ class Report:
     """Write an HTML report of a run: curves of loss, learning rate, gradient norm and throughput, samples over time,
     the resolved recipe, versions, and the commands that reproduce the run.
 
-    Several runs are compared on one page. Each plot is also written as a PNG file. The runs are not changed and may
-    still be training.
+    Several runs are compared on one page. Each plot is also written as a PNG file, in a directory beside the page. The
+    runs are not changed and may still be training.
     """
 
     workdirs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="WORKDIR [WORKDIR ...]")]
     """workdirs of runs, such as runs/number_words"""
     output: Path | None = None
-    """HTML file to write, next to its PNG files; None: report.html or comparison.html in the first workdir"""
+    """HTML file to write; None: report.html or comparison.html in the first workdir. Its PNG files are in NAME_plots"""
     overwrite: bool = False
     """replace files at --output that this program did not write"""
     json: bool = False

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from transformer.viz._records import read_metrics
 from transformer.viz._style import BLUE, COLORS, INK, RED, dress, new_figure, save
@@ -20,6 +20,8 @@ def loss_curve(
     metrics_path: str | os.PathLike, png_path: str | os.PathLike, title: str = "Loss", unit: str = "nats per token"
 ) -> None:
     """Plot train/loss and eval/loss of a metrics.jsonl file by step into a PNG file.
+
+    The loss axis is logarithmic if `falls_by_decades` of all losses; its label then says so.
 
     Args:
         metrics_path: the metrics.jsonl file.
@@ -38,7 +40,9 @@ def loss_curve(
             f"{metrics_path} contains no finite train/loss or eval/loss. Train for at least one logged step."
         )
     figure = new_figure(8, 4.8, dpi=150)
-    axes = _axes(figure, title, unit)
+    values = np.concatenate([train[1], evaluation[1]])
+    logarithmic = falls_by_decades(values)
+    axes = _axes(figure, title, f"{unit}, log scale" if logarithmic else unit)
     steps, losses = train
     if len(steps):
         window = len(steps) // 40
@@ -50,11 +54,54 @@ def loss_curve(
     steps, losses = evaluation
     if len(steps):
         lowest = int(np.argmin(losses))
-        label = f"evaluation, lowest {losses[lowest]:.3f} at step {steps[lowest]:,}"
+        label = f"evaluation, lowest {losses[lowest]:.4g} at step {steps[lowest]:,}"
         axes.plot(steps, losses, color=RED, linewidth=1.8, marker="o", markersize=4, label=label)
-    axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+    if logarithmic:
+        log_axis(axes, values)
+    elif values.min() >= 0.0:
+        axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     axes.legend(frameon=False)
     save(figure, png_path)
+
+
+def falls_by_decades(values: np.ndarray) -> bool:
+    """Return whether an axis for values (n,) should be logarithmic.
+
+    This is the case if no value is negative and the largest one is at least ten times the smallest positive one. On a
+    linear axis, the lower values would be one flat line on the bottom edge.
+    """
+    finite = values[np.isfinite(values)]
+    positive = finite[finite > 0]
+    return len(positive) > 0 and bool(finite.min() >= 0 and positive.max() >= 10 * positive.min())
+
+
+def log_limits(values: np.ndarray) -> tuple[float, float]:
+    """Return limits of a logarithmic axis for values (n,), with a margin around the positive finite ones."""
+    positive = values[np.isfinite(values) & (values > 0)]
+    low, high = float(positive.min()), float(positive.max())
+    margin = (high / low) ** 0.05
+    return low / margin, high * margin
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return the powers of ten between two positive limits; with fewer than three decades, 2 and 5 times them too."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    stride = max(1, len(decades) // 8)
+    factors = (1, 2, 5) if math.log10(high / low) < 3 else (1,)
+    ticks = [factor * 10.0**power for power in decades if power % stride == 0 for factor in factors]
+    return [tick for tick in ticks if low <= tick <= high]
+
+
+def log_axis(axes: Axes, values: np.ndarray) -> None:
+    """Make the y axis logarithmic, with limits for values (n,) and plain numbers at its ticks.
+
+    A line to the value 0, which has no logarithm, ends on the bottom edge.
+    """
+    axes.set_yscale("log", nonpositive="clip")
+    axes.set_ylim(*log_limits(values))
+    axes.yaxis.set_major_locator(FixedLocator(log_ticks(*axes.get_ylim())))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
 
 
 def compare_losses(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from transformer.viz._curves import smooth
+from transformer.viz._curves import falls_by_decades, log_axis, log_limits, log_ticks, smooth
 from transformer.viz._style import COLORS, dress, new_figure, save
 
 WIDTH, HEIGHT = 640, 300
@@ -37,7 +37,7 @@ class Chart:
     scale: float | int = 1.0
     """factor applied to the values"""
     from_zero: bool = True
-    """the value axis starts at 0"""
+    """the value axis starts at 0; otherwise it fits the values, and is logarithmic if `falls_by_decades` of them"""
 
 
 CHARTS = (
@@ -137,37 +137,50 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Frame:
-    """Visible range of a plot: steps from 0 to `right`, values from `low` to `high`."""
+    """Visible range of a plot: steps from 0 to `right`, values from `low` to `high`, on a logarithmic axis or not."""
 
     right: float
     low: float
     high: float
+    logarithmic: bool = False
 
     def x(self, step: float | int | np.integer) -> float:
         """Return the x coordinate of a step in SVG units."""
         return LEFT + (WIDTH - LEFT - RIGHT) * step / self.right
 
     def y(self, value: float | int | np.floating) -> float:
-        """Return the y coordinate of a value in SVG units."""
-        return TOP + (HEIGHT - TOP - BOTTOM) * (self.high - value) / (self.high - self.low)
+        """Return the y coordinate of a value in SVG units; on a logarithmic axis, 0 is on the bottom edge."""
+        if self.logarithmic:
+            share = math.log(self.high / max(value, self.low)) / math.log(self.high / self.low)
+        else:
+            share = (self.high - value) / (self.high - self.low)
+        return TOP + (HEIGHT - TOP - BOTTOM) * share
+
+    @property
+    def ticks(self) -> list[float]:
+        """The values that the axis names."""
+        return log_ticks(self.low, self.high) if self.logarithmic else ticks(self.low, self.high)
 
 
 def frame_of(chart: Chart, lines: Sequence[Line]) -> Frame | None:
-    """Return the visible range of all lines; None if no value is finite.
-
-    The first values of a loss are cut off at the top: they are so high that later differences would not be visible.
-    """
+    """Return the visible range of all lines; None if no value is finite."""
     finite = [line.values[np.isfinite(line.values)] for line in lines]
     finite = [values for values in finite if len(values)]
     if not finite:
         return None
-    low, high = min(values.min() for values in finite), max(values.max() for values in finite)
-    if not chart.from_zero:
-        high = max(values[min(len(values) // 20, len(values) - 1) :].max() for values in finite)
+    values, right = np.concatenate(finite), float(max(1, *(line.steps[-1] for line in lines)))
+    if not chart.from_zero and falls_by_decades(values):
+        return Frame(right, *log_limits(values), logarithmic=True)
+    low, high = values.min(), values.max()
     low = min(0.0, low) if chart.from_zero else low
     margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
     low = low if chart.from_zero and low == 0.0 else low - margin
-    return Frame(float(max(1, *(line.steps[-1] for line in lines))), float(low), float(high + margin))
+    return Frame(right, float(low), float(high + margin))
+
+
+def unit_of(chart: Chart, frame: Frame) -> str:
+    """Return the label of the value axis: the unit, and whether the axis is logarithmic."""
+    return ", ".join(part for part in (chart.unit, "log scale" * frame.logarithmic) if part)
 
 
 def svg(chart: Chart, lines: Sequence[Line], key: str) -> str:
@@ -190,7 +203,7 @@ def svg(chart: Chart, lines: Sequence[Line], key: str) -> str:
         f'<clipPath id="{key}"><rect x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" '
         f'height="{HEIGHT - TOP - BOTTOM}"/></clipPath>',
     ]
-    for value in ticks(frame.low, frame.high):
+    for value in frame.ticks:
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="end" x="{LEFT - 6}" y="{y + 4:.1f}">{short(value)}</text>')
@@ -290,7 +303,7 @@ def save_png(chart: Chart, lines: Sequence[Line], png_path: str | os.PathLike) -
         raise ValueError(f"{chart.title} has no finite value to plot. Remove the chart.")
     figure = new_figure(8, 4.2, dpi=130)
     axes = figure.add_subplot()
-    dress(axes, chart.title, "step", chart.unit)
+    dress(axes, chart.title, "step", unit_of(chart, frame))
     for line in lines:
         color, window = COLORS[line.color % len(COLORS)], len(line.steps) // 40
         style: dict[str, Any] = {"color": color, "linewidth": 1.8, "label": last_value(line)}
@@ -302,6 +315,9 @@ def save_png(chart: Chart, lines: Sequence[Line], png_path: str | os.PathLike) -
             axes.plot(line.steps, line.values, color=color, alpha=0.25, linewidth=0.8)
             axes.plot(line.steps, smooth(line.values, window), **style)
     axes.set_xlim(0, frame.right)
-    axes.set_ylim(frame.low, frame.high)
+    if frame.logarithmic:
+        log_axis(axes, np.concatenate([line.values for line in lines]))
+    else:
+        axes.set_ylim(frame.low, frame.high)
     axes.legend(frameon=False)
     save(figure, png_path)

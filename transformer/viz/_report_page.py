@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,9 +29,12 @@ from transformer.viz._report_curves import (
     save_png,
     short,
     svg,
+    unit_of,
 )
 from transformer.viz._style import COLORS
 
+_LONG = re.compile(r"\S{13,}")
+_JOINT = re.compile(r"(?<=[/_.,=:])(?=\w)")
 MOST_SAMPLES = 50
 """maximum number of evaluations whose samples are shown: the first one, and the newest of the others"""
 
@@ -88,8 +92,8 @@ def _page(runs: Sequence[RunReport], charts: Sequence[tuple[Chart, list[Line]]],
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     body = [
-        f"<h1>{escaped(title)}</h1>",
-        f'<p class="quiet">{escaped(made)}</p>' * bool(made),
+        f"<h1>{breakable(title)}</h1>",
+        f'<p class="quiet">{breakable(made)}</p>' * bool(made),
         _overview(runs),
         _curves(charts),
         _differences(runs),
@@ -113,7 +117,9 @@ def _page(runs: Sequence[RunReport], charts: Sequence[tuple[Chart, list[Line]]],
 def save_report(
     runs: Sequence[RunReport], html_path: str | os.PathLike, *, title: str, made: str = "", overwrite: bool = True
 ) -> list[Path]:
-    """Write the page of `report_page`, and each plot as a PNG file (NAME-loss.png) in the same directory.
+    """Write the page of `report_page`, and each plot as a PNG file in a directory beside it.
+
+    For the page NAME.html, the directory is NAME_plots; its files are named by the plot, such as loss.png.
 
     Returns:
         The path of the page, then the paths of the PNG files.
@@ -132,13 +138,13 @@ def save_report(
     os.replace(partial, path)
     paths = [path]
     for chart, lines in charts:
-        paths.append(_picture(path, chart))
+        paths.append(_picture(path, chart))  # `save_png` creates the directory
         save_png(chart, lines, paths[-1])
     return paths
 
 
 def _picture(page: Path, chart: Chart) -> Path:
-    return page.with_name(f"{page.stem}-{chart.name}.png")
+    return page.with_name(f"{page.stem}_plots") / f"{chart.name}.png"
 
 
 def charts_of(runs: Sequence[RunReport]) -> list[tuple[Chart, list[Line]]]:
@@ -191,13 +197,13 @@ def _table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
 def _by_run(runs: Sequence[RunReport], what: str, values: Sequence[Mapping[str, Any]], missing: str = "") -> str:
     """Return a table with one row per name and one column per run."""
     names = dict.fromkeys(name for one in values for name in one)
-    rows = [[escaped(name), *(escaped(one.get(name, missing)) for one in values)] for name in names]
+    rows = [[breakable(name), *(breakable(one.get(name, missing)) for one in values)] for name in names]
     return _table([what, *(_name(runs, place) for place in range(len(runs)))], rows)
 
 
 def _name(runs: Sequence[RunReport], place: int) -> str:
     key = f'<span class="key run{place % len(COLORS)}" aria-hidden="true">&#9632;</span> ' if len(runs) > 1 else ""
-    return f"{key}{escaped(runs[place].name)}"
+    return f"{key}{breakable(runs[place].name)}"
 
 
 def _overview(runs: Sequence[RunReport]) -> str:
@@ -235,13 +241,22 @@ def _figure(chart: Chart, lines: Sequence[Line], key: str) -> str:
         for line in lines
         if len(line.not_finite)
     ]
-    unit = f" ({escaped(chart.unit)})" if chart.unit else ""
+    unit = unit_of(chart, frame)
+    unit = f" ({escaped(unit)})" if unit else ""
     return (
         f'<figure tabindex="0" data-right="{frame.right:g}" data-left="{LEFT}" data-width="{WIDTH - LEFT - RIGHT}">'
         f"<figcaption><b>{escaped(chart.title)}</b>{unit}{escaped(''.join(f'. {one}' for one in lost))}</figcaption>"
-        f"{svg(chart, lines, key)}<output>{escaped('; '.join(map(last_value, lines)))}</output>"
+        f"{svg(chart, lines, key)}<output>{breakable('; '.join(map(last_value, lines)))}</output>"
         f'<script type="application/json">{_json(points)}</script></figure>'
     )
+
+
+def breakable(value: Any) -> str:
+    """Escape a value as HTML text whose long words, such as paths and field names, may wrap after punctuation.
+
+    The element <wbr> is not part of the text that a reader copies.
+    """
+    return _LONG.sub(lambda found: _JOINT.sub("<wbr>", found[0]), escaped(value))
 
 
 def _json(value: Any) -> str:
@@ -285,12 +300,14 @@ def _last_values(runs: Sequence[RunReport]) -> str:
 
 def _texts(run: RunReport, several: bool) -> str:
     parts = []
-    of = f" of {escaped(run.name)}" if several else ""
+    of = f" of {breakable(run.name)}" if several else ""
     if run.outcome:
         opened = "" if several else " open"
-        parts.append(f"<details{opened}><summary>Summary{of}</summary><pre>{escaped(run.outcome)}</pre></details>")
+        parts.append(f"<details{opened}><summary>Summary{of}</summary><pre>{breakable(run.outcome)}</pre></details>")
     if run.example:
-        text = "".join(f"<mark>{escaped(part)}</mark>" if trained else escaped(part) for part, trained in run.example)
+        text = "".join(
+            f"<mark>{breakable(part)}</mark>" if trained else breakable(part) for part, trained in run.example
+        )
         parts.append(
             f"<details><summary>A training conversation{of}, with its trained parts marked</summary>"
             f"<pre>{text}</pre></details>"
@@ -305,7 +322,9 @@ def _texts(run: RunReport, several: bool) -> str:
         )
     for place, (step, text) in enumerate(shown):
         opened = " open" if place == len(shown) - 1 else ""
-        parts.append(f"<details{opened}><summary>step {step:,}</summary><pre>{escaped(text.rstrip())}</pre></details>")
+        parts.append(
+            f"<details{opened}><summary>step {step:,}</summary><pre>{breakable(text.rstrip())}</pre></details>"
+        )
     return "\n".join(parts)
 
 
@@ -313,9 +332,9 @@ def _repeat(runs: Sequence[RunReport]) -> str:
     parts = []
     for place, run in enumerate(runs):
         parts.append(f"<h3>{_name(runs, place)}</h3>" * (len(runs) > 1))
-        parts += [f"<p>{escaped(what)}</p><pre>{escaped(command)}</pre>" for what, command in run.commands.items()]
+        parts += [f"<p>{escaped(what)}</p><pre>{breakable(command)}</pre>" for what, command in run.commands.items()]
         if run.calls:
-            calls = escaped("\n".join(run.calls))
+            calls = breakable("\n".join(run.calls))
             parts.append(f"<details><summary>Training commands: {len(run.calls)}</summary><pre>{calls}</pre></details>")
     return f"<h2>Reproduce and use</h2>{''.join(parts)}" if any(parts) else ""
 
