@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from transformer.config import ConfigError
-from transformer.media import ImageProcessor, image_processor, open_image
+from transformer.media import ImageProcessor, image_processor, open_image, save_image_processor
 
 
 def photo(height=37, width=53, channels=3, seed=0):
@@ -227,3 +227,19 @@ def test_missing_settings(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text("[")
     with pytest.raises(ConfigError, match="can't be read"):
         image_processor(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"height": 12, "width": 9, "resample": "lanczos"},
+        {"shortest_edge": 20, "crop_height": 18, "crop_width": 16, "mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)},
+        {"height": 8, "width": 8, "in_floats": True, "rescale_factor": 1.0},
+        {"height": 8, "width": 8, "mean": (0.25,), "std": (0.75,)},
+    ],
+)
+def test_saved_settings_are_read_back(tmp_path, fields):
+    processor = ImageProcessor(**fields)
+    assert save_image_processor(processor, tmp_path).name == "preprocessor_config.json"
+    assert image_processor(tmp_path) == processor

@@ -18,7 +18,7 @@ from golden.case import NULLABLE
 from transformer.__main__ import main
 from transformer.generate import Sampling, generate
 from transformer.inference import open_model
-from transformer.nn.models import Forecaster, Seq2Seq, VisionClassifier
+from transformer.nn.models import Forecaster, Seq2Seq, VisionClassifier, VisionLanguageModel
 
 pytestmark = pytest.mark.parity
 
@@ -45,6 +45,7 @@ EXPORTS = {
     "shakespeare_fast": "Qwen3ForCausalLM",
     "shakespeare_gpu": "Starcoder2ForCausalLM",
     "shakespeare_no_attention": "GPTNeoXForCausalLM",
+    "shapes_caption": "LlavaForConditionalGeneration",
     "shapes_clip": r"CLIP has no counterpart",
     "sst2": r"pooling is 'mean', GPT-2 has 'last'",
     "text_corpus": "GPTNeoXForCausalLM",
@@ -59,6 +60,7 @@ OPENED = [name for name in EXPORTS if name not in BLOCKED]
 AUTO = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
+    "LlavaForConditionalGeneration": "AutoModelForImageTextToText",
     "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
     "MTModel": "AutoModelForSeq2SeqLM",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
@@ -145,7 +147,7 @@ def options_of(name, folder):
             words += ["--data.source-path", str(folder / "text.txt"), "--data.target-path", str(folder / "text.txt")]
         case "NumberWords":
             words += ["--data.max-digits", "2", "--data.train-examples", "200", "--data.data-dir", str(folder / "tfds")]
-        case "NumberText" | "NumberChat" | "NumberPreferences" | "NumberPrompts":
+        case "NumberText" | "NumberChat" | "NumberPreferences" | "NumberPrompts" | "ShapesCaptions":
             words += ["--data.train-examples", "200"]
     return words
 
@@ -198,6 +200,14 @@ def inputs_of(model):
         shape = (2, patches.image_height, patches.image_width, patches.channels)
         return {"pixel_values": random.standard_normal(shape).astype(np.float32)}
     tokens = {"input_ids": random.integers(4, config.vocab_size, (2, 13)).astype(np.int32)}
+    if isinstance(model, VisionLanguageModel):
+        images = config.image_tokens
+        text = np.where(tokens["input_ids"] == images.token_id, 4, tokens["input_ids"])
+        shape = (2, images.patches.image_height, images.patches.image_width, images.patches.channels)
+        return {
+            "input_ids": np.concatenate([np.full((2, images.count), images.token_id, np.int32), text], 1),
+            "pixel_values": random.standard_normal(shape).astype(np.float32),
+        }
     if isinstance(model, Seq2Seq):
         tokens["decoder_input_ids"] = random.integers(4, config.vocab_size, (2, 7)).astype(np.int32)
     return tokens
@@ -220,7 +230,9 @@ def test_a_recipe_s_export_computes_the_same_there(transformers, folder, tmp_pat
 
     opened = open_model(run, step="newest")
     inputs = inputs_of(opened.model)
-    expected = jax.jit(opened.model.apply)({"params": opened.params}, *map(jnp.asarray, inputs.values()))
+    arguments = [jnp.asarray(array) for array in inputs.values()]
+    named = {"images": arguments.pop()[:, None]} if isinstance(opened.model, VisionLanguageModel) else {}
+    expected = jax.jit(opened.model.apply)({"params": opened.params}, *arguments, **named)
     given = {name: torch.tensor(array) for name, array in inputs.items()}
     given = {name: array.long() if name.endswith("_ids") else array for name, array in given.items()}
     if "pixel_values" in given:
@@ -231,7 +243,7 @@ def test_a_recipe_s_export_computes_the_same_there(transformers, folder, tmp_pat
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
     if opened.vocabulary is not None and name != "number_words":
-        text = "a good film" if name == "finetune_classifier" else "line 7"
+        text = {"finetune_classifier": "a good film", "shapes_caption": "a large red ring"}.get(name, "line 7")
         tokenizer = transformers.AutoTokenizer.from_pretrained(out)
         assert tokenizer(text, add_special_tokens=False).input_ids == opened.tokenizer.encode(text)
     if name in ("number_words", "shakespeare_cpu"):

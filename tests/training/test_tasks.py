@@ -85,6 +85,7 @@ RECIPES = {
     "image_classifier": "digits_vit",
     "forecaster": "etth1",
     "contrastive": "shapes_clip",
+    "captioning": "shapes_caption",
 }
 OWN_FILES = {
     "sft": Conversations(path="chats.jsonl"),

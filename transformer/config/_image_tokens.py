@@ -24,8 +24,8 @@ class ImageTokens:
         ConfigError: a number out of range, or pooling that does not divide the rows and columns of patches.
     """
 
-    token_id: int
-    """id of the tokens whose embeddings the features of an image replace"""
+    token_id: int | None = None
+    """id of the tokens whose embeddings the features of an image replace; None: training sets it from the tokenizer"""
     patches: Patches
     """size of the images and of their patches"""
     d_model: int

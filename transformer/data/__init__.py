@@ -21,7 +21,7 @@ from transformer.data.kinds._parallel_text import ParallelText
 from transformer.data.kinds._preferences import Preferences
 from transformer.data.kinds._prompts import Prompts
 from transformer.data.kinds._series_file import SeriesFile
-from transformer.data.kinds._shapes import Shapes
+from transformer.data.kinds._shapes import Shapes, ShapesCaptions
 from transformer.data.kinds._sst2 import SST2, MaskedSST2, SST2Sentences
 from transformer.data.kinds._text_file import TextFile
 from transformer.data.kinds._text_files import TextFiles
@@ -56,6 +56,7 @@ __all__ = [
     "SST2Sentences",
     "SeriesFile",
     "Shapes",
+    "ShapesCaptions",
     "TFDSTranslation",
     "TextFile",
     "TextFiles",

@@ -14,6 +14,7 @@ from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerpri
 from transformer.data._labeled import encode_within
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.media._images import ImageProcessor
 
 HALF = (0.5, 0.5, 0.5)
 """mean and deviation that map the values of pixels to -1 ... 1"""
@@ -83,13 +84,20 @@ class CaptionDataset(Dataset):
         self.config = config
         self.tokenizer = tokenizer
         self._splits, self._mean, self._std = found.splits, found.mean, found.std
+        height, width, _ = self._shape
+        self.processor = ImageProcessor(height=height, width=width, mean=found.mean, std=found.std)
         self._tokens: dict[str, Ragged] = {}
         self._truncated = 0
         for split, pictures in found.splits.items():
-            encoded = [encode_within(tokenizer, text, config.max_length) for text in pictures.captions]
-            self._tokens[split] = Ragged(ids for ids, _, _ in encoded)
-            self._truncated += sum(truncated for _, _, truncated in encoded)
+            encoded = [self._encode(text) for text in pictures.captions]
+            self._tokens[split] = Ragged(ids for ids, _ in encoded)
+            self._truncated += sum(truncated for _, truncated in encoded)
         self.fingerprint = self._fingerprint()
+
+    def _encode(self, text: str) -> tuple[list[int], bool]:
+        """Return the token ids of a caption, and whether it was truncated."""
+        ids, _, truncated = encode_within(self.tokenizer, text, self.config.max_length)
+        return ids, truncated
 
     def _fingerprint(self) -> str:
         pixels = {name: _digest(pictures.pixels) for name, pictures in self._splits.items()}
@@ -112,12 +120,16 @@ class CaptionDataset(Dataset):
         """Describe pairs, sizes, vocabulary and the number of truncated captions in one line."""
         sizes = ", ".join(f"{len(pictures.captions):,} {split}" for split, pictures in self._splits.items())
         truncated = f" ({self._truncated:,} truncated)" if self._truncated else ""
-        longest = max(ragged.longest for ragged in self._tokens.values())
         height, width, channels = self._shape
         return (
             f"{self.config.kind}: {sizes} pairs of an image ({height} x {width} x {channels}) and a caption of up to "
-            f"{longest} tokens{truncated}, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
+            f"{self._longest} tokens{truncated}, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
         )
+
+    @property
+    def _longest(self) -> int:
+        """Number of tokens of the longest caption."""
+        return max(ragged.longest for ragged in self._tokens.values())
 
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
         """Return evenly spaced captions of a split, as `source`."""
@@ -145,15 +157,19 @@ class CaptionDataset(Dataset):
         return len(self._splits[split].captions)
 
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
-        pictures = self._splits[split]
-        pixels = pictures.pixels[pictures.places[rows]].astype(np.float32) / np.float32(255.0)
         tokens, lengths = self._tokens[split].padded(rows, self.config.max_length, self.tokenizer.pad_id)
         return {
-            "values": (pixels - np.asarray(self._mean, np.float32)) / np.asarray(self._std, np.float32),
+            "values": self._values(split, rows),
             "tokens": tokens,
             "lengths": lengths,
             "weights": np.ones(len(rows), np.float32),
         }
+
+    def _values(self, split: str, rows: np.ndarray) -> np.ndarray:
+        """Return the normalized pixels of the images of these captions, (B, height, width, channels)."""
+        pictures = self._splits[split]
+        pixels = pictures.pixels[pictures.places[rows]].astype(np.float32) / np.float32(255.0)
+        return (pixels - np.asarray(self._mean, np.float32)) / np.asarray(self._std, np.float32)
 
 
 def _digest(array: np.ndarray) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from transformer.config._checks import nearest
 from transformer.data._config import DataKind
 from transformer.data._tokenizer import Tokenizer
+from transformer.media._images import ImageProcessor
 
 if TYPE_CHECKING:
     import grain
@@ -24,7 +25,8 @@ Batch = dict[str, np.ndarray]
 tokens, targets and weights (B, T); in packed rows also segment_ids and positions (B, T). Pairs: in addition source
 (B, S) and source_lengths (B,). Labeled text: tokens (B, T) with lengths, targets and weights (B,). Numeric data: values
 (B, ...) with targets, and weights (B,). Captioned images: values (B, ...), tokens (B, T) with lengths and weights (B,),
-without targets: the caption of a row is that of its image."""
+without targets: the caption of a row is that of its image. Captions to write: values (B, ...), tokens, targets and
+weights (B, T), with lengths and prefix_lengths (B,), the number of tokens before the caption."""
 
 
 IN_MEMORY = {"num_threads": 0, "prefetch_buffer_size": 0}
@@ -52,6 +54,8 @@ class Dataset(ABC):
     config: DataKind
     """the options, completed with values that the data determines"""
     tokenizer: Tokenizer | None = None
+    processor: ImageProcessor | None = None
+    """preprocessing of images that a trained model is given; None: it reads no images, or none from files"""
     fingerprint: str
 
     @property

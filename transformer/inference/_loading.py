@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from transformer.config._checks import ConfigError
 from transformer.config._recipe_files import SAVED_RECIPE
 from transformer.inference._text_methods import TextMethods
+from transformer.media._image_settings import image_processor, save_image_processor
 from transformer.nn.models._audio import SpeechRecognizer
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo.weights._flax_files import open_files
@@ -37,11 +38,13 @@ KEPT_FIELDS = (
 )
 """Fields of config.json that `export` copies: special ids, class names, limits."""
 
+PREPROCESSING = "preprocessor_config.json"
+"""Preprocessing of images and sound."""
 COMPANIONS = (
     "modules.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
-    "preprocessor_config.json",
+    PREPROCESSING,
     "processor_config.json",
     "generation_config.json",
 )
@@ -399,6 +402,8 @@ def export(
     if opened.pretrained is not None and opened.directory.is_dir():
         more = CTC_FILES if isinstance(model, SpeechRecognizer) else ()
         _copy_companions(opened.directory, Path(directory), more)
+    elif (opened.directory / PREPROCESSING).exists():
+        save_image_processor(image_processor(opened.directory), directory)
     return choose_family(model, family)[0]
 
 

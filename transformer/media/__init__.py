@@ -20,7 +20,7 @@ _EXPORTS = {
     "_audio": ("check_file", "check_samples", "read_audio", "resample"),
     "_features": ("LogMel", "Waveform", "load_features", "mel_filters"),
     "_image_files": ("open_image",),
-    "_image_settings": ("image_processor",),
+    "_image_settings": ("image_processor", "save_image_processor"),
     "_images": ("ImageProcessor",),
 }
 """public names by the file that defines them"""

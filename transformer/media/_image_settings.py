@@ -1,7 +1,8 @@
-"""Read the image preprocessing of a model: preprocessor_config.json, or processor_config.json of newer releases."""
+"""Read and write the image preprocessing of a model: preprocessor_config.json, or newer processor_config.json."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -190,3 +191,40 @@ def _size(name: str, value: Any, *, square: bool) -> dict[str, int]:
             f"Correct it."
         )
     return value
+
+
+def save_image_processor(processor: ImageProcessor, directory: str | os.PathLike) -> Path:
+    """Write `preprocessor_config.json` into a directory, which `image_processor` and Hugging Face transformers read.
+
+    Returns:
+        The path of the file.
+    """
+    values = to_settings(processor)
+    path = Path(directory) / SETTINGS_FILES[0]
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def to_settings(processor: ImageProcessor) -> dict[str, Any]:
+    """Return the fields of a preprocessor_config.json that describe a preprocessing: the inverse of `from_settings`."""
+    kind = "DINOv3ViT" if processor.in_floats else "ViT" if processor.shortest_edge is None else "CLIP"
+    values: dict[str, Any] = {
+        "image_processor_type": f"{kind}ImageProcessor",
+        "do_resize": (processor.height, processor.shortest_edge) != (None, None),
+        "resample": RESAMPLE.index(processor.resample),
+        "do_center_crop": processor.crop_height is not None,
+        "do_rescale": True,
+        "rescale_factor": processor.rescale_factor,
+        "do_normalize": True,
+        "image_mean": list(processor.mean),
+        "image_std": list(processor.std),
+    }
+    if processor.shortest_edge is not None:
+        values["size"] = {"shortest_edge": processor.shortest_edge}
+    elif processor.height is not None:
+        values["size"] = {"height": processor.height, "width": processor.width}
+    if processor.crop_height is not None:
+        values["crop_size"] = {"height": processor.crop_height, "width": processor.crop_width}
+    return values

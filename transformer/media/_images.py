@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 
 from transformer.config._checks import ConfigError, check_choices, check_flags, check_positive, check_whole
-from transformer.media._image_files import Image, open_image
 
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 Numbers = tuple[float, ...]
@@ -91,6 +90,8 @@ class ImageProcessor:
         return np.stack(results)
 
     def _one(self, image: Any) -> np.ndarray:
+        from transformer.media._image_files import open_image  # needs Pillow, which the settings alone do not
+
         x = open_image(image, len(self.mean))
         if (size := self._resized(*x.shape[:2])) is not None:
             name = str(image) if isinstance(image, str) or hasattr(image, "__fspath__") else "the image"
@@ -110,6 +111,8 @@ class ImageProcessor:
 
 def _resize(x: np.ndarray, size: tuple[int, int], resample: Resample, name: str) -> np.ndarray:
     """Resize (height, width, C) to (*size, C)."""
+    from PIL import Image
+
     height, width = size
     if Image.MAX_IMAGE_PIXELS is not None and height * width > Image.MAX_IMAGE_PIXELS:
         raise ValueError(

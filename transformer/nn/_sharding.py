@@ -312,7 +312,8 @@ def _hybrid_grid(devices: Sequence[jax.Device], sizes: Mapping[str, int], dcn: D
 
 def check_model(config: TransformerConfig, sizes: Mapping[str, int]) -> None:
     """Raise a ConfigError if the mesh would split a dimension of the model that is not divisible by its size."""
-    parts = {"model": config} | ({} if config.images is None else {"model.input": config.image_encoder})
+    has_images = (config.images or config.image_tokens) is not None
+    parts = {"model": config} | ({"model.input": config.image_encoder} if has_images else {})
     for name, part in parts.items():
         needs = (
             ("num_heads", part.num_heads, "tensor"),

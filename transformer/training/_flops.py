@@ -117,7 +117,8 @@ def step_flops(recipe: Recipe, batch: Shapes | None = None, params: Any = None) 
     else:
         attention = self_attentions(model.num_layers) * scores(length, length)
         if image:
-            attention += model.images.num_layers * scores(image, image, model.image_encoder)
+            encoder = model.image_encoder
+            attention += encoder.num_layers * scores(image, image, encoder)
     # Forward pass once, backward pass twice: y = x W needs dL/dx = dL/dy W^T and, if W is trained, dL/dW = x^T dL/dy.
     # A reference model has a forward pass too, and so has a teacher.
     reference = TASKS[recipe.task].keeps_reference(recipe)
@@ -131,7 +132,8 @@ def step_flops(recipe: Recipe, batch: Shapes | None = None, params: Any = None) 
 
 def _image_positions(model: TransformerConfig) -> int:
     """Return the length of the sequences of an encoder of images next to that of texts; 0 without one."""
-    return 0 if model.images is None else model.images.patches.positions
+    images = model.images or model.image_tokens
+    return 0 if images is None else images.patches.positions
 
 
 def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: Any = None) -> int:
@@ -153,7 +155,9 @@ def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: Any = 
         # the token embedding, which may be tied to the output head (`tokens_through` returns 0 if it is not).
         if axes is None or not axes.inputs or (axes.is_table and name != "embedding/embedding"):
             continue
-        reads_source = name.startswith(("encoder/", "image/")) or re.search(r"cross_attention/(key|value)/", name)
+        reads_source = name.startswith(("encoder/", "image/", "projector/")) or re.search(
+            r"cross_attention/(key|value)/", name
+        )
         size = leaf.size
         count = TASKS[recipe.task].tokens_through(recipe.model, name, source_tokens if reads_source else tokens)
         if "expert" in axes.names:

@@ -20,6 +20,7 @@ from transformer.generate._beam import Beam
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
 from transformer.training import _numeric_evaluation as numbers
+from transformer.training._captioning import caption_samples, report_captions
 from transformer.training._evaluation import write_texts
 from transformer.training._recipe import Recipe
 from transformer.training._summary import Summary
@@ -58,6 +59,8 @@ def samples(recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, ste
     task = TASKS[recipe.task]
     if not wanted or not task.writes:
         return ""
+    if task.captions:
+        return caption_samples(recipe, model, params, dataset, wanted)
     if task.source:
         return "\n".join(
             _arrow(item) for item in _translations(recipe, model, params, dataset, "validation", wanted) or []
@@ -151,6 +154,8 @@ def report(
         if task.try_it is not None:
             summary = dataclasses.replace(summary, prompt=_first_words(dataset.prompts()[0], 60))
         return numbers.measured(recipe, params, dataset, summary, should_stop, reference)
+    if task.captions:
+        return report_captions(recipe, model, params, dataset, summary, should_stop)
     if task.answers:
         found = _answers(recipe, model, params, dataset, 1, recipe.training.steps)
         asked, text = found[0] if found else ("", "")

@@ -20,6 +20,7 @@ from transformer.data._pipeline import prepare as prepare_data
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import load_tokenizer
 from transformer.data.kinds import PLACES
+from transformer.media._image_settings import save_image_processor
 from transformer.training import _processes as processes
 from transformer.training import lora
 from transformer.training._allowed_changes import moved
@@ -341,15 +342,21 @@ def _decided_by_data(recipe: Recipe, dataset: Dataset) -> Recipe:
     recipe = dataclasses.replace(recipe, data=dataset.config)
     if dataset.tokenizer is not None:
         recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
+    recipe = TASKS[recipe.task].decided_by_data(recipe, dataset)
     if TASKS[recipe.task].labels:
         recipe = with_labels(recipe, recipe.data.labels)
     return recipe
 
 
 def record_run(recipe: Recipe, dataset: Dataset, workdir: str | os.PathLike) -> None:
-    """Write the files that `load_run` needs in addition to the checkpoints: recipe.json and the tokenizer, if any."""
+    """Write the files that a trained model needs in addition to the checkpoints.
+
+    They are recipe.json, the tokenizer, if any, and preprocessor_config.json for a model that reads images.
+    """
     if dataset.tokenizer is not None:
         dataset.tokenizer.save_alone(Path(workdir) / TOKENIZER)
+    if dataset.processor is not None:
+        save_image_processor(dataset.processor, workdir)
     save_recipe(recipe, workdir)
 
 
@@ -445,6 +452,10 @@ def _filled_in(new: Recipe, old: Recipe) -> Recipe:
         new = dataclasses.replace(new, distill=dataclasses.replace(new.distill, **facts))
     if new.model.vocab_size is None and old.model.vocab_size is not None:
         new = with_vocabulary(new, old.model.vocab_size)
+    new_images, old_images = new.model.image_tokens, old.model.image_tokens
+    if new_images is not None and old_images is not None and new_images.token_id is None:
+        images = dataclasses.replace(new_images, token_id=old_images.token_id)
+        new = dataclasses.replace(new, model=new.model.replace(input=images))
     if type(new.data) is type(old.data):
         decided = ("labels", "columns", "mean", "std")
         if getattr(new.data, "columns", ()) not in ((), getattr(old.data, "columns", ())):

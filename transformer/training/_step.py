@@ -364,7 +364,7 @@ def evaluation_sums(
     if kind.needs_reference:
         loss_sum, weight, others, _ = kind.compared(model, params, reference, batch, options, deterministic=True)
         return {"loss_sum": loss_sum, "weight": weight, **others}
-    if kind.answers:
+    if kind.exact_answers:
         return answer_sums(model, params, kind.inputs(model.config, batch), batch)
 
     def sums(outputs, batch):

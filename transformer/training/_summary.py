@@ -74,7 +74,7 @@ class Summary:
     baseline: EvalLoss | None = None
     """measures of the baseline on that split: a forecast that repeats the last step"""
     translations: tuple[tuple[str, str, str], ...] = ()
-    """(source, correct target, output) of some unseen examples"""
+    """(source, correct target, output) of some unseen examples; the source of a caption is the path of its image"""
     text: str = ""
     """a generated text (language models)"""
     prompt: str = ""
@@ -148,7 +148,8 @@ def _example_lines(summary: Summary) -> list[str]:
         best = f"highest eval {task.score or 'accuracy'}" if task.labels or task.score else "lowest eval loss"
         lines.append(f"the following is from step {summary.shown_step}, the kept checkpoint with the {best}")
     if summary.translations:
-        lines.append("translations of unseen examples:")
+        what = "captions of unseen images" if TASKS[summary.task].captions else "translations of unseen examples"
+        lines.append(f"{what}:")
         for source, target, output in summary.translations:
             lines.append(f"  {source}\n    -> {output}" + ("" if output == target else f"   (correct: {target})"))
     if summary.text:
@@ -202,7 +203,7 @@ def _next_command(summary: Summary) -> str:
     """Return the command that tries the trained model: generate, classify or evaluate."""
     try_it, words = TASKS[summary.task].try_it, ["evaluate", str(Path(summary.workdir))]
     if summary.prompt and try_it is not None:
-        words = [try_it[0], str(Path(summary.workdir)), *try_it[1].split(), summary.prompt]
+        words = [try_it[0], str(Path(summary.workdir)), *shlex.split(try_it[1]), summary.prompt]
     return f"{program(words[0])} {shlex.join(words[1:])}"
 
 

@@ -103,6 +103,14 @@ class Task(ABC):
         """Raise ConfigError for a model or a layout on devices that this task can't use."""
         return
 
+    def decided_by_data(self, recipe: Any, dataset: Any) -> Any:
+        """Return the recipe with the fields of its model that only this task takes from the prepared data.
+
+        Raises:
+            ConfigError: the recipe sets such a field to another value.
+        """
+        return recipe
+
     # The loss
 
     each_token: ClassVar[bool] = False
@@ -182,8 +190,13 @@ class Task(ABC):
     """whether the model generates text, so that samples and translations are shown"""
     answers: ClassVar[bool] = False
     """whether the model answers conversations, so that samples are answers and not continuations"""
+    exact_answers: ClassVar[bool] = False
+    """whether evaluation counts the runs of targets that are all right, the exact match of whole answers"""
+    captions: ClassVar[bool] = False
+    """whether the model writes captions of images, so that samples are captions"""
     try_it: ClassVar[tuple[str, str] | None] = None
-    """command and options that apply a trained model to a text, which follows them; None: `evaluate`"""
+    """command and options that apply a trained model to a text or the path of an image, which follows them; None:
+    `evaluate`"""
     picture: ClassVar[str | None] = None
     """file in the workdir with a picture of predictions on held-out data"""
 

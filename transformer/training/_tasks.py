@@ -6,6 +6,7 @@ and add it to `TASKS`.
 
 from __future__ import annotations
 
+from transformer.training._captioning_task import Captioning
 from transformer.training._contrastive_task import Contrastive
 from transformer.training._numeric_tasks import Forecasting, ImageClassification
 from transformer.training._reference_tasks import PolicyOptimization, PreferenceOptimization
@@ -31,6 +32,7 @@ TASKS: dict[str, Task] = {
         ImageClassification(),
         Forecasting(),
         Contrastive(),
+        Captioning(),
     )
 }
 """all tasks, by name"""

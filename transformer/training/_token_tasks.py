@@ -45,6 +45,7 @@ class SupervisedFineTuning(LanguageModeling):
 
     name = "sft"
     answers = True
+    exact_answers = True
     targets = "trained tokens"
     try_it = ("generate", "--chat --prompt")
 

@@ -20,7 +20,7 @@ from transformer.data.kinds._parallel_text import ParallelText
 from transformer.data.kinds._preferences import Preferences
 from transformer.data.kinds._prompts import Prompts
 from transformer.data.kinds._series_file import SeriesFile
-from transformer.data.kinds._shapes import Shapes
+from transformer.data.kinds._shapes import Shapes, ShapesCaptions
 from transformer.data.kinds._sst2 import SST2, MaskedSST2, SST2Sentences
 from transformer.data.kinds._text_file import TextFile
 from transformer.data.kinds._text_files import TextFiles
@@ -55,6 +55,7 @@ DATA: dict[str, type[DataKind]] = {
     "digits": Digits,
     "image_file": ImageFile,
     "shapes": Shapes,
+    "shapes_captions": ShapesCaptions,
 }
 """data kinds by their name in recipe.json"""
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.data._captioned import CaptionConfig, Captioned, Pictures
+from transformer.data._captioning import CaptioningConfig
 from transformer.data._config import check_whole
 
 COLORS = {
@@ -106,6 +107,22 @@ class Shapes(CaptionConfig):
             else:
                 captions.append(text)
         return Pictures(pixels, list(captions), np.arange(count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapesCaptions(CaptioningConfig, Shapes):
+    """The pictures and sentences of `Shapes`, for a model that reads a picture and writes its sentence.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+
+    kind: ClassVar[str] = "shapes_captions"
+    group_name: ClassVar[str] = "shapes"
+
+    def group_of(self, caption: str) -> str:
+        """Return the number of shapes in a sentence."""
+        return str(1 + caption.count(" and "))
 
 
 def sentence(scene: list[Thing]) -> str:

@@ -85,7 +85,7 @@ class VisionLanguageModel(CausalLM):
     `input.unused_layers` also `image_unused/`: layers and a final norm that files contain but that no result needs.
 
     Raises:
-        ConfigError: if the config's input is not `ImageTokens`, or its token_id is not in the vocabulary.
+        ConfigError: if the config's input is not `ImageTokens`, or its token_id is None or not in the vocabulary.
     """
 
     def setup(self):
@@ -94,6 +94,11 @@ class VisionLanguageModel(CausalLM):
         if images is None:
             raise ConfigError(
                 "input is not images between tokens: a VisionLanguageModel needs input=ImageTokens(...). Set it."
+            )
+        if images.token_id is None:
+            raise ConfigError(
+                "input.token_id is not set: set it to the id of the image token, or train: training sets it from the "
+                "tokenizer."
             )
         if images.token_id >= config.vocab_size:
             raise ConfigError(

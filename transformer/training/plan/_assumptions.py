@@ -40,6 +40,10 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
             )
         recipe = dataclasses.replace(recipe, model=recipe.model.replace(vocab_size=size))
         assumed.append(f"a vocabulary of {size:,} (--model.vocab-size)")
+    images = recipe.model.image_tokens
+    if images is not None and images.token_id is None:
+        images = dataclasses.replace(images, token_id=recipe.model.vocab_size - 1)
+        recipe = dataclasses.replace(recipe, model=recipe.model.replace(input=images))
     if task.labels and recipe.model.output.num_classes is None:
         classes = len(data.labels) or 2
         recipe = dataclasses.replace(recipe, model=recipe.model.replace(**{"output.num_classes": classes}))
