@@ -2,13 +2,18 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.config import RotaryScaling
+from transformer.config import ConfigError, RotaryScaling, TransformerConfig
+from transformer.nn._attention import MultiHeadAttention
+from transformer.nn._caches import KVCache
+from transformer.nn._masks import Mask
+from transformer.nn._paged import PagedKVCache
 from transformer.nn._positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias, angles
 
 
@@ -181,3 +186,86 @@ def test_biases_depend_on_distance_alone(scheme):
     assert near.shape == (1, 3, 2, 3)
     np.testing.assert_array_equal(near, far)
     assert len(np.unique(near)) > 3
+
+
+LONGROPE = RotaryScaling(
+    kind="longrope", factor=4.0, original_length=6, short_factors=(1.0, 1.2, 1.5), long_factors=(1.5, 4.0, 9.0)
+)
+DYNAMIC = RotaryScaling(kind="dynamic", factor=3.0, original_length=6)
+
+
+def test_longrope_takes_the_factors_of_the_length():
+    scheme = Rotary(scaling=LONGROPE)
+    heads = jax.random.normal(jax.random.key(0), (2, 9, 1, 6))
+    row = jnp.broadcast_to(jnp.arange(9)[None], (2, 9))
+    got = scheme.rotate(heads, row, jnp.array([6, 7]))
+    magnitude = np.sqrt(1 + np.log(4.0) / np.log(6.0))
+    for text, factors in enumerate((LONGROPE.short_factors, LONGROPE.long_factors)):
+        angle = np.arange(9)[:, None] * 10_000.0 ** (-np.arange(3) / 3) / np.array(factors)
+        first, second = np.split(np.asarray(heads[text, :, 0]), 2, axis=-1)
+        expected = [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)]
+        np.testing.assert_allclose(got[text, :, 0], magnitude * np.concatenate(expected, -1), atol=2e-6)
+
+
+def test_dynamic_scaling_raises_the_base_with_the_length():
+    heads = jax.random.normal(jax.random.key(0), (3, 5, 2, 8))
+    row = jnp.broadcast_to(jnp.arange(95, 100)[None], (3, 5))
+    got = Rotary(base=50.0, scaling=DYNAMIC).rotate(heads, row, jnp.array([2, 6, 20]))
+    plain = Rotary(base=50.0).rotate(heads, row)
+    np.testing.assert_array_equal(got[:2], plain[:2])  # not longer than the original length
+    raised = 50.0 * (3.0 * 20 / 6 - 2.0) ** (8 / 6)
+    np.testing.assert_allclose(got[2], Rotary(base=raised).rotate(heads, row)[2], atol=1e-4)
+
+
+@pytest.mark.parametrize("scaling", [LONGROPE, DYNAMIC])
+@pytest.mark.parametrize("paged", [False, True])
+def test_cached_keys_are_rotated_by_the_length_of_the_text(scaling, paged):
+    """One layer of attention, token by token and past the original length, equals attention without a cache."""
+    module = MultiHeadAttention(num_heads=2, head_dim=6, position=Rotary(scaling=scaling))
+    x = jax.random.normal(jax.random.key(0), (2, 9, 4))
+    params = module.init(jax.random.key(1), x)
+    cache = KVCache.create(2, 12, 2, 6, 6, jnp.float32)
+    if paged:
+        cache = PagedKVCache.create(8, 4, 2, 3, (2, 6, 6), jnp.float32)
+        cache = replace(cache, page_table=jnp.arange(6).reshape(2, 3))
+    for start in range(9):
+        got, cache = module.apply(params, x[:, start : start + 1], mask=Mask.causal(), cache=cache)
+        whole, _ = module.apply(params, x[:, : start + 1], mask=Mask.causal())
+        np.testing.assert_allclose(got[:, 0], whole[:, -1], atol=2e-5)
+
+
+def test_padding_does_not_count_for_the_length():
+    module = MultiHeadAttention(num_heads=2, head_dim=6, position=Rotary(scaling=LONGROPE))
+    x = jax.random.normal(jax.random.key(0), (1, 9, 4))
+    params = module.init(jax.random.key(1), x)
+    short, _ = module.apply(params, x[:, :5], mask=Mask.causal())
+    right, _ = module.apply(params, x, mask=Mask.causal() & Mask.lengths(jnp.array([5])))
+    np.testing.assert_allclose(right[:, :5], short, atol=1e-5)
+    segments = Mask.segments(jnp.array([[0] * 4 + [1] * 5]))
+    positions = jnp.array([[9, 9, 9, 9, 0, 1, 2, 3, 4]])
+    left, _ = module.apply(params, jnp.roll(x, 4, 1), mask=Mask.causal() & segments, positions=positions)
+    np.testing.assert_allclose(left[:, 4:], short, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kind": "longrope", "short_factors": (1.0,)}, "long_factors has one factor per frequency"),
+        ({"kind": "longrope", "short_factors": (1.0,), "long_factors": (1.0, 2.0)}, "same number of factors"),
+        ({"kind": "longrope", "short_factors": (-1.0,), "long_factors": (1.0,)}, "above 0"),
+        ({"kind": "linear", "short_factors": (1.0,)}, "is empty for other kinds"),
+        ({"kind": "dynamic", "attention_factor": 2.0}, "attention_factor applies only to"),
+    ],
+)
+def test_scaling_by_length_is_checked(options, words):
+    with pytest.raises(ConfigError, match=words):
+        RotaryScaling(factor=2.0, **options)
+
+
+def test_scaling_by_length_fits_the_heads():
+    sizes = {"d_model": 12, "num_heads": 1, "position": "rotary"}
+    TransformerConfig(**sizes, **{"rotary.dim": 6, "rotary.scaling": LONGROPE})
+    with pytest.raises(ConfigError, match="expected 6 short_factors"):
+        TransformerConfig(**sizes, **{"rotary.scaling": LONGROPE})
+    with pytest.raises(ConfigError, match="at least 4 rotated"):
+        TransformerConfig(**sizes, **{"rotary.dim": 2, "rotary.scaling": DYNAMIC})

@@ -47,6 +47,9 @@ def test_values(pair, reference, padding):
         pytest.skip("padding on the left is for decoders")
     if padding == "right" and isinstance(loaded.model, DualEncoder) and not loaded.model.config.attention.causal:
         pytest.skip("trained on texts of full length, in which padding is not masked")
+    scaling = loaded.model.config.rotary.scaling
+    if padding != "none" and scaling is not None and scaling.kind == "dynamic":
+        pytest.skip("the reference takes the length of the longest row for all rows")
     expected = reference.run(theirs, case, padding)
     if padding == "right" and case.architecture.endswith("SequenceClassification") and "hidden" in expected:
         del expected["hidden"]  # includes padding tokens of the reference

@@ -214,6 +214,7 @@ class TransformerConfig:
                     f"{self.size_of_head} can't be rotated. Set rotary.dim to an even number of at most "
                     f"attention.head_dim, or change attention.head_dim."
                 )
+            self._check_rotary_length(rotated)
         if self.position == "rotary_grid":
             self._check_grid()
         if self.position in ("sinusoidal", "sinusoidal_halves") and self.d_model % 2:
@@ -223,6 +224,22 @@ class TransformerConfig:
                 f"t5_bias.per_layer gives each layer its own table of T5's position bias, but position is "
                 f"{self.position!r}. Remove it, or set position='t5'."
             )
+
+    def _check_rotary_length(self, rotated: int):
+        """Check that scalings that depend on the length of a text fit the number of rotated dimensions."""
+        for scaling in (self.rotary.scaling, *(kind.rotary_scaling for kind in self.kinds)):
+            if scaling is None or not scaling.by_length:
+                continue
+            if scaling.kind == "longrope" and len(scaling.short_factors) != rotated // 2:
+                raise ConfigError(
+                    f"rotary scaling longrope has one factor per pair of rotated dimensions: expected {rotated // 2} "
+                    f"short_factors and long_factors, got {len(scaling.short_factors)}. Correct them."
+                )
+            if rotated < 4:
+                raise ConfigError(
+                    f"rotary scaling {scaling.kind} needs at least 4 rotated dimensions, got {rotated}. Change "
+                    f"rotary.dim or the size of a head."
+                )
 
     def _check_grid(self):
         """Check that there are patches whose row and column can rotate heads, and no options of other rotations."""
@@ -273,6 +290,11 @@ class TransformerConfig:
             raise ConfigError(
                 f"attention.mla rotates a part of each query and key head, but position is {self.position!r}. Set "
                 f"position='rotary', or remove attention.mla."
+            )
+        if self.rotary.scaling is not None and self.rotary.scaling.by_length:
+            raise ConfigError(
+                f"rotary scaling {self.rotary.scaling.kind} depends on the length of the text, which attention.mla "
+                f"does not support: its cache stores rotated keys. Choose linear, llama3 or yarn."
             )
         for name, value in {"num_kv_heads": self.num_kv_heads, "rotary.dim": self.rotary.dim}.items():
             if value is not None:

@@ -23,16 +23,22 @@ class RotaryScaling:
     selects the frequencies by their number of rotations within the original length, and also scales the attention
     scores (Peng et al. 2023, arXiv 2309.00071).
 
+    With two kinds, the frequencies depend on the length of the text, the largest position of its row plus 1. Up to
+    original_length, `dynamic` leaves them unchanged; for a longer text it raises the base with the length (dynamic
+    NTK-aware scaling, Peng et al. 2023, section 3.3). `longrope` divides each frequency by a factor of its own, from
+    `short_factors` up to original_length and from `long_factors` above, and scales the attention scores (Ding et al.
+    2024, arXiv 2402.13753).
+
     Raises:
-        ConfigError: a factor below 1, bounds in the wrong order, or a field of yarn with another kind.
+        ConfigError: a factor below 1, bounds in the wrong order, or a field of one kind with another kind.
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
     """scaling rule"""
     factor: float
     """new length / original length, at least 1"""
     original_length: int = 8192
-    """length in positions that the model was trained on; only for llama3 and yarn"""
+    """length in positions that the model was trained on; not for linear"""
     low_frequency_factor: float = 1.0
     """llama3: frequencies with wavelengths above original_length / low_frequency_factor are divided by factor"""
     high_frequency_factor: float = 4.0
@@ -42,12 +48,17 @@ class RotaryScaling:
     beta_slow: float = 1.0
     """yarn: frequencies with fewer than this many rotations within original_length are divided by factor"""
     attention_factor: float | None = None
-    """yarn: factor on rotated queries and keys; None: 0.1 ln(factor) + 1"""
+    """yarn and longrope: factor on rotated queries and keys; None: 0.1 ln(factor) + 1 for yarn, and
+    sqrt(1 + ln(factor) / ln(original_length)) for longrope"""
     truncate: bool = True
     """yarn: round the ends of the ramp between beta_fast and beta_slow to whole dimension pairs"""
+    short_factors: tuple[float, ...] = ()
+    """longrope: divisor of each frequency in texts of at most original_length positions"""
+    long_factors: tuple[float, ...] = ()
+    """longrope: divisor of each frequency in longer texts"""
 
     def __post_init__(self):
-        check_choices(self, kind=Literal["linear", "llama3", "yarn"])
+        check_choices(self, kind=Literal["linear", "llama3", "yarn", "dynamic", "longrope"])
         check_range(self, 1.0, float("inf"), "factor")
         check_whole(self, "original_length")
         check_flags(self, "truncate")
@@ -60,9 +71,35 @@ class RotaryScaling:
             )
         if self.beta_fast <= self.beta_slow:
             raise ConfigError(f"beta_fast ({self.beta_fast}) must be above beta_slow ({self.beta_slow}).")
-        if self.kind != "yarn" and (self.attention_factor is not None or not self.truncate):
-            field = "truncate" if self.attention_factor is None else "attention_factor"
-            raise ConfigError(f"{field} applies only to kind='yarn', got kind={self.kind!r}. Remove {field}.")
+        if self.attention_factor is not None and self.kind not in ("yarn", "longrope"):
+            raise ConfigError(
+                f"attention_factor applies only to kind='yarn' or 'longrope', got kind={self.kind!r}. Remove "
+                f"attention_factor."
+            )
+        if not self.truncate and self.kind != "yarn":
+            raise ConfigError(f"truncate applies only to kind='yarn', got kind={self.kind!r}. Remove truncate.")
+        self._check_factors()
+
+    def _check_factors(self):
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(self, name)
+            if (self.kind == "longrope") != bool(factors):
+                raise ConfigError(
+                    f"{name} has one factor per frequency for kind='longrope', and is empty for other kinds, got "
+                    f"{len(factors)} factors for kind={self.kind!r}. Change one of them."
+                )
+            if not all(isinstance(one, int | float) and 0 < one < float("inf") for one in factors):
+                raise ConfigError(f"{name} must be numbers above 0, got {factors!r:.80}. Correct them.")
+        if len(self.short_factors) != len(self.long_factors):
+            raise ConfigError(
+                f"short_factors ({len(self.short_factors)}) and long_factors ({len(self.long_factors)}) must have the "
+                f"same number of factors, one per frequency. Correct them."
+            )
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the frequencies depend on the length of the text."""
+        return self.kind in ("dynamic", "longrope")
 
 
 @with_paths({"selection_bias": "e_score_correction_bias", "weights_scale": "routed_scaling_factor"})

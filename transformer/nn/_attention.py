@@ -417,22 +417,7 @@ class MultiHeadAttention(AttentionModule):
                 positions = jnp.arange(x.shape[1])[None, :]
                 positions = positions if cache is None else positions + cache.row_lengths[:, None]
             positions = jnp.broadcast_to(positions, x.shape[:2])
-            # Rotate before appending to the cache: each key is rotated once, by its own position, and never again.
-            # Their product then depends on the difference of positions alone.
-            query, key = self.position.rotate(query, positions), self.position.rotate(key, positions)
-            key_positions = positions
-            if cache is not None:
-                start, cache = cache.row_lengths, cache.append(key, value, positions)
-                key_positions = cache.key_positions
-            if isinstance(cache, PagedKVCache):
-                attend, arrays = paged_attention, (query, cache, start)
-            elif cache is not None:
-                # Attend to all S slots of the cache. Query index 0 is key index `start`, and the mask hides empty
-                # slots: they contain zeros, whose score of 0 would still get weight.
-                attend, arrays = cached_attention, (query, cache)
-                mask = mask.shifted(start) & Mask.lengths(cache.row_lengths)
-            else:
-                arrays = query, key, value
+            attend, arrays, mask, key_positions, cache = self._with_cache(query, key, value, positions, mask, cache)
             sizes = (x.shape[0], self.num_heads, x.shape[1], key_positions.shape[1])
             bias = sum_of_biases(bias_function(bias, sizes), self._bias(positions, key_positions, position_table))
         elif context is None:
@@ -458,6 +443,39 @@ class MultiHeadAttention(AttentionModule):
         features = x.shape[-1] if self.out_features is None else self.out_features
         # Concat(head_1, ..., head_N) W_O: (B, T, N, Hv) x (N, Hv, Do) -> (B, T, Do), contracting both N and Hv.
         return self._project("out", out, (features,), contract=2), cache
+
+    @nn.nowrap
+    def _with_cache(
+        self, query: Array, key: Array, value: Array, positions: Array, mask: Mask, cache: SelfAttentionCache | None
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], Mask, Array, SelfAttentionCache | None]:
+        """Rotate queries and keys (B, T, N, H) by their positions (B, T), and append to the cache, if there is one.
+
+        Returns:
+            The attention function, its arrays and mask, the positions of the keys (B, S), and the cache.
+        """
+        # Rotate before appending to the cache: each key is rotated once, by its own position, and never again.
+        # Their product then depends on the difference of positions alone. A scheme that depends on the length
+        # rotates all keys again when the text grows, so the cache stores them before rotation.
+        start = None if cache is None else cache.row_lengths
+        lengths = row_lengths(positions, mask, start) if self.position.by_length else None
+        query = _rotated(self.position, query, positions, lengths)
+        if cache is None:
+            key = _rotated(self.position, key, positions, lengths)
+            return dot_product_attention, (query, key, value), mask, positions, None
+        if self.position.by_length:
+            cache = cache.append(key, value, positions)
+            key, value = cache.whole()
+            key = _rotated(self.position, key, cache.key_positions, lengths)
+            attend, arrays = dot_product_attention, (query, key, value)
+        else:
+            cache = cache.append(_rotated(self.position, key, positions, lengths), value, positions)
+            if isinstance(cache, PagedKVCache):
+                return paged_attention, (query, cache, start), mask, cache.key_positions, cache
+            attend, arrays = cached_attention, (query, cache)
+        # Attend to all S slots of the cache. Query index 0 is key index `start`, and the mask hides empty slots: they
+        # contain zeros, whose score of 0 would still get weight.
+        mask = mask.shifted(start) & Mask.lengths(cache.row_lengths)
+        return attend, arrays, mask, cache.key_positions, cache
 
     def _head_dim(self, x: Hidden) -> int:
         """Return H, the size of a query or key head.
@@ -539,6 +557,28 @@ class MultiHeadAttention(AttentionModule):
                 f"{self.num_heads}. Create it with num_heads={self.num_heads}."
             )
         return jax.tree_util.Partial(functools.partial(_position_bias, self.position), positions, key_positions, table)
+
+
+def _rotated(scheme: PositionScheme, heads: Array, positions: Array, lengths: Lengths | None) -> Array:
+    """Return `scheme.rotate`, with the lengths only if the scheme depends on them."""
+    return scheme.rotate(heads, positions) if lengths is None else scheme.rotate(heads, positions, lengths)
+
+
+def row_lengths(positions: Positions, mask: Mask, start: Lengths | None) -> Lengths:
+    """Return the length (B,) of the text in each row: its largest position plus 1, without padding.
+
+    Args:
+        positions: (B, T), of the new tokens.
+        mask: its lengths and segments mark the padding.
+        start: (B,), number of tokens in the cache before them; None: no cache.
+    """
+    real = jnp.ones(positions.shape, bool)
+    if mask.key_lengths is not None:
+        index = jnp.arange(positions.shape[1])[None, :] + (0 if start is None else start[:, None])
+        real = real & (index < mask.key_lengths[:, None])
+    if mask.query_segments is not None:
+        real = real & (mask.query_segments != 0)
+    return jnp.where(real, positions, 0).max(1) + 1
 
 
 def _position_bias(

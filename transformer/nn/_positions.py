@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._parts import RotaryScaling
-from transformer.nn._axes import Array, Float, Hidden, Int, Positions
+from transformer.nn._axes import Array, Float, Hidden, Int, Lengths, Positions
 from transformer.nn._partitioning import lookup, platform
 
 
@@ -33,12 +33,22 @@ class PositionScheme:
         """Whether the scheme uses `add`, on embeddings, and has no effect inside attention."""
         return type(self).add is not PositionScheme.add
 
+    @property
+    def by_length(self) -> bool:
+        """Whether `rotate` depends on the length of the text, which is then its third argument."""
+        return False
+
     def add(self, x: Hidden, positions: Positions, table: Float[Array, "R W"] | None = None) -> Hidden:
         """Return embeddings (B, T, D) plus an encoding of their `positions` (B, T)."""
         return x
 
-    def rotate(self, heads: Float[Array, "B T N H"], positions: Positions) -> Float[Array, "B T N H"]:
-        """Return queries or keys (B, T, N, H), rotated by their `positions` (B, T)."""
+    def rotate(
+        self, heads: Float[Array, "B T N H"], positions: Positions, lengths: Lengths | None = None
+    ) -> Float[Array, "B T N H"]:
+        """Return queries or keys (B, T, N, H), rotated by their `positions` (B, T).
+
+        `lengths` (B,) are the lengths of the texts, for schemes that depend on them; None: the largest position + 1.
+        """
         return heads
 
     def bias(
@@ -129,6 +139,10 @@ class Rotary(PositionScheme):
     frequency_i, so that scores depend only on the distance of two tokens. The pairing is that of GPT-NeoX and Llama;
     the paper pairs neighbors. `size` None: all dimensions. Wavelengths range from 2 pi to about 2 pi `base` positions.
 
+    Two kinds of `scaling`, dynamic and longrope, rotate by frequencies that depend on the length of the text. Caches
+    then store keys before their rotation, and all of them are rotated again when the text grows. Keys and values
+    themselves stay those of the length at which they were computed; encode the whole text again to renew them.
+
     Raises:
         ValueError: a size that is odd, or larger than the head.
     """
@@ -137,12 +151,23 @@ class Rotary(PositionScheme):
     size: int | None = None
     scaling: RotaryScaling | None = None
 
-    def frequencies(self, size: int) -> np.ndarray:
-        """Return radians per position for each of the F = size / 2 pairs, (F,), float64, including the scaling."""
+    @property
+    def by_length(self) -> bool:
+        """Whether the frequencies depend on the length of the text."""
+        return self.scaling is not None and self.scaling.by_length
+
+    def frequencies(self, size: int, *, long: bool = False) -> np.ndarray:
+        """Return radians per position for each of the F = size / 2 pairs, (F,), float64, including the scaling.
+
+        With dynamic and longrope, these are the frequencies of texts of at most `original_length` positions; with
+        `long`, those of longrope for longer texts.
+        """
         plain = self.base ** (-np.arange(0, size, 2) / size)  # theta_i = base^(-2i / size)
         scaling = self.scaling
-        if scaling is None:
+        if scaling is None or scaling.kind == "dynamic":
             return plain
+        if scaling.kind == "longrope":
+            return plain / np.asarray(scaling.long_factors if long else scaling.short_factors)
         if scaling.kind == "linear":  # position interpolation: theta / factor at pos equals theta at pos / factor
             return plain / scaling.factor
         # Rotations within the original context length. A pair with many of them has seen all angles in training and
@@ -166,26 +191,52 @@ class Rotary(PositionScheme):
 
     @property
     def magnitude(self) -> float:
-        """Factor on rotated queries and keys: for YaRN `attention_factor` or 0.1 ln(factor) + 1 (section 3.4), else 1.
+        """Factor on rotated queries and keys: `attention_factor` or, for YaRN, 0.1 ln(factor) + 1 (section 3.4), and
+        for LongRoPE sqrt(1 + ln(factor) / ln(original_length)) (Ding et al. 2024, section 3.3); else 1.
 
         Scores are products of a query and a key, so they are multiplied by its square.
         """
-        if self.scaling is None or self.scaling.kind != "yarn":
+        scaling = self.scaling
+        if scaling is None or scaling.kind not in ("yarn", "longrope"):
             return 1.0
-        if self.scaling.attention_factor is not None:
-            return self.scaling.attention_factor
-        return 0.1 * math.log(self.scaling.factor) + 1.0
+        if scaling.attention_factor is not None:
+            return scaling.attention_factor
+        if scaling.kind == "longrope":
+            return math.sqrt(1.0 + math.log(scaling.factor) / math.log(scaling.original_length))
+        return 0.1 * math.log(scaling.factor) + 1.0
 
-    def rotate(self, heads: Float[Array, "B T N H"], positions: Positions) -> Float[Array, "B T N H"]:
+    def rotate(
+        self, heads: Float[Array, "B T N H"], positions: Positions, lengths: Lengths | None = None
+    ) -> Float[Array, "B T N H"]:
         size = heads.shape[-1] if self.size is None else self.size
         if size % 2 or size > heads.shape[-1]:
             raise ValueError(
                 f"Rotary rotates pairs of dimensions, but can't rotate {size} dimensions of a head of size "
                 f"{heads.shape[-1]}. Choose an even size of at most the head size, or change the head size."
             )
-        angle = angles(positions, self.frequencies(size))[:, :, None, :]  # (B, T, 1, size / 2), the same for all heads
+        if self.by_length:
+            angle = self._angles_by_length(positions, size, positions.max(1) + 1 if lengths is None else lengths)
+        else:
+            angle = angles(positions, self.frequencies(size))
+        angle = angle[:, :, None, :]  # (B, T, 1, size / 2), the same for all heads
         cos, sin = jnp.cos(angle) * self.magnitude, jnp.sin(angle) * self.magnitude
         return jnp.concatenate([_rotate_pairs(heads[..., :size], cos, sin), heads[..., size:]], axis=-1)
+
+    def _angles_by_length(self, positions: Positions, size: int, lengths: Lengths) -> Float[Array, "B T F"]:
+        """Return the angles (B, T, size / 2) of texts of these lengths (B,)."""
+        scaling, short = self.scaling, self.frequencies(size)
+        if scaling.kind == "longrope":
+            long = jnp.asarray(_turn_units(self.frequencies(size, long=True)))[None]
+        else:
+            # The base is raised by stretch^(size / (size - 2)), so theta_i is multiplied by stretch^(-2i / (size - 2)):
+            # theta_0 stays, and the last one is divided by the stretch. The length is known only when the program runs,
+            # so this is float32, with a relative error of 1e-7.
+            stretch = scaling.factor * lengths / scaling.original_length - (scaling.factor - 1.0)
+            powers = jnp.asarray(-np.arange(0, size, 2) / (size - 2), jnp.float32)
+            scaled = jnp.asarray(short / (2 * np.pi) * 2**32, jnp.float32)[None] * stretch[:, None] ** powers[None]
+            long = jnp.round(scaled).astype(jnp.uint32)
+        units = jnp.where((lengths > scaling.original_length)[:, None], long, jnp.asarray(_turn_units(short))[None])
+        return _angles_of_units(positions, units[:, None, :])  # (B, 1, F)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +256,9 @@ class RotaryGrid(PositionScheme):
     first: int
     base: float = 100.0
 
-    def rotate(self, heads: Float[Array, "B T N H"], positions: Positions) -> Float[Array, "B T N H"]:
+    def rotate(
+        self, heads: Float[Array, "B T N H"], positions: Positions, lengths: Lengths | None = None
+    ) -> Float[Array, "B T N H"]:
         size, (rows, columns) = heads.shape[-1], self.grid
         if size % 4:
             raise ValueError(
@@ -335,9 +388,18 @@ def angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Array
     `frequencies` are radians per position, float64. A float32 multiplication would lose 6e-3 rad at position 100,000.
     Fixed-point arithmetic has an error below |position| x 7.4e-10 rad + 4e-7 rad.
     """
-    # The unit is 1 / 2^32 of a full turn. The uint32 multiplication wraps modulo 2^32, that is, modulo full turns, and
-    # loses nothing else: the only errors are rounding the frequency to half a unit and the final float32 conversion.
-    units = np.round(frequencies / (2 * np.pi) * 2**32).astype(np.uint64).astype(np.uint32)
+    return _angles_of_units(positions, _turn_units(frequencies)[None, None, :])
+
+
+def _turn_units(frequencies: np.ndarray) -> np.ndarray:
+    """Return frequencies (F,), radians per position, in units of 1 / 2^32 of a full turn, uint32."""
+    return np.round(frequencies / (2 * np.pi) * 2**32).astype(np.uint64).astype(np.uint32)
+
+
+def _angles_of_units(positions: Int[Array, "B T"], units: Array | np.ndarray) -> Float[Array, "B T F"]:
+    """Return `angles` for `units`, frequencies (1 or B, 1, F) in 1 / 2^32 of a full turn, uint32."""
+    # The uint32 multiplication wraps modulo 2^32, that is, modulo full turns, and loses nothing else: the only errors
+    # are rounding the frequency to half a unit and the final float32 conversion.
     # Reading the bits as int32 maps angles of [pi, 2 pi) to [-pi, 0). Negative positions work too (two's complement).
-    phase = jax.lax.bitcast_convert_type(positions[..., None].astype(jnp.uint32) * units[None, None, :], jnp.int32)
+    phase = jax.lax.bitcast_convert_type(positions[..., None].astype(jnp.uint32) * units, jnp.int32)
     return phase.astype(jnp.float32) * np.float32(2 * np.pi / 2**32)

@@ -35,7 +35,7 @@ LATER = {
     ),
     **dict.fromkeys(("number_words", "parallel_text"), ("batch_tokens", "buckets", "row_multiple", "packed_length")),
     "Recipe": ("parallel", "lora", "dpo", "grpo", "distill", "origin"),
-    "RotaryScaling": ("attention_factor", "truncate"),
+    "RotaryScaling": ("attention_factor", "truncate", "short_factors", "long_factors"),
     "TrainingConfig": ("z_loss", "loss_tokens", "spike_policy", "spike_deviations", "embedding_gradient_dtype"),
     "TransformerConfig": (
         *("attention_biases", "embedding_norm", "source_max_length", "position_table_per_layer", "token_types"),

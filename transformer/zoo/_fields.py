@@ -263,11 +263,25 @@ class Biases(Codec):
         return {self.attention: attention} | ({self.feed_forward: config.use_bias} if self.feed_forward else {})
 
 
-SCALINGS = ("linear", "llama3", "yarn")
+SCALINGS = ("linear", "llama3", "yarn", "dynamic", "longrope")
 """Supported kinds of rotary scaling."""
 
 
 _STRETCH = {"factor": "factor", "original_max_position_embeddings": "original_length"}
+_FACTORS = {"short_factor": "short_factors", "long_factor": "long_factors"}
+_LLAMA3 = _STRETCH | {"low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor"}
+_SCALING_FIELDS: dict[str, tuple[dict[str, str], frozenset[str]]] = {
+    "default": ({}, frozenset()),
+    "linear": ({"factor": "factor"}, frozenset({"factor"})),
+    "llama3": (_LLAMA3, frozenset(_LLAMA3)),
+    "yarn": (
+        _STRETCH | {name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
+        frozenset({"factor"}),
+    ),
+    "dynamic": ({"factor": "factor"}, frozenset({"factor"})),
+    "longrope": (_STRETCH | {"attention_factor": "attention_factor"} | _FACTORS, frozenset(_FACTORS)),
+}
+"""Fields of `rope_parameters` by kind of scaling, with the fields of `RotaryScaling`, and those that are required."""
 
 
 def read_rotary(
@@ -287,20 +301,11 @@ def read_rotary(
     base = float(default_base if base is None else base)
     kind = parameters.get("rope_type", parameters.get("type")) or "default"
     known = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-    if kind == "default":
-        fields, needed = {}, set()
-    elif kind == "linear":
-        fields, needed = {"factor": "factor"}, {"factor"}
-    elif kind == "llama3":
-        fields = _STRETCH | {"low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor"}
-        needed = set(fields)
-    elif kind == "yarn":
-        fields = _STRETCH | {name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")}
-        needed = {"factor"}
-    else:
+    if kind not in _SCALING_FIELDS:
         raise FieldError(
             f"rotary scaling is {kind!r}, which is not supported (supported: default, {', '.join(SCALINGS)})"
         )
+    fields, needed = _SCALING_FIELDS[kind]
     if missing := needed - parameters.keys():
         raise FieldError(f"rotary scaling {kind} lacks the required fields {', '.join(sorted(missing))}")
     if strange := parameters.keys() - known - fields.keys() - _IGNORED_BY[kind]:
@@ -308,10 +313,25 @@ def read_rotary(
     if not fields:
         return base, None
     changes = {ours: parameters[theirs] for theirs, ours in fields.items() if parameters.get(theirs) is not None}
-    # The reference takes max_position_embeddings as the original length if YaRN does not specify one.
-    if kind == "yarn" and "original_length" not in changes and length is not None:
+    # The reference takes max_position_embeddings as the original length if these kinds do not specify one.
+    if kind in ("yarn", "dynamic", "longrope") and "original_length" not in changes and length is not None:
         changes["original_length"] = length
+    if kind == "longrope":
+        _read_longrope(changes, length)
     return base, RotaryScaling(kind=kind, **changes)
+
+
+def _read_longrope(changes: dict[str, Any], length: int | None) -> None:
+    """Complete the fields of longrope: its factor defaults to the ratio of both lengths, and at most 1 is no change."""
+    for name, ours in _FACTORS.items():
+        if not isinstance(changes.get(ours), list | tuple):
+            raise FieldError(f"{name} of rotary scaling longrope must be a list of numbers")
+        changes[ours] = tuple(map(float, changes[ours]))
+    if "factor" not in changes:
+        if length is None or "original_length" not in changes:
+            raise FieldError("rotary scaling longrope lacks factor, and max_position_embeddings to compute it")
+        changes["factor"] = length / changes["original_length"]
+    changes["factor"] = max(changes["factor"], 1.0)
 
 
 _IGNORED_BY = {
@@ -319,6 +339,8 @@ _IGNORED_BY = {
     "linear": {"original_max_position_embeddings"},
     "llama3": set(),
     "yarn": set(),
+    "dynamic": {"original_max_position_embeddings"},
+    "longrope": set(),
 }
 
 
@@ -341,8 +363,11 @@ def write_rotary(base: float, scaling: RotaryScaling | None) -> dict[str, Any]:
             "beta_slow": scaling.beta_slow,
             "truncate": scaling.truncate,
         }
-        if scaling.attention_factor is not None:
-            parameters["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "longrope":
+        parameters |= {theirs: list(getattr(scaling, ours)) for theirs, ours in _FACTORS.items()}
+        parameters["original_max_position_embeddings"] = scaling.original_length
+    if scaling.attention_factor is not None:
+        parameters["attention_factor"] = scaling.attention_factor
     return parameters
 
 
@@ -404,6 +429,8 @@ class Rope(Codec):
         # A model with rotary positions has no fixed length. Write the length for which the scaling is made, or a large
         # default, because other programs expect the field.
         scaled = 1.0 if config.rotary.scaling is None else config.rotary.scaling.factor
+        if config.rotary.scaling is not None and config.rotary.scaling.kind == "dynamic":
+            scaled = 1.0  # the reference takes this field as the original length
         trained = 131_072 if config.rotary.scaling is None else config.rotary.scaling.original_length
         return {
             "rope_parameters": parameters | share,

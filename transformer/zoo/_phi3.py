@@ -14,22 +14,43 @@ from transformer.zoo.weights._rules import MERGED, Fused, Rule, linear, norm
 
 
 @dataclass(frozen=True)
-class UnscaledRope(Rope):
-    """Rotary positions without scaling.
+class LongRope(Rope):
+    """Rotary positions without scaling, or with longrope (one factor per frequency, for short and for long texts).
+
+    The length that the model was trained on is outside `rope_parameters`, and applies even if it is inside, too.
 
     Raises:
-        FieldError: (by `read`) longrope, the only scaling of this family, which is not supported.
+        FieldError: (by `read`) another kind of scaling.
     """
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*super().names, "original_max_position_embeddings")
+
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        given = values.get("rope_scaling") or values.get("rope_parameters") or {}
-        kind = given.get("rope_type", given.get("type")) or "default"
-        if kind != "default":
+        given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+        kind = given.pop("rope_type", given.pop("type", None)) or "default"
+        given.pop("type", None)
+        if kind in _LONGROPE:
+            original = values.get("original_max_position_embeddings", 4096)
+            given |= {"rope_type": "longrope", "original_max_position_embeddings": original}
+        elif kind != "default":
             raise FieldError(
-                f"rotary scaling is {kind!r}, which this family computes as longrope (one factor per frequency, "
-                f"different for short and long texts). That is not supported"
+                f"rotary scaling is {kind!r}, but this family supports only default and longrope (also named su)"
             )
-        return super().read(values, changes)
+        length = values.get("max_position_embeddings", 4096)
+        known = {"rope_scaling": None, "rope_parameters": given, "max_position_embeddings": length}
+        return super().read(dict(values) | known, changes)
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        values, scaling = super().write(config), config.rotary.scaling
+        if scaling is None:
+            return values
+        return values | {"original_max_position_embeddings": scaling.original_length}
+
+
+_LONGROPE = ("longrope", "su", "yarn")
+"""Names of longrope in this family: older files name it su or yarn."""
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
@@ -60,12 +81,12 @@ PHI3 = decoder_family(
     citation="Abdin et al. 2024, arXiv 2404.14219 and 2412.08905",
     fields=(
         *decoder_fields(epsilon=1e-5),
-        UnscaledRope(default_share=1.0),
+        LongRope(default_share=1.0),
         SameWindow(None),
         Field("resid_pdrop", "dropout_rate", 0.0),
         Fixed("attention_bias", (False,)),
-        # The reference does not apply dropout to embeddings; the original length only affects longrope.
-        Unread(("embd_pdrop", "original_max_position_embeddings")),
+        # The reference does not apply dropout to embeddings.
+        Unread(("embd_pdrop",)),
     ),
     rules=_rules,
     variants={
@@ -78,4 +99,4 @@ PHI3 = decoder_family(
         "phi-4": decoder_variant("microsoft/phi-4", 14_659_507_200, 5120, 17_920, 40, 40, 10, **_FOUR),
     },
 )
-"""Phi-3 and Phi-4 without longrope."""
+"""Phi-3 and Phi-4."""
