@@ -2,8 +2,8 @@
 
 Usage: python train.py configs/shapes_caption.py
 
-On 2 CPU cores: a few minutes. Expected: most of the 1,000 test pictures get exactly their sentence. No scene of the test
-occurs in training.
+On 2 CPU cores: a few minutes. Expected: most of the 1,000 test pictures get exactly their sentence. No scene of the
+test occurs in training.
 """
 
 from transformer.config import EmbeddingOptions, Execution, ImageTokens, Patches, TransformerConfig

@@ -228,7 +228,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Metrics, TensorBoard events and the progress display."""
+    """Metrics, TensorBoard events and the progress display.
+
+    Raises:
+        ConfigError: a field has an invalid value.
+    """
 
     every: int = 10
     """steps between lines in metrics.jsonl; each line has the means over these steps"""
