@@ -9,7 +9,7 @@ from transformer.training.plan import without_data
 @pytest.mark.parametrize("method", METHODS)
 def test_every_row_has_a_recipe_that_can_be_planned(method):
     for model in MODELS:
-        recipe, assumed = without_data(sft_recipe(model, method, 1024))
+        recipe, assumed = without_data(sft_recipe(model, method, 1024, 8))
         assert (recipe.task, recipe.data.batch_size, assumed) == ("sft", 8, [])
         assert (recipe.lora is None) == (method == "full")
 

@@ -29,13 +29,11 @@ class BatchTried:
     plan: Plan
 
 
-def largest_batch(
-    recipe: Recipe, topology: Topology, devices: list[Any], *, precision: int = PRECISION
-) -> Iterator[BatchTried]:
+def largest_batch(recipe: Recipe, topology: Topology, devices: list[Any]) -> Iterator[BatchTried]:
     """Compile the step with different batch sizes until the largest one that fits is known; yield each one.
 
     Memory grows about linearly with the batch. Each new size is therefore where the line through the two nearest known
-    sizes meets the available memory. The search ends when the result is known to 1 / precision of itself.
+    sizes meets the available memory.
 
     Raises:
         ConfigError: the mesh does not fit the devices or the model.
@@ -47,7 +45,7 @@ def largest_batch(
         data = dataclasses.replace(recipe.data, **{field: size})
         return make_plan(dataclasses.replace(recipe, data=data), topology, devices)
 
-    yield from _bisected(compiled, getattr(recipe.data, field), unit, precision)
+    yield from _bisected(compiled, getattr(recipe.data, field), unit)
 
 
 def best_of(tried: list[BatchTried]) -> BatchTried | None:
@@ -71,9 +69,7 @@ def _unit(recipe: Recipe, topology: Topology, devices: list[Any]) -> int:
     return unit
 
 
-def _bisected(
-    compiled: Callable[[int], Plan], first: int, unit: int, precision: int = PRECISION
-) -> Iterator[BatchTried]:
+def _bisected(compiled: Callable[[int], Plan], first: int, unit: int) -> Iterator[BatchTried]:
     fits: dict[int, int] = {}  # size -> needed bytes
     too_large: dict[int, int] = {}
     size = first
@@ -82,7 +78,7 @@ def _bisected(
         (fits if plan.fits else too_large)[size] = plan.needed_bytes
         yield BatchTried(size, plan)
         low, high = max(fits, default=0), min(too_large, default=None)
-        step = max(unit, low // precision // unit * unit)
+        step = max(unit, low // PRECISION // unit * unit)
         if high is not None and high - low <= step:
             return
         guess = _crossing(fits | too_large, plan.available_bytes)
