@@ -112,6 +112,12 @@ def _convert(arguments: Sequence[str]) -> int | None:
     return main(arguments)
 
 
+def _push(arguments: Sequence[str]) -> int | None:
+    from transformer.cli._push import main
+
+    return main(arguments)
+
+
 def _list(arguments: Sequence[str]) -> int | None:
     from transformer.cli._families import main
 
@@ -143,6 +149,7 @@ VERBS = {
     "classify": Verb(_classify, "most likely classes of each text or image"),
     "score": Verb(_score, "log-likelihood and perplexity of each text"),
     "convert": Verb(_convert, "export a model to Hugging Face format (config.json and safetensors)"),
+    "push": Verb(_push, "upload an exported model to the Hugging Face Hub, with a model card"),
     "list": Verb(_list, "list the supported pretrained families and their variants"),
     "evaluate": Verb(_evaluate, "evaluate a trained model: loss, plus BLEU or exact match for translation"),
     "report": Verb(_report, "write an HTML report of one run, or compare several runs"),
