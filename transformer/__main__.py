@@ -168,7 +168,8 @@ def usage() -> str:
     called = program("")
     return (
         f"usage: {called} VERB ...\n\n{verbs}\n\n"
-        f"{called} VERB --help lists the options of a verb; {called} --version prints versions."
+        f"{called} VERB --help lists the options of a verb; {called} --version prints versions; "
+        f"{called} --completion bash prints a completion script."
     )
 
 
@@ -228,6 +229,11 @@ def run_verb(words: Sequence[str]) -> int | None:
         return 0
     if words[0] == "--version":
         print(versions())
+        return 0
+    if words[0] == "--completion":
+        from transformer.cli._completion import completion
+
+        print(completion(" ".join(words[1:]), {name: verb.run for name, verb in VERBS.items()}), end="")
         return 0
     if words[0] not in VERBS:
         raise ConfigError(
