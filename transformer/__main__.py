@@ -118,6 +118,12 @@ def _convert(arguments: Sequence[str]) -> int | None:
     return main(arguments)
 
 
+def _push(arguments: Sequence[str]) -> int | None:
+    from transformer.cli._push import main
+
+    return main(arguments)
+
+
 def _list(arguments: Sequence[str]) -> int | None:
     from transformer.cli._families import main
 
@@ -150,6 +156,7 @@ VERBS = {
     "classify": Verb(_classify, "most likely classes of each text or image"),
     "score": Verb(_score, "log-likelihood and perplexity of each text"),
     "convert": Verb(_convert, "export a model to Hugging Face format (config.json and safetensors)"),
+    "push": Verb(_push, "upload an exported model to the Hugging Face Hub, with a model card"),
     "list": Verb(_list, "list the supported pretrained families and their variants"),
     "evaluate": Verb(_evaluate, "evaluate a trained model: loss, plus BLEU or exact match for translation"),
     "report": Verb(_report, "write an HTML report of one run, or compare several runs"),
@@ -168,7 +175,8 @@ def usage() -> str:
     called = program("")
     return (
         f"usage: {called} VERB ...\n\n{verbs}\n\n"
-        f"{called} VERB --help lists the options of a verb; {called} --version prints versions."
+        f"{called} VERB --help lists the options of a verb; {called} --version prints versions; "
+        f"{called} --completion bash prints a completion script."
     )
 
 
@@ -228,6 +236,11 @@ def run_verb(words: Sequence[str]) -> int | None:
         return 0
     if words[0] == "--version":
         print(versions())
+        return 0
+    if words[0] == "--completion":
+        from transformer.cli._completion import completion
+
+        print(completion(" ".join(words[1:]), {name: verb.run for name, verb in VERBS.items()}), end="")
         return 0
     if words[0] not in VERBS:
         raise ConfigError(

@@ -185,8 +185,9 @@ class Conversation:
 
     def _answer(self, text: str) -> None:
         """Print the answer to a message while it is generated, and add both to the conversation."""
-        from transformer.cli._texts import shown
+        from transformer.cli._texts import note_long, shown
 
+        note_long([text])
         first = not any(message["role"] == "user" for message in self.messages)
         messages = [*self.messages, _of_user(text, self._command.image if first else ())]
         stream = start_reply(self._command, self._chat, messages, (self._command.seed + self._answers) % 2**32)

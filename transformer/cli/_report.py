@@ -86,7 +86,7 @@ def _json(runs: Sequence[RunReport], paths: Sequence[Path]) -> str:
 
 def names_of(workdirs: Sequence[Path]) -> list[str]:
     """Return the last part of each path, or the full paths if two last parts are equal."""
-    short = [path.resolve().name for path in workdirs]
+    short = [Path(os.path.realpath(path)).name for path in workdirs]
     return short if len(set(short)) == len(short) else [str(path) for path in workdirs]
 
 

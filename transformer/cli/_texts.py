@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from transformer.inference._loading import LoadedModel
 
 
+LONG = 2**18
+"""number of characters of an input from which a note is printed"""
+
 MOST_NAMED = 5
 """maximum number of words or characters that a warning lists"""
 
@@ -35,7 +38,20 @@ def read_prompts(given: Sequence[str], *, lines: bool, option: str = "--prompt")
     prompts: list[str] = []
     for prompt in given or ["-"]:
         prompts += _stdin_prompts(lines, option) if prompt == "-" else [decode_argument(prompt)]
+    note_long(prompts)
     return prompts
+
+
+def note_long(texts: Iterable[str]) -> None:
+    """Print a note on stderr if a text is so long that nothing appears for a while."""
+    longest = max(map(len, texts), default=0)
+    if longest >= LONG:
+        print(
+            f"note: the longest input has {longest:,} characters; the model reads all of it first, which can take "
+            f"minutes",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def check_prompts(given: Sequence[str], option: str = "--prompt") -> None:

@@ -33,7 +33,11 @@ def boxed_message(box: str) -> str:
         elif paragraph:
             break
     text = " ".join(paragraph)
-    text = re.sub(r"^Missing from [^:]*: (\S+) (.*?)( \(required\))?$", r"\1 is missing: \2", text)
+    if missing := re.match(r"Missing from [^:]*: (\S+) (.*)$", text):  # the first one, without the type of its value
+        name, meaning = missing[1], missing[2].partition(" (required)")[0]
+        if name.startswith("-"):
+            meaning = re.sub(r"^(\{\S+\}|[A-Z]+)(\|\S+)? ", "", meaning)
+        text = f"{name} is missing: {meaning}"
     text = re.sub(r"no type matching (\S+) could be instantiated from \['(.*)'\]", r"expected \1, got '\2'", text)
     place = re.match(r"Error parsing ([\w.-]+): ", text)
     if place:

@@ -16,6 +16,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from transformer.data._config import shared_rows
 from transformer.data._dataset import Batch, Dataset, padding
 from transformer.data._pipeline import check_batch
 from transformer.nn.models._base import count_parameters
@@ -59,6 +60,9 @@ from transformer.training._step import make_train_step
 from transformer.training._summary import Summary, read_summary, render, render_finished, render_stopped, save_summary
 from transformer.training._tasks import TASKS
 from transformer.training._trackers import Trackers, check_installed
+
+MANY_MICRO_BATCHES = 1024
+"""number of micro-batches in a step from which a note announces long steps"""
 
 
 def train(
@@ -142,6 +146,7 @@ def train(
             return finished
         speed, where = Speed(recipe, shapes, placement), f"resuming from step {step}" if step else "a new run"
         print(f"{speed}\nworkdir: {workdir}, {where}, to step {steps}", flush=True)
+        print(_long_step_note(recipe), end="", flush=True)
         record_call(own_dir, step, command, device_line())
 
         # Metrics, progress bar and trace
@@ -256,6 +261,17 @@ def _model_lines(recipe: Recipe, model: nn.Module, parameters: int, state: Train
     if recipe.lora is None:
         return line
     return f"{line}\nLoRA with rank {recipe.lora.rank}: {count_parameters(state.params):,} trained parameters"
+
+
+def _long_step_note(recipe: Recipe) -> str:
+    """Return a line that announces long steps, before the first of which nothing would be printed; or ""."""
+    count, (_, rows) = recipe.training.accumulation, shared_rows(recipe.data)
+    if count < MANY_MICRO_BATCHES:
+        return ""
+    return (
+        f"note: a step computes {count:,} micro-batches of {rows // count:,} rows (--training.accumulation), one after "
+        f"another, and can take long; progress and Ctrl-C wait for its end\n"
+    )
 
 
 def _finished_before(summary: Summary, step: int, ledger: TrainStats) -> Summary | None:

@@ -13,7 +13,7 @@ from transformer.zoo.weights._flax_files import FLAX_FILE
 
 # "gpt2" or "org/name", as the hub allows them. An existing local path that looks like an id is used as a path.
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_-])?"
-_HUB_ID = re.compile(rf"{_PART}(?:/{_PART})?")
+REPOSITORY = re.compile(rf"{_PART}(?:/{_PART})?")
 # Only files that are opened: no pickles, and no copies of the weights in subfolders.
 _PATTERNS = ["*.json", "*.jinja", "model.safetensors", "model-*.safetensors"]
 
@@ -42,7 +42,7 @@ def fetch(name_or_path: str | os.PathLike, revision: str | None = None, known: C
     name = os.fspath(name_or_path)
     if path.exists():
         raise WeightsError(f"{name} is a file: expected a directory. Pass the directory that contains it.")
-    if not _HUB_ID.fullmatch(name) or "--" in name or ".." in name:
+    if not REPOSITORY.fullmatch(name) or "--" in name or ".." in name:
         raise FileNotFoundError(
             f"no directory {name}, and it is not a valid id on the Hugging Face hub, such as gpt2 or org/name. "
             f"Check the path.{nearest(name, known)}"

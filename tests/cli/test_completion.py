@@ -1,0 +1,56 @@
+"""The completion script, run by bash."""
+
+import contextlib
+import io
+import shutil
+import subprocess
+
+import pytest
+
+from transformer.__main__ import VERBS, main
+from transformer.config._recipe_files import recipe_files
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        assert main(["--completion", "bash"]) == 0
+    path = tmp_path_factory.mktemp("completion") / "script"
+    path.write_text(text.getvalue())
+    return path
+
+
+def completed(script, *words):
+    """Return the completions of the last word."""
+    quoted = " ".join(f"'{word}'" for word in words)
+    program = f"source '{script}'; COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _transformer_zoo"
+    program += "; complete -p transformer-zoo >&2; printf '%s\\n' \"${COMPREPLY[@]}\""
+    run = subprocess.run(["bash", "-euo", "pipefail", "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == "complete -o default -F _transformer_zoo transformer-zoo\n"
+    return run.stdout.split()
+
+
+def test_bash_completes_verbs_options_and_recipes(script):
+    assert set(completed(script, "transformer-zoo", "")) >= set(VERBS)
+    assert completed(script, "transformer-zoo", "ser") == ["serve"]
+    assert completed(script, "transformer-zoo", "generate", "DIR", "--max-n") == ["--max-new-tokens"]
+    assert completed(script, "transformer-zoo", "train", "shakespeare_c") == ["shakespeare_cpu"]
+    assert set(completed(script, "transformer-zoo", "train", "")) == set(recipe_files())
+    options = completed(script, "transformer-zoo", "train", "etth1", "--")
+    assert {"--workdir", "--fast", "--allow-change", "--training.steps", "--help-all"} <= set(options)
+    assert completed(script, "transformer-zoo", "generate", "some") == [], "bash completes files"
+
+
+def test_every_verb_has_options(script):
+    for verb in VERBS:
+        assert "--help" in completed(script, "transformer-zoo", verb, "--h"), verb
+
+
+@pytest.mark.parametrize("words", [["fish"], []])
+def test_another_shell_is_an_error(words, capsys):
+    assert main(["--completion", *words]) == 2
+    assert f"error: --completion must be bash, got {' '.join(words)!r}." in capsys.readouterr().err

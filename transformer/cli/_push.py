@@ -1,0 +1,52 @@
+"""`python -m transformer push`: upload an exported model to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from transformer.cli._arguments import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """Upload an exported model to the Hugging Face hub, with a model card.
+
+    DIR is a directory that `convert` wrote, or an adapter. Only config.json, safetensors, the tokenizer and other JSON
+    and text files are uploaded, in one commit. Log in first with `hf auth login`, or set HF_TOKEN. HF_ENDPOINT selects
+    another hub.
+    """
+
+    directory: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """directory with config.json, safetensors and the tokenizer"""
+    repo: str
+    """repository on the hub, as USER/NAME; it is created if it does not exist"""
+    private: bool = False
+    """create a private repository"""
+    license: str | None = None
+    """license in a new model card, such as apache-2.0"""
+    message: str | None = None
+    """message of the commit"""
+    json: bool = False
+    """print JSON"""
+    debug: bool = False
+    """show the traceback of an error"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Upload the directory; print the address of the commit."""
+    command = parse(Push, "push", arguments)
+    from transformer.zoo.weights._upload import push
+
+    options = {"private": command.private, "license_id": command.license, "message": command.message}
+    done = push(command.directory, command.repo, **options)
+    if command.json:
+        print(json.dumps(dataclasses.asdict(done), indent=2))
+    else:
+        print(f"{len(done.files)} files, {done.bytes:,} bytes: {', '.join(done.files)}\n{done.address}")
