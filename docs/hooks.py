@@ -105,6 +105,9 @@ def on_page_content(content, page, config, files):
     from latex2mathml.converter import convert  # from the extra `docs`; the tests import this file without it
 
     def formula(match):
-        return convert(html.unescape(match[2]), display="block" if match[1] == "div" else "inline")
+        block = match[1] == "div"
+        drawn = convert(html.unescape(match[2]), display="block" if block else "inline")
+        # docs/site.css lets this box scroll; it takes the focus, so that the arrow keys scroll it too
+        return f'<div class="formula" tabindex="0">{drawn}</div>' if block else drawn
 
     return FORMULA.sub(formula, content)

@@ -4,11 +4,13 @@ import importlib.util
 import os
 import re
 import subprocess
+import sys
 import zlib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from browser import Browser
 from package_exports import PACKAGE, exports, rooms
 from package_layers import LAYERS
 
@@ -85,6 +87,17 @@ def test_links_that_leave_the_site(link, repository, expected):
     assert load("hooks").on_page_markdown(link, page, config, None) == expected
 
 
+def test_a_formula_in_its_own_paragraph_has_a_box_that_scrolls(monkeypatch):
+    converter = ModuleType("latex2mathml.converter")
+    converter.convert = lambda text, display: f'<math display="{display}">{text}</math>'
+    monkeypatch.setitem(sys.modules, "latex2mathml.converter", converter)
+    page = r'<p><span class="arithmatex">\(a &lt; b\)</span></p><div class="arithmatex">\[c\]</div>'
+    assert load("hooks").on_page_content(page, None, None, None) == (
+        '<p><math display="inline">a < b</math></p>'
+        '<div class="formula" tabindex="0"><math display="block">c</math></div>'
+    )
+
+
 def test_a_directive_is_spelled_out_to_the_names_that_a_room_exports():
     directives = load("hooks").directives
     assert directives("transformer.nn._masks").split() == [":::", "transformer.nn.Mask"]
@@ -112,6 +125,30 @@ def site(tmp_path_factory) -> Path:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [320, 390])
+def test_formulas_fit_a_phone(site, tmp_path, width):
+    """No page of formulas is wider than the screen: a wide formula scrolls in its own box, and is not cut off."""
+    browser = Browser(tmp_path)
+    try:
+        for name in ("mathematics", "report", "architecture"):
+            page = browser.page(width=width, height=740, phone=True).open(site / f"{name}.html", drawn="true")
+            assert page.js("document.documentElement.scrollWidth") == width, name
+            inside = (
+                f"[...document.querySelectorAll('math')].filter((e) => e.getBoundingClientRect().right > {width + 1})"
+            )
+            assert page.js(f"{inside}.every((e) => e.closest('.formula, .md-typeset__scrollwrap'))"), name
+            boxes = "[...document.querySelectorAll('.formula')]"
+            assert page.js(f"{boxes}.every((e) => e.scrollHeight <= e.clientHeight)"), f"{name}: a formula is cut off"
+            page.js(f"for (const box of {boxes}) box.scrollLeft = 1e6")
+            ends = f"{boxes}.every((e) => e.scrollLeft + e.clientWidth >= e.scrollWidth - 1)"
+            assert page.js(ends), f"{name}: the end of a formula can't be reached"
+            if name == "mathematics":
+                assert page.js(f"{boxes}.filter((e) => e.scrollWidth > e.clientWidth).length") > 5
+    finally:
+        browser.close()
 
 
 @pytest.mark.slow

@@ -61,7 +61,8 @@ def draw_forecasts(
     recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, png_path: str | os.PathLike
 ) -> None:
     """Plot the first and the last held-out window in the original units, together with the forecasts of the model."""
-    batches = dataset.eval_batches("test" if "test" in dataset.splits else "validation")
+    split = "test" if "test" in dataset.splits else "validation"
+    batches = dataset.eval_batches(split)
     last = batches[-1]["weights"].nonzero()[0][-1]
     rows = [(batches[0], 0), (batches[-1], last)]
     values, targets = (np.stack([batch[name][row] for batch, row in rows]) for name in ("values", "targets"))
@@ -70,4 +71,6 @@ def draw_forecasts(
     past, future, forecast = (from_model(recipe.data, array) for array in (values[:, -shown:], targets, forecast))
     from transformer.viz._forecasts import forecast_picture  # imported late: matplotlib is slow to import
 
-    forecast_picture(past, future, forecast, recipe.data.columns, png_path, title=recipe.name)
+    title = f"{recipe.name}: forecasts of {targets.shape[1]:,} steps from {values.shape[1]:,} steps"
+    names = f"first window of the {split} split", f"last window of the {split} split"
+    forecast_picture(past, future, forecast, recipe.data.columns, png_path, title=title, names=names)

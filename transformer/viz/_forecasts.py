@@ -18,6 +18,7 @@ def forecast_picture(
     columns: Sequence[str],
     png_path: str | os.PathLike,
     title: str = "Forecasts",
+    names: Sequence[str] = (),
 ) -> None:
     """Plot windows of a time series into a PNG file, with one column per window and one row per channel.
 
@@ -27,10 +28,11 @@ def forecast_picture(
         forecast: forecast of these values, of the same shape.
         columns: name of each channel.
         png_path: file to write.
-        title: title of the plot.
+        title: title of the plot, above all windows.
+        names: title of each window; (): "window 1 of 2", and so on.
 
     Raises:
-        ValueError: the shapes of the arrays do not match.
+        ValueError: the shapes of the arrays do not match, or there is not one name per window.
     """
     windows, steps, channels = past.shape
     if future.shape != forecast.shape or future.shape[::2] != (windows, channels) or len(columns) != channels:
@@ -39,14 +41,18 @@ def forecast_picture(
             f"{past.shape}, and columns one name per channel, got {forecast.shape}, {future.shape} and {len(columns)} "
             f"names. Check the shapes."
         )
-    figure = new_figure(5 * windows, 1.5 * channels + 0.8, dpi=110)
+    names = names or [f"window {window + 1} of {windows}" for window in range(windows)]
+    if len(names) != windows:
+        raise ValueError(f"expected one name for each of the {windows} windows, got {len(names)}. Check names=.")
+    figure = new_figure(5 * windows, 1.5 * channels + 1.1, dpi=110)
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13)
     grid = figure.subplots(channels, windows, sharex=True, squeeze=False)
     horizon = np.arange(1, future.shape[1] + 1)
     for window in range(windows):
         for channel in range(channels):
             axes = grid[channel, window]
             last = channel == channels - 1
-            dress(axes, title if channel == window == 0 else "", "steps from now" if last else "", columns[channel])
+            dress(axes, names[window] if channel == 0 else "", "steps from now" if last else "", columns[channel])
             now = past[window, -1:, channel]
             axes.plot(np.arange(1 - steps, 1), past[window, :, channel], color=INK, linewidth=0.9)
             for values, color, name in ((future, BLUE, "actual"), (forecast, RED, "forecast")):
