@@ -11,10 +11,11 @@ from golden import case as golden_case
 from golden import ours
 from PIL import Image
 from training_recipes import six_steps
+from vision_parts import picture, write_vision_model
 
-from transformer.config import ConfigError, Patches, TransformerConfig
-from transformer.data import ImageFolder
-from transformer.inference import classify_images, open_model, start_from
+from transformer.config import ConfigError, ImageTokens, Patches, TransformerConfig
+from transformer.data import CaptionFile, ImageFolder
+from transformer.inference import classify_images, encode_with_images, open_model, start_from
 from transformer.media import ImageProcessor, image_processor
 from transformer.training._loop import train
 from transformer.training._runs import open_run
@@ -128,3 +129,34 @@ def test_a_run_is_resumed_and_classifies_images(tmp_path, photos):
     assert image_processor(tmp_path / "run") == image_processor(tmp_path / "moved")
     found = classify_images(opened, [str(photos / "a" / "0.png")])[0]
     assert found.label in "abcde"
+
+
+def caption_recipe(folder):
+    for i in range(30):
+        picture(i).save(folder / f"{i}.png")
+    rows = [json.dumps({"image": f"{i}.png", "text": "is it" + " B" * (i % 3)}) for i in range(30)]
+    (folder / "pairs.jsonl").write_text("\n".join(rows))
+    patches = Patches(image_height=8, image_width=8, patch_size=4, class_token=False)
+    images = ImageTokens(patches=patches, d_model=8, num_layers=1, num_heads=2, d_ff=8, activation="relu")
+    prompt = "A <image>is"
+    data = CaptionFile(path=str(folder / "pairs.jsonl"), image_tokens=4, prompt=prompt, batch_size=4, eval_batch_size=4)
+    return six_steps("captions", TransformerConfig(d_model=8, num_layers=1, num_heads=2, input=images), data)
+
+
+def test_a_llava_model_is_fine_tuned_on_the_prompts_that_it_reads(tmp_path):
+    """The tokens before a caption, and the pixels, are those of `generate --image` with the same prompt."""
+    recipe = caption_recipe(tmp_path)
+    directory = write_vision_model(tmp_path / "llava", "llava")
+    start = start_from(directory, recipe)
+    recipe, data = open_run(recipe, tmp_path / "run", say=print, start=start)
+    assert recipe.origin.new == ()
+    place = data.places("validation", 1)[0]
+    file = data.picture_file("validation", place, tmp_path)
+    ids, pixels = encode_with_images(open_model(directory), "A <image>is", [file])
+    assert data.prefix == ids
+    np.testing.assert_array_equal(data.values("validation", [place])[0], pixels[0])
+
+
+def test_families_with_other_prompts_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="whose prompts have other tokens around an image"):
+        start_from(write_vision_model(tmp_path / "paligemma", "paligemma"), caption_recipe(tmp_path))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import flax.traverse_util
 import jax
 
+from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.inference._image_starting import image_classifier
@@ -68,7 +69,19 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
                 f"{wanted.__name__}. Start from such a model, or use a recipe with other data."
             )
         config, params, left = (_as_classifier if opened.pretrained else _with_new_head)(opened, recipe)
+    if wanted is VisionLanguageModel:
+        _check_image_text(opened)
     return Start(str(source), _origin(opened), config, params, opened.vocabulary, processor, left)
+
+
+def _check_image_text(opened: LoadedModel) -> None:
+    """Raise ConfigError for a family whose prompts have more than image tokens and text, which rows of data lack."""
+    family = None if opened.pretrained is None else opened.pretrained.family
+    if family is not None and family.image_text not in (None, ImageText()):
+        raise ConfigError(
+            f"{opened.directory} is a {family.title}, whose prompts have other tokens around an image, which training "
+            f"does not support. Start from a LLaVA model."
+        )
 
 
 def _with_image_size(opened: LoadedModel, recipe: Recipe) -> tuple[LoadedModel, ImageProcessor | None]:
