@@ -42,7 +42,8 @@ SHOWN_FIELDS = ("training.steps", *(f"data.{field}" for field in sorted(PLACES -
 """fields that a recorded command shows, although a run can be resumed with other values"""
 FILLED_IN = (
     *("model.vocab_size", "model.embedding.source_vocab_size", "model.output.num_classes", "origin"),
-    *("data.labels", "data.columns", "data.mean", "data.std"),
+    "model.input.token_id",
+    *("data.labels", "data.columns", "data.mean", "data.std", "data.processor"),
 )
 """fields that training fills in, so that a command does not show them"""
 

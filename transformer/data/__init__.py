@@ -11,6 +11,8 @@ from transformer.data.kinds._conversations import Conversations
 from transformer.data.kinds._digits import Digits
 from transformer.data.kinds._etth1 import ETTh1
 from transformer.data.kinds._image_file import ImageFile
+from transformer.data.kinds._image_folder import ImageFolder
+from transformer.data.kinds._image_text_file import CaptionFile, ImageTextFile
 from transformer.data.kinds._json_lines import JsonLines
 from transformer.data.kinds._labeled_text import LabeledText
 from transformer.data.kinds._masked_text import MaskedText
@@ -32,6 +34,7 @@ __all__ = [
     "DATA",
     "SST2",
     "Batch",
+    "CaptionFile",
     "Conversations",
     "DataConfig",
     "DataKind",
@@ -40,6 +43,8 @@ __all__ = [
     "ETTh1",
     "Example",
     "ImageFile",
+    "ImageFolder",
+    "ImageTextFile",
     "JsonLines",
     "LabeledText",
     "MaskedSST2",

@@ -11,6 +11,7 @@ import numpy as np
 
 from transformer.data._config import WORDS, DataKind, TokenizerConfig, check_whole
 from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
+from transformer.data._image_files import READING, ImageFiles
 from transformer.data._labeled import encode_within
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer
@@ -24,8 +25,8 @@ HALF = (0.5, 0.5, 0.5)
 class Pictures:
     """Pairs of an image and a caption."""
 
-    pixels: np.ndarray
-    """images (N, height, width, channels), uint8"""
+    pixels: np.ndarray | ImageFiles
+    """images (N, height, width, channels): uint8, or files that are read as normalized pixels"""
     captions: Sequence[str]
     """captions (M,)"""
     places: np.ndarray
@@ -86,6 +87,8 @@ class CaptionDataset(Dataset):
         self._splits, self._mean, self._std = found.splits, found.mean, found.std
         height, width, _ = self._shape
         self.processor = ImageProcessor(height=height, width=width, mean=found.mean, std=found.std)
+        if isinstance(files := found.splits["train"].pixels, ImageFiles):
+            self.processor, self.read_options = files.processor, READING
         self._tokens: dict[str, Ragged] = {}
         self._truncated = 0
         for split, pictures in found.splits.items():
@@ -168,10 +171,14 @@ class CaptionDataset(Dataset):
     def _values(self, split: str, rows: np.ndarray) -> np.ndarray:
         """Return the normalized pixels of the images of these captions, (B, height, width, channels)."""
         pictures = self._splits[split]
+        if isinstance(pictures.pixels, ImageFiles):
+            return pictures.pixels[pictures.places[rows]]
         pixels = pictures.pixels[pictures.places[rows]].astype(np.float32) / np.float32(255.0)
         return (pixels - np.asarray(self._mean, np.float32)) / np.asarray(self._std, np.float32)
 
 
-def _digest(array: np.ndarray) -> str:
-    """Return the SHA-256 of an array of bytes."""
+def _digest(array: np.ndarray | ImageFiles) -> str:
+    """Return the SHA-256 of an array of bytes, or of files."""
+    if isinstance(array, ImageFiles):
+        return array.digest()
     return hashlib.sha256(np.ascontiguousarray(array)).hexdigest()

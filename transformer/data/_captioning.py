@@ -14,6 +14,7 @@ from transformer.config._checks import ConfigError
 from transformer.data._captioned import CaptionConfig, CaptionDataset, Captioned
 from transformer.data._config import check_whole
 from transformer.data._dataset import Batch, Example, spread
+from transformer.data._image_files import ImageFiles
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_files import as_pretrained
@@ -137,6 +138,8 @@ class CaptioningDataset(CaptionDataset):
     def picture_file(self, split: str, place: int, folder: Path) -> Path:
         """Return a file with the image of a row, which is written into a folder if the data has no files."""
         pictures = self._splits[split]
+        if isinstance(pictures.pixels, ImageFiles):
+            return pictures.pixels.paths[pictures.places[place]]
         path = folder / f"{split}-{place}.png"
         if not path.exists():
             from PIL import Image  # here, because training needs no Pillow

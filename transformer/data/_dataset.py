@@ -8,7 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Dataset(ABC):
     fingerprint that identifies the data and tokenizer.
     """
 
-    read_options: ClassVar[Mapping[str, int]] = IN_MEMORY
+    read_options: Mapping[str, int] = IN_MEMORY
     """Grain options of the reader threads"""
     config: DataKind
     """the options, completed with values that the data determines"""

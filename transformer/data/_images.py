@@ -12,6 +12,7 @@ import numpy as np
 
 from transformer.data._config import DataKind, check_labels, check_whole
 from transformer.data._dataset import Batch, Dataset, fingerprint
+from transformer.data._image_files import READING, ImageFiles
 from transformer.data._tokenizer import Tokenizer
 
 
@@ -19,7 +20,7 @@ from transformer.data._tokenizer import Tokenizer
 class Images:
     """Images by split: `splits` contains images (N, height, width, channels) and class indices (N,) into `labels`."""
 
-    splits: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    splits: Mapping[str, tuple[np.ndarray | ImageFiles, np.ndarray]]
     labels: tuple[str, ...]
 
 
@@ -86,6 +87,10 @@ class ImageConfig(DataKind):
         check_whole(self, "max_shift", least=0)
         check_labels(self.labels, "the class indices")
 
+    def class_names(self) -> tuple[str, ...]:
+        """Return the names of the classes as far as they are known without reading the images; empty: unknown."""
+        return self.labels
+
     def prepare(self, tokenizer: Tokenizer | None = None) -> ImageDataset:
         """Return the dataset of the images; `tokenizer` is ignored. Raises the errors of `DataKind.prepare`."""
         del tokenizer
@@ -106,14 +111,18 @@ class ImageDataset(Dataset):
         self._images = {split: pixels for split, (pixels, _) in images.splits.items()}
         self._targets = {split: numbers for split, (_, numbers) in images.splits.items()}
         # The fingerprint hashes int32 arrays: reinterpret the bits of the float32 pixels instead of rounding them.
-        arrays = [pixels.view(np.int32) for pixels in self._images.values()] + list(self._targets.values())
+        files = [pixels for pixels in self._images.values() if isinstance(pixels, ImageFiles)]
+        arrays = [] if files else [pixels.view(np.int32) for pixels in self._images.values()]
+        arrays += list(self._targets.values())
         shapes = [list(pixels.shape) for pixels in self._images.values()]
-        settings = [config.kind, config.max_shift, list(self.labels), shapes]
+        settings = [config.kind, config.max_shift, list(self.labels), shapes, *(part.digest() for part in files)]
+        if files:
+            self.processor, self.read_options = files[0].processor, READING
         self.fingerprint = fingerprint(settings, {}, arrays)
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """`train`, `validation` and `test`."""
+        """`train`, `validation` and, if the data has one, `test`."""
         return tuple(self._images)
 
     def describe(self) -> str:

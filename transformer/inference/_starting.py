@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING, Any
 import flax.traverse_util
 import jax
 
+from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
+from transformer.inference._image_starting import image_classifier
+from transformer.inference._images import with_size_of
 from transformer.inference._loading import LoadedModel, is_workdir, open_model
+from transformer.media._image_settings import SETTINGS_FILES, image_processor
+from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Classifier, MaskedLM
+from transformer.nn.models._vision import VisionClassifier, VisionEncoder
+from transformer.nn.models._vision_language import VisionLanguageModel
 
 if TYPE_CHECKING:
+    from transformer.media._images import ImageProcessor
     from transformer.training._recipe import Recipe
     from transformer.training._start import Start
 
@@ -30,7 +38,8 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
 
     For a classification recipe, other models of a family are turned into its classifier: all parameters of the
     classifier that the files contain are loaded (for BERT including the pooler), and the old head is dropped. The same
-    holds for a MaskedLM of a training run.
+    holds for a MaskedLM of a training run. For labeled images, any encoder of images becomes a classifier,
+    with a new head unless the model has the same classes.
 
     Args:
         source: a directory of weights, an id on the hub, or the workdir of a run.
@@ -49,15 +58,49 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
     options = {} if is_workdir(source) else {"dtype": recipe.model.param_dtype}
     with host_memory():  # on an accelerator, the training state has a copy of the initial parameters
         opened = open_model(source, **options)
+    opened, processor = _with_image_size(opened, recipe)
     config, params, left = opened.model.config, opened.params, ()
-    if type(opened.model) is not wanted:
+    if wanted is VisionClassifier and isinstance(opened.model, VisionEncoder | DualEncoder):
+        config, params, left = image_classifier(opened, recipe)
+    elif type(opened.model) is not wanted:
         if wanted is not Classifier or not (opened.pretrained or isinstance(opened.model, MaskedLM)):
             raise ConfigError(
                 f"{source} contains a {type(opened.model).__name__}, but the data of this recipe requires a "
                 f"{wanted.__name__}. Start from such a model, or use a recipe with other data."
             )
         config, params, left = (_as_classifier if opened.pretrained else _with_new_head)(opened, recipe)
-    return Start(str(source), _origin(opened), config, params, opened.vocabulary, left)
+    if wanted is VisionLanguageModel:
+        _check_image_text(opened)
+    return Start(str(source), _origin(opened), config, params, opened.vocabulary, processor, left)
+
+
+def _check_image_text(opened: LoadedModel) -> None:
+    """Raise ConfigError for a family whose prompts have more than image tokens and text, which rows of data lack."""
+    family = None if opened.pretrained is None else opened.pretrained.family
+    if family is not None and family.image_text not in (None, ImageText()):
+        raise ConfigError(
+            f"{opened.directory} is a {family.title}, whose prompts have other tokens around an image, which training "
+            f"does not support. Start from a LLaVA model."
+        )
+
+
+def _with_image_size(opened: LoadedModel, recipe: Recipe) -> tuple[LoadedModel, ImageProcessor | None]:
+    """Return the model for images of the size that the data gives, and its preprocessing.
+
+    The preprocessing is that of the data config, unless it is the default: then it is that of the model's files.
+
+    Raises:
+        ConfigError: the model reads only images of another size, or its preprocessing is not supported.
+    """
+    from transformer.data._image_files import DEFAULT
+
+    given = getattr(recipe.data, "processor", None)
+    if given is None or not isinstance(opened.model, VisionEncoder | DualEncoder | VisionLanguageModel):
+        return opened, None
+    own = given
+    if given == DEFAULT and any((opened.directory / name).exists() for name in SETTINGS_FILES):
+        own = image_processor(opened.directory)
+    return with_size_of(opened, own), own
 
 
 def _origin(opened: LoadedModel) -> str:

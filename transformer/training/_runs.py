@@ -53,6 +53,7 @@ from transformer.training._start import (
     initialize_from,
     taught_by,
     with_new_parameters,
+    with_processor,
     with_recipe_fields,
     with_teacher,
 )
@@ -457,15 +458,22 @@ def _filled_in(new: Recipe, old: Recipe) -> Recipe:
         images = dataclasses.replace(new_images, token_id=old_images.token_id)
         new = dataclasses.replace(new, model=new.model.replace(input=images))
     if type(new.data) is type(old.data):
-        decided = ("labels", "columns", "mean", "std")
-        if getattr(new.data, "columns", ()) not in ((), getattr(old.data, "columns", ())):
-            decided = ("labels",)  # the run's mean and std belong to other columns
-        open_fields = [name for name in decided if getattr(new.data, name, None) == ()]
-        fields = {name: getattr(old.data, name) for name in open_fields}
-        new = dataclasses.replace(new, data=dataclasses.replace(new.data, **fields))
+        new = _with_data_of(new, old)
     if TASKS[new.task].labels and new.data.labels:
         new = with_labels(new, new.data.labels)
     return new
+
+
+def _with_data_of(new: Recipe, old: Recipe) -> Recipe:
+    """Fill in the open fields of the data config with those of a run on data of the same kind."""
+    decided = ("labels", "columns", "mean", "std")
+    if getattr(new.data, "columns", ()) not in ((), getattr(old.data, "columns", ())):
+        decided = ("labels",)  # the run's mean and std belong to other columns
+    open_fields = [name for name in decided if getattr(new.data, name, None) == ()]
+    data = dataclasses.replace(new.data, **{name: getattr(old.data, name) for name in open_fields})
+    if old.origin is not None:
+        data = with_processor(data, getattr(old.data, "processor", None))
+    return dataclasses.replace(new, data=data)
 
 
 def _check_shapes(recipe: Recipe, dataset: Dataset) -> None:

@@ -20,7 +20,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.config._paths import get_path
+from transformer.data._config import DataKind
+from transformer.data._image_files import DEFAULT
 from transformer.data._tokenizer import Tokenizer
+from transformer.media._images import ImageProcessor
 from transformer.training import lora
 from transformer.training._recipe import FILE, Origin, Recipe, load_recipe
 from transformer.training._serial import flatten
@@ -43,6 +46,8 @@ class Start:
     """tree of parameters, without the outer "params" """
     tokenizer: Tokenizer | None
     """tokenizer of the model; None: the recipe's tokenizer is made from the data"""
+    processor: ImageProcessor | None = None
+    """preprocessing of images of the model; None: it has none, or reads no images"""
     left: tuple[str, ...] = ()
     """paths of parameters in the source that are not used: those of a different head"""
 
@@ -55,7 +60,15 @@ class Start:
     def applied_to(self, recipe: Recipe) -> Recipe:
         """Return the recipe with its model replaced by this one, except for the fields in `RECIPE_FIELDS`."""
         origin = Origin(source=self.source, model=self.model, fingerprint=self.fingerprint)
-        return dataclasses.replace(recipe, model=with_recipe_fields(self.config, recipe.model), origin=origin)
+        model, data = with_recipe_fields(self.config, recipe.model), with_processor(recipe.data, self.processor)
+        return dataclasses.replace(recipe, model=model, data=data, origin=origin)
+
+
+def with_processor(data: DataKind, processor: ImageProcessor | None) -> DataKind:
+    """Return the data config with the preprocessing of a model, if the data has images in files and its own default."""
+    if processor is None or getattr(data, "processor", None) != DEFAULT:
+        return data
+    return dataclasses.replace(data, processor=processor)
 
 
 def with_recipe_fields(model: TransformerConfig, given: TransformerConfig) -> TransformerConfig:

@@ -10,6 +10,8 @@ from transformer.data.kinds._conversations import Conversations
 from transformer.data.kinds._digits import Digits
 from transformer.data.kinds._etth1 import ETTh1
 from transformer.data.kinds._image_file import ImageFile
+from transformer.data.kinds._image_folder import ImageFolder
+from transformer.data.kinds._image_text_file import CaptionFile, ImageTextFile
 from transformer.data.kinds._json_lines import JsonLines
 from transformer.data.kinds._labeled_text import LabeledText
 from transformer.data.kinds._masked_text import MaskedText
@@ -54,6 +56,9 @@ DATA: dict[str, type[DataKind]] = {
     "conversations": Conversations,
     "digits": Digits,
     "image_file": ImageFile,
+    "image_folder": ImageFolder,
+    "image_text_file": ImageTextFile,
+    "caption_file": CaptionFile,
     "shapes": Shapes,
     "shapes_captions": ShapesCaptions,
 }

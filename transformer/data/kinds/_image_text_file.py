@@ -1,0 +1,136 @@
+"""Pairs of images and texts of the user: JSON lines or CSV, with the path of an image in each row."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from transformer.config._checks import ConfigError, nearest
+from transformer.data._captioned import CaptionConfig, Captioned, Pictures
+from transformer.data._captioning import CaptioningConfig
+from transformer.data._config import check_path, check_share
+from transformer.data._image_files import ImageFiles, ImageFilesConfig, image_rows, split_by_digest
+from transformer.data._local_files import read_json_objects, read_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTextFile(ImageFilesConfig, CaptionConfig):
+    """Your own images and texts, for a model that learns which text belongs to which image.
+
+    The file has JSON lines (.jsonl, .json), or a table with column names in the first line (.tsv: separated by tabs,
+    other endings: by commas). Paths of images are relative to the folder of the file, and no file outside of this
+    folder is read. Every image is decoded once when the data is prepared, to find damaged files.
+
+    Raises:
+        ConfigError: an empty path, a share out of range, or the same column for image and text.
+    """
+
+    kind: ClassVar[str] = "image_text_file"
+
+    path: str
+    """path of the training file"""
+    validation_path: str | None = None
+    """path of a second file for evaluation; None: hold out a part of the images"""
+    validation_share: float = 0.1
+    """without validation_path: fraction of the images to hold out for evaluation, by the SHA-256 of an image file"""
+    image_column: str = "image"
+    """name of the column with the path of the image"""
+    text_column: str = "text"
+    """name of the column with the text"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_path(self, "path")
+        check_share(self, "validation_share")
+        if not self.image_column or not self.text_column or self.image_column == self.text_column:
+            raise ConfigError(
+                f"image_column and text_column must be two different columns, got {self.image_column!r} and "
+                f"{self.text_column!r}. Change one."
+            )
+
+    def read(self) -> Captioned:
+        """Return the images and their texts.
+
+        Raises:
+            FileNotFoundError: a file does not exist, also that of an image.
+            ValueError: a row without an image or a text, or an image that can't be read; the message names the row.
+        """
+        images, texts = self._rows(self.path)
+        if self.validation_path is not None:
+            held_out, more = self._rows(self.validation_path)
+            return Captioned({"train": _pictures(images, texts), "validation": _pictures(held_out, more)})
+        parts = split_by_digest(images.digests, {"validation": self.validation_share}, self.path)
+        splits = {name: _pictures(images.subset(rows), [texts[i] for i in rows]) for name, rows in parts.items()}
+        return Captioned(splits)
+
+    def _rows(self, path: str) -> tuple[ImageFiles, list[str]]:
+        """Return the checked images of a file, and their texts."""
+        rows = read_image_texts(path, self.image_column, self.text_column)
+        return image_rows(path, rows, self.processor).checked(), [text for _, _, text in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionFile(CaptioningConfig, ImageTextFile):
+    """Your own images and captions, in the files of `ImageTextFile`, for a model that writes the caption of an image.
+
+    Raises:
+        ConfigError: as `ImageTextFile`, or no room for a caption after the image.
+    """
+
+    kind: ClassVar[str] = "caption_file"
+
+
+def _pictures(images: ImageFiles, texts: list[str]) -> Pictures:
+    return Pictures(images, texts, np.arange(len(texts)))
+
+
+def read_image_texts(path: str, image_column: str, text_column: str) -> list[tuple[int, str, str]]:
+    """Read (line, path of the image, text) of the rows of a file.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it can't be read, a column is missing, or a row has no image or no text.
+    """
+    if path.lower().endswith((".jsonl", ".json", ".ndjson")):
+        rows = list(read_json_objects(path))
+    else:
+        rows = _table(path, "\t" if path.lower().endswith(".tsv") else ",")
+    found = []
+    for line, row in rows:
+        for column in (image_column, text_column):
+            value = row.get(column)
+            if not isinstance(value, str) or not value.strip():
+                got = f"{value!r:.40}" if column in row else f"the columns {', '.join(map(str, row))[:100] or 'none'}"
+                raise ValueError(
+                    f"{path}, line {line}: expected text in the column {column!r}, got {got}."
+                    f"{nearest(column, [str(name) for name in row])} Correct the line, or set "
+                    f"--data.image-column and --data.text-column."
+                )
+        found.append((line, row[image_column].strip(), row[text_column].strip()))
+    if not found:
+        raise ValueError(f"{path} has no rows: expected images and texts. Check the file.")
+    return found
+
+
+def _table(path: str, separator: str) -> list[tuple[int, dict[str, str]]]:
+    """Return (line, row) of a table with column names in its first line."""
+    reader = csv.reader(io.StringIO(read_text(path)), delimiter=separator, strict=True)
+    found = []
+    try:
+        header = next(reader)
+        for row in reader:
+            if not row:
+                continue
+            if len(row) != len(header):
+                raise ValueError(
+                    f"{path}, line {reader.line_num}: expected {len(header)} columns as in the first line, got "
+                    f"{len(row)}. Put a text with a separator into double quotes."
+                )
+            found.append((reader.line_num, dict(zip(header, row, strict=True))))
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}. Correct the quotes of this row.") from None
+    return found
