@@ -14,6 +14,7 @@ import jax
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.inference._loading import LoadedModel, is_workdir, open_model
+from transformer.nn._adapted import has_encoded
 from transformer.nn.models._encoders import Classifier, MaskedLM
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
     options = {} if is_workdir(source) else {"dtype": recipe.model.param_dtype}
     with host_memory():  # on an accelerator, the training state has a copy of the initial parameters
         opened = open_model(source, **options)
+    if has_encoded(opened.params):
+        raise ConfigError(
+            f"the weights in {source} are quantized and can't be trained. Start from the original weights, with "
+            f"--lora.base int8 or nf4 to keep them quantized in memory."
+        )
     config, params, left = opened.model.config, opened.params, ()
     if type(opened.model) is not wanted:
         if wanted is not Classifier or not (opened.pretrained or isinstance(opened.model, MaskedLM)):
