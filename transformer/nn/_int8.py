@@ -147,22 +147,14 @@ def quantize(
         ValueError: a rule that applies to no parameter, parameters of which none can be quantized, a parameter that is
             already quantized, or an unknown group size.
     """
-    if bits not in (4, 8) or group_size not in GROUP_SIZES:
-        raise ValueError(
-            f"bits must be 4 or 8, and group_size one of {', '.join(map(str, GROUP_SIZES))}; got {bits} and "
-            f"{group_size}. Change them."
-        )
+    _check_sizes(bits, group_size)
     groups: dict[str, list[tuple[Array, Int8 | Int4]]] = {rule.pattern: [] for rule in rules or ()}
     if rules is None:
         groups = {end: [] for end, axes in declared().items() if axes.int8 and axes.inputs}
 
     def one(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if isinstance(leaf, Int8 | Int4):
-            number = 8 if isinstance(leaf, Int8) else 4
-            raise ValueError(
-                f"{name} is already quantized to {number} bits. Quantize the parameters as they were loaded."
-            )
+        _check_plain(name, leaf)
         rule = _declared_rule(name, leaf, bits) if rules is None else _first_rule(name, rules)
         if rule is None:
             return leaf
@@ -176,6 +168,22 @@ def quantize(
     if not report or (rules is not None and unused):
         raise ValueError(f"no parameter matches a rule: {', '.join(unused)}. Pass rules for these parameters.")
     return tree, report
+
+
+def _check_plain(path: str, leaf: Any) -> None:
+    """Raise ValueError for a parameter that is already quantized."""
+    if isinstance(leaf, Int8 | Int4):
+        number = 8 if isinstance(leaf, Int8) else 4
+        raise ValueError(f"{path} is already quantized to {number} bits. Quantize the parameters as they were loaded.")
+
+
+def _check_sizes(bits: int, group_size: int) -> None:
+    """Raise ValueError for a number of bits or a group size that is not supported."""
+    if bits not in (4, 8) or group_size not in GROUP_SIZES:
+        raise ValueError(
+            f"bits must be 4 or 8, and group_size one of {', '.join(map(str, GROUP_SIZES))}; got {bits} and "
+            f"{group_size}. Change them."
+        )
 
 
 def quantized_shapes(params: Mapping[str, Any], bits: Bits, group_size: int) -> dict[str, Any]:
