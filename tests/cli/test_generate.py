@@ -40,8 +40,9 @@ def test_slots_and_a_draft_change_no_text(written, runs):
     assert written("--draft", str(runs / "small"), "--draft-tokens", "2")[0] == plain
 
 
-def test_what_8_bits_save_is_told(written):
-    _, printed = written("--int8")
+@pytest.mark.parametrize("words", [("--int8",), ("--int4", "--group-size", "64")])
+def test_what_few_bits_save_is_told(written, words):
+    _, printed = written(*words)
     assert "embedding/embedding: 1 arrays" in printed
     assert "relative error" in printed
 

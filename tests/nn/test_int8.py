@@ -1,4 +1,4 @@
-"""8-bit parameters: a model computes with the dequantized values, and the report states the true error."""
+"""8-bit and 4-bit parameters: a model computes with the dequantized values, and the report states the true error."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,9 @@ import pytest
 
 from transformer.config import MLA, Execution, LayerKind, MoE, TransformerConfig
 from transformer.generate import Sampling, generate
-from transformer.nn._int8 import Int8, Rule, quantize, quantized
+from transformer.nn._adapted import Encoded
+from transformer.nn._int8 import Int4, Int8, Rule, quantize, quantized, quantized_int4, quantized_shapes
+from transformer.nn._parameter_axes import axes_of
 from transformer.nn.models import CausalLM, Seq2Seq
 
 SIZES = {"vocab_size": 40, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 24}
@@ -16,9 +18,9 @@ TOKENS = jax.random.randint(jax.random.key(1), (2, 7), 0, 40)
 
 def dequantized(params):
     return jax.tree.map(
-        lambda node: node.array() if isinstance(node, Int8) else node,
+        lambda node: node.array() if isinstance(node, Encoded) else node,
         params,
-        is_leaf=lambda node: isinstance(node, Int8),
+        is_leaf=lambda node: isinstance(node, Encoded),
     )
 
 
@@ -29,6 +31,37 @@ def test_each_number_is_the_nearest_of_255():
     assert (np.abs(kept.array() - array) <= kept.scale / 2 + 1e-7).all()
     assert (kept.array()[:, :, 1] == 0).all()
     np.testing.assert_allclose(np.abs(kept.array()).max((0, 1)), np.abs(array).max((0, 1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [-1, -2, -3])
+@pytest.mark.parametrize(("size", "group"), [(128, 32), (128, 128), (96, 64), (48, 32), (7, 32)])
+def test_each_number_is_the_nearest_of_16(axis, size, group):
+    """By hand, group by group: the weight of largest magnitude is -8 times the scale; the bytes hold two weights."""
+    shape = [3, 2, 4]
+    shape[axis] = size
+    array = jax.random.normal(jax.random.key(size), shape).at[0].set(0.0)
+    kept = quantized_int4(array, axis, group)
+    assert (kept.shape, kept.codes.dtype, kept.scale.dtype) == (array.shape, jnp.uint8, jnp.bfloat16)
+    assert kept.codes.size == array.size // size * ((size + 1) // 2)
+    even = size + size % 2
+    length = max(length for length in range(2, group + 1, 2) if even % length == 0)
+    found, rows = np.moveaxis(kept.array(), axis, -1), np.moveaxis(np.asarray(array), axis, -1)
+    for index in np.ndindex(rows.shape[:-1]):
+        for start in range(0, size, length):
+            weights, got = rows[index][start : start + length], found[index][start : start + length]
+            scale = abs(np.float32(jnp.bfloat16(np.abs(weights).max() / 8)))
+            extreme = weights[np.abs(weights).argmax()]
+            sign = -1.0 if extreme > 0 else 1.0
+            codes = np.clip(np.round(weights / (sign * scale)), -8, 7) if scale else np.zeros(len(weights))
+            np.testing.assert_allclose(got, codes * sign * scale, rtol=1e-6)
+            assert (np.abs(got - weights) <= scale * 1.04).all()
+    assert (kept.array()[0] == 0).all()
+
+
+def test_quantized_numbers_are_quantized_to_themselves():
+    array = jax.random.normal(jax.random.key(0), (4, 64, 6))
+    once = quantized_int4(array, -2)
+    jax.tree.map(np.testing.assert_array_equal, quantized_int4(once.array(), -2), once)
 
 
 MODELS = {
@@ -48,24 +81,42 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(("scan", "bits"), [(True, 8), (False, 8), (True, 4)])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_model_computes_with_what_they_stand_for(kind, scan):
+def test_a_model_computes_with_what_they_stand_for(kind, scan, bits):
     cls, fields = MODELS[kind]
     model = cls(TransformerConfig(**(SIZES | fields)), Execution(scan=scan))
     inputs = (TOKENS,) * (2 if cls is Seq2Seq else 1)
     params = jax.jit(model.init)(jax.random.key(0), *inputs)["params"]
-    small, report = quantize(params)
+    small, report = quantize(params, bits=bits)
+    assert jax.tree.map(lambda leaf: leaf.shape, small) == jax.tree.map(
+        lambda leaf: leaf.shape, quantized_shapes(jax.eval_shape(lambda: params), bits, 32)
+    )
     call = jax.jit(lambda params: model.apply({"params": params}, *inputs))
     found, expected, whole = call(small), call(dequantized(small)), call(params)
     tolerance = 0.1 if kind == "bfloat16" else 1e-5
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
-    assert 1e-4 < np.abs(found - whole).max() < 0.15 * np.abs(whole).max()
-    paths = [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(small) if leaf.dtype == jnp.int8]
+    assert 1e-4 < np.abs(found - whole).max() < (0.15 if bits == 8 else 1.0) * np.abs(whole).max()
+    integers = (jnp.int8, jnp.uint8)
+    paths = [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(small) if leaf.dtype in integers]
     assert not [path for path in paths if "experts" in path or "router" in path or "norm" in path or "bias" in path]
     assert len(paths) == sum(row.arrays for row in report)
+    assert len(paths) == len(intended(params))
+    if bits == 4:  # the kernels of the layers in 4 bits, the embeddings and the output in 8
+        kinds = [type(node) for node in jax.tree.leaves(small, is_leaf=lambda node: isinstance(node, Encoded))]
+        assert kinds.count(Int8) == sum("embedding" in path or "'output'" in path for path in paths)
+        assert kinds.count(Int4) == len(paths) - kinds.count(Int8) > 0
     if kind == "routed":
         assert [path for path in paths if "shared" in path]
+
+
+def intended(params):
+    """Return the paths of the parameters that should be quantized: matrices whose modules support it."""
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(params)
+    }
+    axes = {path: axes_of(path, leaf.ndim) for path, leaf in named.items()}
+    return [path for path, one in axes.items() if one is not None and one.int8 and one.inputs]
 
 
 @pytest.mark.slow
@@ -103,5 +154,9 @@ def test_what_can_not_be_quantized_is_said():
     params = {"embedding": {"embedding": jnp.ones((2, 2))}}
     with pytest.raises(ValueError, match=r"embedding/embedding is already quantized to 8 bits"):
         quantize(quantize(params)[0])
+    with pytest.raises(ValueError, match=r"embedding/embedding is already quantized to 4 bits"):
+        quantize(quantize(params, [Rule(pattern="embedding", inputs=(-1,), bits=4)])[0])
     with pytest.raises(ValueError, match=r"no parameter matches a rule: x/kernel\. Pass rules"):
-        quantize(params, [Rule(pattern="x/kernel", inputs=(-1,))])
+        quantize(params, [Rule(pattern="x/kernel", inputs=(-1,)), Rule(pattern="embedding", inputs=(-1,))])
+    with pytest.raises(ValueError, match=r"bits must be 4 or 8, and group_size one of 32, 64, 128; got 4 and 16"):
+        quantize(params, bits=4, group_size=16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import signal
 import sys
@@ -56,8 +55,6 @@ class ChatCommand(SamplingCommand):
     """variable of the template as NAME=VALUE, such as enable_thinking=false; repeat for several"""
     image: tuple[str, ...] = ()
     """vision-language model: paths of images at the beginning of the first message: --image a.jpg b.png"""
-    int8: bool = False
-    """quantize the weights to 8 bits, a quarter of the memory of float32; stderr reports memory and rounding errors"""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -68,8 +65,7 @@ def main(arguments: Sequence[str]) -> None:
     check_images(command.image)
     run = command.load_writer()
     images = image_reader(run, command.image)
-    if command.int8:
-        run = in_8_bits(run)
+    run = command.quantized(run)
     Conversation(open_chat(run, command.template, images), command).hold(_lines())
 
 
@@ -285,13 +281,3 @@ def interruptions() -> Iterator[threading.Event]:
         yield event
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def in_8_bits(run: LoadedModel) -> LoadedModel:
-    """Return the model with int8 weights; print memory and rounding errors on stderr."""
-    from transformer.nn._int8 import quantize
-
-    params, report = quantize(run.params)
-    for row in report:
-        print(row, file=sys.stderr)
-    return dataclasses.replace(run, params=params)

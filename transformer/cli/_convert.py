@@ -33,6 +33,11 @@ class Convert(ModelCommand):
     """write only the LoRA updates of a run, as adapter_config.json and adapter_model.safetensors"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of the weights; None: unchanged"""
+    quantize: Literal["int4", "int8"] | None = None
+    """quantize the weights: int4 (layers in 4 bits, embeddings and output layer in 8) or int8. Only this program reads
+    such files; they take as little memory as on disk"""
+    group_size: Literal[32, 64, 128] = 32
+    """with --quantize int4: number of weights that share a scale"""
     max_shard_gib: float = 5.0
     """maximum size of one weights file, in GiB; larger weights are split into several files"""
     verify: bool = False
@@ -67,6 +72,7 @@ def main(arguments: Sequence[str]) -> None:
         family=command.family,
         dtype=command.dtype,
         max_shard_bytes=int(command.max_shard_gib * 2**30),
+        quantization=None if command.quantize is None else (int(command.quantize[3:]), command.group_size),
     )
     if command.json:
         command.print_json(opened, family=chosen.name, files=[str(path) for path in _files(command.output)])
@@ -82,6 +88,7 @@ def _write_adapter(command: Convert) -> None:
     from transformer.inference._loading import export_adapter
 
     given = {"--verify": command.verify, "--dtype": command.dtype, "--adapter": command.adapter}
+    given |= {"--quantize": command.quantize}
     if wrong := [name for name, value in given.items() if value]:
         raise ConfigError(f"--adapter-only writes no weights of a model, which {', '.join(wrong)} needs. Remove one.")
     chosen = export_adapter(command.directory, command.output, step=command.step, family=command.family)

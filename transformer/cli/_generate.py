@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from transformer.cli._arguments import parse
-from transformer.cli._chat import answer, check_chat_options, image_reader, in_8_bits, open_chat
+from transformer.cli._chat import answer, check_chat_options, image_reader, open_chat
 from transformer.cli._models import check_images
 from transformer.cli._sampling import SamplingCommand
 from transformer.config._checks import ConfigError
@@ -61,8 +61,6 @@ class Generate(SamplingCommand):
     """continuation: draft model for speculative decoding, with the same tokenizer; it does not change the text"""
     draft_tokens: int | None = None
     """number of tokens that the draft model proposes per step; None: 4"""
-    int8: bool = False
-    """quantize the weights to 8 bits, a quarter of the memory of float32; stderr reports memory and rounding errors"""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -80,8 +78,7 @@ def main(arguments: Sequence[str]) -> None:
     if translates and (used := _causal_options(command)):
         raise ConfigError(f"{used[0]} needs a causal model, but this model is an encoder-decoder. Remove it.")
     options = _decoding_options(command, translates)
-    if command.int8:
-        run = in_8_bits(run)
+    run = command.quantized(run)
     prompts = texts.read_prompts(command.prompt, lines=translates)
     texts.warn_of_unknown(run, prompts)
     if _appears_while_generated(command, run, prompts):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -15,6 +16,7 @@ from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
     from transformer.generate._sampling import Sampling
+    from transformer.inference._loading import LoadedModel
 
 FILTERS = ("top_k", "top_p", "min_p")
 """options that restrict the tokens to sample from"""
@@ -46,6 +48,12 @@ class SamplingCommand(ModelCommand):
     """causal model: text that ends the output, which does not contain it; repeat the option for several"""
     seed: int = 0
     """random seed for sampling; the same seed gives the same text"""
+    int8: bool = False
+    """quantize the weights to 8 bits, a quarter of the memory of float32; stderr reports memory and rounding errors"""
+    int4: bool = False
+    """quantize the weights of the layers to 4 bits, the embeddings and the output layer to 8 bits"""
+    group_size: Literal[32, 64, 128] = 32
+    """with --int4: number of weights that share a scale"""
 
     def check(self) -> None:
         """Raise ConfigError, naming the option, for values that are invalid with any model."""
@@ -53,10 +61,25 @@ class SamplingCommand(ModelCommand):
             raise ConfigError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}.")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {self.seed}.")
+        if self.int8 and self.int4:
+            raise ConfigError("--int8 and --int4 can't be used together. Remove one of them.")
         if "" in self.stop:
             raise ConfigError("--stop must be a text of at least one character, got ''. Remove it.")
         with option_names_in_errors(**{name: name for name in ("temperature", *FILTERS, *PENALTIES)}):
             self.sampling(greedy=False)
+
+    def quantized(self, run: LoadedModel) -> LoadedModel:
+        """Return the model with the weights that --int8 or --int4 asks for; print memory and errors on stderr."""
+        if not self.int8 and not self.int4:
+            return run
+        import dataclasses
+
+        from transformer.nn._int8 import quantize
+
+        params, report = quantize(run.params, bits=4 if self.int4 else 8, group_size=self.group_size)
+        for row in report:
+            print(row, file=sys.stderr)
+        return dataclasses.replace(run, params=params)
 
     def sampling(self, *, greedy: bool) -> Sampling:
         """Return the sampling settings; without a temperature or a filter, `greedy` selects the default temperature."""

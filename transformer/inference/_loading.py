@@ -19,6 +19,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._recipe_files import SAVED_RECIPE
 from transformer.inference._text_methods import TextMethods
 from transformer.media._image_settings import image_processor, save_image_processor
+from transformer.nn._adapted import has_encoded
 from transformer.nn.models._audio import SpeechRecognizer
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo.weights._flax_files import open_files
@@ -354,6 +355,7 @@ def export(
     family: str | None = None,
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 2**30,
+    quantization: tuple[Literal[4, 8], int] | None = None,
 ) -> Family:
     """Save a loaded model in the Hugging Face format, with special ids, class names and tokenizer.
 
@@ -363,6 +365,8 @@ def export(
         family: family in whose format the model is saved; None: its own family, or the first that can describe it.
         dtype: dtype of the saved parameters; None: unchanged.
         max_shard_bytes: maximum size of a safetensors file.
+        quantization: bits and group size with which the weights are saved (`zoo.save_pretrained`). None: the weights
+            are saved as they are, and dequantized if they are quantized.
 
     Returns:
         The family.
@@ -377,6 +381,8 @@ def export(
     from transformer.zoo._pretrained import choose_family, save_pretrained
 
     model, params = opened.model, opened.params
+    if quantization is None and has_encoded(params):
+        params = _cast(model, opened.merged().params)
     if dtype is not None:
         model = model.clone(config=model.config.replace(dtype=dtype, param_dtype=dtype))
         params = _cast(model, params)
@@ -398,6 +404,7 @@ def export(
         fields=_fields(opened, model, family),
         tokenizer=written,
         max_shard_bytes=max_shard_bytes,
+        quantization=quantization,
     )
     if opened.pretrained is not None and opened.directory.is_dir():
         more = CTC_FILES if isinstance(model, SpeechRecognizer) else ()

@@ -19,6 +19,7 @@ from transformer.inference._images import with_size_of
 from transformer.inference._loading import LoadedModel, is_workdir, open_model
 from transformer.media._image_settings import SETTINGS_FILES, image_processor
 from transformer.nn.models._dual import DualEncoder
+from transformer.nn._adapted import has_encoded
 from transformer.nn.models._encoders import Classifier, MaskedLM
 from transformer.nn.models._vision import VisionClassifier, VisionEncoder
 from transformer.nn.models._vision_language import VisionLanguageModel
@@ -58,6 +59,11 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
     options = {} if is_workdir(source) else {"dtype": recipe.model.param_dtype}
     with host_memory():  # on an accelerator, the training state has a copy of the initial parameters
         opened = open_model(source, **options)
+    if has_encoded(opened.params):
+        raise ConfigError(
+            f"the weights in {source} are quantized and can't be trained. Start from the original weights, with "
+            f"--lora.base int8 or nf4 to keep them quantized in memory."
+        )
     opened, processor = _with_image_size(opened, recipe)
     config, params, left = opened.model.config, opened.params, ()
     if wanted is VisionClassifier and isinstance(opened.model, VisionEncoder | DualEncoder):

@@ -31,7 +31,7 @@ NF4_BLOCK = 64
 
 @runtime_checkable
 class Encoded(Protocol):
-    """A kernel that is not an array, but can be converted to one: `Int8`, `NF4` or `Adapted`."""
+    """A kernel that is not an array, but can be converted to one: `Int8`, `Int4`, `NF4` or `Adapted`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -160,25 +160,31 @@ def dense(kernel: Any, dtype: DType) -> Array:
     return kernel.array(dtype) if isinstance(kernel, Encoded) else kernel.astype(dtype)
 
 
+def has_encoded(params: Any) -> bool:
+    """Return whether a tree of parameters contains quantized or updated kernels."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Encoded))
+    return any(isinstance(leaf, Encoded) for leaf in leaves)
+
+
 def output_norms(kernel: Any, shape: tuple[int, ...]) -> Array:
     """Compute the norm of the weights of each output, (..., O), in float32; `shape` is (..., I, O)."""
     return jnp.linalg.norm(dense(kernel, jnp.float32).reshape(shape), axis=-2)
 
 
-def kernel_parameter(module: nn.Module, init: Any, shape: tuple[int, ...], dtype: DType) -> Any:
-    """Return the parameter `kernel` of a module: an array, `Int8`, `NF4` or `Adapted`.
+def kernel_parameter(module: nn.Module, init: Any, shape: tuple[int, ...], dtype: DType, name: str = "kernel") -> Any:
+    """Return the parameter `name` of a module: an array, `Int8`, `Int4`, `NF4` or `Adapted`.
 
-    `module.param` compares the shape of the first leaf with `shape`, and the leaves of NF4 have other shapes.
+    `module.param` compares the shape of the first leaf with `shape`, and packed leaves have other shapes.
 
     Raises:
         ValueError: the kernel has another shape.
     """
-    kernel = module.get_variable("params", "kernel") if module.has_variable("params", "kernel") else None
-    if not isinstance(kernel, NF4 | Adapted):
-        return module.param("kernel", init, shape, dtype)
+    kernel = module.get_variable("params", name) if module.has_variable("params", name) else None
+    if not isinstance(kernel, Encoded):
+        return module.param(name, init, shape, dtype)
     if kernel.shape != shape:
         raise ValueError(
-            f"the kernel of {'/'.join(module.path)} has shape {kernel.shape}, expected {shape}. Use the parameters of "
+            f"the {name} of {'/'.join(module.path)} has shape {kernel.shape}, expected {shape}. Use the parameters of "
             f"this model."
         )
     return kernel

@@ -1,11 +1,11 @@
-"""8-bit weights for generation, where each decoding step takes about as long as reading all parameters from memory."""
+"""8-bit and 4-bit weights for generation, where a decoding step takes about as long as reading the parameters."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,25 @@ import numpy as np
 from transformer.nn._axes import Array, DType, Float, Leaf
 from transformer.nn._parameter_axes import axes_of, declared, end_of
 
+GROUP_SIZES = (32, 64, 128)
+"""numbers of 4-bit weights that can share a scale"""
+GROUP_SIZE = 32
+"""default group size"""
+
+Bits = Literal[4, 8]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Which parameters are quantized to 8 bits, and which of their axes share one scale."""
+    """Which parameters are quantized, to how many bits, and which of their axes share one scale."""
 
     pattern: str
     """a regular expression that must match the end of a parameter's path, starting after a "/" """
     inputs: tuple[int, ...]
-    """axes that the matrix multiplication sums over, counted from the end: each output gets its own scale"""
+    """axes that the matrix multiplication sums over, counted from the end: each output gets its own scale; with 4 bits,
+    the groups run along the last of these axes"""
+    bits: Bits = 8
+    """8: `Int8`, 4: `Int4`"""
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +59,63 @@ class Int8:
         return (self.values.astype(jnp.float32) * self.scale).astype(dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Int4:
+    """A 4-bit parameter: integers from -8 to 7 times a scale per group of weights along one input axis.
+
+    The method is that of the format Q4_0 of ggml: the weight of largest magnitude in a group becomes -8. A byte holds
+    two weights of a group, which are half a group apart.
+    """
+
+    codes: Leaf
+    """uint8, two integers plus 8 per byte; the axis `axis` has half its size, rounded up"""
+    scale: Leaf
+    """bfloat16, one scale per group; the axis `axis` enumerates the groups"""
+    axis: int = field(metadata={"static": True})
+    """axis of the groups, counted from the end"""
+    size: int = field(metadata={"static": True})
+    """size of this axis in the parameter"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        place = self.codes.ndim + self.axis
+        return (*self.codes.shape[:place], self.size, *self.codes.shape[place + 1 :])
+
+    def array(self, dtype: DType = jnp.float32) -> Array:
+        """Return the dequantized parameter, integer * scale, in its original shape."""
+        place = self.codes.ndim + self.axis
+        before, after = self.codes.shape[:place], self.codes.shape[place + 1 :]
+        packed = self.codes.reshape(*before, self.scale.shape[place], -1, *after)
+        codes = jnp.concatenate([packed & 15, packed >> 4], place + 1).astype(jnp.float32) - 8
+        weights = (codes * jnp.expand_dims(self.scale, place + 1).astype(jnp.float32)).reshape(*before, -1, *after)
+        return jax.lax.slice_in_dim(weights, 0, self.size, axis=place).astype(dtype)
+
+
+def quantized_int4(array: Float[Array, "..."], axis: int, group_size: int = GROUP_SIZE) -> Int4:
+    """Quantize an array to 4 bits, in groups along `axis` (counted from the end). Zeros stay exactly zero.
+
+    If `group_size` does not divide the axis, groups have the size of its largest even divisor below; an odd axis is
+    padded. The error of a weight is at most one scale, and half of it unless the weight is clipped to 7.
+    """
+    array = jnp.asarray(array, jnp.float32)
+    place, size = array.ndim + axis, array.shape[axis]
+    even = size + size % 2
+    group = next(length for length in range(group_size, 0, -2) if even % length == 0)
+    padding = [(0, even - size if i == place else 0) for i in range(array.ndim)]
+    groups = jnp.pad(array, padding).reshape(*array.shape[:place], -1, group, *array.shape[place + 1 :])
+    largest = jnp.abs(groups).argmax(place + 1, keepdims=True)
+    # s = w / -8 for the weight w of largest magnitude, which may have either sign; rounded first, so that the integers
+    # belong to the scale that is stored.
+    scale = (jnp.take_along_axis(groups, largest, place + 1) / -8.0).astype(jnp.bfloat16)
+    divisor = scale.astype(jnp.float32)
+    codes = jnp.clip(jnp.round(groups / jnp.where(divisor == 0.0, 1.0, divisor)), -8, 7) + 8
+    low, high = jnp.split(codes.astype(jnp.uint8), 2, place + 1)
+    packed = (low | (high << 4)).reshape(*array.shape[:place], -1, *array.shape[place + 1 :])
+    return Int4(packed, scale.squeeze(place + 1), axis, size)
+
+
 def quantized(array: Float[Array, "..."], inputs: Sequence[int]) -> Int8:
     """Quantize an array of any shape to 8 bits, with one scale over the axes `inputs`. Zeros stay exactly zero."""
     array = jnp.asarray(array, jnp.float32)
@@ -58,8 +125,10 @@ def quantized(array: Float[Array, "..."], inputs: Sequence[int]) -> Int8:
     return Int8(jnp.round(array / jnp.where(scale == 0.0, 1.0, scale)).astype(jnp.int8), scale)
 
 
-def quantize(params: Mapping[str, Any], rules: Sequence[Rule] | None = None) -> tuple[dict[str, Any], list[Quantized]]:
-    """Quantize parameters to 8 bits, for `generate` and any other call of a model. They can't be trained afterwards.
+def quantize(
+    params: Mapping[str, Any], rules: Sequence[Rule] | None = None, *, bits: Bits = 8, group_size: int = GROUP_SIZE
+) -> tuple[dict[str, Any], list[Quantized]]:
+    """Quantize parameters to 8 or 4 bits, for `generate` and any other call of a model. They can't be trained then.
 
     Args:
         params: the tree of parameters.
@@ -67,43 +136,79 @@ def quantize(params: Mapping[str, Any], rules: Sequence[Rule] | None = None) -> 
             module supports `Int8` according to their declared axes (`nn/_parameter_axes.py`): the kernels of attention
             and feed-forward networks, the output kernel and the token embeddings. Norms, biases, position tables,
             routers and experts keep their dtype.
+        bits: bits of the kernels in the layers without `rules`; the output kernel and the token embeddings have 8 bits
+            in both cases, because errors in them matter more.
+        group_size: number of 4-bit weights that share a scale: 32, 64 or 128.
 
     Returns:
         The tree with quantized parameters, and a report with sizes and errors, one entry per rule.
 
     Raises:
-        ValueError: no rule matches any parameter, or a parameter is already quantized.
+        ValueError: a rule that applies to no parameter, parameters of which none can be quantized, a parameter that is
+            already quantized, or an unknown group size.
     """
-    groups: dict[str, list[tuple[Array, Int8]]] = {rule.pattern: [] for rule in rules or ()}
+    _check_sizes(bits, group_size)
+    groups: dict[str, list[tuple[Array, Int8 | Int4]]] = {rule.pattern: [] for rule in rules or ()}
     if rules is None:
         groups = {end: [] for end, axes in declared().items() if axes.int8 and axes.inputs}
 
     def one(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if isinstance(leaf, Int8):
-            raise ValueError(f"{name} is already quantized to 8 bits. Quantize the parameters as they were loaded.")
-        pattern, inputs = _declared_rule(name, leaf) if rules is None else _first_rule(name, rules)
-        if not inputs:
+        _check_plain(name, leaf)
+        rule = _declared_rule(name, leaf, bits) if rules is None else _first_rule(name, rules)
+        if rule is None:
             return leaf
-        kept = quantized(leaf, inputs)
-        groups[pattern].append((leaf, kept))
+        kept = quantized(leaf, rule.inputs) if rule.bits == 8 else quantized_int4(leaf, rule.inputs[-1], group_size)
+        groups[rule.pattern].append((leaf, kept))
         return kept
 
-    tree = jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda node: isinstance(node, Int8))
+    tree = jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda node: isinstance(node, Int8 | Int4))
     report = [_compared(pattern, pairs) for pattern, pairs in groups.items() if pairs]
-    if not report:
-        raise ValueError(f"no parameter matches a rule: {', '.join(groups)}. Pass rules for these parameters.")
+    unused = [pattern for pattern, pairs in groups.items() if not pairs]
+    if not report or (rules is not None and unused):
+        raise ValueError(f"no parameter matches a rule: {', '.join(unused)}. Pass rules for these parameters.")
     return tree, report
 
 
-def _declared_rule(path: str, leaf: Array) -> tuple[str, tuple[int, ...]]:
+def _check_plain(path: str, leaf: Any) -> None:
+    """Raise ValueError for a parameter that is already quantized."""
+    if isinstance(leaf, Int8 | Int4):
+        number = 8 if isinstance(leaf, Int8) else 4
+        raise ValueError(f"{path} is already quantized to {number} bits. Quantize the parameters as they were loaded.")
+
+
+def _check_sizes(bits: int, group_size: int) -> None:
+    """Raise ValueError for a number of bits or a group size that is not supported."""
+    if bits not in (4, 8) or group_size not in GROUP_SIZES:
+        raise ValueError(
+            f"bits must be 4 or 8, and group_size one of {', '.join(map(str, GROUP_SIZES))}; got {bits} and "
+            f"{group_size}. Change them."
+        )
+
+
+def quantized_shapes(params: Mapping[str, Any], bits: Bits, group_size: int) -> dict[str, Any]:
+    """Return the shapes of `quantize(params, bits=bits, group_size=group_size)`, for a tree of shapes."""
+
+    def one(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if (rule := _declared_rule(name, leaf, bits)) is None:
+            return leaf
+        if rule.bits == 8:
+            return jax.eval_shape(lambda array: quantized(array, rule.inputs), leaf)
+        return jax.eval_shape(lambda array: quantized_int4(array, rule.inputs[-1], group_size), leaf)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def _declared_rule(path: str, leaf: Array, bits: Bits) -> Rule | None:
     axes = axes_of(path, leaf.ndim)
-    return (end_of(path) or "", axes.inputs) if axes is not None and axes.int8 else ("", ())
+    if axes is None or not axes.int8 or not axes.inputs:
+        return None
+    return Rule(pattern=end_of(path) or "", inputs=axes.inputs, bits=bits if axes.role == "hidden" else 8)
 
 
-def _first_rule(path: str, rules: Sequence[Rule]) -> tuple[str, tuple[int, ...]]:
-    found = (rule for rule in rules if re.search(rf"(^|/)({rule.pattern})$", path))
-    return next(((rule.pattern, rule.inputs) for rule in found), ("", ()))
+def _first_rule(path: str, rules: Sequence[Rule]) -> Rule | None:
+    return next((rule for rule in rules if re.search(rf"(^|/)({rule.pattern})$", path)), None)
 
 
 @dataclass(frozen=True)
@@ -126,7 +231,7 @@ class Quantized:
         return f"{self.pattern}: {self.arrays} arrays, {sizes}, relative error {100 * self.relative_error:.2f} %"
 
 
-def _compared(pattern: str, pairs: Sequence[tuple[Array, Int8]]) -> Quantized:
+def _compared(pattern: str, pairs: Sequence[tuple[Array, Int8 | Int4]]) -> Quantized:
     # relative error = sqrt(sum (q s - w)^2 / sum w^2) over all parameters of the rule
     lost = sum(float(jnp.square(kept.array() - array).sum()) for array, kept in pairs)
     whole = sum(float(jnp.square(jnp.asarray(array, jnp.float32)).sum()) for array, _ in pairs)
@@ -134,6 +239,6 @@ def _compared(pattern: str, pairs: Sequence[tuple[Array, Int8]]) -> Quantized:
         pattern=pattern,
         arrays=len(pairs),
         bytes_before=sum(array.nbytes for array, _ in pairs),
-        bytes_after=sum(kept.values.nbytes + kept.scale.nbytes for _, kept in pairs),
+        bytes_after=sum(leaf.nbytes for _, kept in pairs for leaf in jax.tree.leaves(kept)),
         relative_error=float(np.sqrt(lost / whole)) if whole else 0.0,
     )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer.nn._adapted import NF4, Adapted, Encoded, kernel_parameter
+from transformer.nn._adapted import Adapted, Encoded, kernel_parameter
 from transformer.nn._axes import Array, DType, Float, Hidden, Logits, Tokens
 from transformer.nn._int8 import Int8
 from transformer.nn._parameter_axes import declare
@@ -125,7 +125,7 @@ def linear_frozen(
 
     Args:
         x: (..., *in).
-        kernel: an array, `Int8`, `NF4`, or one of them with an update, `Adapted`.
+        kernel: an array, `Int8`, `Int4`, `NF4`, or one of them with an update, `Adapted`.
         contract: number of axes of *in*.
         quantization: how to quantize the factors of the multiplication by W; None: not at all.
     """
@@ -144,7 +144,7 @@ def linear_frozen(
     def multiplied(x, kernel):
         if isinstance(kernel, Int8):
             return linear_int8(x, kernel, contract, quantization)
-        array = kernel.array(x.dtype) if isinstance(kernel, NF4) else kernel.astype(x.dtype)
+        array = kernel.array(x.dtype) if isinstance(kernel, Encoded) else kernel.astype(x.dtype)
         return linear(x, array, contract=contract, quantization=quantization)
 
     return jax.checkpoint(multiplied)(x, kernel)
@@ -453,13 +453,14 @@ class Embedding(nn.Module):
 
     def setup(self):
         init = self.embedding_init or nn.initializers.normal(1 / np.sqrt(self.features))
-        self.embedding = self.param("embedding", init, (self.vocab_size, self.features), self.param_dtype)
+        shape = (self.vocab_size, self.features)
+        self.embedding = kernel_parameter(self, init, shape, self.param_dtype, "embedding")
 
     def __call__(self, tokens: Tokens) -> Hidden:
         """Look up tokens: (B, T) -> (B, T, D). An id outside the table gives NaN, because compiled code can't raise."""
         # Gather the embed axis of the table first. If it stayed split, XLA would look up a slice of D for the tokens of
         # the whole batch on every device, instead of whole rows for the tokens of this device.
-        if isinstance(self.embedding, Int8):
+        if isinstance(self.embedding, Encoded):
             rows = jax.tree.map(lambda part: lookup(part, tokens), self.embedding)
             return rows.array(self.dtype)
         table = constrain(self.embedding, "vocab", "embed")
@@ -470,6 +471,8 @@ class Embedding(nn.Module):
         """Compute logits x E^T, the dot product with each row of the table: (B, T, D) -> (B, T, V)."""
         if isinstance(self.embedding, Int8):
             return linear_int8(x.astype(self.dtype), jax.tree.map(jnp.transpose, self.embedding))
+        if isinstance(self.embedding, Encoded):
+            return linear(x.astype(self.dtype), self.embedding.array(self.dtype).T)
         # (B, T, D) @ (D, V)
         x, table = nn.dtypes.promote_dtype(x, self.embedding, dtype=self.dtype)
         return linear(x, table.T)

@@ -19,7 +19,7 @@ import numpy as np
 
 import transformer.nn.models  # noqa: F401 - declares the axes of their parameters
 from transformer.config._checks import ConfigError, check_choice, check_positive, check_whole
-from transformer.nn._adapted import NF4, Adapted, dense, output_norms, quantized_nf4
+from transformer.nn._adapted import NF4, Adapted, Encoded, dense, output_norms, quantized_nf4
 from transformer.nn._axes import DType, PRNGKey
 from transformer.nn._int8 import Int8, quantized
 from transformer.nn._parameter_axes import axes_of, declared
@@ -194,7 +194,7 @@ def flatten_adapted(params: Any, dtype: DType | None = None) -> Any:
     # rounding error.
     def one(leaf: Any) -> Any:
         inner = leaf.kernel if isinstance(leaf, Adapted) else leaf
-        given = jnp.float32 if isinstance(inner, Int8 | NF4) else inner.dtype
+        given = jnp.float32 if isinstance(inner, Encoded) else inner.dtype
         return dense(leaf, given if dtype is None else dtype)
 
     flat = flax.traverse_util.flatten_dict(params)

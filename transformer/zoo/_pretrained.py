@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import flax.traverse_util
@@ -20,6 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._model import Execution, TransformerConfig
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.nn._adapted import has_encoded
+from transformer.nn._int8 import quantize
 from transformer.nn._sharding import AXES, check_model, parameter_spec
 from transformer.zoo._entries import ENTRIES
 from transformer.zoo._example import MAX_EXAMPLE_BYTES, compare_example, example_dtype, make_example
@@ -27,6 +29,7 @@ from transformer.zoo._family import Family, Head, NoCounterpart, Variant, abstra
 from transformer.zoo._fields import NEUTRAL
 from transformer.zoo._gguf import is_gguf
 from transformer.zoo._opening import open_tokenizer, open_weights
+from transformer.zoo._quantized_models import arrays_by_name, load_quantized, quantization_fields, quantization_of
 from transformer.zoo.weights._files import TensorInfo, WeightFiles, first_non_finite, write_weights
 from transformer.zoo.weights._hub import fetch
 from transformer.zoo.weights._integrity import INTEGRITY_FILE, checked, read_integrity, write_integrity
@@ -37,6 +40,7 @@ from transformer.zoo.weights._loading import (
     parameter_shapes,
     saved_tensors,
 )
+from transformer.zoo.weights._quantized import FIELD
 from transformer.zoo.weights._rules import Link, uncovered
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -158,6 +162,8 @@ def _load(
     execution: Execution,
     tokenizer: str | os.PathLike | None,
 ) -> Pretrained:
+    packed = quantization_of(files.config)
+    ignore_fields = [*ignore_fields, *([] if packed is None else [FIELD])]
     values = {name: value for name, value in files.config.items() if name not in ignore_fields}
     family = find_family(values)
     if architecture is not None:
@@ -166,13 +172,19 @@ def _load(
     config = family.read(values, head)
     if config.embedding.tie and _is_untied(files, family, head):
         config = config.replace(**{"embedding.tie": False})
-    dtype = check_dtype(dtype) if dtype is not None else usual_dtype(files.tensors)
+    usual = usual_dtype(files.tensors) if packed is None else values.get("dtype", "float32")
+    dtype = check_dtype(usual if dtype is None else dtype)
     config = config.replace(dtype=dtype, param_dtype=dtype)
     _check_sizes(files, config)
     model = head.model(config, execution)
     read = open_tokenizer(files, config.vocab_size, tokenizer)
     generation = files.json("generation_config.json") or files.config
-    params = _read_params(files, family, name, model, mesh)
+    if packed is not None and mesh is not None:
+        raise ConfigError(
+            f"the weights in {files.directory} are quantized, and quantized weights are not sharded. Omit mesh, or "
+            f"load the original weights."
+        )
+    params = _read_params(files, family, name, model, mesh) if packed is None else load_quantized(files, model, *packed)
     return Pretrained(model, params, family, name, files.config, files.directory, read, generation)
 
 
@@ -334,6 +346,7 @@ def save_pretrained(
     fields: Mapping[str, Any] | None = None,
     tokenizer: PretrainedTokenizer | None = None,
     max_shard_bytes: int = 5 * 2**30,
+    quantization: tuple[Literal[4, 8], int] | None = None,
 ) -> Path:
     """Save a model in the Hugging Face format: config.json, safetensors and optionally the tokenizer.
 
@@ -348,6 +361,8 @@ def save_pretrained(
         fields: additional fields of config.json that do not affect the computation, such as `eos_token_id`.
         tokenizer: tokenizer to save with the model.
         max_shard_bytes: maximum size of a safetensors file.
+        quantization: bits and group size of `nn.quantize`, with which the weights are saved and loaded; other programs
+            can't read them. None: the weights are saved as they are.
 
     Returns:
         The path of the directory.
@@ -360,6 +375,35 @@ def save_pretrained(
     chosen, architecture, values = choose_family(model, family)
     if strange := sorted(set(fields or {}) - NEUTRAL - {"max_position_embeddings"}):
         raise ConfigError(f"fields must not affect the computation, got {', '.join(strange)}. Leave them out.")
+    shapes = _check_params(model, params)
+    links = chosen.links(model, architecture, shapes)
+    if faults := uncovered(links, shapes):
+        raise ConfigError(f"{chosen.title} has no tensors for these parameters: {', '.join(faults)}.")
+    if chosen.heads[architecture].base:
+        links = rename(links, chosen.without_prefix)
+    dtypes = Counter(str(leaf.dtype) for leaf in jax.tree.leaves(params))
+    values = values | {"dtype": dtypes.most_common(1)[0][0]} | dict(fields or {})
+    if canonical(chosen.read(values, chosen.heads[architecture])) != canonical(model.config):
+        raise ConfigError(f"the fields {', '.join(fields or {})} change the model config. Leave them out.")
+    tensors = saved_tensors(links, params)
+    if quantization is not None:
+        params, _ = quantize(params, bits=quantization[0], group_size=quantization[1])
+        tensors = arrays_by_name(jax.tree.map(np.asarray, params)).items()
+    config = values if quantization is None else values | quantization_fields(*quantization)
+    write_weights(directory, config, tensors, max_shard_bytes=max_shard_bytes)
+    if tokenizer is not None:
+        tokenizer.save(directory)
+    write_integrity(directory, make_example(model, params, values["dtype"]))
+    return Path(directory)
+
+
+def _check_params(model: nn.Module, params: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters by path; raise ConfigError if they don't fit the model or are not finite."""
+    if has_encoded(params):
+        raise ConfigError(
+            "these parameters are quantized or have updates, which this format can't store. Save the original "
+            "parameters, with quantization= to quantize them, or dequantize them: `convert`, or `LoadedModel.merged`."
+        )
     shapes, given = parameter_shapes(abstract_params(model)), parameter_shapes(params)
     if shapes != given:
         faults = sorted(
@@ -374,17 +418,4 @@ def save_pretrained(
             f"these parameters contain NaN or infinity and could not be loaded again: {', '.join(broken[:10])}. Use an "
             f"earlier checkpoint."
         )
-    links = chosen.links(model, architecture, shapes)
-    if faults := uncovered(links, shapes):
-        raise ConfigError(f"{chosen.title} has no tensors for these parameters: {', '.join(faults)}.")
-    if chosen.heads[architecture].base:
-        links = rename(links, chosen.without_prefix)
-    dtypes = Counter(str(leaf.dtype) for leaf in jax.tree.leaves(params))
-    values = values | {"dtype": dtypes.most_common(1)[0][0]} | dict(fields or {})
-    if canonical(chosen.read(values, chosen.heads[architecture])) != canonical(model.config):
-        raise ConfigError(f"the fields {', '.join(fields or {})} change the model config. Leave them out.")
-    write_weights(directory, values, saved_tensors(links, params), max_shard_bytes=max_shard_bytes)
-    if tokenizer is not None:
-        tokenizer.save(directory)
-    write_integrity(directory, make_example(model, params, values["dtype"]))
-    return Path(directory)
+    return shapes

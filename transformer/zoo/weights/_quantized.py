@@ -251,6 +251,8 @@ def _by_module(
     return made, problems
 
 
+OWN_METHOD = "transformer_zoo"
+"""`quant_method` of weights that stay packed in memory (`zoo/_quantized_models.py`)."""
 METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
 """Functions by `quant_method`: (tensors, settings) -> (dequantized tensors by name, problems)."""
 
@@ -299,5 +301,10 @@ class PlainFiles(WeightFiles):
 
 
 def plain_files(files: WeightFiles) -> WeightFiles:
-    """Return the files with quantized tensors dequantized: `PlainFiles` if config.json describes a quantization."""
-    return files if files.config.get(FIELD) is None else PlainFiles(files)
+    """Return the files with quantized tensors dequantized: `PlainFiles` if config.json describes a quantization.
+
+    Weights of `OWN_METHOD` stay as they are in the files.
+    """
+    settings = files.config.get(FIELD)
+    is_own = isinstance(settings, Mapping) and settings.get("quant_method") == OWN_METHOD
+    return files if settings is None or is_own else PlainFiles(files)
