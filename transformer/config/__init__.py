@@ -17,7 +17,17 @@ from transformer.config._options import (
     T5BiasOptions,
 )
 from transformer.config._papers import gpt2_decoder, llama_decoder, transformer_base, transformer_big
-from transformer.config._parts import MLA, HeadTransform, Images, LayerKind, MoE, Patches, RotaryScaling, Series
+from transformer.config._parts import (
+    MLA,
+    GatedDelta,
+    HeadTransform,
+    Images,
+    LayerKind,
+    MoE,
+    Patches,
+    RotaryScaling,
+    Series,
+)
 
 __all__ = [
     "MLA",
@@ -26,6 +36,7 @@ __all__ = [
     "ConfigError",
     "EmbeddingOptions",
     "Execution",
+    "GatedDelta",
     "HeadTransform",
     "ImageTokens",
     "Images",

@@ -335,6 +335,19 @@ class TransformerConfig:
         """Kinds of the layers in prefix, period and suffix, in order, without repeats of the period."""
         return (*self.stack.prefix, *self.stack.period, *self.stack.suffix)
 
+    @property
+    def has_linear_attention(self) -> bool:
+        """Whether a layer has linear attention. Its state can't go back to fewer tokens."""
+        return any(kind.gated_delta is not None for kind in self.kinds)
+
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether padding after a prompt must be masked, even if no token attends to it: linear attention, and rotary
+        scaling that depends on the length of the text.
+        """
+        scalings = (self.rotary.scaling, *(kind.rotary_scaling for kind in self.kinds))
+        return self.has_linear_attention or any(one is not None and one.by_length for one in scalings)
+
     def repeats(self, num_layers: int | None = None) -> int:
         """Return how often the period repeats in a stack of `num_layers` layers (None: `num_layers` of the config)."""
         num_layers = self.num_layers if num_layers is None else num_layers

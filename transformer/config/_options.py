@@ -43,6 +43,8 @@ class AttentionOptions:
     """c: replace the scores by c tanh(scores / c); None: no cap"""
     sinks: bool = False
     """attention sinks: one learned logit per head in the softmax that receives attention weight but has no value"""
+    output_gate: bool = False
+    """multiply the attended values by the sigmoid of a projection of x (Qiu et al. 2025, arXiv 2505.06708)"""
     qk_norm: bool = False
     """apply RMSNorm to queries and keys (zero-centered RMSNorm if norm is zero-centered)"""
     qk_norm_scope: NormScope = "head"
@@ -58,7 +60,7 @@ class AttentionOptions:
 
     def __post_init__(self):
         check_choices(self, qk_norm_scope=NormScope)
-        check_flags(self, "sinks", "qk_norm", "causal")
+        check_flags(self, "sinks", "output_gate", "qk_norm", "causal")
         check_whole(self, "head_dim", "value_dim")
         check_positive(self, "scale", "softcap")
         check_range(self, 0.0, 1.0, "dropout_rate")
@@ -68,7 +70,7 @@ class AttentionOptions:
             self._check_latent()
 
     def _check_latent(self):
-        others = ("head_dim", "value_dim", "qk_norm", "sinks")
+        others = ("head_dim", "value_dim", "qk_norm", "sinks", "output_gate")
         for name in others:
             if getattr(self, name) not in (None, False):
                 raise ConfigError(

@@ -144,16 +144,23 @@ class MoE:
     """number of groups to select experts from: those with the highest sum of their two best scores"""
     routed_scaling_factor: float = 1.0
     """factor on the weights of the selected experts"""
+    shared_d_ff: int | None = None
+    """inner width of a shared expert; None: d_ff"""
+    shared_gate: bool = False
+    """multiply the output of the shared experts by the sigmoid of a projection of the token (Qwen Team 2024, arXiv
+    2407.10671, section 2.2.2)"""
 
     def __post_init__(self):
-        check_whole(self, "num_experts", "top_k", "d_ff")
+        check_whole(self, "num_experts", "top_k", "d_ff", "shared_d_ff")
         check_whole(self, "shared_experts", least=0)
         check_positive(self, "capacity_factor")
         check_range(self, 0.0, float("inf"), "load_balance_weight", "router_z_weight")
         check_choices(self, scoring=Literal["softmax", "sigmoid"])
         check_whole(self, "num_groups", "top_groups")
         check_positive(self, "routed_scaling_factor")
-        check_flags(self, "normalize_weights", "router_bias", "e_score_correction_bias")
+        check_flags(self, "normalize_weights", "router_bias", "e_score_correction_bias", "shared_gate")
+        if not self.shared_experts and (self.shared_gate or self.shared_d_ff is not None):
+            raise ConfigError("shared_d_ff and shared_gate are for shared experts, but shared_experts is 0. Set it.")
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts}). Change one.")
         if self.top_k == 1 and self.normalize_weights:
@@ -229,6 +236,36 @@ class MLA:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """Linear attention by the gated delta rule (Gated DeltaNet, Yang et al. 2024, arXiv 2412.06464).
+
+    The state of a layer has a fixed size: decoding takes the same time and memory for each token of a text.
+
+    Raises:
+        ConfigError: a size below 1, or a number of heads that is not a multiple of the number of key heads.
+    """
+
+    num_heads: int
+    """number of value heads"""
+    num_key_heads: int
+    """number of query and key heads, each for num_heads / num_key_heads value heads"""
+    key_dim: int
+    """size of a query or key head"""
+    value_dim: int
+    """size of a value head"""
+    conv_width: int = 4
+    """tokens that the convolution of queries, keys and values reads: the token itself and those before it"""
+
+    def __post_init__(self):
+        check_whole(self, "num_heads", "num_key_heads", "key_dim", "value_dim", "conv_width")
+        if self.num_heads % self.num_key_heads:
+            raise ConfigError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_key_heads ({self.num_key_heads}): all keys "
+                f"serve the same number of values. Change one of them."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """Options that can differ between the layers of one stack; all other options come from the model config.
 
@@ -250,6 +287,8 @@ class LayerKind:
     """mixture of experts instead of the dense feed-forward layer; None: dense"""
     attention_norm: bool = True
     """normalize before attention; false: attention reads the residual stream directly (first layer of ModernBERT)"""
+    gated_delta: GatedDelta | None = None
+    """linear attention instead of self-attention, in a causal stack; None: self-attention"""
 
     def __post_init__(self):
         check_whole(self, "window")
@@ -261,6 +300,13 @@ class LayerKind:
             raise ConfigError(
                 f"{unread[0]} is an option of self-attention, but self_attention is False. Remove {unread[0]}, or set "
                 f"self_attention=True."
+            )
+        unread = [name for name in ("window", "rotary_base", "rotary_scaling") if getattr(self, name) is not None]
+        unread += [name for name in ("rotary", "self_attention") if not getattr(self, name)]
+        if unread and self.gated_delta is not None:
+            raise ConfigError(
+                f"{unread[0]} is an option of self-attention, but gated_delta replaces self-attention. Remove one of "
+                f"them."
             )
 
 

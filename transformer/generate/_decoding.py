@@ -52,7 +52,8 @@ def prefill(
     """
     cache = new_cache(model, prompts.tokens.shape[0], cache_slots, paged=paged)
     if prompts.images is None:
-        hidden, cache = _hidden(model, params, source, prompts.tokens, cache, source)
+        mask = Mask.lengths(prompts.lengths) if model.config.reads_lengths else None
+        hidden, cache = _hidden(model, params, source, prompts.tokens, cache, source, mask=mask)
     else:
         # Tokens can attend to later ones of their prompt, so the mask must hide the padding.
         given = {"mask": Mask.lengths(prompts.lengths), "cache": cache, "images": prompts.images}

@@ -129,6 +129,12 @@ def check_draft(model: Any, vocab_size: int, draft: Draft, prompts: Sequence[np.
     """
     if not isinstance(model, CausalLM):
         raise ValueError(f"draft is only supported for a CausalLM, got a {type(model).__name__}. Remove draft.")
+    for one in (model, draft.model):
+        if one.config.has_linear_attention:
+            raise ValueError(
+                "a draft is not supported for models with linear attention, whose state can't drop rejected tokens. "
+                "Remove draft."
+            )
     if (size := check_text_model("a draft", draft.model, draft.params)) != vocab_size:
         raise ValueError(
             f"the draft must have the vocabulary of the model ({vocab_size} tokens), got a vocabulary of {size} "

@@ -182,6 +182,8 @@ class TokenStream:
         self._make_room(len(prompt) + limit if pixels is None else bucket(len(prompt)) + limit)
         tokens = prompt.tolist()
         same = sum(1 for _ in _common(tokens[:-1], self._read))  # the last token is read again, for its logits
+        if self._model.config.has_linear_attention and same < len(self._read):
+            same = 0  # its state can't go back to fewer tokens
         if pixels is not None and self._has_images(prompt, same, pixels):
             pixels = None
         cache, self._cache, self._read = self._cache, None, []
@@ -268,8 +270,10 @@ def read_tokens(
     if model.config.position == "learned":
         positions = jnp.minimum(positions, model.config.max_length - 1)  # padding may be past the table
     given: dict[str, Any] = {"cache": cache}
-    if images is not None:  # where tokens attend to later ones, the mask must hide the padding
-        given |= {"images": images, "mask": Mask.lengths(before + count)}
+    if images is not None or model.config.reads_lengths:  # the mask must hide the padding
+        given |= {"mask": Mask.lengths(before + count)}
+    if images is not None:
+        given |= {"images": images}
     hidden, cache = model.apply({"params": params}, tokens, positions, **given, method=CausalLM.hidden)
     last = jnp.take_along_axis(hidden, count[:, None, None] - 1, axis=1)
     logits = model.apply({"params": params}, last, method=CausalLM.head)[:, 0]

@@ -7,6 +7,7 @@ from transformer.nn import compat
 from transformer.nn._attention import MultiHeadAttention, dot_product_attention
 from transformer.nn._blocks import LayerInputs, PostNormBlock, PreNormBlock
 from transformer.nn._caches import KVCache
+from transformer.nn._delta_net import GatedDeltaNet
 from transformer.nn._int8 import quantize
 from transformer.nn._layers import FeedForward, LayerNorm
 from transformer.nn._masks import Mask
@@ -57,6 +58,7 @@ __all__ = [
     "Encoder",
     "FeedForward",
     "Forecaster",
+    "GatedDeltaNet",
     "KVCache",
     "LayerInputs",
     "LayerNorm",

@@ -31,7 +31,7 @@ from transformer.nn._axes import (
 )
 from transformer.nn._caches import ContextCache, KVCache, SelfAttentionCache, attended_of_stored, query_of_stored
 from transformer.nn._layers import NORMS, Initializer, Linear, is_deterministic
-from transformer.nn._masks import Mask
+from transformer.nn._masks import Mask, real_tokens
 from transformer.nn._paged import PagedKVCache
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain, explicit_spec, in_auto_axes
@@ -325,7 +325,9 @@ class MultiHeadAttention(AttentionModule):
 
     Each projection computes all heads in one matrix multiplication. Parameters: `query` (D, N, H), `key` (Dc, K, H),
     `value` (Dc, K, Hv) and `out` (N, Hv, out_features), each with a `kernel` and, with `use_bias`, a `bias`.
-    `num_heads` is N. `norm_epsilon` and `qk_norm_kind`, a name in `NORMS`, apply to `qk_norm`. The other fields are
+    `num_heads` is N. With `output_gate`, also `output_gate/kernel` (D, N, Hv).
+
+    `norm_epsilon` and `qk_norm_kind`, a name in `NORMS`, apply to `qk_norm`. The other fields are
     those of `AttentionModule`.
     """
 
@@ -339,6 +341,7 @@ class MultiHeadAttention(AttentionModule):
             "value/bias": "heads _",
             "out/kernel": "heads _ -> embed",
             "out/bias": "embed",
+            "output_gate/kernel": "embed -> heads _",
             "sinks": "heads",
         }
     )
@@ -361,6 +364,8 @@ class MultiHeadAttention(AttentionModule):
     """head: normalize each head separately; all: normalize all heads of a token together (OLMo Team 2024, arXiv
     2501.00656, section 3.2)"""
     qk_norm_kind: str = "rms_norm"
+    output_gate: bool = False
+    """multiply the attended values by the sigmoid of a projection of x (Qiu et al. 2025, arXiv 2505.06708)"""
     sinks: bool = False
     """learn one logit per head that takes part in the softmax but has no value"""
     norm_epsilon: float = 1e-6
@@ -440,6 +445,8 @@ class MultiHeadAttention(AttentionModule):
             deterministic=deterministic,
             sow_weights=sow_weights,
         )
+        if self.output_gate:
+            out = out * jax.nn.sigmoid(self._project("output_gate", x, out.shape[2:]))
         features = x.shape[-1] if self.out_features is None else self.out_features
         # Concat(head_1, ..., head_N) W_O: (B, T, N, Hv) x (N, Hv, Do) -> (B, T, Do), contracting both N and Hv.
         return self._project("out", out, (features,), contract=2), cache
@@ -535,6 +542,7 @@ class MultiHeadAttention(AttentionModule):
         # contract is 1 for (..., D) x (D, N, H), and 2 for (..., N, Hv) x (N, Hv, Do).
         init = (self.output_init or self.kernel_init) if name == "out" else self.kernel_init
         use_bias = self.use_bias if self.biases is None else name in self.biases
+        use_bias = use_bias and name != "output_gate"
         options = (self.dtype, self.param_dtype, self.quantization)
         return Linear(features, contract, use_bias, init, *options, name=name)(x)
 
@@ -572,12 +580,7 @@ def row_lengths(positions: Positions, mask: Mask, start: Lengths | None) -> Leng
         mask: its lengths and segments mark the padding.
         start: (B,), number of tokens in the cache before them; None: no cache.
     """
-    real = jnp.ones(positions.shape, bool)
-    if mask.key_lengths is not None:
-        index = jnp.arange(positions.shape[1])[None, :] + (0 if start is None else start[:, None])
-        real = real & (index < mask.key_lengths[:, None])
-    if mask.query_segments is not None:
-        real = real & (mask.query_segments != 0)
+    real = real_tokens(mask, positions.shape, start)
     return jnp.where(real, positions, 0).max(1) + 1
 
 

@@ -5,6 +5,7 @@ This is the only module that translates a `TransformerConfig` into attention, fe
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,11 +18,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import Execution, TransformerConfig
-from transformer.config._parts import MLA, LayerKind
+from transformer.config._parts import MLA, GatedDelta, LayerKind
 from transformer.nn import _positions as schemes
 from transformer.nn._attention import MultiHeadAttention
 from transformer.nn._axes import Hidden, Leaf
 from transformer.nn._caches import ContextCache, KVCache, SelfAttentionCache
+from transformer.nn._delta_net import GatedDeltaNet, StateCache
 from transformer.nn._layers import NORMS, FeedForward, Initializer, is_deterministic
 from transformer.nn._masks import Mask
 from transformer.nn._mla import LatentAttention
@@ -61,7 +63,7 @@ class LayerCache:
     """The state of one decoder layer between decoding steps."""
 
     self_attention: Leaf
-    """a `KVCache` or `PagedKVCache`"""
+    """a `KVCache` or `PagedKVCache`; for linear attention a `StateCache`"""
     cross_attention: Leaf | None = None
     """a `ContextCache`, in a decoder with cross-attention"""
 
@@ -71,6 +73,11 @@ class LayerCache:
 
         The cache of a layer without self-attention stores no keys; it only counts tokens.
         """
+        dtype, context = jnp.dtype(config.dtype), ContextCache() if cross else None
+        if kind.gated_delta is not None:
+            delta = kind.gated_delta
+            heads = (delta.num_key_heads, delta.num_heads, delta.key_dim, delta.value_dim)
+            return LayerCache(StateCache.create(batch, heads, delta.conv_width, dtype), context)
         sizes = (config.kv_heads, config.size_of_head, config.size_of_value)
         if config.attention.mla is not None:
             mla = config.attention.mla
@@ -80,10 +87,7 @@ class LayerCache:
         sizes = sizes if kind.self_attention else (0, 0, 0)
         kv_heads, head_dim, value_dim = sizes
         together = heads_together(kv_heads, head_dim) if head_dim == value_dim else 1
-        return LayerCache(
-            self_attention=KVCache.create(batch, length, *sizes, jnp.dtype(config.dtype), together),
-            cross_attention=ContextCache() if cross else None,
-        )
+        return LayerCache(KVCache.create(batch, length, *sizes, dtype, together), context)
 
 
 def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *, causal: bool) -> PositionScheme:
@@ -191,6 +195,9 @@ class Block(nn.Module):
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None
     ) -> tuple[Hidden, SelfAttentionCache | None]:
         """Apply self-attention to x (B, T, D), including the tokens in the cache; return (B, T, D) and the cache."""
+        if self.kind.gated_delta is not None:
+            own = None if cache is None else cache.self_attention
+            return self._linear_attention(self.kind.gated_delta)(x, mask=inputs.mask, cache=own)
         # The stack has already made the mask causal; a window of this kind of layer only hides more keys.
         window = Mask() if self.kind.window is None else Mask.window(self.kind.window)
         scheme = position_scheme(self.config, self.kind, causal=self.causal)
@@ -261,6 +268,23 @@ class Block(nn.Module):
         width = config.feed_forward_width if moe.d_ff is None else moe.d_ff
         return RoutedFeedForward(moe, width=width, implementation=self.execution.experts, **options)(x, inputs.mask)
 
+    def _linear_attention(self, delta: GatedDelta) -> GatedDeltaNet:
+        config = self.config
+        if not self.causal:
+            raise ConfigError(
+                "gated_delta of a LayerKind is causal, but this stack is not. Remove it, or use a decoder."
+            )
+        return GatedDeltaNet(
+            **{field.name: getattr(delta, field.name) for field in dataclasses.fields(delta)},
+            norm_epsilon=config.norm_epsilon,
+            kernel_init=kernel_init(config),
+            output_init=output_init(config),
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            quantization=Quantization.of(self.execution),
+            name="linear_attention",
+        )
+
     def _attention(self, name: str, scheme: PositionScheme) -> MultiHeadAttention:
         config = self.config
         return MultiHeadAttention(
@@ -273,6 +297,7 @@ class Block(nn.Module):
             qk_norm_scope=config.attention.qk_norm_scope,
             qk_norm_kind=config.norm if config.norm == "zero_centered_rms_norm" else "rms_norm",
             sinks=config.attention.sinks,
+            output_gate=config.attention.output_gate and name == "self_attention",
             norm_epsilon=config.norm_epsilon,
             **self._any_attention(name, scheme),
         )

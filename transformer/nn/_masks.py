@@ -279,6 +279,23 @@ class Mask:
         return jnp.zeros((1,), jnp.int32) if self.offset is None else jnp.atleast_1d(self.offset)
 
 
+def real_tokens(mask: Mask, shape: tuple[int, int], start: Int[Array, " B"] | None = None) -> Bool[Array, "B T"]:
+    """Return which tokens are not padding, by the lengths and segments of a mask; segment 0 is padding.
+
+    Args:
+        mask: the mask.
+        shape: number of rows B and of tokens T.
+        start: (B,), number of tokens in the cache before these; None: no cache.
+    """
+    real = jnp.ones(shape, bool)
+    if mask.key_lengths is not None:
+        index = jnp.arange(shape[1])[None, :] + (0 if start is None else start[:, None])
+        real = real & (index < mask.key_lengths[:, None])
+    if mask.query_segments is not None:
+        real = real & (mask.query_segments != 0)
+    return real
+
+
 def _boolean(mask: Array | np.ndarray) -> Bool[Array, "..."]:
     """Convert a mask array to boolean; see `Mask.array`."""
     mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)

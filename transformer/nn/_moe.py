@@ -24,7 +24,7 @@ from transformer.config._parts import MoE
 from transformer.nn._adapted import dense, kernel_parameter
 from transformer.nn._axes import Array, DType, Hidden
 from transformer.nn._grouped import GROUPED, Call, choose_experts, collect, dispatch, padded_rows, tile_rows
-from transformer.nn._layers import FeedForward, Initializer, activate, glorot_uniform, linear
+from transformer.nn._layers import FeedForward, Initializer, Linear, activate, glorot_uniform, linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import (
@@ -53,7 +53,8 @@ class RoutedFeedForward(nn.Module):
 
     Parameters: `router/kernel` (D, E) and, depending on `moe`, `router/bias` and `router/selection_bias` (E,);
     `experts/up`, `experts/gate` if gated, and `experts/down`, with `kernel` (E, D, F) or (E, F, D) and, with
-    `use_bias`, a `bias`; `shared`, a `FeedForward`. F is `width`, the width of one expert. `activation` is a name in
+    `use_bias`, a `bias`; `shared`, a `FeedForward`, and `shared_gate/kernel` (D, 1), depending on `moe`. F is `width`,
+    the width of one expert. `activation` is a name in
     `ACTIVATIONS` or, gated, in `GATED`. `kernel_init` initializes the kernel (in, out) of each expert (None: Glorot
     uniform), except `down` when `output_init` is given. `quantization` is that of `Linear`; the router is never
     quantized. `implementation` of the multiplications: `blockwise`, `ragged`, `megablox`, or `auto` to select one
@@ -105,8 +106,12 @@ class RoutedFeedForward(nn.Module):
         y = _over_devices(run, x.astype(self.dtype), chosen, weights, experts, moe.num_experts)
         if moe.shared_experts:
             settings = (*settings, self.quantization)
-            shared = FeedForward(moe.shared_experts * self.width, self.activation, *settings, name="shared")
-            y = y + shared(x)
+            width = moe.shared_experts * (moe.shared_d_ff or self.width)
+            shared = FeedForward(width, self.activation, *settings, name="shared")(x)
+            if moe.shared_gate:
+                gate = Linear((1,), 1, False, self.kernel_init, self.dtype, self.param_dtype, name="shared_gate")
+                shared = shared * jax.nn.sigmoid(gate(x))
+            y = y + shared
         return y, aux
 
     def _schemes(self, experts: dict[str, Any]) -> dict[str, Scheme]:
@@ -124,7 +129,9 @@ class _Router(nn.Module):
     """
 
     parameter_axes = declare(
-        {"router/kernel": "embed -> _", "router/bias": "_", "router/selection_bias": "_"}, role="output"
+        {"router/kernel": "embed -> _", "router/bias": "_", "router/selection_bias": "_"}
+        | {"shared_gate/kernel": "embed -> _"},
+        role="output",
     )
 
     moe: MoE

@@ -246,6 +246,11 @@ def paged_cache(
         if size < 1:
             raise ValueError(f"{name} of a paged cache must be at least 1, got {size}. Pass a larger number.")
 
+    if model.config.has_linear_attention:
+        raise ValueError(
+            "a paged cache stores keys and values, but linear attention has a state instead. Use model.init_cache."
+        )
+
     def paged(node):
         if not isinstance(node, KVCache):
             return node

@@ -96,6 +96,11 @@ class Engine:
         self.vocab_size = check_text_model("a server", model, params)
         if not isinstance(model, CausalLM):
             raise ValueError(f"a server needs a causal model, got a {type(model).__name__}. Pass another model.")
+        if model.config.has_linear_attention:
+            raise ValueError(
+                "a server shares the beginnings of texts between requests, which the state of linear attention does "
+                "not allow. Pass a model without linear attention, or use transformer.generate."
+            )
         _check_sizes(model, slots, positions, queue)
         self.slots, self.positions, self.queue_size, self.tokenizer = slots, positions, queue, tokenizer
         model = decoding_model(model)

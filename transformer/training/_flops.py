@@ -107,8 +107,9 @@ def step_flops(recipe: Recipe, batch: Shapes | None = None, params: Any = None) 
         return 2 * rows * queries * keys * model.num_heads * (model.size_of_head + model.size_of_value)
 
     def self_attentions(layers):
-        # Other mixers of a layer (LayerKind without self-attention) have no scores.
-        return sum(layer.kind.self_attention for layer in model.layers(layers))
+        # Other mixers of a layer (LayerKind without self-attention, or with linear attention) have no scores.
+        kinds = (layer.kind for layer in model.layers(layers))
+        return sum(kind.self_attention and kind.gated_delta is None for kind in kinds)
 
     if source:
         attention = self_attentions(model.encoder_layers) * scores(source, source)

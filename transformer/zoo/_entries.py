@@ -36,6 +36,7 @@ from transformer.zoo._phi3 import PHI3
 from transformer.zoo._qwen2 import QWEN2
 from transformer.zoo._qwen3 import QWEN3
 from transformer.zoo._qwen3_moe import QWEN3_MOE
+from transformer.zoo._qwen3_next import QWEN3_NEXT
 from transformer.zoo._roberta import ROBERTA
 from transformer.zoo._siglip import SIGLIP
 from transformer.zoo._smollm3 import SMOLLM3
@@ -69,6 +70,7 @@ ENTRIES: dict[str, Family] = {
         GEMMA3,
         MIXTRAL,
         QWEN3_MOE,
+        QWEN3_NEXT,
         GPT_NEOX,
         OLMO2,
         PHI3,

@@ -332,10 +332,11 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
     changes: dict[str, Any] = {}
     if kind.moe is not None:
         width = kind.moe.d_ff or config.feed_forward_width
-        changes["moe"] = replace(kind.moe, d_ff=width, **_FREE_OF_EXPERTS)
+        shared = (kind.moe.shared_d_ff or width) if kind.moe.shared_experts else None
+        changes["moe"] = replace(kind.moe, d_ff=width, shared_d_ff=shared, **_FREE_OF_EXPERTS)
     if config.position != "rotary" or not kind.rotary:
         changes |= {"rotary_base": None, "rotary_scaling": None}
-    elif kind.self_attention:
+    elif kind.self_attention and kind.gated_delta is None:
         changes["rotary_base"] = kind.rotary_base or config.rotary.base
         changes["rotary_scaling"] = kind.rotary_scaling or config.rotary.scaling
     return replace(kind, **changes)

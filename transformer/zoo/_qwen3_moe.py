@@ -35,7 +35,8 @@ class SomeLayersRouted(Codec):
         layers = ("decoder_sparse_step", "mlp_only_layers", "use_sliding_window", "sliding_window")
         return (*experts, *layers, "router_aux_loss_coef")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def kinds(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[LayerKind]:
+        """Return the kind of each layer."""
         experts = values.get("num_experts", values.get("num_local_experts", 128))
         step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or ()
         window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
@@ -53,7 +54,10 @@ class SomeLayersRouted(Codec):
                 router_z_weight=0.0,
             )
             kinds |= dict.fromkeys(routed, LayerKind(window=window, moe=moe))
-        return fold(list(kinds.values()))
+        return list(kinds.values())
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        return fold(self.kinds(values, changes))
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         kinds = layer_kinds(config, config.num_layers)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
 from transformer.config._options import Pooling
-from transformer.nn._axes import Array, Bool, Float, Hidden, Int, Logits, Positions, Tokens
+from transformer.nn._axes import Array, Float, Hidden, Int, Logits, Positions, Tokens
 from transformer.nn._blocks import Aux
-from transformer.nn._masks import Mask
+from transformer.nn._masks import Mask, real_tokens
 from transformer.nn.models._base import TokenEncoder
 
 
@@ -136,7 +136,7 @@ def pool(hidden: Hidden, mask: Mask | None, pooling: Pooling) -> Float[Array, "B
     Returns:
         (B, D). For a row that is all padding: zeros for the mean, otherwise its first position.
     """
-    real = _real_tokens(mask, *hidden.shape[:2])
+    real = real_tokens(Mask() if mask is None else mask, hidden.shape[:2])
     if pooling == "mean":
         count = jnp.maximum(real.sum(1), 1)[:, None]
         # Sum in float32: a sum can exceed the range of float16 even if the mean does not, and bfloat16 can't represent
@@ -148,14 +148,3 @@ def pool(hidden: Hidden, mask: Mask | None, pooling: Pooling) -> Float[Array, "B
     # argmax of booleans is the index of the first True.
     index = jnp.argmax(real, 1) if pooling == "first" else jnp.where(real, indices, 0).max(1)
     return jnp.take_along_axis(hidden, index[:, None, None], axis=1)[:, 0]
-
-
-def _real_tokens(mask: Mask | None, batch: int, length: int) -> Bool[Array, "B T"]:
-    """Return which tokens are not padding, by the mask's lengths and segments (segment 0 is padding)."""
-    # Lengths and segments may be combined: a token must be real by both.
-    real = jnp.ones((batch, length), bool)
-    if mask is not None and mask.key_lengths is not None:
-        real = real & (jnp.arange(length)[None, :] < mask.key_lengths[:, None])
-    if mask is not None and mask.query_segments is not None:
-        real = real & (mask.query_segments != 0)
-    return real
