@@ -33,6 +33,7 @@ KEYS = {
     "End": 35,
     "Escape": 27,
     "Tab": 9,
+    "Enter": 13,
 }
 
 

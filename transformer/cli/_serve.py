@@ -19,7 +19,8 @@ KEY_VARIABLE = "TRANSFORMER_API_KEY"
 @dataclass(frozen=True, kw_only=True)
 class Serve(ModelCommand):
     """Serve a model over HTTP, by OpenAI's interface: /v1/chat/completions and /v1/completions of a causal model,
-    /v1/embeddings of an encoder, /v1/models, /health, and /metrics for Prometheus.
+    /v1/completions of an encoder-decoder (translations), /v1/embeddings of an encoder, /v1/models, /health, and
+    /metrics for Prometheus.
 
     Many texts are generated together. Ctrl-C or SIGTERM ends the server after the texts that it has begun.
     """

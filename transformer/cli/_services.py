@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformer.serve._embeddings import EmbeddingService
     from transformer.serve._http import HTTPService
     from transformer.serve._service import Service
+    from transformer.serve._translations import TranslationService
 
 USUAL_TOKENS = 2048
 """maximum number of tokens of a request, unless the model has a shorter context"""
@@ -28,7 +29,7 @@ def make_service(
     local_only: bool,
     queue: int = USUAL_QUEUE,
 ) -> HTTPService:
-    """Return the service of a model: completions of a causal model, embeddings of an encoder.
+    """Return the service of a model: completions of a causal model, translations of an encoder-decoder, or embeddings.
 
     A model with the files of sentence-transformers (modules.json) is an embedding model, also if it is causal.
 
@@ -45,6 +46,8 @@ def make_service(
     """
     from transformer.nn.models._base import TokenEncoder
     from transformer.nn.models._causal_lm import CausalLM
+    from transformer.nn.models._seq2seq import Seq2Seq
+    from transformer.nn.models._speech import SpeechToText
 
     common = {"name": opened.directory.resolve().name, "api_key": api_key, "local_only": local_only}
     is_sentence_encoder = opened.pretrained is not None and (opened.directory / "modules.json").exists()
@@ -52,9 +55,11 @@ def make_service(
         return _embedding_service(opened, max_tokens, queue=queue, **common)
     if isinstance(opened.model, CausalLM):
         return _causal_service(opened, slots, max_tokens, queue, **common)
+    if isinstance(opened.model, Seq2Seq) and not isinstance(opened.model, SpeechToText):
+        return _translation_service(opened, max_tokens, queue=queue, **common)
     raise ConfigError(
-        f"the server needs a causal model or a text encoder; {opened.directory} contains a model of type "
-        f"{type(opened.model).__name__}. Pass the directory of another model."
+        f"the server needs a causal model, an encoder-decoder for text or a text encoder; {opened.directory} contains "
+        f"a model of type {type(opened.model).__name__}. Pass the directory of another model."
     )
 
 
@@ -87,6 +92,16 @@ def _embedding_service(opened: LoadedModel, max_tokens: int | None, **common: An
     limits = [n for n in (opened.model.config.longest_source, opened.context, settings.max_length) if n is not None]
     longest = _longest(max_tokens, min(limits, default=None))
     return EmbeddingService(opened=opened, settings=settings, longest=longest, **common)
+
+
+def _translation_service(opened: LoadedModel, max_tokens: int | None, **common: Any) -> TranslationService:
+    from transformer.inference._translating import USUAL_SOURCE
+    from transformer.serve._translations import TranslationService
+
+    longest = opened.model.config.longest_source
+    if max_tokens is None:
+        max_tokens = min(longest or USUAL_SOURCE, USUAL_SOURCE)
+    return TranslationService(opened=opened, longest=_longest(max_tokens, longest), **common)
 
 
 def _longest(max_tokens: int | None, context: int | None) -> int:

@@ -115,8 +115,12 @@ def _chunks(
 
 
 def _text(opened: LoadedModel, found: Hypothesis) -> TranslatedText:
-    text = " ".join(opened.tokenizer.decode(found.tokens).splitlines())
-    return TranslatedText(text, found.score, found.log_probability, found.ended)
+    return TranslatedText(text_of(opened, found), found.score, found.log_probability, found.ended)
+
+
+def text_of(opened: LoadedModel, found: Hypothesis) -> str:
+    """Return the text of a hypothesis on one line."""
+    return " ".join(opened.tokenizer.decode(found.tokens).splitlines())
 
 
 def _trained_length(opened: LoadedModel) -> int | None:

@@ -114,12 +114,12 @@ def check_fields(values: Mapping[str, Any], *, is_chat: bool) -> Body:
     return Body(
         stream=_typed(values, "stream", bool, False),
         include_usage=_typed(options, "include_usage", bool, False),
-        n=_integer(values, "n", 1, 1, MOST_CHOICES),
-        seed=_integer(values, "seed", secrets.randbits(32), -(2**63), 2**63 - 1) % 2**32,
+        n=integer(values, "n", 1, 1, MOST_CHOICES),
+        seed=integer(values, "seed", secrets.randbits(32), -(2**63), 2**63 - 1) % 2**32,
         stop=_stops(values),
         stop_ids=tuple(_typed(values, "stop_token_ids", list, [])),
-        max_tokens=_integer(values, limits[0], None, 1, 2**31) if limits else None,
-        top=_chat_top(values) if is_chat else _integer(values, "logprobs", None, 0, 5),
+        max_tokens=integer(values, limits[0], None, 1, 2**31) if limits else None,
+        top=_chat_top(values) if is_chat else integer(values, "logprobs", None, 0, 5),
         form=text_form(values),
     )
 
@@ -131,6 +131,8 @@ def sampling_of(values: Mapping[str, Any], default: Sampling, suppress: Sequence
         APIError: a value is out of range.
     """
     given = {name: values[name] for name in (*_FILTERS, *_PENALTIES) if name in values}
+    # JSON has one type of numbers: JavaScript writes 1.0 as 1.
+    given = {name: float(value) if name != "top_k" and _is_small(value) else value for name, value in given.items()}
     filters = {name: getattr(default, name) for name in (*_FILTERS, *_PENALTIES)} | given
     if default.temperature == 0 and "temperature" not in given and any(name in given for name in _FILTERS[1:]):
         filters["temperature"] = 1.0
@@ -187,7 +189,7 @@ def tools_of(values: Mapping[str, Any]) -> list[Any] | None:
 
 def _chat_top(values: Mapping[str, Any]) -> int | None:
     wanted = _typed(values, "logprobs", bool, False)
-    top = _integer(values, "top_logprobs", 0, 0, 20)
+    top = integer(values, "top_logprobs", 0, 0, 20)
     if top and not wanted:
         raise APIError(400, "top_logprobs needs logprobs: true.", "top_logprobs")
     return top if wanted else None
@@ -210,8 +212,13 @@ def _typed(values: Mapping[str, Any], name: str, kind: type, default: Any) -> An
     return value
 
 
-def _integer(values: Mapping[str, Any], name: str, default: Any, least: int, most: int) -> Any:
+def integer(values: Mapping[str, Any], name: str, default: Any, least: int, most: int) -> Any:
     value = values.get(name, default)
     if name in values and (type(value) is not int or not least <= value <= most):
         raise APIError(400, f"{name} must be an integer from {least} to {most}, got {json.dumps(value)[:80]}.", name)
     return value
+
+
+def _is_small(value: Any) -> bool:
+    """Return whether a value is an integer that a float can represent exactly."""
+    return type(value) is int and abs(value) <= 2**53

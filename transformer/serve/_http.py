@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from transformer.serve._errors import APIError, json_response
 from transformer.serve._metrics import Metrics
+from transformer.serve._page import page_response
 
 Result = TypeVar("Result")
 Handler = Callable[[HTTPRequest], Awaitable[Response]]
@@ -82,9 +83,16 @@ class HTTPService(ABC):
     def endpoints(self) -> dict[str, Handler]:
         """Return the handlers of POST requests by path."""
 
+    @property
+    def page_mode(self) -> Literal["chat", "text"] | None:
+        """Kind of the page for a browser; None: there is no page."""
+        return None
+
     def application(self) -> Starlette:
         """Return the application."""
+        page = [Route("/", self._counted(self._page, is_open=True), methods=["GET"])]
         routes = [
+            *(page if self.page_mode else []),
             Route("/health", self._counted(self._health, is_open=True), methods=["GET"]),
             Route("/metrics", self._counted(self._metrics), methods=["GET"]),
             Route("/v1/models", self._counted(self._models), methods=["GET"]),
@@ -138,6 +146,9 @@ class HTTPService(ABC):
         right = hmac.compare_digest(key.strip().encode("utf-8", "replace"), self.api_key.encode())
         if kind.lower() != "bearer" or not right:
             raise APIError(401, "the API key is missing or wrong.", code="invalid_api_key")
+
+    async def _page(self, request: HTTPRequest) -> Response:
+        return page_response(self.page_mode)
 
     async def _health(self, request: HTTPRequest) -> Response:
         failure = self.failure

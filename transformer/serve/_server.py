@@ -79,6 +79,22 @@ def check_address(host: str, api_key: str | None, anyone: bool) -> bool:
     return is_local
 
 
+def settings(service: HTTPService, drain_seconds: int = DRAIN_SECONDS) -> uvicorn.Config:
+    """Return the settings of uvicorn for a service."""
+    return uvicorn.Config(
+        service.application(),
+        http=_Protocol,
+        ws="none",
+        lifespan="off",
+        log_level="error",  # a warning for each invalid request would let a client fill the log
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=drain_seconds,
+        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+    )
+
+
 def run(
     service: HTTPService, host: str, port: int, ready: Callable[[str], None], *, drain_seconds: int = DRAIN_SECONDS
 ) -> None:
@@ -99,18 +115,6 @@ def run(
         listener = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise OSError(error.errno, error.strerror, f"{host}:{port}") from error
-    config = uvicorn.Config(
-        service.application(),
-        http=_Protocol,
-        ws="none",
-        lifespan="off",
-        log_level="error",  # a warning for each invalid request would let a client fill the log
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=drain_seconds,
-        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
-    )
 
     def ignore(number: int, frame: Any) -> None:
         """Uvicorn repeats the signal at its end, when the default handler would kill the process."""
@@ -120,7 +124,7 @@ def run(
     service.start()
     try:
         ready(f"http://{shown}:{listener.getsockname()[1]}/v1")  # the kernel accepts connections from now on
-        uvicorn.Server(config).run(sockets=[listener])
+        uvicorn.Server(settings(service, drain_seconds)).run(sockets=[listener])
     finally:
         signal.signal(signal.SIGTERM, before)
         listener.close()

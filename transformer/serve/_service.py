@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
@@ -86,6 +86,11 @@ class Service(HTTPService):
         """Cancel what runs, and end the engine."""
         self.engine.close()
         self._encoder.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def page_mode(self) -> Literal["chat", "text"]:
+        """A conversation, if the model has a chat template."""
+        return "chat" if self.chat else "text"
 
     def endpoints(self) -> dict[str, Handler]:
         """Return the handlers of chat and text completions."""

@@ -1,0 +1,234 @@
+"""Throughput and time to the first token over HTTP, at a number of concurrent requests; also of `transformers serve`.
+
+Usage: python -m benchmarks.serving_http [--model DIR] [--requests 64] [--concurrent 16] [--slots 16] [--small]
+                                         [--transformers .venv-parity/bin/transformers]
+
+Each server runs in its own process and gets the same chat completions as streams: temperature 0, and lengths like those
+of ShareGPT, from a fixed seed. These are log-normal with the means that Kwon et al. 2023 (arXiv 2309.06180, figure 11)
+report, 161 tokens of the prompt and 338 of the answer, and at most half of --max-tokens each. Without --model, the
+model is a Llama with random weights (--small: 2 layers and d_model 64) and one token per character, so that the
+lengths of prompts are exact. A first round compiles and is not counted. Run on an idle machine. The last line is a JSON
+object.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import openai
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from benchmarks.machine import machine
+from benchmarks.side_by_side import last_line, versions
+from transformer import CausalLM, llama_decoder
+from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.zoo import save_pretrained
+
+PROMPT_TOKENS, ANSWER_TOKENS, SPREAD = 161, 338, 1.0
+"""mean lengths, and standard deviation of their logarithms"""
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+START_SECONDS = 600.0
+"""time in which a server must answer /health"""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: characters of the prompt, and maximum number of new tokens."""
+
+    prompt: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds to the first token and to the end, and the number of tokens."""
+
+    first: float
+    whole: float
+    tokens: int
+
+
+def asks(count: int, longest: int, seed: int = 0) -> list[Ask]:
+    """Return requests with log-normal lengths; the same seed gives the same requests."""
+    random = np.random.default_rng(seed)
+
+    def lengths(mean: float) -> np.ndarray:
+        found = random.lognormal(np.log(mean) - SPREAD**2 / 2, SPREAD, count)  # exp(mu + sigma^2 / 2) is the mean
+        return np.clip(found.round().astype(int), 4, longest // 2 - 8)
+
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz "))
+    prompts = ["".join(random.choice(letters, length)) for length in lengths(PROMPT_TOKENS)]
+    return [Ask(prompt, int(tokens)) for prompt, tokens in zip(prompts, lengths(ANSWER_TOKENS), strict=True)]
+
+
+def write_model(directory: Path, small: bool, longest: int) -> None:
+    """Write a Llama with random weights, and a tokenizer with one token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<|end|>"])
+    names = {"eos_token": "<|end|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    files = {"tokenizer.json": library.to_str().encode(), "tokenizer_config.json": json.dumps(names).encode()}
+    sizes = {"d_model": 64, "num_layers": 2, "num_heads": 2, "d_ff": 128} if small else {}
+    sizes = {"d_model": 512, "num_layers": 8, "num_heads": 8, "d_ff": 1_408} | sizes
+    model = CausalLM(llama_decoder(vocab_size=len(alphabet) + 1, max_length=None, **sizes))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    fields = {"max_position_embeddings": longest, "eos_token_id": len(alphabet)}
+    save_pretrained(model, params, directory, tokenizer=PretrainedTokenizer(files), family="llama", fields=fields)
+
+
+@contextlib.contextmanager
+def server(command: Sequence[str], port: int) -> Iterator[str]:
+    """Run a server until it answers; yield its URL, and end it with SIGTERM.
+
+    Raises:
+        RuntimeError: it ends before, or does not answer in time; the message has its last line.
+    """
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not _answers(f"http://127.0.0.1:{port}/health"):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    lines = log.read().decode(errors="replace").strip().splitlines() or ["no output"]
+                    raise RuntimeError(f"{shlex.join(command)} does not run: {lines[-1]}")
+                time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except urllib.error.HTTPError:
+        return True  # a server without this path
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    """Return a port that no server uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+async def ask_all(url: str, model: str, wanted: Sequence[Ask], concurrent: int) -> list[Timed]:
+    """Send all requests, at most `concurrent` at a time."""
+    gate = asyncio.Semaphore(concurrent)
+    async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=600) as client:
+
+        async def ask(one: Ask) -> Timed:
+            async with gate:
+                began, first, chunks, usage = time.perf_counter(), None, 0, None
+                stream = await client.chat.completions.create(
+                    model=model,
+                    messages=[{"role": "user", "content": one.prompt}],
+                    max_tokens=one.tokens,
+                    temperature=0,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                )
+                async for part in stream:
+                    usage = part.usage or usage
+                    if part.choices and (part.choices[0].delta.content or part.choices[0].finish_reason):
+                        first, chunks = first or time.perf_counter(), chunks + 1
+                end = time.perf_counter()
+                return Timed((first or end) - began, end - began, usage.completion_tokens if usage else chunks)
+
+        return await asyncio.gather(*map(ask, wanted))
+
+
+def measure(url: str, model: str, wanted: Sequence[Ask], concurrent: int) -> dict[str, float]:
+    """Return throughput, and quantiles of the time to the first token, after a round that compiles."""
+    asyncio.run(ask_all(url, model, wanted[:concurrent], concurrent))
+    began = time.perf_counter()
+    found = asyncio.run(ask_all(url, model, wanted, concurrent))
+    took = time.perf_counter() - began
+    first = sorted(one.first for one in found)
+    return {
+        "tokens_per_second": sum(one.tokens for one in found) / took,
+        "requests_per_second": len(found) / took,
+        "first_token_p50": statistics.median(first),
+        "first_token_p99": float(np.quantile(first, 0.99)),
+        "tokens": sum(one.tokens for one in found),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="directory of a model with a chat template")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--concurrent", type=int, default=16, help="number of requests that are sent at a time")
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=1_024, help="of a request, prompt and answer together")
+    parser.add_argument("--small", action="store_true", help="use a tiny model, to test this program")
+    parser.add_argument("--transformers", help="program of transformers to compare with, which needs its extra serving")
+    options = parser.parse_args()
+    if min(options.requests, options.concurrent, options.slots) < 1 or options.max_tokens < 32:
+        parser.error("--requests, --concurrent and --slots must be at least 1, and --max-tokens at least 32.")
+    wanted, where = asks(options.requests, options.max_tokens), machine()
+    print(where)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = options.model or Path(folder) / "llama"
+        if options.model is None:
+            write_model(directory, options.small, options.max_tokens)
+        ours, theirs = free_port(), free_port()
+        sizes = ["--slots", str(options.slots), "--max-tokens", str(options.max_tokens)]
+        command = [sys.executable, "-m", "transformer", "serve", str(directory), "--port", str(ours), *sizes]
+        servers = {"transformer serve": (command, ours, directory.resolve().name)}
+        if options.transformers:
+            command = [options.transformers, "serve", "--host", "127.0.0.1", "--port", str(theirs)]
+            servers["transformers serve"] = ([*command, "--continuous-batching"], theirs, os.path.abspath(directory))
+        print("\n| server | tokens/s | requests/s | first token, p50 | first token, p99 |")
+        print("| --- | ---: | ---: | ---: | ---: |")
+        found = {}
+        for name, (command, port, model) in servers.items():
+            try:
+                with server(command, port) as url:
+                    one = found[name] = measure(url, model, wanted, options.concurrent)
+            except RuntimeError as error:
+                print(f"| {name}: {error} | | | | |", flush=True)
+                continue
+            rates = f"{one['tokens_per_second']:,.0f} | {one['requests_per_second']:.2f}"
+            print(f"| {name} | {rates} | {one['first_token_p50']:.3f} s | {one['first_token_p99']:.3f} s |", flush=True)
+    name, peer = "transformer serve", "transformers serve"
+    if name not in found:
+        sys.exit(1)
+    rates = {one: values["tokens_per_second"] for one, values in found.items()}
+    if peer in rates:
+        more = {"all": found, "versions": versions("jax", "flax")}
+        print(last_line(name, rates[peer], rates[name], rates[name] / rates[peer], "tokens/s", where, **more))
+    else:
+        print(json.dumps({"work": name, "machine": where, "all": found, "versions": versions("jax", "flax")}))
+
+
+if __name__ == "__main__":
+    main()

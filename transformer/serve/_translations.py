@@ -1,0 +1,159 @@
+"""Translations, and other texts of an encoder-decoder, over HTTP: text completions by beam search."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response, StreamingResponse
+
+from transformer.config._checks import ConfigError, nearest
+from transformer.generate._batches import beam_search_all
+from transformer.generate._beam import USUAL, Beam, Hypothesis
+from transformer.inference._loading import LoadedModel
+from transformer.inference._translating import text_of
+from transformer.serve._answers import Answer
+from transformer.serve._bodies import MOST_CHOICES, integer, read_json, text_prompts
+from transformer.serve._errors import APIError, json_response
+from transformer.serve._http import Handler
+from transformer.serve._requests import Delta, Token
+from transformer.serve._threads import ThreadService
+
+BEAM_SIZES = (1, 2, 4, 8)
+"""beam sizes that a client can choose: each is another program"""
+TOGETHER = 4
+"""maximum number of sources that are searched together; between them the search can end early"""
+_FIELDS = {"prompt", "model", "n", "best_of", "num_beams", "length_penalty", "max_tokens", "stream", "stream_options"}
+_WITHOUT_EFFECT = {"user", "seed"}
+_ONLY = {"temperature": 0, "top_p": 1, "logprobs": 0, "echo": False, "suffix": "", "stop": []}
+"""fields of sampling that beam search does not have, and the one value that they may have"""
+
+
+@dataclass(kw_only=True)
+class TranslationService(ThreadService):
+    """An encoder-decoder behind the HTTP interface: the completion of a text is its translation, as by `translate`."""
+
+    opened: LoadedModel
+    longest: int
+    """maximum number of tokens of a source"""
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of a source."""
+        return self.longest
+
+    @property
+    def page_mode(self) -> Literal["text"]:
+        """Texts that are translated one by one."""
+        return "text"
+
+    def endpoints(self) -> dict[str, Handler]:
+        """Return the handler of text completions."""
+        return {"/v1/completions": self._completion}
+
+    def warm_up(self, report: Callable[[int, int], None]) -> None:
+        """Compile the program for a short source and the usual beam size. Others are compiled when they are needed."""
+        self._search([[0]], USUAL, None)
+        report(1, 1)
+
+    async def _completion(self, request: HTTPRequest) -> Response:
+        values = await read_json(request)
+        self.check_model(values.get("model", self.name))
+        beam, most = _beam(values)
+        texts = text_prompts(values)
+        if len(texts) * beam.n_best > MOST_CHOICES:
+            raise APIError(400, f"a call can have at most {MOST_CHOICES} texts: prompts times n.", "prompt")
+        stream, options = values.get("stream", False), values.get("stream_options", {})
+        if type(stream) is not bool or not isinstance(options, dict):
+            raise APIError(400, "stream must be true or false, and stream_options an object.", "stream")
+
+        def compute() -> tuple[list[int], list[list[Hypothesis]]]:
+            sources = self._encode(texts)
+            found = []
+            for start in range(0, len(sources), TOGETHER):
+                if self.closing:
+                    raise APIError(503, "the server is shutting down.")
+                found += self._search(sources[start : start + TOGETHER], beam, most)
+            return [len(source) for source in sources], found
+
+        lengths, found = await self.compute(request, compute)
+        best = [one for hypotheses in found for one in hypotheses]
+        tokenizer = self.opened.tokenizer
+        answer = Answer(self.name, tokenizer, is_chat=False, prompts=lengths, n=beam.n_best, top=None)
+        del answer.choices[len(best) :]  # a vocabulary of fewer than n tokens
+        deltas = [self._delta(one) for one in best]
+        for choice, delta in zip(answer.choices, deltas, strict=True):
+            choice.add(delta)
+        self.counters.prompt_tokens += sum(lengths)
+        self.counters.generated_tokens += answer.usage["completion_tokens"]
+        self.counters.finished.update(delta.finish for delta in deltas)
+        if not stream:
+            return json_response(answer.whole())
+        parts = [answer.part(number, delta) for number, delta in enumerate(deltas)]
+        parts += [answer.usage_part()] if options.get("include_usage") is True else []
+        events = [*(f"data: {json.dumps(part)}\n\n" for part in parts), "data: [DONE]\n\n"]
+        return StreamingResponse(iter(events), headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
+
+    def _encode(self, texts: list[str | list[int]]) -> list[list[int]]:
+        """Return the token ids of each source."""
+        config, sources = self.opened.model.config, []
+        size = config.embedding.source_vocab_size or config.vocab_size
+        for number, text in enumerate(texts):
+            if isinstance(text, str):
+                try:
+                    text.encode()
+                    ids = list(self.opened.tokenizer.encode_source(text)) if text.strip() else []
+                except ValueError as error:
+                    raise APIError(400, f"prompt {number} can't be encoded: {error}"[:500], "prompt") from None
+            else:
+                ids = text
+            if not ids or not all(0 <= one < size for one in ids):
+                message = f"prompt {number} must have at least one token, with ids from 0 to {size - 1}."
+                raise APIError(400, message, "prompt")
+            if len(ids) > self.longest:
+                message = f"prompt {number} has {len(ids)} tokens, but a source can have at most {self.longest}."
+                raise APIError(400, f"{message} Shorten it.", "prompt", "context_length_exceeded")
+            sources.append(ids)
+        return sources
+
+    def _delta(self, found: Hypothesis) -> Delta:
+        tokens = [Token(one, 0.0, []) for one in found.tokens]
+        return Delta(text_of(self.opened, found), tokens, finish="stop" if found.ended else "length")
+
+    def _search(self, sources: list[list[int]], beam: Beam, most: int | None) -> list[list[Hypothesis]]:
+        opened = self.opened
+        begin, eos_id, suppress = opened.target_start, opened.eos_ids, opened.suppressed
+        options = {"begin": begin, "eos_id": eos_id, "suppress": suppress, "beam": beam, "max_new_tokens": most}
+        return beam_search_all(opened.model, opened.params, sources, **options)
+
+
+def _beam(values: Mapping[str, Any]) -> tuple[Beam, int | None]:
+    """Return the beam search that a body asks for, and its maximum number of new tokens.
+
+    Raises:
+        APIError: a field is unknown, or has an invalid value.
+    """
+    for name, value in values.items():
+        if name in _ONLY and value != _ONLY[name]:
+            only = json.dumps(_ONLY[name])
+            raise APIError(400, f"{name} must be {only}: this model translates by beam search. Remove it.", name)
+        if name not in (_FIELDS | _WITHOUT_EFFECT | set(_ONLY)):
+            raise APIError(400, f"unknown field {name[:80]!r}.{nearest(name[:80], _FIELDS)}", name[:80])
+    n = integer(values, "n", 1, 1, max(BEAM_SIZES))
+    sizes = {name: integer(values, name, None, 1, max(BEAM_SIZES)) for name in ("num_beams", "best_of")}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if len(set(given.values())) > 1:
+        raise APIError(400, "num_beams and best_of are names of the same value. Send one of them.", "num_beams")
+    name, size = next(iter(given.items()), ("num_beams", max(USUAL.size, next(s for s in BEAM_SIZES if s >= n))))
+    if size not in BEAM_SIZES or n > size:
+        sizes_text = ", ".join(map(str, BEAM_SIZES))
+        raise APIError(400, f"{name} must be one of {sizes_text}, and at least n ({n}), got {size}.", name)
+    alpha = values.get("length_penalty", USUAL.alpha)
+    try:
+        beam = Beam(size=size, n_best=n, alpha=float(alpha) if type(alpha) is int else alpha)
+    except (ConfigError, TypeError):
+        raise APIError(400, "length_penalty must be a finite number of at least 0.", "length_penalty") from None
+    return beam, integer(values, "max_tokens", None, 1, 2**31 - 1)
