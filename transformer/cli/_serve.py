@@ -36,10 +36,13 @@ class Serve(ModelCommand):
     port: int = 8000
     """port to listen on; 0: a free one"""
     slots: int = 8
-    """maximum number of texts that are generated at a time; each has a KV cache of --max-tokens tokens"""
+    """maximum number of texts that are generated at a time"""
     max_tokens: int | None = None
     """maximum number of tokens of a request, prompt and answer together; None: the context of the model, at most
     2048"""
+    cache_tokens: int | None = None
+    """number of tokens of all texts together whose keys and values fit into memory, in pages that texts share; None:
+    --slots times --max-tokens"""
     api_key: str | None = None
     """key that clients must send; None: the value of the environment variable TRANSFORMER_API_KEY, or no key"""
     allow_anyone: bool = False
@@ -54,16 +57,17 @@ def main(arguments: Sequence[str]) -> None:
     _check(command)
     key = command.api_key if command.api_key is not None else os.environ.get(KEY_VARIABLE)
     from transformer.serve._server import check_address, run
+    from transformer.serve._slots import PAGE_SIZE
 
     is_local = check_address(command.host, key, command.allow_anyone)
     opened = command.load_writer()
-    service = make_service(
-        opened, slots=command.slots, max_tokens=command.max_tokens, api_key=key, local_only=is_local and key is None
-    )
+    sizes = {"slots": command.slots, "max_tokens": command.max_tokens, "cache_tokens": command.cache_tokens}
+    service = make_service(opened, **sizes, api_key=key, local_only=is_local and key is None)
     service.engine.warm_up(_report)
 
     def ready(url: str) -> None:
         sizes = {"slots": service.engine.slots, "max_tokens": service.engine.positions}
+        sizes |= {"cache_tokens": service.engine.pages * PAGE_SIZE}
         if command.json:
             command.print_json(opened, url=url, model=service.name, **sizes)
             sys.stdout.flush()
@@ -73,7 +77,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def make_service(
-    opened: LoadedModel, *, slots: int, max_tokens: int | None, api_key: str | None, local_only: bool
+    opened: LoadedModel,
+    *,
+    slots: int,
+    max_tokens: int | None,
+    api_key: str | None,
+    local_only: bool,
+    cache_tokens: int | None = None,
 ) -> Service:
     """Return the service of a model.
 
@@ -97,7 +107,13 @@ def make_service(
         raise ConfigError(f"--max-tokens must be at most {opened.context}, the context of the model, got {max_tokens}.")
     tokenizer, chat = opened.tokenizer, _chat_prompts(opened)
     suppressed = opened.suppressed
-    engine = Engine(opened.model, opened.params, tokenizer, slots=slots, positions=max_tokens, suppress=suppressed)
+    if cache_tokens is not None and cache_tokens < max_tokens:
+        raise ConfigError(
+            f"--cache-tokens must be at least {max_tokens}, the tokens of one request, got {cache_tokens}. Pass a "
+            "larger number, or a smaller --max-tokens."
+        )
+    sizes = {"slots": slots, "positions": max_tokens, "cache_tokens": cache_tokens}
+    engine = Engine(opened.model, opened.params, tokenizer, **sizes, suppress=suppressed)
     return Service(
         engine=engine,
         name=opened.directory.resolve().name,
@@ -125,6 +141,7 @@ def _check(command: Serve) -> None:
         ("--port", command.port, 0, 65535),
         ("--slots", command.slots, 1, 1024),
         ("--max-tokens", command.max_tokens, 16, 2**24),
+        ("--cache-tokens", command.cache_tokens, 16, 2**30),
     ):
         if value is not None and not least <= value <= most:
             raise ConfigError(f"{name} must be from {least} to {most}, got {value}.")

@@ -125,7 +125,8 @@ class Service:
 
     async def _metrics(self, request: HTTPRequest) -> Response:
         engine = self.engine
-        text = engine.metrics.text(running=engine.running, waiting=engine.waiting, slots=engine.slots)
+        sizes = {"slots": engine.slots, "pages": engine.pages}
+        text = engine.metrics.text(running=engine.running, waiting=engine.waiting, **sizes)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: HTTPRequest) -> Response:
