@@ -277,9 +277,9 @@ class Engine:
         logits, count = self._device.read(slot, prompt, reading.done)
         reading.done += count
         self.metrics.prompt_tokens += count
-        self._pages.share(slot, prompt[: reading.done])
         if reading.done < len(prompt):
             return
+        self._pages.share(slot, prompt)
         self._device.start(slot, ticket.request, logits)
         self._active[slot] = ticket
         self._reading = None
@@ -310,8 +310,9 @@ class Engine:
     def _preempt_youngest(self) -> None:
         """Take slot and pages from the request that came last, which is computed again later."""
         running = [(ticket.number, slot, ticket) for slot, ticket in self._active.items()]
-        if self._reading is not None:
-            running.append((self._reading.ticket.number, self._reading.slot, self._reading.ticket))
+        if (reading := self._reading) is not None:
+            running.append((reading.ticket.number, reading.slot, reading.ticket))
+            self._pages.share(reading.slot, reading.ticket.request.prompt[: reading.done])
         _, slot, ticket = max(running, key=lambda one: one[0])
         self._pages.release(slot)
         ticket.computed = 0
@@ -330,7 +331,9 @@ class Engine:
         """Generate a few tokens in all slots, and deliver them."""
         for slot in [slot for slot, ticket in self._active.items() if ticket.cancelled]:
             self._end(slot, "cancelled")
-        waits = self._reading is not None or (bool(self._queue) and len(self._active) < self.slots)
+        # A request that waits for pages can start only when a text has ended, which ends the call.
+        starts = bool(self._queue) and len(self._active) < self.slots and self._waits is None
+        waits = self._reading is not None or starts
         steps = 1 if waits else self._steps
         for ticket in self._active.values():  # what a constraint allows is known for one new token
             steps = min(steps, max(1, len(ticket.known))) if ticket.request.constraint else steps
