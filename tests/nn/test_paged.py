@@ -22,7 +22,7 @@ from transformer.nn._masks import Mask
 from transformer.nn._paged import NO_PAGE, PagedKVCache, copy_pages, heads_together, paged_cache, set_rows
 from transformer.nn._positions import ALiBi, Rotary
 from transformer.nn._sharding import make_mesh
-from transformer.nn.kernels import GATHER_PAGES, RAGGED_PAGED, choose_paged
+from transformer.nn.kernels import GATHER_PAGES, PAGE_BLOCKS, RAGGED_PAGED, _page_blocks, choose_paged
 from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec
 from transformer.nn.models import CausalLM
 from transformer.training import Recipe
@@ -296,14 +296,67 @@ class TestKernel:
         cache = pool(lanes=128, heads=(2, 64, 64))
         assert choose_paged(RAGGED_PAGED, spec(), cache) == RAGGED_PAGED
         with caplog.at_level("INFO", "transformer.nn.kernels"):
-            assert choose_paged("auto", spec(), cache) == GATHER_PAGES
+            assert choose_paged("auto", spec(), cache) == PAGE_BLOCKS
             assert choose_paged("reference", spec(), cache) == GATHER_PAGES
+            with computing_on("gpu", "NVIDIA H100"):
+                assert choose_paged("auto", spec(), cache) == GATHER_PAGES
             with computing_on("tpu", "TPU v5 lite"):
                 assert choose_paged("auto", spec(), cache) == RAGGED_PAGED
-        assert (
-            "1 x 15 scores per head in pages of 3 on cpu: auto selects gather_pages (ragged_paged is for" in caplog.text
-        )
+        assert "1 x 15 scores per head in pages of 3 on cpu: auto selects page_blocks" in caplog.text
+        assert "in pages of 3 on gpu: auto selects gather_pages (ragged_paged is for" in caplog.text
         assert "on tpu: auto selects ragged_paged" in caplog.text
+
+
+class TestPageBlocks:
+    """The kernel in plain JAX, with blocks of one or two pages."""
+
+    @pytest.mark.parametrize("block_keys", [PAGE, 2 * PAGE])
+    @pytest.mark.parametrize("num_tokens", [1, 3])
+    def test_it_gives_what_gathered_pages_give(self, monkeypatch, block_keys, num_tokens):
+        monkeypatch.setattr(_page_blocks, "BLOCK_KEYS", block_keys)
+        cache = pool(3, 1, (2, 6, 5), [[7, 2, 5, 8, 9], [1, 0, -1, -1, -1], [4, 3, 6, -1, -1]])
+        cache, *_ = written(cache, 1, 10, [10, 2, 4])
+        start = cache.row_lengths
+        cache, *_ = written(cache, 3, num_tokens, [num_tokens, num_tokens, 0])
+        query = random(5, 3, num_tokens, 4, 6)
+        options = {"mask": Mask.causal() & Mask.window(7), "scale": None, "softcap": 3.0, "dropout_rate": 0.0}
+        options |= {"return_weights": False, "sinks": random(6, 4)}
+        given, expected = (
+            paged_attention(query, cache, start, implementation=name, **options) for name in (PAGE_BLOCKS, "reference")
+        )
+        np.testing.assert_allclose(given[:2], expected[:2], rtol=1e-5, atol=1e-6)
+        assert np.isfinite(given).all()  # padding and the NaN of unused pages are not read
+
+    def test_a_row_does_not_depend_on_longer_rows(self, monkeypatch):
+        """Bit by bit: blocks after the end of a row add zeros."""
+        monkeypatch.setattr(_page_blocks, "BLOCK_KEYS", PAGE)
+        cache = pool(2, 1, (2, 8, 8), [[7, 2, 5, 8, 9], [1, 0, 3, 4, 6]])
+        cache, *_ = written(cache, 1, 14, [4, 14])
+        query = random(5, 2, 1, 4, 8)
+        options = {"mask": Mask.causal(), "scale": None, "softcap": None, "dropout_rate": 0.0, "return_weights": False}
+
+        @jax.jit
+        def attend(cache):
+            return paged_attention(query, cache, cache.row_lengths - 1, implementation=PAGE_BLOCKS, **options)
+
+        both = attend(cache)
+        short = attend(dataclasses.replace(cache, length=jnp.array([4, 0])))
+        np.testing.assert_array_equal(both[0], short[0])
+        assert not np.asarray(short[1]).any()  # a row without tokens: 0, not NaN
+
+    @pytest.mark.parametrize(
+        ("heads", "options", "why"),
+        [
+            ((1, 128, 0), {}, "compute values from keys"),
+            ((2, 64, 64), {"return_weights": True}, "support weights"),
+            ((2, 64, 64), {"dropout_rate": 0.5}, "support dropout"),
+        ],
+    )
+    def test_what_it_can_not_do(self, heads, options, why):
+        cache = pool(lanes=1, heads=heads)
+        with pytest.raises(ConfigError, match=f"the page_blocks attention kernel can't {why}"):
+            choose_paged(PAGE_BLOCKS, spec(**options), cache)
+        assert choose_paged("auto", spec(**options), cache) == GATHER_PAGES
 
 
 class TestStoredTogether:

@@ -93,8 +93,8 @@ def test_a_shared_prefix_changes_nothing(engine):
     before = engine.metrics.shared_tokens
     answers(engine, [Request(prompt=[*prefix[:40], 280, *prefix[41:], 20], max_tokens=1)])
     assert engine.metrics.shared_tokens == before
-    # Other prompts overwrite all caches, so that nothing is shared.
-    answers(engine, [Request(prompt=row, max_tokens=1) for row in prompts(8, seed=5)])
+    # Other prompts use all pages, so that nothing is shared.
+    answers(engine, [Request(prompt=[6 + i] * 95, max_tokens=3) for i in range(9)])
     before = engine.metrics.shared_tokens
     again, _ = answers(engine, requests[3:])
     assert engine.metrics.shared_tokens == before

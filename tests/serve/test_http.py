@@ -332,6 +332,7 @@ def test_a_local_server_without_key_refuses_other_hosts(opened):
         (["--port", "70000"], "--port must be from 0 to 65535"),
         (["--slots", "0"], "--slots must be from 1"),
         (["--max-tokens", "3"], "--max-tokens must be from 16"),
+        (["--max-tokens", "64", "--cache-tokens", "63"], "--cache-tokens must be at least 64"),
         (["--host", "0.0.0.0"], "expected --api-key"),
     ],
 )

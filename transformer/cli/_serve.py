@@ -30,10 +30,13 @@ class Serve(ModelCommand):
     port: int = 8000
     """port to listen on; 0: a free one"""
     slots: int = 8
-    """maximum number of texts that are generated at a time; each has a KV cache of --max-tokens tokens"""
+    """maximum number of texts that are generated at a time"""
     max_tokens: int | None = None
     """maximum number of tokens of a request, prompt and answer together; None: the context of the model, at most
     2048"""
+    cache_tokens: int | None = None
+    """number of tokens of all texts together whose keys and values fit into memory, in pages that texts share; None:
+    --slots times --max-tokens"""
     api_key: str | None = None
     """key that clients must send; None: the value of the environment variable TRANSFORMER_API_KEY, or no key"""
     allow_anyone: bool = False
@@ -45,21 +48,23 @@ class Serve(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Serve a model until the process is asked to end."""
     command = parse(Serve, "serve", arguments)
-    check_sizes(port=command.port, slots=command.slots, max_tokens=command.max_tokens)
+    sizes = {"slots": command.slots, "max_tokens": command.max_tokens, "cache_tokens": command.cache_tokens}
+    check_sizes(port=command.port, **sizes)
     key = command.api_key if command.api_key is not None else os.environ.get(KEY_VARIABLE)
     from transformer.serve._server import check_address, run
+    from transformer.serve._slots import PAGE_SIZE
 
     is_local = check_address(command.host, key, command.allow_anyone)
     opened = command.load()
-    service = make_service(
-        opened, slots=command.slots, max_tokens=command.max_tokens, api_key=key, local_only=is_local and key is None
-    )
+    service = make_service(opened, **sizes, api_key=key, local_only=is_local and key is None)
     service.warm_up(report_compilation)
 
     def ready(url: str) -> None:
-        sizes = {"slots": service.load.slots, "max_tokens": service.most_tokens}
         if command.json:
-            command.print_json(opened, url=url, model=service.name, **sizes)
+            load = service.load
+            found = {"slots": load.slots, "max_tokens": service.most_tokens}
+            found |= {} if load.pages is None else {"cache_tokens": load.pages * PAGE_SIZE}
+            command.print_json(opened, url=url, model=service.name, **found)
             sys.stdout.flush()
         print(f"serving {service.name} at {url}", file=sys.stderr, flush=True)
 
@@ -67,10 +72,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def check_sizes(**sizes: int | None) -> None:
-    """Raise ConfigError for values of --port, --slots and --max-tokens that are invalid with any model."""
+    """Raise ConfigError for values of options that are invalid with any model."""
+    limits = {"port": (0, 65535), "slots": (1, 1024), "max_tokens": (16, 2**24), "cache_tokens": (16, 2**30)}
     for option, value in sizes.items():
         name = f"--{option.replace('_', '-')}"
-        least, most = {"port": (0, 65535), "slots": (1, 1024), "max_tokens": (16, 2**24)}[option]
+        least, most = limits[option]
         if value is not None and not least <= value <= most:
             raise ConfigError(f"{name} must be from {least} to {most}, got {value}.")
 

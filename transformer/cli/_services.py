@@ -28,6 +28,7 @@ def make_service(
     api_key: str | None,
     local_only: bool,
     queue: int = USUAL_QUEUE,
+    cache_tokens: int | None = None,
 ) -> HTTPService:
     """Return the service of a model: completions of a causal model, translations of an encoder-decoder, or embeddings.
 
@@ -40,6 +41,8 @@ def make_service(
         api_key: key that clients must send; None: no key.
         local_only: refuse requests for other hosts than the loopback address.
         queue: maximum number of texts that wait.
+        cache_tokens: causal model: number of tokens of all texts whose keys and values fit into memory; None: `slots`
+            times the maximum of a request.
 
     Raises:
         ConfigError: the server has no interface for a model of this kind, or the sizes do not fit it.
@@ -54,7 +57,7 @@ def make_service(
     if is_sentence_encoder or isinstance(opened.model, TokenEncoder):
         return _embedding_service(opened, max_tokens, queue=queue, **common)
     if isinstance(opened.model, CausalLM):
-        return _causal_service(opened, slots, max_tokens, queue, **common)
+        return _causal_service(opened, slots, max_tokens, queue, cache_tokens, **common)
     if isinstance(opened.model, Seq2Seq) and not isinstance(opened.model, SpeechToText):
         return _translation_service(opened, max_tokens, queue=queue, **common)
     raise ConfigError(
@@ -63,14 +66,22 @@ def make_service(
     )
 
 
-def _causal_service(opened: LoadedModel, slots: int, max_tokens: int | None, queue: int, **common: Any) -> Service:
+def _causal_service(
+    opened: LoadedModel, slots: int, max_tokens: int | None, queue: int, cache_tokens: int | None, **common: Any
+) -> Service:
     from transformer.chat._prompts import default_sampling
     from transformer.serve._engine import Engine
     from transformer.serve._service import Service
 
     tokenizer, chat = opened.tokenizer, _chat_prompts(opened)
     suppressed = opened.suppressed
-    sizes = {"slots": slots, "positions": _longest(max_tokens, opened.context), "queue": queue}
+    positions = _longest(max_tokens, opened.context)
+    if cache_tokens is not None and cache_tokens < positions:
+        raise ConfigError(
+            f"--cache-tokens must be at least {positions}, the tokens of one request, got {cache_tokens}. Pass a "
+            "larger number, or a smaller --max-tokens."
+        )
+    sizes = {"slots": slots, "positions": positions, "cache_tokens": cache_tokens, "queue": queue}
     engine = Engine(opened.model, opened.params, tokenizer, **sizes, suppress=suppressed)
     return Service(
         engine=engine,

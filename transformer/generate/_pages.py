@@ -120,6 +120,12 @@ class PageAllocator:
             if key not in self._page_of and page not in self._key_of:
                 self._page_of[key], self._key_of[page] = page, key
 
+    def forget(self, pages: Sequence[int]) -> None:
+        """Do not let `match` find these pages any more, for example because their contents are not finite."""
+        for page in pages:
+            if (key := self._key_of.pop(page, None)) is not None:
+                del self._page_of[key]
+
     def release(self, pages: Sequence[int]) -> None:
         """Remove one user from each page. Later pages become free first: a prefix is the most useful part of a row.
 

@@ -2,8 +2,8 @@
 
 `_continuous.py` runs one call to its end, with the same settings for all rows. Here every row has its own sampling, end
 tokens and limit, as a server needs, and the host decides between two short calls which rows enter and leave. The number
-of compiled programs is fixed: one per width in `read_widths`, one that moves a row out of and into the slots each, and
-one that generates tokens.
+of compiled programs is fixed: one per width in `read_widths`, one that starts a row in a slot, and one that generates
+tokens. Keys and values are stored in pages of a pool, which the host assigns to the rows.
 
 A row gets the same tokens whatever is in the other slots: prompts are read one at a time, in parts that begin at
 multiples of `CHUNK`, and all slots decode in one program of fixed shapes, in which no row reads another one.
@@ -23,9 +23,9 @@ import numpy as np
 from transformer.generate._constraints import WORD, only_allowed
 from transformer.generate._decoding import decode_step
 from transformer.generate._penalties import History, Penalties, log_probabilities, penalized
+from transformer.generate._row_pages import blank_pools, pools_of, row_cache
 from transformer.generate._sampling import SamplerParams, Sampling, choose
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf, PRNGKey
-from transformer.nn._caches import cache_length, set_cache_length
 from transformer.nn.models._causal_lm import CausalLM
 
 CHUNK = 256
@@ -95,14 +95,16 @@ class Rows:
     """(R, MOST_ENDS), tokens that end the row; -1: none"""
     sampling: RowSampling
     history: History
-    cache: Any
-    """KV cache of R rows, with one tree per layer"""
+    lengths: Leaf
+    """(R,), number of tokens of each row whose keys and values are in its pages"""
+    pools: list[Leaf]
+    """(P, Q, C, W) each, pools of pages of all layers"""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NewRow:
-    """What a row brings into its slot, besides the cache: the fields of `Rows` without the leading axis."""
+    """What a row brings into its slot, besides its pages: the fields of `Rows` without the leading axis."""
 
     left: Leaf
     key: PRNGKey
@@ -110,6 +112,8 @@ class NewRow:
     sampling: RowSampling
     in_prompt: Leaf
     """(V,), whether the prompt has the token"""
+    length: Leaf
+    """(), number of tokens of the prompt"""
 
 
 @jax.tree_util.register_dataclass
@@ -157,8 +161,8 @@ def read_widths(positions: int) -> tuple[int, ...]:
     return tuple(1 << n for n in range(4, CHUNK.bit_length()) if 1 << n <= positions)
 
 
-def blank_rows(model: CausalLM, slots: int, positions: int) -> Rows:
-    """Return R free slots with `positions` cache positions each, for a model with unstacked layers."""
+def blank_rows(model: CausalLM, slots: int, num_pages: int, page_size: int) -> Rows:
+    """Return R free slots and a pool of P pages of Q tokens, for a model with unstacked layers."""
     vocab_size = model.config.vocab_size
     one = RowSampling.of(Sampling(temperature=0.0), vocab_size, top=False)
     return Rows(
@@ -169,19 +173,48 @@ def blank_rows(model: CausalLM, slots: int, positions: int) -> Rows:
         ends=jnp.full((slots, MOST_ENDS), -1, jnp.int32),
         sampling=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots,)), one),
         history=History(jnp.zeros((slots, vocab_size), bool), jnp.zeros((slots, vocab_size), jnp.int32)),
-        cache=model.init_cache(slots, positions),
+        lengths=jnp.zeros((slots,), jnp.int32),
+        pools=blank_pools(model, num_pages, page_size),
     )
 
 
-@jax.jit
-def take_out(rows: Rows, slot: Int[Array, ""]) -> Any:
-    """Return a copy of the cache of one slot, with one row."""
-    return jax.tree.map(lambda whole: whole[slot][None], rows.cache)
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="rows")
+def read_part(
+    model: CausalLM,
+    params: Any,
+    rows: Rows,
+    table: Int[Array, "1 M"],
+    tokens: Int[Array, "1 T"],
+    before: Int[Array, " 1"],
+    count: Int[Array, " 1"],
+) -> tuple[Float[Array, "1 V"], Rows]:
+    """Read the first `count` of T tokens of a prompt into its pages, after the first `before` tokens.
+
+    Args:
+        model: a `CausalLM` with unstacked layers.
+        params: its parameters.
+        rows: the slots, whose pools contain the pages.
+        table: (1, M), pages of the prompt.
+        tokens: (1, T); those after the first `count` are padding, which is not stored.
+        before: (1,), number of tokens that are in the pages.
+        count: (1,), number of tokens to read.
+
+    Returns:
+        The logits (1, V) after the last token, and the slots.
+    """
+    positions = before[:, None] + jnp.arange(tokens.shape[1])[None, :]
+    if model.config.position == "learned":
+        positions = jnp.minimum(positions, model.config.max_length - 1)  # padding may be past the table
+    cache = row_cache(model, rows.pools, table, before, count)
+    hidden, cache = model.apply({"params": params}, tokens, positions, cache=cache, method=CausalLM.hidden)
+    last = jnp.take_along_axis(hidden, count[:, None, None] - 1, axis=1)
+    logits = model.apply({"params": params}, last, method=CausalLM.head)[:, 0]
+    return logits, _replaced(rows, pools=pools_of(cache))
 
 
 @functools.partial(jax.jit, donate_argnames="rows")
-def put_in(rows: Rows, slot: Int[Array, ""], new: NewRow, logits: Float[Array, "1 V"], cache: Any) -> Rows:
-    """Start a row in a free slot: its logits after the prompt (1, V), and its cache with one row, which is copied."""
+def start_row(rows: Rows, slot: Int[Array, ""], new: NewRow, logits: Float[Array, "1 V"]) -> Rows:
+    """Start a row in a free slot, with its logits after the prompt (1, V)."""
 
     def put(whole, part):
         return whole.at[slot].set(part)
@@ -194,7 +227,8 @@ def put_in(rows: Rows, slot: Int[Array, ""], new: NewRow, logits: Float[Array, "
         ends=put(rows.ends, new.ends),
         sampling=jax.tree.map(put, rows.sampling, new.sampling),
         history=History(put(rows.history.in_prompt, new.in_prompt), put(rows.history.counts, 0)),
-        cache=jax.tree.map(lambda whole, part: whole.at[slot].set(part[0]), rows.cache, cache),
+        lengths=put(rows.lengths, new.length),
+        pools=rows.pools,
     )
 
 
@@ -203,7 +237,9 @@ def advance(
     model: CausalLM,
     params: Any,
     rows: Rows,
+    table: Int[Array, "R M"],
     keep: Bool[Array, " R"],
+    known: Int[Array, "R n"],
     masks: RowMasks,
     suppressed: Int[Array, " S"],
     limit: Int[Array, ""],
@@ -215,8 +251,11 @@ def advance(
         model: a `CausalLM` with unstacked layers.
         params: its parameters.
         rows: the slots.
+        table: (R, M), pages of each row, with room for all tokens of this call.
         keep: (R,), rows that continue; the others are ended without a token.
-        masks: the tokens that are allowed in each step of this call; if a row has a constraint, `limit` must be 1.
+        known: (R, MOST_STEPS), tokens that a row which is computed again has generated already; -1: none.
+        masks: the tokens that are allowed in each step of this call; a row with a constraint may
+            generate only one token that is not known.
         suppressed: (S,), ids that are never chosen.
         limit: maximum number of steps, at most `MOST_STEPS`.
         until_free: return as soon as a row has ended.
@@ -230,21 +269,21 @@ def advance(
 
     def step(carry):
         rows, out = carry
-        positions = cache_length(rows.cache)
-        keys = jax.vmap(jax.random.fold_in)(rows.keys, positions)
+        keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.lengths)
         tokens = choose_in_rows(rows.logits, keys, rows.sampling, rows.history, masks, suppressed)
+        tokens = jnp.where(known[:, out.steps] >= 0, known[:, out.steps], tokens)
         failed = rows.running & (tokens < 0)
         ended = rows.running & (tokens[:, None] == rows.ends).any(1) & ~failed
         new = rows.running & ~failed & ~ended
         left = rows.left - new
         running = new & (left > 0)
         grown = _recorded(out, rows, tokens, new, ended, failed)
-        logits, cache = decode_step(model, params, jnp.where(running, tokens, 0), rows.cache, None)
-        # A row that has ended keeps its length: its prompt stays in the cache, for another row with the same beginning.
-        cache = set_cache_length(cache, jnp.where(running, positions + 1, positions))
-        history = rows.history.add(tokens, new)
+        # A row that does not run stores nothing: its pages may belong to another row by now.
+        cache = row_cache(model, rows.pools, table, rows.lengths, running.astype(jnp.int32))
+        logits, cache = decode_step(model, params, jnp.where(running, tokens, 0), cache, None)
         changed = {"logits": logits.astype(jnp.float32), "running": running, "left": left}
-        return _replaced(rows, **changed, history=history, cache=cache), grown
+        changed |= {"lengths": rows.lengths + running, "pools": pools_of(cache)}
+        return _replaced(rows, **changed, history=rows.history.add(tokens, new)), grown
 
     return jax.lax.while_loop(unfinished, step, (rows, _no_steps(rows)))
 

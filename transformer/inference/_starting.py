@@ -18,8 +18,8 @@ from transformer.inference._image_starting import image_classifier
 from transformer.inference._images import with_size_of
 from transformer.inference._loading import LoadedModel, is_workdir, open_model
 from transformer.media._image_settings import SETTINGS_FILES, image_processor
-from transformer.nn.models._dual import DualEncoder
 from transformer.nn._adapted import has_encoded
+from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Classifier, MaskedLM
 from transformer.nn.models._vision import VisionClassifier, VisionEncoder
 from transformer.nn.models._vision_language import VisionLanguageModel

@@ -37,7 +37,7 @@ from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain, explicit_spec, in_auto_axes
 from transformer.nn._positions import NoPosition, PositionScheme
 from transformer.nn._quantization import Quantization
-from transformer.nn.kernels import ALL_KERNELS, RAGGED_PAGED, choose, choose_paged
+from transformer.nn.kernels import ALL_KERNELS, PAGE_BLOCKS, RAGGED_PAGED, choose, choose_paged
 from transformer.nn.kernels._arguments import (
     bias_function,
     check_shapes,
@@ -47,6 +47,7 @@ from transformer.nn.kernels._arguments import (
     with_one_batch_axis,
 )
 from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec, BiasFunction, Kernel
+from transformer.nn.kernels._page_blocks import page_blocks_attention
 from transformer.nn.kernels._paged import ragged_paged_attention
 
 FEW_QUERIES = 32
@@ -191,10 +192,13 @@ def paged_attention(
             dtype=query.dtype,
         ),
     )
-    if choose_paged(implementation, spec, cache) == RAGGED_PAGED:
+    kernel = choose_paged(implementation, spec, cache)
+    if kernel == RAGGED_PAGED:
         return ragged_paged_attention(query, cache, spec)
-    key, value = cache.whole()
     mask = mask.shifted(start) & Mask.lengths(cache.row_lengths)
+    if kernel == PAGE_BLOCKS:
+        return page_blocks_attention(query, cache, spec, mask)
+    key, value = cache.whole()
     given = {"mask": mask, "bias": bias, "sinks": sinks, "implementation": implementation}
     return dot_product_attention(query, key, value, **given, **options)
 

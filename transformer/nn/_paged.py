@@ -166,21 +166,34 @@ class PagedKVCache(SelfAttentionCache):
         return dataclasses.replace(self, pages=pool.reshape(self.pages.shape), length=length)
 
     def whole(self) -> tuple[Key, Value]:
-        """Return keys (B, S, K, H) and values (B, S, K, Hv) of all pages of each row, gathered; 0 after its length.
+        """Return keys (B, S, K, H) and values (B, S, K, Hv) of all pages of each row, gathered; 0 after its length."""
+        return self.part(jnp.int32(0), self.page_table.shape[-1])
+
+    def part(self, first: Int[Array, ""], count: int) -> tuple[Key, Value]:
+        """Return keys (B, s, K, H) and values (B, s, K, Hv) of `count` pages of each row, gathered; 0 after its length.
 
         A page that another row used before still contains the tokens of that row. The mask hides them, but a weight of
         0 does not hide NaN or infinity, so they are replaced by zeros.
+
+        Args:
+            first: (), index in the table of the first page; pages after the last one are read as zeros.
+            count: number of pages, s / Q.
         """
         own_pages = own_part("batch", self.num_pages)
+        table = of_layer(self.page_table, self.layer)
+        places = first + jnp.arange(count)
+        table = jnp.take(table, jnp.minimum(places, table.shape[1] - 1), axis=1)
+        # Tokens of each row from the first page on; a page after the last one has index M or more, so it is not filled.
+        lengths = jnp.minimum(self.row_lengths, self.page_table.shape[-1] * self.page_size) - first * self.page_size
 
         def read(pool, table, lengths, layer):
             found = pool[layer, own_pages(table, pool.shape[1])]
-            found = found.reshape(found.shape[0], -1, *found.shape[3:])  # (B, M, Q, C, W) -> (B, S, C, W)
+            found = found.reshape(found.shape[0], -1, *found.shape[3:])  # (B, m, Q, C, W) -> (B, s, C, W)
             filled = jnp.arange(found.shape[1])[None, :] < lengths[:, None]
             return jnp.where(filled[:, :, None, None], found, 0)
 
         names = [_POOL, ("batch", None), ("batch",), ()]
-        arrays = self.stacked_pool, of_layer(self.page_table, self.layer), self.row_lengths, self.layer_index
+        arrays = self.stacked_pool, table, lengths, self.layer_index
         return self._unpack(shard_map(read, names, ("batch", None, "kv_heads", None))(*arrays))
 
     @property

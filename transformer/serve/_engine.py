@@ -10,34 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.data._tokenizer import Tokenizer
 from transformer.generate._constraints import Constraint
-from transformer.generate._generation import row_keys
-from transformer.generate._layers import copy_unstacked, unstacked_model
 from transformer.generate._prompts import check_rows, check_text_model, decoding_model
-from transformer.generate._rows import (
-    MOST_ENDS,
-    MOST_STEPS,
-    MOST_TOP,
-    NewRow,
-    RowMasks,
-    RowSampling,
-    Steps,
-    advance,
-    blank_rows,
-    put_in,
-    read_widths,
-    take_out,
-)
-from transformer.generate._streaming import SECONDS, read_tokens
+from transformer.generate._rows import MOST_ENDS, MOST_STEPS, MOST_TOP, RowMasks, RowSampling, Steps
+from transformer.generate._streaming import SECONDS
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.serve._masks import SlotMasks
 from transformer.serve._metrics import Metrics
 from transformer.serve._requests import AnswerText, Delta, Finish, Request, Ticket, Token
+from transformer.serve._slots import PAGE_SIZE, Slots
 
 
 class QueueFullError(RuntimeError):
@@ -61,9 +46,12 @@ class _Reading:
 class Engine:
     """Generates the texts of many requests together.
 
-    Requests wait in a queue, first in, first out. The prompt of the first one is read in parts of at most `CHUNK`
-    tokens between decoding steps of the others, into the slot that it then decodes in. The beginning of a prompt is
-    not read again if it equals that of the last prompt of a slot.
+    Requests wait in a queue, first in, first out. The prompt of the first one is read in parts of at most `chunk`
+    tokens between decoding steps of the others, into the slot that it then decodes in. Keys and values are stored in
+    pages of one pool. A request starts as soon as a slot and the pages of its prompt are free, and its text gets more
+    pages while it grows. If there are none, the youngest request returns its pages and its slot to the others, and is
+    computed again later with the same tokens. Prompts with the same beginning share its pages; pages that nobody uses
+    keep their contents until others need them, those that were used last for the longest time.
 
     The text of a request depends only on the request: greedy decoding gives the tokens, and sampling with a seed the
     text, that the same request gives alone.
@@ -74,6 +62,8 @@ class Engine:
         tokenizer: its tokenizer.
         slots: number of texts that are generated at a time.
         positions: maximum number of tokens of a request, prompt and answer together.
+        cache_tokens: number of tokens of all requests together whose keys and values fit into the pool, rounded up to
+            pages of 16 tokens; None: `slots` times `positions`, so that no request is computed again.
         queue: maximum number of requests that wait.
         suppress: token ids that are never generated.
 
@@ -90,6 +80,7 @@ class Engine:
         *,
         slots: int = 8,
         positions: int = 2048,
+        cache_tokens: int | None = None,
         queue: int = 64,
         suppress: Sequence[int] = (),
     ):
@@ -101,26 +92,23 @@ class Engine:
                 "a server shares the beginnings of texts between requests, which the state of linear attention does "
                 "not allow. Pass a model without linear attention, or use transformer.generate."
             )
-        _check_sizes(model, slots, positions, queue)
+        if cache_tokens is None:
+            cache_tokens = slots * -(-positions // PAGE_SIZE) * PAGE_SIZE
+        _check_sizes(model, slots, positions, cache_tokens, queue)
         self.slots, self.positions, self.queue_size, self.tokenizer = slots, positions, queue, tokenizer
-        model = decoding_model(model)
-        self._params = {**params, "decoder": copy_unstacked(model, params["decoder"])}
-        self._model = unstacked_model(model)
-        self._suppressed = np.array(sorted(set(suppress)), np.int32)
-        self._rows = blank_rows(self._model, slots, positions)
-        self._masks = SlotMasks(slots, self.vocab_size, self._suppressed)
-        self._widths = read_widths(positions)
-        self.chunk = self._widths[-1]
-        self._read_cache = self._model.init_cache(1, positions)
-        self._read_prompt = np.zeros((0,), np.int32)  # tokens in _read_cache
-        self._prompts = [self._read_prompt] * slots  # the last prompt of each slot, whose keys are in its cache
-        self._uses, self._used = 0, [0] * slots  # number of requests so far, and that of the last one in each slot
+        num_pages = -(-cache_tokens // PAGE_SIZE)
+        sizes = {"slots": slots, "positions": positions, "num_pages": num_pages}
+        suppressed = np.array(sorted(set(suppress)), np.int32)
+        self._device = Slots(decoding_model(model), params, **sizes, suppressed=suppressed)
+        self._pages, self.chunk = self._device.pages, self._device.chunk
+        self._masks = SlotMasks(slots, self.vocab_size, suppressed)
         self._active: dict[int, Ticket] = {}
         self._reading: _Reading | None = None
         self._queue: collections.deque[Ticket] = collections.deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._steps = 1
+        self._steps, self._submitted = 1, 0
+        self._waits: tuple[Ticket, int] | None = None  # the first request, and the free pages, which were too few
         self.failure: str | None = None
         """why the engine has failed; None: it has not"""
         self.metrics = Metrics()
@@ -128,16 +116,11 @@ class Engine:
 
     def warm_up(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compile all programs, before the start. `report` is called with the number of programs done, and of all."""
-        total, zero = len(self._widths) + 3, np.int32(0)
-        for number, width in enumerate(self._widths):
-            tokens, one = np.zeros((1, width), np.int32), np.array([1], np.int32)
-            given = tokens, np.array([0], np.int32), one, self._read_cache
-            logits, self._read_cache = read_tokens(self._model, self._params, *given)
+        total = len(self._device.widths) + 2
+        for number, width in enumerate(self._device.widths):
+            logits, _ = self._device.read(0, [0] * width, 0)
             report(number + 1, total)
-        self._read_cache = take_out(self._rows, zero)
-        report(total - 2, total)
-        row = self._new_row(Request(prompt=[0], max_tokens=1))
-        self._rows = put_in(self._rows, zero, row, logits, self._read_cache)
+        self._device.start(0, Request(prompt=[0], max_tokens=1), logits)
         report(total - 1, total)
         self._call_advance(1, False, self._masks.of({})[0])  # no slot has a ticket, so no row is kept
         report(total, total)
@@ -170,6 +153,9 @@ class Engine:
                 raise EngineClosedError("the server is shutting down" if self._closing else "the server has failed")
             if len(self._queue) + len(tickets) > self.queue_size + self._free_slots():
                 raise QueueFullError(f"{len(self._queue)} requests wait already; the queue holds {self.queue_size}")
+            for ticket in tickets:
+                self._submitted += 1
+                ticket.number = self._submitted
             self._queue.extend(tickets)
             self._changed.notify_all()
         return tickets
@@ -195,6 +181,11 @@ class Engine:
     def running(self) -> int:
         """Number of requests that are read or generated."""
         return len(self._active) + (self._reading is not None)
+
+    @property
+    def pages(self) -> int:
+        """Number of pages of the pool."""
+        return self._pages.num_pages
 
     def _free_slots(self) -> int:
         return self.slots - self.running
@@ -240,6 +231,7 @@ class Engine:
                     self._read_part()
                 if self._active:
                     self._generate()
+                self.metrics.pages_used = self._pages.num_pages - self._pages.num_free
         except Exception as error:
             traceback.print_exc()
             self._fail(type(error).__name__)
@@ -256,97 +248,111 @@ class Engine:
             self._deliver(ticket, Delta("", [], finish="error", error="the server has failed"))
 
     def _take_next(self) -> None:
-        """Begin to read the first prompt of the queue, if a slot is free."""
+        """Begin to read the first prompt of the queue, if a slot and enough pages are free."""
         for ticket in [ticket for ticket in self._queue if ticket.cancelled]:  # they make room for others at once
             self._queue.remove(ticket)
             self._finish(ticket, "cancelled")
         free = [slot for slot in range(self.slots) if slot not in self._active]
         if not self._queue or not free or self._reading is not None:
             return
-        ticket = self._queue.popleft()
-        prompt = np.asarray(ticket.request.prompt, np.int32)
-        # The slot whose prompt shares least with this one is overwritten, of several the least recently used one: the
-        # others stay to be shared.
-        slot = min(free, key=lambda number: (self._shared(self._prompts[number], prompt), self._used[number]))
-        self._uses += 1
-        self._used[slot] = self._uses
-        self._reading = _Reading(ticket, slot, self._load_prefix(prompt))
-
-    def _shared(self, known: np.ndarray, prompt: np.ndarray) -> int:
-        """Return how many tokens of the prompt need not be read if those of `known` are in a cache.
-
-        Whole chunks only: they were read by the same calls of the same program, so the result is the same bit by bit.
-        The last token of the prompt is read again, for its logits.
-        """
-        size = min(len(known), len(prompt) - 1)
-        differing = np.flatnonzero(known[:size] != prompt[:size])
-        same = int(differing[0]) if differing.size else size
-        return same // self.chunk * self.chunk
-
-    def _load_prefix(self, prompt: np.ndarray) -> int:
-        """Load the longest known beginning of a prompt into the cache for reading, and return its length."""
-        found = [self._shared(known, prompt) for known in self._prompts]
-        best, same = int(np.argmax(found)), self._shared(self._read_prompt, prompt)
-        if found[best] > same:
-            self._read_cache, same = take_out(self._rows, np.int32(best)), found[best]
-        self._read_prompt = prompt[:same]
-        self.metrics.shared_tokens += same
-        return same
+        ticket = self._queue[0]
+        if (ticket, self._pages.num_free) == self._waits:  # nothing has changed since the last attempt
+            return
+        # Each running text may soon need a page more: without them, a new one would be preempted at once.
+        prompt, size = ticket.request.prompt, len(ticket.request.prompt) + len(ticket.tokens) + 1
+        done = self._pages.admit(free[0], prompt, size, spare=len(self._active))
+        if done is None:
+            self._waits = ticket, self._pages.num_free
+            return
+        self._queue.popleft()
+        self._waits = None
+        self.metrics.shared_tokens += done
+        self._reading = _Reading(ticket, free[0], done)
 
     def _read_part(self) -> None:
         """Read the next part of the prompt; after the last one, start the row in its slot."""
         reading = self._reading
-        if reading.ticket.cancelled:
+        slot, ticket = reading.slot, reading.ticket
+        if ticket.cancelled:
             self._reading = None
-            self._finish(reading.ticket, "cancelled")
+            self._pages.release(slot)
+            self._finish(ticket, "cancelled")
             return
-        prompt = np.asarray(reading.ticket.request.prompt, np.int32)
-        part = prompt[reading.done : reading.done + self.chunk]
-        width = next(width for width in self._widths if width >= len(part))
-        # Padding repeats the last token, so that a row reads only its own entries of the embedding table.
-        tokens = np.pad(part, (0, width - len(part)), mode="edge")[None]
-        before, count = np.array([[reading.done], [len(part)]], np.int32)
-        logits, self._read_cache = read_tokens(self._model, self._params, tokens, before, count, self._read_cache)
-        reading.done += len(part)
-        self._read_prompt = prompt[: reading.done]
-        self.metrics.prompt_tokens += len(part)
+        prompt = ticket.request.prompt
+        logits, count = self._device.read(slot, prompt, reading.done)
+        reading.done += count
+        self.metrics.prompt_tokens += count
         if reading.done < len(prompt):
             return
-        row = self._new_row(reading.ticket.request)
-        self._rows = put_in(self._rows, np.int32(reading.slot), row, logits, self._read_cache)
-        self._prompts[reading.slot] = prompt
-        self._active[reading.slot] = reading.ticket
+        self._pages.share(slot, prompt)
+        self._device.start(slot, ticket.request, logits)
+        self._active[slot] = ticket
         self._reading = None
 
-    def _new_row(self, request: Request) -> NewRow:
-        ends = [*request.ends, *[-1] * (MOST_ENDS - len(request.ends))]
-        in_prompt = np.zeros((self.vocab_size,), bool)
-        in_prompt[np.asarray(request.prompt)] = True
-        return NewRow(
-            left=np.int32(request.max_tokens),
-            key=row_keys(np.array([request.seed], np.uint32), np.zeros(1, int))[0],  # as `generate` with one prompt
-            ends=np.array(ends, np.int32),
-            sampling=RowSampling.of(request.sampling, self.vocab_size, top=request.top > 0),
-            in_prompt=in_prompt,
-        )
+    def _make_room(self, steps: int) -> int:
+        """Give all texts the pages for `steps` more tokens; if there are too few, for one, after preempting others.
+
+        Returns:
+            The number of tokens for which there are pages.
+        """
+        for count in (steps, 1):
+            needed = {slot: self._most_tokens(slot, count) for slot in self._active}
+            if sum(self._pages.missing(slot, size) for slot, size in needed.items()) <= self._pages.num_free:
+                break
+        for slot in sorted(self._active, key=lambda slot: self._active[slot].number):  # the oldest first
+            while slot in self._active and self._pages.missing(slot, needed[slot]) > self._pages.num_free:
+                self._preempt_youngest()
+            if slot in self._active:
+                self._pages.grow(slot, needed[slot])
+        return count
+
+    def _most_tokens(self, slot: int, steps: int) -> int:
+        """Return the number of tokens in the pages of a slot after so many steps; its last token is not stored."""
+        ticket = self._active[slot]
+        new = min(ticket.computed + steps, ticket.request.max_tokens - 1)
+        return len(ticket.request.prompt) + new
+
+    def _preempt_youngest(self) -> None:
+        """Take slot and pages from the request that came last, which is computed again later."""
+        running = [(ticket.number, slot, ticket) for slot, ticket in self._active.items()]
+        if (reading := self._reading) is not None:
+            running.append((reading.ticket.number, reading.slot, reading.ticket))
+            self._pages.share(reading.slot, reading.ticket.request.prompt[: reading.done])
+        _, slot, ticket = max(running, key=lambda one: one[0])
+        self._pages.release(slot)
+        ticket.computed = 0
+        self.metrics.preemptions += 1
+        with self._changed:  # before the others: they came later
+            if self._active.pop(slot, None) is None:
+                self._reading = None
+            self._queue.appendleft(ticket)
 
     def _call_advance(self, steps: int, until_free: bool, masks: RowMasks) -> Steps:
         keep = np.array([slot in self._active for slot in range(self.slots)])
-        given = self._rows, keep, masks, self._suppressed, np.int32(steps), np.bool_(until_free)
-        self._rows, out = advance(self._model, self._params, *given)
-        return jax.device_get(out)
+        known = {slot: ticket.known for slot, ticket in self._active.items() if ticket.known}
+        return self._device.advance(keep, known, masks, steps, until_free)
 
     def _generate(self) -> None:
         """Generate a few tokens in all slots, and deliver them."""
         for slot in [slot for slot, ticket in self._active.items() if ticket.cancelled]:
-            self._finish(self._active.pop(slot), "cancelled")
-        constraints = {slot: one.request.constraint for slot, one in self._active.items() if one.request.constraint}
+            self._end(slot, "cancelled")
+        # A request that waits for pages can start only when a text has ended, which ends the call.
+        starts = bool(self._queue) and len(self._active) < self.slots and self._waits is None
+        waits = self._reading is not None or starts
+        steps = 1 if waits else self._steps
+        for ticket in self._active.values():  # what a constraint allows is known for one new token
+            steps = min(steps, max(1, len(ticket.known))) if ticket.request.constraint else steps
+        steps = self._make_room(steps)
+        constraints = {
+            slot: ticket.request.constraint
+            for slot, ticket in self._active.items()
+            if ticket.request.constraint and not ticket.known
+        }
         masks, failed = self._masks.of(constraints)
         for slot, reason in failed.items():
-            self._finish(self._active.pop(slot), "error", error=reason)
+            self._end(slot, "error", error=reason)
         started = time.perf_counter()
-        waits = self._reading is not None or (bool(self._queue) and len(self._active) < self.slots)
-        out = self._call_advance(1 if waits or constraints else self._steps, bool(self._queue), masks)
+        out = self._call_advance(steps, bool(self._queue), masks)
         now = time.perf_counter()
         if out.steps:
             each = max((now - started) / int(out.steps), 1e-6)
@@ -358,38 +364,42 @@ class Engine:
     def _take(self, slot: int, out: Steps, now: float) -> None:
         """Deliver the new tokens of one slot; if its answer has ended, free the slot."""
         ticket, count = self._active[slot], int(out.counts[slot])
-        wanted = ticket.request.top
+        wanted, again = ticket.request.top, min(count, len(ticket.known))
         tokens = [
             Token(
                 int(out.tokens[slot, i]),
                 float(out.log_probabilities[slot, i]),
                 list(zip(out.top_tokens[slot, i, :wanted].tolist(), _floats(out, slot, i, wanted), strict=True)),
             )
-            for i in range(count)
+            for i in range(again, count)
         ]
-        ticket.count += count
-        self.metrics.generated_tokens += count
-        if count and ticket.first is None:
+        ticket.computed += count
+        text, tokens = _until_stop(ticket.text, tokens)
+        ticket.tokens += [token.id for token in tokens]
+        self.metrics.generated_tokens += len(tokens)
+        self.metrics.recomputed_tokens += again
+        if tokens and ticket.first is None:
             ticket.first = now
             self.metrics.first_token.add(now - ticket.submitted)
-        text = ticket.text.add([token.id for token in tokens])
         finish: Finish | None = None
         error = _accept(ticket.request.constraint, tokens)
-        if error is not None:
-            finish = "error"
-        elif out.failed[slot]:
-            self._prompts[slot] = self._prompts[slot][:0]  # its keys may be NaN
+        if error is not None or out.failed[slot]:
             finish = "error"
         elif ticket.text.stopped or out.ended[slot]:
             finish = "stop"
-        elif ticket.count >= ticket.request.max_tokens:
+        elif len(ticket.tokens) >= ticket.request.max_tokens:
             finish = "length"
         if finish is None:
             if text or tokens:
                 self._deliver(ticket, Delta(text, tokens, ticket.text.reasoning()))
             return
-        del self._active[slot]
-        self._finish(ticket, finish, text, tokens, error)
+        # The keys of a text that has failed may be NaN.
+        self._end(slot, finish, text, tokens, error, forget=bool(out.failed[slot]))
+
+    def _end(self, slot: int, *answer: Any, forget: bool = False, **error: Any) -> None:
+        """End the text of a slot with the arguments of `_finish`, and free the slot."""
+        self._pages.release(slot, forget=forget)
+        self._finish(self._active.pop(slot), *answer, **error)
 
     def _finish(
         self, ticket: Ticket, finish: Finish, text: str = "", tokens: Sequence[Token] = (), error: str | None = None
@@ -411,6 +421,16 @@ class Engine:
             ticket.cancel()
 
 
+def _until_stop(text: AnswerText, tokens: Sequence[Token]) -> tuple[str, list[Token]]:
+    """Append tokens to a text, and return the text that they complete and the tokens up to a stop string."""
+    new = ""
+    for i, token in enumerate(tokens):
+        new += text.add([token.id])
+        if text.stopped:  # how many tokens the same call has computed after it must not be seen
+            return new, list(tokens[: i + 1])
+    return new, list(tokens)
+
+
 def _accept(constraint: Constraint | None, tokens: Sequence[Token]) -> str | None:
     """Append tokens to the text of a constraint, and return why it can't be continued; None: it can."""
     try:
@@ -425,11 +445,16 @@ def _floats(out: Steps, slot: int, index: int, wanted: int) -> list[float]:
     return out.top_log_probabilities[slot, index, :wanted].tolist()
 
 
-def _check_sizes(model: CausalLM, slots: int, positions: int, queue: int) -> None:
+def _check_sizes(model: CausalLM, slots: int, positions: int, cache_tokens: int, queue: int) -> None:
     """Raise ConfigError for sizes that the engine can't have."""
     for name, value, least in (("slots", slots, 1), ("positions", positions, 16), ("queue", queue, 0)):
         if type(value) is not int or value < least:
             raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}.")
+    if type(cache_tokens) is not int or cache_tokens < positions:
+        raise ConfigError(
+            f"cache_tokens must be at least {positions}, the number of tokens of one request, got {cache_tokens!r}. "
+            "Pass a larger number."
+        )
     longest = model.config.max_length
     if model.config.position == "learned" and positions > longest:
         raise ConfigError(

@@ -34,6 +34,8 @@ class Load:
     waiting: int
     slots: int
     """maximum number of requests that run at a time"""
+    pages: int | None = None
+    """number of pages of keys and values; None: the service has none"""
 
 
 @dataclass(kw_only=True)
@@ -156,7 +158,7 @@ class HTTPService(ABC):
 
     async def _metrics(self, request: HTTPRequest) -> Response:
         load = self.load
-        text = self.metrics.text(running=load.running, waiting=load.waiting, slots=load.slots)
+        text = self.metrics.text(running=load.running, waiting=load.waiting, slots=load.slots, pages=load.pages)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: HTTPRequest) -> Response:

@@ -40,6 +40,9 @@ class Metrics:
         self.shared_tokens = 0
         self.generated_tokens = 0
         self.steps = 0
+        self.preemptions = 0
+        self.recomputed_tokens = 0
+        self.pages_used = 0
         self.finished: collections.Counter[str] = collections.Counter()
         self.answers: collections.Counter[tuple[str, int]] = collections.Counter()
         """answers by (path, status)"""
@@ -50,16 +53,19 @@ class Metrics:
         """Number of tokens that were read or generated."""
         return self.prompt_tokens + self.generated_tokens
 
-    def text(self, *, running: int, waiting: int, slots: int) -> str:
+    def text(self, *, running: int, waiting: int, slots: int, pages: int | None = None) -> str:
         """Return all values in the text format of Prometheus."""
-        return "\n".join([*self._lines(running, waiting, slots), ""])
+        return "\n".join([*self._lines(running, waiting, slots, pages), ""])
 
-    def _lines(self, running: int, waiting: int, slots: int) -> Iterator[str]:
+    def _lines(self, running: int, waiting: int, slots: int, pages: int | None) -> Iterator[str]:
         gauges = {
             "requests_running": (running, "requests that are read or generated"),
             "requests_waiting": (waiting, "requests in the queue"),
             "slots": (slots, "maximum number of running requests"),
         }
+        if pages is not None:
+            gauges["pages"] = (pages, "pages of keys and values")
+            gauges["pages_used"] = (self.pages_used, "pages of running requests at the last decoding step")
         for name, (value, what) in gauges.items():
             yield from (f"# HELP transformer_{name} {what}", f"# TYPE transformer_{name} gauge")
             yield f"transformer_{name} {value}"
@@ -67,6 +73,8 @@ class Metrics:
             "prompt_tokens": (self.prompt_tokens, "prompt tokens that were read"),
             "shared_prompt_tokens": (self.shared_tokens, "prompt tokens whose keys and values were reused"),
             "generated_tokens": (self.generated_tokens, "tokens that were generated"),
+            "preemptions": (self.preemptions, "requests that returned their pages, to be computed again"),
+            "recomputed_tokens": (self.recomputed_tokens, "generated tokens that were computed again"),
             "decoding_steps": (self.steps, "decoding steps of all slots together"),
         }
         for name, (value, what) in counters.items():

@@ -83,9 +83,18 @@ class Ticket:
         self.submitted = time.perf_counter()
         self.first: float | None = None
         """time of the first token"""
-        self.count = 0
-        """number of generated tokens"""
+        self.number = 0
+        """number of the request in the order of arrival"""
+        self.tokens: list[int] = []
+        """generated tokens"""
+        self.computed = 0
+        """number of tokens that were computed since the request got its slot: fewer than `tokens` after a preemption"""
         self._cancelled = threading.Event()
+
+    @property
+    def known(self) -> list[int]:
+        """Next tokens to compute that were generated before a preemption."""
+        return self.tokens[self.computed :]
 
     def cancel(self) -> None:
         """End the answer. Its slot becomes free before the next decoding step."""

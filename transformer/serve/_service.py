@@ -67,7 +67,7 @@ class Service(HTTPService):
     @property
     def load(self) -> Load:
         """How many texts are generated, and how many wait."""
-        return Load(self.engine.running, self.engine.waiting, self.engine.slots)
+        return Load(self.engine.running, self.engine.waiting, self.engine.slots, self.engine.pages)
 
     @property
     def most_tokens(self) -> int:

@@ -20,6 +20,7 @@ from transformer.nn.kernels import _splash as splash
 from transformer.nn.kernels._blockwise import blockwise_attention
 from transformer.nn.kernels._contract import OPTIONS, AttentionShapes, AttentionSpec, BiasFunction, Kernel, Option
 from transformer.nn.kernels._cudnn import cudnn_attention, cudnn_compiler_refusal, cudnn_limits
+from transformer.nn.kernels._page_blocks import page_blocks_attention, page_blocks_limits
 from transformer.nn.kernels._paged import (
     ragged_paged_attention,
     ragged_paged_compiler_refusal,
@@ -50,6 +51,7 @@ __all__ = [
     "GPU_KERNELS",
     "KERNELS",
     "OPTIONS",
+    "PAGE_BLOCKS",
     "QUERY_CHUNKED_SCORES",
     "RAGGED_PAGED",
     "SPLASH_FROM",
@@ -66,6 +68,7 @@ __all__ = [
     "choose",
     "choose_paged",
     "cudnn_attention",
+    "page_blocks_attention",
     "portable",
     "query_chunked_attention",
     "ragged_paged_attention",
@@ -110,6 +113,9 @@ ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | SPLIT_KER
 
 RAGGED_PAGED = "ragged_paged"
 """name of the kernel for a paged KV cache on TPUs; on CPU the library's reference takes its place, for tests"""
+
+PAGE_BLOCKS = "page_blocks"
+"""name of the kernel for a paged KV cache in plain JAX, which reads blocks of pages up to the longest row"""
 
 GATHER_PAGES = "gather_pages"
 """name of the alternative for a paged KV cache: gather the pages of each row, then use any other kernel"""
@@ -186,8 +192,12 @@ def choose_paged(implementation: str, spec: AttentionSpec, cache: Any) -> str:
     Raises:
         ConfigError: `RAGGED_PAGED` is requested by name and does not support the call, or does not compile.
     """
-    if implementation not in ("auto", RAGGED_PAGED):
+    if implementation not in ("auto", RAGGED_PAGED, PAGE_BLOCKS):
         return GATHER_PAGES
+    if implementation == PAGE_BLOCKS:
+        if (limit := page_blocks_limits(spec, cache)) is not None:
+            raise ConfigError(f"the {PAGE_BLOCKS} attention kernel can't {limit}. Use auto, which gathers pages then.")
+        return PAGE_BLOCKS
     refused = ragged_paged_limits(spec, cache) or ragged_paged_compiler_refusal(spec)
     if implementation == RAGGED_PAGED:
         if refused is not None:
@@ -196,7 +206,9 @@ def choose_paged(implementation: str, spec: AttentionSpec, cache: Any) -> str:
             )
         return RAGGED_PAGED
     chosen, why = RAGGED_PAGED, ""
-    if platform() != "tpu":
+    if platform() == "cpu" and page_blocks_limits(spec, cache) is None:
+        chosen = PAGE_BLOCKS
+    elif platform() != "tpu":
         chosen, why = GATHER_PAGES, f" ({RAGGED_PAGED} is for TPUs)"
     elif refused is not None:
         chosen, why = GATHER_PAGES, f" ({RAGGED_PAGED} can't {refused})"

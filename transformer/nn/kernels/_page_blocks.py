@@ -1,0 +1,84 @@
+"""Attention to a paged KV cache in plain JAX: a running (online) softmax over blocks of pages.
+
+Only the blocks up to the longest row are read, so a decoding step takes as long as the texts are, and not as long as
+the page table is. The result of a row does not depend on the other rows, bit by bit: a block after the end of a row
+adds exact zeros to its sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer.nn._axes import Attended, Query
+from transformer.nn._masks import Mask
+from transformer.nn.kernels._contract import AttentionSpec, bias_block
+
+BLOCK_KEYS = 256
+"""number of keys per block, rounded to whole pages: on CPU a block of a few rows then fits in cache"""
+
+UNSUPPORTED = ("weights", "dropout")
+"""options that the kernel does not support"""
+
+
+def page_blocks_limits(spec: AttentionSpec, cache: Any) -> str | None:
+    """Return why the kernel does not support a call; None if it does. The text follows "can't"."""
+    found = [name for name in UNSUPPORTED if name in spec.options]
+    if found:
+        return f"support {found[0]}: it is for decoding"
+    if cache.value_dim == 0:
+        return "compute values from keys (MLA): it reads both from the pool"
+    return None
+
+
+def page_blocks_attention(query: Query, cache: Any, spec: AttentionSpec, mask: Mask) -> Attended:
+    """Attend to the pages of each row, block by block (Dao et al. 2022, arXiv 2205.14135, algorithm 1).
+
+    Args:
+        query: (B, T, N, H).
+        cache: a `PagedKVCache`, which already contains the keys and values of the T tokens.
+        spec: scale, softcap, bias and sinks.
+        mask: with the offsets and the lengths of the rows.
+
+    Returns:
+        (B, T, N, Hv); the result of padding is undefined.
+    """
+    batch, num_queries, num_heads, head_dim = query.shape
+    groups = num_heads // cache.kv_heads
+    grouped = query.reshape(batch, num_queries, cache.kv_heads, groups, head_dim)
+    pages = min(cache.page_table.shape[-1], max(1, BLOCK_KEYS // cache.page_size))
+    size = pages * cache.page_size
+    queries = jnp.arange(num_queries)
+    shape = (batch, cache.kv_heads, groups, num_queries)
+
+    def by_group(array):  # (B or 1, N or 1, t, s) -> (B or 1, K or 1, G or 1, t, s)
+        heads = (1, 1) if array.shape[1] == 1 else shape[1:3]
+        return array.reshape(array.shape[0], *heads, *array.shape[2:])
+
+    def body(j, carry):
+        top, total, out = carry  # m, l (B, K, G, t), and the sum exp(S - m) V, (B, K, G, t, Hv)
+        key, value = cache.part(j * pages, pages)
+        keys = j * size + jnp.arange(size)
+        products = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
+        scores = spec.capped(products)
+        if spec.bias is not None:
+            scores = scores + by_group(bias_block(spec.bias, queries, keys))
+        scores = jnp.where(by_group(mask.block(queries, keys)), scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(-1))
+        # For a query that has seen no key yet, m is -inf and -inf - (-inf) would be NaN.
+        finite = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
+        weights, shrink = jnp.exp(scores - finite[..., None]), jnp.exp(top - finite)
+        new = jnp.einsum("bkgts,bskh->bkgth", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+        return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + new
+
+    top, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
+    if spec.sinks is not None:  # a sink is a key before all others, without a value: m = sink, l = exp(sink - m) = 1
+        sinks = spec.sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1)
+        top, total = jnp.broadcast_to(sinks, shape), jnp.ones(shape)
+    blocks = -(-jnp.max(cache.row_lengths) // size)
+    start = (top, total, jnp.zeros((*shape, cache.value_dim)))
+    _, total, out = jax.lax.fori_loop(0, blocks, body, start)
+    out = out / jnp.where(total == 0.0, 1.0, total)[..., None]  # no visible key: the output is 0, not 0 / 0
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, num_heads, -1).astype(query.dtype)

@@ -1,0 +1,189 @@
+"""The slots of the engine: the state of the running texts on the device, and the pages of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from transformer.generate._generation import row_keys
+from transformer.generate._layers import copy_unstacked, unstacked_model
+from transformer.generate._pages import PageAllocator
+from transformer.generate._rows import (
+    MOST_ENDS,
+    MOST_STEPS,
+    NewRow,
+    RowMasks,
+    RowSampling,
+    Steps,
+    advance,
+    blank_rows,
+    read_part,
+    read_widths,
+    start_row,
+)
+from transformer.nn.models._causal_lm import CausalLM
+from transformer.serve._requests import Request
+
+PAGE_SIZE = 16
+"""number of tokens per page: a text wastes half a page on average"""
+
+
+class SlotPages:
+    """The pages of each slot, and which prompts share them.
+
+    Prompts share whole chunks only: a chunk is read by one call of one program, so its keys and values are the same bit
+    by bit whoever reads it.
+
+    Args:
+        slots: number of slots R.
+        positions: maximum number of tokens of a slot.
+        num_pages: P, number of pages of the pool.
+        chunk: number of tokens per call that reads a prompt, a multiple of `PAGE_SIZE`.
+    """
+
+    def __init__(self, slots: int, positions: int, num_pages: int, chunk: int):
+        self._allocator = PageAllocator(num_pages, PAGE_SIZE)
+        self._chunk = chunk
+        self._pages: list[list[int]] = [[] for _ in range(slots)]
+        self.num_pages = num_pages
+        self.table = np.zeros((slots, self.pages_for(positions)), np.int32)
+        """(R, M), pages of each slot; entries after the last page of a slot are not meaningful"""
+
+    @property
+    def num_free(self) -> int:
+        """Number of pages that no slot uses."""
+        return self._allocator.num_free
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Return the number of pages of so many tokens."""
+        return self._allocator.pages_for(num_tokens)
+
+    def admit(self, slot: int, prompt: Sequence[int], num_tokens: int, spare: int) -> int | None:
+        """Give a free slot the pages of a prompt and of its first new tokens.
+
+        Args:
+            slot: the slot.
+            prompt: token ids.
+            num_tokens: number of tokens of the prompt and of the text that get pages.
+            spare: number of pages that must stay free, for the growth of other slots.
+
+        Returns:
+            Number of tokens at the beginning of the prompt that were read before; None: too few pages are free.
+        """
+        known = self._allocator.match(prompt)
+        per_chunk = self._chunk // PAGE_SIZE
+        whole = len(known) // per_chunk * per_chunk
+        self._allocator.release(known[whole:])
+        needed = self.pages_for(num_tokens) - whole
+        if needed + spare > self.num_free:
+            self._allocator.release(known[:whole])
+            return None
+        self._pages[slot] = known[:whole] + self._allocator.allocate(needed)
+        self._write(slot)
+        return whole * PAGE_SIZE
+
+    def missing(self, slot: int, num_tokens: int) -> int:
+        """Return how many pages a slot lacks for this number of tokens."""
+        return max(0, self.pages_for(num_tokens) - len(self._pages[slot]))
+
+    def grow(self, slot: int, num_tokens: int) -> None:
+        """Give a slot the pages for this number of tokens.
+
+        Raises:
+            OutOfPagesError: too few pages are free.
+        """
+        if missing := self.missing(slot, num_tokens):
+            self._pages[slot] += self._allocator.allocate(missing)
+            self._write(slot)
+
+    def share(self, slot: int, read: Sequence[int]) -> None:
+        """Let other prompts use the whole chunks of the tokens at the beginning of a slot."""
+        whole = len(read) // self._chunk * self._chunk
+        self._allocator.register(read[:whole], self._pages[slot])
+
+    def release(self, slot: int, *, forget: bool = False) -> None:
+        """Take all pages from a slot; with `forget`, no prompt may use their contents any more."""
+        if forget:
+            self._allocator.forget(self._pages[slot])
+        self._allocator.release(self._pages[slot])
+        self._pages[slot] = []
+
+    def _write(self, slot: int) -> None:
+        # A new array: a call of the device may still read the old one.
+        self.table = self.table.copy()
+        self.table[slot, : len(self._pages[slot])] = self._pages[slot]
+
+
+class Slots:
+    """The running texts on the device.
+
+    Args:
+        model: a `CausalLM` that `decoding_model` has prepared.
+        params: its parameters.
+        slots: number of slots R.
+        positions: maximum number of tokens of a slot.
+        num_pages: P, number of pages of the pool.
+        suppressed: (S,), ids that are never generated.
+    """
+
+    def __init__(
+        self, model: CausalLM, params: Any, *, slots: int, positions: int, num_pages: int, suppressed: np.ndarray
+    ):
+        self._params = {**params, "decoder": copy_unstacked(model, params["decoder"])}
+        self._model = unstacked_model(model)
+        self._rows = blank_rows(self._model, slots, num_pages, PAGE_SIZE)
+        self._suppressed, self._slots = suppressed, slots
+        self._nothing_known = jax.device_put(np.full((slots, MOST_STEPS), -1, np.int32))
+        self.widths = read_widths(positions)
+        self.chunk = self.widths[-1]
+        self.pages = SlotPages(slots, positions, num_pages, self.chunk)
+
+    def read(self, slot: int, prompt: Sequence[int], done: int) -> tuple[Any, int]:
+        """Read the next part of a prompt after its first `done` tokens; return logits (1, V) and its length."""
+        part = np.asarray(prompt[done : done + self.chunk], np.int32)
+        width = next(width for width in self.widths if width >= len(part))
+        # Padding repeats the last token, so that a row reads only its own entries of the embedding table.
+        tokens = np.pad(part, (0, width - len(part)), mode="edge")[None]
+        before, count = np.array([[done], [len(part)]], np.int32)
+        given = self._rows, self.pages.table[slot][None], tokens, before, count
+        logits, self._rows = read_part(self._model, self._params, *given)
+        return logits, len(part)
+
+    def start(self, slot: int, request: Request, logits: Any) -> None:
+        """Start the text of a request in a slot that has read its prompt."""
+        vocab_size = self._model.config.vocab_size
+        in_prompt = np.zeros((vocab_size,), bool)
+        in_prompt[np.asarray(request.prompt)] = True
+        row = NewRow(
+            left=np.int32(request.max_tokens),
+            key=row_keys(np.array([request.seed], np.uint32), np.zeros(1, int))[0],  # as `generate` with one prompt
+            ends=np.array([*request.ends, *[-1] * (MOST_ENDS - len(request.ends))], np.int32),
+            sampling=RowSampling.of(request.sampling, vocab_size, top=request.top > 0),
+            in_prompt=in_prompt,
+            length=np.int32(len(request.prompt)),
+        )
+        self._rows = start_row(self._rows, np.int32(slot), row, logits)
+
+    def advance(
+        self, keep: np.ndarray, known: Mapping[int, list[int]], masks: RowMasks, steps: int, until_free: bool
+    ) -> Steps:
+        """Generate at most `steps` tokens per slot.
+
+        Args:
+            keep: (R,), slots that continue.
+            known: the next tokens of slots that are computed again.
+            masks: the allowed tokens.
+            steps: maximum number of steps.
+            until_free: return as soon as a text has ended.
+        """
+        rows = self._nothing_known
+        if known:
+            rows = np.full((self._slots, MOST_STEPS), -1, np.int32)
+            for slot, tokens in known.items():
+                rows[slot, : len(tokens)] = tokens[:MOST_STEPS]
+        given = self.pages.table, keep, rows, masks, self._suppressed, np.int32(steps), np.bool_(until_free)
+        self._rows, out = advance(self._model, self._params, self._rows, *given)
+        return jax.device_get(out)
