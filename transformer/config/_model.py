@@ -40,11 +40,13 @@ QuantizedProducts = Literal["none", "int8", "int8_full", "fp8", "fp8_full"]
 
 
 _HEADS = ("head_dim", "value_dim", "qk_norm", "qk_norm_scope", "causal", "mla")
+_ADDED_LATER = ("output_gate",)  # never had a name outside `attention`
 
 _FORMER = {
     **{
         field.name if field.name in _HEADS else f"attention_{field.name}": f"attention.{field.name}"
         for field in dataclasses.fields(AttentionOptions)
+        if field.name not in _ADDED_LATER
     },
     **{f"rotary_{name}": f"rotary.{name}" for name in ("base", "dim", "scaling")},
     "relative_buckets": "t5_bias.buckets",
