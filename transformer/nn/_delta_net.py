@@ -84,7 +84,8 @@ class GatedDeltaNet(nn.Module, kw_only=True):
 
     Parameters: `query` and `key` (D, K, H), `value` and `output_gate` (D, N, Hv), `beta` and `decay` (D, N), and `out`
     (N, Hv, D), each with a `kernel`; `convolution` (W, 2 K H + N Hv), for queries, keys and values in this order;
-    `a_log` and `dt_bias` (N,), and `norm/scale` (Hv,).
+    `a_log` and `dt_bias` (N,), and `norm/scale` (Hv,). `norm_epsilon` is that of `norm`, an RMSNorm. `kernel_init` and
+    `output_init` initialize the kernels as in `MultiHeadAttention`.
 
     Raises:
         ValueError: a number of heads N that is not a multiple of K, or a mask with more than lengths and segments.
