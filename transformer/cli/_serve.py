@@ -82,7 +82,7 @@ def make_service(
     """
     from transformer.chat._prompts import default_sampling
     from transformer.nn.models._causal_lm import CausalLM
-    from transformer.serve._engine import Engine
+    from transformer.serve._engine import FEWEST_POSITIONS, Engine
     from transformer.serve._service import Service
 
     if not isinstance(opened.model, CausalLM):
@@ -95,6 +95,11 @@ def make_service(
         max_tokens = min(opened.context or USUAL_TOKENS, USUAL_TOKENS)
     if opened.context is not None and max_tokens > opened.context:
         raise ConfigError(f"--max-tokens must be at most {opened.context}, the context of the model, got {max_tokens}.")
+    if max_tokens < FEWEST_POSITIONS:
+        raise ConfigError(
+            f"serve needs a model with a context of at least {FEWEST_POSITIONS} tokens, got {max_tokens} in "
+            f"{opened.directory}. Pass another model."
+        )
     tokenizer, chat = opened.tokenizer, _chat_prompts(opened)
     suppressed = opened.suppressed
     engine = Engine(opened.model, opened.params, tokenizer, slots=slots, positions=max_tokens, suppress=suppressed)
