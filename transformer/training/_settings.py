@@ -228,7 +228,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Metrics, TensorBoard events and the progress display."""
+    """Metrics, TensorBoard events, experiment trackers and the progress display.
+
+    Raises:
+        ConfigError: an unknown or repeated tracker, a number out of range, or an empty project.
+    """
 
     every: int = 10
     """steps between lines in metrics.jsonl; each line has the means over these steps"""
