@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import signal
 import sys
 
@@ -206,3 +207,12 @@ class TestGenerate:
         stop = whole[len("Hello") + 2 : len("Hello") + 4]
         cut = self.call(model, capsys, "--prompt", "Hello", "--temperature", "0", "--stop", stop)
         assert cut == whole[: whole.index(stop, len("Hello"))] + "\n"
+
+
+def test_a_template_that_is_no_file_is_an_error_and_not_read(talk, tmp_path):
+    """Reading a pipe would wait for somebody who writes into it."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        code, _, err = talk("Hi", options=(*SHORT, "--template", str(path)))
+        assert code == 2
+        assert err == f"error: {path} must be a file with a chat template; a directory, pipe or device is not read.\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from transformer.__main__ import main as run_program
 from transformer.cli import _devices as devices
 from transformer.cli._devices import accelerator_present, unused_warning
 
@@ -108,3 +109,15 @@ def test_it_runs_by_path_before_anything_is_installed():
         [sys.executable, "-I", "-S", str(SOURCE), "--present"], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() in ("cpu", "gpu", "tpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["x"], "error: devices has no argument x. Its options are --present and --json.\n"),
+        (["--present=x"], "error: argument --present: ignored explicit argument 'x'. --help describes each option.\n"),
+    ],
+)
+def test_an_unknown_argument_is_one_line(words, message, capsys):
+    assert run_program(["devices", *words]) == 2
+    assert capsys.readouterr().err == message

@@ -1,6 +1,7 @@
 """The HTTP interface: the client of OpenAI, raw sockets of hostile clients, and the command `serve`."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -324,6 +325,11 @@ def test_a_local_server_without_key_refuses_other_hosts(opened):
     assert client.get("/health", headers={"host": "evil.example:8000"}).status_code == 403
     assert client.get("/health", headers={"host": "[::1]:8000"}).status_code == 200
     assert client.get("/health", headers={"host": ""}).status_code == 403
+
+
+def test_a_model_with_a_tiny_context_is_an_error(opened):
+    with pytest.raises(ValueError, match=r"^serve needs a model with a context of at least 16 tokens, got 8 in "):
+        make_service(dataclasses.replace(opened, context=8), slots=1, max_tokens=None, api_key=None, local_only=True)
 
 
 @pytest.mark.parametrize(

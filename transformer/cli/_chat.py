@@ -86,7 +86,7 @@ def open_chat(run: LoadedModel, template: Path | None = None, images: ImagePromp
     """Return the chat of a model, with the template of a file, or with that of the model.
 
     Raises:
-        ConfigError: the model is not a causal model, or it has no chat template.
+        ConfigError: the model is not a causal model, it has no chat template, or the template is no regular file.
         ValueError: the template is invalid.
     """
     from transformer.chat._template import ChatTemplate
@@ -94,6 +94,8 @@ def open_chat(run: LoadedModel, template: Path | None = None, images: ImagePromp
 
     if template is None:
         return open_with(run, images=images)
+    if template.exists() and not template.is_file():  # reading a pipe can block forever
+        raise ConfigError(f"{template} must be a file with a chat template; a directory, pipe or device is not read.")
     try:
         return open_with(run, ChatTemplate(template.read_text(encoding="utf-8"), str(template)), images)
     except UnicodeDecodeError as error:

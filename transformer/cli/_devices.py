@@ -77,15 +77,23 @@ def unused_warning(present: str, used: str, environment: Mapping[str, str] = os.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the devices that JAX uses; return 0, or 1 if JAX cannot start its backend."""
-    parser = argparse.ArgumentParser(
-        prog=_called(), description="List the accelerators of this machine and the devices that JAX uses."
-    )
+    """Print the devices that JAX uses; return 0, or 1 if JAX cannot start its backend.
+
+    Raises:
+        ValueError: an unknown argument.
+    """
+    about = "List the accelerators of this machine and the devices that JAX uses."
+    parser = argparse.ArgumentParser(prog=_called(), description=about, exit_on_error=False)
     parser.add_argument(
         "--present", action="store_true", help="print only the accelerator of the machine: tpu, gpu or cpu"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
+    try:
+        options, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}. --help describes each option.") from None
+    if unknown:
+        raise ValueError(f"devices has no argument {unknown[0]}. Its options are --present and --json.")
     present = accelerator_present()
     if options.present:
         print(json.dumps({"present": present}) if options.json else present)

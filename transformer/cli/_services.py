@@ -70,12 +70,17 @@ def _causal_service(
     opened: LoadedModel, slots: int, max_tokens: int | None, queue: int, cache_tokens: int | None, **common: Any
 ) -> Service:
     from transformer.chat._prompts import default_sampling
-    from transformer.serve._engine import Engine
+    from transformer.serve._engine import FEWEST_POSITIONS, Engine
     from transformer.serve._service import Service
 
     tokenizer, chat = opened.tokenizer, _chat_prompts(opened)
     suppressed = opened.suppressed
     positions = _longest(max_tokens, opened.context)
+    if positions < FEWEST_POSITIONS:
+        raise ConfigError(
+            f"serve needs a model with a context of at least {FEWEST_POSITIONS} tokens, got {positions} in "
+            f"{opened.directory}. Pass another model."
+        )
     if cache_tokens is not None and cache_tokens < positions:
         raise ConfigError(
             f"--cache-tokens must be at least {positions}, the tokens of one request, got {cache_tokens}. Pass a "

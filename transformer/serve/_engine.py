@@ -445,9 +445,13 @@ def _floats(out: Steps, slot: int, index: int, wanted: int) -> list[float]:
     return out.top_log_probabilities[slot, index, :wanted].tolist()
 
 
+FEWEST_POSITIONS = 16
+"""smallest number of tokens of a request that an engine can be made for"""
+
+
 def _check_sizes(model: CausalLM, slots: int, positions: int, cache_tokens: int, queue: int) -> None:
     """Raise ConfigError for sizes that the engine can't have."""
-    for name, value, least in (("slots", slots, 1), ("positions", positions, 16), ("queue", queue, 0)):
+    for name, value, least in (("slots", slots, 1), ("positions", positions, FEWEST_POSITIONS), ("queue", queue, 0)):
         if type(value) is not int or value < least:
             raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}.")
     if type(cache_tokens) is not int or cache_tokens < positions:

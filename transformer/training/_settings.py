@@ -228,10 +228,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Metrics, TensorBoard events and the progress display.
+    """Metrics, TensorBoard events, experiment trackers and the progress display.
 
     Raises:
-        ConfigError: a field has an invalid value.
+        ConfigError: an unknown or repeated tracker, a number out of range, or an empty project.
     """
 
     every: int = 10
