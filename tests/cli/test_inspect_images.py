@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from attention_page_parts import data_of
 from golden import case as golden_case
 from golden import ours
 from matplotlib.image import imread
@@ -52,6 +53,19 @@ def test_every_layer_the_rollout_and_the_pooling_are_drawn(tmp_path, capsys, fam
     assert found["image"] == str(path / "a.png")
 
 
+@pytest.mark.parametrize("family", KINDS)
+def test_the_page_has_every_layer_and_query(tmp_path, capsys, family):
+    path, config = written(tmp_path, family)
+    assert main(["inspect", str(path), "--image", str(path / "a.png"), "--html", str(tmp_path / "a.html")]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "a.html")]
+    data = data_of((tmp_path / "a.html").read_text())
+    assert (len(data["layers"]), len(data["rollout"])) == (config.num_layers, config.num_layers)
+    assert {(one["heads"], one["queries"]) for one in data["layers"]} == {(config.num_heads, config.patches.positions)}
+    assert len(data["tokens"]) == config.patches.extra_tokens
+    assert ("pooling" in data["views"]) == (family == "siglip")
+    assert not (path / "attention").exists()
+
+
 @pytest.mark.parametrize("family", ["vit", "siglip"])
 def test_the_weights_and_pixels_are_those_of_the_model(tmp_path, family):
     path, config = written(tmp_path, family)
@@ -83,13 +97,15 @@ def test_the_command_does_not_replace_a_picture_of_the_user(tmp_path, capsys):
         ([], "inspect needs an input. Pass --prompt TEXT, or --image FILE"),
         (["--image", "none.png"], "image none.png not found"),
         (["--image", "a.png", "--prompt", "a"], "--prompt is for texts and can't be combined with --image"),
-        (["--image", "a.png", "--html", "a.html"], "--html is for texts"),
+        (["--image", "a.png", "--html", "a.png"], "--html must name the HTML file to write"),
+        (["--image", "a.png", "--html", "mine.html"], "this program did not write it"),
         (["--image", "a.png", "--sizes"], "--sizes is for texts"),
         (["--image", "a.png", "--max-new-tokens", "1"], "--max-new-tokens is for texts"),
     ],
 )
 def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, capsys, monkeypatch, words, message):
     picture(0).save(tmp_path / "a.png")
+    (tmp_path / "mine.html").write_text("mine")
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", "nowhere", *words]) == 2
     out, err = capsys.readouterr()

@@ -38,7 +38,7 @@ class Inspect(ModelCommand):
     prompt: str | None = None
     """input text of the model; - reads stdin"""
     image: str | None = None
-    """path of an image instead of a text, for an encoder of images: PNG files of its attention to the patches"""
+    """path of an image instead of a text, for an encoder of images: draw its attention to the patches on the image"""
     target: str | None = None
     """encoder-decoder: target text; None: the text that the model generates"""
     max_new_tokens: int | None = None
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
     command = parse(Inspect, "inspect", arguments)
     if command.image is not None:
         _inspect_images.check(command)
-        _inspect_images.draw(command)
+        _inspect_images.draw(command, arguments)
         return
     _check(command)
     run = command.load()
@@ -118,12 +118,7 @@ def _check(command: Inspect) -> None:
         raise ConfigError(
             "--compare shows two models on one HTML page and needs --html. Pass a file, such as --html attention.html."
         )
-    if command.html is not None and (command.html.is_dir() or command.html.suffix not in (".html", ".htm")):
-        raise ConfigError(f"--html must name the HTML file to write, such as attention.html, got {command.html}.")
-    if command.html is not None and not command.overwrite:
-        from transformer.viz._output_files import check_replaceable
-
-        check_replaceable([command.html])
+    _inspect_images.check_page(command)
 
 
 @dataclass(frozen=True)

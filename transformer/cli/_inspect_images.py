@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformer.config._checks import ConfigError
+from transformer.config._invocation import program
 
 if TYPE_CHECKING:
     from transformer.cli._inspect_attention import Inspect
     from transformer.inference._loading import LoadedModel
 
-_OF_TEXTS = ("prompt", "target", "max_new_tokens", "system", "template", "switch", "compare", "html", "chat", "sizes")
+_OF_TEXTS = ("prompt", "target", "max_new_tokens", "system", "template", "switch", "compare", "chat", "sizes")
 """options that need a text"""
+
+
+def check_page(command: Inspect) -> None:
+    """Raise an error if --html names no HTML file, or a file of the user, before a model is loaded."""
+    if command.html is None:
+        return
+    if command.html.is_dir() or command.html.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--html must name the HTML file to write, such as attention.html, got {command.html}.")
+    if not command.overwrite:
+        from transformer.viz._output_files import check_replaceable
+
+        check_replaceable([command.html])
 
 
 def check(command: Inspect) -> None:
@@ -24,29 +40,44 @@ def check(command: Inspect) -> None:
             f"--{given[0].replace('_', '-')} is for texts and can't be combined with --image. Remove one of them."
         )
     check_images([command.image])
+    check_page(command)
 
 
-def draw(command: Inspect) -> None:
+def draw(command: Inspect, arguments: Sequence[str]) -> None:
     """Draw the attention to the patches of an image on the image, and print the paths of the files."""
     run = command.load()
     _check_reader(command, run)
     from transformer.viz._attention_weights import attention_maps
-    from transformer.viz._image_maps import save_image_attention
 
     image, config, sown = _capture(run, command.image)
     pooling = sown.get("attention_pooling", {}).get("cross_attention", {}).get("weights")
-    paths = save_image_attention(
-        image,
-        attention_maps(sown, config),
-        command.directory / "attention" if command.output is None else command.output,
-        patches=config.patches,
-        pooling=None if pooling is None else pooling[0][0],
-        overwrite=command.overwrite or command.output is None,
-    )
+    maps, pooling = attention_maps(sown, config), None if pooling is None else pooling[0][0]
+    paths = []
+    if command.html is None or command.output is not None:
+        from transformer.viz._image_maps import save_image_attention
+
+        directory = command.directory / "attention" if command.output is None else command.output
+        overwrite = command.overwrite or command.output is None  # this program owns the file names in a workdir
+        paths = save_image_attention(
+            image, maps, directory, patches=config.patches, pooling=pooling, overwrite=overwrite
+        )
+    if command.html is not None:
+        from transformer.viz._image_page import save_image_page
+
+        facts = {
+            "Model": f"{type(run.model).__name__} in {run.directory}; layers: {config.num_layers}, heads: "
+            f"{config.num_heads}, patches: {config.patches.count} of {config.patches.patch_size} x "
+            f"{config.patches.patch_size} pixels",
+            "Image": command.image,
+            "Command": f"{program('inspect')} {shlex.join(arguments)}",
+        }
+        title = f"Attention of {run.directory} to {Path(command.image).name}"
+        save_image_page(command.html, image, maps, patches=config.patches, title=title, pooling=pooling, facts=facts)
     if command.json:
-        command.print_json(run, image=command.image, paths=[str(path) for path in paths])
+        page = {} if command.html is None else {"page": str(command.html)}
+        command.print_json(run, image=command.image, paths=[str(path) for path in paths], **page)
         return
-    for path in paths:
+    for path in [*paths, *([] if command.html is None else [command.html])]:
         print(path)
 
 

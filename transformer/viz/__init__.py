@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformer.viz._attention_page import *  # noqa: F403
     from transformer.viz._attention_weights import *  # noqa: F403
     from transformer.viz._image_maps import *  # noqa: F403
+    from transformer.viz._image_page import *  # noqa: F403
     from transformer.viz._records import *  # noqa: F403
     from transformer.viz._report_page import *  # noqa: F403
 
@@ -29,6 +30,7 @@ _EXPORTS = {
         "attention_rollout",
     ),
     "_image_maps": ("save_image_attention",),
+    "_image_page": ("save_image_page",),
     "_records": ("read_metrics",),
     "_report_page": (
         "RunReport",

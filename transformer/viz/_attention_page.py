@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
-import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from transformer.viz._attention_weights import AttentionMap, attention_rollout, printable
+from transformer.viz._page_parts import encoded, fill_page, part
 
 MOST_WEIGHTS = 60_000_000
 """maximum number of attention weights on a page; the file then has 80 MB, which browsers can still open"""
@@ -87,19 +83,9 @@ def attention_page(
         "panels": [{"name": panel.name, "groups": _groups(panel, masks)} for panel in panels],
         "masks": masks.packed,
     }
-    style, program = _part(".css"), "\n\n".join(map(_part, _PROGRAM))
-    program = f'"use strict";\n{{\n{program}\n}}'  # the block keeps its names out of the global scope
-    # The policy allows exactly this program and this style sheet, and no network access.
-    policy = f"default-src 'none'; img-src data:; style-src {_digest(style)}; script-src {_digest(program)}"
-    parts = {
-        "policy": html.escape(policy, quote=False),
-        "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
-        "style": style,
-        "program": program,
-        # Inside a script element, only "<" can start a tag or a comment.
-        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part(".html"))
+    program = "\n\n".join(part(f"attention_page{suffix}") for suffix in _PROGRAM)
+    # The block keeps its names out of the global scope.
+    return fill_page("attention_page", title, f'"use strict";\n{{\n{program}\n}}', data)
 
 
 def save_attention_page(path: str | os.PathLike, panels: Sequence[Panel], **options: Any) -> Path:
@@ -169,7 +155,7 @@ class _Masks:
         """Return the index of a pattern, or None if no cell is masked."""
         if not hidden.any():
             return None
-        bits = _text(np.packbits(hidden.ravel()))
+        bits = encoded(np.packbits(hidden.ravel()))
         if bits not in self.packed:
             self.packed.append(bits)
         return self.packed.index(bits)
@@ -182,8 +168,8 @@ def _packed(one: AttentionMap, masks: _Masks) -> dict[str, Any]:
         "layer": one.layer,
         "heads": len(one.weights),
         "mask": masks.number(one.hidden),
-        "scales": _text(scales.astype("<u2")),
-        "weights": _text(levels[:, ~one.hidden]),
+        "scales": encoded(scales.astype("<u2")),
+        "weights": encoded(levels[:, ~one.hidden]),
     }
 
 
@@ -201,17 +187,3 @@ def quantize(weights: Float[np.ndarray, "N T S"]) -> tuple[np.ndarray, np.ndarra
     # A scale of 0 would divide by zero; all weights of such a query are 0.
     largest = np.maximum(scales, 1)[..., None] / _SCALES
     return scales, np.rint(weights * (LEVELS / largest)).astype(np.uint8)
-
-
-def _text(array: np.ndarray) -> str:
-    return base64.b64encode(array.tobytes()).decode("ascii")
-
-
-def _part(suffix: str) -> str:
-    file = Path(__file__)
-    return file.with_name(file.stem.removeprefix("_") + suffix).read_text(encoding="ascii").rstrip("\n")
-
-
-def _digest(text: str) -> str:
-    """Return the hash by which a content security policy allows an inline script or style."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
