@@ -54,7 +54,8 @@ def with_bases(cls: ast.ClassDef, classes: dict[str, ast.ClassDef], own: Callabl
 
 
 def methods(cls: ast.ClassDef) -> dict[str, str]:
-    return {node.name: ast.get_docstring(node) or "" for node in cls.body if isinstance(node, ast.FunctionDef)}
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return {node.name: ast.get_docstring(node) or "" for node in cls.body if isinstance(node, kinds)}
 
 
 def fields(cls: ast.ClassDef) -> dict[str, str]:
