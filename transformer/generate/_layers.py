@@ -50,7 +50,8 @@ def unstacked_model(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
     """
     config = model.config
     kinds = tuple(layer.kind for layer in _layers(model))
-    stack = StackOptions(prefix=kinds, final_norm=config.stack.final_norm)
+    own = config.stack
+    stack = StackOptions(prefix=kinds, final_norm=own.final_norm, layer_scale=own.layer_scale)
     config = config.replace(num_layers=len(kinds), stack=stack)
     return type(model)(config, model.execution)
 
