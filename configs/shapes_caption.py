@@ -2,8 +2,8 @@
 
 Usage: python train.py configs/shapes_caption.py
 
-On 2 CPU cores: about 4 minutes. Expected: 91.4 % of the 1,000 test pictures get exactly their sentence, by greedy
-decoding (one seed; before training none does). No scene of the test occurs in training.
+On 2 CPU cores: 16 minutes beside other work. Expected: 97.6 % of the 1,000 test pictures get exactly their sentence, by
+greedy decoding (one seed; before training none does). No scene of the test occurs in training.
 """
 
 from transformer.config import EmbeddingOptions, Execution, ImageTokens, Patches, TransformerConfig
@@ -41,7 +41,7 @@ def get_config() -> Recipe:
         optimizer=OptimizerConfig(
             name="muon", learning_rate=5e-3, warmup_steps=50, weight_decay=0.1, final_fraction=0.0
         ),
-        training=TrainingConfig(steps=1500),
+        training=TrainingConfig(steps=2400),
         evaluation=EvaluationConfig(every=300),
         logging=LoggingConfig(every=50),
     )

@@ -103,6 +103,7 @@ CHANGES = {
     "attention.qk_norm": (CausalLM, {}, True),
     "attention.qk_norm_scope": (CausalLM, {"attention.qk_norm": True}, "all"),
     "attention.sinks": (CausalLM, {}, True),
+    "attention.output_gate": (CausalLM, {}, True),
     "attention.mla": (CausalLM, ROTARY, LATENT),
     "initializer_range": (CausalLM, {}, 0.02),
     "output.num_classes": (Classifier, {"output.num_classes": 3}, 4),

@@ -24,6 +24,7 @@ from transformer import (
     Embedder,
     Encoder,
     Forecaster,
+    GatedDeltaNet,
     HeadTransform,
     Images,
     LayerInputs,
@@ -151,6 +152,7 @@ CASES = {
         for name, block in BLOCKS.items()
     },
     "MultiHeadAttention": (MultiHeadAttention(3, num_kv_heads=1, qk_norm=True, sinks=True, position=Rotary()), (X,)),
+    "GatedDeltaNet": (GatedDeltaNet(num_heads=4, num_key_heads=2, key_dim=3, value_dim=2), (X,)),
     "LatentAttention": (LatentAttention(3, LATENT), (X,)),
     "compat.MultiHeadDotProductAttention": (compat.MultiHeadDotProductAttention(3), (X,)),
     "RoutedFeedForward": (RoutedFeedForward(ROUTED, width=5, gated=True), (X,)),

@@ -14,6 +14,7 @@ from transformer.config import (
     AttentionOptions,
     ConfigError,
     Images,
+    ImageTokens,
     LayerKind,
     OutputOptions,
     Patches,
@@ -37,8 +38,9 @@ LINES = JsonLines(path="a.jsonl", field="body")
 PAIRS = ParallelText(source_path="a", target_path="b", batch_size=12)
 ALL_DATA = [LINES, PAIRS]
 for kind in DATA.values():
-    needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
-    ALL_DATA.append(kind(**{name: (name,) if name == "paths" else name for name in needed}))
+    needed = [field for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    given = {field.name: 4 if field.type == "int" else field.name for field in needed}
+    ALL_DATA.append(kind(**{name: (name,) if name == "paths" else value for name, value in given.items()}))
 
 
 def rich_recipe(data=None):
@@ -61,6 +63,11 @@ def rich_recipe(data=None):
         images = Images(patches=Patches(image_height=32, image_width=32, patch_size=8), features=6, **sizes)
         attention, output = AttentionOptions(causal=True), OutputOptions(pooling="last")
         model = model.replace(input=images, attention=attention, output=output)
+    if data.task == "captioning":
+        patches = Patches(image_height=32, image_width=32, patch_size=16)
+        model = model.replace(
+            input=ImageTokens(patches=patches, d_model=12, num_layers=1, num_heads=3, d_ff=24, activation="relu")
+        )
     grpo = GRPO(rewards=("rewards.py:length",)) if TASKS[data.task].on_policy else None
     return Recipe(name="rich", model=model, data=data, grpo=grpo)
 

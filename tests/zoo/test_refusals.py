@@ -49,7 +49,7 @@ def load_with(tmp_path):
         ),
         (
             {"quantization_config": {"quant_method": [3]}},
-            r"quantized by \[3\], which is not supported \(supported: mxfp4, fp8\)",
+            r"quantized by \[3\], which is not supported \(supported: mxfp4, fp8, gptq, awq\)",
         ),
         ({f"wonder{i}": 1 for i in range(103)}, "; 3 more are not known"),
         ({"num_attention_heads": -3}, "num_attention_heads must be an integer of at least 1, got -3"),

@@ -116,7 +116,8 @@ def check_unchanged(
             place = Path(workdir) / FILE
             fault = f"{place} was changed: it differs from the recipe of the checkpoint {trained.path}"
             words = ["cp", str(trained.path / (trained.recipe_file or "")), str(place)]
-            _check_same(trained.recipe, recipe, f"{fault} in", f"Restore it: {shlex.join(words)}", allow_change)
+            remedy = f"Restore it: {shlex.join(words)}"
+            _check_same(trained.recipe, recipe, f"{fault} in", remedy, allow_change, not allow_change)
     found = tokenizer_fingerprint(tokenizer)
     if None not in (trained.tokenizer, found) and found != trained.tokenizer:
         raise WorkdirError(
@@ -126,18 +127,20 @@ def check_unchanged(
         )
 
 
-def _check_same(old: Recipe, new: Recipe, fault: str, remedy: str, allow_change: bool) -> list[Change]:
+def _check_same(
+    old: Recipe, new: Recipe, fault: str, remedy: str, allow_change: bool, names_flag: bool = True
+) -> list[Change]:
+    """Return the fields that differ and may; WorkdirError for others. `names_flag`: it mentions --allow-change."""
     must_match, may_change = difference(old, new)
     optional = [change for change in must_match if allowable(change, new)]
     more = ""
     if allow_change:
         must_match, may_change = [one for one in must_match if one not in optional], may_change + optional
-        if must_match:
-            more = "--allow-change does not accept them: they change shapes, data or what the model computes. "
+        more = "--allow-change does not accept them: they change shapes, data or what the model computes. "
     elif optional and len(optional) == len(must_match):
         more = "Pass --allow-change (in Python: allow_change=True) to resume with the new values. "
     elif optional:
         more = f"Of these, --allow-change accepts only {', '.join(one.field for one in optional)}. "
     if must_match:
-        raise WorkdirError(f"{fault} {'; '.join(map(str, must_match))}. {more}{remedy}")
+        raise WorkdirError(f"{fault} {'; '.join(map(str, must_match))}. {more if names_flag else ''}{remedy}")
     return may_change
