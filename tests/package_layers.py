@@ -5,6 +5,7 @@
 LAYERS = {
     "config": 0,
     "nn/axes": 0,
+    "nn/four_bits": 0,
     "nn/jax_compat": 0,
     "nn/parameter_axes": 0,
     "training/chips": 0,

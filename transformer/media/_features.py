@@ -94,10 +94,6 @@ class LogMel:
             frames[start : start + FRAMES_PER_BLOCK] = np.log10(np.maximum(energies @ filters, FLOOR))
         return (np.maximum(frames, frames.max() - RANGE) + 4.0) / 4.0
 
-    def frames_of(self, seconds: float) -> int:
-        """Return the number of frames in a duration."""
-        return round(seconds * self.sampling_rate) // self.hop_length
-
 
 @dataclass(frozen=True, kw_only=True)
 class Waveform:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.nn._axes import Array, DType, Float, Leaf
+from transformer.nn._four_bits import in_blocks, out_of_blocks, packed, shape_before, unpacked
 
 NF4_LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -61,20 +62,15 @@ class NF4:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter."""
-        place = self.codes.ndim + self.axis
-        return (*self.codes.shape[:place], self.size, *self.codes.shape[place + 1 :])
+        return shape_before(self.codes, self.codes.ndim + self.axis, self.size)
 
     def array(self, dtype: DType = jnp.float32) -> Array:
         """Return the dequantized parameter, level * absmax, in its original shape."""
         place = self.codes.ndim + self.axis
-        before, after = self.codes.shape[:place], self.codes.shape[place + 1 :]
-        blocks = self.absmax.shape[place]
-        packed = self.codes.reshape(*before, blocks, -1, *after)
-        codes = jnp.concatenate([packed & 15, packed >> 4], place + 1)
+        codes = unpacked(self.codes, place, self.absmax.shape[place])
         # In float32, and rounded once: absmax has more significant bits than a 16-bit dtype.
         weights = _levels_at(codes) * jnp.expand_dims(self.absmax, place + 1)
-        weights = weights.reshape(*before, -1, *after)
-        return jax.lax.slice_in_dim(weights, 0, self.size, axis=place).astype(dtype)
+        return out_of_blocks(weights, place, self.size).astype(dtype)
 
 
 def _levels_at(codes: Array) -> Array:
@@ -93,19 +89,14 @@ def quantized_nf4(array: Float[Array, "..."], axis: int) -> NF4:
     """
     array = jnp.asarray(array, jnp.float32)
     place, size = array.ndim + axis, array.shape[axis]
-    even = size + size % 2
-    block = next(length for length in range(NF4_BLOCK, 0, -2) if even % length == 0)
-    padding = [(0, even - size if i == place else 0) for i in range(array.ndim)]
-    blocks = jnp.pad(array, padding).reshape(*array.shape[:place], -1, block, *array.shape[place + 1 :])
+    blocks = in_blocks(array, place, NF4_BLOCK)
     absmax = jnp.abs(blocks).max(place + 1, keepdims=True)
     # w / absmax is in [-1, 1]; a block of zeros has absmax 0 and is divided by 1, because 0 / 0 is NaN.
     scaled = blocks / jnp.where(absmax == 0.0, 1.0, absmax)
     # The nearest level: count the midpoints between neighboring levels that are below.
     middles = [(low + high) / 2 for low, high in itertools.pairwise(NF4_LEVELS)]
     codes = sum((scaled > middle).astype(jnp.uint8) for middle in middles)
-    low, high = jnp.split(codes, 2, place + 1)
-    packed = (low | (high << 4)).reshape(*array.shape[:place], -1, *array.shape[place + 1 :])
-    return NF4(packed, absmax.squeeze(place + 1), axis, size)
+    return NF4(packed(codes, place), absmax.squeeze(place + 1), axis, size)
 
 
 @jax.tree_util.register_dataclass

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.nn._axes import Array, DType, Float, Leaf
+from transformer.nn._four_bits import in_blocks, out_of_blocks, packed, shape_before, unpacked
 from transformer.nn._parameter_axes import axes_of, declared, end_of
 
 GROUP_SIZES = (32, 64, 128)
@@ -80,17 +81,14 @@ class Int4:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter."""
-        place = self.codes.ndim + self.axis
-        return (*self.codes.shape[:place], self.size, *self.codes.shape[place + 1 :])
+        return shape_before(self.codes, self.codes.ndim + self.axis, self.size)
 
     def array(self, dtype: DType = jnp.float32) -> Array:
         """Return the dequantized parameter, integer * scale, in its original shape."""
         place = self.codes.ndim + self.axis
-        before, after = self.codes.shape[:place], self.codes.shape[place + 1 :]
-        packed = self.codes.reshape(*before, self.scale.shape[place], -1, *after)
-        codes = jnp.concatenate([packed & 15, packed >> 4], place + 1).astype(jnp.float32) - 8
-        weights = (codes * jnp.expand_dims(self.scale, place + 1).astype(jnp.float32)).reshape(*before, -1, *after)
-        return jax.lax.slice_in_dim(weights, 0, self.size, axis=place).astype(dtype)
+        codes = unpacked(self.codes, place, self.scale.shape[place]).astype(jnp.float32) - 8
+        weights = codes * jnp.expand_dims(self.scale, place + 1).astype(jnp.float32)
+        return out_of_blocks(weights, place, self.size).astype(dtype)
 
 
 def quantized_int4(array: Float[Array, "..."], axis: int, group_size: int = GROUP_SIZE) -> Int4:
@@ -101,19 +99,14 @@ def quantized_int4(array: Float[Array, "..."], axis: int, group_size: int = GROU
     """
     array = jnp.asarray(array, jnp.float32)
     place, size = array.ndim + axis, array.shape[axis]
-    even = size + size % 2
-    group = next(length for length in range(group_size, 0, -2) if even % length == 0)
-    padding = [(0, even - size if i == place else 0) for i in range(array.ndim)]
-    groups = jnp.pad(array, padding).reshape(*array.shape[:place], -1, group, *array.shape[place + 1 :])
+    groups = in_blocks(array, place, group_size)
     largest = jnp.abs(groups).argmax(place + 1, keepdims=True)
     # s = w / -8 for the weight w of largest magnitude, which may have either sign; rounded first, so that the integers
     # belong to the scale that is stored.
     scale = (jnp.take_along_axis(groups, largest, place + 1) / -8.0).astype(jnp.bfloat16)
     divisor = scale.astype(jnp.float32)
     codes = jnp.clip(jnp.round(groups / jnp.where(divisor == 0.0, 1.0, divisor)), -8, 7) + 8
-    low, high = jnp.split(codes.astype(jnp.uint8), 2, place + 1)
-    packed = (low | (high << 4)).reshape(*array.shape[:place], -1, *array.shape[place + 1 :])
-    return Int4(packed, scale.squeeze(place + 1), axis, size)
+    return Int4(packed(codes, place), scale.squeeze(place + 1), axis, size)
 
 
 def quantized(array: Float[Array, "..."], inputs: Sequence[int]) -> Int8:
