@@ -108,10 +108,12 @@ def test_a_tiny_model_learns_to_write_a_letter(trained):
     assert 0 < last["train/entropy"] < lines[0]["train/entropy"]
     assert all(line["perf/rollout_s"] > 0 for line in lines if "perf/rollout_s" in line)
     assert 1 <= last["train/completion_length"] <= 4
-    assert [line["eval/reward"] for line in lines if "eval/reward" in line][-1] > 0.6
+    evaluated = [line["eval/reward"] for line in lines if "eval/reward" in line]
+    assert evaluated[-1] > 0.6
     assert any("eval/exact_match" in line for line in lines)
     summary = read_summary(trained)
-    assert summary.held_out.measures["reward"] == pytest.approx(-summary.eval_loss, abs=0.5)
+    assert summary.eval_loss == pytest.approx(-evaluated[-1]), "the loss of an evaluation is minus the mean reward"
+    assert summary.held_out.measures["reward"] > 0.6
     assert "write" in summary.text
     assert "->" in (trained / "samples.txt").read_text()
 
