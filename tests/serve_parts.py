@@ -2,6 +2,7 @@
 
 import queue
 import random
+import time
 
 import jax
 import jax.numpy as jnp
@@ -40,3 +41,14 @@ def prompts(count, seed=0, longest=70):
     """Return prompts of random lengths and tokens."""
     draw = random.Random(seed)
     return [[draw.randrange(5, 290) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+def slow_down(monkeypatch, engine, seconds=0.05):
+    """Let every decoding call of an engine take at least `seconds`, and generate one token."""
+    advance = engine._call_advance
+
+    def slowly(steps, *rest):
+        time.sleep(seconds)
+        return advance(1, *rest)
+
+    monkeypatch.setattr(engine, "_call_advance", slowly)

@@ -10,6 +10,7 @@ import time
 import pytest
 import uvicorn
 from chat_parts import write_chat_model
+from serve_parts import slow_down
 
 from transformer.cli._services import make_service
 from transformer.inference import open_model
@@ -129,13 +130,7 @@ def test_invalid_heads(address, head):
 def test_sigterm_ends_within_a_bound(opened, monkeypatch):
     """A text that takes longer than the time to end is cut, its client gets an end, and the server returns."""
     service = service_of(opened)
-    advance = service.engine._call_advance
-
-    def slowly(steps, until_free):
-        time.sleep(0.05)
-        return advance(1, until_free)
-
-    monkeypatch.setattr(service.engine, "_call_advance", slowly)
+    slow_down(monkeypatch, service.engine)
     got, threads = [], []
 
     def ask(url):
@@ -161,4 +156,5 @@ def test_sigterm_ends_within_a_bound(opened, monkeypatch):
     text = b"".join(got)
     assert text.startswith(b"HTTP/1.1 200")
     assert b"[DONE]" not in text, "it was cut"
+    assert service.failure is None, "by the end of the time, and not by a fault"
     assert service.load.running == 0

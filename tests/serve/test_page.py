@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 from browser import Browser
 from chat_parts import write_chat_model
+from serve_parts import slow_down
 from starlette.testclient import TestClient
 
 from transformer.chat import Chat
@@ -134,13 +135,7 @@ def test_a_conversation(browser, url, opened, size):
 @pytest.mark.slow
 def test_an_answer_can_be_stopped(browser, url, service, monkeypatch):
     """It grows while it is generated. After the button it stays as it is, and the server has a free slot."""
-    advance = service.engine._call_advance
-
-    def slowly(steps, until_free):
-        time.sleep(0.05)
-        return advance(1, until_free)
-
-    monkeypatch.setattr(service.engine, "_call_advance", slowly)
+    slow_down(monkeypatch, service.engine)
     page = open_page(browser, url, limit=400)
     send(page, "Hello")
     seen = {page.wait("document.querySelector('.assistant > p')?.textContent") for _ in range(5) if not time.sleep(0.2)}
