@@ -90,7 +90,7 @@ def test_rewards_follow_and_their_curves_are_drawn(trained, capsys):
     assert names <= measures_of(workdir)
     report([str(workdir)])
     for name in (*names, "eval/exact_match", "eval/reward"):
-        assert (workdir / f"report-{name.partition('/')[2].replace('_', '-')}.png").exists()
+        assert (workdir / "report_plots" / f"{name.partition('/')[2].replace('_', '-')}.png").exists()
     capsys.readouterr()
     evaluate([str(workdir), "--trust-rewards", "--json"])
     assert json.loads(capsys.readouterr().out)["exact_match"] == summary.held_out.accuracy
