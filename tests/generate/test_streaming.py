@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from transformer.config import EmbeddingOptions, LayerKind, TransformerConfig
+from transformer.config._progress import showing
 from transformer.generate import Sampling, TokenStream, generate
 from transformer.generate import _streaming as streaming
 from transformer.nn.models import CausalLM, Seq2Seq
@@ -101,6 +102,14 @@ def test_the_next_turn_reads_only_its_new_tokens(rotary, monkeypatch):
     stream.forget()
     joined(stream.generate(other, max_new_tokens=1))
     assert read[3:] == [(0, 23)]
+
+
+def test_reading_a_long_prompt_reports_progress(rotary, monkeypatch):
+    monkeypatch.setattr(streaming, "WIDTHS", (16,))
+    seen = []
+    with showing(lambda *progress: seen.append(progress[:3])):
+        joined(TokenStream(*rotary).generate(PROMPTS[1], max_new_tokens=1))
+    assert seen == [("prompt tokens", float(done), 37) for done in (0, 16, 32, 37)]
 
 
 def test_a_text_can_be_left_at_any_piece(rotary):

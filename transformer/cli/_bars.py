@@ -63,10 +63,19 @@ class _Bars:
 
     def _open(self, what: str) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         note_column = TextColumn("{task.fields[note]}")
-        columns = [TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()]
+        # The elapsed time moves even while a single large piece is computed.
+        columns = [TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn()]
+        columns.append(TimeRemainingColumn())
         console = Console(file=sys.stderr, force_terminal=True)
         # Results go to stdout, which may be the same terminal: no live display may redirect it.
         bar = Progress(

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer.config._progress import counting
 from transformer.generate._constraints import Constraint, next_allowed, only_allowed
 from transformer.generate._decoding import decode_step
 from transformer.generate._generation import check_finite, row_keys
@@ -191,10 +192,14 @@ class TokenStream:
         parts = _parts(same, len(tokens), self._slots)
         if pixels is not None:  # the tokens of an image may attend to one another: read all of them together
             parts, self._images = iter([(0, len(tokens), bucket(len(tokens)))]), pixels
+        add = counting("prompt tokens", len(tokens) - same)
         for start, end, width in parts:
             part = np.pad(prompt[start:end], (0, width - (end - start)), mode="edge")[None].astype(np.int32)
             before, count = np.array([[start], [end - start]], np.int32)
             logits, cache = read_tokens(self._model, self._params, part, before, count, cache, pixels)
+            if width == WIDTHS[-1]:
+                logits.block_until_ready()  # progress counts what is computed, not what is queued
+            add(end - start)
         self._cache, self._read = cache, tokens
         history = None
         if choice.penalties is not None:
