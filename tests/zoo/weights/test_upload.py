@@ -202,6 +202,13 @@ def test_refusals_are_one_line(token, status, message, hub, upload):
     assert not hub.files
 
 
+def test_an_upload_is_refused_offline(hub, upload, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(WeightsError, match=r"^HF_HUB_OFFLINE is set, so that nothing can be uploaded\. Unset it"):
+        upload()
+    assert not hub.files
+
+
 @pytest.mark.parametrize("repository", ["tiny", "", "a/b/c", "me/../x", "me/a--b", "me/a b"])
 def test_a_wrong_name_is_an_error(repository, exported):
     with pytest.raises(WeightsError, match="--repo must be USER/NAME on the hub"):

@@ -71,6 +71,8 @@ def push(
         raise WeightsError(
             "an upload needs the package huggingface_hub. Install it: pip install 'transformer-zoo[zoo]'."
         ) from None
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        raise WeightsError("HF_HUB_OFFLINE is set, so that nothing can be uploaded. Unset it to upload.")
     if not huggingface_hub.get_token():
         raise WeightsError("no token for the hub was found. Log in with `hf auth login`, or set HF_TOKEN.")
     api = HfApi()
