@@ -63,6 +63,22 @@ def pytest_runtest_setup(item):
         pytest.skip(f"not started within --minutes {minutes:g}")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark cases as slow beyond the number in `default_cases`, which are spaced evenly over the list of cases."""
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("default_cases") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in cases.values():
+        (count,) = group[0].get_closest_marker("default_cases").args
+        count = min(count, len(group))
+        by_default = {group[place * len(group) // count].nodeid for place in range(count)}
+        for item in group:
+            if item.nodeid not in by_default:
+                item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish():
     """Collect garbage rarely and never among imported objects, because tracing creates many long-lived objects."""
     gc.freeze()

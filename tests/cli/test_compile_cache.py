@@ -76,6 +76,7 @@ def damage(folder, how):
     return len(files)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("how", ["cut", "empty", "flipped", "folder"])
 def test_damaged_files_are_replaced_and_reported_once(tmp_path, how):
     call(tmp_path)

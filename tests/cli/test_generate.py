@@ -40,6 +40,7 @@ def test_slots_and_a_draft_change_no_text(written, runs):
     assert written("--draft", str(runs / "small"), "--draft-tokens", "2")[0] == plain
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("words", [("--int8",), ("--int4", "--group-size", "64")])
 def test_what_few_bits_save_is_told(written, words):
     _, printed = written(*words)

@@ -40,6 +40,7 @@ def written(directory, family):
     return path, config
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("family", KINDS)
 def test_every_layer_the_rollout_and_the_pooling_are_drawn(tmp_path, capsys, family):
     path, config = written(tmp_path, family)

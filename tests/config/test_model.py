@@ -250,6 +250,7 @@ DUAL = Images(
 )
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -284,6 +285,7 @@ BETWEEN = ImageTokens(
 )
 
 
+@pytest.mark.default_cases(4)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -324,6 +326,7 @@ def test_images_without_a_projection_need_the_common_size():
         _ = TINY.image_encoder
 
 
+@pytest.mark.default_cases(4)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -378,6 +381,7 @@ def routed_program(moe):
     return jax.jit(run).lower(jax.random.key(0), jnp.zeros((2, 5), jnp.int32)).as_text()
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize(("field", "value"), (EXECUTION | QUANTIZED).items())
 def test_every_field_of_execution_is_read(field, value):
     config = TINY.replace(**{"stack.period": (LayerKind(moe=ROUTED),)})

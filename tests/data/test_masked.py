@@ -215,6 +215,7 @@ def run(path, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_a_run_gone_on_with_equals_one_never_stopped(run, path, tmp_path):
     assert_equals_resumed_run(run, filling_in(path), 4, tmp_path / "stopped")
     losses = [json.loads(line).get("eval/loss") for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -174,6 +174,7 @@ def test_a_longer_cache_goes_on_where_the_first_was_full():
     assert long.log_probability == pytest.approx(logs[np.arange(53), whole[0, 1:]].sum(), abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "position"), [pytest.param(3, "rotary", marks=pytest.mark.slow), (None, "alibi")])
 def test_hypotheses_that_share_a_cache_see_their_own_tokens_alone(window, position):
     """With a window (counted in positions, not cache slots), distance biases, and prompts of different lengths."""

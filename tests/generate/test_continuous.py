@@ -53,6 +53,7 @@ def test_slots_are_refilled(monkeypatch):
     assert sum(steps) < batches
 
 
+@pytest.mark.slow
 def test_scanned_layers_and_other_kernels_serve_too():
     plain = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=5)
     scanned = CausalLM(CONFIG, Execution(scan=True, attention="splash"))

@@ -66,6 +66,7 @@ PLAIN = "none, window"
 SLOW = {"rotary, window, prefix", "t5, one layer without attention"}
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CONFIGS])
 def test_cached_equals_uncached(name):
     """Prefill of padded prompts and then single tokens gives the logits of one forward pass of the whole text."""
@@ -97,6 +98,7 @@ def assert_greedy(full, prompts, new):
     assert len({token for row in new for token in row}) > 5, "too few different tokens: choose another seed"
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["none, window", "learned, full table", "alibi"])
 def test_greedy_is_the_likeliest_by_an_uncached_pass(name):
     model, params = causal(name)
@@ -248,6 +250,7 @@ def loop_bodies(jaxpr):
                 yield from loop_bodies(inner)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("scan", "copied"), [(True, 0), (True, 2**31), (False, 0)])
 def test_products_of_a_step(scan, copied, monkeypatch):
     """Count matrix multiplications: cross-attention computes keys and values only in the first call.

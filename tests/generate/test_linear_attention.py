@@ -47,6 +47,7 @@ def without_cache(model):
     return text
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("options", [{}, {"slots": 2}])
 def test_each_prompt_gets_the_text_that_it_gets_without_a_cache(model, without_cache, options):
     expected = [without_cache(prompt, 8) for prompt in PROMPTS]

@@ -32,6 +32,7 @@ OTHER = Draft(model=lm(1, num_layers=1)[0], params=lm(1, num_layers=1)[1], token
 DRAFTS = {"another": OTHER, "itself": Draft(model=MODEL, params=PARAMS, tokens=2)}
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_k=5)], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_the_text_is_the_same(draft, sampling):

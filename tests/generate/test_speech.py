@@ -94,6 +94,7 @@ def decode(model, params, frames, prompt, temperature, key=0, limit=17, timestam
     return decode_window(model, params, logits, cache, prompt, *how, **sizes)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("prompt", "timestamps"), [([], True), ([5, NO_TIMES], False)])
 def test_greedy_decoding_takes_the_best_allowed_token_of_the_complete_model(model, prompt, timestamps):
     model, params, frames = model

@@ -34,6 +34,7 @@ def test_other_intermediates_leave_the_kernel_alone():
     attention.apply(params, X, sow_weights=True)  # the collection is not mutable, so nothing is sown
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 @pytest.mark.parametrize("position", [Rotary(), ALiBi(num_heads=N)], ids=["rotary", "alibi"])
 def test_a_bias_is_added_to_that_of_the_position_scheme(position, implementation):
@@ -105,6 +106,7 @@ SHAPES = {
 ALLOWED = jax.random.bernoulli(jax.random.key(5), 0.6, (B, N, T, T)).at[..., 0].set(True)
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("implementation", ["reference", "query_chunked", "blockwise", "splash"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_masks_of_any_shape_are_what_they_broadcast_to(shape, implementation):

@@ -114,6 +114,7 @@ PADDED = {
 }
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("kind", PADDED)
 def test_s1_4_padding_a_batch_changes_nothing(kind):
     """Padding rows of different lengths into one batch changes neither the output of real tokens nor gradients."""

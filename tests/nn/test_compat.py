@@ -74,6 +74,7 @@ def assert_close(ours, theirs):
     jax.tree.map(lambda a, b: close(np.asarray(a, np.float32), np.asarray(b, np.float32)), ours, theirs)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 4 else pytest.mark.slow) for seed in SEEDS])
 def test_drawn_arguments_give_what_flax_gives(seed):
     fields, inputs, options = drawn(seed)
@@ -108,6 +109,7 @@ def test_types_are_those_of_flax(dtype):
         np.testing.assert_allclose(np.float32(got), np.float32(expected), rtol=0.03, atol=0.03)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("lead", [(2,), (2, 3)])
 def test_decoding_step_by_step(lead):
     """A collection `cache` that one implementation fills can be read by the other."""
@@ -207,6 +209,7 @@ def test_precision_is_that_of_the_products():
     assert products("highest") == products(jax.lax.Precision.HIGHEST) == products((jax.lax.Precision.HIGHEST,) * 2) > 0
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_our_function_is_an_attention_fn(lead, broadcast):

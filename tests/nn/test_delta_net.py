@@ -22,6 +22,7 @@ def rule_inputs(length):
     return query, key, value, decay, beta, jax.random.normal(keys[5], (2, 3, 4, 5))
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize(("length", "chunk"), [(1, 4), (7, 4), (8, 4), (9, 64), (13, 1)])
 def test_chunks_give_what_single_tokens_give(length, chunk):
     inputs = rule_inputs(length)
@@ -64,6 +65,7 @@ def empty(rows=2):
     return StateCache.create(rows, (2, 4, 3, 5), 4, jnp.float32)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("widths", [(1,) * 11, (1, 10), (7, 3, 1), (2, 9)])
 def test_cached_is_whole(layer, widths):
     module, params, x = layer

@@ -90,6 +90,7 @@ def run(module, params, x):
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("implementation", ["ragged", "megablox"])
 @pytest.mark.parametrize(("moe", "changes"), CASES)
 def test_a_layer_does_not_depend_on_its_implementation(moe, changes, implementation):

@@ -33,6 +33,7 @@ def test_each_number_is_the_nearest_of_255():
     np.testing.assert_allclose(np.abs(kept.array()).max((0, 1)), np.abs(array).max((0, 1)), rtol=1e-6)
 
 
+@pytest.mark.default_cases(4)
 @pytest.mark.parametrize("axis", [-1, -2, -3])
 @pytest.mark.parametrize(("size", "group"), [(128, 32), (128, 128), (96, 64), (48, 32), (7, 32)])
 def test_each_number_is_the_nearest_of_16(axis, size, group):
@@ -81,6 +82,7 @@ MODELS = {
 }
 
 
+@pytest.mark.default_cases(5)
 @pytest.mark.parametrize(("scan", "bits"), [(True, 8), (False, 8), (True, 4)])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_computes_with_what_they_stand_for(kind, scan, bits):

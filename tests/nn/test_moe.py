@@ -79,6 +79,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize(("moe", "changes"), CASES)
 def test_it_is_the_loop_over_tokens(moe, changes):
     """Outputs and gradients with respect to parameters and tokens: no token is dropped, whatever the load."""
@@ -369,6 +370,7 @@ def test_the_recipe_is_read_back():
     assert recipes.from_json(json.loads(json.dumps(recipes.to_json(recipe)))) == recipe
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("experts", "ambient"), [(4, True), (4, False), (5, True)])
 def test_spread_over_devices_the_numbers_are_the_same(experts, ambient):
     """Experts are sharded over the mesh axis "expert", rows over both axes.

@@ -203,6 +203,7 @@ def close(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), a, b)
 
 
+@pytest.mark.default_cases(9)
 @by_case
 def test_a_module_trains_in_nnx_as_in_linen(module, inputs):
     model, params = bridged(module, *inputs)

@@ -217,6 +217,7 @@ def test_dynamic_scaling_raises_the_base_with_the_length():
     np.testing.assert_allclose(got[2], Rotary(base=raised).rotate(heads, row)[2], atol=1e-4)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("scaling", [LONGROPE, DYNAMIC])
 @pytest.mark.parametrize("paged", [False, True])
 def test_cached_keys_are_rotated_by_the_length_of_the_text(scaling, paged):

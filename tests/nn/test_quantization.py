@@ -103,6 +103,7 @@ def is_quantized(dtypes):
     return all(dtype.itemsize == 1 for dtype in dtypes)
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_product_of_a_kernel_of_the_layers_is_quantized_and_no_other(kind, scan):
@@ -174,6 +175,7 @@ def test_rounding_changes_a_product_by_little_and_something(name, error):
     np.testing.assert_array_equal(big[1:], found[1:])  # each row has its own scale
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_grouped_products_equal_those_of_each_expert(name):
     scheme = SCHEMES[name]

@@ -99,6 +99,7 @@ def test_norms_elsewhere_are_their_equations(norm_position):
     np.testing.assert_allclose(block.apply(params, X, inputs)[0], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("norm_position", EQUATIONS)
 def test_with_norms_elsewhere_a_cache_changes_nothing(norm_position):
     config = CONFIG.replace(norm_position=norm_position, position="rotary", num_layers=1)

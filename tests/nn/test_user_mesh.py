@@ -106,6 +106,7 @@ def test_a_data_parallel_step_computes_each_row_once(names):
         assert collectives(ours)["all-gather"] == 0
 
 
+@pytest.mark.default_cases(1)
 @needs_explicit
 @pytest.mark.parametrize("names", NAMES, ids="-".join)
 def test_explicit_axes_cost_the_same_and_give_the_same(names):
@@ -145,6 +146,7 @@ CASES = [pytest.param(n, "reference", marks=pytest.mark.slow if n == "routed" el
 CASES.append(("ALiBi", "blockwise"))
 
 
+@pytest.mark.default_cases(2)
 @needs_explicit
 @pytest.mark.parametrize(("name", "kernel"), CASES)
 def test_models_work_with_the_mesh_that_jax_makes(name, kernel):

@@ -75,6 +75,7 @@ def is_served(address):
     return exchange(address, request()).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.slow
 def test_a_slow_head_is_cut(address):
     """Slowloris: one byte at a time, more slowly than the limit allows."""
     began = time.monotonic()

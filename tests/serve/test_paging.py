@@ -63,6 +63,7 @@ def drawn_request(draw, grammars):
     return make
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     "seed", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )

@@ -37,6 +37,7 @@ def translations(opened, beam, **options):
     ]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     ("fields", "beam"),
     [

@@ -101,6 +101,7 @@ SLOW = ("generate in slots", "generate with a draft", "translate")
 """uses that compile several large programs each"""
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in USES])
 def test_the_second_call_compiles_nothing(directories, name):
     kind, use = USES[name]

@@ -38,7 +38,8 @@ def quotes(text):
 
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-SLOW = {"chat", "colab", "decoding", "fine-tuning", "long-sequences", "mathematics", "migrate", "reuse", "vectors"}
+SLOW = {"audio", "chat", "colab", "decoding", "fine-tuning", "long-sequences", "mathematics", "migrate", "pretrained"}
+SLOW |= {"reuse", "vectors", "vision"}
 """pages whose blocks train models or compile many programs"""
 
 

@@ -52,6 +52,7 @@ def test_it_writes_a_text(workdir, recorded, capsys):
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.default_cases(1)
 def test_it_goes_on_as_it_would_have(workdir, recorded):
     recipe = load_recipe(workdir)
     paths = {

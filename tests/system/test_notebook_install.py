@@ -171,6 +171,7 @@ def test_a_jax_that_is_too_old(tmp_path, folder):
     assert line.endswith("then Run all.")
 
 
+@pytest.mark.slow
 def test_errors_after_that_are_one_line_each(tmp_path, folder):
     """A misspelled recipe gives one line; an error in a cell of the reader keeps its traceback."""
     notebook = until(read(TRAINING), "recipe")

@@ -55,6 +55,7 @@ def test_conversations_follow_running_text_with_its_model_and_tokenizer(trained)
     assert "eval/exact_match" in measures_of(chat)
 
 
+@pytest.mark.slow
 def test_evaluate_prints_the_exact_match_of_the_test_answers(trained, capsys):
     from transformer.cli._evaluate import main as evaluate
 

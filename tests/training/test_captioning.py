@@ -80,6 +80,7 @@ def test_a_caption_that_is_too_long_has_no_end_token():
     assert "(108 truncated)" in data.describe()
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("attention", ["causal", "image", "prefix"])
 def test_the_loss_is_that_of_the_model_on_the_same_rows(attention, dataset):
     """Padding, and the tokens of the image and the prompt, are no targets."""

@@ -116,6 +116,7 @@ HEADS = {
 }
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     ("task", "head"),
     [("causal_lm", "tied"), ("causal_lm", "own"), pytest.param("seq2seq", "mapped", marks=pytest.mark.slow)],

@@ -85,6 +85,7 @@ def parameter_sizes(layout):
     return whole | {size // placement.mesh.shape["tensor"] for size in whole}
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.skipif(jaxlib.__version__ != COUNTED_BY, reason=f"collectives were counted with jaxlib {COUNTED_BY}")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_counts_are_these(layout):

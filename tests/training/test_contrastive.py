@@ -66,6 +66,7 @@ def logits_and_weights(rows=7, seed=0):
     return jnp.asarray(random.normal(0, 4, (rows, rows)), jnp.float32), weights
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("loss", [matched_by_softmax, matched_by_sigmoid])
 def test_a_pair_of_weight_0_has_no_effect(loss):
     """It is no target and no negative: the loss is that of the other pairs alone, and so is the gradient."""
@@ -140,6 +141,7 @@ def test_all_devices_compare_all_pairs(layout, similarity, dataset, alone):
     np.testing.assert_allclose(steps(recipe, dataset), alone[similarity], rtol=1e-4)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("similarity", ["softmax", "sigmoid"])
 def test_gradients_on_eight_devices_equal_those_on_one(similarity, dataset):
     recipe = with_vocabulary(contrastive_recipe(similarity), dataset.tokenizer.vocab_size)
@@ -170,6 +172,7 @@ def gradients(recipe, placement, batch):
     return flatten_dict(jax.device_get(computed), sep="/")
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("similarity", "limited"), [("softmax", True), ("sigmoid", False)])
 def test_the_factor_of_clip_is_at_most_100(similarity, limited, dataset):
     recipe = contrastive_recipe(similarity, optimizer={"learning_rate": 1e-3})

@@ -41,6 +41,7 @@ def uninterrupted(folder):
     return losses(folder / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order",
     [

@@ -43,6 +43,7 @@ def differences(layout, tie, loss_tokens):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "tie", "loss_tokens"),
     [

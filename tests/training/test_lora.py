@@ -312,6 +312,7 @@ def test_nf4_rounds_each_weight_to_the_nearest_level_of_its_block():
     np.testing.assert_allclose(kept.array(), (levels[nearest] * largest).reshape(weights.shape), rtol=1e-6)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("size", [1, 7, 22, 64, 80, 96])
 def test_nf4_keeps_the_shape_and_exact_zeros(size):
     weights = np.random.default_rng(0).normal(size=(size, 2)).astype(np.float32)

@@ -79,6 +79,7 @@ def test_activations_on_one_device_and_with_pmap(parallel, scan):
     assert same_bits(found[1], expected[1])
 
 
+@pytest.mark.slow
 def test_the_optimizer_state_stays_in_host_memory(offloaded, resident):
     """Also after a step, and as the target of restoring; step counts stay on the devices."""
     placement, state, _ = offloaded

@@ -174,6 +174,7 @@ def named(name, **changes):
     return dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, name=name, **rate))
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", OptimizerName.__args__)
 def test_all_learn(name):
     state, step = start(named(name))

@@ -100,6 +100,7 @@ def trained(folder):
     return folder / "trained"
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_to_write_a_letter(trained):
     lines = read_metrics(trained / "metrics.jsonl")
     rewards = [line["train/reward"] for line in lines if "train/reward" in line]

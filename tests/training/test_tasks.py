@@ -102,6 +102,7 @@ def recipe_of(name):
     return dataclasses.replace(recipe, data=OWN_FILES.get(name, recipe.data), grpo=grpo, model=model)
 
 
+@pytest.mark.default_cases(5)
 @pytest.mark.parametrize("name", TASKS)
 def test_the_batch_the_model_and_the_loss_of_a_task_fit_together(name):
     """With shapes only: the model accepts the batch of `shapes`, and the loss weighs each target once."""

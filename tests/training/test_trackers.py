@@ -122,6 +122,7 @@ def logged(calls):
     return {(call[1], name): value for call in calls if call[0] == "log" for name, value in call[2].items()}
 
 
+@pytest.mark.slow
 def test_every_tracker_gets_the_numbers_of_metrics_jsonl_and_keeps_its_run_on_resume(folder, packages):
     workdir = folder / "tracked"
     names = ("wandb", "mlflow", "trackio")

@@ -128,6 +128,7 @@ def before_linen(flat):
     return found
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
 @pytest.mark.parametrize(
     ("options", "form"),
@@ -148,6 +149,7 @@ def test_a_vision_transformer_is_that_of_big_vision(tmp_path, options, form, wri
     np.testing.assert_allclose(got, computed(module, flat, PIXELS), atol=1e-4)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("form", [dict, scanned])
 def test_siglip_is_that_of_big_vision(tmp_path, form):
     flat = drawn(Towers(), PIXELS, TOKENS)

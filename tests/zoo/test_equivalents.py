@@ -77,6 +77,7 @@ def random_model(cls, fields):
 SLOW = {"the paper, a pattern and two vocabularies", "two stacks"}
 
 
+@pytest.mark.default_cases(4)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_an_equivalent_model_gives_the_same_logits_and_is_saved(tmp_path, name):
     cls, fields, family, found = CASES[name]

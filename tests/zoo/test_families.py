@@ -66,6 +66,7 @@ def opened(tmp_path, family, name):
     return load_pretrained(ours.write(tmp_path / "theirs", record)), record
 
 
+@pytest.mark.default_cases(16)
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_results_are_the_reference_s_and_files_come_back(tmp_path, family, name):
     case = golden_case.cases(family)[name]

@@ -512,6 +512,7 @@ def test_the_command_resumes_bit_for_bit(tmp_path):
     assert losses("killed") == losses("whole")
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(tmp_path):
     write_json(tmp_path / "a.jsonl", documents(60))
     write_json(tmp_path / "b.jsonl", documents(30, seed=1))

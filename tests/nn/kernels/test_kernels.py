@@ -68,6 +68,7 @@ def value_and_grads(kernel, mask, softcap, **options):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True))(QUERY, KEY, VALUE, TABLE, SINKS)
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("kind", MASKS)
 def test_chunked_equals_reference_in_values_and_gradients(kind):
     expected = value_and_grads(reference_attention, MASKS[kind], 3.0)
@@ -298,6 +299,7 @@ def test_the_documented_table_has_a_cell_for_all_that_is_tested():
     assert all(serves for (_, kernel), serves in documented_cells().items() if kernel == "reference")
 
 
+@pytest.mark.default_cases(13)
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kernel", [name for name in ALL_KERNELS if name != "reference"])
 def test_each_kernel_does_what_the_documented_table_says(kernel, asked, monkeypatch):

@@ -59,6 +59,7 @@ def third_segments(length, other=None):
     return Mask.segments(queries, keys)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize(
     ("queries", "keys", "mask"),
     [
@@ -145,6 +146,7 @@ MESHES = {
 }
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("case", MESHES)
 def test_over_a_mesh_equals_reference_in_values_and_gradients(case):
     sizes, mask, kv_heads = MESHES[case]

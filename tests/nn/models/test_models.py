@@ -37,6 +37,7 @@ def apply(model, params, *inputs, method="__call__", **options):
     return model.apply(params, *inputs, method=method, **options)
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_decoding_with_a_cache_equals_the_whole(position):
     model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
@@ -50,6 +51,7 @@ def test_decoding_with_a_cache_equals_the_whole(position):
     np.testing.assert_array_equal(cache_length(cache), [9, 9])
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_packed_rows_give_what_each_gives_alone(position):
     model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])

@@ -87,6 +87,7 @@ def model_and_loss(task, position, kind=LayerKind()):
 ROUTED = LayerKind(moe=MoE(num_experts=3, load_balance_weight=1.0, router_z_weight=1.0))
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     ("task", "position", "kind"),
     [

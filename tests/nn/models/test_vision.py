@@ -176,6 +176,7 @@ def test_a_distilled_classifier_averages_two_classifiers():
     assert run(model, params, PIXELS, method="with_aux")[1] == {}
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("config", [DUAL, SIGMOID], ids=["softmax", "sigmoid"])
 def test_a_dual_encoder_compares_all_pairs(config):
     model = DualEncoder(config)

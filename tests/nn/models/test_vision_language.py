@@ -65,6 +65,7 @@ def depends(attention, row, **options):
     return np.abs(np.asarray(jacobian)).max(-1) > 0
 
 
+@pytest.mark.slow
 def test_causality_is_exact_except_within_groups():
     tokens = np.arange(TOKENS.shape[1])
     earlier = tokens[:, None] >= tokens[None, :]

@@ -151,6 +151,7 @@ class TestWithoutData:
 
 
 class TestFlops:
+    @pytest.mark.default_cases(2)
     @pytest.mark.parametrize(
         ("recipe", "changes"),
         [

@@ -170,6 +170,7 @@ class TestSearch:
         assert search_line(tried[0]).endswith("does not fit, 5.00 GiB")
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [("llama3_8b", 8_030_261_248), ("llama3_70b", 70_553_706_496), ("mixtral_8x7b", 46_702_792_704)],

@@ -77,6 +77,7 @@ def case_of(family):
     return found[name if name in found else next(key for key in found if key != "made with")]
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_reads_what_its_flax_classes_wrote(tmp_path, family):
     directory = ours.write(tmp_path / "torch", case_of(family))

@@ -155,6 +155,7 @@ def test_what_is_no_json_object_is_an_error(directory, text):
 FAMILIES = {"gpt2": "lm", "bart": "lm", "vit": "classifier", "patchtst": "forecast", "whisper": "lm", "bert": "lm"}
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_logits_are_those_that_were_saved(tmp_path, family):
     case = next(iter(golden_case.cases(family)))
