@@ -22,6 +22,15 @@ def test_a_dry_run_reports_recipe_parameters_memory_and_the_first_batch(tmp_path
     shown = next(line for line in text.splitlines() if line.startswith("  tokens, first row: "))
     assert ast.literal_eval(shown.partition(": ")[2]) in (tmp_path / "text.txt").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+    assert "warning" not in text
+
+
+def test_a_dry_run_warns_as_a_run_does(tmp_path):
+    said = []
+    recipe = text_recipe(tmp_path)
+    slow = change(recipe, optimizer={"warmup_steps": recipe.training.steps + 1})
+    dry_run(slow, tmp_path / "run", say=said.append)
+    assert said[0].startswith("warning: the learning rate never reaches its peak")
 
 
 def test_a_dry_run_refuses_what_a_run_would_refuse(tmp_path):

@@ -16,6 +16,7 @@ from transformer.training._memory import Need, device_bytes, gib, shard_bytes
 from transformer.training._recipe import Recipe
 from transformer.training._runs import open_run
 from transformer.training._serial import flatten
+from transformer.training._settings import schedule_warning
 from transformer.training._start import Start
 
 MOST_CHARACTERS = 1000
@@ -53,6 +54,8 @@ def dry_run(
     """
     given = {"start": start, "teacher": teacher, "restart": restart, "allow_change": allow_change}
     recipe, dataset = open_run(recipe, workdir, say=say, **given)
+    if warning := schedule_warning(recipe.optimizer, recipe.training.steps):
+        say(f"warning: {warning}")
     say("recipe:\n" + "\n".join(f"  {name}: {value}" for name, value in flatten(recipe).items()))
     say(f"data: {dataset.describe()}")
     placement = placed(recipe, dataset, check_memory)
