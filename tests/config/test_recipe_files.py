@@ -123,8 +123,8 @@ def test_mistakes_exit_2_with_one_line():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "the first argument must be a recipe, got nothing. Try: "),
-        (["--model.d-model", "7"], "the first argument must be a recipe, got --model.d-model"),
+        ([], "the first argument must be a recipe or the workdir of a run, got nothing. Try: "),
+        (["--model.d-model", "7"], "the first argument must be a recipe or the workdir of a run, got --model.d-model"),
         (["number_words", "--workdir"], "--workdir: expected one argument. --workdir and --init take a directory"),
         (["number_words", "--workdir", "/proc/nowhere"], "/proc/nowhere"),
         (["text_file", "--fast"], "your-text.txt"),
