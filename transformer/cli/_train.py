@@ -199,7 +199,8 @@ def _check_given(own: argparse.Namespace, rest: Sequence[str]) -> None:
     if not rest or rest[0].startswith("-"):
         got = f"got {rest[0]}" if rest else "got nothing"
         raise ConfigError(
-            f"the first argument must be a recipe or the workdir of a run, {got}. Try: {program('train')} number_words, or --list."
+            f"the first argument must be a recipe or the workdir of a run, {got}. "
+            f"Try: {program('train')} number_words, or --list."
         )
     for option, value in (("workdir", own.workdir), ("init", own.init)):
         if value == "":
