@@ -17,6 +17,7 @@ LAYERS = {
     "nn/masks": 1,
     "nn/partitioning": 1,
     "nn/quantization": 1,
+    "nn/transposed": 1,
     "nn/kernels": 2,
     "nn/layers": 2,
     "nn/paged": 2,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.generate._decoding import Batch, DecodeResult, decode_step, prefill
-from transformer.generate._layers import copy_unstacked, unstacked_model
+from transformer.generate._layers import copy_decoding_params, unstacked_model
 from transformer.generate._sampling import SamplerParams, choose
 from transformer.nn._axes import Array, Bool, Int, Leaf, PRNGKey
 from transformer.nn._caches import cache_length
@@ -68,7 +68,7 @@ def decode_in_slots(
         new_slots: size of the output, at least `limit`.
     """
     order = sorted(range(len(prompts)), key=lambda number: -prompts[number].tokens.shape[1])
-    params = {**params, "decoder": copy_unstacked(model, params["decoder"])}
+    params = copy_decoding_params(model, params)
     model = unstacked_model(model)
     state = Slots(
         tokens=jnp.zeros((slots,), jnp.int32),

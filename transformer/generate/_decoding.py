@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.generate._layers import unstack_layers, unstacked_model, uses_unstacked_layers
+from transformer.generate._layers import decoding_params, unstack_layers, unstacked_model, uses_unstacked_layers
 from transformer.generate._penalties import History
 from transformer.generate._sampling import SamplerParams, choose
 from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey, Tokens
@@ -138,8 +138,7 @@ def with_unstacked_layers(model: CausalLM | Seq2Seq, params: Any, cache: Any) ->
     """
     if not uses_unstacked_layers(model, params):
         return model, params, cache
-    params = {**params, "decoder": unstack_layers(model, params["decoder"])}
-    return unstacked_model(model), params, unstack_layers(model, cache)
+    return unstacked_model(model), decoding_params(model, params), unstack_layers(model, cache)
 
 
 def _hidden(model, params, new_source, tokens: Tokens, cache, source, positions=None, mask=None):

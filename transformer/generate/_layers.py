@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from transformer.config._options import StackOptions
 from transformer.config._parts import Layer
-from transformer.nn._partitioning import platform
+from transformer.nn._int8 import Int8
+from transformer.nn._parameter_axes import axes_of
+from transformer.nn._partitioning import has_mesh, platform
+from transformer.nn._transposed import transposed
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._seq2seq import Seq2Seq
 
@@ -39,8 +43,55 @@ def unstack_layers(model: CausalLM | Seq2Seq, tree: Any) -> Any:
     return rest | {f"prefix_{i}": layer for i, layer in enumerate(layers)}
 
 
-copy_unstacked = jax.jit(unstack_layers, static_argnums=0)
-"""`unstack_layers` as one compiled call, for loops that the host controls"""
+def decoding_params(model: CausalLM | Seq2Seq, params: Any) -> Any:
+    """Return the parameters for `unstacked_model`, in the layout that is fast for the few rows of a decoding step.
+
+    On CPU, kernels of 16 or 8 bits get one row per output (`nn/_transposed.py`).
+    """
+    return {**params, **_decoding_parts(model, _read_by_steps(params))}
+
+
+def copy_decoding_params(model: CausalLM | Seq2Seq, params: Any) -> Any:
+    """`decoding_params` as one compiled call, for loops that the host controls."""
+    return {**params, **_copied_parts(model, _read_by_steps(params))}
+
+
+def _read_by_steps(params: Any) -> dict[str, Any]:
+    return {name: params[name] for name in ("decoder", "output") if name in params}
+
+
+def _decoding_parts(model: CausalLM | Seq2Seq, parts: dict[str, Any]) -> dict[str, Any]:
+    parts = {**parts, "decoder": unstack_layers(model, parts["decoder"])}
+    if platform() != "cpu" or has_mesh() or model.execution.quantization != "none":
+        return parts
+    return {name: _transposed_kernels(part, name) for name, part in parts.items()}
+
+
+_copied_parts = jax.jit(_decoding_parts, static_argnums=0)
+
+
+def _transposed_kernels(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Transpose the 16-bit and 8-bit kernels of a tree of parameters, whose layers are not stacked."""
+    done = {}
+    for name, part in tree.items():
+        place = f"{path}/{name}"
+        if not isinstance(part, Mapping):
+            done[name] = _transposed_kernel(part, place)
+        elif "latent" in tree and name in ("key", "value"):
+            done[name] = part  # multi-head latent attention multiplies by these in another order
+        else:
+            done[name] = _transposed_kernels(part, place)
+    return done
+
+
+def _transposed_kernel(part: Any, path: str) -> Any:
+    """Transpose a parameter if it is a 16-bit or 8-bit kernel (*in, *out) of a `Linear`."""
+    axes = axes_of(path, len(part.shape)) if isinstance(part, jax.Array | Int8) else None
+    if axes is None or not axes.int8 or axes.inputs != tuple(range(-len(part.shape), -len(axes.outputs))):
+        return part
+    if isinstance(part, Int8):
+        return transposed(part.values, part.scale, len(axes.inputs))
+    return transposed(part, None, len(axes.inputs)) if part.dtype.itemsize == 2 else part
 
 
 def unstacked_model(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.generate._decoding import Batch, decode_hypotheses, prefill
-from transformer.generate._layers import unstack_layers, unstacked_model, uses_unstacked_layers
+from transformer.generate._layers import decoding_params, unstack_layers, unstacked_model, uses_unstacked_layers
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
 from transformer.nn._caches import lengthen_cache
 from transformer.nn._masks import Mask
@@ -190,7 +190,7 @@ def continue_search(
         cache_slots: number of cache slots per row, C.
     """
     if uses_unstacked_layers(model, params):
-        params = {**params, "decoder": unstack_layers(model, params["decoder"])}
+        params = decoding_params(model, params)
         model = unstacked_model(model)
     room = cache_slots - state.visible.shape[-1]
     state = dataclasses.replace(

@@ -22,7 +22,7 @@ from transformer.config._progress import counting
 from transformer.generate._constraints import Constraint, next_allowed, only_allowed
 from transformer.generate._decoding import decode_step
 from transformer.generate._generation import check_finite, row_keys
-from transformer.generate._layers import copy_unstacked, unstacked_model, uses_unstacked_layers
+from transformer.generate._layers import copy_decoding_params, unstacked_model, uses_unstacked_layers
 from transformer.generate._penalties import History, log_probabilities
 from transformer.generate._prompts import (
     Ids,
@@ -93,7 +93,7 @@ class TokenStream:
         self._original = params
         model = decoding_model(model)
         if uses_unstacked_layers(model, params):
-            params = {**params, "decoder": copy_unstacked(model, params["decoder"])}
+            params = copy_decoding_params(model, params)
             model = unstacked_model(model)
         self._model, self._params = model, params
         self.forget()

@@ -28,6 +28,7 @@ from transformer.nn._partitioning import (
     rows_can_merge,
 )
 from transformer.nn._quantization import Quantization, Scheme, integer_linear, quantized_linear
+from transformer.nn._transposed import Transposed, row_product
 
 Initializer = Callable[..., jax.Array]
 """(key, shape, dtype) -> initial value of a parameter"""
@@ -125,7 +126,8 @@ def linear_frozen(
 
     Args:
         x: (..., *in).
-        kernel: an array, `Int8`, `Int4`, `NF4`, or one of them with an update, `Adapted`.
+        kernel: an array, `Int8`, `Int4`, `NF4`, or one of them with an update, `Adapted`; or `Transposed`, for
+            decoding, which is not quantized further.
         contract: number of axes of *in*.
         quantization: how to quantize the factors of the multiplication by W; None: not at all.
     """
@@ -142,6 +144,8 @@ def linear_frozen(
         return y * factor.astype(x.dtype)
 
     def multiplied(x, kernel):
+        if isinstance(kernel, Transposed):
+            return kernel.product(x, contract)
         if isinstance(kernel, Int8):
             return linear_int8(x, kernel, contract, quantization)
         array = kernel.array(x.dtype) if isinstance(kernel, Encoded) else kernel.astype(x.dtype)
@@ -469,10 +473,21 @@ class Embedding(nn.Module):
 
     def attend(self, x: Hidden) -> Logits:
         """Compute logits x E^T, the dot product with each row of the table: (B, T, D) -> (B, T, V)."""
+        # A decoding step has one position. With more positions, converting the table is a small part of the work.
+        step = x.shape[-2] == 1 and platform() == "cpu" and rows_can_merge()
         if isinstance(self.embedding, Int8):
+            if step:
+                return self._row_product(x, self.embedding.values, self.embedding.scale[:, 0])
             return linear_int8(x.astype(self.dtype), jax.tree.map(jnp.transpose, self.embedding))
         if isinstance(self.embedding, Encoded):
             return linear(x.astype(self.dtype), self.embedding.array(self.dtype).T)
+        if step and self.embedding.dtype.itemsize == 2 and self.dtype == self.embedding.dtype:
+            return self._row_product(x, self.embedding)
         # (B, T, D) @ (D, V)
         x, table = nn.dtypes.promote_dtype(x, self.embedding, dtype=self.dtype)
         return linear(x, table.T)
+
+    def _row_product(self, x: Hidden, table: jax.Array, scale: jax.Array | None = None) -> Logits:
+        """Compute logits without an array of the table in float32: (B, T, D) -> (B, T, V)."""
+        rows = x.astype(self.dtype).reshape(-1, x.shape[-1])
+        return row_product(rows, table, scale).astype(self.dtype).reshape(*x.shape[:-1], -1)

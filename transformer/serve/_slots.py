@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from transformer.generate._generation import row_keys
-from transformer.generate._layers import copy_unstacked, unstacked_model
+from transformer.generate._layers import copy_decoding_params, unstacked_model
 from transformer.generate._pages import PageAllocator
 from transformer.generate._rows import (
     MOST_ENDS,
@@ -132,7 +132,7 @@ class Slots:
     def __init__(
         self, model: CausalLM, params: Any, *, slots: int, positions: int, num_pages: int, suppressed: np.ndarray
     ):
-        self._params = {**params, "decoder": copy_unstacked(model, params["decoder"])}
+        self._params = copy_decoding_params(model, params)
         self._model = unstacked_model(model)
         self._rows = blank_rows(self._model, slots, num_pages, PAGE_SIZE)
         self._suppressed, self._slots = suppressed, slots

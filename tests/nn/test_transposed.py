@@ -1,0 +1,100 @@
+"""Kernels with one row per output compute the products of the kernels that they stand for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.config import MLA, TransformerConfig
+from transformer.generate import Sampling, TokenStream, generate
+from transformer.generate._layers import decoding_params
+from transformer.nn import quantize
+from transformer.nn._transposed import PIECE, Transposed, row_product, transposed
+from transformer.nn.models import CausalLM
+
+
+def values(shape, dtype, seed=0):
+    drawn = np.random.default_rng(seed).normal(size=shape)
+    return jnp.asarray(np.round(drawn * 40).clip(-127, 127) if dtype == jnp.int8 else drawn, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("rows", [1, 2, 32, 33])
+def test_products_are_those_of_the_numbers(rows, dtype):
+    """Rows of unlike size, one of them zeros; inputs in one piece and in three."""
+    for inputs in (5, 2 * PIECE + 7):
+        x = np.random.default_rng(1).normal(size=(rows, inputs)).astype(np.float32) * 10.0 ** np.arange(rows)[:, None]
+        x = np.minimum(np.abs(x), 1e30) * np.sign(x)
+        x[rows - 1] = 0.0
+        kernel, scale = values((3, inputs), dtype), jnp.array([0.5, 2.0, 1.0])
+        found = jax.jit(row_product)(jnp.asarray(x), kernel, scale)
+        exact = (x.astype(np.float64) @ np.asarray(kernel, np.float64).T) * np.asarray(scale, np.float64)
+        size = (
+            np.abs(x).max(1, keepdims=True) * np.linalg.norm(np.asarray(kernel, np.float64), axis=1) * np.asarray(scale)
+        )
+        assert (np.abs(found - exact) <= 5e-5 * size + 1e-30).all()
+
+
+def test_integers_have_the_derivative_of_the_product_before_rounding():
+    kernel, x = values((4, 6), jnp.int8), jnp.asarray(np.random.default_rng(2).normal(size=(3, 6)), jnp.float32)
+    weights = jnp.arange(12.0).reshape(3, 4)
+    found = jax.grad(lambda x: (row_product(x, kernel) * weights).sum())(x)
+    np.testing.assert_allclose(found, weights @ kernel.astype(jnp.float32), rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_inputs", [1, 2])
+def test_a_kernel_keeps_its_shape_and_its_numbers(num_inputs):
+    kernel = values((3, 4, 5), jnp.bfloat16)
+    stored = transposed(kernel, None, num_inputs)
+    assert stored.shape == (3, 4, 5)
+    assert stored.values.shape == ((20, 3) if num_inputs == 1 else (5, 12))
+    np.testing.assert_array_equal(stored.array(), kernel.astype(jnp.float32))
+    x = jnp.ones((2, 1, *kernel.shape[:num_inputs]))
+    expected = jnp.tensordot(x, kernel.astype(jnp.float32), num_inputs)
+    np.testing.assert_allclose(stored.product(x, num_inputs), expected, rtol=1e-6)
+
+
+SIZES = {"vocab_size": 31, "d_model": 24, "num_layers": 2, "d_ff": 20, "num_heads": 4, "initializer_range": 0.4}
+
+
+def build(**fields):
+    model = CausalLM(TransformerConfig(**SIZES, position="rotary").replace(**fields))
+    return model, jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_texts_are_the_likeliest_of_the_weights(tie, bits):
+    """Decoding reads the small weights; each token has the best logit of a whole pass, up to rounding."""
+    fields = {"dtype": "bfloat16", "param_dtype": "bfloat16"} if bits == 16 else {}
+    model, params = build(**{"embedding.tie": tie}, **fields)
+    if bits == 8:
+        params, _ = quantize(params)
+    kinds = jax.tree.leaves(decoding_params(model, params), is_leaf=lambda node: isinstance(node, Transposed))
+    # 6 kernels of each of the 2 layers, and the output
+    assert sum(isinstance(kind, Transposed) for kind in kinds) == 12 + (not tie)
+    greedy, prompts = Sampling(temperature=0.0), [[3, 1, 4], [5, 9, 2, 6, 5]]
+    texts = generate(model, params, prompts, max_new_tokens=6, sampling=greedy)
+    for prompt, text in zip(prompts, texts, strict=True):
+        whole = jnp.array([[*prompt, *text]])
+        logits = np.asarray(model.apply({"params": params}, whole), np.float64)[0, len(prompt) - 1 : -1]
+        chosen = logits[np.arange(6), text]
+        np.testing.assert_allclose(chosen, logits.max(-1), atol=1e-3 if bits == 8 else 0.1)
+        pieces = TokenStream(model, params).generate(prompt, max_new_tokens=6, sampling=greedy)
+        assert len([token for piece in pieces for token in piece.tokens]) == 6
+
+
+def transposed_paths(params):
+    leaves = jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, Transposed))
+    return {jax.tree_util.keystr(path[-2:]) for path, leaf in leaves if isinstance(leaf, Transposed)}
+
+
+def test_kernels_of_float32_stay():
+    assert not transposed_paths(decoding_params(*build()))
+
+
+def test_latent_attention_keeps_the_kernels_that_it_multiplies_in_another_order():
+    latent = MLA(kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3)
+    kept = decoding_params(*build(**{"attention.mla": latent}, dtype="bfloat16", param_dtype="bfloat16"))
+    names = {"query", "latent", "rotary_key", "out", "up", "down"}
+    assert transposed_paths(kept) == {f"['{name}']['kernel']" for name in names}
