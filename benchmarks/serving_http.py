@@ -104,16 +104,10 @@ def server(command: Sequence[str], port: int) -> Iterator[str]:
     Raises:
         RuntimeError: it ends before, or does not answer in time; the message has its last line.
     """
-    with tempfile.TemporaryFile() as log:
+    with tempfile.NamedTemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            deadline = time.monotonic() + START_SECONDS
-            while not _answers(f"http://127.0.0.1:{port}/health"):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    lines = log.read().decode(errors="replace").strip().splitlines() or ["no output"]
-                    raise RuntimeError(f"{shlex.join(command)} does not run: {lines[-1]}")
-                time.sleep(0.2)
+            wait_for(process, port, command, Path(log.name))
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             process.send_signal(signal.SIGTERM)
@@ -122,6 +116,16 @@ def server(command: Sequence[str], port: int) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def wait_for(process: subprocess.Popen, port: int, command: Sequence[str], log: Path) -> None:
+    """Wait until a server answers /health; RuntimeError with the last line of its log if it ends or is too late."""
+    deadline = time.monotonic() + START_SECONDS
+    while not _answers(f"http://127.0.0.1:{port}/health"):
+        if process.poll() is not None or time.monotonic() > deadline:
+            lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+            raise RuntimeError(f"{shlex.join(command)} does not run: {lines[-1]}")
+        time.sleep(0.2)
 
 
 def _answers(url: str) -> bool:

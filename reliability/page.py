@@ -1,4 +1,4 @@
-"""Generated parts of docs/reliability.md: the results of `python -m reliability.crash` and `.soak`."""
+"""Generated parts of docs/reliability.md: the results of `python -m reliability.crash`, `.soak` and `.load`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,24 @@ def soak_table(result: Mapping[str, Any]) -> str:
         lines.append(f"| {row['what']} | {row['before']} | {row['after']} | {remark} | {row['allowed']} |")
     lines += [f"\n**A fault**: {fault}" for fault in result["faults"]]
     lines += ["", "![Memory and throughput by time](images/soak.png)"]
+    return "\n".join(lines) + "\n"
+
+
+def load_table(result: Mapping[str, Any]) -> str:
+    """Return the results of `load.record` as Markdown: date and machine, what was asked, one row per measure."""
+    lost = f"**{len(result['lost'])} or more lost**" if result["lost"] else "none lost"
+    lines = [
+        f"{where(result)}: `python -m reliability.load --minutes {result['minutes']:g} --clients {result['clients']} "
+        f"--slots {result['slots']}`: {result['answered']:,} complete answers, {result['left']:,} requests left by "
+        f"their clients, {lost}. The time to the first token contains the wait for one of the slots.",
+        "",
+        "| what | second quarter | last quarter | | allowed |",
+        "| --- | ---: | ---: | --- | --- |",
+    ]
+    for row in result["measures"]:
+        remark = " ".join(part for part in ("**too much**" if row["failed"] else "", row["told"]) if part)
+        lines.append(f"| {row['what']} | {row['before']} | {row['after']} | {remark} | {row['allowed']} |")
+    lines += [f"\n**A fault**: {fault}" for fault in (*result["faults"], *result["lost"])]
     return "\n".join(lines) + "\n"
 
 

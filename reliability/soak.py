@@ -68,7 +68,8 @@ class Watch:
             inside: file written by `reliability.monitored`.
         """
         self._process, self._start = Path("/proc", str(pid)), start
-        self._metrics, self._inside = Lines(workdir / "metrics.jsonl"), Lines(inside)
+        self.metrics = workdir / "metrics.jsonl"
+        self._metrics, self._inside = Lines(self.metrics), Lines(inside)
         self._step = 0
         self.programs: list[tuple[float, str]] = []
 

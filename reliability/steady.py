@@ -122,6 +122,31 @@ def measures(samples: Sequence[Sample], late: Sequence[str] = ()) -> list[Measur
     return rows
 
 
+def requests_measures(samples: Sequence[Sample], answered: Sequence[tuple[float, float]]) -> list[Measure]:
+    """Return the rows of a server: time to the first token, and answers per second of each clock.
+
+    Args:
+        samples: all samples, whose `step` counts answers.
+        answered: of each answer: when it ended, in seconds since the first sample's start, and the seconds to its first
+            token.
+    """
+    end = samples[-1].seconds
+    second = [sample for sample in samples if end / 4 <= sample.seconds < end / 2]
+    last = [sample for sample in samples if sample.seconds >= end * 3 / 4]
+    rows = []
+    for share in (50, 99):
+        times = [
+            [first for when, first in answered if low <= when / end < high] for low, high in ((0.25, 0.5), (0.75, 2.0))
+        ]
+        before, after = (float(np.percentile(part, share)) for part in times)
+        told = f"{100 * (after / before - 1):+.1f} %"
+        what = f"time to the first token, {share}th percentile"
+        rows.append(Measure(what, f"{before:.2f} s", f"{after:.2f} s", told, "depends on other programs", False))
+    rows.append(_per("seconds", "answers/s", second, last))
+    rows.append(_per("cpu", "answers per processor second", second, last))
+    return rows
+
+
 def names(programs: Sequence[str]) -> str:
     """Return the distinct names with their counts."""
     return ", ".join(f"{name} x {count}" for name, count in Counter(programs).most_common())

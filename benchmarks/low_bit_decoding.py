@@ -1,0 +1,90 @@
+"""Tokens per second of greedy decoding with weights in float32, bfloat16, 8 and 4 bits: GPT-2 124M, random weights.
+
+    python -m benchmarks.low_bit_decoding [--batches 1 4 16] [--new 33] [--turns 3]
+
+The formats take turns in one process. The time of a token is the difference between texts of `--new` tokens and of one
+token, so that neither the prompt nor the copy of the weights before the loop counts. The last line is a JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.decode import HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH, prompts
+from benchmarks.machine import machine
+from transformer import CausalLM, TransformerConfig
+from transformer.cli._allocator import keep_freed_memory
+from transformer.config import EmbeddingOptions
+from transformer.generate import Sampling, generate
+from transformer.nn import quantize
+
+
+def models() -> dict[str, tuple[Any, Any]]:
+    """Return model and parameters of each format; all have the same weights, up to rounding."""
+    config = TransformerConfig(
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        position="learned",
+        max_length=POSITIONS,
+        embedding=EmbeddingOptions(scale=False),
+        initializer_range=0.02,
+    )
+    model, half = CausalLM(config), CausalLM(config.replace(dtype="bfloat16", param_dtype="bfloat16"))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    return {
+        "float32": (model, params),
+        "bfloat16": (half, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)),
+        "int8": (model, quantize(params)[0]),
+        "int4": (model, quantize(params, bits=4)[0]),
+    }
+
+
+def seconds_per_step(model: Any, params: Any, rows: list[list[int]], new: int) -> float:
+    """Return the seconds of one decoding step."""
+
+    def run(count: int) -> float:
+        began = time.perf_counter()
+        generate(model, params, rows, max_new_tokens=count, sampling=Sampling(temperature=0.0))
+        return time.perf_counter() - began
+
+    return (run(new) - run(1)) / (new - 1)
+
+
+def main() -> None:
+    """Measure each format, and print tokens per second and the ratio to float32."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--new", type=int, default=33, help="new tokens per row")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each format")
+    options = parser.parse_args()
+    keep_freed_memory()
+    every, found = models(), {}
+    print(f"{machine()}, jax {jax.__version__}\n")
+    print("| batch | weights | tokens/s | beside float32 |\n| ---: | --- | ---: | ---: |")
+    for batch in options.batches:
+        rows = prompts(batch, 32).tolist()
+        for model, params in every.values():
+            seconds_per_step(model, params, rows, options.new)  # compiles
+        turns = [
+            {name: seconds_per_step(*one, rows, options.new) for name, one in every.items()}
+            for _ in range(options.turns)
+        ]
+        for name in every:
+            rate = batch / statistics.median(turn[name] for turn in turns)
+            ratio = statistics.median(turn["float32"] / turn[name] for turn in turns)
+            found[f"{batch} {name}"] = {"tokens_per_second": rate, "ratio": ratio}
+            print(f"| {batch} | {name} | {rate:.1f} | {ratio:.2f} |", flush=True)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

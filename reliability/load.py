@@ -1,0 +1,198 @@
+"""Serve requests of 64 clients for half an hour: each gets its whole answer, and the memory of the server stays.
+
+Usage: python -m reliability.load --minutes 30 --clients 64
+       python -m reliability.load --output docs/load.json    also write the results, and the table into reliability.md
+
+The server runs in its own process, with a small Llama of random weights. Each client sends a chat request, reads its
+stream, and sends the next one; lengths are like those of ShareGPT (`benchmarks.serving_http`). One request in twenty
+is left after a few tokens. Every other answer must be complete. At the end, the server gets SIGTERM while requests run:
+it must finish them and exit. The process is measured as by `reliability.soak`. The exit code is 1 if a limit is
+exceeded or an answer is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reliability.monitored import bytes_in_use
+from reliability.page import load_table, put
+from reliability.soak import PAGE, VARIABLES, Watch
+from reliability.steady import Measure, Sample, measures, requests_measures
+
+LONGEST = 256
+"""maximum tokens of a request, prompt and answer together"""
+LEFT = 20
+"""one request in this many is left by its client"""
+EVERY = 5.0
+"""mean number of seconds between two samples"""
+LEAST_MINUTES = 1.0
+
+
+@dataclass
+class Seen:
+    """What the clients saw."""
+
+    answered: list[tuple[float, float]] = field(default_factory=list)
+    """of each complete answer: when it ended, in seconds since the start, and the seconds to its first token"""
+    left: int = 0
+    """requests that their clients left"""
+    lost: list[str] = field(default_factory=list)
+    """answers that are missing or not complete, and why"""
+
+
+async def client(url: str, number: int, ends: float, start: float, seen: Seen) -> None:
+    """Send requests one after another until `ends` (`time.monotonic`)."""
+    import openai
+
+    from benchmarks.serving_http import asks
+
+    rng = random.Random(number)
+    async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=5, timeout=900) as connection:
+        for one in asks(100_000 // LONGEST, LONGEST, seed=number):
+            if time.monotonic() >= ends:
+                return
+            leaves, began, first, usage, reason = rng.randrange(LEFT) == 0, time.monotonic(), None, None, None
+            try:
+                stream = await connection.chat.completions.create(
+                    model="llama",
+                    messages=[{"role": "user", "content": one.prompt}],
+                    max_tokens=one.tokens,
+                    seed=number,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                )
+                async for part in stream:
+                    first, usage = first or time.monotonic(), part.usage or usage
+                    reason = (part.choices[0].finish_reason if part.choices else None) or reason
+                    if leaves and part.choices:
+                        await stream.close()
+                        break
+            except openai.OpenAIError as error:
+                seen.lost.append(f"{type(error).__name__}: {str(error)[:200]}")
+                continue
+            complete = usage is not None and (reason == "stop" or usage.completion_tokens == one.tokens)
+            if leaves:
+                seen.left += 1
+            elif complete:
+                seen.answered.append((time.monotonic() - start, first - began))
+            else:
+                seen.lost.append(f"finish_reason {reason}, usage {usage}, wanted {one.tokens} tokens")
+
+
+async def clients(url: str, count: int, minutes: float, watch: Watch, seen: Seen, process: Any) -> list[Sample]:
+    """Run all clients, sample the server, and stop it while the last requests run."""
+    start = time.monotonic()
+    ends, samples, rng = start + 60 * minutes, [], random.Random(0)
+    running = [asyncio.create_task(client(url, number, ends, start, seen)) for number in range(count)]
+    while time.monotonic() < ends and process.poll() is None:
+        await asyncio.sleep(min(EVERY * rng.uniform(0.5, 1.5), max(ends - time.monotonic(), 0)))
+        with watch.metrics.open("a") as file:
+            print(json.dumps({"step": len(seen.answered)}), file=file)
+        samples.append(watch.look())
+    process.send_signal(signal.SIGTERM)
+    await asyncio.gather(*running)
+    return samples
+
+
+def serve(folder: Path, minutes: float, count: int, slots: int) -> tuple[list[Sample], list[str], Seen, list[str]]:
+    """Return the samples, the names of programs compiled late, what the clients saw, and the faults of the server."""
+    from benchmarks.serving_http import free_port, wait_for, write_model
+
+    write_model(folder / "llama", small=True, longest=LONGEST)
+    port, inside, workdir, seen = free_port(), folder / "inside.jsonl", folder, Seen()
+    words = ["serve", str(folder / "llama"), "--port", str(port), "--slots", str(slots), "--max-tokens", str(LONGEST)]
+    program = str(Path(__file__).resolve().parent.parent / "transformer" / "__main__.py")
+    command = [sys.executable, "-m", "reliability.monitored", str(inside), program, *words]
+    with open(folder / "log.txt", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | VARIABLES)
+        try:
+            wait_for(process, port, command, folder / "log.txt")
+            watch, began = Watch(process.pid, time.monotonic(), workdir, inside), time.monotonic()
+            samples = asyncio.run(clients(f"http://127.0.0.1:{port}/v1", count, minutes, watch, seen, process))
+            code = process.wait(120)
+        finally:
+            process.kill()
+            process.wait()
+    text = (folder / "log.txt").read_text(errors="replace")
+    faults = [f"printed: {line}" for line in text.splitlines() if "Traceback" in line]
+    if code != 0:
+        faults.append(f"exit code {code}")
+    late = [name for when, name in watch.programs if when - began > 60 * minutes / 4]
+    return samples, late, seen, faults
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve, sample and check the limits; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--clients", type=int, default=64, help="requests at a time")
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--output", type=Path, help=f".json file for the results, in the directory of {PAGE}")
+    options = parser.parse_args(arguments)
+    if options.minutes < LEAST_MINUTES or min(options.clients, options.slots) < 1:
+        parser.error(f"--minutes must be at least {LEAST_MINUTES:g}, --clients and --slots at least 1.")
+    if not Path("/proc/self/smaps_rollup").exists():
+        parser.error("memory is read from /proc/PID/smaps_rollup, which this system lacks: run this command on Linux")
+    try:
+        bytes_in_use()
+    except OSError as error:
+        parser.error(str(error))
+    from benchmarks.machine import machine
+
+    with tempfile.TemporaryDirectory(prefix="load-") as folder:
+        samples, late, seen, faults = serve(Path(folder), options.minutes, options.clients, options.slots)
+    rows = [*measures(samples, late)[:5], *requests_measures(samples, seen.answered)]
+    result = record(options, samples, rows, seen, faults, machine())
+    table = load_table(result)
+    print(table)
+    if options.output:
+        options.output.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
+        page = options.output.with_name(PAGE)
+        page.write_text(put(page.read_text(encoding="utf-8"), "load", table), encoding="utf-8")
+    failed = [*faults, *seen.lost[:5], *(row.what for row in rows if row.failed)]
+    if failed:
+        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def record(
+    options: Any, samples: Sequence[Sample], rows: Sequence[Measure], seen: Seen, faults: list[str], where: str
+) -> dict[str, Any]:
+    """Return the results as JSON values."""
+    return {
+        "date": date.today().isoformat(),
+        "machine": where,
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("jax", "starlette")},
+        "minutes": options.minutes,
+        "clients": options.clients,
+        "slots": options.slots,
+        "answered": len(seen.answered),
+        "left": seen.left,
+        "lost": seen.lost[:20],
+        "faults": faults,
+        "seconds": round(samples[-1].seconds),
+        "measures": [asdict(row) for row in rows],
+        "first_token_p50": round(float(np.median([first for _, first in seen.answered])), 3),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
