@@ -46,7 +46,7 @@ def unstack_layers(model: CausalLM | Seq2Seq, tree: Any) -> Any:
 def decoding_params(model: CausalLM | Seq2Seq, params: Any) -> Any:
     """Return the parameters for `unstacked_model`, in the layout that is fast for the few rows of a decoding step.
 
-    On CPU, kernels of 16 or 8 bits get one row per output (`nn/_transposed.py`).
+    On CPU, kernels of 16 or 8 bits get one row per output (`nn/_transposed.py`), and 16 bits become 32.
     """
     return {**params, **_decoding_parts(model, _read_by_steps(params))}
 

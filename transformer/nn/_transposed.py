@@ -1,13 +1,12 @@
-"""Kernels with one row per output, for decoding on a CPU: 16-bit and 8-bit weights are read as they are.
+"""Kernels with one row per output, for decoding with 8-bit and 16-bit weights on a CPU.
 
-A decoding step multiplies a few rows of activations by each kernel, so its time is that of reading the kernels. On CPU,
-XLA converts a 16-bit or 8-bit kernel to a float32 array first, and this array is several times larger than the kernel.
-A vector times a kernel with one row per output is compiled to one loop that converts each weight as it reads it.
+A decoding step multiplies a few rows of activations by each kernel, so its time is that of reading the kernels. A CPU
+multiplies 8-bit integers as fast as it reads them, if the inputs of an output are next to each other. XLA converts
+other weights to a float32 array before each product, which takes longer than the product (docs/benchmarks.md).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -19,8 +18,6 @@ from transformer.nn._axes import Array, DType, Float, Leaf
 
 INTEGER_ROWS = 32
 """Maximum number of rows that are rounded to integers for a product of integers (docs/benchmarks.md)"""
-PIECE = 3072
-"""Maximum number of inputs of one loop: from 4,096 inputs of float32 (16 KiB), XLA makes the float32 array again."""
 
 
 @jax.tree_util.register_dataclass
@@ -29,7 +26,7 @@ class Transposed:
     """A kernel (*in, *out) stored with one row per output; I and O are the sizes of *in* and *out* in total."""
 
     values: Leaf
-    """(O, I), int8 or a 16-bit float"""
+    """(O, I), int8 or float32"""
     scale: Leaf | None
     """(O,), float32, factors of the outputs; None: no factors"""
     shape: tuple[int, ...] = field(metadata={"static": True})
@@ -50,40 +47,23 @@ class Transposed:
 
 
 def row_product(x: Float[Array, "R I"], values: Array, scale: Float[Array, " O"] | None = None) -> Float[Array, "R O"]:
-    """Compute x @ (values * scale[:, None])^T in float32, reading `values` in their own dtype if R is small.
+    """Compute x @ (values * scale[:, None])^T in float32.
 
-    Integers are multiplied by x rounded to 15 bits (see `_integer_product`), up to `INTEGER_ROWS` rows. One row is
-    multiplied by 16-bit values as they are. Otherwise, the values are converted to float32 first; in a loop over
-    tokens, XLA does this once, before the loop.
+    Up to `INTEGER_ROWS` rows are rounded to 15 bits if the values are integers (see `_integer_product`). Otherwise, the
+    values are converted to float32; in a loop over tokens, XLA does this once, before the loop.
 
     Args:
         x: (R, I), of any floating dtype.
-        values: (O, I), int8 or a 16-bit float.
+        values: (O, I), int8 or a float.
         scale: (O,); None: 1.
     """
     x = x.astype(jnp.float32)
-    if values.dtype == jnp.int8 and x.shape[0] <= INTEGER_ROWS:
+    exact = 127**2 * values.shape[1] < 2**31  # a sum of products fits into int32
+    if values.dtype == jnp.int8 and exact and x.shape[0] <= INTEGER_ROWS:
         y = _integer_product(x, values)
-    elif x.shape[0] == 1:
-        y = _vector_product(x, values)
     else:
         y = x @ values.astype(jnp.float32).T
     return y if scale is None else y * scale[None, :]
-
-
-def _vector_product(x: Float[Array, "1 I"], values: Array) -> Float[Array, "1 O"]:
-    """Compute x @ values^T in pieces of at most `PIECE` inputs."""
-    # In a loop over tokens, XLA would convert the values once before the loop, to an array of float32. With the barrier
-    # the values depend on x, which differs in each step. The barriers after the products keep other operations out of
-    # their loops.
-    x, values = jax.lax.optimization_barrier((x, values))
-    count = -(-x.shape[1] // PIECE)
-    edges = [x.shape[1] * piece // count for piece in range(count + 1)]
-    products = [
-        jax.lax.optimization_barrier(x[:, start:end] @ values[:, start:end].astype(jnp.float32).T)
-        for start, end in itertools.pairwise(edges)
-    ]
-    return sum(products[1:], products[0])
 
 
 @jax.custom_vjp
@@ -116,12 +96,13 @@ _integer_product.defvjp(_forward, _backward)
 
 
 def transposed(values: Array, scale: Array | None, num_inputs: int) -> Transposed:
-    """Store a kernel (*in, *out) with one row per output.
+    """Store a kernel (*in, *out) with one row per output; floats become float32.
 
     Args:
-        values: (*in, *out), int8 or a 16-bit float; *in* has `num_inputs` axes.
+        values: (*in, *out), int8 or a float; *in* has `num_inputs` axes.
         scale: one factor per output, in any shape of their number; None: no factors.
         num_inputs: number of input axes.
     """
     rows = values.reshape(math.prod(values.shape[:num_inputs]), -1).T
+    rows = rows if rows.dtype == jnp.int8 else rows.astype(jnp.float32)
     return Transposed(rows, None if scale is None else scale.reshape(-1), tuple(values.shape))
