@@ -2,8 +2,8 @@
 
     python -m benchmarks.low_bit_decoding [--batches 1 4 16] [--new 33] [--turns 3]
 
-The formats take turns in one process. The time of a token is the difference between texts of `--new` tokens and of one
-token, so that neither the prompt nor the copy of the weights before the loop counts. The last line is a JSON object.
+The formats take turns in one process. The time of a step is the difference between texts of `--new` tokens and of two
+tokens, so that neither the prompt nor the copy of the weights before the loop counts. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def seconds_per_step(model: Any, params: Any, rows: list[list[int]], new: int) -
         generate(model, params, rows, max_new_tokens=count, sampling=Sampling(temperature=0.0))
         return time.perf_counter() - began
 
-    return (run(new) - run(1)) / (new - 1)
+    return (run(new) - run(2)) / (new - 2)
 
 
 def main() -> None:

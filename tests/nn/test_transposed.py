@@ -9,7 +9,7 @@ from transformer.config import MLA, TransformerConfig
 from transformer.generate import Sampling, TokenStream, generate
 from transformer.generate._layers import decoding_params
 from transformer.nn import quantize
-from transformer.nn._transposed import Transposed, row_product, transposed
+from transformer.nn._transposed import Transposed, Widened, row_product, transposed
 from transformer.nn.models import CausalLM
 
 
@@ -44,14 +44,16 @@ def test_integers_have_the_derivative_of_the_product_before_rounding():
 
 @pytest.mark.parametrize("num_inputs", [1, 2])
 def test_a_kernel_keeps_its_shape_and_its_numbers(num_inputs):
-    kernel = values((3, 4, 5), jnp.bfloat16)
-    stored = transposed(kernel, None, num_inputs)
+    kernel = values((3, 4, 5), jnp.int8)
+    scale = jnp.arange(1.0, 1 + np.prod(kernel.shape[num_inputs:])).reshape(
+        (1,) * num_inputs + kernel.shape[num_inputs:]
+    )
+    stored = transposed(kernel, scale, num_inputs)
     assert stored.shape == (3, 4, 5)
     assert stored.values.shape == ((20, 3) if num_inputs == 1 else (5, 12))
-    np.testing.assert_array_equal(stored.array(), kernel.astype(jnp.float32))
+    np.testing.assert_array_equal(stored.array(), kernel * scale)
     x = jnp.ones((2, 1, *kernel.shape[:num_inputs]))
-    expected = jnp.tensordot(x, kernel.astype(jnp.float32), num_inputs)
-    np.testing.assert_allclose(stored.product(x, num_inputs), expected, rtol=1e-6)
+    np.testing.assert_allclose(stored.product(x, num_inputs), jnp.tensordot(x, kernel * scale, num_inputs), rtol=1e-4)
 
 
 SIZES = {"vocab_size": 31, "d_model": 24, "num_layers": 2, "d_ff": 20, "num_heads": 4, "initializer_range": 0.4}
@@ -70,9 +72,10 @@ def test_texts_are_the_likeliest_of_the_weights(tie, bits):
     model, params = build(**{"embedding.tie": tie}, **fields)
     if bits == 8:
         params, _ = quantize(params)
-    kinds = jax.tree.leaves(decoding_params(model, params), is_leaf=lambda node: isinstance(node, Transposed))
+    kind = Transposed if bits == 8 else Widened
+    nodes = jax.tree.leaves(decoding_params(model, params), is_leaf=lambda node: isinstance(node, kind))
     # 6 kernels of each of the 2 layers, and the output
-    assert sum(isinstance(kind, Transposed) for kind in kinds) == 12 + (not tie)
+    assert sum(isinstance(node, kind) for node in nodes) == 12 + (not tie)
     greedy, prompts = Sampling(temperature=0.0), [[3, 1, 4], [5, 9, 2, 6, 5]]
     texts = generate(model, params, prompts, max_new_tokens=6, sampling=greedy)
     for prompt, text in zip(prompts, texts, strict=True):
@@ -84,17 +87,17 @@ def test_texts_are_the_likeliest_of_the_weights(tie, bits):
         assert len([token for piece in pieces for token in piece.tokens]) == 6
 
 
-def transposed_paths(params):
-    leaves = jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, Transposed))
-    return {jax.tree_util.keystr(path[-2:]) for path, leaf in leaves if isinstance(leaf, Transposed)}
+def converted(params):
+    leaves = jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, Transposed | Widened))
+    return {jax.tree_util.keystr(path[-2:]) for path, leaf in leaves if isinstance(leaf, Transposed | Widened)}
 
 
 def test_kernels_of_float32_stay():
-    assert not transposed_paths(decoding_params(*build()))
+    assert not converted(decoding_params(*build()))
 
 
 def test_latent_attention_keeps_the_kernels_that_it_multiplies_in_another_order():
     latent = MLA(kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3)
     kept = decoding_params(*build(**{"attention.mla": latent}, dtype="bfloat16", param_dtype="bfloat16"))
     names = {"query", "latent", "rotary_key", "out", "up", "down"}
-    assert transposed_paths(kept) == {f"['{name}']['kernel']" for name in names}
+    assert converted(kept) == {f"['{name}']['kernel']" for name in names}

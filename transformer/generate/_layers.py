@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from transformer.config._options import StackOptions
 from transformer.config._parts import Layer
 from transformer.nn._int8 import Int8
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn._partitioning import has_mesh, platform
-from transformer.nn._transposed import transposed
+from transformer.nn._transposed import Widened, transposed
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._seq2seq import Seq2Seq
 
@@ -46,7 +47,7 @@ def unstack_layers(model: CausalLM | Seq2Seq, tree: Any) -> Any:
 def decoding_params(model: CausalLM | Seq2Seq, params: Any) -> Any:
     """Return the parameters for `unstacked_model`, in the layout that is fast for the few rows of a decoding step.
 
-    On CPU, kernels of 16 or 8 bits get one row per output (`nn/_transposed.py`), and 16 bits become 32.
+    On CPU, 8-bit kernels get one row per output, and 16-bit kernels become 32-bit ones (`nn/_transposed.py`).
     """
     return {**params, **_decoding_parts(model, _read_by_steps(params))}
 
@@ -64,34 +65,34 @@ def _decoding_parts(model: CausalLM | Seq2Seq, parts: dict[str, Any]) -> dict[st
     parts = {**parts, "decoder": unstack_layers(model, parts["decoder"])}
     if platform() != "cpu" or has_mesh() or model.execution.quantization != "none":
         return parts
-    return {name: _transposed_kernels(part, name) for name, part in parts.items()}
+    return {name: _kernels_for_cpu(part, name) for name, part in parts.items()}
 
 
 _copied_parts = jax.jit(_decoding_parts, static_argnums=0)
 
 
-def _transposed_kernels(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Transpose the 16-bit and 8-bit kernels of a tree of parameters, whose layers are not stacked."""
+def _kernels_for_cpu(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Convert the kernels of a tree of parameters, whose layers are not stacked."""
     done = {}
     for name, part in tree.items():
         place = f"{path}/{name}"
         if not isinstance(part, Mapping):
-            done[name] = _transposed_kernel(part, place)
+            done[name] = _kernel_for_cpu(part, place)
         elif "latent" in tree and name in ("key", "value"):
             done[name] = part  # multi-head latent attention multiplies by these in another order
         else:
-            done[name] = _transposed_kernels(part, place)
+            done[name] = _kernels_for_cpu(part, place)
     return done
 
 
-def _transposed_kernel(part: Any, path: str) -> Any:
-    """Transpose a parameter if it is a 16-bit or 8-bit kernel (*in, *out) of a `Linear`."""
+def _kernel_for_cpu(part: Any, path: str) -> Any:
+    """Convert a parameter if it is a 16-bit or 8-bit kernel (*in, *out) of a `Linear`."""
     axes = axes_of(path, len(part.shape)) if isinstance(part, jax.Array | Int8) else None
     if axes is None or not axes.int8 or axes.inputs != tuple(range(-len(part.shape), -len(axes.outputs))):
         return part
     if isinstance(part, Int8):
         return transposed(part.values, part.scale, len(axes.inputs))
-    return transposed(part, None, len(axes.inputs)) if part.dtype.itemsize == 2 else part
+    return Widened(part.astype(jnp.float32)) if part.dtype.itemsize == 2 else part
 
 
 def unstacked_model(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:

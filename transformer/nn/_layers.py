@@ -28,7 +28,7 @@ from transformer.nn._partitioning import (
     rows_can_merge,
 )
 from transformer.nn._quantization import Quantization, Scheme, integer_linear, quantized_linear
-from transformer.nn._transposed import Transposed, row_product
+from transformer.nn._transposed import Transposed, Widened, row_product
 
 Initializer = Callable[..., jax.Array]
 """(key, shape, dtype) -> initial value of a parameter"""
@@ -126,8 +126,8 @@ def linear_frozen(
 
     Args:
         x: (..., *in).
-        kernel: an array, `Int8`, `Int4`, `NF4`, or one of them with an update, `Adapted`; or `Transposed`, for
-            decoding, which is not quantized further.
+        kernel: an array, `Int8`, `Int4`, `NF4`, or one of them with an update, `Adapted`; or `Transposed` or
+            `Widened`, for decoding, whose factors are not quantized.
         contract: number of axes of *in*.
         quantization: how to quantize the factors of the multiplication by W; None: not at all.
     """
@@ -146,6 +146,8 @@ def linear_frozen(
     def multiplied(x, kernel):
         if isinstance(kernel, Transposed):
             return kernel.product(x, contract)
+        if isinstance(kernel, Widened):
+            return linear(x.astype(jnp.float32), kernel.values, contract=contract).astype(x.dtype)
         if isinstance(kernel, Int8):
             return linear_int8(x, kernel, contract, quantization)
         array = kernel.array(x.dtype) if isinstance(kernel, Encoded) else kernel.astype(x.dtype)

@@ -1,8 +1,9 @@
-"""Kernels with one row per output, for decoding with 8-bit and 16-bit weights on a CPU.
+"""Forms of 8-bit and 16-bit kernels for decoding on a CPU.
 
 A decoding step multiplies a few rows of activations by each kernel, so its time is that of reading the kernels. A CPU
-multiplies 8-bit integers as fast as it reads them, if the inputs of an output are next to each other. XLA converts
-other weights to a float32 array before each product, which takes longer than the product (docs/benchmarks.md).
+multiplies 8-bit integers as fast as it reads them, if the inputs of an output are next to each other (`Transposed`).
+XLA converts 16-bit kernels to float32 before each product, which takes longer than the product; `Widened` is converted
+once. docs/benchmarks.md has the figures.
 """
 
 from __future__ import annotations
@@ -23,27 +24,42 @@ INTEGER_ROWS = 32
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Transposed:
-    """A kernel (*in, *out) stored with one row per output; I and O are the sizes of *in* and *out* in total."""
+    """An 8-bit kernel (*in, *out) with one row per output; I and O are the sizes of *in* and *out* in total."""
 
     values: Leaf
-    """(O, I), int8 or float32"""
-    scale: Leaf | None
-    """(O,), float32, factors of the outputs; None: no factors"""
+    """(O, I), int8"""
+    scale: Leaf
+    """(O,), float32, factors of the outputs"""
     shape: tuple[int, ...] = field(metadata={"static": True})
     """shape of the kernel, (*in, *out)"""
 
     def array(self, dtype: DType = jnp.float32) -> Array:
         """Return the kernel in its original shape."""
-        rows = self.values.astype(jnp.float32)
-        if self.scale is not None:
-            rows = rows * self.scale[:, None]
-        return rows.T.reshape(self.shape).astype(dtype)
+        return (self.values.astype(jnp.float32) * self.scale[:, None]).T.reshape(self.shape).astype(dtype)
 
     def product(self, x: Float[Array, "..."], contract: int) -> Float[Array, "..."]:
         """Multiply x (..., *in) by the kernel (*in, *out), where *in* has `contract` axes: (..., *out)."""
         lead = x.shape[: x.ndim - contract]
         y = row_product(x.reshape(math.prod(lead), -1), self.values, self.scale)
         return y.astype(x.dtype).reshape(*lead, *self.shape[contract:])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Widened:
+    """A 16-bit kernel in float32. Its products are computed in float32, and rounded to the dtype of the activations."""
+
+    values: Leaf
+    """float32, with the numbers of the 16-bit kernel"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the kernel."""
+        return self.values.shape
+
+    def array(self, dtype: DType = jnp.float32) -> Array:
+        """Return the kernel in a dtype."""
+        return self.values.astype(dtype)
 
 
 def row_product(x: Float[Array, "R I"], values: Array, scale: Float[Array, " O"] | None = None) -> Float[Array, "R O"]:
@@ -95,14 +111,13 @@ def _backward(values, dy):
 _integer_product.defvjp(_forward, _backward)
 
 
-def transposed(values: Array, scale: Array | None, num_inputs: int) -> Transposed:
-    """Store a kernel (*in, *out) with one row per output; floats become float32.
+def transposed(values: Array, scale: Array, num_inputs: int) -> Transposed:
+    """Store an 8-bit kernel (*in, *out) with one row per output.
 
     Args:
-        values: (*in, *out), int8 or a float; *in* has `num_inputs` axes.
-        scale: one factor per output, in any shape of their number; None: no factors.
+        values: (*in, *out), int8; *in* has `num_inputs` axes.
+        scale: one factor per output, in any shape of their number.
         num_inputs: number of input axes.
     """
     rows = values.reshape(math.prod(values.shape[:num_inputs]), -1).T
-    rows = rows if rows.dtype == jnp.int8 else rows.astype(jnp.float32)
-    return Transposed(rows, None if scale is None else scale.reshape(-1), tuple(values.shape))
+    return Transposed(rows, scale.reshape(-1), tuple(values.shape))
