@@ -80,8 +80,8 @@ def asks(count: int, longest: int, seed: int = 0) -> list[Ask]:
     return [Ask(prompt, int(tokens)) for prompt, tokens in zip(prompts, lengths(ANSWER_TOKENS), strict=True)]
 
 
-def write_model(directory: Path, small: bool, longest: int) -> None:
-    """Write a Llama with random weights, and a tokenizer with one token for each byte."""
+def write_model(directory: Path, small: bool, longest: int, *, layers: int = 8, width: int = 512) -> None:
+    """Write a Llama with random weights and heads of 64, and a tokenizer with one token for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -89,8 +89,8 @@ def write_model(directory: Path, small: bool, longest: int) -> None:
     library.add_special_tokens(["<|end|>"])
     names = {"eos_token": "<|end|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
     files = {"tokenizer.json": library.to_str().encode(), "tokenizer_config.json": json.dumps(names).encode()}
-    sizes = {"d_model": 64, "num_layers": 2, "num_heads": 2, "d_ff": 128} if small else {}
-    sizes = {"d_model": 512, "num_layers": 8, "num_heads": 8, "d_ff": 1_408} | sizes
+    sizes = {"d_model": width, "num_layers": layers, "num_heads": width // 64, "d_ff": width * 11 // 4}
+    sizes |= {"d_model": 64, "num_layers": 2, "num_heads": 2, "d_ff": 128} if small else {}
     model = CausalLM(llama_decoder(vocab_size=len(alphabet) + 1, max_length=None, **sizes))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     fields = {"max_position_embeddings": longest, "eos_token_id": len(alphabet)}
@@ -193,6 +193,8 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=16, help="number of requests that are sent at a time")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=1_024, help="of a request, prompt and answer together")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the random model")
+    parser.add_argument("--width", type=int, default=512, help="d_model of the random model, a multiple of 64")
     parser.add_argument("--small", action="store_true", help="use a tiny model, to test this program")
     parser.add_argument("--transformers", help="program of transformers to compare with, which needs its extra serving")
     options = parser.parse_args()
@@ -203,7 +205,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = options.model or Path(folder) / "llama"
         if options.model is None:
-            write_model(directory, options.small, options.max_tokens)
+            write_model(directory, options.small, options.max_tokens, layers=options.layers, width=options.width)
         ours, theirs = free_port(), free_port()
         sizes = ["--slots", str(options.slots), "--max-tokens", str(options.max_tokens)]
         command = [sys.executable, "-m", "transformer", "serve", str(directory), "--port", str(ours), *sizes]
