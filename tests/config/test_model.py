@@ -102,6 +102,7 @@ CHANGES = {
     "output.softcap": (CausalLM, {}, 30.0),
     "attention.qk_norm": (CausalLM, {}, True),
     "attention.qk_norm_scope": (CausalLM, {"attention.qk_norm": True}, "all"),
+    "attention.qk_norm_scale": (CausalLM, {"attention.qk_norm": True}, False),
     "attention.sinks": (CausalLM, {}, True),
     "attention.output_gate": (CausalLM, {}, True),
     "attention.mla": (CausalLM, ROTARY, LATENT),
@@ -491,7 +492,7 @@ def test_an_impossible_model_says_what_to_change(changes, message):
         (lambda: TINY.replace(d_modle=3), r"no field 'd_modle'. Did you mean 'd_model'\?"),
         (lambda: RotaryScaling(kind="yarm", factor=2.0), r"Did you mean 'yarn'\?"),
         (lambda: RotaryScaling(kind="linear", factor=0.5), r"factor must be a number of at least 1.0, got 0.5"),
-        (lambda: RotaryScaling(kind="llama3", factor=2.0, low_frequency_factor=4.0), r"must be above low_freq"),
+        (lambda: RotaryScaling(kind="llama3", factor=2.0, low_frequency_factor=5.0), r"must be at least low_freq"),
         (lambda: RotaryScaling(kind="yarn", factor=2.0, beta_slow=40.0), r"beta_fast \(32.0\) must be above"),
         (
             lambda: RotaryScaling(kind="linear", factor=2.0, truncate=False),

@@ -40,7 +40,7 @@ QuantizedProducts = Literal["none", "int8", "int8_full", "fp8", "fp8_full"]
 
 
 _HEADS = ("head_dim", "value_dim", "qk_norm", "qk_norm_scope", "causal", "mla")
-_ADDED_LATER = ("output_gate",)  # never had a name outside `attention`
+_ADDED_LATER = ("output_gate", "qk_norm_scale")  # never had a name outside `attention`
 
 _FORMER = {
     **{

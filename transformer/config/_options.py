@@ -51,6 +51,8 @@ class AttentionOptions:
     """what qk_norm normalizes:
     head: each head separately;
     all: all heads of a token together"""
+    qk_norm_scale: bool = True
+    """qk_norm learns a factor for each number; false: it has no parameters (Llama 4)"""
     dropout_rate: float = 0.0
     """dropout rate of the attention weights"""
     causal: bool = False
@@ -60,7 +62,7 @@ class AttentionOptions:
 
     def __post_init__(self):
         check_choices(self, qk_norm_scope=NormScope)
-        check_flags(self, "sinks", "output_gate", "qk_norm", "causal")
+        check_flags(self, "sinks", "output_gate", "qk_norm", "qk_norm_scale", "causal")
         check_whole(self, "head_dim", "value_dim")
         check_positive(self, "scale", "softcap")
         check_range(self, 0.0, 1.0, "dropout_rate")

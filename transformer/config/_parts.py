@@ -64,9 +64,9 @@ class RotaryScaling:
         check_flags(self, "truncate")
         check_positive(self, "low_frequency_factor", "high_frequency_factor", "beta_fast", "beta_slow")
         check_positive(self, "attention_factor")
-        if self.high_frequency_factor <= self.low_frequency_factor:
+        if self.high_frequency_factor < self.low_frequency_factor:
             raise ConfigError(
-                f"high_frequency_factor ({self.high_frequency_factor}) must be above low_frequency_factor "
+                f"high_frequency_factor ({self.high_frequency_factor}) must be at least low_frequency_factor "
                 f"({self.low_frequency_factor})."
             )
         if self.beta_fast <= self.beta_slow:
@@ -146,6 +146,8 @@ class MoE:
     """factor on the weights of the selected experts"""
     shared_d_ff: int | None = None
     """inner width of a shared expert; None: d_ff"""
+    scale_inputs: bool = False
+    """multiply the input of an expert by its weight, instead of its output (Llama 4)"""
     shared_gate: bool = False
     """multiply the output of the shared experts by the sigmoid of a projection of the token (Qwen Team 2024, arXiv
     2407.10671, section 2.2.2)"""
@@ -158,7 +160,8 @@ class MoE:
         check_choices(self, scoring=Literal["softmax", "sigmoid"])
         check_whole(self, "num_groups", "top_groups")
         check_positive(self, "routed_scaling_factor")
-        check_flags(self, "normalize_weights", "router_bias", "e_score_correction_bias", "shared_gate")
+        check_flags(self, "normalize_weights", "router_bias", "e_score_correction_bias")
+        check_flags(self, "scale_inputs", "shared_gate")
         if not self.shared_experts and (self.shared_gate or self.shared_d_ff is not None):
             raise ConfigError("shared_d_ff and shared_gate are for shared experts, but shared_experts is 0. Set it.")
         if self.top_k > self.num_experts:
@@ -266,6 +269,30 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QueryTemperature:
+    """Factor on the queries of a layer that grows with their position p: 1 + scale ln(1 + floor((p + 1) / length)).
+
+    In a long text the softmax of attention has more terms, and larger scores keep it from becoming flat (Nakanishi
+    2025, arXiv 2501.19399; this form is that of Llama 4).
+
+    Raises:
+        ConfigError: a number that is not above 0.
+    """
+
+    scale: float = 0.1
+    """factor on the logarithm"""
+    length: int = 8192
+    """positions after which the factor grows"""
+
+    def __post_init__(self):
+        check_positive(self, "scale")
+        check_whole(self, "length")
+
+
+_ATTENTION_OPTIONS = ("window", "chunk", "rotary_base", "rotary_scaling", "temperature")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """Options that can differ between the layers of one stack; all other options come from the model config.
 
@@ -277,12 +304,18 @@ class LayerKind:
     """false: no self-attention, so that positions can't exchange information (an ablation)"""
     window: int | None = None
     """sliding-window attention: attend only to keys closer than this many positions; None: to all keys"""
+    chunk: int | None = None
+    """chunked attention: attend only to keys of the same chunk of this many positions; None: to all keys"""
     rotary_base: float | None = None
     """rotary base of these layers; None: that of the model config"""
     rotary_scaling: RotaryScaling | None = None
     """rotary scaling of these layers; None: that of the model config"""
     rotary: bool = True
     """false: rotary positions are not applied in these layers (NoPE, Yang et al. 2025, arXiv 2501.18795)"""
+    temperature: QueryTemperature | None = None
+    """factor on the queries that grows with their position; None: no factor"""
+    qk_norm: bool = True
+    """false: attention.qk_norm is not applied in these layers"""
     moe: MoE | None = None
     """mixture of experts instead of the dense feed-forward layer; None: dense"""
     attention_norm: bool = True
@@ -291,18 +324,18 @@ class LayerKind:
     """linear attention instead of self-attention, in a causal stack; None: self-attention"""
 
     def __post_init__(self):
-        check_whole(self, "window")
+        check_whole(self, "window", "chunk")
         check_positive(self, "rotary_base")
-        check_flags(self, "rotary")
-        unread = [name for name in ("window", "rotary_base", "rotary_scaling") if getattr(self, name) is not None]
-        unread += [name for name in ("rotary", "attention_norm") if not getattr(self, name)]
+        check_flags(self, "rotary", "qk_norm")
+        options = [name for name in _ATTENTION_OPTIONS if getattr(self, name) is not None]
+        options += [name for name in ("rotary", "qk_norm") if not getattr(self, name)]
+        unread = options + ([] if self.attention_norm else ["attention_norm"])
         if unread and not self.self_attention:
             raise ConfigError(
                 f"{unread[0]} is an option of self-attention, but self_attention is False. Remove {unread[0]}, or set "
                 f"self_attention=True."
             )
-        unread = [name for name in ("window", "rotary_base", "rotary_scaling") if getattr(self, name) is not None]
-        unread += [name for name in ("rotary", "self_attention") if not getattr(self, name)]
+        unread = options + ([] if self.self_attention else ["self_attention"])
         if unread and self.gated_delta is not None:
             raise ConfigError(
                 f"{unread[0]} is an option of self-attention, but gated_delta replaces self-attention. Remove one of "

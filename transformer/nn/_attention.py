@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from transformer.config._parts import QueryTemperature
 from transformer.nn._axes import (
     Array,
     Attended,
@@ -30,7 +31,7 @@ from transformer.nn._axes import (
     Weights,
 )
 from transformer.nn._caches import ContextCache, KVCache, SelfAttentionCache, attended_of_stored, query_of_stored
-from transformer.nn._layers import NORMS, Initializer, Linear, is_deterministic
+from transformer.nn._layers import NORMS, Initializer, Linear, is_deterministic, unscaled_rms_norm
 from transformer.nn._masks import Mask, real_tokens
 from transformer.nn._paged import PagedKVCache
 from transformer.nn._parameter_axes import declare
@@ -368,6 +369,10 @@ class MultiHeadAttention(AttentionModule):
     """head: normalize each head separately; all: normalize all heads of a token together (OLMo Team 2024, arXiv
     2501.00656, section 3.2)"""
     qk_norm_kind: str = "rms_norm"
+    qk_norm_scale: bool = True
+    """learn a factor for each number of the normalized queries and keys; false: no parameters"""
+    temperature: QueryTemperature | None = None
+    """factor on the queries that grows with their position"""
     output_gate: bool = False
     """multiply the attended values by the sigmoid of a projection of x (Qiu et al. 2025, arXiv 2505.06708)"""
     sinks: bool = False
@@ -426,6 +431,7 @@ class MultiHeadAttention(AttentionModule):
                 positions = jnp.arange(x.shape[1])[None, :]
                 positions = positions if cache is None else positions + cache.row_lengths[:, None]
             positions = jnp.broadcast_to(positions, x.shape[:2])
+            query = query if self.temperature is None else _heated(self.temperature, query, positions)
             attend, arrays, mask, key_positions, cache = self._with_cache(query, key, value, positions, mask, cache)
             sizes = (x.shape[0], self.num_heads, x.shape[1], key_positions.shape[1])
             bias = sum_of_biases(bias_function(bias, sizes), self._bias(positions, key_positions, position_table))
@@ -552,7 +558,10 @@ class MultiHeadAttention(AttentionModule):
 
     def _normalize(self, name: str, heads: Array) -> Array:
         # RMSNorm in queries and keys bounds |q . k| up to the learned scale, so scores stay small in training.
-        norm = NORMS[self.qk_norm_kind](self.norm_epsilon, self.dtype, self.param_dtype, name=name)
+        if self.qk_norm_scale:
+            norm = NORMS[self.qk_norm_kind](self.norm_epsilon, self.dtype, self.param_dtype, name=name)
+        else:
+            norm = functools.partial(unscaled_rms_norm, epsilon=self.norm_epsilon)
         if self.qk_norm_scope == "head":
             return norm(heads)  # (B, T, N, H), over H
         return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)  # over N H together
@@ -569,6 +578,13 @@ class MultiHeadAttention(AttentionModule):
                 f"{self.num_heads}. Create it with num_heads={self.num_heads}."
             )
         return jax.tree_util.Partial(functools.partial(_position_bias, self.position), positions, key_positions, table)
+
+
+def _heated(temperature: QueryTemperature, query: Query, positions: Positions) -> Query:
+    """Return queries (B, T, N, H) times 1 + scale ln(1 + floor((p + 1) / length)) of their positions p (B, T)."""
+    steps = ((positions + 1) // temperature.length).astype(jnp.float32)
+    factor = 1.0 + temperature.scale * jnp.log1p(steps)
+    return query * factor.astype(query.dtype)[:, :, None, None]
 
 
 def _rotated(scheme: PositionScheme, heads: Array, positions: Array, lengths: Lengths | None) -> Array:

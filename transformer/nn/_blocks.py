@@ -198,15 +198,13 @@ class Block(nn.Module):
         if self.kind.gated_delta is not None:
             own = None if cache is None else cache.self_attention
             return self._linear_attention(self.kind.gated_delta)(x, mask=inputs.mask, cache=own)
-        # The stack has already made the mask causal; a window of this kind of layer only hides more keys.
-        window = Mask() if self.kind.window is None else Mask.window(self.kind.window)
         scheme = position_scheme(self.config, self.kind, causal=self.causal)
         scheme = NoPosition() if scheme.adds else scheme  # the stack has already added it to the embeddings
         table = inputs.position_table
         if self.config.t5_bias.per_layer:
             table = self.param("position_table", *table_parameter(self.config, scheme))
         given = {
-            "mask": inputs.mask & window,
+            "mask": self._mask(inputs, cache),
             "positions": inputs.positions,
             "cache": None if cache is None else cache.self_attention,
             "deterministic": inputs.deterministic,
@@ -215,6 +213,17 @@ class Block(nn.Module):
         if self.config.attention.mla is not None:
             return self._latent_attention("self_attention", self.config.attention.mla, scheme)(x, **given)
         return self._attention("self_attention", scheme)(x, position_table=table, **given)
+
+    def _mask(self, inputs: LayerInputs, cache: LayerCache | None) -> Mask:
+        """Return the mask of self-attention. The stack has made it causal; windows and chunks hide more keys."""
+        mask, chunk = inputs.mask, self.kind.chunk
+        if self.kind.window is not None:
+            mask = mask & Mask.window(self.kind.window)
+        if chunk is None:
+            return mask
+        if mask.query_segments is None:
+            return mask & Mask.chunks(chunk)
+        return mask.with_chunks_of_segments(chunk, inputs.positions)
 
     def attend_to_context(
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None
@@ -293,12 +302,14 @@ class Block(nn.Module):
             value_dim=config.attention.value_dim,
             use_bias=config.use_bias,
             biases=config.attention.biases,
-            qk_norm=config.attention.qk_norm,
+            qk_norm=config.attention.qk_norm and self.kind.qk_norm,
             qk_norm_scope=config.attention.qk_norm_scope,
+            qk_norm_scale=config.attention.qk_norm_scale,
             qk_norm_kind=config.norm if config.norm == "zero_centered_rms_norm" else "rms_norm",
             sinks=config.attention.sinks,
             output_gate=config.attention.output_gate and name == "self_attention",
             norm_epsilon=config.norm_epsilon,
+            temperature=self.kind.temperature if name == "self_attention" else None,
             **self._any_attention(name, scheme),
         )
 

@@ -175,7 +175,8 @@ class Rotary(PositionScheme):
         turns = scaling.original_length * plain / (2 * np.pi)
         if scaling.kind == "llama3":
             low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-            keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+            # Equal factors (Llama 4) leave no interval to interpolate in.
+            keep = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else (turns > low).astype(float)
         else:
             # YaRN (section 3.2) ramps over the index of the pair instead, between the pairs with beta_fast and with
             # beta_slow rotations. pair(beta) solves original_length base^(-2i / size) = 2 pi beta for i.

@@ -23,6 +23,7 @@ from transformer.zoo._gpt_neox import GPT_NEOX
 from transformer.zoo._gpt_oss import GPT_OSS
 from transformer.zoo._hubert import HUBERT
 from transformer.zoo._llama import LLAMA
+from transformer.zoo._llama4 import LLAMA4
 from transformer.zoo._llava import LLAVA
 from transformer.zoo._marian import MARIAN
 from transformer.zoo._mistral import MISTRAL
@@ -71,6 +72,7 @@ ENTRIES: dict[str, Family] = {
         MIXTRAL,
         QWEN3_MOE,
         QWEN3_NEXT,
+        LLAMA4,
         GPT_NEOX,
         OLMO2,
         PHI3,

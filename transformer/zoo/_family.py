@@ -299,7 +299,7 @@ def _without_unread(config: TransformerConfig) -> dict[str, Any]:
     if config.norm_position == "post":
         values["stack.final_norm"] = None
     if not config.attention.qk_norm:
-        values["attention.qk_norm_scope"] = None
+        values |= dict.fromkeys(("attention.qk_norm_scope", "attention.qk_norm_scale"))
     if config.stack.layer_scale is not None:
         values["stack.layer_scale"] = "learned"  # only its initial value is in the config
     if config.embedding.source_max_length == config.max_length:
@@ -334,6 +334,8 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
         width = kind.moe.d_ff or config.feed_forward_width
         shared = (kind.moe.shared_d_ff or width) if kind.moe.shared_experts else None
         changes["moe"] = replace(kind.moe, d_ff=width, shared_d_ff=shared, **_FREE_OF_EXPERTS)
+    if not config.attention.qk_norm:
+        changes["qk_norm"] = True
     if config.position != "rotary" or not kind.rotary:
         changes |= {"rotary_base": None, "rotary_scaling": None}
     elif kind.self_attention and kind.gated_delta is None:
