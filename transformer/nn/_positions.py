@@ -166,6 +166,8 @@ class Rotary(PositionScheme):
         scaling = self.scaling
         if scaling is None or scaling.kind == "dynamic":
             return plain
+        if scaling.kind == "proportional":  # the other pairs keep their angle
+            return np.where(np.arange(size // 2) < int(scaling.share * size // 2), plain / scaling.factor, 0.0)
         if scaling.kind == "longrope":
             return plain / np.asarray(scaling.long_factors if long else scaling.short_factors)
         if scaling.kind == "linear":  # position interpolation: theta / factor at pos equals theta at pos / factor

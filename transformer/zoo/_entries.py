@@ -17,6 +17,7 @@ from transformer.zoo._gemma import GEMMA
 from transformer.zoo._gemma2 import GEMMA2
 from transformer.zoo._gemma3 import GEMMA3
 from transformer.zoo._gemma3_images import GEMMA3_IMAGES
+from transformer.zoo._gemma4 import GEMMA4
 from transformer.zoo._glm import GLM, GLM4
 from transformer.zoo._gpt2 import GPT2
 from transformer.zoo._gpt_neox import GPT_NEOX
@@ -69,6 +70,7 @@ ENTRIES: dict[str, Family] = {
         QWEN3,
         GEMMA2,
         GEMMA3,
+        GEMMA4,
         MIXTRAL,
         QWEN3_MOE,
         QWEN3_NEXT,

@@ -28,6 +28,8 @@ class TextPart:
     """Prefix that the tensors of the decoder alone have instead."""
     others: tuple[str, ...] = ()
     """Prefixes of the tensors of the other parts."""
+    same: tuple[str, ...] = ()
+    """Tensors of the decoder that have the same name in both."""
 
 
 TEXT_PARTS = {
@@ -36,6 +38,14 @@ TEXT_PARTS = {
         architecture="Llama4ForCausalLM",
         prefix="language_model.",
         others=("vision_model.", "multi_modal_projector."),
+    ),
+    "gemma4": TextPart(
+        family="gemma4_text",
+        architecture="Gemma4ForCausalLM",
+        prefix="model.language_model.",
+        inside="model.",
+        others=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+        same=("lm_head.weight",),
     ),
 }
 """Decoders inside other models, by the `model_type` of these."""
@@ -58,15 +68,17 @@ class TextPartFiles(WeightFiles):
             raise self._error(f"model_type of text_config must be {part.family}, got {kind!r:.80}")
         # Names and special tokens of the whole model apply to its texts too.
         outer = {name: value for name, value in files.config.items() if name in NEUTRAL and value is not None}
+        outer |= {"tie_word_embeddings": tied} if (tied := files.config.get("tie_word_embeddings")) is not None else {}
         own = {"architectures": [part.architecture], "model_type": part.family}
         self.config: dict[str, Any] = text | outer | own
-        if strange := [name for name in files.tensors if not name.startswith((part.prefix, *part.others))]:
+        known = (part.prefix, *part.others)
+        if strange := [name for name in files.tensors if not name.startswith(known) and name not in part.same]:
             raise self._error(f"tensors belong to no known part of the model: {', '.join(sorted(strange)[:5])}")
         self._names = {
             part.inside + name.removeprefix(part.prefix): name
             for name in files.tensors
             if name.startswith(part.prefix) and not name.startswith(part.others)
-        }
+        } | {name: name for name in part.same if name in files.tensors}
         self.tensors = {name: files.tensors[theirs] for name, theirs in self._names.items()}
 
     def read(self, name: str) -> np.ndarray:
