@@ -135,7 +135,11 @@ class T5BiasOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingOptions:
-    """Options of the embedding tables."""
+    """Options of the embedding tables.
+
+    Raises:
+        ConfigError: a value out of range, or rows of per-layer embeddings without their width.
+    """
 
     section: ClassVar[str] = "embedding"
     scale: bool = True

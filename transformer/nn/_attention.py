@@ -359,8 +359,10 @@ class StoredKV:
         return cached_attention, (query, self.cache), mask, self.positions
 
 
-def count_tokens(x: Hidden, cache: SelfAttentionCache) -> SelfAttentionCache:
+def count_tokens(x: Hidden, cache: SelfAttentionCache | None) -> SelfAttentionCache | None:
     """Advance the cache of a layer without own keys by the T tokens of x (B, T, D): it only counts tokens."""
+    if cache is None:
+        return None
     nothing = jnp.zeros((*x.shape[:2], 0, 0), x.dtype)
     return cache.append(nothing, nothing, jnp.zeros(x.shape[:2], jnp.int32))
 
@@ -483,11 +485,11 @@ class MultiHeadAttention(AttentionModule):
                 key, value = self._keys_and_values(x, None, head_dim)
                 start = None if cache is None else cache.row_lengths
                 attend, arrays, mask, key_positions, cache = self._with_cache(query, key, value, positions, mask, cache)
-                stored = StoredKV.of(arrays, key_positions, cache, start) if self.stores_kv else None
+                stored = StoredKV.of(arrays, key_positions, cache, start)
             else:
                 query = _rotated(self.position, query, positions, None)
                 attend, arrays, mask, key_positions = stored.read(query, mask)
-                cache = cache if cache is None else count_tokens(x, cache)
+                cache = count_tokens(x, cache)
             sizes = (x.shape[0], self.num_heads, x.shape[1], key_positions.shape[1])
             bias = sum_of_biases(bias_function(bias, sizes), self._bias(positions, key_positions, position_table))
         elif context is None:
@@ -513,9 +515,9 @@ class MultiHeadAttention(AttentionModule):
         if self.output_gate:
             out = out * jax.nn.sigmoid(self._project("output_gate", x, out.shape[2:]))
         features = x.shape[-1] if self.out_features is None else self.out_features
+        cache = (cache, stored) if self.stores_kv else cache
         # Concat(head_1, ..., head_N) W_O: (B, T, N, Hv) x (N, Hv, Do) -> (B, T, Do), contracting both N and Hv.
-        out = self._project("out", out, (features,), contract=2)
-        return out, ((cache, stored) if self.stores_kv else cache)
+        return self._project("out", out, (features,), contract=2), cache
 
     @nn.nowrap
     def _with_cache(
@@ -571,8 +573,11 @@ class MultiHeadAttention(AttentionModule):
         value_dim = head_dim if self.value_dim is None else self.value_dim
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         source = x if context is None else context
-        key = self._project("key", source, (kv_heads, head_dim))
-        value = key if self.keys_as_values else self._project("value", source, (kv_heads, value_dim))
+        if self.keys_as_values:
+            key = value = self._project("key", source, (kv_heads, head_dim))
+        else:
+            key = self._project("key", source, (kv_heads, head_dim))
+            value = self._project("value", source, (kv_heads, value_dim))
         value = unscaled_rms_norm(value, self.norm_epsilon) if self.value_norm else value
         return (self._normalize("key_norm", key) if self.qk_norm else key), value
 

@@ -109,6 +109,14 @@ def sum_aux(auxes: Iterable[Aux]) -> Aux:
     return total
 
 
+def _inputs_of_layer(
+    inputs: LayerInputs, embeddings: Float[Array, "L B T P"] | None, layer: int, stored: dict[str, Any]
+) -> LayerInputs:
+    """Return the inputs of one layer: its own embeddings, and the keys and values that earlier layers stored."""
+    own = None if embeddings is None else embeddings[layer]
+    return dataclasses.replace(inputs, layer_embedding=own, stored=dict(stored) or None)
+
+
 class Stack(nn.Module):
     """A stack of layers over embeddings (B, T, D).
 
@@ -210,8 +218,7 @@ class Stack(nn.Module):
 
         def run_one(name, kind, x, layer):
             block = _block(self, kind, name, scanned=False)
-            own = None if embeddings is None else embeddings[layer]
-            given = dataclasses.replace(inputs, layer_embedding=own, stored=dict(stored) or None)
+            given = _inputs_of_layer(inputs, embeddings, layer, stored)
             x, caches[name], aux = block(x, given, None if cache is None else cache[name])
             if kind.stores_kv is not None:
                 caches[name], stored[kind.stores_kv] = caches[name]
@@ -242,9 +249,7 @@ class Stack(nn.Module):
                 number = jnp.arange(repeats)
                 own = {name: one.self_attention for name, one in cache["layers"].items()}
                 contexts = {name: one.cross_attention for name, one in cache["layers"].items()}
-            each = None
-            if embeddings is not None:  # (repeats, layers of the period, B, T, P)
-                each = embeddings[first:last].reshape(repeats, -1, *embeddings.shape[1:])
+            each = jax.tree.map(lambda a: a[first:last].reshape(repeats, -1, *a.shape[1:]), embeddings)
             (x, own), (contexts, aux) = period((x, own), (number, contexts, each), inputs)
             if cache is not None:
                 caches["layers"] = {name: LayerCache(own[name], contexts[name]) for name in own}

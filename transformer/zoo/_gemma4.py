@@ -127,17 +127,21 @@ def _own_heads(values: Mapping[str, Any], types: Sequence[str]) -> list[dict[str
         heads = values.get("num_global_key_value_heads") if values.get("attention_k_eq_v", False) else None
         own |= {} if heads is None else {"num_kv_heads": heads}
         return [dict(own) if name == FULL else {} for name in types]
-    if not isinstance(given, dict) or not all(isinstance(one, dict) for one in given.values()):
-        raise FieldError(f"per_layer_config must be an object with an object for some layers, got {given!r:.80}")
-    places = {str(layer) for layer in range(len(types))}
-    if strange := sorted({str(layer) for layer in given} - places):
-        raise FieldError(f"per_layer_config has the layers {', '.join(strange)}, but the model has {len(types)} layers")
-    if strange := sorted({name for one in given.values() for name in one} - _OVERRIDES.keys()):
-        raise FieldError(f"per_layer_config sets {', '.join(strange)}, but only {', '.join(_OVERRIDES)} are supported")
+    _check_overrides(given, len(types))
     by_layer = {str(layer): one for layer, one in given.items()}
     return [
         {_OVERRIDES[name]: size for name, size in by_layer.get(str(layer), {}).items()} for layer in range(len(types))
     ]
+
+
+def _check_overrides(given: Any, layers: int) -> None:
+    """Raise FieldError for a `per_layer_config` of other layers, or of other fields than those of heads."""
+    if not isinstance(given, dict) or not all(isinstance(one, dict) for one in given.values()):
+        raise FieldError(f"per_layer_config must be an object with an object for some layers, got {given!r:.80}")
+    if strange := sorted({str(layer) for layer in given} - {str(layer) for layer in range(layers)}):
+        raise FieldError(f"per_layer_config has the layers {', '.join(strange)}, but the model has {layers} layers")
+    if strange := sorted({name for one in given.values() for name in one} - _OVERRIDES.keys()):
+        raise FieldError(f"per_layer_config sets {', '.join(strange)}, but only {', '.join(_OVERRIDES)} are supported")
 
 
 def _read_rotary(values: Mapping[str, Any]) -> dict[str, tuple[float, RotaryScaling | None]]:
