@@ -11,6 +11,7 @@ MASKS = {
     "has_offset": Mask().shifted(0),
     "has_segments": Mask.segments(jnp.zeros((1, 1), jnp.int32)),
     "has_two_sided_window": Mask.window(3),
+    "has_chunks": Mask.chunks(3),
 }
 FIELDS = {
     "has_bias": {"bias": jax.tree_util.Partial(lambda queries, keys: jnp.zeros(()))},

@@ -130,7 +130,8 @@ def numbers(name: str, shape: tuple[int, ...]) -> np.ndarray:
     if len(shape) < 2:
         # Scales of norms around 1; biases, sinks and the like around 0.
         return np.asarray(
-            drawn * 0.2 + (1.0 if name.endswith((".weight", ".gamma", ".running_var")) else 0.0), np.float32
+            drawn * 0.2 + (1.0 if name.endswith((".weight", ".gamma", ".running_var", ".layer_scalar")) else 0.0),
+            np.float32,
         )
     return (drawn * 1.2 / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
 

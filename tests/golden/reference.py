@@ -118,6 +118,8 @@ def hidden_states(model, given: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the hidden states of the last layer, after the final norm."""
     if model.config.model_type == "dinov3_vit":  # its base_model is the stack of layers, without embeddings
         return model(**given).last_hidden_state
+    if model.config.model_type == "llama4_text":  # its base_model is the model with its head
+        return model.model(**given).last_hidden_state
     if "decoder_input_ids" not in given or model.base_model is not model:
         return model.base_model(**given).last_hidden_state
     # T5 models have no base model that contains both stacks.

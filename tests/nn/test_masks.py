@@ -22,6 +22,13 @@ def picture(mask: Mask, num_queries: int, num_keys: int) -> list[str]:
         (Mask.causal(), ["x...", "xx..", "xxx.", "xxxx"]),
         (Mask.window(2), ["xx..", "xxx.", ".xxx", "..xx"]),
         (Mask.causal() & Mask.window(2), ["x...", "xx..", ".xx.", "..xx"]),
+        (Mask.chunks(3), ["xxx.", "xxx.", "xxx.", "...x"]),
+        (Mask.causal() & Mask.chunks(2), ["x...", "xx..", "..x.", "..xx"]),
+        (Mask.causal() & Mask.chunks(3) & Mask.window(2), ["x...", "xx..", ".xx.", "...x"]),
+        (
+            Mask.places(jnp.array([[4, 5, 6, 7]]), jnp.array([[7, 4, 5, 6]])) & Mask.chunks(2),
+            [".xx."] * 2 + ["x..x"] * 2,
+        ),
         (Mask.lengths(jnp.array([3])), ["xxx."] * 4),
         (Mask.lengths(jnp.array([3])) & Mask.lengths(jnp.array([2])), ["xx.."] * 4),
         (Mask.segments(jnp.array([[7, 7, 2, 2]])), ["xx..", "xx..", "..xx", "..xx"]),
@@ -58,6 +65,7 @@ KINDS = {
     & Mask.window(2),
     "causal": Mask.causal(),
     "window": Mask.window(3),
+    "chunks": Mask.chunks(4) & Mask.causal(),
     "causal window": Mask.causal() & Mask.window(4),
     "offset": (Mask.causal() & Mask.window(4)).shifted(jnp.array([2, 0])),
     "lengths": Mask.lengths(jnp.array([5, 0])),
@@ -103,6 +111,8 @@ def test_a_mask_goes_through_jit_with_its_facts_static():
     ("make", "message"),
     [
         (lambda: Mask.window(0), "at least 1 position, got 0"),
+        (lambda: Mask.chunks(0), "a chunk must contain at least 1 position, got 0"),
+        (lambda: Mask.chunks(2) & Mask.chunks(3), "both masks set chunks, of 2 and 3 positions: use one size"),
         (lambda: Mask.array(jnp.zeros((2, 2))), "must be boolean .* got float32 .* pass it as bias="),
         (lambda: Mask.causal().shifted(1) & Mask().shifted(2), "both masks set offset: merge the two"),
         (

@@ -25,6 +25,7 @@ from transformer.config._parts import (
     LayerKind,
     MoE,
     Patches,
+    QueryTemperature,
     RotaryScaling,
     Series,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "MoE",
     "OutputOptions",
     "Patches",
+    "QueryTemperature",
     "RotaryOptions",
     "RotaryScaling",
     "Series",

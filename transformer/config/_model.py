@@ -40,7 +40,7 @@ QuantizedProducts = Literal["none", "int8", "int8_full", "fp8", "fp8_full"]
 
 
 _HEADS = ("head_dim", "value_dim", "qk_norm", "qk_norm_scope", "causal", "mla")
-_ADDED_LATER = ("output_gate",)  # never had a name outside `attention`
+_ADDED_LATER = ("output_gate", "qk_norm_scale", "value_norm")  # never had a name outside `attention`
 
 _FORMER = {
     **{
@@ -193,6 +193,47 @@ class TransformerConfig:
             )
         for stack, layers in self._stack_sizes().items():
             self._check_pattern(stack, layers)
+        self._check_kinds()
+
+    def _check_kinds(self):
+        """Check the heads of each kind of layer, and that layers that read keys and values find those of another."""
+        stored: dict[str, LayerKind] = {}
+        for index, kind in enumerate(self.kinds):
+            own = [kind.head_dim, kind.num_kv_heads, kind.stores_kv, kind.reads_kv]
+            if self.attention.mla is not None and (kind.keys_as_values or any(one is not None for one in own)):
+                raise ConfigError("attention.mla defines heads and keys of all layers. Remove those of LayerKind.")
+            if self.num_heads % self.kv_heads_of(kind):
+                raise ConfigError(
+                    f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads of each LayerKind "
+                    f"({self.kv_heads_of(kind)}). Change one of them."
+                )
+            if kind.head_dim is not None and kind.head_dim % 2 and self.position == "rotary" and kind.rotary:
+                raise ConfigError(f"rotary positions rotate pairs: head_dim ({kind.head_dim}) must be even. Change it.")
+            self._check_stored(kind, stored, index < len(self.stack.prefix))
+
+    def _check_stored(self, kind: LayerKind, stored: dict[str, LayerKind], in_prefix: bool):
+        if kind.stores_kv is not None:
+            if not in_prefix or kind.stores_kv in stored:
+                raise ConfigError(
+                    f"stores_kv={kind.stores_kv!r} must be the name of one layer, in stack.prefix: others can't read "
+                    f"the keys and values of repeated layers. Move the layer, or rename it."
+                )
+            stored[kind.stores_kv] = kind
+        if kind.reads_kv is None:
+            return
+        if kind.reads_kv not in stored:
+            raise ConfigError(
+                f"reads_kv={kind.reads_kv!r}, but no earlier layer has stores_kv={kind.reads_kv!r}. Name one of "
+                f"{', '.join(stored) or 'the layers in stack.prefix, with stores_kv'}."
+            )
+        other = stored[kind.reads_kv]
+        if self.head_dim_of(kind) != self.head_dim_of(other):
+            raise ConfigError(
+                f"a layer reads keys of head_dim {self.head_dim_of(other)} by reads_kv={kind.reads_kv!r}, but its own "
+                f"is {self.head_dim_of(kind)}. Change one of them."
+            )
+        if any(one is not None and one.by_length for one in (self.rotary.scaling, other.rotary_scaling)):
+            raise ConfigError("reads_kv does not support rotary scaling by the length of the text. Remove one of them.")
 
     def _check_encoder_heads(self):
         heads = self.stack.encoder_num_heads
@@ -372,6 +413,14 @@ class TransformerConfig:
     def kv_heads(self) -> int:
         """K, the number of key and value heads: num_kv_heads, or num_heads if that is None."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    def kv_heads_of(self, kind: LayerKind) -> int:
+        """Return the number of key and value heads of a kind of layer."""
+        return self.kv_heads if kind.num_kv_heads is None else kind.num_kv_heads
+
+    def head_dim_of(self, kind: LayerKind) -> int:
+        """Return the size of a query or key head of a kind of layer."""
+        return self.size_of_head if kind.head_dim is None else kind.head_dim
 
     @property
     def size_of_head(self) -> int:

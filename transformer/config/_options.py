@@ -51,6 +51,10 @@ class AttentionOptions:
     """what qk_norm normalizes:
     head: each head separately;
     all: all heads of a token together"""
+    qk_norm_scale: bool = True
+    """qk_norm learns a factor for each number; false: it has no parameters (Llama 4)"""
+    value_norm: bool = False
+    """apply RMSNorm without parameters to each value head (Gemma 4)"""
     dropout_rate: float = 0.0
     """dropout rate of the attention weights"""
     causal: bool = False
@@ -60,7 +64,7 @@ class AttentionOptions:
 
     def __post_init__(self):
         check_choices(self, qk_norm_scope=NormScope)
-        check_flags(self, "sinks", "output_gate", "qk_norm", "causal")
+        check_flags(self, "sinks", "output_gate", "qk_norm", "qk_norm_scale", "value_norm", "causal")
         check_whole(self, "head_dim", "value_dim")
         check_positive(self, "scale", "softcap")
         check_range(self, 0.0, 1.0, "dropout_rate")
@@ -70,7 +74,7 @@ class AttentionOptions:
             self._check_latent()
 
     def _check_latent(self):
-        others = ("head_dim", "value_dim", "qk_norm", "sinks", "output_gate")
+        others = ("head_dim", "value_dim", "qk_norm", "value_norm", "sinks", "output_gate")
         for name in others:
             if getattr(self, name) not in (None, False):
                 raise ConfigError(
@@ -131,7 +135,11 @@ class T5BiasOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingOptions:
-    """Options of the embedding tables."""
+    """Options of the embedding tables.
+
+    Raises:
+        ConfigError: a value out of range, or rows of per-layer embeddings without their width.
+    """
 
     section: ClassVar[str] = "embedding"
     scale: bool = True
@@ -145,6 +153,11 @@ class EmbeddingOptions:
     width: int | None = None
     """width of the token embeddings and of the input of the output layer, with linear maps to and from d_model (as in
     OPT-350m; not for encoder-decoders); None: d_model, without such maps"""
+    per_layer_width: int | None = None
+    """P: each layer of a CausalLM adds a gated projection of P numbers of its own per token, from a second table and
+    from the token embedding (per-layer embeddings, Gemma 3n and 4); None: no such embeddings"""
+    per_layer_vocab_size: int | None = None
+    """rows of the table of the per-layer embeddings; None: vocab_size"""
     source_vocab_size: int | None = None
     """encoder vocabulary size, if different from the decoder's; None: encoder and decoder share one table"""
     source_max_length: int | None = None
@@ -153,6 +166,9 @@ class EmbeddingOptions:
     def __post_init__(self):
         check_flags(self, "scale", "norm", "tie")
         check_whole(self, "token_types", "width", "source_vocab_size", "source_max_length")
+        check_whole(self, "per_layer_width", "per_layer_vocab_size")
+        if self.per_layer_vocab_size is not None and self.per_layer_width is None:
+            raise ConfigError("embedding.per_layer_vocab_size is for per-layer embeddings. Set per_layer_width too.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,13 +196,15 @@ class StackOptions:
     """kinds of the last layers, after the repeated pattern"""
     final_norm: bool = True
     """normalize after the last layer (not with post-norm)"""
+    layer_scalar: bool = False
+    """multiply the output of each layer by a learned number (Gemma 4)"""
     layer_scale: float | None = None
     """initial value of a learned factor per feature on the output of each sublayer, before the residual sum
     (LayerScale, Touvron et al. 2021, arXiv 2103.17239, section 2); None: no factor"""
 
     def __post_init__(self):
         check_whole(self, "num_encoder_layers", "num_decoder_layers", "encoder_num_heads", "encoder_d_ff")
-        check_flags(self, "final_norm")
+        check_flags(self, "final_norm", "layer_scalar")
         check_positive(self, "layer_scale")
         if not self.period:
             raise ConfigError("stack.period is empty: expected at least one LayerKind. Add one.")

@@ -29,11 +29,14 @@ class RotaryScaling:
     `short_factors` up to original_length and from `long_factors` above, and scales the attention scores (Ding et al.
     2024, arXiv 2402.13753).
 
+    `proportional` rotates only the pairs with the highest frequencies, the fraction `share` of all pairs of a head, and
+    divides their frequencies by `factor` (Gemma 4).
+
     Raises:
         ConfigError: a factor below 1, bounds in the wrong order, or a field of one kind with another kind.
     """
 
-    kind: Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
+    kind: Literal["linear", "llama3", "yarn", "dynamic", "longrope", "proportional"]
     """scaling rule"""
     factor: float
     """new length / original length, at least 1"""
@@ -56,17 +59,19 @@ class RotaryScaling:
     """longrope: divisor of each frequency in texts of at most original_length positions"""
     long_factors: tuple[float, ...] = ()
     """longrope: divisor of each frequency in longer texts"""
+    share: float = 1.0
+    """proportional: fraction of the pairs that are rotated, rounded down to whole pairs"""
 
     def __post_init__(self):
-        check_choices(self, kind=Literal["linear", "llama3", "yarn", "dynamic", "longrope"])
+        check_choices(self, kind=Literal["linear", "llama3", "yarn", "dynamic", "longrope", "proportional"])
         check_range(self, 1.0, float("inf"), "factor")
         check_whole(self, "original_length")
         check_flags(self, "truncate")
         check_positive(self, "low_frequency_factor", "high_frequency_factor", "beta_fast", "beta_slow")
-        check_positive(self, "attention_factor")
-        if self.high_frequency_factor <= self.low_frequency_factor:
+        check_positive(self, "attention_factor", "share")
+        if self.high_frequency_factor < self.low_frequency_factor:
             raise ConfigError(
-                f"high_frequency_factor ({self.high_frequency_factor}) must be above low_frequency_factor "
+                f"high_frequency_factor ({self.high_frequency_factor}) must be at least low_frequency_factor "
                 f"({self.low_frequency_factor})."
             )
         if self.beta_fast <= self.beta_slow:
@@ -76,6 +81,10 @@ class RotaryScaling:
                 f"attention_factor applies only to kind='yarn' or 'longrope', got kind={self.kind!r}. Remove "
                 f"attention_factor."
             )
+        if self.share > 1.0:
+            raise ConfigError(f"share is a fraction of the pairs: expected at most 1.0, got {self.share}. Correct it.")
+        if self.share != 1.0 and self.kind != "proportional":
+            raise ConfigError(f"share applies only to kind='proportional', got kind={self.kind!r}. Remove share.")
         if not self.truncate and self.kind != "yarn":
             raise ConfigError(f"truncate applies only to kind='yarn', got kind={self.kind!r}. Remove truncate.")
         self._check_factors()
@@ -146,6 +155,8 @@ class MoE:
     """factor on the weights of the selected experts"""
     shared_d_ff: int | None = None
     """inner width of a shared expert; None: d_ff"""
+    scale_inputs: bool = False
+    """multiply the input of an expert by its weight, instead of its output (Llama 4)"""
     shared_gate: bool = False
     """multiply the output of the shared experts by the sigmoid of a projection of the token (Qwen Team 2024, arXiv
     2407.10671, section 2.2.2)"""
@@ -158,7 +169,8 @@ class MoE:
         check_choices(self, scoring=Literal["softmax", "sigmoid"])
         check_whole(self, "num_groups", "top_groups")
         check_positive(self, "routed_scaling_factor")
-        check_flags(self, "normalize_weights", "router_bias", "e_score_correction_bias", "shared_gate")
+        check_flags(self, "normalize_weights", "router_bias", "e_score_correction_bias")
+        check_flags(self, "scale_inputs", "shared_gate")
         if not self.shared_experts and (self.shared_gate or self.shared_d_ff is not None):
             raise ConfigError("shared_d_ff and shared_gate are for shared experts, but shared_experts is 0. Set it.")
         if self.top_k > self.num_experts:
@@ -266,6 +278,31 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QueryTemperature:
+    """Factor on the queries of a layer that grows with their position p: 1 + scale ln(1 + floor((p + 1) / length)).
+
+    In a long text the softmax of attention has more terms, and larger scores keep it from becoming flat (Nakanishi
+    2025, arXiv 2501.19399; this form is that of Llama 4).
+
+    Raises:
+        ConfigError: a number that is not above 0.
+    """
+
+    scale: float = 0.1
+    """factor on the logarithm"""
+    length: int = 8192
+    """positions after which the factor grows"""
+
+    def __post_init__(self):
+        check_positive(self, "scale")
+        check_whole(self, "length")
+
+
+_ATTENTION_OPTIONS = ("window", "chunk", "rotary_base", "rotary_scaling", "temperature")
+_ATTENTION_OPTIONS += ("head_dim", "num_kv_heads", "stores_kv", "reads_kv")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """Options that can differ between the layers of one stack; all other options come from the model config.
 
@@ -277,12 +314,31 @@ class LayerKind:
     """false: no self-attention, so that positions can't exchange information (an ablation)"""
     window: int | None = None
     """sliding-window attention: attend only to keys closer than this many positions; None: to all keys"""
+    chunk: int | None = None
+    """chunked attention: attend only to keys of the same chunk of this many positions; None: to all keys"""
     rotary_base: float | None = None
     """rotary base of these layers; None: that of the model config"""
     rotary_scaling: RotaryScaling | None = None
     """rotary scaling of these layers; None: that of the model config"""
     rotary: bool = True
     """false: rotary positions are not applied in these layers (NoPE, Yang et al. 2025, arXiv 2501.18795)"""
+    temperature: QueryTemperature | None = None
+    """factor on the queries that grows with their position; None: no factor"""
+    qk_norm: bool = True
+    """false: attention.qk_norm is not applied in these layers"""
+    head_dim: int | None = None
+    """size of a query or key head in these layers; None: that of the model config"""
+    num_kv_heads: int | None = None
+    """number of key and value heads of these layers; None: that of the model config"""
+    keys_as_values: bool = False
+    """values are the projected keys, before their norm and rotation: there is no projection of values (Gemma 4)"""
+    stores_kv: str | None = None
+    """name under which later layers find the keys and values of this layer, which must be in stack.prefix"""
+    reads_kv: str | None = None
+    """attend to the keys and values of an earlier layer, by its name in stores_kv, instead of own ones (Brandon et al.
+    2024, arXiv 2405.12981)"""
+    d_ff: int | None = None
+    """inner width of the dense feed-forward layer of these layers; None: that of the model config"""
     moe: MoE | None = None
     """mixture of experts instead of the dense feed-forward layer; None: dense"""
     attention_norm: bool = True
@@ -291,23 +347,29 @@ class LayerKind:
     """linear attention instead of self-attention, in a causal stack; None: self-attention"""
 
     def __post_init__(self):
-        check_whole(self, "window")
+        check_whole(self, "window", "chunk", "head_dim", "num_kv_heads", "d_ff")
         check_positive(self, "rotary_base")
-        check_flags(self, "rotary")
-        unread = [name for name in ("window", "rotary_base", "rotary_scaling") if getattr(self, name) is not None]
-        unread += [name for name in ("rotary", "attention_norm") if not getattr(self, name)]
+        check_flags(self, "rotary", "qk_norm", "keys_as_values")
+        options = [name for name in _ATTENTION_OPTIONS if getattr(self, name) is not None]
+        options += ["keys_as_values"] if self.keys_as_values else []
+        options += [name for name in ("rotary", "qk_norm") if not getattr(self, name)]
+        unread = options + ([] if self.attention_norm else ["attention_norm"])
         if unread and not self.self_attention:
             raise ConfigError(
                 f"{unread[0]} is an option of self-attention, but self_attention is False. Remove {unread[0]}, or set "
                 f"self_attention=True."
             )
-        unread = [name for name in ("window", "rotary_base", "rotary_scaling") if getattr(self, name) is not None]
-        unread += [name for name in ("rotary", "self_attention") if not getattr(self, name)]
+        unread = options + ([] if self.self_attention else ["self_attention"])
         if unread and self.gated_delta is not None:
             raise ConfigError(
                 f"{unread[0]} is an option of self-attention, but gated_delta replaces self-attention. Remove one of "
                 f"them."
             )
+        if self.reads_kv is not None and (self.stores_kv is not None or self.keys_as_values):
+            unread = "stores_kv" if self.stores_kv is not None else "keys_as_values"
+            raise ConfigError(f"reads_kv leaves a layer without keys and values of its own. Remove it, or {unread}.")
+        if self.d_ff is not None and self.moe is not None:
+            raise ConfigError("d_ff of a LayerKind is for dense layers: set d_ff of its moe instead.")
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,8 @@ def unstacked_model(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
     config = model.config
     kinds = tuple(layer.kind for layer in _layers(model))
     own = config.stack
-    stack = StackOptions(prefix=kinds, final_norm=own.final_norm, layer_scale=own.layer_scale)
+    options = {"final_norm": own.final_norm, "layer_scale": own.layer_scale, "layer_scalar": own.layer_scalar}
+    stack = StackOptions(prefix=kinds, **options)
     config = config.replace(num_layers=len(kinds), stack=stack)
     return type(model)(config, model.execution)
 

@@ -22,7 +22,7 @@ from transformer.media._image_settings import image_processor, save_image_proces
 from transformer.nn._adapted import has_encoded
 from transformer.nn.models._audio import SpeechRecognizer
 from transformer.nn.models._seq2seq import Seq2Seq
-from transformer.zoo.weights._flax_files import open_files
+from transformer.zoo._opening import open_weights
 
 if TYPE_CHECKING:
     from transformer.data._tokenizer import Tokenizer
@@ -256,9 +256,10 @@ def open_model(
         begin = None if run.tokenizer is None else run.tokenizer.begin_id
         return LoadedModel(run.model, run.params, Path(source), run.tokenizer, context, begin, run=run)
 
+    from transformer.zoo._gemma_orbax import is_orbax
     from transformer.zoo._pretrained import load_pretrained
 
-    if Path(source).is_dir() and not (Path(source) / "config.json").exists():
+    if Path(source).is_dir() and not (Path(source) / "config.json").exists() and not is_orbax(source):
         raise ConfigError(
             f"{source} contains neither a run (recipe.json) nor weights (config.json). Pass the workdir of a run, such "
             f"as runs/number_words, or a directory with config.json and model.safetensors."
@@ -338,7 +339,7 @@ def _cast(model: nn.Module, params: Any) -> Any:
 
 def _copy_companions(source: Path, target: Path, more: Sequence[str]) -> None:
     """Copy the settings files of the authors: for sentence embeddings, images and audio, and the files `more`."""
-    files = open_files(source)
+    files = open_weights(source)
     modules = files.json("modules.json", list) or []
     paths = [module["path"] for module in modules if isinstance(module, dict) and module.get("path")]
     for name in (*COMPANIONS, *more, *(f"{path}/config.json" for path in paths)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from transformer.config._parts import QueryTemperature
 from transformer.nn._axes import (
     Array,
     Attended,
@@ -22,6 +24,7 @@ from transformer.nn._axes import (
     Hidden,
     Int,
     Key,
+    Leaf,
     Lengths,
     Positions,
     PRNGKey,
@@ -30,7 +33,7 @@ from transformer.nn._axes import (
     Weights,
 )
 from transformer.nn._caches import ContextCache, KVCache, SelfAttentionCache, attended_of_stored, query_of_stored
-from transformer.nn._layers import NORMS, Initializer, Linear, is_deterministic
+from transformer.nn._layers import NORMS, Initializer, Linear, is_deterministic, unscaled_rms_norm
 from transformer.nn._masks import Mask, real_tokens
 from transformer.nn._paged import PagedKVCache
 from transformer.nn._parameter_axes import declare
@@ -324,6 +327,46 @@ class AttentionModule(nn.Module, kw_only=True):
         return constrain(out, "batch", "length", "heads", "head_dim")
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StoredKV:
+    """Keys and values of a layer, for later layers without own ones (Brandon et al. 2024, arXiv 2405.12981)."""
+
+    key: Leaf | None
+    """(B, S, K, H), rotated; None with a cache"""
+    value: Leaf | None
+    """(B, S, K, Hv); None with a cache"""
+    positions: Leaf
+    """(B, S), positions of the keys"""
+    cache: Leaf | None
+    """the `KVCache` or `PagedKVCache` of the layer, with the new tokens"""
+    start: Leaf | None
+    """(B,), number of tokens in the cache before the new ones"""
+
+    @staticmethod
+    def of(arrays: tuple[Any, ...], positions: Positions, cache: Any, start: Lengths | None) -> StoredKV:
+        """Return what a layer attends to: `arrays` are its query, key and value, or its query and its cache."""
+        key, value = arrays[1:3] if cache is None else (None, None)
+        return StoredKV(key, value, positions, cache, start)
+
+    def read(self, query: Query, mask: Mask) -> tuple[Callable[..., Any], tuple[Any, ...], Mask, Int[Array, "B S"]]:
+        """Return the attention function of rotated queries (B, T, N, H), its arrays and mask, and the positions."""
+        if self.cache is None:
+            return dot_product_attention, (query, self.key, self.value), mask, self.positions
+        if isinstance(self.cache, PagedKVCache):
+            return paged_attention, (query, self.cache, self.start), mask, self.positions
+        mask = mask.shifted(self.start) & Mask.lengths(self.cache.row_lengths)
+        return cached_attention, (query, self.cache), mask, self.positions
+
+
+def count_tokens(x: Hidden, cache: SelfAttentionCache | None) -> SelfAttentionCache | None:
+    """Advance the cache of a layer without own keys by the T tokens of x (B, T, D): it only counts tokens."""
+    if cache is None:
+        return None
+    nothing = jnp.zeros((*x.shape[:2], 0, 0), x.dtype)
+    return cache.append(nothing, nothing, jnp.zeros(x.shape[:2], jnp.int32))
+
+
 class MultiHeadAttention(AttentionModule):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2): self-attention, or cross-attention to a context.
 
@@ -368,6 +411,16 @@ class MultiHeadAttention(AttentionModule):
     """head: normalize each head separately; all: normalize all heads of a token together (OLMo Team 2024, arXiv
     2501.00656, section 3.2)"""
     qk_norm_kind: str = "rms_norm"
+    qk_norm_scale: bool = True
+    """learn a factor for each number of the normalized queries and keys; false: no parameters"""
+    value_norm: bool = False
+    """normalize each value head with an RMSNorm without parameters"""
+    keys_as_values: bool = False
+    """values are the projected keys, before their norm and rotation: there is no projection of values"""
+    stores_kv: bool = False
+    """also return the keys and values, for later layers: the second result is a pair (cache, `StoredKV`)"""
+    temperature: QueryTemperature | None = None
+    """factor on the queries that grows with their position"""
     output_gate: bool = False
     """multiply the attended values by the sigmoid of a projection of x (Qiu et al. 2025, arXiv 2505.06708)"""
     sinks: bool = False
@@ -384,10 +437,11 @@ class MultiHeadAttention(AttentionModule):
         positions: Positions | None = None,
         position_table: Float[Array, "R W"] | None = None,
         cache: SelfAttentionCache | ContextCache | None = None,
+        stored: StoredKV | None = None,
         bias: BiasFunction | Array | None = None,
         deterministic: bool | None = None,
         sow_weights: bool = False,
-    ) -> tuple[Float[Array, "B T Do"], SelfAttentionCache | ContextCache | None]:
+    ) -> tuple[Float[Array, "B T Do"], Any]:
         """Attend from x (B, T, D) to x itself, or to `context` (B, S, Dc).
 
         Args:
@@ -399,6 +453,7 @@ class MultiHeadAttention(AttentionModule):
             position_table: the learned table of the scheme, if it has one.
             cache: a `KVCache` or `PagedKVCache`, to which keys and values are appended and whose keys are attended to;
                 or a `ContextCache`, which is filled when `context` is given and read otherwise.
+            stored: keys and values of an earlier layer, which replace own ones; `cache` then only counts tokens.
             bias: added to the scores in addition to the bias of the position scheme, as in `dot_product_attention`.
             deterministic: True disables dropout; False enables it (rng "dropout"). Required if `dropout_rate` is above
                 0.
@@ -419,14 +474,22 @@ class MultiHeadAttention(AttentionModule):
             query = self._normalize("query_norm", query)
 
         if context is None and not isinstance(cache, ContextCache):
-            # Self-attention: keys and values come from x, K = x W_K (B, T, K, H) and V = x W_V (B, T, K, Hv).
-            key, value = self._keys_and_values(x, None, head_dim)
             if positions is None:
                 # With a cache, token t is at position length + t: a decoding step sees only the new token.
                 positions = jnp.arange(x.shape[1])[None, :]
                 positions = positions if cache is None else positions + cache.row_lengths[:, None]
             positions = jnp.broadcast_to(positions, x.shape[:2])
-            attend, arrays, mask, key_positions, cache = self._with_cache(query, key, value, positions, mask, cache)
+            query = query if self.temperature is None else _heated(self.temperature, query, positions)
+            if stored is None:
+                # Self-attention: keys and values come from x, K = x W_K (B, T, K, H) and V = x W_V (B, T, K, Hv).
+                key, value = self._keys_and_values(x, None, head_dim)
+                start = None if cache is None else cache.row_lengths
+                attend, arrays, mask, key_positions, cache = self._with_cache(query, key, value, positions, mask, cache)
+                stored = StoredKV.of(arrays, key_positions, cache, start)
+            else:
+                query = _rotated(self.position, query, positions, None)
+                attend, arrays, mask, key_positions = stored.read(query, mask)
+                cache = count_tokens(x, cache)
             sizes = (x.shape[0], self.num_heads, x.shape[1], key_positions.shape[1])
             bias = sum_of_biases(bias_function(bias, sizes), self._bias(positions, key_positions, position_table))
         elif context is None:
@@ -452,6 +515,7 @@ class MultiHeadAttention(AttentionModule):
         if self.output_gate:
             out = out * jax.nn.sigmoid(self._project("output_gate", x, out.shape[2:]))
         features = x.shape[-1] if self.out_features is None else self.out_features
+        cache = (cache, stored) if self.stores_kv else cache
         # Concat(head_1, ..., head_N) W_O: (B, T, N, Hv) x (N, Hv, Do) -> (B, T, Do), contracting both N and Hv.
         return self._project("out", out, (features,), contract=2), cache
 
@@ -509,8 +573,12 @@ class MultiHeadAttention(AttentionModule):
         value_dim = head_dim if self.value_dim is None else self.value_dim
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         source = x if context is None else context
-        key = self._project("key", source, (kv_heads, head_dim))
-        value = self._project("value", source, (kv_heads, value_dim))
+        if self.keys_as_values:
+            key = value = self._project("key", source, (kv_heads, head_dim))
+        else:
+            key = self._project("key", source, (kv_heads, head_dim))
+            value = self._project("value", source, (kv_heads, value_dim))
+        value = unscaled_rms_norm(value, self.norm_epsilon) if self.value_norm else value
         return (self._normalize("key_norm", key) if self.qk_norm else key), value
 
     def _check(self, x: Array, context: Array | None, cache: SelfAttentionCache | ContextCache | None) -> None:
@@ -552,7 +620,10 @@ class MultiHeadAttention(AttentionModule):
 
     def _normalize(self, name: str, heads: Array) -> Array:
         # RMSNorm in queries and keys bounds |q . k| up to the learned scale, so scores stay small in training.
-        norm = NORMS[self.qk_norm_kind](self.norm_epsilon, self.dtype, self.param_dtype, name=name)
+        if self.qk_norm_scale:
+            norm = NORMS[self.qk_norm_kind](self.norm_epsilon, self.dtype, self.param_dtype, name=name)
+        else:
+            norm = functools.partial(unscaled_rms_norm, epsilon=self.norm_epsilon)
         if self.qk_norm_scope == "head":
             return norm(heads)  # (B, T, N, H), over H
         return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)  # over N H together
@@ -569,6 +640,13 @@ class MultiHeadAttention(AttentionModule):
                 f"{self.num_heads}. Create it with num_heads={self.num_heads}."
             )
         return jax.tree_util.Partial(functools.partial(_position_bias, self.position), positions, key_positions, table)
+
+
+def _heated(temperature: QueryTemperature, query: Query, positions: Positions) -> Query:
+    """Return queries (B, T, N, H) times 1 + scale ln(1 + floor((p + 1) / length)) of their positions p (B, T)."""
+    steps = ((positions + 1) // temperature.length).astype(jnp.float32)
+    factor = 1.0 + temperature.scale * jnp.log1p(steps)
+    return query * factor.astype(query.dtype)[:, :, None, None]
 
 
 def _rotated(scheme: PositionScheme, heads: Array, positions: Array, lengths: Lengths | None) -> Array:

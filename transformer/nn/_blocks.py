@@ -20,11 +20,11 @@ from transformer.config._checks import ConfigError
 from transformer.config._model import Execution, TransformerConfig
 from transformer.config._parts import MLA, GatedDelta, LayerKind
 from transformer.nn import _positions as schemes
-from transformer.nn._attention import MultiHeadAttention
+from transformer.nn._attention import MultiHeadAttention, count_tokens
 from transformer.nn._axes import Hidden, Leaf
-from transformer.nn._caches import ContextCache, KVCache, SelfAttentionCache
+from transformer.nn._caches import ContextCache, KVCache
 from transformer.nn._delta_net import GatedDeltaNet, StateCache
-from transformer.nn._layers import NORMS, FeedForward, Initializer, is_deterministic
+from transformer.nn._layers import ACTIVATIONS, NORMS, FeedForward, Initializer, Linear, is_deterministic
 from transformer.nn._masks import Mask
 from transformer.nn._mla import LatentAttention
 from transformer.nn._moe import RoutedFeedForward
@@ -53,6 +53,10 @@ class LayerInputs:
     """(B, S, Dc) for cross-attention; None: read its cache"""
     context_mask: Leaf = Mask()
     """a `Mask` for cross-attention"""
+    layer_embedding: Leaf | None = None
+    """(B, T, P), the embedding of the tokens for this layer alone, if the config has such embeddings"""
+    stored: Leaf | None = None
+    """name -> `StoredKV`, keys and values of earlier layers with `stores_kv`; None: there are none"""
     deterministic: bool | None = field(default=None, metadata={"static": True})
     """True: disable dropout; False: enable it (rng "dropout"). Required if the config has a dropout rate above 0"""
 
@@ -78,13 +82,15 @@ class LayerCache:
             delta = kind.gated_delta
             heads = (delta.num_key_heads, delta.num_heads, delta.key_dim, delta.value_dim)
             return LayerCache(StateCache.create(batch, heads, delta.conv_width, dtype), context)
-        sizes = (config.kv_heads, config.size_of_head, config.size_of_value)
+        head_dim = config.head_dim_of(kind)
+        value_dim = head_dim if config.attention.value_dim is None else config.attention.value_dim
+        sizes = (config.kv_heads_of(kind), head_dim, value_dim)
         if config.attention.mla is not None:
             mla = config.attention.mla
             # MLA: instead of keys and values per head, store [latent, rotated key] as the key of a single head.
             sizes = (1, mla.kv_lora_rank + mla.qk_rope_head_dim, 0)
         # Arrays of size 0 still have an axis of slots, so the cache can count tokens.
-        sizes = sizes if kind.self_attention else (0, 0, 0)
+        sizes = sizes if kind.self_attention and kind.reads_kv is None else (0, 0, 0)
         kv_heads, head_dim, value_dim = sizes
         together = heads_together(kv_heads, head_dim) if head_dim == value_dim else 1
         return LayerCache(KVCache.create(batch, length, *sizes, dtype, together), context)
@@ -156,7 +162,8 @@ class Block(nn.Module):
     """
 
     parameter_axes = declare(
-        {"position_table": "_ _"}
+        {"position_table": "_ _", "layer_scalar": "_"}
+        | {"layer_gate/kernel": "embed -> _", "layer_projection/kernel": "_ -> embed"}
         | dict.fromkeys(("attention_scale", "cross_attention_scale", "feed_forward_scale"), "norm")
     )
 
@@ -191,22 +198,21 @@ class Block(nn.Module):
         scale = self.param(f"{name}_scale", nn.initializers.constant(value), x.shape[-1:], self.config.param_dtype)
         return x * scale.astype(x.dtype)[None, None]
 
-    def attend_to_self(
-        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None
-    ) -> tuple[Hidden, SelfAttentionCache | None]:
-        """Apply self-attention to x (B, T, D), including the tokens in the cache; return (B, T, D) and the cache."""
+    def attend_to_self(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> tuple[Hidden, Any]:
+        """Apply self-attention to x (B, T, D), including the tokens in the cache; return (B, T, D) and the cache.
+
+        With `stores_kv`, the second result is a pair of the cache and the `StoredKV`.
+        """
         if self.kind.gated_delta is not None:
             own = None if cache is None else cache.self_attention
             return self._linear_attention(self.kind.gated_delta)(x, mask=inputs.mask, cache=own)
-        # The stack has already made the mask causal; a window of this kind of layer only hides more keys.
-        window = Mask() if self.kind.window is None else Mask.window(self.kind.window)
         scheme = position_scheme(self.config, self.kind, causal=self.causal)
         scheme = NoPosition() if scheme.adds else scheme  # the stack has already added it to the embeddings
         table = inputs.position_table
         if self.config.t5_bias.per_layer:
             table = self.param("position_table", *table_parameter(self.config, scheme))
         given = {
-            "mask": inputs.mask & window,
+            "mask": self._mask(inputs, cache),
             "positions": inputs.positions,
             "cache": None if cache is None else cache.self_attention,
             "deterministic": inputs.deterministic,
@@ -214,7 +220,19 @@ class Block(nn.Module):
         }
         if self.config.attention.mla is not None:
             return self._latent_attention("self_attention", self.config.attention.mla, scheme)(x, **given)
-        return self._attention("self_attention", scheme)(x, position_table=table, **given)
+        stored = None if self.kind.reads_kv is None else inputs.stored[self.kind.reads_kv]
+        return self._attention("self_attention", scheme)(x, position_table=table, stored=stored, **given)
+
+    def _mask(self, inputs: LayerInputs, cache: LayerCache | None) -> Mask:
+        """Return the mask of self-attention. The stack has made it causal; windows and chunks hide more keys."""
+        mask, chunk = inputs.mask, self.kind.chunk
+        if self.kind.window is not None:
+            mask = mask & Mask.window(self.kind.window)
+        if chunk is None:
+            return mask
+        if mask.query_segments is None:
+            return mask & Mask.chunks(chunk)
+        return mask.with_chunks_of_segments(chunk, inputs.positions)
 
     def attend_to_context(
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None
@@ -263,7 +281,7 @@ class Block(nn.Module):
             "name": "feed_forward",
         }
         if moe is None:
-            return FeedForward(width=config.feed_forward_width, **options)(x), {}
+            return FeedForward(width=self.kind.d_ff or config.feed_forward_width, **options)(x), {}
         # The mask excludes padding from the router's losses; it does not change the output.
         width = config.feed_forward_width if moe.d_ff is None else moe.d_ff
         return RoutedFeedForward(moe, width=width, implementation=self.execution.experts, **options)(x, inputs.mask)
@@ -286,19 +304,24 @@ class Block(nn.Module):
         )
 
     def _attention(self, name: str, scheme: PositionScheme) -> MultiHeadAttention:
-        config = self.config
+        config, kind = self.config, self.kind if name == "self_attention" else LayerKind()
         return MultiHeadAttention(
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.attention.head_dim,
+            num_kv_heads=config.num_kv_heads if kind.num_kv_heads is None else kind.num_kv_heads,
+            head_dim=config.attention.head_dim if kind.head_dim is None else kind.head_dim,
             value_dim=config.attention.value_dim,
             use_bias=config.use_bias,
             biases=config.attention.biases,
-            qk_norm=config.attention.qk_norm,
+            qk_norm=config.attention.qk_norm and kind.qk_norm,
+            value_norm=config.attention.value_norm,
+            keys_as_values=kind.keys_as_values,
+            stores_kv=kind.stores_kv is not None,
             qk_norm_scope=config.attention.qk_norm_scope,
+            qk_norm_scale=config.attention.qk_norm_scale,
             qk_norm_kind=config.norm if config.norm == "zero_centered_rms_norm" else "rms_norm",
             sinks=config.attention.sinks,
             output_gate=config.attention.output_gate and name == "self_attention",
             norm_epsilon=config.norm_epsilon,
+            temperature=kind.temperature,
             **self._any_attention(name, scheme),
         )
 
@@ -334,13 +357,12 @@ class Block(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no equation. Use a subclass that defines one.")
 
     @nn.compact
-    def __call__(
-        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
-    ) -> tuple[Hidden, LayerCache | None, Aux]:
+    def __call__(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Hidden, Any, Aux]:
         """Apply all sublayers to x (B, T, D).
 
         Returns:
-            x (B, T, D), the cache of the layer, and aux.
+            x (B, T, D), the cache of the layer, and aux. With `stores_kv`, a pair of the cache and the `StoredKV` takes
+            the place of the cache.
         """
         compute = {
             "attention": self.attend_to_self,
@@ -358,10 +380,34 @@ class Block(nn.Module):
 
             # For example, pre-norm computes x = x + dropout(f(norm(x))), first for attention, then for feed-forward.
             x = self.equation(x, Sublayer(self, name, run, inputs, block_input))
+        x = self._after_sublayers(x, inputs)
+        own, stored = extras.get("attention"), None
+        if self.kind.stores_kv is not None:
+            own, stored = own
         if cache is not None:
-            own = extras["attention"] if "attention" in extras else _count(x, cache.self_attention)
+            own = own if "attention" in extras else count_tokens(x, cache.self_attention)
             cache = LayerCache(own, extras.get("cross_attention"))
-        return constrain(x, "batch", "length", "embed"), cache, extras["feed_forward"]
+        result = cache if stored is None else (cache, stored)
+        return constrain(x, "batch", "length", "embed"), result, extras["feed_forward"]
+
+    def _after_sublayers(self, x: Hidden, inputs: LayerInputs) -> Hidden:
+        """Add the per-layer embedding, and multiply by the scalar of the layer, if the config has them.
+
+        x + norm(W_2 (act(W_1 x) * e)) with the embedding e (B, T, P) of the tokens for this layer (Gemma 4).
+        """
+        config = self.config
+        if config.embedding.per_layer_width is not None:
+            if inputs.layer_embedding is None:
+                raise ConfigError("embedding.per_layer_width is for a CausalLM, which has these embeddings. Remove it.")
+            options = (1, False, kernel_init(config), config.dtype, config.param_dtype, Quantization.of(self.execution))
+            gate = Linear((config.embedding.per_layer_width,), *options, name="layer_gate")(x)
+            gate = ACTIVATIONS[config.activation](gate) * inputs.layer_embedding
+            added = Linear(x.shape[-1:], *options, name="layer_projection")(gate)
+            x = x + make_norm(config, "layer_embedding_norm")(added)
+        if config.stack.layer_scalar:
+            scalar = self.param("layer_scalar", nn.initializers.ones, (1,), config.param_dtype)
+            x = x * scalar.astype(x.dtype)[None, None]
+        return x
 
 
 @dataclass(frozen=True)
@@ -395,12 +441,6 @@ class Sublayer:
     def dropout(self, x: Hidden) -> Hidden:
         """Apply dropout with the rate of the block."""
         return self.block.dropout(x, self.inputs)
-
-
-def _count(x: Hidden, cache: SelfAttentionCache) -> SelfAttentionCache:
-    """Advance the cache of a layer without self-attention by T tokens: it stores no keys and only counts tokens."""
-    nothing = jnp.zeros((*x.shape[:2], 0, 0), x.dtype)
-    return cache.append(nothing, nothing, jnp.zeros(x.shape[:2], jnp.int32))
 
 
 class PreNormBlock(Block):

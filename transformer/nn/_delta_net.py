@@ -178,11 +178,11 @@ class GatedDeltaNet(nn.Module, kw_only=True):
                 f"serve the same number of values. Change one of them."
             )
         found = [name for name in ("dense_part", "query_places", "query_groups") if getattr(mask, name) is not None]
-        if found or mask.window_size is not None:
+        if found or mask.window_size is not None or mask.chunk_size is not None:
             raise ValueError(
                 "linear attention reads every earlier token through its state: expected a mask of lengths and segments "
-                "(padding and packing), got one that selects single keys, a window or groups. Remove that part; beam "
-                "search needs a model without linear attention."
+                "(padding and packing), got one that selects single keys, a window, chunks or groups. Remove that "
+                "part; beam search needs a model without linear attention."
             )
 
     def _decay(self, x: Float[Array, "B T N"]) -> Float[Array, "B T N"]:

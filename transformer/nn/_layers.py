@@ -308,6 +308,13 @@ class LayerNorm(nn.Module):
         return (y * _row(scale, x) + _row(bias, x)).astype(self.dtype)
 
 
+def unscaled_rms_norm(x: Float[Array, "..."], epsilon: float) -> Float[Array, "..."]:
+    """Compute x / sqrt(mean(x^2) + epsilon) over the last axis, in float32; shape and dtype stay the same."""
+    wide = x.astype(jnp.float32)
+    # x / RMS(x), RMS = sqrt(mean(x^2)): rsqrt(a) is 1 / sqrt(a)
+    return (wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+
 class RMSNorm(nn.Module):
     """gamma x / sqrt(mean(x^2) + epsilon) over the last axis, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467).
 
@@ -324,9 +331,8 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalize (..., D) -> (..., D), in `dtype`."""
         x = x.astype(jnp.float32)
-        # x / RMS(x), RMS = sqrt(mean(x^2)): rsqrt(a) is 1 / sqrt(a)
-        y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
-        return (y * self._factor(x)).astype(self.dtype)  # round once, after multiplying by gamma
+        # Round once, after multiplying by gamma.
+        return (unscaled_rms_norm(x, self.epsilon) * self._factor(x)).astype(self.dtype)
 
     def _factor(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         return _row(self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype), x)

@@ -26,13 +26,14 @@ def _static(default):
 class Mask:
     """A structured attention mask. Combine the constructors below, for example `Mask.causal() & Mask.lengths(n)`.
 
-    It is a frozen pytree: `is_causal` and `window_size` are static, all other fields are arrays or None. Queries and
-    keys are numbered by their index in the sequence. `offset` is the index of the first query among the keys; while
-    decoding with a cache, that is the number of previous tokens.
+    It is a frozen pytree: `is_causal`, `window_size` and `chunk_size` are static, all other fields are arrays or None.
+    Queries and keys are numbered by their index in the sequence. `offset` is the index of the first query among the
+    keys; while decoding with a cache, that is the number of previous tokens.
     """
 
     is_causal: bool = _static(False)
     window_size: int | None = _static(None)
+    chunk_size: int | None = _static(None)
     offset: Leaf | None = None
     """() or (B,), index of the first query among the keys"""
     key_lengths: Leaf | None = None
@@ -44,9 +45,9 @@ class Mask:
     dense_part: Leaf | None = None
     """(B or 1, N or 1, T or 1, S or 1), an arbitrary boolean mask"""
     query_places: Leaf | None = None
-    """(B, T), positions of queries for causality and windows, instead of index and offset"""
+    """(B, T), positions of queries for causality, windows and chunks, instead of index and offset"""
     key_places: Leaf | None = None
-    """(B, S), positions of keys for causality and windows, instead of their index"""
+    """(B, S), positions of keys for causality, windows and chunks, instead of their index"""
     query_groups: Leaf | None = None
     """(B, T), group of each query, which is also that of the key with its index; below 0: none"""
 
@@ -64,6 +65,19 @@ class Mask:
         if size < 1:
             raise ValueError(f"a window must contain at least 1 position, got {size}.")
         return Mask(window_size=size)
+
+    @staticmethod
+    def chunks(size: int) -> Mask:
+        """Let each query attend to keys of its own chunk: positions 0 to `size` - 1, `size` to 2 `size` - 1, and so on.
+
+        With `causal()`, this is the chunked attention of Llama 4.
+
+        Raises:
+            ValueError: a size below 1.
+        """
+        if size < 1:
+            raise ValueError(f"a chunk must contain at least 1 position, got {size}.")
+        return Mask(chunk_size=size)
 
     @staticmethod
     def lengths(lengths: Int[Array, " B"]) -> Mask:
@@ -98,7 +112,7 @@ class Mask:
 
     @staticmethod
     def places(query: Int[Array, "B T"], key: Int[Array, "B S"]) -> Mask:
-        """Set the positions of queries and keys, for causality and windows, where they differ from their indices.
+        """Set the positions of queries and keys, for causality, windows and chunks, where they differ from indices.
 
         This hides nothing by itself. In beam search, hypotheses share a cache, and several of its slots contain keys of
         the same position.
@@ -133,6 +147,7 @@ class Mask:
             is_causal=self.is_causal or other.is_causal,
             # Each part of the combined mask hides what either mask hides.
             window_size=join("window_size", min),
+            chunk_size=join("chunk_size", self._same_chunk_size),
             offset=join("offset"),
             key_lengths=join("key_lengths", jnp.minimum),
             query_segments=join("query_segments"),
@@ -142,6 +157,40 @@ class Mask:
             key_places=join("key_places"),
             query_groups=join("query_groups"),
         )
+
+    def with_chunks_of_segments(self, size: int, positions: Int[Array, "B T"]) -> Mask:
+        """Return the mask with chunks of `size` positions in each of its segments, expressed as shorter segments.
+
+        In packed or padded rows, positions start anew in each segment and differ from the indices of `chunks`.
+
+        Args:
+            size: positions of a chunk.
+            positions: (B, T), of the tokens, which are both queries and keys.
+
+        Raises:
+            ValueError: a size below 1, or keys that are other tokens than the queries (a cache).
+        """
+        if self.key_segments.shape[1] != positions.shape[1]:
+            raise ValueError(
+                f"chunked attention counts positions from the start of each segment, which needs the segments of the "
+                f"{positions.shape[1]} queries as those of the keys, got {self.key_segments.shape[1]} keys. With a "
+                f"cache, mark padding by Mask.lengths instead of segments."
+            )
+        # The positions of a segment are consecutive, so at most T + 1 chunks in a row differ modulo T + 1.
+        number = positions // Mask.chunks(size).chunk_size % (positions.shape[1] + 1)
+
+        def split(ids):  # distinct for each segment and each chunk of it; 0 remains 0, because it marks padding
+            return jnp.where(ids == 0, 0, ids * (positions.shape[1] + 1) + number)
+
+        return dataclasses.replace(
+            self, query_segments=split(self.query_segments), key_segments=split(self.key_segments)
+        )
+
+    @staticmethod
+    def _same_chunk_size(mine: int, theirs: int) -> int:
+        if mine != theirs:
+            raise ValueError(f"both masks set chunks, of {mine} and {theirs} positions: use one size.")
+        return mine
 
     def with_padding_as_segments(self, num_queries: int) -> Mask:
         """Return an equivalent mask in which a padding array (B, 1, 1, S) is expressed as segments.
@@ -166,7 +215,8 @@ class Mask:
     def is_empty(self) -> bool:
         """Whether the mask hides nothing."""
         arrays = (self.key_lengths, self.query_segments, self.dense_part)
-        return not self.is_causal and self.window_size is None and all(array is None for array in arrays)
+        static = self.is_causal or self.window_size is not None or self.chunk_size is not None
+        return not static and all(array is None for array in arrays)
 
     @property
     def facts(self) -> dict[str, bool]:
@@ -176,6 +226,7 @@ class Mask:
             "has_offset": self.offset is not None,
             "has_segments": self.query_segments is not None,
             "has_two_sided_window": self.window_size is not None and not self.is_causal,
+            "has_chunks": self.chunk_size is not None,
         }
 
     def block(self, queries: Int[Array, " t"], keys: Int[Array, " s"]) -> Bool[Array, "b n t s"]:
@@ -191,6 +242,8 @@ class Mask:
             allowed = allowed & (rows >= columns)
         if self.window_size is not None:  # |i - j| < w
             allowed = allowed & (jnp.abs(rows - columns) < self.window_size)
+        if self.chunk_size is not None:  # floor(i / c) = floor(j / c)
+            allowed = allowed & (rows // self.chunk_size == columns // self.chunk_size)
         if self.query_groups is not None:  # group(i) = group(j) >= 0
             allowed = allowed | self._same_group(queries, keys)
         if self.key_lengths is not None:  # j < n_b: padding is defined by slot, not by position
@@ -220,6 +273,9 @@ class Mask:
             visible = visible & (last_query >= keys[0])
         if self.window_size is not None and in_order:  # the blocks are closer than the window, in both directions
             visible = visible & (first_query - keys[-1] < self.window_size) & (keys[0] - last_query < self.window_size)
+        if self.chunk_size is not None and in_order:  # the ranges of their chunks overlap
+            first, last = first_query // self.chunk_size, last_query // self.chunk_size
+            visible = visible & (last >= keys[0] // self.chunk_size) & (first <= keys[-1] // self.chunk_size)
         if self.key_lengths is not None:
             visible = visible & (keys[0] < self.key_lengths)
         if self.query_segments is not None:

@@ -49,7 +49,7 @@ class RoutedFeedForward(nn.Module):
     `moe.normalize_weights` it is divided by its sum; the softmax weights then equal the softmax over the logits of the
     selected experts (Jiang et al. 2024, arXiv 2401.04088). Shared experts, through which every token passes, are added
     (Dai et al. 2024, arXiv 2401.06066). With a capacity, a copy of a token that exceeds the capacity of an expert is
-    dropped; the token keeps its other experts.
+    dropped; the token keeps its other experts. With `moe.scale_inputs` the sum is that of FeedForward_e(w_e x).
 
     Parameters: `router/kernel` (D, E) and, depending on `moe`, `router/bias` and `router/selection_bias` (E,);
     `experts/up`, `experts/gate` if gated, and `experts/down`, with `kernel` (E, D, F) or (E, F, D) and, with
@@ -100,6 +100,7 @@ class RoutedFeedForward(nn.Module):
             routed,
             num_experts=moe.num_experts,
             activation=self.activation,
+            scale_inputs=moe.scale_inputs,
             schemes=schemes,
             implementation=choose_experts(self.implementation, call),
         )
@@ -434,6 +435,7 @@ def routed(
     experts: Any,
     num_experts: int,
     activation: str,
+    scale_inputs: bool = False,
     schemes: Mapping[str, Scheme] = MappingProxyType({}),
     implementation: str = "blockwise",
 ) -> Array:
@@ -449,12 +451,15 @@ def routed(
         experts: parameters of the local experts, numbered from 0. Choices of other experts contribute nothing.
         num_experts: number of experts on all devices.
         activation: as in `RoutedFeedForward`.
+        scale_inputs: multiply the inputs of the experts by the weights, instead of their outputs.
         schemes: how to quantize the factors of the multiplications by the kernels of `up`, `gate` or `down`.
         implementation: of the grouped multiplications, not "auto".
     """
     num_local = experts["up"]["kernel"].shape[0]
     expert = chosen.reshape(-1)  # (M,)
     expert = jnp.where((expert >= 0) & (expert < num_local), expert, num_local)  # num_local: no local expert
+    if scale_inputs:  # (B, T, D) x (B, T, k) -> (B, T k, D): each copy is a token of its own
+        x = (x[:, :, None] * weights[..., None]).astype(x.dtype).reshape(x.shape[0], -1, x.shape[-1])
     if implementation == "blockwise":
         layout = _blocks(x, expert, experts, num_experts, schemes)
     else:
@@ -464,6 +469,8 @@ def routed(
     hidden = constrain(hidden, *(None,) * (hidden.ndim - 1), "feed_forward")
     hidden = checkpoint_name(hidden, "feed_forward_hidden")
     each = layout.collect(layout.project("down", hidden)).reshape(*chosen.shape, x.shape[-1])  # (B, T, k, D)
+    if scale_inputs:
+        return each.sum(2).astype(x.dtype)
     return (each * weights[..., None]).sum(2).astype(x.dtype)  # sum of w_e FeedForward_e(x), in float32 like w
 
 

@@ -166,6 +166,8 @@ class Rotary(PositionScheme):
         scaling = self.scaling
         if scaling is None or scaling.kind == "dynamic":
             return plain
+        if scaling.kind == "proportional":  # the other pairs keep their angle
+            return np.where(np.arange(size // 2) < int(scaling.share * size // 2), plain / scaling.factor, 0.0)
         if scaling.kind == "longrope":
             return plain / np.asarray(scaling.long_factors if long else scaling.short_factors)
         if scaling.kind == "linear":  # position interpolation: theta / factor at pos equals theta at pos / factor
@@ -175,7 +177,8 @@ class Rotary(PositionScheme):
         turns = scaling.original_length * plain / (2 * np.pi)
         if scaling.kind == "llama3":
             low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-            keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+            # Equal factors (Llama 4) leave no interval to interpolate in.
+            keep = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else (turns > low).astype(float)
         else:
             # YaRN (section 3.2) ramps over the index of the pair instead, between the pairs with beta_fast and with
             # beta_slow rotations. pair(beta) solves original_length base^(-2i / size) = 2 pi beta for i.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from transformer.config._model import Execution, TransformerConfig
 from transformer.config._parts import LayerKind
-from transformer.nn._axes import Array, Context, Hidden, Positions
+from transformer.nn._axes import Array, Context, Float, Hidden, Positions
 from transformer.nn._blocks import BLOCKS, Aux, LayerCache, LayerInputs, make_norm, position_scheme, table_parameter
 from transformer.nn._caches import cache_length
 from transformer.nn._layers import is_deterministic
@@ -69,13 +69,14 @@ class _Period(nn.Module):
 
         Args:
             state: x (B, T, D), and the caches of self-attention of all repeats, or None.
-            layer: the number of the repeat, and its caches of cross-attention; both None without a cache.
+            layer: the number of the repeat and its caches of cross-attention, both None without a cache, and its
+                per-layer embeddings (layers of the period, B, T, P) or None.
             inputs: those of `Block`.
 
         Returns:
             The new state; the new caches of cross-attention, and aux.
         """
-        (x, caches), (number, contexts) = state, layer
+        (x, caches), (number, contexts, embeddings) = state, layer
         caches, contexts, auxes = dict(caches or {}), dict(contexts or {}), {}
         for slot, kind in enumerate(self.config.stack.period):
             name = f"slot_{slot}"
@@ -83,7 +84,8 @@ class _Period(nn.Module):
             cache = None
             if name in caches:
                 cache = LayerCache(dataclasses.replace(caches[name], layer=number), contexts[name])
-            x, cache, auxes[name] = block(x, inputs, cache)
+            own = inputs if embeddings is None else dataclasses.replace(inputs, layer_embedding=embeddings[slot])
+            x, cache, auxes[name] = block(x, own, cache)
             if cache is not None:
                 caches[name] = dataclasses.replace(cache.self_attention, layer=None)
                 contexts[name] = cache.cross_attention
@@ -105,6 +107,14 @@ def sum_aux(auxes: Iterable[Aux]) -> Aux:
     for aux in auxes:
         total = total | {name: total[name] + aux[name] if name in total else aux[name] for name in aux}
     return total
+
+
+def _inputs_of_layer(
+    inputs: LayerInputs, embeddings: Float[Array, "L B T P"] | None, layer: int, stored: dict[str, Any]
+) -> LayerInputs:
+    """Return the inputs of one layer: its own embeddings, and the keys and values that earlier layers stored."""
+    own = None if embeddings is None else embeddings[layer]
+    return dataclasses.replace(inputs, layer_embedding=own, stored=dict(stored) or None)
 
 
 class Stack(nn.Module):
@@ -138,6 +148,7 @@ class Stack(nn.Module):
         context_mask: Mask | Array | None = None,
         cache: Any = None,
         deterministic: bool | None = None,
+        layer_embeddings: Float[Array, "L B T P"] | None = None,
     ) -> tuple[Hidden, Any, Aux]:
         """Apply the stack to embeddings x (B, T, D). A `Decoder` makes `mask` causal itself.
 
@@ -150,6 +161,7 @@ class Stack(nn.Module):
             cache: the result of `init_cache`, or the cache that an earlier call returned; None: no cache.
             deterministic: True disables dropout; False enables it (rng "dropout"). Required if the config has a dropout
                 rate above 0.
+            layer_embeddings: (L, B, T, P), the embeddings of the tokens for each layer, if the config has them.
 
         Returns:
             Hidden states (B, T, D), the updated cache, and aux.
@@ -181,7 +193,7 @@ class Stack(nn.Module):
             context_mask=Mask.of(context_mask),
             deterministic=deterministic,
         )
-        x, caches, aux = self._run_layers(x, cache, inputs)
+        x, caches, aux = self._run_layers(x, cache, inputs, layer_embeddings)
         # Post-norm normalizes the output of every layer, so only the other kinds need a final norm.
         if config.stack.final_norm and config.norm_position != "post":
             x = make_norm(config, "final_norm")(x)
@@ -197,19 +209,26 @@ class Stack(nn.Module):
         x = scheme.add(x, positions, table).astype(config.dtype)
         return (make_norm(config, "embedding_norm")(x) if config.embedding.norm else x), table
 
-    def _run_layers(self, x: Hidden, cache: Any, inputs: LayerInputs) -> tuple[Hidden, Any, Aux]:
+    def _run_layers(
+        self, x: Hidden, cache: Any, inputs: LayerInputs, embeddings: Float[Array, "L B T P"] | None
+    ) -> tuple[Hidden, Any, Aux]:
         """Run prefix, repeats of the period and suffix; return hidden states, cache and aux of the last layer."""
         config, repeats = self.config, self.config.repeats(self.num_layers)
-        caches, auxes = {}, []
+        caches, auxes, stored = {}, [], {}
 
-        def run_one(name, kind, x):
+        def run_one(name, kind, x, layer):
             block = _block(self, kind, name, scanned=False)
-            x, caches[name], aux = block(x, inputs, None if cache is None else cache[name])
+            given = _inputs_of_layer(inputs, embeddings, layer, stored)
+            x, caches[name], aux = block(x, given, None if cache is None else cache[name])
+            if kind.stores_kv is not None:
+                caches[name], stored[kind.stores_kv] = caches[name]
             auxes.append(aux)
             return x
 
         for i, kind in enumerate(config.stack.prefix):
-            x = run_one(f"prefix_{i}", kind, x)
+            x = run_one(f"prefix_{i}", kind, x, i)
+        first, inputs = len(config.stack.prefix), dataclasses.replace(inputs, stored=stored or None)
+        last = first + repeats * len(config.stack.period)
         if repeats:
             # Without `scan`, this is still nn.scan, but with all repeats unrolled. Either way the parameters of repeats
             # are stacked on a leading axis, so a checkpoint loads with both settings.
@@ -230,12 +249,13 @@ class Stack(nn.Module):
                 number = jnp.arange(repeats)
                 own = {name: one.self_attention for name, one in cache["layers"].items()}
                 contexts = {name: one.cross_attention for name, one in cache["layers"].items()}
-            (x, own), (contexts, aux) = period((x, own), (number, contexts), inputs)
+            each = jax.tree.map(lambda a: a[first:last].reshape(repeats, -1, *a.shape[1:]), embeddings)
+            (x, own), (contexts, aux) = period((x, own), (number, contexts, each), inputs)
             if cache is not None:
                 caches["layers"] = {name: LayerCache(own[name], contexts[name]) for name in own}
             auxes.append(jax.tree.map(lambda a: a.sum(0), aux))  # (repeats, B) -> (B,)
         for i, kind in enumerate(config.stack.suffix):
-            x = run_one(f"suffix_{i}", kind, x)
+            x = run_one(f"suffix_{i}", kind, x, last + i)
         return x, None if cache is None else caches, sum_aux(auxes)
 
     @nn.nowrap

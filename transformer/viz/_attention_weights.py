@@ -97,8 +97,10 @@ def _sown(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mask(kind: LayerKind, *, causal: bool) -> Mask:
-    window = Mask() if kind.window is None else Mask.window(kind.window)
-    return window & Mask.causal() if causal else window
+    mask = Mask.causal() if causal else Mask()
+    if kind.chunk is not None:
+        mask = mask & Mask.chunks(kind.chunk)
+    return mask if kind.window is None else mask & Mask.window(kind.window)
 
 
 def attention_rollout(maps: Sequence[AttentionMap]) -> list[AttentionMap]:

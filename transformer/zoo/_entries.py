@@ -17,12 +17,14 @@ from transformer.zoo._gemma import GEMMA
 from transformer.zoo._gemma2 import GEMMA2
 from transformer.zoo._gemma3 import GEMMA3
 from transformer.zoo._gemma3_images import GEMMA3_IMAGES
+from transformer.zoo._gemma4 import GEMMA4
 from transformer.zoo._glm import GLM, GLM4
 from transformer.zoo._gpt2 import GPT2
 from transformer.zoo._gpt_neox import GPT_NEOX
 from transformer.zoo._gpt_oss import GPT_OSS
 from transformer.zoo._hubert import HUBERT
 from transformer.zoo._llama import LLAMA
+from transformer.zoo._llama4 import LLAMA4
 from transformer.zoo._llava import LLAVA
 from transformer.zoo._marian import MARIAN
 from transformer.zoo._mistral import MISTRAL
@@ -68,9 +70,11 @@ ENTRIES: dict[str, Family] = {
         QWEN3,
         GEMMA2,
         GEMMA3,
+        GEMMA4,
         MIXTRAL,
         QWEN3_MOE,
         QWEN3_NEXT,
+        LLAMA4,
         GPT_NEOX,
         OLMO2,
         PHI3,

@@ -273,6 +273,7 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
         "attention.head_dim": config.size_of_head,
         "attention.value_dim": config.size_of_value,
         "d_ff": config.feed_forward_width,
+        "embedding.per_layer_vocab_size": _per_layer_rows(config),
         "attention.scale": config.attention.scale or config.size_of_head**-0.5,
         "attention.biases": _biases(config),
     }
@@ -299,7 +300,7 @@ def _without_unread(config: TransformerConfig) -> dict[str, Any]:
     if config.norm_position == "post":
         values["stack.final_norm"] = None
     if not config.attention.qk_norm:
-        values["attention.qk_norm_scope"] = None
+        values |= dict.fromkeys(("attention.qk_norm_scope", "attention.qk_norm_scale"))
     if config.stack.layer_scale is not None:
         values["stack.layer_scale"] = "learned"  # only its initial value is in the config
     if config.embedding.source_max_length == config.max_length:
@@ -322,6 +323,12 @@ def _difference(mine: Any, theirs: Any, title: str) -> str:
     return f"is a list of a different length than in {title}"  # the numbers of layers differ
 
 
+def _per_layer_rows(config: TransformerConfig) -> int | None:
+    if config.embedding.per_layer_width is None:
+        return None
+    return config.embedding.per_layer_vocab_size or config.vocab_size
+
+
 def _biases(config: TransformerConfig) -> tuple[str, ...]:
     everywhere = ("query", "key", "value", "out")
     given = config.attention.biases
@@ -334,6 +341,12 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
         width = kind.moe.d_ff or config.feed_forward_width
         shared = (kind.moe.shared_d_ff or width) if kind.moe.shared_experts else None
         changes["moe"] = replace(kind.moe, d_ff=width, shared_d_ff=shared, **_FREE_OF_EXPERTS)
+    if not config.attention.qk_norm:
+        changes["qk_norm"] = True
+    if kind.self_attention and kind.gated_delta is None:
+        changes |= {"head_dim": config.head_dim_of(kind), "num_kv_heads": config.kv_heads_of(kind)}
+    if kind.moe is None:
+        changes["d_ff"] = kind.d_ff or config.feed_forward_width
     if config.position != "rotary" or not kind.rotary:
         changes |= {"rotary_base": None, "rotary_scaling": None}
     elif kind.self_attention and kind.gated_delta is None:

@@ -9,14 +9,19 @@ from transformer.config._checks import ConfigError
 from transformer.data._gguf_tokenizer import UnsupportedTokenizer, tokenizer_files
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
 from transformer.data._tokenizer import TOKENIZER_FILE
+from transformer.zoo._gemma_orbax import GemmaOrbaxFiles, is_orbax
 from transformer.zoo._gguf import GGUFFiles, is_gguf
+from transformer.zoo._text_part import text_part
 from transformer.zoo.weights._files import WeightFiles
 from transformer.zoo.weights._flax_files import open_files
 from transformer.zoo.weights._quantized import plain_files
 
 
 def open_weights(source: str | os.PathLike, ignored: Sequence[str] = ()) -> WeightFiles:
-    """Open a checkpoint directory or a GGUF file; quantized tensors appear as ordinary ones.
+    """Open a checkpoint directory, an Orbax checkpoint of gemma, or a GGUF file.
+
+    Quantized tensors appear as ordinary ones. Of some models that also read images, only the decoder is opened
+    (`TEXT_PARTS`).
 
     Args:
         source: the directory or file.
@@ -26,7 +31,9 @@ def open_weights(source: str | os.PathLike, ignored: Sequence[str] = ()) -> Weig
         FileNotFoundError: there is no such directory or file, or no config.json.
         ValueError: files that are damaged or not supported; the message lists all problems.
     """
-    return GGUFFiles(source, ignored) if is_gguf(source) else plain_files(open_files(source))
+    if is_gguf(source):
+        return GGUFFiles(source, ignored)
+    return GemmaOrbaxFiles(source) if is_orbax(source) else text_part(plain_files(open_files(source)))
 
 
 def open_tokenizer(

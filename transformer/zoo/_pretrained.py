@@ -123,7 +123,7 @@ def load_pretrained(
     """Load a pretrained model from a directory, from a GGUF file or from the Hugging Face hub.
 
     The directory contains config.json, safetensors files and optionally tokenizer.json. Without safetensors files,
-    flax_model.msgpack is read, the file of transformers' Flax classes.
+    flax_model.msgpack is read, the file of transformers' Flax classes, or an Orbax checkpoint of gemma.
 
     Args:
         source: a directory, a file whose name ends in .gguf, a hub id such as "openai-community/gpt2", or a variant

@@ -67,8 +67,10 @@ def third_segments(length, other=None):
         (521, 130, Mask.lengths(jnp.array([127])) & third_segments(521, 130)),
         (130, 521, Mask.window(30)),
         (257, 257, Mask.causal() & Mask.lengths(jnp.array([0]))),
+        (521, 521, Mask.causal() & Mask.chunks(200)),
+        (385, 385, Mask.causal() & Mask.chunks(300) & Mask.window(101) & third_segments(385)),
     ],
-    ids=["two blocks of each", "more queries", "more keys", "nothing to see"],
+    ids=["two blocks of each", "more queries", "more keys", "nothing to see", "chunks", "chunks and a window"],
 )
 def test_lengths_that_are_no_multiple_of_a_block(queries, keys, mask):
     given = arrays(1, queries, keys, 2, 1)

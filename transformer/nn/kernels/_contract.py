@@ -150,6 +150,7 @@ OPTIONS: dict[str, Option] = {
         f"{_ANY} ring splash",
         lambda spec: spec.mask.facts["has_two_sided_window"],
     ),
+    "chunks": _option("attend in chunks", f"{_ANY} splash", lambda spec: spec.mask.facts["has_chunks"]),
     "offset": _option("start at an offset (a cache)", f"{_ANY} ring", lambda spec: spec.mask.facts["has_offset"]),
     "softcap": _option("apply a softcap", f"{_ANY} ring splash", lambda spec: spec.softcap is not None),
     "sinks": _option("use attention sinks", f"{_ANY} ring splash", lambda spec: spec.sinks is not None),

@@ -30,6 +30,7 @@ REASONS = {
     "mask array": "it would store the whole array. Mask.causal and lengths are supported",
     "segments": "it would need a mask array",
     "two-sided window": "it supports only causal windows",
+    "chunks": "it would need a mask array",
     "offset": "its causal mask starts at the first key",
 }
 """options that cuDNN does not support, and why; options without a reason are not part of its formula"""

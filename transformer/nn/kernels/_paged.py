@@ -41,6 +41,7 @@ UNSUPPORTED = {
     "mask array": "it is only causal",
     "segments": "it is only causal",
     "two-sided window": "it is only causal",
+    "chunks": "it is only causal",
     "sinks": "its softmax contains only keys",
 }
 """options that the kernel does not support, and why"""

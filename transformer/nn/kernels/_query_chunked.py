@@ -85,4 +85,7 @@ def _key_range(mask: Mask, start: int, stop: int, num_keys: int) -> tuple[int, i
             end = min(end, stop)  # the last query is stop - 1, and it attends to keys up to itself
         if mask.window_size is not None:  # |query - key| < window_size
             first, end = max(start - mask.window_size + 1, 0), min(end, stop + mask.window_size - 1)
+        if mask.chunk_size is not None:  # from the chunk of the first query to that of the last one
+            size = mask.chunk_size
+            first, end = max(first, start // size * size), min(end, ((stop - 1) // size + 1) * size)
     return (min(first, num_keys - 1), end) if first < end else (num_keys - 1, num_keys)

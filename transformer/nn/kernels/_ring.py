@@ -42,6 +42,7 @@ RING_REASONS = {
     "weights": "it never stores the full attention matrix",
     "bias": "the arrays of a bias are not passed around the ring",
     "dropout": "it does not generate random numbers",
+    "chunks": "its pairs of blocks know the distance of two positions, but not the positions",
     "mask array": "every device would need the whole array. Mask.causal, lengths, segments and window are supported",
 }
 """options that the ring does not support, and why"""

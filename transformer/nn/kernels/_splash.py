@@ -167,6 +167,8 @@ def splash_limits(spec: AttentionSpec) -> str | None:
         return "handle a symbolic length: the blocks that it skips are fixed during tracing"
     if (size := max(shapes.head_dim, shapes.value_dim)) > HEAD_SIZE:
         return f"use a head size of {size}: blocks with more than {HEAD_SIZE} do not fit in the fast memory of a TPU"
+    if spec.mask.chunk_size is not None and not spec.mask.is_causal:
+        return "attend in chunks that are not causal: its masks of chunks are causal"
     return tpu_dtype_refusal(shapes.dtype)
 
 
@@ -216,8 +218,9 @@ def splash_attention(
     # Sinks are passed even if the call has none (as `NO_WEIGHT`): a query that sees no key then gives zeros. Without a
     # sink, the kernel's large negative mask value would make all its weights equal, and the output a mean of values.
     logits = _with_gradient_in_float32(spec.sink_logits(num_heads))
+    mask = spec.mask
     kernel = _kernel(
-        lengths, blocks, parts, spec.mask.is_causal, spec.mask.window_size, spec.softcap, platform() != "tpu"
+        lengths, blocks, parts, mask.is_causal, mask.window_size, mask.chunk_size, spec.softcap, platform() != "tpu"
     )
     # The kernel holds arrays: the blocks to compute, (1, query blocks, key blocks), and query indices, (T,). They are
     # passed through shard_map, so that each device gets the part for its own queries.
@@ -303,6 +306,7 @@ def _kernel(
     parts: int,
     is_causal: bool,
     window: int | None,
+    chunk: int | None,
     softcap: float | None,
     interpret: bool,
 ) -> Any:
@@ -323,6 +327,9 @@ def _kernel(
         static = masks.CausalMask(lengths)
     else:
         static, parts = masks.FullMask(lengths), 1  # nothing is masked: the same for all query shards
+    if chunk is not None:  # the limits require a causal mask
+        chunked = masks.ChunkedCausalMask(lengths, chunk)
+        static = chunked if window is None else masks.LogicalAnd(static, chunked)
     heads = masks.MultiHeadMask([static])  # one mask for all heads
     forward, function = infos.process_mask(heads, blocks.forward, q_seq_shards=parts)
     backward_keys, _ = infos.process_mask_dkv(heads, blocks.backward_keys, q_seq_shards=parts)

@@ -85,7 +85,7 @@ class Model(nn.Module):
 
     def _embed(self, table: Embedding, tokens: Tokens) -> Hidden:
         """Return token embeddings (B, T, D), scaled if the config says so (Vaswani et al. 2017, section 3.4)."""
-        _check_tokens(tokens, table.vocab_size)
+        check_tokens(tokens, table.vocab_size)
         # With a tied table, rows are initialized for the output layer, with variance about 1 / D. Multiplication by
         # sqrt(D) gives embeddings of variance about 1, the size of sinusoidal positions.
         x = table(tokens)
@@ -184,7 +184,7 @@ class TokenEncoder(Model):
         x = self._embed_in(tokens)
         if self.config.embedding.token_types is not None:
             token_types = jnp.zeros_like(tokens) if token_types is None else token_types
-            _check_tokens(token_types, self.config.embedding.token_types, "token_types")
+            check_tokens(token_types, self.config.embedding.token_types, "token_types")
             x = x + self.token_type_embedding(token_types)
         elif token_types is not None:
             raise ValueError(
@@ -195,7 +195,7 @@ class TokenEncoder(Model):
         return self._embed_out(x), cache, aux
 
 
-def _check_tokens(tokens: Tokens, vocab_size: int, field: str = "vocab_size") -> None:
+def check_tokens(tokens: Tokens, vocab_size: int, field: str = "vocab_size") -> None:
     """Check that `tokens` (B, T) are indices of a table with `vocab_size` rows.
 
     Compiled code can't raise: under jit only shape and dtype are checked, and an id outside the table gives NaN.

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import flax.linen as nn
+import jax.numpy as jnp
 
-from transformer.nn._axes import Hidden, Logits, Positions, Tokens
-from transformer.nn._blocks import Aux
+from transformer.nn._axes import Array, Float, Hidden, Logits, Positions, Tokens
+from transformer.nn._blocks import Aux, kernel_init
+from transformer.nn._layers import NORMS, Linear
 from transformer.nn._masks import Mask
+from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Decoder
-from transformer.nn.models._base import Model
+from transformer.nn.models._base import Model, check_tokens
 
 
 class CausalLM(Model):
     """A decoder that predicts each token from the previous ones (Radford et al. 2018; Vaswani et al. 2017)."""
 
+    parameter_axes = declare({"layer_embedding_projection/kernel": "embed -> _ _"})
+
     def setup(self):
         self._setup_embedding()
+        if self.config.embedding.per_layer_width is not None:
+            self._setup_layer_embeddings(self.config.embedding.per_layer_width)
         self.decoder = Decoder(self.config, execution=self.execution)
         self._setup_head(self.config.vocab_size, tied=self.config.embedding.tie)
 
@@ -61,8 +69,32 @@ class CausalLM(Model):
         Hidden states are (B, T, D), or have the width of the embeddings if the config gives them their own.
         """
         x = self._embed_in(tokens)
-        x, cache, aux = self.decoder(x, positions=positions, mask=mask, cache=cache, deterministic=deterministic)
+        given = {"positions": positions, "mask": mask, "cache": cache, "deterministic": deterministic}
+        if self.config.embedding.per_layer_width is not None:
+            given["layer_embeddings"] = self._embed_per_layer(tokens, x)
+        x, cache, aux = self.decoder(x, **given)
         return self._embed_out(x), cache, aux
+
+    def _setup_layer_embeddings(self, width: int) -> None:
+        """Create the table, the map and the norm of the per-layer embeddings."""
+        config = self.config
+        rows, layers = config.embedding.per_layer_vocab_size or config.vocab_size, config.num_layers
+        self.layer_embedding = self._table(rows, width=layers * width)
+        options = (1, False, kernel_init(config), config.dtype, config.param_dtype)
+        self.layer_embedding_projection = Linear((layers, width), *options)
+        self.layer_embedding_norm = NORMS[config.norm](config.norm_epsilon, config.dtype, config.param_dtype)
+
+    def _embed_per_layer(self, tokens: Tokens, x: Hidden) -> Float[Array, "L B T P"]:
+        """Return the embeddings of tokens (B, T) for each layer: sqrt(P) times a row of the table, plus a normalized
+        projection of the token embedding x (B, T, D), divided by sqrt(2) (Gemma 4).
+        """
+        config, width = self.config, self.config.embedding.per_layer_width
+        check_tokens(tokens, self.layer_embedding.vocab_size, "embedding.per_layer_vocab_size")
+        table = self.layer_embedding(tokens).reshape(*tokens.shape, config.num_layers, width)
+        table = table * jnp.asarray(math.sqrt(width), table.dtype)
+        projected = self.layer_embedding_projection(x) * jnp.asarray(config.d_model**-0.5, x.dtype)
+        both = (self.layer_embedding_norm(projected) + table) * jnp.asarray(math.sqrt(0.5), table.dtype)
+        return both.transpose(2, 0, 1, 3)
 
     @nn.nowrap
     def init_cache(self, batch: int, length: int) -> Any:

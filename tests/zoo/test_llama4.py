@@ -1,0 +1,190 @@
+"""Llama 4: chunked attention in caches and packed rows, temperature, experts, and the decoder of whole models."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import case as golden_case
+from golden import ours
+
+from transformer.config import ConfigError, LayerKind, MoE, QueryTemperature
+from transformer.generate import Beam, beam_search
+from transformer.nn import MultiHeadAttention
+from transformer.nn._masks import Mask
+from transformer.nn._moe import RoutedFeedForward
+from transformer.nn._positions import Rotary
+from transformer.zoo import ENTRIES, load_pretrained, save_pretrained
+from transformer.zoo.weights import write_weights
+
+FAMILY = ENTRIES["llama4_text"]
+HEAD = FAMILY.heads["Llama4ForCausalLM"]
+RECORD = golden_case.golden("llama4_text")["lm"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return load_pretrained(ours.write(tmp_path_factory.mktemp("llama4") / "text", RECORD))
+
+
+def test_with_a_cache_logits_are_those_without(tiny):
+    tokens = jnp.asarray(golden_case.tokens(4, 37, 2, 14))
+    whole = jax.jit(tiny.model.apply)({"params": tiny.params}, tokens)
+    step = jax.jit(lambda cache, part: tiny.model.apply({"params": tiny.params}, part, cache=cache))
+    cache, found = tiny.model.init_cache(2, 14), []
+    for part in jnp.split(tokens, [3, 9, 10], axis=1):  # chunks of 4 positions end within and between the parts
+        logits, cache = step(cache, part)
+        found.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(found, axis=1), whole, atol=2e-5)
+
+
+def test_packed_texts_have_chunks_of_their_own(tiny):
+    """Chunks and temperatures count from the start of each text, whatever stands before it in the row."""
+    first, second = (jnp.asarray(golden_case.tokens(seed, 37, 1, size)) for seed, size in ((1, 5), (2, 9)))
+    segments = jnp.asarray([[1] * 5 + [2] * 9 + [0] * 2])
+    positions = jnp.concatenate([jnp.arange(5), jnp.arange(9), jnp.zeros(2, int)])[None]
+    tokens = jnp.pad(jnp.concatenate([first, second], axis=1), ((0, 0), (0, 2)))
+    apply = jax.jit(tiny.model.apply)
+    packed = apply({"params": tiny.params}, tokens, mask=Mask.segments(segments), positions=positions)
+    for text, part in ((first, packed[:, :5]), (second, packed[:, 5:14])):
+        np.testing.assert_allclose(part, apply({"params": tiny.params}, text), atol=2e-5)
+
+
+def test_segments_and_a_cache_are_refused(tiny):
+    tokens, cache = jnp.zeros((1, 3), int), tiny.model.init_cache(1, 8)
+    mask = Mask.segments(jnp.ones((1, 3), int), jnp.ones((1, 8), int))
+    with pytest.raises(ValueError, match=r"got 8 keys\. With a cache, mark padding by Mask\.lengths"):
+        tiny.model.apply({"params": tiny.params}, tokens, cache=cache, mask=mask)
+
+
+def test_hypotheses_of_a_beam_share_a_cache(tiny):
+    """Slots of the cache are in another order than positions; the scores must be those of the whole texts."""
+    prompt = golden_case.tokens(3, 37, 1, 6).tolist()
+    beam = Beam(size=3, n_best=3, alpha=0.0)
+    found = beam_search(tiny.model, tiny.params, prompts=prompt, eos_id=None, max_new_tokens=7, beam=beam)[0]
+    texts = jnp.asarray([[*prompt[0], *one.tokens] for one in found])
+    whole = jax.nn.log_softmax(jax.jit(tiny.model.apply)({"params": tiny.params}, texts)[:, 5:-1])
+    scores = jnp.take_along_axis(whole, texts[:, 6:, None], axis=2).sum((1, 2))
+    np.testing.assert_allclose([one.score for one in found], scores, atol=1e-4)
+
+
+def test_the_temperature_is_a_factor_on_the_queries():
+    plain = MultiHeadAttention(num_heads=2)
+    heated = MultiHeadAttention(num_heads=2, temperature=QueryTemperature(scale=0.5, length=3))
+    x = jax.random.normal(jax.random.key(0), (1, 7, 8))
+    params = plain.init(jax.random.key(1), x)
+    out = heated.apply(params, x)[0]
+    for position in (0, 2, 6):  # one query at a time: multiply its projection
+        factor = 1 + 0.5 * np.log(1 + (position + 1) // 3)
+        query = jax.tree.map(lambda leaf, factor=factor: leaf * factor, params["params"]["query"])
+        scaled = {"params": params["params"] | {"query": query}}
+        np.testing.assert_allclose(out[:, position], plain.apply(scaled, x)[0][:, position], atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "ragged"])
+def test_weights_multiply_the_inputs_of_the_experts(implementation):
+    options = {"num_experts": 3, "top_k": 2, "normalize_weights": False, "scoring": "sigmoid", "scale_inputs": True}
+    layer = RoutedFeedForward(MoE(**options), width=5, gated=True, activation="silu", implementation=implementation)
+    x = jax.random.normal(jax.random.key(0), (2, 4, 6))
+    params = layer.init(jax.random.key(1), x)
+
+    def all_experts(params, x):
+        scores = jax.nn.sigmoid(x @ params["router"]["kernel"])
+        scores = jnp.where(scores >= jax.lax.top_k(scores, 2)[0][..., 1:], scores, 0.0)
+        inputs = x[:, :, None] * scores[..., None]  # (B, T, E, D)
+        gate, up = (
+            jnp.einsum("btei,eio->bteo", inputs, params["experts"][name]["kernel"])
+            + params["experts"][name]["bias"][None, None]
+            for name in ("gate", "up")
+        )
+        out = jnp.einsum("btei,eio->bteo", jax.nn.silu(gate) * up, params["experts"]["down"]["kernel"])
+        return jnp.where(scores[..., None] > 0, out + params["experts"]["down"]["bias"][None, None], 0.0).sum(2)
+
+    np.testing.assert_allclose(layer.apply(params, x)[0], all_experts(params["params"], x), atol=1e-5)
+    gradient = jax.grad(lambda params: jnp.sin(layer.apply({"params": params}, x)[0]).sum())(params["params"])
+    expected = jax.grad(lambda params: jnp.sin(all_experts(params, x)).sum())(params["params"])
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), gradient, expected)
+
+
+def whole_model(directory, **changes):
+    """Write the tiny model as the decoder of a model that also reads images."""
+    text = {name: value for name, value in RECORD["config"].items() if name != "architectures"}
+    config = {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "text_config": text,
+        "vision_config": {"model_type": "llama4_vision_model"},
+        "eos_token_id": [3, 5],
+        "boi_token_index": 7,
+    }
+    tensors = {name: golden_case.numbers(name, tuple(shape)) for name, shape in RECORD["tensors"].items()}
+    tensors = {f"language_model.{name}": array for name, array in tensors.items()}
+    for name in ("vision_model.class_embedding", "multi_modal_projector.linear_1.weight"):
+        tensors[name] = np.zeros((2, 2), np.float32)
+    tensors |= changes.pop("tensors", {})
+    write_weights(directory, config | changes, tensors)
+    return directory
+
+
+def test_the_decoder_of_a_model_with_images(tiny, tmp_path):
+    loaded = load_pretrained(whole_model(tmp_path / "whole"))
+    assert loaded.model.config == tiny.model.config
+    assert (loaded.family.name, loaded.fields["eos_token_id"]) == ("llama4_text", [3, 5])
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, tiny.params)
+    save_pretrained(loaded.model, loaded.params, tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "llama4_text"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": None}, "config.json must have the object text_config, got None"),
+        ({"text_config": {"model_type": "llama"}}, "model_type of text_config must be llama4_text, got 'llama'"),
+        ({"tensors": {"sound.weight": np.zeros(2)}}, "tensors belong to no known part of the model: sound.weight"),
+        ({"tensors": {"language_model.model.new.weight": np.zeros(2)}}, "1 unexpected: model.new.weight"),
+    ],
+)
+def test_whole_models_that_are_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(whole_model(tmp_path / "whole", **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types has sliding_attention, but only chunked_attention"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 names, but the model has 4 layers"),
+        ({"attention_chunk_size": None}, "layer_types has chunked_attention, but attention_chunk_size is not set"),
+        ({"attention_chunk_size": 0}, "chunk must be an integer of at least 1, got 0"),
+        ({"no_rope_layers": [1, 2, 1, 0]}, "no_rope_layers must have 0 or 1 for each of the 4 layers"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval must be an integer of at least 1, got 0"),
+        ({"moe_layers": [4]}, r"moe_layers must list indices of the 4 layers, got \[4\]"),
+        ({"moe_layers": None, "interleave_moe_layer_step": 0}, "interleave_moe_layer_step must be an integer of at"),
+        ({"floor_scale": 0}, "length must be an integer of at least 1, got 0"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "rotary scaling is 'yarn', which is not supported for this family",
+        ),
+    ],
+)
+def test_configs_that_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        FAMILY.read(RECORD["config"] | changes, HEAD)
+
+
+@pytest.mark.parametrize("option", [{"chunk": 3}, {"temperature": QueryTemperature()}, {"qk_norm": False}])
+def test_options_of_attention_need_attention(option):
+    with pytest.raises(ConfigError, match=f"{next(iter(option))} is an option of self-attention"):
+        LayerKind(self_attention=False, **option)
+
+
+def test_equal_factors_of_the_scaling_divide_low_frequencies_only():
+    """Published files have equal factors: a frequency is either unchanged or divided."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    values = RECORD["config"] | {"rope_parameters": scaling | {"original_max_position_embeddings": 64}}
+    found = FAMILY.read(values, HEAD).rotary.scaling
+    scaled = Rotary(scaling=found).frequencies(64)
+    plain = Rotary().frequencies(64)
+    turns = 64 * plain / (2 * np.pi)
+    np.testing.assert_allclose(scaled, np.where(turns > 1, plain, plain / 8))
