@@ -19,6 +19,7 @@ from transformer.inference._transcribing import (
     transcribe_windows,
 )
 from transformer.inference._translating import TranslatedLine, TranslatedText, translate_lines
+from transformer.inference._word_times import TimedWord
 
 __all__ = [
     "Class",
@@ -31,6 +32,7 @@ __all__ = [
     "Segment",
     "SentenceSettings",
     "TextScore",
+    "TimedWord",
     "Transcript",
     "TranscriptionOptions",
     "TranslatedLine",
