@@ -7,7 +7,7 @@ import soundfile
 import speech_parts
 
 from transformer.__main__ import main
-from transformer.cli._transcribe import _time
+from transformer.cli._transcribe import _time, _with_kind
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +74,19 @@ def test_another_kind_of_model_is_named(tmp_path, recordings, capsys):
 def test_generate_points_to_this_command(model, capsys):
     assert main(["generate", str(model), "--prompt", "a"]) == 2
     assert f"transcribe {model} FILE" in capsys.readouterr().err
+
+
+def test_a_line_for_each_word(model, recordings, capsys):
+    assert main(["transcribe", str(model), recordings[0], "--timestamps", "word", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    words = [word for segment in result["segments"] for word in segment["words"]]
+    assert main(["transcribe", str(model), recordings[0], "--timestamps=word"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(words) > 0
+    assert lines[0].startswith(f"[{_time(words[0]['start'])} --> {_time(words[0]['end'])}] ")
+
+
+def test_timestamps_alone_are_those_of_segments():
+    assert _with_kind(["m", "--timestamps", "a.wav"]) == ["m", "--timestamps", "segment", "a.wav"]
+    assert _with_kind(["m", "a.wav", "--timestamps"]) == ["m", "a.wav", "--timestamps", "segment"]
+    assert _with_kind(["m", "--timestamps", "word", "a.wav"]) == ["m", "--timestamps", "word", "a.wav"]

@@ -7,7 +7,7 @@ import pytest
 import speech_parts
 
 from transformer.inference import TranscriptionOptions, open_model, transcribe
-from transformer.inference._transcribing import Decoded, Transcriber
+from transformer.inference._transcribing import Decoded, Transcriber, Window
 
 FIRST = speech_parts.FIRST_TIME
 PLAIN = {"temperatures": (0.0,), "max_compression_ratio": None, "min_log_probability": None, "max_no_speech": None}
@@ -21,14 +21,14 @@ def opened(tmp_path_factory):
 def test_windows_continue_at_the_last_timestamp(opened, monkeypatch):
     transcriber = Transcriber(opened, TranscriptionOptions(language="en", **PLAIN))
     samples, windows, used = speech_parts.sound(3.2), [], []
-    read, divide = transcriber._window, transcriber._segments
+    read, divide = transcriber.window, transcriber._segments
 
     def recorded(*given):
         segments, frames = divide(*given)
         used.append((*given[1:3], frames))
         return segments, frames
 
-    monkeypatch.setattr(transcriber, "_window", lambda frames, *rest: windows.append(frames) or read(frames, *rest))
+    monkeypatch.setattr(transcriber, "window", lambda frames, *rest: windows.append(frames) or read(frames, *rest))
     monkeypatch.setattr(transcriber, "_segments", recorded)
     found = [segment for _, segments in transcriber.windows(samples) for segment in segments]
 
@@ -48,8 +48,8 @@ def test_windows_continue_at_the_last_timestamp(opened, monkeypatch):
 
 
 def decoded(tokens, **changes):
-    plain = Decoded(tokens, 0.0, average=-0.5, ratio=1.0, no_speech=0.0, fails=False, silent=False)
-    return dataclasses.replace(plain, **changes)
+    plain = Decoded(tokens, True, 0.0, average=-0.5, ratio=1.0, no_speech=0.0, fails=False, silent=False)
+    return Window(language="en", best=dataclasses.replace(plain, **changes), cache=None, prompt=[])
 
 
 @pytest.mark.parametrize(

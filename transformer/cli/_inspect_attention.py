@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from transformer.cli import _inspect_images
+from transformer.cli import _inspect_audio, _inspect_images
 from transformer.cli._arguments import parse
 from transformer.cli._chat import check_chat_options, conversation, open_chat
 from transformer.cli._models import ModelCommand
@@ -32,13 +32,16 @@ ROW_SUM = 0.99
 @dataclass(frozen=True, kw_only=True)
 class Inspect(ModelCommand):
     """Draw the attention weights of every layer and head for one text, with the tokens on both axes: as PNG files, or
-    as one interactive HTML page with --html; or those of an image, drawn on the image, with --image.
+    as one interactive HTML page with --html; or those of an image, drawn on the image, with --image; or
+    those of the words of a recording, with --audio.
     """
 
     prompt: str | None = None
     """input text of the model; - reads stdin"""
     image: str | None = None
     """path of an image instead of a text, for an encoder of images: draw its attention to the patches on the image"""
+    audio: str | None = None
+    """path of an audio file instead of a text, for Whisper: draw the attention of each word over time"""
     target: str | None = None
     """encoder-decoder: target text; None: the text that the model generates"""
     max_new_tokens: int | None = None
@@ -67,6 +70,10 @@ class Inspect(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Draw the attention maps; print the array shapes with --sizes, then the paths of the files."""
     command = parse(Inspect, "inspect", arguments)
+    if command.audio is not None:
+        _inspect_audio.check(command)
+        _inspect_audio.draw(command, arguments)
+        return
     if command.image is not None:
         _inspect_images.check(command)
         _inspect_images.draw(command, arguments)
@@ -100,7 +107,10 @@ def main(arguments: Sequence[str]) -> None:
 def _check(command: Inspect) -> None:
     """Raise ConfigError for option combinations that are invalid with any model, before a model is loaded."""
     if command.prompt is None:
-        raise ConfigError("inspect needs an input. Pass --prompt TEXT, or --image FILE for an encoder of images.")
+        raise ConfigError(
+            "inspect needs an input. Pass --prompt TEXT, or --image FILE for a model of images, or --audio FILE for "
+            "Whisper."
+        )
     if command.max_new_tokens is not None and command.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be at least 1, got {command.max_new_tokens}.")
     if command.max_new_tokens is not None and command.target is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_type_hints
 
 import tyro
 
@@ -14,7 +14,8 @@ from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
-    from transformer.inference._transcribing import Transcript
+    from transformer.inference._transcribing import Segment, Transcript
+    from transformer.inference._word_times import TimedWord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,9 @@ class Transcribe(ModelCommand):
 
     files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE")]
     """audio files"""
-    timestamps: bool = False
-    """print a line for each segment (with CTC: for each word): start, end and text"""
+    timestamps: Literal["none", "segment", "word"] = "none"
+    """print a line for each segment (with CTC: for each word) or for each word: start, end and text; --timestamps alone
+    means segment"""
     language: str | None = None
     """language of the recordings, such as en (Whisper); None: detect it"""
     translate: bool = False
@@ -37,7 +39,7 @@ class Transcribe(ModelCommand):
 
 def main(arguments: Sequence[str]) -> None:
     """Print the transcripts."""
-    command = parse(Transcribe, "transcribe", arguments)
+    command = parse(Transcribe, "transcribe", _with_kind(arguments))
     if not command.files:
         raise ConfigError("transcribe needs audio files, got none. Pass one or more files after the directory.")
     from transformer.inference._transcribing import TranscriptionOptions, sampling_rate, transcribe
@@ -48,7 +50,8 @@ def main(arguments: Sequence[str]) -> None:
     opened, results = command.load(), []
     rate = sampling_rate(opened)
     options = TranscriptionOptions(
-        timestamps=command.timestamps,
+        timestamps=command.timestamps != "none",
+        word_timestamps=command.timestamps == "word",
         language=command.language,
         translate=command.translate,
     )
@@ -63,16 +66,33 @@ def main(arguments: Sequence[str]) -> None:
         command.print_json(opened, results=results)
 
 
-def _print(found: Transcript, file: str | None, timestamps: bool) -> None:
+def _with_kind(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the kind of timestamps after each --timestamps that has none."""
+    kinds, found = get_args(get_type_hints(Transcribe)["timestamps"]), []
+    for place, word in enumerate(arguments):
+        found.append(word)
+        if word == "--timestamps" and (*arguments[place + 1 : place + 2], "")[0] not in kinds:
+            found.append("segment")
+    return found
+
+
+def _print(found: Transcript, file: str | None, timestamps: str) -> None:
     from transformer.cli._texts import shown
 
     if file is not None:
         print(f"{file}:")
-    if timestamps:
-        for segment in found.segments:
-            print(f"[{_time(segment.start)} --> {_time(segment.end)}] {shown(segment.text.strip())}", flush=True)
+    if timestamps != "none":
+        for part in _parts(found, timestamps):
+            print(f"[{_time(part.start)} --> {_time(part.end)}] {shown(part.text.strip())}", flush=True)
     else:
         print(shown(found.text), flush=True)
+
+
+def _parts(found: Transcript, timestamps: str) -> list[Segment | TimedWord]:
+    """Return the words or the segments of a transcript; with CTC, the segments are words."""
+    if timestamps != "word":
+        return found.segments
+    return [part for segment in found.segments for part in ([segment] if segment.words is None else segment.words)]
 
 
 def _time(seconds: float) -> str:

@@ -9,6 +9,7 @@ from transformer.inference._loading import LoadedModel, export, is_workdir, load
 from transformer.inference._reading import Class, Score, TextScore, classify, embed, score, score_text
 from transformer.inference._reward_model import reward_model
 from transformer.inference._sentences import SentenceSettings, sentence_settings
+from transformer.inference._speech_attention import SpeechAttention, speech_attention
 from transformer.inference._starting import start_from
 from transformer.inference._transcribing import (
     Segment,
@@ -19,6 +20,7 @@ from transformer.inference._transcribing import (
     transcribe_windows,
 )
 from transformer.inference._translating import TranslatedLine, TranslatedText, translate_lines
+from transformer.inference._word_times import TimedWord
 
 __all__ = [
     "Class",
@@ -30,7 +32,9 @@ __all__ = [
     "Score",
     "Segment",
     "SentenceSettings",
+    "SpeechAttention",
     "TextScore",
+    "TimedWord",
     "Transcript",
     "TranscriptionOptions",
     "TranslatedLine",
@@ -55,6 +59,7 @@ __all__ = [
     "score",
     "score_text",
     "sentence_settings",
+    "speech_attention",
     "start_from",
     "transcribe",
     "transcribe_windows",

@@ -18,6 +18,14 @@ from transformer.generate._prompts import decoding_model
 from transformer.generate._speech import SpeechRules, WindowResult, decode_window, start_window
 from transformer.inference._ctc import recognize, waveform_features
 from transformer.inference._loading import LoadedModel
+from transformer.inference._word_times import (
+    TimedWord,
+    alignment_heads,
+    cross_attention,
+    median_width,
+    token_edges,
+    word_slices,
+)
 from transformer.media._audio import check_samples
 from transformer.media._features import LogMel, Waveform, load_features
 from transformer.nn.models._audio import SpeechRecognizer
@@ -36,6 +44,9 @@ class TranscriptionOptions:
 
     timestamps: bool = False
     """generate timestamps; recordings that are longer than one window always have them"""
+    word_timestamps: bool = False
+    """also find the time of each word (`Segment.words`), from the cross-attention; implies `timestamps`. CTC always
+    gives a segment for each word"""
     language: str | None = None
     """language of the recording, such as en; None: detect it in the first window"""
     translate: bool = False
@@ -84,11 +95,18 @@ class Segment:
     """ratio of the bytes of the window's text before and after compression"""
     no_speech: float | None = None
     """probability that the window has no speech"""
+    words: list[TimedWord] | None = None
+    """words with their times; None: without `word_timestamps`, or CTC"""
 
 
 def clipped(segment: Segment, duration: float) -> Segment:
     """Return a segment that ends within a recording of this duration: a model may also predict later times."""
-    return replace(segment, start=round(min(segment.start, duration), 3), end=round(min(segment.end, duration), 3))
+    words = None if segment.words is None else [_clipped(word, duration) for word in segment.words]
+    return _clipped(replace(segment, words=words), duration)
+
+
+def _clipped(part: Any, duration: float) -> Any:
+    return replace(part, start=round(min(part.start, duration), 3), end=round(min(part.end, duration), 3))
 
 
 @dataclass(frozen=True)
@@ -279,6 +297,8 @@ class Transcriber:
         # Seconds of one timestamp step: one encoder position.
         self.step = FRAMES_A_POSITION * self.features.hop_length / self.features.sampling_rate
         self._check_language()
+        if options.word_timestamps:
+            self.heads, self.median = alignment_heads(opened), median_width(opened)
 
     def _check_language(self) -> None:
         known, options = self.tokens.languages, self.options
@@ -300,21 +320,22 @@ class Transcriber:
         samples = check_samples(samples, self.features.sampling_rate)
         frames, chunk = self.features.frames(samples), self.features.chunk_frames
         count = -(-len(samples) // self.features.hop_length)
-        timestamps = self.options.timestamps or count > chunk
+        timestamps = self.options.timestamps or self.options.word_timestamps or count > chunk
         language, start = self.options.language, 0
         while start < count:
             length = min(count - start, chunk)
             window = frames[start : start + chunk]
             window = np.pad(window, ((0, chunk - len(window)), (0, 0)))
             key = jax.random.fold_in(jax.random.key(self.options.seed), start)
-            language, best = self._window(window, language, timestamps, key)
-            segments, used = self._segments(best, start, length, timestamps)
+            found = self.window(window, language, timestamps, key)
+            language = found.language
+            segments, used = self._segments(found, start, length, timestamps)
             yield language, [clipped(segment, len(samples) / self.features.sampling_rate) for segment in segments]
             # A window ends at its last timestamp, and always after its start.
             start += used if used > 0 else length
 
-    def _window(self, frames: np.ndarray, language: str | None, timestamps: bool, key: Any) -> tuple[str | None, Any]:
-        """Return the language of frames (F, M), and the result of the first temperature that passes the thresholds."""
+    def window(self, frames: np.ndarray, language: str | None, timestamps: bool, key: Any) -> Window:
+        """Return the result of the first temperature that passes the thresholds, for frames (F, M)."""
         logits, cache = start_window(
             self.model, self.opened.params, frames[None], np.int32(self.tokens.start), cache_slots=self.slots
         )
@@ -346,7 +367,25 @@ class Transcriber:
             best = self._judge(result, temperature, no_speech)
             if best.silent or not best.fails:
                 break
-        return language, best
+        return Window(language=language, best=best, cache=cache, prompt=prompt[0].tolist())
+
+    def attention(self, window: Window, heads: tuple[tuple[int, int], ...]) -> np.ndarray:
+        """Return the cross-attention weights (N, T, S) of N heads, given as (layer, head).
+
+        Row t is that of the t-th generated token, which the model read to predict the next one. If a transcript has no
+        end token, its last token was not read, and has no row.
+        """
+        tokens = window.best.tokens if window.best.ended else window.best.tokens[:-1]
+        read = [*window.prompt, *tokens]
+        padded = np.pad(np.array(read, np.int32), (0, self.slots - 1 - len(read)))[None]
+        weights = cross_attention(self.model, self.opened.params, window.cache, padded, heads=heads)
+        return np.asarray(weights[:, len(window.prompt) : len(read)])
+
+    def edges(self, window: Window, length: int) -> np.ndarray:
+        """Return the encoder positions where the tokens of a window of `length` frames start and end, (T + 1,)."""
+        weights = self.attention(window, self.heads)[..., : length // FRAMES_A_POSITION]
+        edges = token_edges(weights, self.median) if weights.shape[-1] else np.zeros(weights.shape[1] + 1, int)
+        return np.pad(edges, (0, len(window.best.tokens) + 1 - len(edges)), mode="edge")
 
     def _judge(self, result: WindowResult, temperature: float, no_speech: float) -> Decoded:
         """Compare the result of one temperature with the thresholds."""
@@ -362,16 +401,17 @@ class Transcriber:
         unlikely = options.min_log_probability is not None and average < options.min_log_probability
         repetitive = options.max_compression_ratio is not None and ratio > options.max_compression_ratio
         silent = options.max_no_speech is not None and no_speech > options.max_no_speech and unlikely
-        return Decoded(tokens, temperature, average, ratio, no_speech, unlikely or repetitive, silent)
+        ended = bool(result.ended[0])
+        return Decoded(tokens, ended, temperature, average, ratio, no_speech, unlikely or repetitive, silent)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self.opened.tokenizer.decode([i for i in tokens if i <= self.tokens.no_timestamps])
 
-    def _segments(self, best: Decoded, start: int, length: int, timestamps: bool) -> tuple[list[Segment], int]:
+    def _segments(self, window: Window, start: int, length: int, timestamps: bool) -> tuple[list[Segment], int]:
         """Divide the tokens of a window into segments at pairs of timestamps.
 
         Args:
-            best: the result of the window.
+            window: the result of the window.
             start: first frame of the window.
             length: number of frames that belong to the recording.
             timestamps: whether the tokens have timestamps.
@@ -379,8 +419,10 @@ class Transcriber:
         Returns:
             The segments, and the number of frames after which the next window starts.
         """
+        best = window.best
         if best.silent:
             return [], length
+        edges = self.edges(window, length) if self.options.word_timestamps else None
         offset = start * self.features.hop_length / self.features.sampling_rate
         tokens, first = best.tokens, self.tokens.no_timestamps + 1
         # `ends`: a segment ends before the second timestamp of each pair.
@@ -388,7 +430,7 @@ class Transcriber:
         if not timestamps or not ends:
             times = [i - first for i in tokens if i > first]  # without <|0.00|>
             steps = times[-1] if times else length // FRAMES_A_POSITION
-            return [self._segment(best, tokens, offset, 0, steps)], length
+            return [self._segment(window, slice(0, len(tokens)), offset, (0, steps), edges)], length
         # A single timestamp at the end means that no speech follows: the whole window is used. Otherwise the last,
         # unfinished segment is decoded again in the next window.
         complete = tokens[-1] >= first and tokens[-2] < first
@@ -396,21 +438,55 @@ class Transcriber:
         found, begin = [], 0
         for end in slices:
             part = tokens[begin:end]
-            found.append(self._segment(best, part, offset, part[0] - first, part[-1] - first))
+            steps = part[0] - first, part[-1] - first
+            found.append(self._segment(window, slice(begin, end), offset, steps, edges))
             begin = end
         return found, length if complete else FRAMES_A_POSITION * (tokens[ends[-1] - 1] - first)
 
-    def _segment(self, best: Decoded, tokens: list[int], offset: float, start: int, end: int) -> Segment:
+    def _segment(
+        self, window: Window, part: slice, offset: float, steps: tuple[int, int], edges: np.ndarray | None
+    ) -> Segment:
+        """Return the segment of a slice of the tokens, which starts and ends after these timestamp steps."""
+        best = window.best
+        tokens = best.tokens[part]
         return Segment(
-            start=round(offset + start * self.step, 3),
-            end=round(offset + end * self.step, 3),
+            start=round(offset + steps[0] * self.step, 3),
+            end=round(offset + steps[1] * self.step, 3),
             text=self._text(tokens),
             tokens=tokens,
             temperature=best.temperature,
             average_log_probability=best.average,
             compression_ratio=best.ratio,
             no_speech=best.no_speech,
+            words=None if edges is None else self.words(window, part, offset, edges),
         )
+
+    def words(self, window: Window, part: slice, offset: float, edges: np.ndarray) -> list[TimedWord]:
+        """Return the words of a slice of the tokens, from the encoder positions (T + 1,) where tokens start and end."""
+        tokens = window.best.tokens
+        places = [i for i in range(*part.indices(len(tokens))) if tokens[i] < self.tokens.end]
+        text = [tokens[i] for i in places]
+        return [
+            TimedWord(
+                start=round(offset + float(edges[places[word.start]]) * self.step, 3),
+                end=round(offset + float(edges[places[word.stop - 1] + 1]) * self.step, 3),
+                text=self.opened.tokenizer.decode(text[word]),
+                tokens=text[word],
+            )
+            for word in word_slices(self.opened.tokenizer.decode, text, window.language)
+        ]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The transcript of a window, and what the model has read."""
+
+    language: str | None
+    best: Decoded
+    cache: Any
+    """the cache after the start token, with the keys and values of the encoder"""
+    prompt: list[int]
+    """tokens between the start token and the transcript"""
 
 
 @dataclass(frozen=True)
@@ -418,6 +494,7 @@ class Decoded:
     """The tokens of a window at one temperature, and whether they fail a threshold."""
 
     tokens: list[int]
+    ended: bool
     temperature: float
     average: float
     ratio: float

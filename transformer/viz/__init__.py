@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformer.viz._image_page import *  # noqa: F403
     from transformer.viz._records import *  # noqa: F403
     from transformer.viz._report_page import *  # noqa: F403
+    from transformer.viz._speech_maps import *  # noqa: F403
 
 _EXPORTS = {
     "_attention_maps": ("save_attention_maps",),
@@ -36,6 +37,7 @@ _EXPORTS = {
         "RunReport",
         "save_report",
     ),
+    "_speech_maps": ("save_speech_attention",),
 }
 """public names by the file that defines them"""
 

@@ -61,9 +61,9 @@ def save_attention_maps(
         FileExistsError: without `overwrite`, a file exists that this package did not write.
     """
     directory = Path(directory)
-    fonts, missing = _fonts([*map(printable, source), *map(printable, target)])
+    fonts, missing = fonts_for([*map(printable, source), *map(printable, target)])
     words = {
-        stack: [_label(word, missing) for word in labels]
+        stack: [short_label(word, missing) for word in labels]
         for stack, labels in (("encoder", source), ("decoder", target))
     }
     total = {stack: 1 + max((one.layer for one in maps if one.stack == stack), default=0) for stack in words}
@@ -262,7 +262,7 @@ def _runs(hidden: Bool[np.ndarray, "T S"]) -> list[list[tuple[float, float]]]:
     return corners
 
 
-def _label(word: str, missing: Set[int] = frozenset(), longest: int = 16) -> str:
+def short_label(word: str, missing: Set[int] = frozenset(), longest: int = 16) -> str:
     """Return the label of a word: shortened, with characters that no font has as escapes."""
     word = "".join(ascii(c)[1:-1] if ord(c) in missing else c for c in printable(word))
     return word if _width(word) <= longest else word[: longest - 1] + "…"
@@ -277,7 +277,7 @@ def _margin(words: Sequence[str]) -> float:
     return 0.08 + max(map(_width, words), default=0) * _FONT_SIZE * 0.64 / 72
 
 
-def _fonts(words: Sequence[str]) -> tuple[list[str], set[int]]:
+def fonts_for(words: Sequence[str]) -> tuple[list[str], set[int]]:
     """Return font families that cover the characters of the words, and the characters that no installed font has."""
     families = ["DejaVu Sans"]
     missing = {ord(c) for word in words for c in word} - _glyphs(font_manager.findfont(families[0]))

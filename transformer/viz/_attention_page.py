@@ -44,6 +44,7 @@ def attention_page(
     written_from: int | None = None,
     texts: Mapping[str, str] | None = None,
     facts: Mapping[str, str] | None = None,
+    rows: str | None = None,
 ) -> str:
     """Return an HTML page with every map of each panel, the mean over its heads and the rollout of its stack.
 
@@ -59,6 +60,7 @@ def attention_page(
         written_from: index of the first generated token in `target`; None: no token was generated.
         texts: texts shown above the maps, by name, such as the prompt and the translation.
         facts: texts shown below the maps, by name, such as the model and its attention kernel.
+        rows: sentence that says what a row is; None: in a decoder, the last token before the next one.
 
     Raises:
         ValueError: there are no maps; the numbers of labels and positions differ; weights are not finite or not from 0
@@ -78,6 +80,7 @@ def attention_page(
         "title": title,
         "texts": [*(texts or {}).items()],
         "facts": [*(facts or {}).items()],
+        "rows": rows,
         "words": words,
         "writtenFrom": written_from,
         "panels": [{"name": panel.name, "groups": _groups(panel, masks)} for panel in panels],

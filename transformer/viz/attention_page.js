@@ -163,9 +163,8 @@ function controls() {
     mean: "Attention weights, averaged over the heads of the layer.",
     rollout: "Rollout: how much each word after this layer depends on each input word, through all layers up to it.",
   };
-  const reads =
-    kind.stack === "decoder" && ` A row is the last word that the model read before it predicts the next one.`;
-  byId("explained").textContent = explanations[state.view] + (reads || "");
+  const last = kind.stack === "decoder" ? "A row is the last word that the model read before it predicts the next one." : "";
+  byId("explained").textContent = `${explanations[state.view]} ${page.rows ?? last}`.trim();
 }
 
 const preference = matchMedia("(prefers-color-scheme: dark)");
