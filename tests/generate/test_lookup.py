@@ -85,6 +85,9 @@ def test_what_a_lookup_is_not_for_is_refused():
         generate(seq2seq, params, bos_id=1, sources=[[1]], max_new_tokens=4, draft=PromptLookup())
     with pytest.raises(ValueError, match="slots and draft can't be used together"):
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, draft=PromptLookup(), slots=2)
+    scaled, more = lm(rotary=Rotary(scaling=RotaryScaling(kind="dynamic", factor=2.0, original_length=8)))
+    with pytest.raises(ValueError, match="rotary scaling depends on the length of the text"):
+        generate(scaled, more, PROMPTS, max_new_tokens=4, draft=PromptLookup())
     for changed in ({"tokens": 0}, {"ngram": -1}):
         with pytest.raises(ConfigError, match=f"{next(iter(changed))} of a prompt lookup must be an integer"):
             PromptLookup(**changed)

@@ -16,18 +16,15 @@ from transformer.cli._arguments import parse
 from transformer.cli._chat import answer, check_chat_options, image_reader, open_chat
 from transformer.cli._models import check_images
 from transformer.cli._sampling import SamplingCommand
+from transformer.cli._speculation import check_speculation, open_draft
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
-    from transformer.generate._lookup import PromptLookup
-    from transformer.generate._speculative import Draft
     from transformer.inference._generating import GeneratedText
     from transformer.inference._loading import LoadedModel
 
 FAST = ("slots", "draft", "lookup")
 """options that generate the texts in another way, of which one can be used"""
-USUAL_DRAFT_TOKENS = 4
-"""default number of tokens that a draft model proposes per step"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,31 +117,6 @@ def _check(command: Generate) -> None:
         raise ConfigError(f"--{fast[0]} and --{fast[1]} can't be used together. Remove one of them.")
     check_speculation(command.draft, command.draft_tokens, command.lookup)
     _check_pieces(command)
-
-
-def check_speculation(draft: str | None, draft_tokens: int | None, lookup: int | None) -> None:
-    """Raise ConfigError for options of speculative decoding that are invalid with any model."""
-    if draft is not None and lookup is not None:
-        raise ConfigError("--draft and --lookup can't be used together. Remove one of them.")
-    for option, value in (("--draft-tokens", draft_tokens), ("--lookup", lookup)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{option} must be at least 1, got {value}.")
-    if draft_tokens is not None and draft is None:
-        raise ConfigError("--draft-tokens needs --draft. Pass --draft, or remove --draft-tokens.")
-
-
-def open_draft(draft: str | None, draft_tokens: int | None, lookup: int | None) -> Draft | PromptLookup | None:
-    """Return what proposes tokens for speculative decoding; None: nothing."""
-    from transformer.generate._lookup import PromptLookup
-    from transformer.generate._speculative import Draft
-    from transformer.inference._loading import open_model
-
-    if lookup is not None:
-        return PromptLookup(tokens=lookup)
-    if draft is None:
-        return None
-    opened = open_model(draft)
-    return Draft(model=opened.model, params=opened.params, tokens=draft_tokens or USUAL_DRAFT_TOKENS)
 
 
 def _check_pieces(command: Generate) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from transformer.cli._arguments import parse
 from transformer.cli._models import ModelCommand
 from transformer.cli._services import make_service
+from transformer.cli._speculation import check_speculation, open_draft
 from transformer.config._checks import ConfigError
 
 KEY_VARIABLE = "TRANSFORMER_API_KEY"
@@ -37,6 +38,13 @@ class Serve(ModelCommand):
     cache_tokens: int | None = None
     """number of tokens of all texts together whose keys and values fit into memory, in pages that texts share; None:
     --slots times --max-tokens"""
+    draft: str | None = None
+    """causal model: draft model for speculative decoding, with the same tokenizer; it does not change the texts"""
+    draft_tokens: int | None = None
+    """number of tokens that the draft model proposes per step; None: 4"""
+    lookup: int | None = None
+    """causal model: speculative decoding without a draft model: number of tokens to propose per step, those that
+    followed the last tokens earlier in the text; it does not change the texts"""
     api_key: str | None = None
     """key that clients must send; None: the value of the environment variable TRANSFORMER_API_KEY, or no key"""
     allow_anyone: bool = False
@@ -50,12 +58,15 @@ def main(arguments: Sequence[str]) -> None:
     command = parse(Serve, "serve", arguments)
     sizes = {"slots": command.slots, "max_tokens": command.max_tokens, "cache_tokens": command.cache_tokens}
     check_sizes(port=command.port, **sizes)
+    speculation = command.draft, command.draft_tokens, command.lookup
+    check_speculation(*speculation)
     key = command.api_key if command.api_key is not None else os.environ.get(KEY_VARIABLE)
     from transformer.serve._server import check_address, run
     from transformer.serve._slots import PAGE_SIZE
 
     is_local = check_address(command.host, key, command.allow_anyone)
     opened = command.load()
+    sizes["draft"] = open_draft(*speculation)
     service = make_service(opened, **sizes, api_key=key, local_only=is_local and key is None)
     service.warm_up(report_compilation)
 

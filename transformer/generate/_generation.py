@@ -139,6 +139,11 @@ def check_draft(
                 "a draft is not supported for models with linear attention, whose state can't drop rejected tokens. "
                 "Remove draft."
             )
+    if model.config.reads_lengths:
+        raise ValueError(
+            "a draft is not supported for models whose rotary scaling depends on the length of the text (dynamic, "
+            "longrope): rejected tokens would change it. Remove draft."
+        )
     if isinstance(draft, PromptLookup):
         return
     if (size := check_text_model("a draft", draft.model, draft.params)) != vocab_size:
