@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.config import ConfigError, Execution, TransformerConfig
+from transformer.config import ConfigError, Execution, RotaryScaling, TransformerConfig
 from transformer.generate import PromptLookup, Sampling, generate
 from transformer.generate._decoding import Batch
 from transformer.generate._lookup import looked_up
@@ -22,7 +22,7 @@ PROMPTS = [[1, 2, 3, 4, 1, 2], [4], [5, 6, 7, 5, 6, 7, 5], [10, 2]]
 
 def lm(**fields):
     sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_layers": 2, "num_heads": 2, "d_ff": 12}
-    model = CausalLM(TransformerConfig(**(sizes | fields)), Execution(scan=False))
+    model = CausalLM(TransformerConfig(**sizes).replace(**fields), Execution(scan=False))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), int))["params"]
     return model, jax.tree.map(lambda leaf: 2.5 * leaf, params)
 
@@ -85,7 +85,7 @@ def test_what_a_lookup_is_not_for_is_refused():
         generate(seq2seq, params, bos_id=1, sources=[[1]], max_new_tokens=4, draft=PromptLookup())
     with pytest.raises(ValueError, match="slots and draft can't be used together"):
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, draft=PromptLookup(), slots=2)
-    scaled, more = lm(rotary=Rotary(scaling=RotaryScaling(kind="dynamic", factor=2.0, original_length=8)))
+    scaled, more = lm(**{"rotary.scaling": RotaryScaling(kind="dynamic", factor=2.0, original_length=8)})
     with pytest.raises(ValueError, match="rotary scaling depends on the length of the text"):
         generate(scaled, more, PROMPTS, max_new_tokens=4, draft=PromptLookup())
     for changed in ({"tokens": 0}, {"ngram": -1}):

@@ -185,4 +185,4 @@ def test_invalid_options(model, options, message, capsys):
 
 def test_another_kind_of_model_is_refused(tmp_path, capsys):
     assert main(["serve", str(write_models(tmp_path)["encoder"]), "--lookup", "2"]) == 2
-    assert "--draft and --lookup need a causal model" in capsys.readouterr().err
+    assert "--draft, --lookup and --parallel need a causal model" in capsys.readouterr().err

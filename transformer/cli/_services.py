@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from transformer.chat._prompts import ChatPrompts
     from transformer.generate._lookup import PromptLookup
     from transformer.generate._speculative import Draft
@@ -32,6 +34,7 @@ def make_service(
     queue: int = USUAL_QUEUE,
     cache_tokens: int | None = None,
     draft: Draft | PromptLookup | None = None,
+    mesh: Mesh | None = None,
 ) -> HTTPService:
     """Return the service of a model: completions of a causal model, translations of an encoder-decoder, or embeddings.
 
@@ -47,6 +50,7 @@ def make_service(
         cache_tokens: causal model: number of tokens of all texts whose keys and values fit into memory; None: `slots`
             times the maximum of a request.
         draft: causal model: proposes tokens for speculative decoding; None: nothing does.
+        mesh: causal model: devices over which it is sharded; None: one device.
 
     Raises:
         ConfigError: the server has no interface for a model of this kind, or the sizes do not fit it.
@@ -58,16 +62,17 @@ def make_service(
     from transformer.nn.models._speech import SpeechToText
 
     common = {"name": opened.directory.resolve().name, "api_key": api_key, "local_only": local_only}
-    if draft is not None and not isinstance(opened.model, CausalLM):
+    is_sentence_encoder = opened.pretrained is not None and (opened.directory / "modules.json").exists()
+    is_writer = isinstance(opened.model, CausalLM) and not is_sentence_encoder
+    if (draft is not None or mesh is not None) and not is_writer:
         raise ConfigError(
-            f"--draft and --lookup need a causal model; {opened.directory} contains a model of type "
+            f"--draft, --lookup and --parallel need a causal model; {opened.directory} contains a model of type "
             f"{type(opened.model).__name__}. Remove them."
         )
-    is_sentence_encoder = opened.pretrained is not None and (opened.directory / "modules.json").exists()
     if is_sentence_encoder or isinstance(opened.model, TokenEncoder):
         return _embedding_service(opened, max_tokens, queue=queue, **common)
     if isinstance(opened.model, CausalLM):
-        return _causal_service(opened, slots, max_tokens, queue, cache_tokens, draft, **common)
+        return _causal_service(opened, slots, max_tokens, queue, cache_tokens, draft, mesh, **common)
     if isinstance(opened.model, Seq2Seq) and not isinstance(opened.model, SpeechToText):
         return _translation_service(opened, max_tokens, queue=queue, **common)
     raise ConfigError(
@@ -83,6 +88,7 @@ def _causal_service(
     queue: int,
     cache_tokens: int | None,
     draft: Draft | PromptLookup | None,
+    mesh: Mesh | None,
     **common: Any,
 ) -> Service:
     from transformer.chat._prompts import default_sampling
@@ -103,7 +109,7 @@ def _causal_service(
             "larger number, or a smaller --max-tokens."
         )
     sizes = {"slots": slots, "positions": positions, "cache_tokens": cache_tokens, "queue": queue}
-    engine = Engine(opened.model, opened.params, tokenizer, **sizes, suppress=suppressed, draft=draft)
+    engine = Engine(opened.model, opened.params, tokenizer, **sizes, suppress=suppressed, draft=draft, mesh=mesh)
     return Service(
         engine=engine,
         sampling=default_sampling(getattr(tokenizer, "files", {})),

@@ -18,7 +18,7 @@ from transformer.generate._decoding import decode_chunk, decode_step
 from transformer.generate._penalties import log_probabilities
 from transformer.generate._row_pages import pools_of, row_cache
 from transformer.generate._row_proposals import NO_PROPOSER, Proposer, propose
-from transformer.generate._rows import MOST_STEPS, MOST_TOP, RowMasks, Rows, choose_in_rows
+from transformer.generate._rows import MOST_STEPS, MOST_TOP, RowMasks, Rows, choose_in_rows, stored, whole
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
 from transformer.nn.models._causal_lm import CausalLM
 
@@ -113,7 +113,8 @@ def advance(
         out = dataclasses.replace(out, steps=out.steps + 1, proposed=out.proposed + counts)
         return _verified(rows, out, proposals, counts, logits, functools.partial(draw, masks=masks.unconstrained()))
 
-    return jax.lax.while_loop(unfinished, step, (rows, _no_steps(rows)))
+    rows, out = jax.lax.while_loop(unfinished, step, (rows, _no_steps(rows)))
+    return stored(rows), whole(out)
 
 
 def _draw(known: Int[Array, "R n"], suppressed: Int[Array, " S"], rows: Rows, out: Steps, masks: RowMasks):
@@ -129,7 +130,7 @@ def _verified(
     out: Steps,
     proposals: Int[Array, "R Z"],
     counts: Int[Array, " R"],
-    logits: Float[Array, "R Y V"],
+    logits: Float[Array, "R T V"],
     draw: Any,
 ) -> tuple[Rows, Steps]:
     """Accept the proposals of each row up to the first one that is not the token which the row samples.

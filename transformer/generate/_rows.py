@@ -20,12 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from transformer.generate._constraints import WORD, only_allowed
 from transformer.generate._penalties import History, Penalties, penalized
 from transformer.generate._row_pages import blank_pools, pools_of, row_cache
 from transformer.generate._sampling import SamplerParams, Sampling, choose
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf, PRNGKey
+from transformer.nn._partitioning import constrain, has_mesh
 from transformer.nn.models._causal_lm import CausalLM
 
 CHUNK = 256
@@ -152,6 +154,7 @@ def read_widths(positions: int) -> tuple[int, ...]:
     return tuple(1 << n for n in range(4, CHUNK.bit_length()) if 1 << n <= positions)
 
 
+@functools.partial(jax.jit, static_argnames=("model", "slots", "num_pages", "page_size", "draft", "text_size"))
 def blank_rows(
     model: CausalLM,
     slots: int,
@@ -173,7 +176,7 @@ def blank_rows(
     """
     vocab_size = model.config.vocab_size
     one = RowSampling.of(Sampling(temperature=0.0), vocab_size, top=False)
-    return Rows(
+    rows = Rows(
         logits=jnp.zeros((slots, vocab_size), jnp.float32),
         running=jnp.zeros((slots,), bool),
         left=jnp.zeros((slots,), jnp.int32),
@@ -187,6 +190,7 @@ def blank_rows(
         text=None if text_size is None else jnp.zeros((slots, text_size), jnp.int32),
         draft_pools=[] if draft is None else blank_pools(draft, num_pages, page_size),
     )
+    return stored(rows)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "draft"), donate_argnames="rows")
@@ -223,7 +227,7 @@ def read_part(
     last = jnp.take_along_axis(hidden, count[:, None, None] - 1, axis=1)
     logits = model.apply({"params": params}, last, method=CausalLM.head)[:, 0]
     draft_pools = rows.draft_pools if draft is None else _read(draft, draft_params, rows.draft_pools, *place)[1]
-    return logits, dataclasses.replace(rows, pools=pools, draft_pools=draft_pools)
+    return whole(logits), stored(dataclasses.replace(rows, pools=pools, draft_pools=draft_pools))
 
 
 def _read(
@@ -251,7 +255,7 @@ def start_row(rows: Rows, slot: Int[Array, ""], new: NewRow, logits: Float[Array
     def put(whole, part):
         return whole.at[slot].set(part)
 
-    return Rows(
+    started = Rows(
         logits=put(rows.logits, logits[0].astype(jnp.float32)),
         running=put(rows.running, True),
         left=put(rows.left, new.left),
@@ -265,6 +269,25 @@ def start_row(rows: Rows, slot: Int[Array, ""], new: NewRow, logits: Float[Array
         text=None if rows.text is None else put(rows.text, new.text),
         draft_pools=rows.draft_pools,
     )
+    return stored(started)
+
+
+def stored(rows: Rows) -> Rows:
+    """Return the slots with the sharding that they keep between calls: pools are split by heads, the rest is whole."""
+    if not has_mesh():
+        return rows
+
+    def split(pools):
+        return [constrain(pool, "batch", "length", "kv_heads", "head_dim") for pool in pools]
+
+    pools, draft_pools = split(rows.pools), split(rows.draft_pools)
+    rest = whole(dataclasses.replace(rows, pools=[], draft_pools=[]))
+    return dataclasses.replace(rest, pools=pools, draft_pools=draft_pools)
+
+
+def whole(tree: Any) -> Any:
+    """Return a tree of arrays that all devices of the current mesh have; unchanged without a mesh."""
+    return jax.lax.with_sharding_constraint(tree, PartitionSpec()) if has_mesh() else tree
 
 
 def choose_in_rows(

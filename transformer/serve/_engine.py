@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from transformer.config._checks import ConfigError
 from transformer.data._tokenizer import Tokenizer
@@ -73,9 +74,12 @@ class Engine:
         suppress: token ids that are never generated.
         draft: speculative decoding: a draft model, or a lookup in the text of each request. Texts without a constraint
             then generate 1 to `draft.tokens` + 1 tokens per step. It does not change the text, up to rounding.
+        mesh: a mesh of `nn.make_mesh` over whose axes `tensor` and `expert` the parameters are sharded, and over
+            `tensor` the heads of keys and values; None: the default device. It changes no text, up to rounding.
 
     Raises:
-        ConfigError: a size is out of range, or `positions` exceeds the position table of the model or of the draft.
+        ConfigError: a size is out of range, the mesh does not fit the model, or `positions` exceeds the position table
+            of the model or of the draft.
         ValueError: the model is not a `CausalLM`, or the draft does not fit it.
     """
 
@@ -91,6 +95,7 @@ class Engine:
         queue: int = 64,
         suppress: Sequence[int] = (),
         draft: Draft | PromptLookup | None = None,
+        mesh: Mesh | None = None,
     ):
         self.vocab_size = check_text_model("a server", model, params)
         if not isinstance(model, CausalLM):
@@ -109,7 +114,7 @@ class Engine:
         num_pages = -(-cache_tokens // PAGE_SIZE)
         sizes = {"slots": slots, "positions": positions, "num_pages": num_pages}
         suppressed = np.array(sorted(set(suppress)), np.int32)
-        self._device = Slots(decoding_model(model), params, **sizes, suppressed=suppressed, draft=draft)
+        self._device = Slots(decoding_model(model), params, **sizes, suppressed=suppressed, draft=draft, mesh=mesh)
         self._pages, self.chunk = self._device.pages, self._device.chunk
         self._masks = SlotMasks(slots, self.vocab_size, suppressed)
         self._active: dict[int, Ticket] = {}

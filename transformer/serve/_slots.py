@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from transformer.generate._generation import row_keys
 from transformer.generate._layers import copy_unstacked, unstacked_model
@@ -27,6 +28,7 @@ from transformer.generate._rows import (
 )
 from transformer.generate._speculative import Draft
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.serve._placement import Placement
 from transformer.serve._requests import Request
 
 PAGE_SIZE = 16
@@ -130,6 +132,10 @@ class Slots:
         num_pages: P, number of pages of the pool.
         suppressed: (S,), ids that are never generated.
         draft: a draft model that `decoding_model` has prepared, or a lookup; None: nothing proposes tokens.
+        mesh: devices over which parameters and pages are sharded; None: the default device.
+
+    Raises:
+        ConfigError: the mesh does not fit the model, or the weights can't be sharded.
     """
 
     def __init__(
@@ -142,17 +148,20 @@ class Slots:
         num_pages: int,
         suppressed: np.ndarray,
         draft: Draft | PromptLookup | None = None,
+        mesh: Mesh | None = None,
     ):
-        self._model, self._params = _unstacked(model, params)
+        self._placement = Placement(model, mesh)
+        self._model, self._params = self._unstacked(model, params)
         self._proposer, self._draft_params = NO_PROPOSER, None
         self._text_size = positions if isinstance(draft, PromptLookup) else None
         if isinstance(draft, PromptLookup):
             self._proposer = Proposer(draft, int(draft.tokens))
         elif draft is not None:
-            small, self._draft_params = _unstacked(draft.model, draft.params)
+            small, self._draft_params = self._unstacked(draft.model, draft.params)
             self._proposer = Proposer(small, int(draft.tokens))
         kept = {"draft": self._proposer.draft, "text_size": self._text_size}
-        self._rows = blank_rows(self._model, slots, num_pages, PAGE_SIZE, **kept)
+        with self._placement.context():
+            self._rows = blank_rows(self._model, slots, num_pages, PAGE_SIZE, **kept)
         self._suppressed, self._slots = suppressed, slots
         self._nothing_known = jax.device_put(np.full((slots, MOST_STEPS), -1, np.int32))
         self.widths = read_widths(positions)
@@ -170,7 +179,8 @@ class Slots:
         before, count = np.array([[done], [len(part)]], np.int32)
         given = self._rows, self.pages.table[slot][None], tokens, before, count
         draft = {"draft": self._proposer.draft, "draft_params": self._draft_params}
-        logits, self._rows = read_part(self._model, self._params, *given, **draft)
+        with self._placement.context():
+            logits, self._rows = read_part(self._model, self._params, *given, **draft)
         return logits, len(part)
 
     def start(self, slot: int, request: Request, logits: Any) -> None:
@@ -188,7 +198,8 @@ class Slots:
             proposes=np.bool_(request.constraint is None),  # a constraint allows what is known for one token only
             text=None if self._text_size is None else _padded(request.prompt, self._text_size),
         )
-        self._rows = start_row(self._rows, np.int32(slot), row, logits)
+        with self._placement.context():
+            self._rows = start_row(self._rows, np.int32(slot), row, logits)
 
     def advance(
         self, keep: np.ndarray, known: Mapping[int, list[int]], masks: RowMasks, steps: int, until_free: bool
@@ -209,13 +220,16 @@ class Slots:
                 rows[slot, : len(tokens)] = tokens[:MOST_STEPS]
         given = self.pages.table, keep, rows, masks, self._suppressed, np.int32(steps), np.bool_(until_free)
         proposals = {"proposer": self._proposer, "draft_params": self._draft_params}
-        self._rows, out = advance(self._model, self._params, self._rows, *given, **proposals)
+        with self._placement.context():
+            self._rows, out = advance(self._model, self._params, self._rows, *given, **proposals)
         return jax.device_get(out)
 
-
-def _unstacked(model: CausalLM, params: Any) -> tuple[CausalLM, Any]:
-    """Return the model and its parameters with unstacked layers, which are copied once."""
-    return unstacked_model(model), {**params, "decoder": copy_unstacked(model, params["decoder"])}
+    def _unstacked(self, model: CausalLM, params: Any) -> tuple[CausalLM, Any]:
+        """Return the model and its parameters with unstacked layers, which are copied once, on the devices."""
+        params = self._placement.sharded(params)
+        with self._placement.context():
+            params = {**params, "decoder": copy_unstacked(model, params["decoder"])}
+        return unstacked_model(model), self._placement.sharded(params)
 
 
 def _padded(tokens: Sequence[int], size: int) -> np.ndarray:
