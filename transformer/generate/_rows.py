@@ -30,6 +30,8 @@ from transformer.nn._axes import Array, Bool, Float, Int, Leaf, PRNGKey
 from transformer.nn._partitioning import constrain, has_mesh
 from transformer.nn.models._causal_lm import CausalLM
 
+PAGE_SIZE = 16
+"""number of tokens per page: a text wastes half a page on average"""
 CHUNK = 256
 """largest number of prompt tokens that one call reads, and the unit in which rows share a prefix"""
 MOST_STEPS = 16

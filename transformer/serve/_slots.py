@@ -18,6 +18,7 @@ from transformer.generate._row_steps import Steps, advance
 from transformer.generate._rows import (
     MOST_ENDS,
     MOST_STEPS,
+    PAGE_SIZE,
     NewRow,
     RowMasks,
     RowSampling,
@@ -30,9 +31,6 @@ from transformer.generate._speculative import Draft
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.serve._placement import Placement
 from transformer.serve._requests import Request
-
-PAGE_SIZE = 16
-"""number of tokens per page: a text wastes half a page on average"""
 
 
 class SlotPages:
