@@ -106,8 +106,12 @@ def test_a_second_text_compiles_nothing(dense):
     assert advance._cache_size()
 
 
-def test_what_a_mesh_is_not_for_is_refused(dense):
+def test_what_a_mesh_is_not_for_is_refused(dense, monkeypatch):
     model, params, tokenizer = dense
+    with monkeypatch.context() as changed:
+        changed.setattr(jax, "process_count", lambda: 2)
+        with pytest.raises(ConfigError, match="over the devices of one process, got 2 processes"):
+            Placement(model, mesh_of(tensor=2))
     with pytest.raises(ConfigError, match="shards a model over tensor and expert only, got fsdp 2"):
         Placement(model, make_mesh({"fsdp": 2}, jax.devices()[:2]))
     with pytest.raises(ConfigError, match=r"model.num_heads \(2\) must be a multiple of parallel.tensor \(4\)"):

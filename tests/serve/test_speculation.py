@@ -113,7 +113,7 @@ def test_proposals_save_steps(tight, plain):
     request = Request(prompt=[11, 12, 13, 14] * 5, max_tokens=120, sampling=Sampling(temperature=0.0))
     before = tight.metrics.steps
     answers(tight, [request])
-    assert tight.metrics.steps - before < 80
+    assert tight.metrics.steps - before < (45 if tight._device._proposer.draft else 75)
     before = plain.metrics.steps
     answers(plain, [request])
     assert plain.metrics.steps - before == 120
