@@ -38,6 +38,7 @@ def test_slots_and_a_draft_change_no_text(written, runs):
     plain, _ = written()
     assert written("--slots", "2")[0] == plain
     assert written("--draft", str(runs / "small"), "--draft-tokens", "2")[0] == plain
+    assert written("--lookup", "3")[0] == plain
 
 
 @pytest.mark.default_cases(1)
@@ -92,6 +93,9 @@ def test_a_text_appears_on_a_terminal_while_it_is_generated(words, appears, runs
     [
         (("--slots", "0"), "--slots must be at least 1, got 0"),
         (("--draft", "x", "--draft-tokens", "0"), "--draft-tokens must be at least 1, got 0"),
+        (("--lookup", "0"), "--lookup must be at least 1, got 0"),
+        (("--lookup", "2", "--draft", "x"), "--draft and --lookup can't be used together. Remove one of them"),
+        (("--lookup", "2", "--stream"), "--lookup and --stream can't be used together. Remove one of them"),
         (("--draft", "x", "--slots", "2"), "--slots and --draft can't be used together. Remove one of them"),
     ],
 )

@@ -24,7 +24,7 @@ def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Comman
         ConfigError: an unknown option (the error suggests the nearest one), or a missing or wrong value.
         SystemExit: --help was printed (code 0).
     """
-    options = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(command)] + ["--help"]
+    options = [*_options(command), "--help"]
     for word in arguments:
         option = word.split("=", 1)[0]
         if option.startswith("--") and option.replace("_", "-") not in options:
@@ -42,6 +42,16 @@ def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Comman
         if stop.code in (None, 0):
             raise
         raise ConfigError(f"{boxed_message(captured.getvalue())} --help describes each option.") from None
+
+
+def _options(command: type, prefix: str = "--") -> Iterator[str]:
+    """Yield the options of a command; those of a field that is a dataclass have its name before a dot."""
+    for field in dataclasses.fields(command):
+        name = prefix + field.name.replace("_", "-")
+        if dataclasses.is_dataclass(field.default):
+            yield from _options(type(field.default), f"{name}.")
+        else:
+            yield name
 
 
 def _refuse_empty_paths(command: type, verb: str, arguments: Sequence[str]) -> None:

@@ -16,11 +16,15 @@ from transformer.cli._arguments import parse
 from transformer.cli._chat import answer, check_chat_options, image_reader, open_chat
 from transformer.cli._models import check_images
 from transformer.cli._sampling import SamplingCommand
+from transformer.cli._speculation import check_speculation, open_draft
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
     from transformer.inference._generating import GeneratedText
     from transformer.inference._loading import LoadedModel
+
+FAST = ("slots", "draft", "lookup")
+"""options that generate the texts in another way, of which one can be used"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,9 @@ class Generate(SamplingCommand):
     """continuation: draft model for speculative decoding, with the same tokenizer; it does not change the text"""
     draft_tokens: int | None = None
     """number of tokens that the draft model proposes per step; None: 4"""
+    lookup: int | None = None
+    """continuation: speculative decoding without a draft model: number of tokens to propose per step, those that
+    followed the last tokens earlier in the text; it does not change the text"""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -105,12 +112,10 @@ def _check(command: Generate) -> None:
     command.check()
     if command.slots is not None and command.slots < 1:
         raise ConfigError(f"--slots must be at least 1, got {command.slots}.")
-    if command.slots is not None and command.draft is not None:
-        raise ConfigError("--slots and --draft can't be used together. Remove one of them.")
-    if command.draft_tokens is not None and command.draft_tokens < 1:
-        raise ConfigError(f"--draft-tokens must be at least 1, got {command.draft_tokens}.")
-    if command.draft_tokens is not None and command.draft is None:
-        raise ConfigError("--draft-tokens needs --draft. Pass --draft, or remove --draft-tokens.")
+    fast = [name for name in FAST if getattr(command, name) is not None]
+    if len(fast) > 1:
+        raise ConfigError(f"--{fast[0]} and --{fast[1]} can't be used together. Remove one of them.")
+    check_speculation(command.draft, command.draft_tokens, command.lookup)
     _check_pieces(command)
 
 
@@ -118,7 +123,7 @@ def _check_pieces(command: Generate) -> None:
     """Raise ConfigError for invalid combinations of options that generate text in pieces."""
     if command.samples < 1:
         raise ConfigError(f"--samples must be at least 1, got {command.samples}.")
-    fast = [name for name in ("slots", "draft") if getattr(command, name) is not None]
+    fast = [name for name in FAST if getattr(command, name) is not None]
     used = _causal_options(command) + (["a penalty"] if command.sampling(greedy=False).has_penalties else [])
     if fast and used:
         raise ConfigError(f"--{fast[0]} and {used[0]} can't be used together. Remove one of them.")
@@ -147,7 +152,7 @@ def _appears_while_generated(command: Generate, run: LoadedModel, prompts: Seque
     if not sys.stdout.isatty() or command.json or not isinstance(run.model, CausalLM):
         return False
     one_by_one = len(prompts) == 1 or bool(_causal_options(command))
-    return one_by_one and command.slots is None and command.draft is None
+    return one_by_one and all(getattr(command, name) is None for name in FAST)
 
 
 def _print_pieces(command: Generate, run: LoadedModel, prompts: Sequence[str]) -> None:
@@ -199,14 +204,10 @@ def _print(written: Sequence[GeneratedText], translates: bool) -> None:
 
 
 def _decoding_options(command: Generate, translates: bool) -> dict[str, Any]:
-    """Return keyword arguments of `generate` for continuous batching (--slots) and speculative decoding (--draft)."""
-    if translates and (command.slots is not None or command.draft is not None):
-        raise ConfigError("--slots and --draft need a causal model, but this model is an encoder-decoder. Remove them.")
-    options: dict[str, Any] = {} if command.slots is None else {"slots": command.slots}
-    if command.draft is not None:
-        from transformer.generate._speculative import Draft
-        from transformer.inference._loading import open_model
-
-        draft = open_model(command.draft)
-        options["draft"] = Draft(model=draft.model, params=draft.params, tokens=command.draft_tokens or 4)
-    return options
+    """Return keyword arguments of `generate` for continuous batching and speculative decoding."""
+    fast = [f"--{name}" for name in FAST if getattr(command, name) is not None]
+    if translates and fast:
+        raise ConfigError(f"{fast[0]} needs a causal model, but this model is an encoder-decoder. Remove it.")
+    draft = open_draft(command.draft, command.draft_tokens, command.lookup)
+    options = {"slots": command.slots, "draft": draft}
+    return {name: value for name, value in options.items() if value is not None}

@@ -22,6 +22,7 @@ from transformer.cli._plan_print import (
     here_lines,
     search_line,
     search_lines,
+    serve_lines,
     train_lines,
 )
 from transformer.config._checks import ConfigError
@@ -37,6 +38,7 @@ STEPS = 10
 """number of steps that --here measures"""
 USAGE = """\
 usage: {program} RECIPE --topology v5e:4x4 [--decode [ROWS:PROMPT:NEW]] [--search [N]] [--largest-batch] [--json]
+       {program} RECIPE --topology v5e:1x1 --serve [LENGTH] [--int8 | --int4] [--json]
        {program} RECIPE --here
 
 Compile the training step of a recipe for a TPU, which this machine does not need to have. Print whether the step fits,
@@ -48,6 +50,8 @@ RECIPE --help lists the main ones, and RECIPE --help-all all of them.
 OWN_OPTIONS = """\
   --topology NAME:SIZES       TPU type and number of chips along each axis: v5e:4x4, v5p:2x2x2; two slices: '2*v5e:4x4'
   --decode [ROWS:PROMPT:NEW]  plan generation instead of training: batch size, prompt tokens and new tokens per row
+  --serve [LENGTH]            plan a server: weights, pages, texts of LENGTH (default: 2048) tokens, bounds of the speed
+  --int8, --int4              with --serve: quantized weights, as for `generate`
   --search [N]                compile and rank the N (default: 12) most promising meshes, batch sizes and remat policies
   --largest-batch             find the largest batch that fits; compiles up to 12 programs
   --here                      compile for the devices of this machine, run steps and compare with the estimate
@@ -65,8 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     """Print the plan; return 0 if the recipe fits, 1 if it does not."""
     own, rest = split_options(
         arguments,
-        flags=("--json", "--debug", "--here", "--largest-batch", "--help-all"),
-        options={"--topology": None, "--decode": "", "--search": str(SEARCHED)},
+        flags=("--json", "--debug", "--here", "--largest-batch", "--help-all", "--int8", "--int4"),
+        options={"--topology": None, "--decode": "", "--search": str(SEARCHED), "--serve": ""},
         hint="--topology takes a TPU type and its chips along each axis, such as v5e:4x4.",
     )
     if (rest and rest[0] in HELP) or (own.help_all and not rest):
@@ -108,6 +112,7 @@ def _check(own: argparse.Namespace) -> None:
         "--decode": own.decode is not None,
         "--search": own.search is not None,
         "--largest-batch": own.largest_batch,
+        "--serve": own.serve is not None,
     }
     chosen = [flag for flag, given in modes.items() if given]
     if len(chosen) > 1:
@@ -116,6 +121,10 @@ def _check(own: argparse.Namespace) -> None:
         raise ConfigError(
             f"--search takes the number of candidates to compile, an integer of at least 1, got {own.search!r}."
         )
+    if own.int8 and own.int4:
+        raise ConfigError("--int8 and --int4 can't be used together. Remove one of them.")
+    if (own.int8 or own.int4) and own.serve is None:
+        raise ConfigError("--int8 and --int4 need --serve. Pass --serve, or remove them.")
     if own.here and own.topology is not None:
         raise ConfigError(
             "--here and --topology can't be used together: --here plans for this machine. Remove one of them."
@@ -155,6 +164,8 @@ def _there(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str]) -> A
     from transformer.training.plan._topologies import parse_topology, topology_devices
 
     topology = parse_topology(own.topology)
+    if own.serve is not None:
+        return _serve(own, recipe, assumed, topology)
     generation = None if own.decode is None else parse_generation(own.decode or None, recipe)
     terminal = os.fdopen(os.dup(2), "w")  # the terminal, for the progress bar, while stderr is silenced
     with terminal, contextlib.nullcontext() if own.debug else quiet_stderr():
@@ -168,6 +179,15 @@ def _there(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str]) -> A
             return Answer(topology, _values(plan), decode_lines(recipe.name, topology, assumed, plan), plan.fits)
         plan = make_plan(recipe, topology, devices)
         return Answer(topology, _values(plan), train_lines(recipe.name, topology, assumed, plan), plan.fits)
+
+
+def _serve(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str], topology: Topology) -> Answer:
+    from transformer.training.plan._serving import USUAL_LENGTH, make_serve_plan, parse_length
+
+    usual = min(USUAL_LENGTH, recipe.model.max_length or USUAL_LENGTH)
+    length = parse_length(own.serve or str(usual), recipe)
+    plan = make_serve_plan(recipe, length, topology, 8 if own.int8 else 4 if own.int4 else None)
+    return Answer(topology, _values(plan), serve_lines(recipe.name, topology, assumed, plan), plan.fits)
 
 
 def _here(recipe: Recipe, assumed: Sequence[str]) -> Answer:

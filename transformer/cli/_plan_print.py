@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformer.training.plan._planning import Plan
     from transformer.training.plan._roofline import Estimate
     from transformer.training.plan._searching import Tried
+    from transformer.training.plan._serving import ServePlan
     from transformer.training.plan._topologies import Topology
 
 
@@ -79,6 +80,31 @@ def decode_lines(name: str, topology: Topology, assumed: Sequence[str], plan: De
     elif plan.fits:
         yield f"no estimate: {plan.unavailable}"
     yield f"planned in {plan.seconds:.1f} s"
+
+
+def serve_lines(name: str, topology: Topology, assumed: Sequence[str], plan: ServePlan) -> Iterator[str]:
+    """Yield the lines of a plan of a server."""
+    yield _title(name, topology, plan.mesh)
+    yield from (f"assumed: {assumption}" for assumption in assumed)
+    stored = plan.dtype if plan.bits is None else f"{plan.bits} bits"
+    each = f"per {topology.unit}"
+    yield f"weights: {size(plan.weight_bytes)} {each} in {stored}, {plan.num_parameters:,} parameters"
+    yield f"weights and pages together have {size(plan.available_bytes)} {each}"
+    yield f"pages of {plan.page_size} tokens in {plan.dtype}: {plan.pages:,}, each {size(plan.page_bytes)} {each}"
+    if not plan.fits:
+        needed = plan.weight_bytes + -(-plan.length // plan.page_size) * plan.page_bytes
+        yield f"does not fit: the weights and one text of {plan.length:,} tokens need {size(needed)} {each}"
+        return
+    yield f"fits: {plan.slots:,} texts of {plan.length:,} tokens (--slots {plan.slots} --max-tokens {plan.length})"
+    yield (
+        f"upper bounds, not measurements: {plan.tokens_per_second:,.0f} new tokens/s of all texts, "
+        f"{plan.single_tokens_per_second:,.0f} of one text alone; {plan.prompt_tokens_per_second:,.0f} prompt tokens/s"
+    )
+    yield (
+        f"  a step of all texts: max(memory {duration(plan.memory_seconds)}, compute "
+        f"{duration(plan.compute_seconds)}), without communication"
+    )
+    yield f"  a prompt token: {plan.prompt_flops:.3g} FLOPs in the layers, without attention scores"
 
 
 def search_line(one: Tried) -> str:

@@ -2,18 +2,59 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from transformer.cli._arguments import parse
 from transformer.cli._models import ModelCommand
 from transformer.cli._services import make_service
+from transformer.cli._speculation import check_speculation, open_draft
 from transformer.config._checks import ConfigError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 KEY_VARIABLE = "TRANSFORMER_API_KEY"
 """environment variable with the API key, which other users of the machine can't see, unlike a command line"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """Devices over which a causal model is sharded; the product of the sizes is the number of devices."""
+
+    tensor: int = 1
+    """number of devices that split heads, feed-forward width and vocabulary"""
+    expert: int = 1
+    """number of devices that split the experts of a mixture-of-experts layer"""
+
+    def mesh(self) -> Mesh | None:
+        """Return the mesh of the first devices; None: one device.
+
+        Raises:
+            ConfigError: a size below 1, or more devices than there are.
+        """
+        sizes = {"tensor": self.tensor, "expert": self.expert}
+        for axis, size in sizes.items():
+            if size < 1:
+                raise ConfigError(f"--parallel.{axis} must be at least 1, got {size}.")
+        if (needed := math.prod(sizes.values())) == 1:
+            return None
+        import jax
+
+        from transformer.nn._sharding import make_mesh
+
+        devices = jax.devices()
+        if needed > len(devices):
+            raise ConfigError(
+                f"--parallel.tensor {self.tensor} and --parallel.expert {self.expert} need {needed} devices, but there "
+                f"are {len(devices)}. Pass smaller sizes. (To simulate devices on a CPU: "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={needed})"
+            )
+        return make_mesh(sizes, devices[:needed])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +78,14 @@ class Serve(ModelCommand):
     cache_tokens: int | None = None
     """number of tokens of all texts together whose keys and values fit into memory, in pages that texts share; None:
     --slots times --max-tokens"""
+    draft: str | None = None
+    """causal model: draft model for speculative decoding, with the same tokenizer; it does not change the texts"""
+    draft_tokens: int | None = None
+    """number of tokens that the draft model proposes per step; None: 4"""
+    lookup: int | None = None
+    """causal model: speculative decoding without a draft model: number of tokens to propose per step, those that
+    followed the last tokens earlier in the text; it does not change the texts"""
+    parallel: Parallel = Parallel()
     api_key: str | None = None
     """key that clients must send; None: the value of the environment variable TRANSFORMER_API_KEY, or no key"""
     allow_anyone: bool = False
@@ -50,12 +99,18 @@ def main(arguments: Sequence[str]) -> None:
     command = parse(Serve, "serve", arguments)
     sizes = {"slots": command.slots, "max_tokens": command.max_tokens, "cache_tokens": command.cache_tokens}
     check_sizes(port=command.port, **sizes)
+    speculation = command.draft, command.draft_tokens, command.lookup
+    check_speculation(*speculation)
     key = command.api_key if command.api_key is not None else os.environ.get(KEY_VARIABLE)
+    from transformer.inference._loading import is_workdir
     from transformer.serve._server import check_address, run
     from transformer.serve._slots import PAGE_SIZE
 
     is_local = check_address(command.host, key, command.allow_anyone)
-    opened = command.load()
+    mesh = command.parallel.mesh()
+    # Pretrained weights are sharded as they are read; those of a run are read first.
+    opened = command.load() if mesh is None or is_workdir(command.directory) else command.load(mesh=mesh)
+    sizes |= {"draft": open_draft(*speculation), "mesh": mesh}
     service = make_service(opened, **sizes, api_key=key, local_only=is_local and key is None)
     service.warm_up(report_compilation)
 

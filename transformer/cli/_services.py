@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from transformer.chat._prompts import ChatPrompts
+    from transformer.generate._lookup import PromptLookup
+    from transformer.generate._speculative import Draft
     from transformer.inference._loading import LoadedModel
     from transformer.serve._embeddings import EmbeddingService
     from transformer.serve._http import HTTPService
@@ -29,6 +33,8 @@ def make_service(
     local_only: bool,
     queue: int = USUAL_QUEUE,
     cache_tokens: int | None = None,
+    draft: Draft | PromptLookup | None = None,
+    mesh: Mesh | None = None,
 ) -> HTTPService:
     """Return the service of a model: completions of a causal model, translations of an encoder-decoder, or embeddings.
 
@@ -43,9 +49,12 @@ def make_service(
         queue: maximum number of texts that wait.
         cache_tokens: causal model: number of tokens of all texts whose keys and values fit into memory; None: `slots`
             times the maximum of a request.
+        draft: causal model: proposes tokens for speculative decoding; None: nothing does.
+        mesh: causal model: devices over which it is sharded; None: one device.
 
     Raises:
         ConfigError: the server has no interface for a model of this kind, or the sizes do not fit it.
+        ValueError: the draft does not fit the model.
     """
     from transformer.nn.models._base import TokenEncoder
     from transformer.nn.models._causal_lm import CausalLM
@@ -54,10 +63,16 @@ def make_service(
 
     common = {"name": opened.directory.resolve().name, "api_key": api_key, "local_only": local_only}
     is_sentence_encoder = opened.pretrained is not None and (opened.directory / "modules.json").exists()
+    is_writer = isinstance(opened.model, CausalLM) and not is_sentence_encoder
+    if (draft is not None or mesh is not None) and not is_writer:
+        raise ConfigError(
+            f"--draft, --lookup and --parallel need a causal model; {opened.directory} contains a model of type "
+            f"{type(opened.model).__name__}. Remove them."
+        )
     if is_sentence_encoder or isinstance(opened.model, TokenEncoder):
         return _embedding_service(opened, max_tokens, queue=queue, **common)
     if isinstance(opened.model, CausalLM):
-        return _causal_service(opened, slots, max_tokens, queue, cache_tokens, **common)
+        return _causal_service(opened, slots, max_tokens, queue, cache_tokens, draft, mesh, **common)
     if isinstance(opened.model, Seq2Seq) and not isinstance(opened.model, SpeechToText):
         return _translation_service(opened, max_tokens, queue=queue, **common)
     raise ConfigError(
@@ -67,7 +82,14 @@ def make_service(
 
 
 def _causal_service(
-    opened: LoadedModel, slots: int, max_tokens: int | None, queue: int, cache_tokens: int | None, **common: Any
+    opened: LoadedModel,
+    slots: int,
+    max_tokens: int | None,
+    queue: int,
+    cache_tokens: int | None,
+    draft: Draft | PromptLookup | None,
+    mesh: Mesh | None,
+    **common: Any,
 ) -> Service:
     from transformer.chat._prompts import default_sampling
     from transformer.serve._engine import FEWEST_POSITIONS, Engine
@@ -87,7 +109,7 @@ def _causal_service(
             "larger number, or a smaller --max-tokens."
         )
     sizes = {"slots": slots, "positions": positions, "cache_tokens": cache_tokens, "queue": queue}
-    engine = Engine(opened.model, opened.params, tokenizer, **sizes, suppress=suppressed)
+    engine = Engine(opened.model, opened.params, tokenizer, **sizes, suppress=suppressed, draft=draft, mesh=mesh)
     return Service(
         engine=engine,
         sampling=default_sampling(getattr(tokenizer, "files", {})),

@@ -4,6 +4,7 @@ from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import Beam, Hypothesis, beam_search
 from transformer.generate._constraints import Constraint
 from transformer.generate._generation import generate
+from transformer.generate._lookup import PromptLookup
 from transformer.generate._pages import OutOfPagesError, PageAllocator
 from transformer.generate._sampling import Sampling, sample
 from transformer.generate._speculative import Draft
@@ -17,6 +18,7 @@ __all__ = [
     "OutOfPagesError",
     "PageAllocator",
     "Piece",
+    "PromptLookup",
     "Sampling",
     "TokenStream",
     "beam_search",

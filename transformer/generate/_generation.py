@@ -13,6 +13,7 @@ import numpy as np
 
 from transformer.generate._continuous import decode_in_slots
 from transformer.generate._decoding import decode
+from transformer.generate._lookup import PromptLookup
 from transformer.generate._prompts import (
     Ids,
     bucket,
@@ -45,7 +46,7 @@ def generate(
     seed: SupportsIndex | Sequence[SupportsIndex] = 0,
     sources: Sequence[Ids] | np.ndarray | jax.Array | None = None,
     bos_id: SupportsIndex | None = None,
-    draft: Draft | None = None,
+    draft: Draft | PromptLookup | None = None,
     slots: SupportsIndex | None = None,
     images: Sequence[Any] | None = None,
 ) -> list[list[int]]:
@@ -67,8 +68,8 @@ def generate(
             row b uses `fold_in(fold_in(key(seed[b]), 0), p)`: as if it were generated alone with that seed.
         sources: Seq2Seq only: token ids of each source; for a SpeechToText frames, (B, F, M).
         bos_id: Seq2Seq only: the id that starts a target, if there are no prompts.
-        draft: CausalLM only: a smaller model with the same vocabulary for speculative decoding. It does not change the
-            generated tokens.
+        draft: CausalLM only: a smaller model with the same vocabulary for speculative decoding, or a `PromptLookup`,
+            which proposes tokens from the text itself. It does not change the generated tokens.
         slots: CausalLM only: number of rows that are generated at the same time; when a row ends, the next prompt takes
             its slot. None: all rows.
         images: VisionLanguageModel only: a list of images for each prompt, arrays (height, width, channels) as the
@@ -110,8 +111,9 @@ def generate(
         result = decode_in_slots(model, params, each, keys, *how, slots=int(slots), **room)
     elif draft is not None:
         room["cache_slots"] += bucket(draft.tokens)
-        small = Draft(model=decoding_model(draft.model), params=draft.params, tokens=draft.tokens)
-        result, _ = decode_with_draft(model, params, small, pad(prompt_rows, prompt_slots), keys, *how, **room)
+        if isinstance(draft, Draft):
+            draft = dataclasses.replace(draft, model=decoding_model(draft.model))
+        result, _ = decode_with_draft(model, params, draft, pad(prompt_rows, prompt_slots), keys, *how, **room)
     else:
         rows = dataclasses.replace(pad(prompt_rows, prompt_slots), images=pixels)
         result = decode(model, params, rows, source, keys, *how, **room)
@@ -120,8 +122,10 @@ def generate(
     return [row[:count].tolist() for row, count in zip(result.tokens, result.counts, strict=True)]
 
 
-def check_draft(model: Any, vocab_size: int, draft: Draft, prompts: Sequence[np.ndarray], max_new_tokens: int) -> None:
-    """Check that a draft can be used with a model.
+def check_draft(
+    model: Any, vocab_size: int, draft: Draft | PromptLookup, prompts: Sequence[np.ndarray], max_new_tokens: int
+) -> None:
+    """Check that a draft model or a prompt lookup can be used with a model.
 
     Raises:
         ValueError: if the model is a Seq2Seq, the vocabularies differ, or the draft's learned position table is too
@@ -129,12 +133,19 @@ def check_draft(model: Any, vocab_size: int, draft: Draft, prompts: Sequence[np.
     """
     if not isinstance(model, CausalLM):
         raise ValueError(f"draft is only supported for a CausalLM, got a {type(model).__name__}. Remove draft.")
-    for one in (model, draft.model):
+    for one in (model, draft.model) if isinstance(draft, Draft) else (model,):
         if one.config.has_linear_attention:
             raise ValueError(
                 "a draft is not supported for models with linear attention, whose state can't drop rejected tokens. "
                 "Remove draft."
             )
+    if model.config.reads_lengths:
+        raise ValueError(
+            "a draft is not supported for models whose rotary scaling depends on the length of the text (dynamic, "
+            "longrope): rejected tokens would change it. Remove draft."
+        )
+    if isinstance(draft, PromptLookup):
+        return
     if (size := check_text_model("a draft", draft.model, draft.params)) != vocab_size:
         raise ValueError(
             f"the draft must have the vocabulary of the model ({vocab_size} tokens), got a vocabulary of {size} "
@@ -143,7 +154,7 @@ def check_draft(model: Any, vocab_size: int, draft: Draft, prompts: Sequence[np.
     check_lengths(draft.model.config, prompts, max_new_tokens)
 
 
-def check_slots(model: Any, slots: SupportsIndex, draft: Draft | None) -> None:
+def check_slots(model: Any, slots: SupportsIndex, draft: Draft | PromptLookup | None) -> None:
     """Check the argument `slots`.
 
     Raises:

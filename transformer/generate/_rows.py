@@ -11,6 +11,7 @@ multiples of `CHUNK`, and all slots decode in one program of fixed shapes, in wh
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -19,15 +20,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from transformer.generate._constraints import WORD, only_allowed
-from transformer.generate._decoding import decode_step
-from transformer.generate._penalties import History, Penalties, log_probabilities, penalized
+from transformer.generate._penalties import History, Penalties, penalized
 from transformer.generate._row_pages import blank_pools, pools_of, row_cache
 from transformer.generate._sampling import SamplerParams, Sampling, choose
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf, PRNGKey
+from transformer.nn._partitioning import constrain, has_mesh
 from transformer.nn.models._causal_lm import CausalLM
 
+PAGE_SIZE = 16
+"""number of tokens per page: a text wastes half a page on average"""
 CHUNK = 256
 """largest number of prompt tokens that one call reads, and the unit in which rows share a prefix"""
 MOST_STEPS = 16
@@ -99,6 +103,12 @@ class Rows:
     """(R,), number of tokens of each row whose keys and values are in its pages"""
     pools: list[Leaf]
     """(P, Q, C, W) each, pools of pages of all layers"""
+    proposes: Leaf
+    """(R,), whether the row proposes tokens (speculative decoding)"""
+    text: Leaf | None = None
+    """(R, S), tokens of each row, if proposals are looked up in them"""
+    draft_pools: list[Leaf] = dataclasses.field(default_factory=list)
+    """(P, Q, C, W) each, pools of all layers of a draft model, with the page tables of the model"""
 
 
 @jax.tree_util.register_dataclass
@@ -114,29 +124,10 @@ class NewRow:
     """(V,), whether the prompt has the token"""
     length: Leaf
     """(), number of tokens of the prompt"""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Steps:
-    """The tokens of one call of `advance`; entries from `counts` on are undefined."""
-
-    tokens: Leaf
-    """(R, MOST_STEPS)"""
-    log_probabilities: Leaf
-    """(R, MOST_STEPS), under the model, before penalties, temperature and filters"""
-    top_tokens: Leaf
-    """(R, MOST_STEPS, A), the A most probable tokens, if the row wants them"""
-    top_log_probabilities: Leaf
-    """(R, MOST_STEPS, A)"""
-    counts: Leaf
-    """(R,), number of tokens without an end token"""
-    ended: Leaf
-    """(R,), whether an end token followed"""
-    failed: Leaf
-    """(R,), whether logits were not finite"""
-    steps: Leaf
-    """(), number of decoding steps"""
+    proposes: Leaf
+    """()"""
+    text: Leaf | None = None
+    """(S,), the prompt, if proposals are looked up; later entries are not read"""
 
 
 @jax.tree_util.register_dataclass
@@ -155,17 +146,39 @@ class RowMasks:
         words = -(-vocab_size // WORD)
         return RowMasks(np.zeros((slots,), bool), np.full((slots, words), 2**32 - 1, np.uint32))
 
+    def unconstrained(self) -> RowMasks:
+        """Return masks that allow all tokens."""
+        return RowMasks(jnp.zeros_like(self.constrained), self.allowed)
+
 
 def read_widths(positions: int) -> tuple[int, ...]:
     """Return the numbers of tokens that one call reads into a cache of this many positions: powers of two."""
     return tuple(1 << n for n in range(4, CHUNK.bit_length()) if 1 << n <= positions)
 
 
-def blank_rows(model: CausalLM, slots: int, num_pages: int, page_size: int) -> Rows:
-    """Return R free slots and a pool of P pages of Q tokens, for a model with unstacked layers."""
+@functools.partial(jax.jit, static_argnames=("model", "slots", "num_pages", "page_size", "draft", "text_size"))
+def blank_rows(
+    model: CausalLM,
+    slots: int,
+    num_pages: int,
+    page_size: int,
+    *,
+    draft: CausalLM | None = None,
+    text_size: int | None = None,
+) -> Rows:
+    """Return R free slots and a pool of P pages of Q tokens, for a model with unstacked layers.
+
+    Args:
+        model: the model.
+        slots: R.
+        num_pages: P.
+        page_size: Q.
+        draft: a draft model with unstacked layers, which gets pools of the same size.
+        text_size: S, number of tokens of a row that are kept for lookups; None: none.
+    """
     vocab_size = model.config.vocab_size
     one = RowSampling.of(Sampling(temperature=0.0), vocab_size, top=False)
-    return Rows(
+    rows = Rows(
         logits=jnp.zeros((slots, vocab_size), jnp.float32),
         running=jnp.zeros((slots,), bool),
         left=jnp.zeros((slots,), jnp.int32),
@@ -175,10 +188,14 @@ def blank_rows(model: CausalLM, slots: int, num_pages: int, page_size: int) -> R
         history=History(jnp.zeros((slots, vocab_size), bool), jnp.zeros((slots, vocab_size), jnp.int32)),
         lengths=jnp.zeros((slots,), jnp.int32),
         pools=blank_pools(model, num_pages, page_size),
+        proposes=jnp.zeros((slots,), bool),
+        text=None if text_size is None else jnp.zeros((slots, text_size), jnp.int32),
+        draft_pools=[] if draft is None else blank_pools(draft, num_pages, page_size),
     )
+    return stored(rows)
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="rows")
+@functools.partial(jax.jit, static_argnames=("model", "draft"), donate_argnames="rows")
 def read_part(
     model: CausalLM,
     params: Any,
@@ -187,6 +204,9 @@ def read_part(
     tokens: Int[Array, "1 T"],
     before: Int[Array, " 1"],
     count: Int[Array, " 1"],
+    *,
+    draft: CausalLM | None = None,
+    draft_params: Any = None,
 ) -> tuple[Float[Array, "1 V"], Rows]:
     """Read the first `count` of T tokens of a prompt into its pages, after the first `before` tokens.
 
@@ -198,18 +218,36 @@ def read_part(
         tokens: (1, T); those after the first `count` are padding, which is not stored.
         before: (1,), number of tokens that are in the pages.
         count: (1,), number of tokens to read.
+        draft: a draft model, which reads the tokens too.
+        draft_params: its parameters.
 
     Returns:
         The logits (1, V) after the last token, and the slots.
     """
+    place = table, tokens, before, count
+    hidden, pools = _read(model, params, rows.pools, *place)
+    last = jnp.take_along_axis(hidden, count[:, None, None] - 1, axis=1)
+    logits = model.apply({"params": params}, last, method=CausalLM.head)[:, 0]
+    draft_pools = rows.draft_pools if draft is None else _read(draft, draft_params, rows.draft_pools, *place)[1]
+    return whole(logits), stored(dataclasses.replace(rows, pools=pools, draft_pools=draft_pools))
+
+
+def _read(
+    model: CausalLM,
+    params: Any,
+    pools: list[Leaf],
+    table: Int[Array, "1 M"],
+    tokens: Int[Array, "1 T"],
+    before: Int[Array, " 1"],
+    count: Int[Array, " 1"],
+) -> tuple[Float[Array, "1 T D"], list[Leaf]]:
+    """Return the hidden vectors of the tokens, and the pools with their keys and values."""
     positions = before[:, None] + jnp.arange(tokens.shape[1])[None, :]
     if model.config.position == "learned":
         positions = jnp.minimum(positions, model.config.max_length - 1)  # padding may be past the table
-    cache = row_cache(model, rows.pools, table, before, count)
+    cache = row_cache(model, pools, table, before, count)
     hidden, cache = model.apply({"params": params}, tokens, positions, cache=cache, method=CausalLM.hidden)
-    last = jnp.take_along_axis(hidden, count[:, None, None] - 1, axis=1)
-    logits = model.apply({"params": params}, last, method=CausalLM.head)[:, 0]
-    return logits, _replaced(rows, pools=pools_of(cache))
+    return hidden, pools_of(cache)
 
 
 @functools.partial(jax.jit, donate_argnames="rows")
@@ -219,7 +257,7 @@ def start_row(rows: Rows, slot: Int[Array, ""], new: NewRow, logits: Float[Array
     def put(whole, part):
         return whole.at[slot].set(part)
 
-    return Rows(
+    started = Rows(
         logits=put(rows.logits, logits[0].astype(jnp.float32)),
         running=put(rows.running, True),
         left=put(rows.left, new.left),
@@ -229,63 +267,29 @@ def start_row(rows: Rows, slot: Int[Array, ""], new: NewRow, logits: Float[Array
         history=History(put(rows.history.in_prompt, new.in_prompt), put(rows.history.counts, 0)),
         lengths=put(rows.lengths, new.length),
         pools=rows.pools,
+        proposes=put(rows.proposes, new.proposes),
+        text=None if rows.text is None else put(rows.text, new.text),
+        draft_pools=rows.draft_pools,
     )
+    return stored(started)
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="rows")
-def advance(
-    model: CausalLM,
-    params: Any,
-    rows: Rows,
-    table: Int[Array, "R M"],
-    keep: Bool[Array, " R"],
-    known: Int[Array, "R n"],
-    masks: RowMasks,
-    suppressed: Int[Array, " S"],
-    limit: Int[Array, ""],
-    until_free: Bool[Array, ""],
-) -> tuple[Rows, Steps]:
-    """Generate at most `limit` tokens in each running row.
+def stored(rows: Rows) -> Rows:
+    """Return the slots with the sharding that they keep between calls: pools are split by heads, the rest is whole."""
+    if not has_mesh():
+        return rows
 
-    Args:
-        model: a `CausalLM` with unstacked layers.
-        params: its parameters.
-        rows: the slots.
-        table: (R, M), pages of each row, with room for all tokens of this call.
-        keep: (R,), rows that continue; the others are ended without a token.
-        known: (R, MOST_STEPS), tokens that a row which is computed again has generated already; -1: none.
-        masks: the tokens that are allowed in each step of this call; a row with a constraint may
-            generate only one token that is not known.
-        suppressed: (S,), ids that are never chosen.
-        limit: maximum number of steps, at most `MOST_STEPS`.
-        until_free: return as soon as a row has ended.
-    """
-    rows = _replaced(rows, running=rows.running & keep)
-    start = rows.running
+    def split(pools):
+        return [constrain(pool, "batch", "length", "kv_heads", "head_dim") for pool in pools]
 
-    def unfinished(carry):
-        rows, out = carry
-        return (out.steps < limit) & rows.running.any() & ~(until_free & (start & ~rows.running).any())
+    pools, draft_pools = split(rows.pools), split(rows.draft_pools)
+    rest = whole(dataclasses.replace(rows, pools=[], draft_pools=[]))
+    return dataclasses.replace(rest, pools=pools, draft_pools=draft_pools)
 
-    def step(carry):
-        rows, out = carry
-        keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.lengths)
-        tokens = choose_in_rows(rows.logits, keys, rows.sampling, rows.history, masks, suppressed)
-        tokens = jnp.where(known[:, out.steps] >= 0, known[:, out.steps], tokens)
-        failed = rows.running & (tokens < 0)
-        ended = rows.running & (tokens[:, None] == rows.ends).any(1) & ~failed
-        new = rows.running & ~failed & ~ended
-        left = rows.left - new
-        running = new & (left > 0)
-        grown = _recorded(out, rows, tokens, new, ended, failed)
-        # A row that does not run stores nothing: its pages may belong to another row by now.
-        cache = row_cache(model, rows.pools, table, rows.lengths, running.astype(jnp.int32))
-        logits, cache = decode_step(model, params, jnp.where(running, tokens, 0), cache, None)
-        changed = {"logits": logits.astype(jnp.float32), "running": running, "left": left}
-        changed |= {"lengths": rows.lengths + running, "pools": pools_of(cache)}
-        return _replaced(rows, **changed, history=rows.history.add(tokens, new)), grown
 
-    return jax.lax.while_loop(unfinished, step, (rows, _no_steps(rows)))
+def whole(tree: Any) -> Any:
+    """Return a tree of arrays that all devices of the current mesh have; unchanged without a mesh."""
+    return jax.lax.with_sharding_constraint(tree, PartitionSpec()) if has_mesh() else tree
 
 
 def choose_in_rows(
@@ -319,52 +323,3 @@ def choose_in_rows(
     with_sorting = SamplerParams(*filters, candidates=logits.shape[1])
     tokens = drawn(plain, ~rows.greedy & ~rows.is_sorted, greedy)
     return drawn(with_sorting, ~rows.greedy & rows.is_sorted, tokens)
-
-
-def _replaced(rows: Rows, **changed: Any) -> Rows:
-    values = {name: getattr(rows, name) for name in Rows.__dataclass_fields__}
-    return Rows(**{**values, **changed})
-
-
-def _no_steps(rows: Rows) -> Steps:
-    slots, vocab_size = rows.logits.shape
-    most = min(MOST_TOP, vocab_size)
-    return Steps(
-        tokens=jnp.zeros((slots, MOST_STEPS), jnp.int32),
-        log_probabilities=jnp.zeros((slots, MOST_STEPS), jnp.float32),
-        top_tokens=jnp.zeros((slots, MOST_STEPS, most), jnp.int32),
-        top_log_probabilities=jnp.zeros((slots, MOST_STEPS, most), jnp.float32),
-        counts=jnp.zeros((slots,), jnp.int32),
-        ended=jnp.zeros((slots,), bool),
-        failed=jnp.zeros((slots,), bool),
-        steps=jnp.int32(0),
-    )
-
-
-def _recorded(out: Steps, rows: Rows, tokens, new, ended, failed) -> Steps:
-    """Return the output with one more token in each row of `new`."""
-    slots, most = jnp.arange(tokens.shape[0]), out.top_tokens.shape[-1]
-    columns = jnp.where(new, out.counts, MOST_STEPS)  # past the end: mode="drop" ignores the other rows
-
-    def top():
-        values, ids = jax.lax.top_k(jax.nn.log_softmax(rows.logits, -1), most)
-        return ids.astype(jnp.int32), values
-
-    def none():
-        return jnp.zeros((len(tokens), most), jnp.int32), jnp.zeros((len(tokens), most), jnp.float32)
-
-    ids, values = jax.lax.cond((rows.sampling.top & new).any(), top, none)
-
-    def put(whole, part):
-        return whole.at[slots, columns].set(part, mode="drop")
-
-    return Steps(
-        tokens=put(out.tokens, tokens),
-        log_probabilities=put(out.log_probabilities, log_probabilities(rows.logits, tokens)),
-        top_tokens=put(out.top_tokens, ids),
-        top_log_probabilities=put(out.top_log_probabilities, values),
-        counts=out.counts + new,
-        ended=out.ended | ended,
-        failed=out.failed | failed,
-        steps=out.steps + 1,
-    )

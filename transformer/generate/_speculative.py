@@ -1,4 +1,4 @@
-"""Speculative decoding: a small draft model proposes several tokens, and the model verifies all of them in one pass."""
+"""Speculative decoding: a draft model or a lookup proposes several tokens, which the model verifies in one pass."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
 from transformer.generate._decoding import Batch, DecodeResult, decode_chunk, prefill, with_unstacked_layers
+from transformer.generate._lookup import PromptLookup, looked_up
 from transformer.generate._sampling import SamplerParams, choose
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf, PRNGKey
 from transformer.nn._caches import cache_length, set_cache_length
@@ -52,8 +53,8 @@ class _State:
     """(B,), whether the row has not ended"""
     cache: Any
     """KV cache of the model"""
-    draft_cache: Any
-    """KV cache of the draft"""
+    memory: Any
+    """what proposals come from: the KV cache of the draft, or (B, S) the tokens of each row"""
     result: DecodeResult
     """tokens generated so far"""
     rounds: Leaf
@@ -61,9 +62,9 @@ class _State:
 
 
 def decode_with_draft(
-    model: CausalLM, params: Any, draft: Draft, *given: Any, **room: int
+    model: CausalLM, params: Any, draft: Draft | PromptLookup, *given: Any, **room: int
 ) -> tuple[DecodeResult, Array]:
-    """Generate the tokens of `decode` with the help of a draft model; the other arguments are those of `decode`.
+    """Generate the tokens of `decode` with the help of proposals; the other arguments are those of `decode`.
 
     Leviathan et al. accept a proposed token with probability min(1, p / q), which preserves the distribution of the
     model. Here a sample is a function of the logits and of a random key for its row and position. So draft and model
@@ -72,19 +73,21 @@ def decode_with_draft(
     and reading several tokens.
 
     A round is `draft.tokens` + 1 steps of the draft and one step of the model, and generates 1 to `draft.tokens` + 1
-    tokens per row. Rejected tokens are removed from the caches by resetting the cache lengths.
+    tokens per row. Rejected tokens are removed from the caches by resetting the cache lengths. A `PromptLookup` takes
+    the place of the steps of a draft; its proposals are accepted by the same rule.
 
     Returns:
         The generated tokens, and the number of rounds, ().
     """
-    return _decode(model, params, draft.model, draft.params, *given, guesses=int(draft.tokens), **room)
+    parts = (draft, None) if isinstance(draft, PromptLookup) else (draft.model, draft.params)
+    return _decode(model, params, *parts, *given, guesses=int(draft.tokens), **room)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "draft", "guesses", "cache_slots", "new_slots"))
 def _decode(
     model: CausalLM,
     params: Any,
-    draft: CausalLM,
+    draft: CausalLM | PromptLookup,
     draft_params: Any,
     prompts: Batch,
     keys: PRNGKey,
@@ -98,10 +101,12 @@ def _decode(
 ) -> tuple[DecodeResult, Int[Array, ""]]:
     batch = prompts.lengths.shape[0]
     logits, cache = prefill(model, params, prompts, None, cache_slots)
-    # The caches of model and draft always hold the same tokens, with separate keys and values.
-    _, draft_cache = prefill(draft, draft_params, prompts, None, cache_slots)
+    if isinstance(draft, PromptLookup):
+        memory = jnp.pad(prompts.tokens, ((0, 0), (0, cache_slots - prompts.tokens.shape[1])))
+    else:  # The caches of model and draft always hold the same tokens, with separate keys and values.
+        _, memory = prefill(draft, draft_params, prompts, None, cache_slots)
+        draft, draft_params, memory = with_unstacked_layers(draft, draft_params, memory)
     model, params, cache = with_unstacked_layers(model, params, cache)
-    draft, draft_params, draft_cache = with_unstacked_layers(draft, draft_params, draft_cache)
     draw = functools.partial(_draw, keys, choice)
     record = functools.partial(_record, eos_ids, limit)
 
@@ -111,7 +116,7 @@ def _decode(
     def advance(state):
         """Run one round: propose tokens, verify them in one pass, and record the accepted ones and one more token."""
         before = cache_length(state.cache)  # (B,)
-        tokens, draft_cache = _guess(draft, draft_params, draw, state, guesses)
+        tokens, memory = _guess(draft, draft_params, draw, state, guesses)
         logits, cache = decode_chunk(model, params, jnp.maximum(tokens, 0), state.cache)
         # The logits after input token i predict the token at position before + 1 + i, (B, guesses + 1).
         positions = before[:, None] + 1 + jnp.arange(guesses + 1)[None, :]
@@ -126,7 +131,7 @@ def _decode(
             tokens=jnp.where(running, last, state.tokens),
             running=running,
             cache=set_cache_length(cache, lengths),
-            draft_cache=set_cache_length(draft_cache, lengths),
+            memory=_remember(memory, lengths, drawn, positions),
             result=result,
             rounds=state.rounds + 1,
         )
@@ -135,14 +140,16 @@ def _decode(
         tokens=jnp.zeros((batch,), jnp.int32),
         running=jnp.ones((batch,), bool),
         cache=cache,
-        draft_cache=draft_cache,
+        memory=memory,
         result=DecodeResult.blank(batch, new_slots),
         rounds=jnp.int32(0),
     )
     positions = prompts.lengths[:, None]
     # The first token comes from the prefill logits of the model: no round is needed for it.
-    tokens, running, result = record(first, draw(logits[:, None], positions), jnp.ones((batch,), jnp.int32), positions)
-    first = _State(tokens, running, cache, draft_cache, result, first.rounds)
+    drawn = draw(logits[:, None], positions)
+    tokens, running, result = record(first, drawn, jnp.ones((batch,), jnp.int32), positions)
+    memory = _remember(memory, prompts.lengths, drawn, positions)
+    first = _State(tokens, running, cache, memory, result, first.rounds)
     state = jax.lax.while_loop(unfinished, advance, first)
     return state.result, state.rounds
 
@@ -158,13 +165,17 @@ def _draw(
 
 
 def _guess(
-    draft: CausalLM, params: Any, draw: Callable[..., Array], state: _State, guesses: int
+    draft: CausalLM | PromptLookup, params: Any, draw: Callable[..., Array], state: _State, guesses: int
 ) -> tuple[Int[Array, "B Z"], Any]:
-    """Propose tokens with the draft.
+    """Propose tokens.
 
     Returns:
-        The last token of each row and the proposals, (B, 1 + guesses), and the draft's cache.
+        The last token of each row and the proposals, (B, 1 + guesses), and the new `_State.memory`. A proposal of -1,
+        which a lookup without a match makes, is never accepted.
     """
+    if isinstance(draft, PromptLookup):
+        found = looked_up(state.memory, cache_length(state.cache) + 1, draft)
+        return jnp.concatenate([state.tokens[:, None], found], axis=1), state.memory
 
     def one_more(carry, _):
         tokens, cache = carry
@@ -172,9 +183,19 @@ def _guess(
         tokens = draw(logits, cache_length(cache)[:, None])[:, 0]
         return (tokens, cache), tokens
 
-    (_, cache), tokens = jax.lax.scan(one_more, (state.tokens, state.draft_cache), None, length=guesses + 1)
+    (_, cache), tokens = jax.lax.scan(one_more, (state.tokens, state.memory), None, length=guesses + 1)
     # The last step only adds the last proposal to the cache, in case it is accepted; its sample is not used.
     return jnp.concatenate([state.tokens[:, None], tokens[:-1].T], axis=1), cache
+
+
+def _remember(memory: Any, lengths: Int[Array, " B"], drawn: Int[Array, "B Z"], positions: Int[Array, "B Z"]) -> Any:
+    """Return the memory of rows with `lengths` tokens in the cache, after the model has sampled `drawn`.
+
+    All sampled tokens are stored in a text; those after the last token of its row are not read, and overwritten later.
+    """
+    if isinstance(memory, jax.Array):
+        return memory.at[jnp.arange(drawn.shape[0])[:, None], positions].set(drawn, mode="drop")
+    return set_cache_length(memory, lengths)
 
 
 def _record(

@@ -321,9 +321,10 @@ def _over_devices(
     if (spec := explicit_spec(x)) is not None:
         over = functools.partial(_over_devices, run, num_experts=num_experts)
         return in_auto_axes(over, PartitionSpec(*spec[:2], None))(x, chosen, weights, experts)
-    if run.keywords["implementation"] in GROUPED and auto_axes():
-        return _over_all_axes(run, x, chosen, weights, experts, num_experts)
     rows, shared = mesh_axes("batch"), mesh_axes("expert")
+    # If devices share all rows, the compiler would gather the experts instead of summing the outputs.
+    if auto_axes() and (run.keywords["implementation"] in GROUPED or (shared and not rows)):
+        return _over_all_axes(run, x, chosen, weights, experts, num_experts)
     if not rows or x.shape[0] % num_shards("batch"):
         return run(x, chosen, weights, experts)
     spread = bool(shared) and set(shared) <= set(rows) and num_experts % num_shards("expert") == 0

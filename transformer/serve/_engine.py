@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 import time
 import traceback
@@ -11,12 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from transformer.config._checks import ConfigError
 from transformer.data._tokenizer import Tokenizer
 from transformer.generate._constraints import Constraint
+from transformer.generate._generation import check_draft
+from transformer.generate._lookup import PromptLookup
 from transformer.generate._prompts import check_rows, check_text_model, decoding_model
-from transformer.generate._rows import MOST_ENDS, MOST_STEPS, MOST_TOP, RowMasks, RowSampling, Steps
+from transformer.generate._row_steps import Steps
+from transformer.generate._rows import MOST_ENDS, MOST_STEPS, MOST_TOP, RowMasks, RowSampling
+from transformer.generate._speculative import Draft
 from transformer.generate._streaming import SECONDS
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.serve._masks import SlotMasks
@@ -66,10 +72,15 @@ class Engine:
             pages of 16 tokens; None: `slots` times `positions`, so that no request is computed again.
         queue: maximum number of requests that wait.
         suppress: token ids that are never generated.
+        draft: speculative decoding: a draft model, or a lookup in the text of each request. Texts without a constraint
+            then generate 1 to `draft.tokens` + 1 tokens per step. It does not change the text, up to rounding.
+        mesh: a mesh of `nn.make_mesh` over whose axes `tensor` and `expert` the parameters are sharded, and over
+            `tensor` the heads of keys and values; None: the default device. It changes no text, up to rounding.
 
     Raises:
-        ConfigError: a size is out of range, or `positions` exceeds the position table of the model.
-        ValueError: the model is not a `CausalLM`.
+        ConfigError: a size is out of range, the mesh does not fit the model, or `positions` exceeds the position table
+            of the model or of the draft.
+        ValueError: the model is not a `CausalLM`, or the draft does not fit it.
     """
 
     def __init__(
@@ -83,6 +94,8 @@ class Engine:
         cache_tokens: int | None = None,
         queue: int = 64,
         suppress: Sequence[int] = (),
+        draft: Draft | PromptLookup | None = None,
+        mesh: Mesh | None = None,
     ):
         self.vocab_size = check_text_model("a server", model, params)
         if not isinstance(model, CausalLM):
@@ -95,11 +108,13 @@ class Engine:
         if cache_tokens is None:
             cache_tokens = slots * -(-positions // PAGE_SIZE) * PAGE_SIZE
         _check_sizes(model, slots, positions, cache_tokens, queue)
+        if draft is not None:
+            draft = _checked_draft(model, self.vocab_size, draft, positions)
         self.slots, self.positions, self.queue_size, self.tokenizer = slots, positions, queue, tokenizer
         num_pages = -(-cache_tokens // PAGE_SIZE)
         sizes = {"slots": slots, "positions": positions, "num_pages": num_pages}
         suppressed = np.array(sorted(set(suppress)), np.int32)
-        self._device = Slots(decoding_model(model), params, **sizes, suppressed=suppressed)
+        self._device = Slots(decoding_model(model), params, **sizes, suppressed=suppressed, draft=draft, mesh=mesh)
         self._pages, self.chunk = self._device.pages, self._device.chunk
         self._masks = SlotMasks(slots, self.vocab_size, suppressed)
         self._active: dict[int, Ticket] = {}
@@ -290,10 +305,10 @@ class Engine:
         self._reading = None
 
     def _make_room(self, steps: int) -> int:
-        """Give all texts the pages for `steps` more tokens; if there are too few, for one, after preempting others.
+        """Give all texts the pages for `steps` more steps; if there are too few, for one, after preempting others.
 
         Returns:
-            The number of tokens for which there are pages.
+            The number of steps for which there are pages.
         """
         for count in (steps, 1):
             needed = {slot: self._most_tokens(slot, count) for slot in self._active}
@@ -307,9 +322,10 @@ class Engine:
         return count
 
     def _most_tokens(self, slot: int, steps: int) -> int:
-        """Return the number of tokens in the pages of a slot after so many steps; its last token is not stored."""
+        """Return the number of tokens in the pages of a slot during so many steps; its last token is not stored."""
         ticket = self._active[slot]
-        new = min(ticket.computed + steps, ticket.request.max_tokens - 1)
+        tokens = min(steps * self._device.width, MOST_STEPS)  # `advance` ends when its output is full
+        new = min(ticket.computed + tokens, ticket.request.max_tokens - 1)
         return len(ticket.request.prompt) + new
 
     def _preempt_youngest(self) -> None:
@@ -358,6 +374,8 @@ class Engine:
             each = max((now - started) / int(out.steps), 1e-6)
             self._steps = max(1, min(MOST_STEPS, round(SECONDS / each), 2 * self._steps))
             self.metrics.steps += int(out.steps)
+            self.metrics.proposed_tokens += int(out.proposed.sum())
+            self.metrics.accepted_tokens += int(out.accepted.sum())
         for slot in list(self._active):
             self._take(slot, out, now)
 
@@ -447,6 +465,24 @@ def _floats(out: Steps, slot: int, index: int, wanted: int) -> list[float]:
 
 FEWEST_POSITIONS = 16
 """smallest number of tokens of a request that an engine can be made for"""
+
+
+def _checked_draft(
+    model: CausalLM, vocab_size: int, draft: Draft | PromptLookup, positions: int
+) -> Draft | PromptLookup:
+    """Return what proposes tokens, prepared for decoding; raise an error if it does not fit the engine."""
+    check_draft(model, vocab_size, draft, [], 0)
+    if draft.tokens >= MOST_STEPS:
+        raise ConfigError(f"a server can propose at most {MOST_STEPS - 1} tokens per step, got {draft.tokens}.")
+    if isinstance(draft, PromptLookup):
+        return draft
+    config = draft.model.config
+    if config.position == "learned" and positions > config.max_length:
+        raise ConfigError(
+            f"the draft's learned position table has {config.max_length} positions, got {positions} tokens per "
+            f"request. Request at most {config.max_length}, or use another draft."
+        )
+    return dataclasses.replace(draft, model=decoding_model(draft.model))
 
 
 def _check_sizes(model: CausalLM, slots: int, positions: int, cache_tokens: int, queue: int) -> None:

@@ -40,6 +40,8 @@ class Metrics:
         self.shared_tokens = 0
         self.generated_tokens = 0
         self.steps = 0
+        self.proposed_tokens = 0
+        self.accepted_tokens = 0
         self.preemptions = 0
         self.recomputed_tokens = 0
         self.pages_used = 0
@@ -76,6 +78,8 @@ class Metrics:
             "preemptions": (self.preemptions, "requests that returned their pages, to be computed again"),
             "recomputed_tokens": (self.recomputed_tokens, "generated tokens that were computed again"),
             "decoding_steps": (self.steps, "decoding steps of all slots together"),
+            "proposed_tokens": (self.proposed_tokens, "tokens that a draft model or a lookup proposed"),
+            "accepted_tokens": (self.accepted_tokens, "proposed tokens that the model accepted"),
         }
         for name, (value, what) in counters.items():
             yield from (f"# HELP transformer_{name}_total {what}", f"# TYPE transformer_{name}_total counter")

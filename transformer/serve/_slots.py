@@ -7,28 +7,30 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from transformer.generate._generation import row_keys
 from transformer.generate._layers import copy_decoding_params, unstacked_model
+from transformer.generate._lookup import PromptLookup
 from transformer.generate._pages import PageAllocator
+from transformer.generate._row_proposals import NO_PROPOSER, Proposer
+from transformer.generate._row_steps import Steps, advance
 from transformer.generate._rows import (
     MOST_ENDS,
     MOST_STEPS,
+    PAGE_SIZE,
     NewRow,
     RowMasks,
     RowSampling,
-    Steps,
-    advance,
     blank_rows,
     read_part,
     read_widths,
     start_row,
 )
+from transformer.generate._speculative import Draft
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.serve._placement import Placement
 from transformer.serve._requests import Request
-
-PAGE_SIZE = 16
-"""number of tokens per page: a text wastes half a page on average"""
 
 
 class SlotPages:
@@ -127,18 +129,43 @@ class Slots:
         positions: maximum number of tokens of a slot.
         num_pages: P, number of pages of the pool.
         suppressed: (S,), ids that are never generated.
+        draft: a draft model that `decoding_model` has prepared, or a lookup; None: nothing proposes tokens.
+        mesh: devices over which parameters and pages are sharded; None: the default device.
+
+    Raises:
+        ConfigError: the mesh does not fit the model, or the weights can't be sharded.
     """
 
     def __init__(
-        self, model: CausalLM, params: Any, *, slots: int, positions: int, num_pages: int, suppressed: np.ndarray
+        self,
+        model: CausalLM,
+        params: Any,
+        *,
+        slots: int,
+        positions: int,
+        num_pages: int,
+        suppressed: np.ndarray,
+        draft: Draft | PromptLookup | None = None,
+        mesh: Mesh | None = None,
     ):
-        self._params = copy_decoding_params(model, params)
-        self._model = unstacked_model(model)
-        self._rows = blank_rows(self._model, slots, num_pages, PAGE_SIZE)
+        self._placement = Placement(model, mesh)
+        self._model, self._params = self._unstacked(model, params)
+        self._proposer, self._draft_params = NO_PROPOSER, None
+        self._text_size = positions if isinstance(draft, PromptLookup) else None
+        if isinstance(draft, PromptLookup):
+            self._proposer = Proposer(draft, int(draft.tokens))
+        elif draft is not None:
+            small, self._draft_params = self._unstacked(draft.model, draft.params)
+            self._proposer = Proposer(small, int(draft.tokens))
+        kept = {"draft": self._proposer.draft, "text_size": self._text_size}
+        with self._placement.context():
+            self._rows = blank_rows(self._model, slots, num_pages, PAGE_SIZE, **kept)
         self._suppressed, self._slots = suppressed, slots
         self._nothing_known = jax.device_put(np.full((slots, MOST_STEPS), -1, np.int32))
         self.widths = read_widths(positions)
         self.chunk = self.widths[-1]
+        self.width = self._proposer.tokens + 1
+        """maximum number of tokens per slot and step"""
         self.pages = SlotPages(slots, positions, num_pages, self.chunk)
 
     def read(self, slot: int, prompt: Sequence[int], done: int) -> tuple[Any, int]:
@@ -149,7 +176,9 @@ class Slots:
         tokens = np.pad(part, (0, width - len(part)), mode="edge")[None]
         before, count = np.array([[done], [len(part)]], np.int32)
         given = self._rows, self.pages.table[slot][None], tokens, before, count
-        logits, self._rows = read_part(self._model, self._params, *given)
+        draft = {"draft": self._proposer.draft, "draft_params": self._draft_params}
+        with self._placement.context():
+            logits, self._rows = read_part(self._model, self._params, *given, **draft)
         return logits, len(part)
 
     def start(self, slot: int, request: Request, logits: Any) -> None:
@@ -164,13 +193,16 @@ class Slots:
             sampling=RowSampling.of(request.sampling, vocab_size, top=request.top > 0),
             in_prompt=in_prompt,
             length=np.int32(len(request.prompt)),
+            proposes=np.bool_(request.constraint is None),  # a constraint allows what is known for one token only
+            text=None if self._text_size is None else _padded(request.prompt, self._text_size),
         )
-        self._rows = start_row(self._rows, np.int32(slot), row, logits)
+        with self._placement.context():
+            self._rows = start_row(self._rows, np.int32(slot), row, logits)
 
     def advance(
         self, keep: np.ndarray, known: Mapping[int, list[int]], masks: RowMasks, steps: int, until_free: bool
     ) -> Steps:
-        """Generate at most `steps` tokens per slot.
+        """Make at most `steps` steps, each of which generates 1 to `width` tokens per slot.
 
         Args:
             keep: (R,), slots that continue.
@@ -185,5 +217,18 @@ class Slots:
             for slot, tokens in known.items():
                 rows[slot, : len(tokens)] = tokens[:MOST_STEPS]
         given = self.pages.table, keep, rows, masks, self._suppressed, np.int32(steps), np.bool_(until_free)
-        self._rows, out = advance(self._model, self._params, self._rows, *given)
+        proposals = {"proposer": self._proposer, "draft_params": self._draft_params}
+        with self._placement.context():
+            self._rows, out = advance(self._model, self._params, self._rows, *given, **proposals)
         return jax.device_get(out)
+
+    def _unstacked(self, model: CausalLM, params: Any) -> tuple[CausalLM, Any]:
+        """Return the model and its parameters with unstacked layers, which are copied once, on the devices."""
+        params = self._placement.sharded(params)
+        with self._placement.context():
+            params = copy_decoding_params(model, params)
+        return unstacked_model(model), self._placement.sharded(params)
+
+
+def _padded(tokens: Sequence[int], size: int) -> np.ndarray:
+    return np.pad(np.asarray(tokens, np.int32), (0, size - len(tokens)))

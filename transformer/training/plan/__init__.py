@@ -11,6 +11,7 @@ from transformer.training.plan._measuring import Measured, measure, present_topo
 from transformer.training.plan._planning import Plan, make_plan
 from transformer.training.plan._roofline import Estimate, estimate
 from transformer.training.plan._searching import Candidate, Tried, ranked, search
+from transformer.training.plan._serving import ServePlan, make_serve_plan
 from transformer.training.plan._topologies import CompilerError, Topology, parse_topology, topology_devices
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Measured",
     "Plan",
     "Program",
+    "ServePlan",
     "Topology",
     "Tried",
     "batch_shapes",
@@ -35,6 +37,7 @@ __all__ = [
     "largest_batch",
     "make_decode_plan",
     "make_plan",
+    "make_serve_plan",
     "measure",
     "parse_generation",
     "parse_topology",

@@ -1,0 +1,71 @@
+"""Where the engine stores parameters and pages: on one device, or sharded over a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from transformer.config._checks import ConfigError
+from transformer.nn._adapted import has_encoded
+from transformer.nn._partitioning import axis_rules
+from transformer.nn._sharding import check_model, state_shardings
+from transformer.nn.models._causal_lm import CausalLM
+
+SPLIT = {"heads": "tensor", "kv_heads": "tensor", "feed_forward": "tensor", "vocab": "tensor", "expert": "expert"}
+"""logical axis -> mesh axis that splits it"""
+RULES = (*SPLIT.items(), *((name, None) for name in ("batch", "length", "embed", "head_dim")))
+"""rules of parameters and activations. All devices have all rows: a row may use any page of the pool, and a prompt is
+read as a batch of one row."""
+
+
+class Placement:
+    """The devices of an engine.
+
+    Args:
+        model: the model.
+        mesh: a mesh of `make_mesh` in which only `tensor` and `expert` are larger than 1; None: the default device.
+
+    Raises:
+        ConfigError: the mesh has another axis larger than 1, or does not fit the model.
+    """
+
+    def __init__(self, model: CausalLM, mesh: Mesh | None):
+        self.mesh = mesh
+        if mesh is None:
+            return
+        if other := [axis for axis, size in mesh.shape.items() if size > 1 and axis not in SPLIT.values()]:
+            raise ConfigError(
+                f"a server shards a model over tensor and expert only, got {other[0]} {mesh.shape[other[0]]}. Pass "
+                f"--parallel.tensor or --parallel.expert."
+            )
+        if jax.process_count() > 1:
+            raise ConfigError(
+                f"a server shards a model over the devices of one process, got {jax.process_count()} processes. Start "
+                f"one process, with all devices of a machine."
+            )
+        check_model(model.config, mesh.shape)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Set the mesh and its rules for the calls of this thread inside the `with` block."""
+        if self.mesh is None:
+            yield
+            return
+        with jax.set_mesh(self.mesh), axis_rules(RULES):
+            yield
+
+    def sharded(self, params: Any) -> Any:
+        """Return parameters on the devices; arrays that are stored there already are not copied.
+
+        Raises:
+            ConfigError: the parameters are quantized.
+        """
+        if self.mesh is None:
+            return params
+        if has_encoded(params):
+            raise ConfigError("quantized weights are not sharded over a mesh. Remove --parallel, or use other weights.")
+        return jax.device_put(params, state_shardings(params, self.mesh, RULES))
