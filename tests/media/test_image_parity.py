@@ -59,6 +59,31 @@ def test_pixels(transformers, tmp_path, name):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 3}},
+        {"min_pixels": 28 * 28 * 90, "max_pixels": 28 * 28 * 100},
+        {"patch_size": 3, "merge_size": 2, "min_pixels": 36, "max_pixels": 1000},
+    ],
+)
+def test_pixels_of_dynamic_resolution(transformers, tmp_path, fields):
+    """The reference returns flat patches in groups of merge_size x merge_size; ours are those of the same picture."""
+    theirs = transformers.Qwen2VLImageProcessorPil(**fields)
+    theirs.save_pretrained(tmp_path)
+    ours, patch = image_processor(tmp_path), fields.get("patch_size", 14)
+    for image in images():
+        expected = theirs(image, return_tensors="np")
+        (got,) = ours([image])
+        rows, columns = got.shape[0] // patch, got.shape[1] // patch
+        assert expected["image_grid_thw"].tolist() == [[1, rows, columns]]
+        # (rows/2, 2, p, columns/2, 2, p, C) -> (rows/2, columns/2, 2, 2, C, p, p), each patch twice in time
+        blocks = got.reshape(rows // 2, 2, patch, columns // 2, 2, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        flat = np.repeat(blocks.reshape(rows * columns, 3, 1, patch, patch), 2, axis=2).reshape(rows * columns, -1)
+        np.testing.assert_allclose(flat, expected["pixel_values"], rtol=0, atol=1e-5)
+
+
 def test_transparency(transformers, tmp_path):
     theirs = transformers.CLIPImageProcessorPil(size={"shortest_edge": 22})
     theirs.save_pretrained(tmp_path)

@@ -169,6 +169,9 @@ def test_batches_need_one_size():
         ({"mean": (0.5, 0.5)}, "one number per channel"),
         ({"std": (0.5, 0.5, 0.0)}, "std must be positive"),
         ({"resample": "cubic"}, "Did you mean 'bicubic'"),
+        ({"multiple": 28}, "multiple, min_pixels and max_pixels of an ImageProcessor must be set together"),
+        ({"multiple": 4, "min_pixels": 16, "max_pixels": 15}, "min_pixels .16. must be at least .* at most max_pixels"),
+        ({"multiple": 4, "min_pixels": 16, "max_pixels": 32, "shortest_edge": 8}, "has no shortest_edge"),
     ],
 )
 def test_impossible_processors(fields, message):
@@ -212,6 +215,9 @@ def test_new_files_nest_the_fields(tmp_path):
         ({"size": {"height": 8, "width": 10**9}}, "from 1 to 16384"),
         ({"image_mean": "red"}, "can't be used"),
         ({"do_center_crop": True}, "can't be used"),
+        ({"patch_size": 14}, "unknown field 'patch_size'"),
+        ({"image_processor_type": "Qwen2VLImageProcessor", "do_resize": False}, "do_resize must be true"),
+        ({"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 0}, "must be integers from 1"),
     ],
 )
 def test_settings_that_are_not_supported(tmp_path, fields, message):
@@ -237,9 +243,26 @@ def test_missing_settings(tmp_path):
         {"shortest_edge": 20, "crop_height": 18, "crop_width": 16, "mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)},
         {"height": 8, "width": 8, "in_floats": True, "rescale_factor": 1.0},
         {"height": 8, "width": 8, "mean": (0.25,), "std": (0.75,)},
+        {"multiple": 28, "min_pixels": 784, "max_pixels": 7840},
     ],
 )
 def test_saved_settings_are_read_back(tmp_path, fields):
     processor = ImageProcessor(**fields)
     assert save_image_processor(processor, tmp_path).name == "preprocessor_config.json"
     assert image_processor(tmp_path) == processor
+
+
+@pytest.mark.parametrize("size", [(5, 7), (61, 40), (37, 53), (300, 221), (28, 28)])
+def test_sides_become_multiples_within_the_range_of_pixels(size):
+    processor = ImageProcessor(multiple=14, min_pixels=40 * 196, max_pixels=60 * 196)
+    (got,) = processor([photo(*size)])
+    height, width, _ = got.shape
+    assert height % 14 == width % 14 == 0
+    assert 40 * 196 <= height * width <= 60 * 196
+    assert abs(np.log(height / width * size[1] / size[0])) < 0.35  # the aspect ratio changes by rounding only
+
+
+def test_long_narrow_images_are_refused():
+    processor = ImageProcessor(multiple=2, min_pixels=4, max_pixels=400)
+    with pytest.raises(ValueError, match="ratio of at most 200"):
+        processor([photo(1, 201)])

@@ -44,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     | _SQUARE
     | {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "resample": 2},
     "DeiT": _STANDARD | _DEIT | {"do_center_crop": True, "resample": 3},
+    "Qwen2VL": _CLIP | {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, "do_center_crop": False},
 }
 """Defaults of the preprocessors of Hugging Face transformers, by the name of their class without its ending."""
 
@@ -54,6 +55,8 @@ _KIND_OF_FAMILY |= {
     "gemma3": "Gemma3",
     "paligemma": "Siglip",
     "llava": "CLIP",
+    "qwen2_vl": "Qwen2VL",
+    "qwen2_5_vl": "Qwen2VL",
 }
 _ENDINGS = ("ImageProcessorPil", "ImageProcessorFast", "ImageProcessor", "FeatureExtractor")
 _READ = (
@@ -67,6 +70,9 @@ _UNREAD = {
     *("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate"),
     *("num_channels", "image_processor", "backend", "_name_or_path", "transformers_version"),
 }
+_PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+_OF_PIXELS = {*_PATCHES, "min_pixels", "max_pixels"}
+"""fields that only Qwen2VL has"""
 _FIXED = dict.fromkeys(("do_pan_and_scan", "do_pad", "do_reduce_labels", "do_convert_annotations"), (False, None))
 
 
@@ -141,7 +147,7 @@ def from_settings(values: Mapping[str, Any], kind: str) -> ImageProcessor:
     for name, choices in _FIXED.items():
         if values.get(name) not in choices:
             raise ConfigError(f"{name} is {values[name]!r:.80}, which is not supported. Remove it if it has no effect.")
-    known = {*_READ, *_UNREAD, *_FIXED}
+    known = {*_READ, *_UNREAD, *_FIXED} | (_OF_PIXELS if kind == "Qwen2VL" else set())
     if unknown := sorted(values.keys() - known):
         raise ConfigError(
             f"unknown field {unknown[0]!r:.80}.{nearest(unknown[0], known)} Remove it if it does not change the pixels."
@@ -149,7 +155,9 @@ def from_settings(values: Mapping[str, Any], kind: str) -> ImageProcessor:
     flags = {"do_resize": True, "do_rescale": True, "do_normalize": True}
     given = flags | KINDS[kind] | {name: values[name] for name in _READ if values.get(name) is not None}
     changes: dict[str, Any] = {"resample": _filter(given["resample"]), "in_floats": kind == "DINOv3ViT"}
-    if given["do_resize"]:
+    if kind == "Qwen2VL":
+        changes |= _pixel_range(values, given)
+    elif given["do_resize"]:
         changes |= _size("size", given["size"], square=kind not in ("CLIP", "Bit", "Llava"))
     if given["do_center_crop"]:
         crop = _size("crop_size", given["crop_size"], square=True)
@@ -160,6 +168,27 @@ def from_settings(values: Mapping[str, Any], kind: str) -> ImageProcessor:
         changes["rescale_factor"] = given["rescale_factor"]
     mean, std = (given["image_mean"], given["image_std"]) if given["do_normalize"] else ([0.0] * 3, [1.0] * 3)
     return ImageProcessor(mean=_channels(mean), std=_channels(std), **changes)
+
+
+def _pixel_range(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the range of height x width of Qwen2VL, and the multiple of both: `merge_size` patches."""
+    if not given["do_resize"] or given["do_center_crop"]:
+        raise ConfigError(
+            "do_resize must be true and do_center_crop false: the sides of an image must be multiples of the patches. "
+            "Correct them."
+        )
+    sizes = _PATCHES | {name: values[name] for name in _PATCHES if values.get(name) is not None}
+    size = dict(given["size"]) if isinstance(given["size"], dict) else {}
+    for name, field in {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}.items():
+        size[field] = values[name] if values.get(name) is not None else size.get(field, size.get(name))
+    numbers = [*sizes.values(), size["shortest_edge"], size["longest_edge"]]
+    if not all(type(one) is int and 1 <= one <= MAX_SIDE**2 for one in numbers):
+        raise ConfigError(
+            f"{', '.join(_PATCHES)} and the shortest_edge and longest_edge of size must be integers from 1 to "
+            f"{MAX_SIDE**2}, got {numbers!r:.80}. Correct them."
+        )
+    multiple = sizes["patch_size"] * sizes["merge_size"]
+    return {"multiple": multiple, "min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
 
 
 def _channels(values: Any) -> tuple[float, ...]:
@@ -221,7 +250,12 @@ def to_settings(processor: ImageProcessor) -> dict[str, Any]:
         "image_mean": list(processor.mean),
         "image_std": list(processor.std),
     }
-    if processor.shortest_edge is not None:
+    if processor.multiple is not None:
+        merge = 2 if processor.multiple % 2 == 0 else 1
+        values |= {"image_processor_type": "Qwen2VLImageProcessor", "do_resize": True}
+        values["size"] = {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}
+        values |= {"patch_size": processor.multiple // merge, "merge_size": merge, "temporal_patch_size": 2}
+    elif processor.shortest_edge is not None:
         values["size"] = {"shortest_edge": processor.shortest_edge}
     elif processor.height is not None:
         values["size"] = {"height": processor.height, "width": processor.width}

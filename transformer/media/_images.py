@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,9 @@ from transformer.config._checks import ConfigError, check_choices, check_flags, 
 
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 Numbers = tuple[float, ...]
+
+MAX_ASPECT_RATIO = 200
+"""Largest ratio of the sides of an image that is resized to multiples of a number, as in the reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,14 @@ class ImageProcessor:
     """width after resizing"""
     shortest_edge: int | None = None
     """length of the shorter side after resizing, instead of `height` and `width`: the aspect ratio is kept"""
+    multiple: int | None = None
+    """resize to a height and a width that are multiples of this number, nearest to those of the image, instead of
+    `height` and `width`; only together with `min_pixels` and `max_pixels` (Qwen2-VL, Wang et al. 2024, arXiv
+    2409.12191, section 2.1)"""
+    min_pixels: int | None = None
+    """with `multiple`: smallest height x width; smaller images are enlarged"""
+    max_pixels: int | None = None
+    """with `multiple`: largest height x width; larger images are shrunk"""
     resample: Resample = "bilinear"
     """filter for resizing"""
     in_floats: bool = False
@@ -49,6 +61,7 @@ class ImageProcessor:
     def __post_init__(self):
         check_choices(self, resample=Resample)
         check_whole(self, "height", "width", "shortest_edge", "crop_height", "crop_width")
+        check_whole(self, "multiple", "min_pixels", "max_pixels")
         check_positive(self, "rescale_factor")
         check_flags(self, "in_floats")
         for one, other in (("height", "width"), ("crop_height", "crop_width")):
@@ -56,10 +69,28 @@ class ImageProcessor:
                 raise ConfigError(f"{one} and {other} of an ImageProcessor must be set together. Set both, or none.")
         if self.height is not None and self.shortest_edge is not None:
             raise ConfigError("an ImageProcessor resizes to height and width, or to shortest_edge. Remove one of them.")
+        self._check_multiple()
         if len(self.mean) not in (1, 3) or len(self.std) != len(self.mean) or not all(s > 0 for s in self.std):
             raise ConfigError(
                 f"mean and std of an ImageProcessor need one number per channel (1 or 3), and std must be positive, "
                 f"got {self.mean!r:.80} and {self.std!r:.80}. Change them."
+            )
+
+    def _check_multiple(self):
+        given = [getattr(self, name) is not None for name in ("multiple", "min_pixels", "max_pixels")]
+        if len(set(given)) != 1:
+            raise ConfigError(
+                "multiple, min_pixels and max_pixels of an ImageProcessor must be set together. Set all, or none."
+            )
+        if self.multiple is None:
+            return
+        others = ("height", "shortest_edge", "crop_height")
+        if found := next((name for name in others if getattr(self, name) is not None), None):
+            raise ConfigError(f"an ImageProcessor with multiple has no {found}. Remove one of them.")
+        if not self.multiple**2 <= self.min_pixels <= self.max_pixels:
+            raise ConfigError(
+                f"min_pixels ({self.min_pixels}) must be at least multiple x multiple ({self.multiple**2}) and at most "
+                f"max_pixels ({self.max_pixels}). Change them."
             )
 
     @property
@@ -93,8 +124,13 @@ class ImageProcessor:
         from transformer.media._image_files import open_image  # needs Pillow, which the settings alone do not
 
         x = open_image(image, len(self.mean))
+        name = str(image) if isinstance(image, str) or hasattr(image, "__fspath__") else "the image"
+        if self.multiple is not None and max(x.shape[:2]) > MAX_ASPECT_RATIO * min(x.shape[:2]):
+            raise ValueError(
+                f"{name} has {x.shape[1]} x {x.shape[0]} pixels: expected sides with a ratio of at most "
+                f"{MAX_ASPECT_RATIO}. Crop it before."
+            )
         if (size := self._resized(*x.shape[:2])) is not None:
-            name = str(image) if isinstance(image, str) or hasattr(image, "__fspath__") else "the image"
             x = _resize(x.astype(np.float32) if self.in_floats else x, size, self.resample, name)
         if self.crop_height is not None:
             x = _center_crop(x, self.crop_height, self.crop_width)
@@ -103,10 +139,29 @@ class ImageProcessor:
 
     def _resized(self, height: int, width: int) -> tuple[int, int] | None:
         """Return the size of an image after resizing, before cropping; None: no resizing."""
+        if self.multiple is not None:
+            return nearest_multiples(height, width, self.multiple, self.min_pixels, self.max_pixels)
         if self.shortest_edge is None:
             return None if self.height is None else (self.height, self.width)
         longer = int(self.shortest_edge * max(height, width) / min(height, width))
         return (longer, self.shortest_edge) if width <= height else (self.shortest_edge, longer)
+
+
+def nearest_multiples(height: int, width: int, multiple: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Return the height and width after resizing to multiples of `multiple`, with height x width in the given range.
+
+    The aspect ratio is kept as far as possible: each side is rounded, and if the product is out of range, both sides
+    are scaled by the same factor first, and rounded towards the range. No side becomes 0, so that a very narrow image
+    can have more pixels.
+    """
+    rows, columns = (round(side / multiple) * multiple for side in (height, width))
+    if rows * columns > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        return tuple(max(multiple, math.floor(side / shrink / multiple) * multiple) for side in (height, width))
+    if rows * columns < min_pixels:
+        stretch = math.sqrt(min_pixels / (height * width))
+        return tuple(math.ceil(side * stretch / multiple) * multiple for side in (height, width))
+    return rows, columns
 
 
 def _resize(x: np.ndarray, size: tuple[int, int], resample: Resample, name: str) -> np.ndarray:
