@@ -139,7 +139,7 @@ def test_the_decoder_of_a_model_with_images_and_sound(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block is True, which changes the computation and is not supported"),
+        ({"enable_moe_block": True, "num_experts": 4}, "is True, but top_k_experts, moe_intermediate_size is not set"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all', which changes"),
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers must be from 0 to 3, got 4"),
         ({"num_kv_shared_layers": 3}, "no layer before those has the type full_attention"),

@@ -155,6 +155,14 @@ class MoE:
     """factor on the weights of the selected experts"""
     shared_d_ff: int | None = None
     """inner width of a shared expert; None: d_ff"""
+    router_norm: bool = False
+    """normalize the input of the router by its root mean square, and multiply it by a learned vector over sqrt(d_model)
+    (Gemma 4)"""
+    expert_scale: bool = False
+    """multiply the weight of each expert by a learned number (Gemma 4)"""
+    beside_dense: bool = False
+    """add the experts to the dense feed-forward layer instead of replacing it: norm(dense(norm(x))) +
+    norm(experts(norm(x))), where the router reads x (Gemma 4)"""
     scale_inputs: bool = False
     """multiply the input of an expert by its weight, instead of its output (Llama 4)"""
     shared_gate: bool = False
@@ -170,7 +178,7 @@ class MoE:
         check_whole(self, "num_groups", "top_groups")
         check_positive(self, "routed_scaling_factor")
         check_flags(self, "normalize_weights", "router_bias", "e_score_correction_bias")
-        check_flags(self, "scale_inputs", "shared_gate")
+        check_flags(self, "scale_inputs", "shared_gate", "router_norm", "expert_scale", "beside_dense")
         if not self.shared_experts and (self.shared_gate or self.shared_d_ff is not None):
             raise ConfigError("shared_d_ff and shared_gate are for shared experts, but shared_experts is 0. Set it.")
         if self.top_k > self.num_experts:
@@ -368,7 +376,7 @@ class LayerKind:
         if self.reads_kv is not None and (self.stores_kv is not None or self.keys_as_values):
             unread = "stores_kv" if self.stores_kv is not None else "keys_as_values"
             raise ConfigError(f"reads_kv leaves a layer without keys and values of its own. Remove it, or {unread}.")
-        if self.d_ff is not None and self.moe is not None:
+        if self.d_ff is not None and self.moe is not None and not self.moe.beside_dense:
             raise ConfigError("d_ff of a LayerKind is for dense layers: set d_ff of its moe instead.")
 
 

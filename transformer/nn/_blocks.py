@@ -259,11 +259,14 @@ class Block(nn.Module):
             sow_weights=self.execution.sow_weights,
         )
 
-    def apply_feed_forward(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Hidden, Aux]:
+    def apply_feed_forward(
+        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None, residual: Hidden | None = None
+    ) -> tuple[Hidden, Aux]:
         """Apply the feed-forward network to each position separately: (B, T, D) -> (B, T, D).
 
         If the kind of layer has a `moe`, tokens pass through the experts that a router selects. `cache` is not used,
-        because no other position is read.
+        because no other position is read. `residual` (B, T, D) is the input of the sublayer before its norm, for
+        experts beside a dense layer; None: x.
 
         Returns:
             (B, T, D), and aux: the losses of the router, if any.
@@ -278,13 +281,22 @@ class Block(nn.Module):
             "dtype": config.dtype,
             "param_dtype": config.param_dtype,
             "quantization": Quantization.of(self.execution),
-            "name": "feed_forward",
         }
+        if moe is None or moe.beside_dense:
+            width = self.kind.d_ff or config.feed_forward_width
+            dense = FeedForward(width=width, **options, name="feed_forward")(x)
         if moe is None:
-            return FeedForward(width=self.kind.d_ff or config.feed_forward_width, **options)(x), {}
+            return dense, {}
         # The mask excludes padding from the router's losses; it does not change the output.
         width = config.feed_forward_width if moe.d_ff is None else moe.d_ff
-        return RoutedFeedForward(moe, width=width, implementation=self.execution.experts, **options)(x, inputs.mask)
+        options |= {"implementation": self.execution.experts, "norm_epsilon": config.norm_epsilon}
+        if not moe.beside_dense:
+            return RoutedFeedForward(moe, width=width, **options, name="feed_forward")(x, inputs.mask)
+        # norm(dense(norm(x))) + norm(experts(norm(x))), each with norms of its own; the router reads x itself.
+        residual = x if residual is None else residual
+        experts = RoutedFeedForward(moe, width=width, **options, name="experts_beside")
+        routed, aux = experts(self.norm("experts_norm")(residual), inputs.mask, residual)
+        return self.norm("dense_post_norm")(dense) + self.norm("experts_post_norm")(routed), aux
 
     def _linear_attention(self, delta: GatedDelta) -> GatedDeltaNet:
         config = self.config
@@ -374,8 +386,9 @@ class Block(nn.Module):
         x = block_input = checkpoint_name(x, "layer_input")
         for name in self.sublayers():
 
-            def run(x: Hidden, name: str = name) -> Hidden:
-                y, extras[name] = compute[name](x, inputs, cache)
+            def run(y: Hidden, name: str = name, residual: Hidden = x) -> Hidden:
+                more = {"residual": residual} if name == "feed_forward" else {}
+                y, extras[name] = compute[name](y, inputs, cache, **more)
                 return y
 
             # For example, pre-norm computes x = x + dropout(f(norm(x))), first for attention, then for feed-forward.

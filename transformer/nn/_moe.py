@@ -24,7 +24,7 @@ from transformer.config._parts import MoE
 from transformer.nn._adapted import dense, kernel_parameter
 from transformer.nn._axes import Array, DType, Hidden
 from transformer.nn._grouped import GROUPED, Call, choose_experts, collect, dispatch, padded_rows, tile_rows
-from transformer.nn._layers import FeedForward, Initializer, Linear, activate, glorot_uniform, linear
+from transformer.nn._layers import FeedForward, Initializer, Linear, activate, glorot_uniform, linear, unscaled_rms_norm
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import (
@@ -51,7 +51,8 @@ class RoutedFeedForward(nn.Module):
     (Dai et al. 2024, arXiv 2401.06066). With a capacity, a copy of a token that exceeds the capacity of an expert is
     dropped; the token keeps its other experts. With `moe.scale_inputs` the sum is that of FeedForward_e(w_e x).
 
-    Parameters: `router/kernel` (D, E) and, depending on `moe`, `router/bias` and `router/selection_bias` (E,);
+    Parameters: `router/kernel` (D, E) and, depending on `moe`, `router/bias`, `router/selection_bias` and
+    `router/expert_scale` (E,), and `router/input_scale` (D,);
     `experts/up`, `experts/gate` if gated, and `experts/down`, with `kernel` (E, D, F) or (E, F, D) and, with
     `use_bias`, a `bias`; `shared`, a `FeedForward`, and `shared_gate/kernel` (D, 1), depending on `moe`. F is `width`,
     the width of one expert. `activation` is a name in
@@ -72,10 +73,16 @@ class RoutedFeedForward(nn.Module):
     param_dtype: DType = jnp.float32
     quantization: Quantization | None = None
     implementation: str = "auto"
+    norm_epsilon: float = 1e-6
+    """epsilon of `moe.router_norm`"""
 
     @nn.compact
-    def __call__(self, x: Hidden, mask: Mask = Mask()) -> tuple[Hidden, dict[str, Array]]:
+    def __call__(
+        self, x: Hidden, mask: Mask = Mask(), router_input: Hidden | None = None
+    ) -> tuple[Hidden, dict[str, Array]]:
         """Apply the layer to x (B, T, D). `mask` marks padding and packed sequences; only the losses use it.
+
+        The router reads `router_input` (B, T, D), by default x.
 
         Returns:
             y (B, T, D), and the losses of the router, (B,) each, multiplied by their weights.
@@ -84,7 +91,8 @@ class RoutedFeedForward(nn.Module):
             ConfigError: `implementation` does not support this call.
         """
         moe = self.moe
-        logits, chosen, weights = _Router(moe, self.kernel_init, self.param_dtype, name="router")(x)
+        router = _Router(moe, self.kernel_init, self.param_dtype, self.norm_epsilon, name="router")
+        logits, chosen, weights = router(x if router_input is None else router_input)
         balance, z = router_losses(logits, chosen, mask, moe.scoring)
         aux = {"load_balance": moe.load_balance_weight * balance, "router_z": moe.router_z_weight * z}
 
@@ -131,18 +139,23 @@ class _Router(nn.Module):
 
     parameter_axes = declare(
         {"router/kernel": "embed -> _", "router/bias": "_", "router/selection_bias": "_"}
-        | {"shared_gate/kernel": "embed -> _"},
+        | {"shared_gate/kernel": "embed -> _", "router/input_scale": "norm", "router/expert_scale": "_"},
         role="output",
     )
 
     moe: MoE
     kernel_init: Initializer | None
     param_dtype: DType
+    norm_epsilon: float
 
     @nn.compact
     def __call__(self, x: Hidden) -> tuple[Array, Array, Array]:
         moe, experts = self.moe, self.moe.num_experts
         zeros = nn.initializers.zeros
+        if moe.router_norm:
+            scale = self.param("input_scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
+            x = unscaled_rms_norm(x.astype(jnp.float32), self.norm_epsilon)
+            x = x * scale.astype(jnp.float32)[None, None] * x.shape[-1] ** -0.5
         kernel = self.param("kernel", self.kernel_init or glorot_uniform(), (x.shape[-1], experts), self.param_dtype)
         bias = self.param("bias", zeros, (experts,), self.param_dtype) if moe.router_bias else None
         # In float32: small rounding errors of the logits would change which experts are selected.
@@ -164,6 +177,9 @@ class _Router(nn.Module):
         if moe.normalize_weights:
             # The best softmax scores have a positive sum, but sigmoids may all round to 0: avoid 0 / 0.
             weights = weights / (weights.sum(-1, keepdims=True) + (1e-20 if moe.scoring == "sigmoid" else 0.0))
+        if moe.expert_scale:
+            scale = self.param("expert_scale", nn.initializers.ones, (experts,), self.param_dtype)
+            weights = weights * scale.astype(jnp.float32)[chosen]
         return logits, chosen, weights * moe.routed_scaling_factor
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from transformer.config._model import TransformerConfig
+from transformer.config._parts import LayerKind
 from transformer.data.kinds import DataConfig
 from transformer.nn._parameter_axes import axes_of
 from transformer.training._recipe import Recipe, build_teacher
@@ -101,22 +102,24 @@ def step_flops(recipe: Recipe, batch: Shapes | None = None, params: Any = None) 
     image = _image_positions(model)
     matrices = matrix_flops(recipe, rows * length, rows * (source or image or length), params)
 
-    def scores(queries, keys, model=model):
+    def scores(queries, keys, model=model, kind=LayerKind()):
         # q k^T, (B, N, T, S), contracts over H: 2 T S N H FLOPs per row (one multiplication and one addition per term).
         # The weighted sum of the values, (B, T, N, Hv), contracts over S: 2 T S N Hv.
-        return 2 * rows * queries * keys * model.num_heads * (model.size_of_head + model.size_of_value)
+        value_dim = model.size_of_value if kind.head_dim is None else model.attention.value_dim or kind.head_dim
+        return 2 * rows * queries * keys * model.num_heads * (model.head_dim_of(kind) + value_dim)
 
-    def self_attentions(layers):
+    def self_attentions(layers, length):
         # Other mixers of a layer (LayerKind without self-attention, or with linear attention) have no scores.
         kinds = (layer.kind for layer in model.layers(layers))
-        return sum(kind.self_attention and kind.gated_delta is None for kind in kinds)
+        kinds = (kind for kind in kinds if kind.self_attention and kind.gated_delta is None)
+        return sum(scores(length, length, kind=kind) for kind in kinds)
 
     if source:
-        attention = self_attentions(model.encoder_layers) * scores(source, source)
-        attention += self_attentions(model.decoder_layers) * scores(length, length)
+        attention = self_attentions(model.encoder_layers, source)
+        attention += self_attentions(model.decoder_layers, length)
         attention += model.decoder_layers * scores(length, source)  # cross-attention: T queries, S keys
     else:
-        attention = self_attentions(model.num_layers) * scores(length, length)
+        attention = self_attentions(model.num_layers, length)
         if image:
             encoder = model.image_encoder
             attention += encoder.num_layers * scores(image, image, encoder)

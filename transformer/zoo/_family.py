@@ -281,7 +281,7 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
     for stack, layers in {"encoder": encoder, "decoder": decoder}.items():
         kinds[stack] = [_kind(config, kind) for kind in layer_kinds(config, layers)]
     values |= _without_unread(config)
-    if all(kind.moe is not None for layers in kinds.values() for kind in layers):
+    if all(kind.moe is not None and not kind.moe.beside_dense for layers in kinds.values() for kind in layers):
         values["d_ff"] = values["stack.encoder_d_ff"] = None  # every layer uses the width of its experts
     return values | {"layers": kinds}
 
@@ -341,11 +341,8 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
         width = kind.moe.d_ff or config.feed_forward_width
         shared = (kind.moe.shared_d_ff or width) if kind.moe.shared_experts else None
         changes["moe"] = replace(kind.moe, d_ff=width, shared_d_ff=shared, **_FREE_OF_EXPERTS)
-    if not config.attention.qk_norm:
-        changes["qk_norm"] = True
-    if kind.self_attention and kind.gated_delta is None:
-        changes |= {"head_dim": config.head_dim_of(kind), "num_kv_heads": config.kv_heads_of(kind)}
-    if kind.moe is None:
+    changes |= _heads(config, kind)
+    if kind.moe is None or kind.moe.beside_dense:
         changes["d_ff"] = kind.d_ff or config.feed_forward_width
     if config.position != "rotary" or not kind.rotary:
         changes |= {"rotary_base": None, "rotary_scaling": None}
@@ -353,6 +350,14 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
         changes["rotary_base"] = kind.rotary_base or config.rotary.base
         changes["rotary_scaling"] = kind.rotary_scaling or config.rotary.scaling
     return replace(kind, **changes)
+
+
+def _heads(config: TransformerConfig, kind: LayerKind) -> dict[str, Any]:
+    """Return the sizes of the heads of a kind of layer, and whether queries and keys are normalized, with defaults."""
+    changes: dict[str, Any] = {} if config.attention.qk_norm else {"qk_norm": True}
+    if kind.self_attention and kind.gated_delta is None:
+        changes |= {"head_dim": config.head_dim_of(kind), "num_kv_heads": config.kv_heads_of(kind)}
+    return changes
 
 
 def read_fields(

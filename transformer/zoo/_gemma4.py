@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from transformer.config._model import TransformerConfig
-from transformer.config._parts import LayerKind, RotaryScaling
+from transformer.config._parts import LayerKind, MoE, RotaryScaling
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fixed, Unread, fold, read_rotary, write_rotary
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fixed, fold, read_rotary, write_rotary
 from transformer.zoo._gemma2 import GELU, gemma_rules
 from transformer.zoo._llama import (
     DECODER_CONSTANTS,
@@ -20,7 +22,7 @@ from transformer.zoo._llama import (
     qk_norm_rules,
 )
 from transformer.zoo._qwen2 import FULL, SLIDING, check_layer_types, layer_types
-from transformer.zoo.weights._rules import Rule, layer_kinds, linear, modules, norm
+from transformer.zoo.weights._rules import Fused, Relation, Rule, Shape, layer_kinds, linear, modules, norm
 
 _DEFAULTS = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -28,6 +30,23 @@ _DEFAULTS = {
 }
 _OVERRIDES = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
 """Fields of config.json that `per_layer_config` may override, and those of LayerKind."""
+
+
+@dataclass(frozen=True)
+class Swapped(Relation):
+    """The kernels of all experts, (E, in, out), which the file stores as (E, out, in)."""
+
+    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [(*shape[:-2], shape[-1], shape[-2]) for shape in shapes]
+
+    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+        return [tensor.swapaxes(-1, -2) for tensor in tensors]
+
+    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [parameter.swapaxes(-1, -2) for parameter in parameters]
+
+
+SWAPPED = Swapped()
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,8 @@ class SharedAndGlobal(Codec):
     def names(self) -> tuple[str, ...]:
         kinds = ("layer_types", "sliding_window", "rope_parameters", "max_position_embeddings", "per_layer_config")
         heads = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
-        return (*kinds, *heads, "num_kv_shared_layers", "use_double_wide_mlp")
+        experts = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
+        return (*kinds, *heads, *experts, "num_kv_shared_layers", "use_double_wide_mlp")
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         layers, window = changes["num_layers"], values.get("sliding_window", 512)
@@ -55,6 +75,7 @@ class SharedAndGlobal(Codec):
         check_layer_types(types, layers, window)
         types = [*types[:-1], FULL]
         rotary = _read_rotary(values)
+        moe = _read_experts(values)
         same = bool(values.get("attention_k_eq_v", False))
         kinds = [
             LayerKind(
@@ -62,6 +83,7 @@ class SharedAndGlobal(Codec):
                 rotary_base=rotary[name][0],
                 rotary_scaling=rotary[name][1],
                 keys_as_values=same and name == FULL,
+                moe=moe,
                 **own,
             )
             for name, own in zip(types, self._heads(values, changes, types), strict=True)
@@ -107,7 +129,18 @@ class SharedAndGlobal(Codec):
             for layer, kind in enumerate(kinds)
             if kind.window is None
         }
-        return {
+        moe = kinds[0].moe
+        experts = (
+            {}
+            if moe is None
+            else {
+                "num_experts": moe.num_experts,
+                "top_k_experts": moe.top_k,
+                "moe_intermediate_size": moe.d_ff or config.feed_forward_width,
+            }
+        )
+        return experts | {
+            "enable_moe_block": moe is not None,
             "layer_types": layer_types(windows),
             "sliding_window": max(filter(None, windows), default=512),
             "rope_parameters": parameters,
@@ -117,6 +150,25 @@ class SharedAndGlobal(Codec):
             "num_kv_shared_layers": sum(kind.reads_kv is not None for kind in kinds),
             "use_double_wide_mlp": any(kind.d_ff is not None for kind in kinds),
         }
+
+
+def _read_experts(values: Mapping[str, Any]) -> MoE | None:
+    """Return the experts that all layers have beside their dense feed-forward layer, if there are any."""
+    if not values.get("enable_moe_block", False):
+        return None
+    missing = [name for name in ("num_experts", "top_k_experts", "moe_intermediate_size") if values.get(name) is None]
+    if missing:
+        raise FieldError(f"enable_moe_block is True, but {', '.join(missing)} is not set")
+    return MoE(
+        num_experts=values["num_experts"],
+        top_k=values["top_k_experts"],
+        d_ff=values["moe_intermediate_size"],
+        router_norm=True,
+        expert_scale=True,
+        beside_dense=True,
+        load_balance_weight=0.0,
+        router_z_weight=0.0,
+    )
 
 
 def _own_heads(values: Mapping[str, Any], types: Sequence[str]) -> list[dict[str, int]]:
@@ -203,12 +255,22 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
         "layer_gate": "per_layer_input_gate",
         "layer_projection": "per_layer_projection",
         "layer_embedding_norm": "post_per_layer_input_norm",
+        "dense_post_norm": "post_feedforward_layernorm_1",
+        "experts_norm": "pre_feedforward_layernorm_2",
+        "experts_post_norm": "post_feedforward_layernorm_2",
     }
+    experts = f"{ours}experts_beside/"
+    gate_and_up = (f"{experts}experts/gate/kernel", f"{experts}experts/up/kernel")
     return [
         *gemma_rules(config),
         *qk_norm_rules(),
         *modules(theirs, ours, names),
         Rule(f"{theirs}layer_scalar", f"{ours}layer_scalar"),
+        *linear(f"{theirs}router.proj", f"{experts}router"),
+        Rule(f"{theirs}router.scale", f"{experts}router/input_scale"),
+        Rule(f"{theirs}router.per_expert_scale", f"{experts}router/expert_scale"),
+        Rule(f"{theirs}experts.gate_up_proj", gate_and_up, Fused(axis=1, each=SWAPPED)),
+        Rule(f"{theirs}experts.down_proj", f"{experts}experts/down/kernel", SWAPPED),
         Rule("model.embed_tokens_per_layer.weight", "layer_embedding/embedding"),
         *linear("model.per_layer_model_projection", "layer_embedding_projection"),
         *norm("model.per_layer_projection_norm", "layer_embedding_norm"),
@@ -243,8 +305,6 @@ GEMMA4 = decoder_family(
         SharedAndGlobal(),
         # For images: text alone is causal in both cases.
         Fixed("use_bidirectional_attention", (None, "vision")),
-        Fixed("enable_moe_block", (False,)),
-        Unread(("num_experts", "top_k_experts", "moe_intermediate_size")),
     ),
     rules=_rules,
     variants={
@@ -266,8 +326,21 @@ GEMMA4 = decoder_family(
             attention_k_eq_v=True,
             num_global_key_value_heads=4,
         ),
+        "gemma-4-26b-a4b-text": _variant(
+            "gemma-4-26B-A4B",
+            25_233_141_790,
+            (2816, 2112, 30, 16, 8),
+            sliding_window=1024,
+            hidden_size_per_layer_input=0,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=2,
+            enable_moe_block=True,
+            num_experts=128,
+            top_k_experts=8,
+            moe_intermediate_size=704,
+        ),
     },
     # Unused projections of layers that read the keys and values of others.
     ignored=(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.weight",),
 )
-"""Gemma 4, text models without experts only."""
+"""Gemma 4, text models only."""

@@ -37,6 +37,15 @@ CASES = {
         rope_parameters=ROTARY | {GLOBAL: ROTARY[GLOBAL] | {"factor": 3.0}},
         golden=False,
     ),
+    "experts": gemma4.causal_lm(
+        num_hidden_layers=3,
+        layer_types=[LOCAL, GLOBAL, GLOBAL],
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=8,
+        num_kv_shared_layers=1,
+    ),
     "one_reader": gemma4.causal_lm(
         num_hidden_layers=3,
         layer_types=[GLOBAL, LOCAL, GLOBAL],
