@@ -39,14 +39,15 @@ class Inspect(ModelCommand):
     prompt: str | None = None
     """input text of the model; - reads stdin"""
     image: str | None = None
-    """path of an image instead of a text, for an encoder of images: draw its attention to the patches on the image"""
+    """path of an image: for an encoder of images, draw its attention to the patches on the image; for a vision-language
+    model, that of the words which it generates after --prompt"""
     audio: str | None = None
     """path of an audio file instead of a text, for Whisper: draw the attention of each word over time"""
     target: str | None = None
     """encoder-decoder: target text; None: the text that the model generates"""
     max_new_tokens: int | None = None
-    """maximum new tokens to generate (greedily) and to show; None: 128 for a translation or an answer, 0 for a causal
-    model without --chat"""
+    """maximum new tokens to generate (greedily) and to show; None: 128 for a translation or an answer, 32 for a text
+    about an image, 0 for a causal model without --chat"""
     chat: bool = False
     """the prompt is a message to a chat model; show the conversation as its template writes it, and the answer"""
     system: str | None = None
