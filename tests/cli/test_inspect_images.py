@@ -97,11 +97,11 @@ def test_the_command_does_not_replace_a_picture_of_the_user(tmp_path, capsys):
     [
         ([], "inspect needs an input. Pass --prompt TEXT, or --image FILE"),
         (["--image", "none.png"], "image none.png not found"),
-        (["--image", "a.png", "--prompt", "a"], "--prompt is for texts and can't be combined with --image"),
+        (["--image", "a.png", "--target", "a"], "--target is for texts and can't be combined with --image"),
         (["--image", "a.png", "--html", "a.png"], "--html must name the HTML file to write"),
         (["--image", "a.png", "--html", "mine.html"], "this program did not write it"),
         (["--image", "a.png", "--sizes"], "--sizes is for texts"),
-        (["--image", "a.png", "--max-new-tokens", "1"], "--max-new-tokens is for texts"),
+        (["--image", "a.png", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
     ],
 )
 def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, capsys, monkeypatch, words, message):
@@ -119,6 +119,12 @@ def test_a_model_of_text_has_no_patches(tmp_path, capsys):
     picture(0).save(path / "a.png")
     assert main(["inspect", str(path), "--image", str(path / "a.png")]) == 2
     assert "needs an encoder of images, such as ViT, DINOv2, CLIP or SigLIP" in capsys.readouterr().err
+
+
+def test_an_encoder_of_images_reads_no_prompt(tmp_path, capsys):
+    path, _ = written(tmp_path, "vit")
+    assert main(["inspect", str(path), "--image", str(path / "a.png"), "--prompt", "a"]) == 2
+    assert "--prompt together with --image is for vision-language models" in capsys.readouterr().err
 
 
 @pytest.mark.parity

@@ -49,7 +49,7 @@ def test_without_a_class_token_the_mean_of_all_patches_is_shown():
 
 def test_the_rollout_of_each_layer_and_the_pooling_are_pictures(tmp_path, monkeypatch):
     drawn = {}
-    monkeypatch.setattr(module, "_draw", lambda path, image, size, *page: drawn.update({path.name: page}))
+    monkeypatch.setattr(module, "draw_pictures", lambda path, image, size, *page: drawn.update({path.name: page}))
     maps = [uniform(layer=layer) for layer in range(3)]
     maps[1].weights[:, 0] = np.eye(PATCHES.positions, dtype=np.float32)[2]
     pooling = np.random.default_rng(1).random((2, 1, PATCHES.positions)).astype(np.float32)

@@ -39,14 +39,15 @@ class Inspect(ModelCommand):
     prompt: str | None = None
     """input text of the model; - reads stdin"""
     image: str | None = None
-    """path of an image instead of a text, for an encoder of images: draw its attention to the patches on the image"""
+    """path of an image: for an encoder of images, draw its attention to the patches on the image; for a vision-language
+    model, that of the words which it generates after --prompt"""
     audio: str | None = None
     """path of an audio file instead of a text, for Whisper: draw the attention of each word over time"""
     target: str | None = None
     """encoder-decoder: target text; None: the text that the model generates"""
     max_new_tokens: int | None = None
-    """maximum new tokens to generate (greedily) and to show; None: 128 for a translation or an answer, 0 for a causal
-    model without --chat"""
+    """maximum new tokens to generate (greedily) and to show; None: 128 for a translation or an answer, 32 for a text
+    about an image, 0 for a causal model without --chat"""
     chat: bool = False
     """the prompt is a message to a chat model; show the conversation as its template writes it, and the answer"""
     system: str | None = None
@@ -306,32 +307,10 @@ def _encoded(command: Inspect, run: LoadedModel, text: _Text) -> list[int]:
     return chat.encode(messages, add_generation_prompt=True, **switches(command.switch)).ids
 
 
-def _reference(run: LoadedModel) -> Any:
-    """Return the model with the reference kernel, which is the only one that stores its attention weights."""
-    execution = dataclasses.replace(run.model.execution, attention="reference", sow_weights=True)
-    return run.model.clone(execution=execution)
-
-
 def _capture(run: LoadedModel, text: _Text) -> Any:
-    """Return the attention weights that the model sows for the text; empty if no layer attends.
+    from transformer.inference._text_attention import sown_weights
 
-    Raises:
-        ValueError: the weights are more than a page can hold. This is checked by tracing, before they are computed.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    from transformer.viz._attention_page import check_weights
-
-    model = _reference(run)
-    tokens = [jnp.asarray([ids], jnp.int32) for ids in text.rows.values()]
-
-    @jax.jit
-    def capture(params, *tokens):
-        return model.apply({"params": params}, *tokens, mutable=["intermediates"])[1].get("intermediates", {})
-
-    check_weights(sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(capture, run.params, *tokens))))
-    return jax.device_get(capture(run.params, *tokens))
+    return sown_weights(run.model, run.params, [*text.rows.values()])
 
 
 def _save_page(
@@ -402,10 +381,11 @@ def _report(
     import jax.numpy as jnp
 
     from transformer.cli._texts import shown
+    from transformer.inference._text_attention import reference_model
     from transformer.viz.studies._sizes import sizes, sizes_table
 
     tokens = [jax.ShapeDtypeStruct((1, len(ids)), jnp.int32) for ids in text.rows.values()]
-    found = sizes(_reference(run), *tokens) if command.sizes else []
+    found = sizes(reference_model(run.model), *tokens) if command.sizes else []
     if command.json:
         values = {"sizes": [dataclasses.asdict(size) for size in found]} if command.sizes else {}
         values |= {"page": str(command.html)} if command.html is not None else {}

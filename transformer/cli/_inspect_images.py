@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from transformer.cli._inspect_attention import Inspect
     from transformer.inference._loading import LoadedModel
 
-_OF_TEXTS = ("prompt", "target", "max_new_tokens", "system", "template", "switch", "compare", "chat", "sizes")
+_OF_TEXTS = ("target", "system", "template", "switch", "compare", "chat", "sizes")
 """options that need a text"""
+NEW_TOKENS = 32
+"""default maximum of new tokens about an image"""
 
 
 def check_page(command: Inspect) -> None:
@@ -39,13 +41,20 @@ def check(command: Inspect) -> None:
         raise ConfigError(
             f"--{given[0].replace('_', '-')} is for texts and can't be combined with --image. Remove one of them."
         )
+    if command.max_new_tokens is not None and command.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {command.max_new_tokens}.")
     check_images([command.image])
     check_page(command)
 
 
 def draw(command: Inspect, arguments: Sequence[str]) -> None:
     """Draw the attention to the patches of an image on the image, and print the paths of the files."""
+    from transformer.nn.models._vision_language import VisionLanguageModel
+
     run = command.load()
+    if isinstance(run.model, VisionLanguageModel):
+        _draw_words(command, arguments, run)
+        return
     _check_reader(command, run)
     from transformer.viz._attention_weights import attention_maps
 
@@ -81,8 +90,57 @@ def draw(command: Inspect, arguments: Sequence[str]) -> None:
         print(path)
 
 
+def _draw_words(command: Inspect, arguments: Sequence[str], run: LoadedModel) -> None:
+    """Draw the attention of the words that a vision-language model generates about the image."""
+    if command.prompt is None:
+        raise ConfigError(
+            f"{command.directory} contains a vision-language model, which reads an image together with a text. Pass "
+            f"--prompt TEXT, too."
+        )
+    from transformer.cli._texts import read_prompts, shown
+    from transformer.inference._image_attention import image_attention
+
+    (prompt,) = read_prompts([command.prompt], lines=False)
+    found = image_attention(run, command.image, prompt, max_new_tokens=command.max_new_tokens or NEW_TOKENS)
+    given = {"words": found.words, "patches": found.patches}
+    paths = []
+    if command.html is None or command.output is not None:
+        from transformer.viz._word_images import save_word_images
+
+        directory = command.directory / "attention" if command.output is None else command.output
+        overwrite = command.overwrite or command.output is None  # this program owns the file names in a workdir
+        paths = save_word_images(found.pixels, found.weights, found.rollout, directory, overwrite=overwrite, **given)
+    if command.html is not None:
+        from transformer.viz._word_images import save_word_page
+
+        config, size = run.model.config, found.patches.patch_size
+        facts = {
+            "Model": f"{type(run.model).__name__} in {run.directory}; layers: {config.num_layers}, heads: "
+            f"{config.num_heads}, image tokens: {found.patches.count}, each for {size} x {size} pixels",
+            "Image": command.image,
+            "Prompt": prompt,
+            "Generated": found.text,
+            "Command": f"{program('inspect')} {shlex.join(arguments)}",
+        }
+        title = f"Attention of {run.directory} to {Path(command.image).name}"
+        save_word_page(command.html, found.pixels, found.weights, found.rollout, title=title, facts=facts, **given)
+    if command.json:
+        page = {} if command.html is None else {"page": str(command.html)}
+        texts = {"image": command.image, "prompt": prompt, "output": found.text, "words": found.words}
+        command.print_json(run, paths=[str(path) for path in paths], **texts, **page)
+        return
+    print(shown(found.text))
+    for path in [*paths, *([] if command.html is None else [command.html])]:
+        print(path)
+
+
 def _check_reader(command: Inspect, run: LoadedModel) -> None:
-    """Raise ConfigError for a model that does not encode images alone."""
+    """Raise ConfigError for a model that does not encode images alone, or for options of texts."""
+    if given := [name for name in ("prompt", "max_new_tokens") if getattr(command, name) is not None]:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} together with --image is for vision-language models; {command.directory} "
+            f"contains a model of type {type(run.model).__name__}. Remove one of them."
+        )
     from transformer.nn.models._dual import DualEncoder
     from transformer.nn.models._vision import VisionEncoder
 

@@ -92,6 +92,7 @@ def _causal_service(
     **common: Any,
 ) -> Service:
     from transformer.chat._prompts import default_sampling
+    from transformer.serve._attention import AnswerAttention
     from transformer.serve._engine import FEWEST_POSITIONS, Engine
     from transformer.serve._service import Service
 
@@ -116,6 +117,7 @@ def _causal_service(
         eos_ids=tuple(dict.fromkeys([*(opened.eos_ids or []), *(chat.eos_ids if chat else [])])),
         chat=chat,
         suppress=suppressed,
+        attention=AnswerAttention(opened=opened, chat=chat, longest=positions),
         **common,
     )
 

@@ -3,6 +3,7 @@
 from transformer.inference._dual import classify_with_labels, embed_texts
 from transformer.inference._grammars import GrammarConstraint, GrammarError, Grammars
 from transformer.inference._harness import HarnessModel, evaluate_tasks, harness_model
+from transformer.inference._image_attention import ImageAttention, image_attention
 from transformer.inference._image_prompts import encode_with_images, image_prompts
 from transformer.inference._images import classify_images, embed_images
 from transformer.inference._loading import LoadedModel, export, is_workdir, load, open_model, save
@@ -28,6 +29,7 @@ __all__ = [
     "GrammarError",
     "Grammars",
     "HarnessModel",
+    "ImageAttention",
     "LoadedModel",
     "Score",
     "Segment",
@@ -49,6 +51,7 @@ __all__ = [
     "evaluate_tasks",
     "export",
     "harness_model",
+    "image_attention",
     "image_prompts",
     "is_workdir",
     "load",

@@ -18,6 +18,7 @@ from transformer.config._checks import ConfigError
 from transformer.inference._loading import LoadedModel
 from transformer.nn._axes import Array, Int
 from transformer.nn.models._speech import SpeechToText
+from transformer.viz._attention_weights import layer_weights
 
 MEDIAN_WIDTH = 7
 """encoder positions of the median filter, if config.json has no median_filter_width"""
@@ -105,11 +106,7 @@ def cross_attention(
     execution = dataclasses.replace(model.execution, attention="reference", sow_weights=True)
     variables = {"params": params}
     _, seen = model.clone(execution=execution).apply(variables, None, tokens, cache=cache, mutable=["intermediates"])
-    config, layers = model.config, []
-    for layer in config.layers(config.decoder_layers):
-        part = functools.reduce(lambda tree, name: tree[name], layer.path.split("/"), seen["intermediates"]["decoder"])
-        weights = part["cross_attention"]["weights"][0]
-        layers.append(weights if layer.index is None else weights[layer.index])
+    layers = layer_weights(seen["intermediates"], model.config, "decoder", "cross")
     return jnp.stack([layers[layer][0, head] for layer, head in heads]).astype(jnp.float32)
 
 

@@ -19,6 +19,7 @@ from transformer.config._checks import ConfigError
 from transformer.generate._rows import MOST_ENDS
 from transformer.generate._sampling import Sampling
 from transformer.serve._answers import Answer
+from transformer.serve._attention import AnswerAttention
 from transformer.serve._bodies import (
     MOST_CHOICES,
     Body,
@@ -49,6 +50,8 @@ class Service(HTTPService):
     chat: ChatPrompts | None
     """None: the model has no chat template"""
     suppress: tuple[int, ...] = ()
+    attention: AnswerAttention | None = None
+    """attention of answers; None: the server does not show it"""
     _encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "encoder"))
 
     def __post_init__(self):
@@ -86,6 +89,8 @@ class Service(HTTPService):
         """Cancel what runs, and end the engine."""
         self.engine.close()
         self._encoder.shutdown(wait=False, cancel_futures=True)
+        if self.attention is not None:
+            self.attention.close()
 
     @property
     def page_mode(self) -> Literal["chat", "text"]:
@@ -93,8 +98,12 @@ class Service(HTTPService):
         return "chat" if self.chat else "text"
 
     def endpoints(self) -> dict[str, Handler]:
-        """Return the handlers of chat and text completions."""
-        return {"/v1/chat/completions": self._chat_completion, "/v1/completions": self._text_completion}
+        """Return the handlers of chat and text completions, and of the attention of an answer."""
+        found = {"/v1/chat/completions": self._chat_completion, "/v1/completions": self._text_completion}
+        return found | ({"/v1/attention": self._attention} if self.attention is not None else {})
+
+    async def _attention(self, request: HTTPRequest) -> Response:
+        return await self.attention.answer(request, lambda name: self.check_model(name or self.name))
 
     async def _chat_completion(self, request: HTTPRequest) -> Response:
         values = await read_json(request)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformer.viz._records import *  # noqa: F403
     from transformer.viz._report_page import *  # noqa: F403
     from transformer.viz._speech_maps import *  # noqa: F403
+    from transformer.viz._word_images import *  # noqa: F403
 
 _EXPORTS = {
     "_attention_maps": ("save_attention_maps",),
@@ -38,6 +39,10 @@ _EXPORTS = {
         "save_report",
     ),
     "_speech_maps": ("save_speech_attention",),
+    "_word_images": (
+        "save_word_images",
+        "save_word_page",
+    ),
 }
 """public names by the file that defines them"""
 

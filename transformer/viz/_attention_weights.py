@@ -76,6 +76,17 @@ def attention_maps(
     return maps
 
 
+def layer_weights(
+    intermediates: Mapping[str, Any], config: TransformerConfig, stack: str, kind: Literal["self", "cross"]
+) -> list[Any]:
+    """Return the weights (B, N, T, S) of each attention layer of a stack, which may be traced, in order.
+
+    Arguments are those of `attention_maps`; `stack` is "encoder" or "decoder".
+    """
+    name = f"{kind}_attention"
+    return [parts[name] for _, parts in _layers(intermediates[stack], config, stack) if name in parts]
+
+
 def _layers(stack: Mapping[str, Any], config: TransformerConfig, name: str) -> list[tuple[LayerKind, dict[str, Any]]]:
     """Return kind and sown weights of each layer of a stack, in order."""
     if not stack:

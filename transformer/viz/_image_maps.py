@@ -80,7 +80,7 @@ def save_image_attention(
         check_replaceable(paths)
     directory.mkdir(parents=True, exist_ok=True)
     for path, (_, *page) in zip(paths, planned, strict=True):
-        _draw(path, image, patches.patch_size, *page)
+        draw_pictures(path, image, patches.patch_size, *page)
     return paths
 
 
@@ -117,14 +117,16 @@ def painted(image: np.ndarray, weights: np.ndarray, patch_size: int) -> np.ndarr
     return (1 - opacity) * gray + opacity * _COLOR
 
 
-def _draw(
+def draw_pictures(
     path: Path,
     image: np.ndarray,
     patch_size: int,
     title: str,
     names: Sequence[str],
     weights: np.ndarray,
+    fonts: Sequence[str] = ("DejaVu Sans",),
 ) -> None:
+    """Write a PNG file with the image, and one picture for each name with its weights (rows, columns)."""
     height, width = image.shape[0] / max(image.shape[:2]) * _PANEL, image.shape[1] / max(image.shape[:2]) * _PANEL
     count = len(names) + 1  # the image itself comes first
     columns = min(count, max(2, math.ceil(math.sqrt(count * 1.5 * height / width))))
@@ -144,6 +146,7 @@ def _draw(
         left, top = _EDGE + column * (width + _EDGE), _TOP + row * (height + _TITLE) + _TITLE
         axes = figure.add_axes((left / wide, 1 - (top + height) / tall, width / wide, height / tall))
         axes.imshow(np.clip(picture, 0, 1), interpolation="nearest", aspect="auto")
-        axes.set_title(name, loc="left", fontsize=8, color=_INK, pad=3)
+        # A $ in a word does not start a formula.
+        axes.set_title(name, loc="left", fontsize=8, color=_INK, pad=3, fontfamily=list(fonts), parse_math=False)
         axes.set_axis_off()
     FigureCanvasAgg(figure).print_png(os.fspath(path), metadata=PNG_METADATA)

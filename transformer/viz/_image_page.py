@@ -64,19 +64,20 @@ def save_image_page(
     data = {
         "title": title,
         "facts": [*(facts or {}).items()],
-        "image": _png(image),
+        "image": png_url(image),
         "width": patches.image_width,
         "height": patches.image_height,
         "patch": patches.patch_size,
         "rows": patches.grid[0],
         "columns": patches.grid[1],
         "tokens": _token_names(patches),
+        "words": None,
         "classToken": patches.class_token,
         "views": ["head", "mean", "rollout", *(["pooling"] if pooling is not None else [])],
         "depth": 1 + max(one.layer for one in maps),
-        "layers": [{"layer": one.layer, **_packed(one.weights)} for one in maps],
-        "rollout": [_packed(one.weights) for one in rollouts],
-        "pooling": None if pooling is None else _packed(pooling),
+        "layers": [{"layer": one.layer, **packed(one.weights)} for one in maps],
+        "rollout": [packed(one.weights) for one in rollouts],
+        "pooling": None if pooling is None else packed(pooling),
     }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,8 @@ def _token_names(patches: Patches) -> list[str]:
     return [*names, *(f"register {number + 1}" for number in range(patches.registers))]
 
 
-def _packed(weights: Float[np.ndarray, "N T S"]) -> dict[str, Any]:
+def packed(weights: Float[np.ndarray, "N T S"]) -> dict[str, Any]:
+    """Return the weights of a map as the page stores them."""
     scales, levels = quantize(weights)
     return {
         "heads": weights.shape[0],
@@ -100,7 +102,8 @@ def _packed(weights: Float[np.ndarray, "N T S"]) -> dict[str, Any]:
     }
 
 
-def _png(image: np.ndarray) -> str:
+def png_url(image: np.ndarray) -> str:
+    """Return an image (height, width, channels) as the URL of a PNG file."""
     file = io.BytesIO()
     imsave(file, np.clip(np.broadcast_to(image, (*image.shape[:2], 3)), 0.0, 1.0).astype(np.float64), format="png")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"

@@ -2,10 +2,10 @@
 {
 const byId = (id) => document.getElementById(id);
 const page = JSON.parse(byId("data").textContent);
-const { rows, columns, patch, tokens, width, height } = page;
+const { rows, columns, patch, tokens, words, width, height } = page;
 const positions = tokens.length + rows * columns;
 const MEAN = -1; // the query of a model without a class token: the mean over all patches
-const first = page.classToken ? 0 : MEAN;
+const first = page.classToken || words ? 0 : MEAN;
 const state = { view: page.views[0], layer: page.layers.length - 1, head: 0, query: first };
 const canvas = byId("picture");
 const context = canvas.getContext("2d");
@@ -45,6 +45,7 @@ function weights() {
   return mean(heads.map((one) => mean(all.map((i) => row(entry, one, i)))));
 }
 const named = (i) => {
+  if (words) return `\u201c${words[i]}\u201d`;
   if (i === MEAN) return "The mean over all patches";
   if (i < tokens.length) return `The ${tokens[i]}`;
   const place = i - tokens.length;
@@ -63,7 +64,7 @@ function draw() {
       context.fillStyle = `rgba(214, 26, 28, ${largest > 0 ? (0.8 * weight) / largest : 0})`;
       context.fillRect((i % columns) * side, Math.floor(i / columns) * side, side, side);
     });
-    if (state.query >= tokens.length && state.view !== "pooling") {
+    if (!words && state.query >= tokens.length && state.view !== "pooling") {
       const place = state.query - tokens.length;
       context.strokeStyle = "#ffffff";
       context.lineWidth = Math.max(2, side / 12);
@@ -114,9 +115,9 @@ function point(event) {
   const place = patchAt(event);
   if (place !== null && state.query !== tokens.length + place) show({ query: tokens.length + place });
 }
-canvas.addEventListener("pointermove", (event) => event.pointerType !== "touch" && point(event));
-canvas.addEventListener("click", point);
-canvas.addEventListener("keydown", (event) => {
+if (!words) canvas.addEventListener("pointermove", (event) => event.pointerType !== "touch" && point(event));
+if (!words) canvas.addEventListener("click", point);
+if (!words) canvas.addEventListener("keydown", (event) => {
   const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
   if (event.key === "Escape") show({ query: first });
   if (!move) return;
@@ -142,11 +143,21 @@ for (const view of page.views) {
   label.append(radio, names[view]);
   byId("views").append(label);
 }
-const queries = [...tokens.entries(), ...(page.classToken ? [] : [[MEAN, "mean over all patches"]])];
+const patchQueries = [...tokens.entries(), ...(page.classToken ? [] : [[MEAN, "mean over all patches"]])];
+const queries = words ? [...words.entries()] : patchQueries;
+if (words) {
+  byId("tokens").setAttribute("aria-label", "Generated words");
+  byId("how").textContent = "Point at a word, or tap it, to see which parts of the image the model attended to when it predicted the word.";
+  canvas.removeAttribute("tabindex"); // the words are the controls
+}
 for (const [i, name] of queries) {
   const button = Object.assign(document.createElement("button"), { type: "button", textContent: name });
   button.dataset.i = i;
   button.addEventListener("click", () => show({ query: i }));
+  if (words) {
+    button.addEventListener("pointerenter", (event) => event.pointerType !== "touch" && show({ query: i }));
+    button.addEventListener("focus", () => show({ query: i }));
+  }
   byId("tokens").append(button);
 }
 for (const [name, text] of page.facts) {

@@ -1,0 +1,87 @@
+"""The attention of an answer over HTTP: the page of `inspect`, and its limits."""
+
+import numpy as np
+import pytest
+from attention_page_parts import data_of, weights_of
+from chat_parts import write_chat_model
+from starlette.testclient import TestClient
+
+from transformer.chat import Chat
+from transformer.cli._services import make_service
+from transformer.inference import open_model
+from transformer.inference._text_attention import sown_weights
+from transformer.serve import _attention as module
+from transformer.viz import attention_maps
+from transformer.viz._attention_weights import printable
+
+KEY = "a-secret-key"
+HEAD = {"authorization": f"Bearer {KEY}"}
+MESSAGES = [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "Fine, thanks."}]
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    return open_model(write_chat_model(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def service(opened):
+    service = make_service(opened, slots=1, max_tokens=128, api_key=KEY, local_only=True)
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def client(service):
+    return TestClient(service.application(), base_url="http://localhost", headers=HEAD)
+
+
+def test_the_page_has_the_weights_of_the_conversation(client, opened):
+    response = client.post("/v1/attention", json={"messages": MESSAGES})
+    assert response.status_code == 200
+    assert response.headers["content-security-policy"] == "sandbox"
+    data = data_of(response.text)
+    chat = Chat(opened.model, opened.params, opened.tokenizer)
+    before = chat.encode(MESSAGES[:1], add_generation_prompt=True).ids
+    ids = [*before, *opened.tokenizer.encode("Fine, thanks.")]
+    assert data["words"]["decoder"] == [*map(printable, opened.tokenizer.tokens(ids))]
+    assert data["writtenFrom"] == len(before)
+    expected = attention_maps(sown_weights(opened.model, opened.params, [ids]), opened.model.config)
+    (group,) = data["panels"][0]["groups"]
+    assert len(group["layers"]) == len(expected)
+    for layer, one in enumerate(expected):
+        found = weights_of(data, "decoder", "self", layer)
+        np.testing.assert_allclose(found, np.where(one.hidden, np.nan, one.weights), atol=3e-3)
+
+
+def test_a_completion_without_a_template(client):
+    data = data_of(client.post("/v1/attention", json={"prompt": "How are", "answer": " you?"}).text)
+    assert 0 < data["writtenFrom"] < len(data["words"]["decoder"])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"messages": MESSAGES[:1]}, "ends with the answer of the assistant"),
+        ({"messages": "a"}, "ends with the answer of the assistant"),
+        ({"prompt": "a"}, "prompt and answer must be texts"),
+        ({"prompt": "a", "answer": ""}, "the answer has no tokens"),
+        ({"message": []}, "unknown field 'message'"),
+        ({"prompt": "a", "answer": "b " * 200}, "attention is shown for at most 128 tokens of this model"),
+    ],
+)
+def test_what_can_not_be_shown_is_one_line(client, values, message):
+    response = client.post("/v1/attention", json=values)
+    assert response.status_code == 400
+    error = response.json()["error"]["message"]
+    assert message in error
+    assert "\n" not in error
+
+
+def test_it_is_behind_the_key_and_bounded(service, client, monkeypatch):
+    assert client.post("/v1/attention", json={}, headers={"authorization": "Bearer wrong"}).status_code == 401
+    monkeypatch.setattr(service.attention, "_calls", module.MOST_WAITING + 1)
+    assert client.post("/v1/attention", json={"messages": MESSAGES}).status_code == 429
+    monkeypatch.setattr(service.attention, "_calls", 0)
+    monkeypatch.setattr(module, "MOST_WEIGHTS", 100)
+    assert "got" in client.post("/v1/attention", json={"messages": MESSAGES}).json()["error"]["message"]

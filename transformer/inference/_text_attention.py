@@ -1,0 +1,42 @@
+"""Attention weights of a model for given tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer.viz._attention_page import check_weights
+
+
+def reference_model(model: Any) -> Any:
+    """Return the model with the kernel `reference`, which is the only one that stores its attention weights."""
+    execution = dataclasses.replace(model.execution, attention="reference", sow_weights=True)
+    return model.clone(execution=execution)
+
+
+def sown_weights(model: Any, params: Any, rows: Sequence[Sequence[int]]) -> Any:
+    """Return the attention weights that a model sows; empty if no layer attends.
+
+    Args:
+        model: a model that reads tokens.
+        params: its parameters.
+        rows: token ids of each of its stacks, source before target.
+
+    Raises:
+        ValueError: the weights are more than a page can hold. This is checked by tracing, before they are computed.
+    """
+    model, tokens = reference_model(model), [jnp.asarray([ids], jnp.int32) for ids in rows]
+    compute = functools.partial(_sown, model)
+    check_weights(sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(compute, params, *tokens))))
+    return jax.device_get(compute(params, *tokens))
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def _sown(model: Any, params: Any, *tokens: jax.Array) -> Any:
+    """Compiled once per model and lengths."""
+    return model.apply({"params": params}, *tokens, mutable=["intermediates"])[1].get("intermediates", {})
