@@ -110,7 +110,7 @@ def test_what_a_mesh_is_not_for_is_refused(dense, monkeypatch):
     model, params, tokenizer = dense
     with monkeypatch.context() as changed:
         changed.setattr(jax, "process_count", lambda: 2)
-        with pytest.raises(ConfigError, match="over the devices of one process, got 2 processes"):
+        with pytest.raises(ConfigError, match="needs devices of all 2 processes in its mesh, got those of 1"):
             Placement(model, mesh_of(tensor=2))
     with pytest.raises(ConfigError, match="shards a model over tensor and expert only, got fsdp 2"):
         Placement(model, make_mesh({"fsdp": 2}, jax.devices()[:2]))

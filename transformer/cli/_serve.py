@@ -24,12 +24,36 @@ KEY_VARIABLE = "TRANSFORMER_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Devices over which a causal model is sharded; the product of the sizes is the number of devices."""
+    """Devices over which a causal model is sharded; the product of the sizes is the number of devices. Of several
+    processes, which are started with the same command except for --parallel.process-id, process 0 listens.
+    """
 
     tensor: int = 1
     """number of devices that split heads, feed-forward width and vocabulary"""
     expert: int = 1
     """number of devices that split the experts of a mixture-of-experts layer"""
+    coordinator: str | None = None
+    """host:port of process 0 for the connections of several processes; auto: JAX detects it; None: one process"""
+    num_processes: int | None = None
+    """number of processes, if a coordinator is given"""
+    process_id: int | None = None
+    """index of this process, from 0"""
+
+    def join(self) -> None:
+        """Connect this process to the others, before JAX computes anything; without a coordinator, do nothing.
+
+        Raises:
+            ConfigError: invalid options of processes.
+            ProcessesError: the coordinator does not answer.
+        """
+        if (self.coordinator, self.num_processes, self.process_id) == (None, None, None):
+            return
+        from transformer.nn._sharding import ParallelConfig
+        from transformer.training import _processes as processes
+
+        facts = {"num_processes": self.num_processes, "process_id": self.process_id}
+        config = ParallelConfig(coordinator=self.coordinator, **facts)
+        processes.join(config, again="Restart the server: all processes with the same command.")
 
     def mesh(self) -> Mesh | None:
         """Return the mesh of the first devices; None: one device.
@@ -107,11 +131,15 @@ def main(arguments: Sequence[str]) -> None:
     from transformer.serve._slots import PAGE_SIZE
 
     is_local = check_address(command.host, key, command.allow_anyone)
+    command.parallel.join()
     mesh = command.parallel.mesh()
     # Pretrained weights are sharded as they are read; those of a run are read first.
     opened = command.load() if mesh is None or is_workdir(command.directory) else command.load(mesh=mesh)
     sizes |= {"draft": open_draft(*speculation), "mesh": mesh}
     service = make_service(opened, **sizes, api_key=key, local_only=is_local and key is None)
+    if is_follower():
+        service.engine.follow()
+        return
     service.warm_up(report_compilation)
 
     def ready(url: str) -> None:
@@ -124,6 +152,13 @@ def main(arguments: Sequence[str]) -> None:
         print(f"serving {service.name} at {url}", file=sys.stderr, flush=True)
 
     run(service, command.host, command.port, ready)
+
+
+def is_follower() -> bool:
+    """Return whether this is one of several processes, but not process 0, which listens."""
+    import jax
+
+    return jax.process_index() > 0
 
 
 def check_sizes(**sizes: int | None) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from transformer.generate._constraints import WORD, only_allowed
+from transformer.generate._generation import row_keys
 from transformer.generate._penalties import History, Penalties, penalized
 from transformer.generate._row_pages import blank_pools, pools_of, row_cache
 from transformer.generate._sampling import SamplerParams, Sampling, choose
@@ -117,7 +118,8 @@ class NewRow:
     """What a row brings into its slot, besides its pages: the fields of `Rows` without the leading axis."""
 
     left: Leaf
-    key: PRNGKey
+    seed: Leaf
+    """(), uint32"""
     ends: Leaf
     sampling: RowSampling
     in_prompt: Leaf
@@ -261,7 +263,7 @@ def start_row(rows: Rows, slot: Int[Array, ""], new: NewRow, logits: Float[Array
         logits=put(rows.logits, logits[0].astype(jnp.float32)),
         running=put(rows.running, True),
         left=put(rows.left, new.left),
-        keys=put(rows.keys, new.key),
+        keys=put(rows.keys, row_keys(new.seed[None], jnp.zeros((1,), int))[0]),  # as `generate` with one prompt
         ends=put(rows.ends, new.ends),
         sampling=jax.tree.map(put, rows.sampling, new.sampling),
         history=History(put(rows.history.in_prompt, new.in_prompt), put(rows.history.counts, 0)),

@@ -30,6 +30,9 @@ from transformer.serve._metrics import Metrics
 from transformer.serve._requests import AnswerText, Delta, Finish, Request, Ticket, Token
 from transformer.serve._slots import PAGE_SIZE, Slots
 
+PING_SECONDS = 5.0
+"""maximum time between two calls of the devices, if several processes make them"""
+
 
 class QueueFullError(RuntimeError):
     """The queue has no room for these requests: try again later."""
@@ -133,9 +136,9 @@ class Engine:
         """Compile all programs, before the start. `report` is called with the number of programs done, and of all."""
         total = len(self._device.widths) + 2
         for number, width in enumerate(self._device.widths):
-            logits, _ = self._device.read(0, [0] * width, 0)
+            self._device.read(0, [0] * width, 0)
             report(number + 1, total)
-        self._device.start(0, Request(prompt=[0], max_tokens=1), logits)
+        self._device.start(0, Request(prompt=[0], max_tokens=1))
         report(total - 1, total)
         self._call_advance(1, False, self._masks.of({})[0])  # no slot has a ticket, so no row is kept
         report(total, total)
@@ -186,6 +189,11 @@ class Engine:
                 ticket.cancel()
         if self._thread.is_alive():
             self._thread.join()
+        self._device.stop()
+
+    def follow(self) -> None:
+        """Compute the part of this process until process 0 closes its engine, in the other processes of a server."""
+        self._device.follow()
 
     @property
     def waiting(self) -> int:
@@ -238,10 +246,14 @@ class Engine:
             while True:
                 with self._changed:
                     self._changed.notify_all()  # for `close`
-                    self._changed.wait_for(lambda: self._has_work() or self._closing)
-                    if not self._has_work():
+                    # Other processes wait for the next call in a collective operation, which times out.
+                    pause = PING_SECONDS if self._device.is_shared else None
+                    self._changed.wait_for(lambda: self._has_work() or self._closing, pause)
+                    if not self._has_work() and self._closing:
                         return
                     self._take_next()
+                if not self._has_work():
+                    self._device.ping()
                 if self._reading is not None:
                     self._read_part()
                 if self._active:
@@ -294,13 +306,13 @@ class Engine:
             self._finish(ticket, "cancelled")
             return
         prompt = ticket.request.prompt
-        logits, count = self._device.read(slot, prompt, reading.done)
+        count = self._device.read(slot, prompt, reading.done)
         reading.done += count
         self.metrics.prompt_tokens += count
         if reading.done < len(prompt):
             return
         self._pages.share(slot, prompt)
-        self._device.start(slot, ticket.request, logits)
+        self._device.start(slot, ticket.request)
         self._active[slot] = ticket
         self._reading = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import jax
 import numpy as np
 
 from transformer.generate._constraints import Constraint, next_allowed
@@ -23,8 +22,6 @@ class SlotMasks:
     def __init__(self, slots: int, vocab_size: int, suppressed: np.ndarray):
         self._suppressed = suppressed
         self._blank = RowMasks.blank(slots, vocab_size)
-        # On the device, so that texts without a constraint cost no transfer.
-        self._without = jax.device_put(self._blank)
 
     def of(self, constraints: Mapping[int, Constraint]) -> tuple[RowMasks, dict[int, str]]:
         """Return the masks of a call that generates one token per text.
@@ -36,7 +33,7 @@ class SlotMasks:
             The masks, and for each slot whose text can't be continued the reason.
         """
         if not constraints:
-            return self._without, {}
+            return self._blank, {}
         masks = RowMasks(self._blank.constrained.copy(), self._blank.allowed.copy())
         failed = {}
         for slot, constraint in constraints.items():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from transformer.config._checks import ConfigError
 from transformer.nn._adapted import has_encoded
@@ -30,22 +30,24 @@ class Placement:
         mesh: a mesh of `make_mesh` in which only `tensor` and `expert` are larger than 1; None: the default device.
 
     Raises:
-        ConfigError: the mesh has another axis larger than 1, or does not fit the model.
+        ConfigError: the mesh has another axis larger than 1, does not fit the model, or lacks the devices of a process.
     """
 
     def __init__(self, model: CausalLM, mesh: Mesh | None):
         self.mesh = mesh
+        processes = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
+        if processes < jax.process_count():
+            raise ConfigError(
+                f"a server needs devices of all {jax.process_count()} processes in its mesh, got those of {processes}. "
+                f"Pass --parallel.tensor or --parallel.expert so that their product is {jax.device_count()}, the "
+                f"number of devices."
+            )
         if mesh is None:
             return
         if other := [axis for axis, size in mesh.shape.items() if size > 1 and axis not in SPLIT.values()]:
             raise ConfigError(
                 f"a server shards a model over tensor and expert only, got {other[0]} {mesh.shape[other[0]]}. Pass "
                 f"--parallel.tensor or --parallel.expert."
-            )
-        if jax.process_count() > 1:
-            raise ConfigError(
-                f"a server shards a model over the devices of one process, got {jax.process_count()} processes. Start "
-                f"one process, with all devices of a machine."
             )
         check_model(model.config, mesh.shape)
 
@@ -69,3 +71,9 @@ class Placement:
         if has_encoded(params):
             raise ConfigError("quantized weights are not sharded over a mesh. Remove --parallel, or use other weights.")
         return jax.device_put(params, state_shardings(params, self.mesh, RULES))
+
+    def everywhere(self, tree: Any) -> Any:
+        """Return a tree of arrays that each device has as a whole."""
+        if self.mesh is None:
+            return jax.device_put(tree)
+        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from transformer.generate._generation import row_keys
 from transformer.generate._layers import copy_decoding_params, unstacked_model
 from transformer.generate._lookup import PromptLookup
 from transformer.generate._pages import PageAllocator
@@ -29,6 +28,7 @@ from transformer.generate._rows import (
 )
 from transformer.generate._speculative import Draft
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.serve._lockstep import PING, STOP, Lockstep
 from transformer.serve._placement import Placement
 from transformer.serve._requests import Request
 
@@ -148,6 +148,7 @@ class Slots:
         draft: Draft | PromptLookup | None = None,
         mesh: Mesh | None = None,
     ):
+        self._lockstep = Lockstep()
         self._placement = Placement(model, mesh)
         self._model, self._params = self._unstacked(model, params)
         self._proposer, self._draft_params = NO_PROPOSER, None
@@ -161,43 +162,31 @@ class Slots:
         with self._placement.context():
             self._rows = blank_rows(self._model, slots, num_pages, PAGE_SIZE, **kept)
         self._suppressed, self._slots = suppressed, slots
-        self._nothing_known = jax.device_put(np.full((slots, MOST_STEPS), -1, np.int32))
+        # On the devices, so that texts without a constraint and without known tokens cost no transfer.
+        self._nothing_known = self._placement.everywhere(np.full((slots, MOST_STEPS), -1, np.int32))
+        self._no_masks = self._placement.everywhere(RowMasks.blank(slots, model.config.vocab_size))
+        self._logits: Any = None
         self.widths = read_widths(positions)
         self.chunk = self.widths[-1]
         self.width = self._proposer.tokens + 1
         """maximum number of tokens per slot and step"""
         self.pages = SlotPages(slots, positions, num_pages, self.chunk)
 
-    def read(self, slot: int, prompt: Sequence[int], done: int) -> tuple[Any, int]:
-        """Read the next part of a prompt after its first `done` tokens; return logits (1, V) and its length."""
+    def read(self, slot: int, prompt: Sequence[int], done: int) -> int:
+        """Read the next part of a prompt after its first `done` tokens; return its length."""
         part = np.asarray(prompt[done : done + self.chunk], np.int32)
         width = next(width for width in self.widths if width >= len(part))
         # Padding repeats the last token, so that a row reads only its own entries of the embedding table.
         tokens = np.pad(part, (0, width - len(part)), mode="edge")[None]
         before, count = np.array([[done], [len(part)]], np.int32)
-        given = self._rows, self.pages.table[slot][None], tokens, before, count
-        draft = {"draft": self._proposer.draft, "draft_params": self._draft_params}
-        with self._placement.context():
-            logits, self._rows = read_part(self._model, self._params, *given, **draft)
-        return logits, len(part)
+        given = {"table": self.pages.table[slot][None], "tokens": tokens, "before": before, "count": count}
+        self._call("read", given)
+        return len(part)
 
-    def start(self, slot: int, request: Request, logits: Any) -> None:
-        """Start the text of a request in a slot that has read its prompt."""
-        vocab_size = self._model.config.vocab_size
-        in_prompt = np.zeros((vocab_size,), bool)
-        in_prompt[np.asarray(request.prompt)] = True
-        row = NewRow(
-            left=np.int32(request.max_tokens),
-            key=row_keys(np.array([request.seed], np.uint32), np.zeros(1, int))[0],  # as `generate` with one prompt
-            ends=np.array([*request.ends, *[-1] * (MOST_ENDS - len(request.ends))], np.int32),
-            sampling=RowSampling.of(request.sampling, vocab_size, top=request.top > 0),
-            in_prompt=in_prompt,
-            length=np.int32(len(request.prompt)),
-            proposes=np.bool_(request.constraint is None),  # a constraint allows what is known for one token only
-            text=None if self._text_size is None else _padded(request.prompt, self._text_size),
-        )
-        with self._placement.context():
-            self._rows = start_row(self._rows, np.int32(slot), row, logits)
+    def start(self, slot: int, request: Request) -> None:
+        """Start the text of a request in the slot whose prompt was read last."""
+        leaves = jax.tree.leaves(self._new_row(request))
+        self._call("start", {"slot": np.int32(slot)} | {f"row_{i}": leaf for i, leaf in enumerate(leaves)})
 
     def advance(
         self, keep: np.ndarray, known: Mapping[int, list[int]], masks: RowMasks, steps: int, until_free: bool
@@ -211,16 +200,81 @@ class Slots:
             steps: maximum number of steps.
             until_free: return as soon as a text has ended.
         """
-        rows = self._nothing_known
+        given = {"table": self.pages.table, "keep": keep, "limit": np.int32(steps), "until_free": np.bool_(until_free)}
         if known:
-            rows = np.full((self._slots, MOST_STEPS), -1, np.int32)
+            given["known"] = np.full((self._slots, MOST_STEPS), -1, np.int32)
             for slot, tokens in known.items():
-                rows[slot, : len(tokens)] = tokens[:MOST_STEPS]
-        given = self.pages.table, keep, rows, masks, self._suppressed, np.int32(steps), np.bool_(until_free)
-        proposals = {"proposer": self._proposer, "draft_params": self._draft_params}
+                given["known"][slot, : len(tokens)] = tokens[:MOST_STEPS]
+        if masks.constrained.any():
+            given |= {"constrained": masks.constrained, "allowed": masks.allowed}
+        return jax.device_get(self._call("advance", given))
+
+    def ping(self) -> None:
+        """Tell the other processes that this one is idle, before their wait for the next call times out."""
+        self._lockstep.send(PING)
+
+    def stop(self) -> None:
+        """End the other processes."""
+        self._lockstep.send(STOP)
+
+    def follow(self) -> None:
+        """Make the calls of process 0, in another process, until it stops."""
+        self._lockstep.follow(self._make)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes have a part of the devices."""
+        return self._lockstep.is_shared
+
+    def _call(self, name: str, arrays: dict[str, np.ndarray]) -> Any:
+        self._lockstep.send(name, arrays)
+        return self._make(name, arrays)
+
+    def _make(self, name: str, arrays: dict[str, np.ndarray]) -> Any:
+        """Make a call on the devices: "read", "start" or "advance", with arrays that all processes have."""
         with self._placement.context():
-            self._rows, out = advance(self._model, self._params, self._rows, *given, **proposals)
-        return jax.device_get(out)
+            return {"read": self._read, "start": self._start, "advance": self._advance}[name](**arrays)
+
+    def _read(self, **arrays: np.ndarray) -> None:
+        draft = {"draft": self._proposer.draft, "draft_params": self._draft_params}
+        self._logits, self._rows = read_part(self._model, self._params, self._rows, *arrays.values(), **draft)
+
+    def _start(self, slot: np.ndarray, **leaves: np.ndarray) -> None:
+        template = jax.tree.structure(self._new_row(Request(prompt=[0], max_tokens=1)))
+        row = template.unflatten([leaves[f"row_{i}"] for i in range(len(leaves))])
+        self._rows = start_row(self._rows, slot, row, self._logits)
+
+    def _advance(
+        self,
+        table: np.ndarray,
+        keep: np.ndarray,
+        limit: np.ndarray,
+        until_free: np.ndarray,
+        known: np.ndarray | None = None,
+        constrained: np.ndarray | None = None,
+        allowed: np.ndarray | None = None,
+    ) -> Steps:
+        masks = self._no_masks if constrained is None else RowMasks(constrained, allowed)
+        known = self._nothing_known if known is None else known
+        given = self._rows, table, keep, known, masks, self._suppressed, limit, until_free
+        proposals = {"proposer": self._proposer, "draft_params": self._draft_params}
+        self._rows, out = advance(self._model, self._params, *given, **proposals)
+        return out
+
+    def _new_row(self, request: Request) -> NewRow:
+        vocab_size = self._model.config.vocab_size
+        in_prompt = np.zeros((vocab_size,), bool)
+        in_prompt[np.asarray(request.prompt)] = True
+        return NewRow(
+            left=np.int32(request.max_tokens),
+            seed=np.uint32(request.seed),
+            ends=np.array([*request.ends, *[-1] * (MOST_ENDS - len(request.ends))], np.int32),
+            sampling=RowSampling.of(request.sampling, vocab_size, top=request.top > 0),
+            in_prompt=in_prompt,
+            length=np.int32(len(request.prompt)),
+            proposes=np.bool_(request.constraint is None),  # a constraint allows what is known for one token only
+            text=None if self._text_size is None else _padded(request.prompt, self._text_size),
+        )
 
     def _unstacked(self, model: CausalLM, params: Any) -> tuple[CausalLM, Any]:
         """Return the model and its parameters with unstacked layers, which are copied once, on the devices."""

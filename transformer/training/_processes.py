@@ -96,10 +96,14 @@ def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
     return "a TPU slice" if "," in environment.get("TPU_WORKER_HOSTNAMES", "") else None
 
 
-def join(parallel: ParallelConfig) -> None:
+def join(parallel: ParallelConfig, again: str = _AGAIN) -> None:
     """Connect this process to the others of its run. Call it before JAX computes anything.
 
     Does nothing for a single process, or if `jax.distributed` is already initialized.
+
+    Args:
+        parallel: the coordinator, and the index of this process.
+        again: what to do if a process is lost later, for the message.
 
     Raises:
         ProcessesError: the coordinator does not answer within `parallel.patience` seconds, or JAX can't read the
@@ -138,7 +142,7 @@ def join(parallel: ParallelConfig) -> None:
     atexit.register(_witness.expect, "")  # a normal exit needs no explanation; abort() does not run this
     _witness.expect(
         f"error: {name()} ended unexpectedly: another process is lost or unreachable (see JAX's message above), or "
-        f"this one was killed. {_AGAIN}"
+        f"this one was killed. {again}"
     )
 
 
