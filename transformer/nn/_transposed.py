@@ -24,12 +24,12 @@ INTEGER_ROWS = 32
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Transposed:
-    """An 8-bit kernel (*in, *out) with one row per output; I and O are the sizes of *in* and *out* in total."""
+    """An 8-bit kernel (*in, *out) with one row per output; Di and Do are the sizes of *in* and *out*."""
 
     values: Leaf
-    """(O, I), int8"""
+    """(Do, Di), int8"""
     scale: Leaf
-    """(O,), float32, factors of the outputs"""
+    """(Do,), float32, factors of the outputs"""
     shape: tuple[int, ...] = field(metadata={"static": True})
     """shape of the kernel, (*in, *out)"""
 
@@ -62,16 +62,18 @@ class Widened:
         return self.values.astype(dtype)
 
 
-def row_product(x: Float[Array, "R I"], values: Array, scale: Float[Array, " O"] | None = None) -> Float[Array, "R O"]:
+def row_product(
+    x: Float[Array, "R Di"], values: Array, scale: Float[Array, " Do"] | None = None
+) -> Float[Array, "R Do"]:
     """Compute x @ (values * scale[:, None])^T in float32.
 
     Up to `INTEGER_ROWS` rows are rounded to 15 bits if the values are integers (see `_integer_product`). Otherwise, the
     values are converted to float32; in a loop over tokens, XLA does this once, before the loop.
 
     Args:
-        x: (R, I), of any floating dtype.
-        values: (O, I), int8 or a float.
-        scale: (O,); None: 1.
+        x: (R, Di), of any floating dtype.
+        values: (Do, Di), int8 or a float.
+        scale: (Do,); None: 1.
     """
     x = x.astype(jnp.float32)
     exact = 127**2 * values.shape[1] < 2**31  # a sum of products fits into int32
@@ -83,7 +85,7 @@ def row_product(x: Float[Array, "R I"], values: Array, scale: Float[Array, " O"]
 
 
 @jax.custom_vjp
-def _integer_product(x: Float[Array, "R I"], values: Array) -> Float[Array, "R O"]:
+def _integer_product(x: Float[Array, "R Di"], values: Array) -> Float[Array, "R Do"]:
     """Compute x @ values^T with 8-bit integers: x ~ s (h + l / 254), with integers h, l from -127 to 127 for each row.
 
     The two products h values^T and l values^T are one product with 2 R rows, exact in int32. The rounding error of x is
