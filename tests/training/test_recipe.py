@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import typing
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -30,7 +32,7 @@ from transformer.training._distillation import Distill
 from transformer.training._overrides import fast, override
 from transformer.training._policy_gradient import GRPO
 from transformer.training._recipe import FILE, MAY_CHANGE, Origin, save_recipe, with_vocabulary
-from transformer.training._serial import flatten
+from transformer.training._serial import LATER, flatten, tag_of
 from transformer.training._settings import schedule_warning
 from transformer.training._tasks import TASKS
 
@@ -130,6 +132,27 @@ def test_whole_numbers_are_taken_for_floats():
     optimizer = from_json(values).optimizer
     assert (optimizer.clip_norm, optimizer.learning_rate) == (2.0, 1.0)
     assert isinstance(optimizer.learning_rate, float)
+
+
+def dataclasses_in(hint, found):
+    """Add to `found` the dataclasses that a field of this type can hold, by the tags that name them in JSON."""
+    for part in typing.get_args(hint):
+        dataclasses_in(part, found)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and tag_of(hint) not in found:
+        found[tag_of(hint)] = hint
+        for part in typing.get_type_hints(hint).values():
+            dataclasses_in(part, found)
+    return found
+
+
+def test_recipes_of_earlier_versions_may_lack_the_newer_fields():
+    """`recipe_fields.json` has the fields of an earlier version: a class that was there has the rest in `LATER`."""
+    earlier = json.loads((Path(__file__).parents[1] / "fixtures" / "recipe_fields.json").read_text())
+    classes = dataclasses_in(Recipe, {})
+    assert set(earlier) <= set(classes)
+    for tag in earlier:
+        newer = {field.name for field in dataclasses.fields(classes[tag]) if field.init} - set(earlier[tag])
+        assert newer <= set(LATER.get(tag, ())), f"add the new fields of {tag} to LATER (training/_serial.py)"
 
 
 def test_a_workdir_keeps_its_recipe(tmp_path):

@@ -19,27 +19,31 @@ from transformer.config._paths import former_names_accepted
 TAG = "class"
 
 LATER = {
-    "EmbeddingOptions": ("width",),
+    "EmbeddingOptions": ("width", "per_layer_width", "per_layer_vocab_size"),
     "EvaluationConfig": ("beam_size", "beam_alpha"),
     "Execution": ("sow_weights", "experts", "quantization", "quantization_paths"),
     "json_lines": ("packing",),
-    "AttentionOptions": ("output_gate",),
-    "LayerKind": ("self_attention", "moe", "attention_norm", "rotary", "gated_delta"),
+    "ImageProcessor": ("multiple", "min_pixels", "max_pixels"),
+    "AttentionOptions": ("output_gate", "qk_norm_scale", "value_norm"),
+    "LayerKind": (
+        *("self_attention", "moe", "attention_norm", "rotary", "gated_delta", "chunk", "temperature", "qk_norm"),
+        *("head_dim", "num_kv_heads", "keys_as_values", "stores_kv", "reads_kv", "d_ff"),
+    ),
     "LoggingConfig": ("writers", "project"),
     "LoRA": ("rslora", "dora", "base"),
     "MoE": (
         *("router_bias", "scoring", "e_score_correction_bias", "num_groups", "top_groups", "routed_scaling_factor"),
-        *("shared_d_ff", "shared_gate"),
+        *("shared_d_ff", "shared_gate", "router_norm", "expert_scale", "beside_dense", "scale_inputs"),
     ),
     "OptimizerConfig": ("decay_fraction",),
     "Patches": ("class_token", "distillation_token", "registers", "drop_remainder"),
-    "StackOptions": ("layer_scale", "encoder_num_heads", "encoder_d_ff"),
+    "StackOptions": ("layer_scale", "layer_scalar", "encoder_num_heads", "encoder_d_ff"),
     "ParallelConfig": (
         *("coordinator", "num_processes", "process_id", "patience", "dcn", "optimizer_memory_host_offload"),
     ),
     **dict.fromkeys(("number_words", "parallel_text"), ("batch_tokens", "buckets", "row_multiple", "packed_length")),
     "Recipe": ("parallel", "lora", "dpo", "grpo", "distill", "origin"),
-    "RotaryScaling": ("attention_factor", "truncate", "short_factors", "long_factors"),
+    "RotaryScaling": ("attention_factor", "truncate", "short_factors", "long_factors", "share"),
     "TrainingConfig": ("z_loss", "loss_tokens", "spike_policy", "spike_deviations", "embedding_gradient_dtype"),
     "TransformerConfig": (
         *("attention_biases", "embedding_norm", "source_max_length", "position_table_per_layer", "token_types"),
