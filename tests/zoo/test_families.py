@@ -14,6 +14,8 @@ from property_parts import rounding
 from transformer.__main__ import main
 from transformer.config import ConfigError, EmbeddingOptions, HeadTransform, TransformerConfig
 from transformer.generate import Sampling, generate
+from transformer.nn import quantize
+from transformer.nn._adapted import Encoded
 from transformer.nn._caches import cache_length
 from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, Embedder, MaskedLM, Seq2Seq, VisionLanguageModel, count_parameters
@@ -269,3 +271,31 @@ def test_a_field_of_one_family_does_not_go_into_another_s_files(tmp_path, capsys
     assert main(["convert", str(directory), str(tmp_path / "gpt2"), "--family", "gpt2"]) == 0, capsys.readouterr().err
     before, after = (load_pretrained(path).model.config.max_length for path in (directory, tmp_path / "gpt2"))
     assert before == after
+
+
+@pytest.mark.default_cases(4)
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize(("family", "name"), WRITERS)
+def test_generation_with_few_bits_chooses_the_likeliest_token(tmp_path, family, name, bits):
+    """Decoding stores 8-bit and 16-bit kernels in another form (`nn/_transposed.py`); a whole pass does not."""
+    loaded, _ = opened(tmp_path, family, name)
+    case, model, params = golden_case.cases(family)[name], loaded.model, loaded.params
+    prompt = np.asarray(ours.inputs_of(model, case, "none")[0][0])[:1].tolist()
+    given = {"prompts": prompt}
+    if isinstance(model, Seq2Seq):
+        given = {"sources": prompt, "bos_id": loaded.fields["decoder_start_token_id"]}
+    if isinstance(model, VisionLanguageModel):
+        given["images"] = [ours.images_of(model)[0]]
+    if bits == 8:
+        params, _ = quantize(params)
+    else:  # float32 activations, so that only the weights are rounded
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        model = type(model)(model.config.replace(param_dtype="bfloat16"), model.execution)
+    greedy = Sampling(temperature=0.0)
+    rows = generate(model, params, **given, max_new_tokens=3, sampling=greedy)
+    whole = jax.tree.map(
+        lambda leaf: leaf.array() if isinstance(leaf, Encoded) else leaf.astype(jnp.float32),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, Encoded),
+    )
+    assert rows == generate(loaded.model, whole, **given, max_new_tokens=3, sampling=greedy)
