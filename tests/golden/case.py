@@ -172,6 +172,19 @@ def with_images(ids: np.ndarray, count: int) -> np.ndarray:
     return ids
 
 
+IMAGE_GRIDS = ((2, 2), (1, 4), (4, 1))
+"""Rows and columns of tokens of the images of models that read images of any size; all have 4 tokens."""
+
+
+def dynamic_images(side: int, channels: int) -> list[np.ndarray]:
+    """Return three images (height, width, channels), whose tokens are squares of `side` pixels."""
+    random = np.random.RandomState(5)
+    return [
+        random.standard_normal((side * rows, side * columns, channels)).astype(np.float32)
+        for rows, columns in IMAGE_GRIDS
+    ]
+
+
 def past_values(steps: int, channels: int) -> np.ndarray:
     """Return two time series (2, steps, channels) whose channels have different scales."""
     drawn = np.random.RandomState(5).standard_normal((2, steps, channels))

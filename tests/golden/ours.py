@@ -6,7 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from golden.case import SUFFIX, Case, numbers, past_values, real_tokens, recordings, texts, tokens, with_images
+from golden.case import (
+    SUFFIX,
+    Case,
+    dynamic_images,
+    numbers,
+    past_values,
+    real_tokens,
+    recordings,
+    texts,
+    tokens,
+    with_images,
+)
 
 from transformer.nn._masks import Mask
 from transformer.nn.models import (
@@ -21,6 +32,7 @@ from transformer.nn.models import (
     SpeechToText,
     VisionLanguageModel,
 )
+from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.nn.models._vision import VisionEncoder
 from transformer.zoo.weights._files import write_weights
 
@@ -59,8 +71,11 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
         mask = Mask.segments(jnp.asarray(real))
         named["positions"] = jnp.asarray(np.maximum(real.cumsum(1) - 1, 0))
     if isinstance(model, VisionLanguageModel):
-        ids, named["images"] = jnp.asarray(with_images(np.asarray(ids), config.image_tokens.count)), images_of(model)
-        if config.image_tokens.attention == "prefix":
+        count = 4 if config.image_tokens is None else config.image_tokens.count
+        ids = jnp.asarray(with_images(np.asarray(ids), count))
+        images = images_of(model)
+        named["images"] = images if config.image_tokens else ImagePatches.of(images, config.dynamic_images)
+        if config.image_tokens and config.image_tokens.attention == "prefix":
             named["prefix_lengths"] = jnp.full(2, case.length - SUFFIX)
     if isinstance(model, Forecaster):
         return (jnp.asarray(past_values(config.series.context_length, config.series.channels)),), {}
@@ -82,8 +97,14 @@ def without_head(model: Any) -> bool:
     return isinstance(model, Embedder) or (isinstance(model, SpeechEncoder) and not isinstance(model, SpeechRecognizer))
 
 
-def images_of(model: VisionLanguageModel) -> jnp.ndarray:
-    """Return the images (2, 2, height, width, channels) of both rows; the second row has only one."""
+def images_of(model: VisionLanguageModel) -> Any:
+    """Return the images (2, 2, height, width, channels) of both rows; the second row has only one.
+
+    If they can have any size, return a list of images for each row.
+    """
+    if (dynamic := model.config.dynamic_images) is not None:
+        first, second, third = dynamic_images(dynamic.multiple, dynamic.channels)
+        return [[first, second], [third]]
     patches = model.config.image_tokens.patches
     shape = (3, patches.channels, patches.image_height, patches.image_width)
     pixels = np.random.RandomState(5).standard_normal(shape).astype(np.float32).transpose(0, 2, 3, 1)

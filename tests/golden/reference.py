@@ -6,7 +6,20 @@ import json
 import numpy as np
 import torch
 import transformers
-from golden.case import MARKER, SUFFIX, Case, numbers, past_values, real_tokens, recordings, texts, tokens, with_images
+from golden.case import (
+    IMAGE_GRIDS,
+    MARKER,
+    SUFFIX,
+    Case,
+    dynamic_images,
+    numbers,
+    past_values,
+    real_tokens,
+    recordings,
+    texts,
+    tokens,
+    with_images,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 
@@ -48,6 +61,8 @@ def inputs_of(model, case: Case, padding: str) -> dict[str, torch.Tensor]:
     config = model.config
     if hasattr(config, "image_token_index"):
         return _with_images(config, case, padding)
+    if hasattr(config, "vision_start_token_id"):
+        return _with_dynamic_images(config, case, padding)
     if hasattr(config, "text_config"):
         ids, real = texts(case.length, config.text_config.vocab_size, padding)
         given = {"input_ids": torch.tensor(ids, dtype=torch.long), **_pixels(config.vision_config)}
@@ -98,6 +113,23 @@ def _with_images(config, case: Case, padding: str) -> dict[str, torch.Tensor]:
     return given
 
 
+def _with_dynamic_images(config, case: Case, padding: str) -> dict[str, torch.Tensor]:
+    """Return the inputs of a model that reads images of any size: three images in two rows."""
+    real, vision = real_tokens(padding, 2, case.length), config.vision_config
+    ids = with_images(tokens(1, config.text_config.vocab_size, 2, case.length) * real, 4)
+    given = {"input_ids": torch.tensor(ids, dtype=torch.long), "mm_token_type_ids": torch.tensor(ids == MARKER).int()}
+    size, merge, patches = vision.patch_size, vision.spatial_merge_size, []
+    for image in dynamic_images(size * merge, vision.in_channels):
+        # (height, width, channels) -> (token rows, token columns, rows, columns, channels, frames, size, size)
+        rows, columns = image.shape[0] // size // merge, image.shape[1] // size // merge
+        cut = image.reshape(rows, merge, size, columns, merge, size, -1).transpose(0, 3, 1, 4, 6, 2, 5)
+        cut = np.repeat(cut[:, :, :, :, :, None], vision.temporal_patch_size, axis=5)
+        patches.append(cut.reshape(rows * columns * merge**2, -1))
+    given["pixel_values"] = torch.tensor(np.concatenate(patches))
+    given["image_grid_thw"] = torch.tensor([(1, rows * merge, columns * merge) for rows, columns in IMAGE_GRIDS])
+    return given if padding == "none" else given | {"attention_mask": torch.tensor(real, dtype=torch.long)}
+
+
 def _pixels(config, images: int = 2) -> dict[str, torch.Tensor]:
     size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
     pixels = np.random.RandomState(5).standard_normal((images, config.num_channels, *size)).astype(np.float32)
@@ -133,7 +165,7 @@ def run(model, case: Case, padding: str) -> dict[str, np.ndarray]:
     """Return hidden states of the last layer (after the final norm), and logits if the model has a head."""
     given = inputs_of(model, case, padding)
     with torch.no_grad():
-        dual = hasattr(model.config, "text_config") and not hasattr(model.config, "image_token_index")
+        dual = hasattr(model, "logit_scale")
         results = _both_encoders(model, given) if dual else {"hidden": hidden_states(model, given)}
         output = model(**given)
     if (logits := _logits(model, output)) is not None:

@@ -4,7 +4,7 @@ This package does not import JAX, so that recipes and tools load quickly.
 """
 
 from transformer.config._checks import ConfigError
-from transformer.config._image_tokens import ImageTokens
+from transformer.config._image_tokens import DynamicImageTokens, ImageTokens
 from transformer.config._model import Execution, TransformerConfig
 from transformer.config._options import (
     AttentionOptions,
@@ -35,6 +35,7 @@ __all__ = [
     "AttentionOptions",
     "Audio",
     "ConfigError",
+    "DynamicImageTokens",
     "EmbeddingOptions",
     "Execution",
     "GatedDelta",

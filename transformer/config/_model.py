@@ -16,7 +16,7 @@ from transformer.config._checks import (
     check_whole,
     nearest,
 )
-from transformer.config._image_tokens import ImageTokens
+from transformer.config._image_tokens import DynamicImageTokens, ImageTokens
 from transformer.config._options import (
     AttentionOptions,
     Audio,
@@ -156,9 +156,10 @@ class TransformerConfig:
     """layer counts of encoder and decoder, and different kinds of layers in one stack"""
     output: OutputOptions = OutputOptions()
     """output layer: classes, pooling, transform, bias, scaling and capping of logits"""
-    input: Patches | Series | Speech | Audio | Images | ImageTokens | None = None
+    input: Patches | Series | Speech | Audio | Images | ImageTokens | DynamicImageTokens | None = None
     """what the model reads instead of tokens: image patches, a time series, frames of speech or samples of a recording;
-    Images: images in addition to tokens; ImageTokens: images between tokens; None: tokens"""
+    Images: images in addition to tokens; ImageTokens: images between tokens; DynamicImageTokens: images of any size
+    between tokens; None: tokens"""
 
     def __post_init__(self):
         check_choices(self, activation=FeedForwardActivation, norm=Norm, norm_position=NormPosition, position=Position)
@@ -258,6 +259,7 @@ class TransformerConfig:
                     f"attention.head_dim, or change attention.head_dim."
                 )
             self._check_rotary_length(rotated)
+            self._check_sections(rotated)
         if self.position == "rotary_grid":
             self._check_grid()
         if self.position in ("sinusoidal", "sinusoidal_halves") and self.d_model % 2:
@@ -266,6 +268,23 @@ class TransformerConfig:
             raise ConfigError(
                 f"t5_bias.per_layer gives each layer its own table of T5's position bias, but position is "
                 f"{self.position!r}. Remove it, or set position='t5'."
+            )
+
+    def _check_sections(self, rotated: int):
+        """Check that the sections of positions with several coordinates are all pairs of rotated dimensions."""
+        sections = self.rotary.sections
+        if sections is None:
+            return
+        if sum(sections) != rotated // 2:
+            raise ConfigError(
+                f"rotary.sections ({', '.join(map(str, sections))}) must sum to the {rotated // 2} pairs of rotated "
+                f"dimensions, but their sum is {sum(sections)}. Correct them."
+            )
+        scalings = [one for one in (self.rotary.scaling, *(kind.rotary_scaling for kind in self.kinds)) if one]
+        if any(one.by_length for one in scalings) or (scalings and self.rotary.restart_frequencies):
+            raise ConfigError(
+                "rotary.sections supports no scaling by the length of the text, and with restart_frequencies none at "
+                "all. Remove one of them."
             )
 
     def _check_rotary_length(self, rotated: int):
@@ -483,39 +502,20 @@ class TransformerConfig:
         return self.input if isinstance(self.input, ImageTokens) else None
 
     @property
+    def dynamic_images(self) -> DynamicImageTokens | None:
+        """The images of any size that a VisionLanguageModel reads, and their encoder; None for other inputs."""
+        return self.input if isinstance(self.input, DynamicImageTokens) else None
+
+    @property
     def image_encoder(self) -> TransformerConfig:
         """Config of the image encoder of a DualEncoder or a VisionLanguageModel.
 
         Raises:
-            ConfigError: the input is neither `Images` nor `ImageTokens`.
+            ConfigError: the input is not images in addition to or between tokens.
         """
-        images = self.images or self.image_tokens
-        if images is None:
-            raise ConfigError("input is not images: a DualEncoder needs input=Images(patches=..., features=..., ...).")
-        dual = isinstance(images, Images)
-        unused = None if dual else images.unused_layers
-        return TransformerConfig(
-            d_model=images.d_model,
-            num_layers=images.num_layers - (unused or 0),
-            num_heads=images.num_heads,
-            d_ff=images.d_ff,
-            activation=images.activation,
-            norm=self.norm if dual else "layer_norm",
-            norm_epsilon=images.norm_epsilon,
-            position="learned",
-            max_length=images.patches.positions,
-            dropout_rate=self.dropout_rate,
-            initializer_range=self.initializer_range,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            input=images.patches,
-            **{
-                "attention.dropout_rate": self.attention.dropout_rate,
-                "embedding.norm": images.embedding_norm,
-                "stack.final_norm": unused is None,
-                "output.pooling": images.pooling if dual else "mean",
-            },
-        )
+        from transformer.config._image_encoders import image_encoder  # which needs this class
+
+        return image_encoder(self)
 
     @property
     def series(self) -> Series | None:

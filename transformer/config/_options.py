@@ -91,7 +91,11 @@ class AttentionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryOptions:
-    """Rotary positions (Su et al. 2021, arXiv 2104.09864); for position=rotary, and the base for rotary_grid."""
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864); for position=rotary, and the base for rotary_grid.
+
+    Raises:
+        ConfigError: a value out of range, or restart_frequencies without sections.
+    """
 
     section: ClassVar[str] = "rotary"
     base: float = 10_000.0
@@ -100,10 +104,25 @@ class RotaryOptions:
     """number of head dimensions that are rotated, counted from the first; None: all"""
     scaling: RotaryScaling | None = None
     """frequency scaling for long sequences; None: no scaling"""
+    sections: tuple[int, ...] | None = None
+    """number of pairs of dimensions that each coordinate of a position rotates, for positions of several coordinates:
+    M-RoPE, with time, row and column (Qwen2-VL, Wang et al. 2024, arXiv 2409.12191, section 2.1);
+    None: a position is one number"""
+    restart_frequencies: bool = False
+    """with sections: the frequencies of each section start again with the highest; false: the pairs of all sections
+    share one range of frequencies"""
 
     def __post_init__(self):
         check_whole(self, "dim")
         check_positive(self, "base")
+        check_flags(self, "restart_frequencies")
+        whole = isinstance(self.sections, tuple) and all(type(n) is int and n >= 1 for n in self.sections)
+        if self.sections is not None and not (whole and self.sections):
+            raise ConfigError(
+                f"rotary.sections must be a tuple of integers of at least 1, got {self.sections!r:.80}. Correct it."
+            )
+        if self.restart_frequencies and self.sections is None:
+            raise ConfigError("rotary.restart_frequencies is for rotary.sections. Set them, or remove it.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -324,6 +324,8 @@ class LayerKind:
     """sliding-window attention: attend only to keys closer than this many positions; None: to all keys"""
     chunk: int | None = None
     """chunked attention: attend only to keys of the same chunk of this many positions; None: to all keys"""
+    within_segments: bool = False
+    """attend only to the keys of the same segment, where a call gives `segments`, such as windows of image patches"""
     rotary_base: float | None = None
     """rotary base of these layers; None: that of the model config"""
     rotary_scaling: RotaryScaling | None = None
@@ -357,9 +359,9 @@ class LayerKind:
     def __post_init__(self):
         check_whole(self, "window", "chunk", "head_dim", "num_kv_heads", "d_ff")
         check_positive(self, "rotary_base")
-        check_flags(self, "rotary", "qk_norm", "keys_as_values")
+        check_flags(self, "rotary", "qk_norm", "keys_as_values", "within_segments")
         options = [name for name in _ATTENTION_OPTIONS if getattr(self, name) is not None]
-        options += ["keys_as_values"] if self.keys_as_values else []
+        options += [name for name in ("keys_as_values", "within_segments") if getattr(self, name)]
         options += [name for name in ("rotary", "qk_norm") if not getattr(self, name)]
         unread = options + ([] if self.attention_norm else ["attention_norm"])
         if unread and not self.self_attention:

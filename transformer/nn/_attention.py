@@ -19,6 +19,7 @@ from transformer.nn._axes import (
     Array,
     Attended,
     Context,
+    Coordinates,
     DType,
     Float,
     Hidden,
@@ -434,7 +435,7 @@ class MultiHeadAttention(AttentionModule):
         context: Context | None = None,
         *,
         mask: Mask | Array | None = None,
-        positions: Positions | None = None,
+        positions: Coordinates | None = None,
         position_table: Float[Array, "R W"] | None = None,
         cache: SelfAttentionCache | ContextCache | None = None,
         stored: StoredKV | None = None,
@@ -449,7 +450,8 @@ class MultiHeadAttention(AttentionModule):
             context: (B, S, Dc), the source of keys and values; None: x.
             mask: which query attends to which key: a `Mask`, or an array that broadcasts to (B, N, T, S). It is not
                 causal by default. With a `KVCache` or `PagedKVCache`, S is the number of its slots per row.
-            positions: (B, T), for the position scheme; None: 0, 1, 2, ..., counted from the end of the cache.
+            positions: (B, T), for the position scheme, or (B, T, A) for a scheme with several coordinates; None: 0, 1,
+                2, ..., counted from the end of the cache.
             position_table: the learned table of the scheme, if it has one.
             cache: a `KVCache` or `PagedKVCache`, to which keys and values are appended and whose keys are attended to;
                 or a `ContextCache`, which is filled when `context` is given and read otherwise.
@@ -478,16 +480,17 @@ class MultiHeadAttention(AttentionModule):
                 # With a cache, token t is at position length + t: a decoding step sees only the new token.
                 positions = jnp.arange(x.shape[1])[None, :]
                 positions = positions if cache is None else positions + cache.row_lengths[:, None]
-            positions = jnp.broadcast_to(positions, x.shape[:2])
+            coordinates = jnp.broadcast_to(positions, (*x.shape[:2], *positions.shape[2:]))
+            positions = largest_coordinate(coordinates)
             query = query if self.temperature is None else _heated(self.temperature, query, positions)
             if stored is None:
                 # Self-attention: keys and values come from x, K = x W_K (B, T, K, H) and V = x W_V (B, T, K, Hv).
                 key, value = self._keys_and_values(x, None, head_dim)
                 start = None if cache is None else cache.row_lengths
-                attend, arrays, mask, key_positions, cache = self._with_cache(query, key, value, positions, mask, cache)
+                attend, arrays, mask, key_positions, cache = self._with_cache(query, key, value, coordinates, mask, cache)
                 stored = StoredKV.of(arrays, key_positions, cache, start)
             else:
-                query = _rotated(self.position, query, positions, None)
+                query = _rotated(self.position, query, coordinates, None)
                 attend, arrays, mask, key_positions = stored.read(query, mask)
                 cache = count_tokens(x, cache)
             sizes = (x.shape[0], self.num_heads, x.shape[1], key_positions.shape[1])
@@ -521,9 +524,9 @@ class MultiHeadAttention(AttentionModule):
 
     @nn.nowrap
     def _with_cache(
-        self, query: Array, key: Array, value: Array, positions: Array, mask: Mask, cache: SelfAttentionCache | None
+        self, query: Array, key: Array, value: Array, coordinates: Array, mask: Mask, cache: SelfAttentionCache | None
     ) -> tuple[Callable[..., Any], tuple[Any, ...], Mask, Array, SelfAttentionCache | None]:
-        """Rotate queries and keys (B, T, N, H) by their positions (B, T), and append to the cache, if there is one.
+        """Rotate queries and keys (B, T, N, H) by their positions, (B, T) or (B, T, A), and append to the cache, if any.
 
         Returns:
             The attention function, its arrays and mask, the positions of the keys (B, S), and the cache.
@@ -532,10 +535,11 @@ class MultiHeadAttention(AttentionModule):
         # Their product then depends on the difference of positions alone. A scheme that depends on the length
         # rotates all keys again when the text grows, so the cache stores them before rotation.
         start = None if cache is None else cache.row_lengths
+        positions = largest_coordinate(coordinates)
         lengths = row_lengths(positions, mask, start) if self.position.by_length else None
-        query = _rotated(self.position, query, positions, lengths)
+        query = _rotated(self.position, query, coordinates, lengths)
         if cache is None:
-            key = _rotated(self.position, key, positions, lengths)
+            key = _rotated(self.position, key, coordinates, lengths)
             return dot_product_attention, (query, key, value), mask, positions, None
         if self.position.by_length:
             cache = cache.append(key, value, positions)
@@ -543,7 +547,7 @@ class MultiHeadAttention(AttentionModule):
             key = _rotated(self.position, key, cache.key_positions, lengths)
             attend, arrays = dot_product_attention, (query, key, value)
         else:
-            cache = cache.append(_rotated(self.position, key, positions, lengths), value, positions)
+            cache = cache.append(_rotated(self.position, key, coordinates, lengths), value, positions)
             if isinstance(cache, PagedKVCache):
                 return paged_attention, (query, cache, start), mask, cache.key_positions, cache
             attend, arrays = cached_attention, (query, cache)
@@ -640,6 +644,11 @@ class MultiHeadAttention(AttentionModule):
                 f"{self.num_heads}. Create it with num_heads={self.num_heads}."
             )
         return jax.tree_util.Partial(functools.partial(_position_bias, self.position), positions, key_positions, table)
+
+
+def largest_coordinate(coordinates: Coordinates) -> Positions:
+    """Return one number per token, (B, T), for caches and biases: the next token comes after the largest coordinate."""
+    return coordinates if coordinates.ndim == 2 else coordinates.max(2)
 
 
 def _heated(temperature: QueryTemperature, query: Query, positions: Positions) -> Query:

@@ -18,6 +18,8 @@ Tokens: TypeAlias = Int[Array, "B T"]
 """token ids"""
 Positions: TypeAlias = Int[Array, "B T"]
 """position of each token, the input of the position scheme"""
+Coordinates: TypeAlias = Int[Array, "B T ..."]
+"""position of each token, or several coordinates of it, (B, T, A)"""
 Hidden: TypeAlias = Float[Array, "B T D"]
 """residual stream"""
 Context: TypeAlias = Float[Array, "B S Dc"]
@@ -45,6 +47,7 @@ __all__ = [
     "Attended",
     "Bool",
     "Context",
+    "Coordinates",
     "DType",
     "Float",
     "Hidden",

@@ -46,7 +46,9 @@ class LayerInputs:
     mask: Leaf = Mask()
     """a `Mask` for self-attention"""
     positions: Leaf | None = None
-    """(B, T); None: 0, 1, 2, ..., counted from the end of the cache"""
+    """(B, T), or (B, T, A) with `rotary.sections`; None: 0, 1, 2, ..., counted from the end of the cache"""
+    segments: Leaf | None = None
+    """(B, T), segment of each token for layers with `within_segments`; None: one segment"""
     position_table: Leaf | None = None
     """(R, W), the learned table of a scheme that biases scores, if the stack owns it"""
     context: Leaf | None = None
@@ -110,7 +112,8 @@ def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *,
         case "rotary" if kind.rotary:
             base = config.rotary.base if kind.rotary_base is None else kind.rotary_base
             scaling = config.rotary.scaling if kind.rotary_scaling is None else kind.rotary_scaling
-            return schemes.Rotary(base=base, size=config.rotary.dim, scaling=scaling)
+            several = {"sections": config.rotary.sections, "restart_frequencies": config.rotary.restart_frequencies}
+            return schemes.Rotary(base=base, size=config.rotary.dim, scaling=scaling, **several)
         case "rotary_grid":
             patches = config.patches
             return schemes.RotaryGrid(base=config.rotary.base, grid=patches.grid, first=patches.extra_tokens)
@@ -224,8 +227,10 @@ class Block(nn.Module):
         return self._attention("self_attention", scheme)(x, position_table=table, stored=stored, **given)
 
     def _mask(self, inputs: LayerInputs, cache: LayerCache | None) -> Mask:
-        """Return the mask of self-attention. The stack has made it causal; windows and chunks hide more keys."""
+        """Return the mask of self-attention. The stack has made it causal; the kind of layer hides more keys."""
         mask, chunk = inputs.mask, self.kind.chunk
+        if self.kind.within_segments and inputs.segments is not None:
+            mask = mask & Mask.segments(inputs.segments)
         if self.kind.window is not None:
             mask = mask & Mask.window(self.kind.window)
         if chunk is None:

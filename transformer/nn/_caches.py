@@ -203,6 +203,21 @@ def cache_length(cache: Any) -> Lengths:
     return first.length.reshape(-1, first.length.shape[-1])[0]  # stacked layers have a leading axis; all are equal
 
 
+def next_positions(cache: Any) -> Int[Array, " B"]:
+    """Return the position of the next token of each row, (B,): after the largest position of the tokens in the cache.
+
+    It differs from the number of tokens if these have several coordinates, such as the rows and columns of an image. A
+    cache of pages stores no positions: there it is the number of tokens.
+    """
+    first = next(node for node in jax.tree.leaves(cache, is_leaf=_is_cache) if _is_cache(node))
+    lengths = cache_length(cache)
+    if not isinstance(first, KVCache):
+        return lengths
+    positions = first.positions.reshape(-1, *first.positions.shape[-2:])[0]  # stacked layers have a leading axis
+    last = jnp.take_along_axis(positions, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
+    return jnp.where(lengths > 0, last + 1, 0)
+
+
 def set_cache_length(cache: Any, lengths: Lengths) -> Any:
     """Return the cache, a tree, with row b cut to its first `lengths[b]` tokens: after a padded prompt, or to go back.
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._parts import RotaryScaling
-from transformer.nn._axes import Array, Float, Hidden, Int, Lengths, Positions
+from transformer.nn._axes import Array, Coordinates, Float, Hidden, Int, Lengths, Positions
 from transformer.nn._partitioning import lookup, platform
 
 
@@ -38,14 +38,14 @@ class PositionScheme:
         """Whether `rotate` depends on the length of the text, which is then its third argument."""
         return False
 
-    def add(self, x: Hidden, positions: Positions, table: Float[Array, "R W"] | None = None) -> Hidden:
+    def add(self, x: Hidden, positions: Coordinates, table: Float[Array, "R W"] | None = None) -> Hidden:
         """Return embeddings (B, T, D) plus an encoding of their `positions` (B, T)."""
         return x
 
     def rotate(
-        self, heads: Float[Array, "B T N H"], positions: Positions, lengths: Lengths | None = None
+        self, heads: Float[Array, "B T N H"], positions: Coordinates, lengths: Lengths | None = None
     ) -> Float[Array, "B T N H"]:
-        """Return queries or keys (B, T, N, H), rotated by their `positions` (B, T).
+        """Return queries or keys (B, T, N, H), rotated by their `positions` (B, T), or (B, T, A).
 
         `lengths` (B,) are the lengths of the texts, for schemes that depend on them; None: the largest position + 1.
         """
@@ -143,13 +143,21 @@ class Rotary(PositionScheme):
     then store keys before their rotation, and all of them are rotated again when the text grows. Keys and values
     themselves stay those of the length at which they were computed; encode the whole text again to renew them.
 
+    With `sections`, a position has several coordinates, such as time, row and column: positions are (B, T, A), and
+    coordinate a rotates `sections[a]` pairs, after those of the coordinates before it (M-RoPE, Wang et al. 2024, arXiv
+    2409.12191, section 2.1). Positions (B, T) mean that all coordinates are equal, which is `Rotary` without sections.
+    All pairs share one range of frequencies; with `restart_frequencies`, the frequencies of each section are those of
+    a head of its own.
+
     Raises:
-        ValueError: a size that is odd, or larger than the head.
+        ValueError: a size that is odd, or larger than the head; positions with another number of coordinates.
     """
 
     base: float = 10_000.0
     size: int | None = None
     scaling: RotaryScaling | None = None
+    sections: tuple[int, ...] | None = None
+    restart_frequencies: bool = False
 
     @property
     def by_length(self) -> bool:
@@ -163,6 +171,8 @@ class Rotary(PositionScheme):
         `long`, those of longrope for longer texts.
         """
         plain = self.base ** (-np.arange(0, size, 2) / size)  # theta_i = base^(-2i / size)
+        if self.restart_frequencies:
+            plain = np.concatenate([self.base ** (-np.arange(pairs) / pairs) for pairs in self.sections])
         scaling = self.scaling
         if scaling is None or scaling.kind == "dynamic":
             return plain
@@ -209,7 +219,7 @@ class Rotary(PositionScheme):
         return 0.1 * math.log(scaling.factor) + 1.0
 
     def rotate(
-        self, heads: Float[Array, "B T N H"], positions: Positions, lengths: Lengths | None = None
+        self, heads: Float[Array, "B T N H"], positions: Coordinates, lengths: Lengths | None = None
     ) -> Float[Array, "B T N H"]:
         size = heads.shape[-1] if self.size is None else self.size
         if size % 2 or size > heads.shape[-1]:
@@ -220,10 +230,22 @@ class Rotary(PositionScheme):
         if self.by_length:
             angle = self._angles_by_length(positions, size, positions.max(1) + 1 if lengths is None else lengths)
         else:
-            angle = angles(positions, self.frequencies(size))
+            angle = angles(self._of_pairs(positions), self.frequencies(size))
         angle = angle[:, :, None, :]  # (B, T, 1, size / 2), the same for all heads
         cos, sin = jnp.cos(angle) * self.magnitude, jnp.sin(angle) * self.magnitude
         return jnp.concatenate([_rotate_pairs(heads[..., :size], cos, sin), heads[..., size:]], axis=-1)
+
+    def _of_pairs(self, positions: Coordinates) -> Coordinates:
+        """Return the coordinate that rotates each pair, (B, T, F), of positions (B, T, A); (B, T) stay as they are."""
+        if positions.ndim == 2:
+            return positions
+        sections = self.sections or ()
+        if positions.shape[2] != len(sections):
+            raise ValueError(
+                f"positions of {positions.shape[2]} coordinates need as many sections, got {len(sections)}. Set "
+                f"sections (rotary.sections), or pass positions (batch, length)."
+            )
+        return jnp.repeat(positions, np.asarray(sections), axis=2, total_repeat_length=sum(sections))
 
     def _angles_by_length(self, positions: Positions, size: int, lengths: Lengths) -> Float[Array, "B T F"]:
         """Return the angles (B, T, size / 2) of texts of these lengths (B,)."""
@@ -385,10 +407,10 @@ def _rotate_pairs(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Array, "B T F"]:
+def angles(positions: Coordinates, frequencies: np.ndarray) -> Float[Array, "B T F"]:
     """Compute positions (B, T) x frequencies (F,) modulo 2 pi, in [-pi, pi): (B, T, F), float32.
 
-    `frequencies` are radians per position, float64. A float32 multiplication would lose 6e-3 rad at position 100,000.
+    Positions can also be (B, T, F), another one for each frequency. `frequencies` are radians per position, float64. A float32 multiplication would lose 6e-3 rad at position 100,000.
     Fixed-point arithmetic has an error below |position| x 7.4e-10 rad + 4e-7 rad.
     """
     return _angles_of_units(positions, _turn_units(frequencies)[None, None, :])
@@ -399,10 +421,11 @@ def _turn_units(frequencies: np.ndarray) -> np.ndarray:
     return np.round(frequencies / (2 * np.pi) * 2**32).astype(np.uint64).astype(np.uint32)
 
 
-def _angles_of_units(positions: Int[Array, "B T"], units: Array | np.ndarray) -> Float[Array, "B T F"]:
+def _angles_of_units(positions: Coordinates, units: Array | np.ndarray) -> Float[Array, "B T F"]:
     """Return `angles` for `units`, frequencies (1 or B, 1, F) in 1 / 2^32 of a full turn, uint32."""
     # The uint32 multiplication wraps modulo 2^32, that is, modulo full turns, and loses nothing else: the only errors
     # are rounding the frequency to half a unit and the final float32 conversion.
     # Reading the bits as int32 maps angles of [pi, 2 pi) to [-pi, 0). Negative positions work too (two's complement).
-    phase = jax.lax.bitcast_convert_type(positions[..., None].astype(jnp.uint32) * units, jnp.int32)
+    positions = positions[..., None] if positions.ndim == 2 else positions
+    phase = jax.lax.bitcast_convert_type(positions.astype(jnp.uint32) * units, jnp.int32)
     return phase.astype(jnp.float32) * np.float32(2 * np.pi / 2**32)

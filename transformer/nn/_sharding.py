@@ -312,7 +312,7 @@ def _hybrid_grid(devices: Sequence[jax.Device], sizes: Mapping[str, int], dcn: D
 
 def check_model(config: TransformerConfig, sizes: Mapping[str, int]) -> None:
     """Raise a ConfigError if the mesh would split a dimension of the model that is not divisible by its size."""
-    has_images = (config.images or config.image_tokens) is not None
+    has_images = (config.images or config.image_tokens or config.dynamic_images) is not None
     parts = {"model": config} | ({"model.input": config.image_encoder} if has_images else {})
     for name, part in parts.items():
         needs = (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from transformer.config._model import Execution, TransformerConfig
 from transformer.config._parts import LayerKind
-from transformer.nn._axes import Array, Context, Float, Hidden, Positions
+from transformer.nn._axes import Array, Context, Coordinates, Float, Hidden, Int
 from transformer.nn._blocks import BLOCKS, Aux, LayerCache, LayerInputs, make_norm, position_scheme, table_parameter
 from transformer.nn._caches import cache_length
 from transformer.nn._layers import is_deterministic
@@ -143,25 +143,28 @@ class Stack(nn.Module):
         x: Hidden,
         context: Context | None = None,
         *,
-        positions: Positions | None = None,
+        positions: Coordinates | None = None,
         mask: Mask | Array | None = None,
         context_mask: Mask | Array | None = None,
         cache: Any = None,
         deterministic: bool | None = None,
         layer_embeddings: Float[Array, "L B T P"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
     ) -> tuple[Hidden, Any, Aux]:
         """Apply the stack to embeddings x (B, T, D). A `Decoder` makes `mask` causal itself.
 
         Args:
             x: (B, T, D).
             context: (B, S, Dc), the input of cross-attention.
-            positions: (B, T); None: 0, 1, 2, ..., counted from the end of the cache.
+            positions: (B, T), or (B, T, A) with `rotary.sections`; None: 0, 1, 2, ..., counted from the end of the
+                cache.
             mask: mask of self-attention.
             context_mask: mask of cross-attention.
             cache: the result of `init_cache`, or the cache that an earlier call returned; None: no cache.
             deterministic: True disables dropout; False enables it (rng "dropout"). Required if the config has a dropout
                 rate above 0.
             layer_embeddings: (L, B, T, P), the embeddings of the tokens for each layer, if the config has them.
+            segments: (B, T), segment of each token for layers with `within_segments`; None: one segment.
 
         Returns:
             Hidden states (B, T, D), the updated cache, and aux.
@@ -188,6 +191,7 @@ class Stack(nn.Module):
         inputs = LayerInputs(
             mask=Mask.causal() & mask if self.causal else mask,
             positions=positions,
+            segments=segments,
             position_table=table,
             context=context,
             context_mask=Mask.of(context_mask),
@@ -199,7 +203,7 @@ class Stack(nn.Module):
             x = make_norm(config, "final_norm")(x)
         return x, caches, aux
 
-    def _add_positions(self, x: Hidden, positions: Positions) -> tuple[Hidden, Array | None]:
+    def _add_positions(self, x: Hidden, positions: Coordinates) -> tuple[Hidden, Array | None]:
         """Add positions to embeddings, with a norm if configured; return them and the table that all layers share."""
         config, table = self.config, None
         scheme = position_scheme(config, causal=self.causal)

@@ -39,6 +39,7 @@ from transformer.zoo._qwen2 import QWEN2
 from transformer.zoo._qwen3 import QWEN3
 from transformer.zoo._qwen3_moe import QWEN3_MOE
 from transformer.zoo._qwen3_next import QWEN3_NEXT
+from transformer.zoo._qwen_vl import QWEN2_5_VL, QWEN2_VL
 from transformer.zoo._roberta import ROBERTA
 from transformer.zoo._siglip import SIGLIP
 from transformer.zoo._smollm3 import SMOLLM3
@@ -99,6 +100,8 @@ ENTRIES: dict[str, Family] = {
         GEMMA3_IMAGES,
         PALIGEMMA,
         LLAVA,
+        QWEN2_VL,
+        QWEN2_5_VL,
     )
 }
 """Families by name. A model that several families can represent is saved as the first of them."""

@@ -290,7 +290,7 @@ def _without_unread(config: TransformerConfig) -> dict[str, Any]:
     """Return neutral values for the fields that this config does not use, or that its layers override."""
     values: dict[str, Any] = {}
     if config.position != "rotary":
-        values |= dict.fromkeys(("rotary.dim", "rotary.scaling"))
+        values |= dict.fromkeys(("rotary.dim", "rotary.scaling", "rotary.sections"))
         values |= {} if config.position == "rotary_grid" else {"rotary.base": None}
     else:
         values["rotary.dim"] = config.rotary.dim or config.size_of_head

@@ -9,16 +9,18 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
-from transformer.config._image_tokens import ImageTokens
+from transformer.config._image_tokens import DynamicImageTokens, ImageTokens
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
-from transformer.nn._axes import Array, Bool, Float, Hidden, Int, Logits, Positions, Tokens
+from transformer.nn._axes import Array, Bool, Coordinates, Float, Hidden, Int, Logits, Tokens
 from transformer.nn._blocks import Aux, kernel_init
+from transformer.nn._caches import next_positions
 from transformer.nn._layers import ACTIVATIONS, NORMS, Linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Encoder, sum_aux
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._dynamic_images import DynamicImageTower, ImagePatches, PatchMerger, TokenPlaces
 from transformer.nn.models._vision import VisionEncoder
 
 
@@ -81,16 +83,21 @@ class VisionLanguageModel(CausalLM):
     (arXiv 2503.19786). The config describes the decoder, and its `input` (`ImageTokens`) the images. Each image takes
     the place of `input.count` tokens with the id `input.token_id`.
 
-    Parameters in addition to those of a CausalLM: `image/` (an `ImageTower`), `projector/`, and with
-    `input.unused_layers` also `image_unused/`: layers and a final norm that files contain but that no result needs.
+    With `DynamicImageTokens`, images can have any size, and their number of tokens depends on it (Qwen2-VL, Wang et
+    al. 2024, arXiv 2409.12191). They are then given as `ImagePatches`.
+
+    Parameters in addition to those of a CausalLM: `image/` (an `ImageTower` or a `DynamicImageTower`), `projector/`,
+    and with `input.unused_layers` also `image_unused/`: layers and a final norm that files contain but that no result
+    needs.
 
     Raises:
-        ConfigError: if the config's input is not `ImageTokens`, or its token_id is None or not in the vocabulary.
+        ConfigError: if the config's input is not images between tokens, or its token_id is None or not in the
+            vocabulary.
     """
 
     def setup(self):
         super().setup()
-        config, images = self.config, self.config.image_tokens
+        config, images = self.config, self.config.image_tokens or self.config.dynamic_images
         if images is None:
             raise ConfigError(
                 "input is not images between tokens: a VisionLanguageModel needs input=ImageTokens(...). Set it."
@@ -104,6 +111,10 @@ class VisionLanguageModel(CausalLM):
             raise ConfigError(
                 f"input.token_id ({images.token_id}) must be below vocab_size ({config.vocab_size}). Change one."
             )
+        if isinstance(images, DynamicImageTokens):
+            self.image = DynamicImageTower(config.image_encoder, images, self.execution)
+            self.projector = PatchMerger(config, images)
+            return
         self.image = ImageTower(config.image_encoder, self.execution)
         self.projector = ImageProjector(config, images)
         if images.unused_layers is not None:
@@ -112,24 +123,26 @@ class VisionLanguageModel(CausalLM):
     def __call__(
         self,
         tokens: Tokens,
-        positions: Positions | None = None,
+        positions: Coordinates | None = None,
         mask: Mask | None = None,
         cache: Any = None,
         deterministic: bool = True,
-        images: Float[Array, "B I ..."] | None = None,
+        images: Float[Array, "B I ..."] | ImagePatches | None = None,
         prefix_lengths: Int[Array, " B"] | None = None,
     ) -> Logits | tuple[Logits, Any]:
         """Compute the logits of the next token at each position.
 
         Args:
             tokens: (B, T), token ids; each image of a row is `input.count` tokens with the id `input.token_id`.
-            positions: (B, T); None: 0, 1, 2, ..., continued after the tokens in the cache.
+            positions: (B, T); None: 0, 1, 2, ..., continued after the tokens in the cache. With `rotary.sections`, also
+                (B, T, 3): time, row and column; None: those of the images (`TokenPlaces`).
             mask: restrictions in addition to the causal mask. Where tokens attend to later ones
                 (`input.attention`), it must hide padding: `Mask.lengths(...)`.
             cache: a KV cache from `init_cache` or from the previous call.
             deterministic: False enables dropout (rng "dropout").
             images: (B, I, height, width, channels), floating-point, I images for each row in the order of their tokens;
-                rows with fewer images have any values for the rest. None: no images.
+                rows with fewer images have any values for the rest. For `DynamicImageTokens`: `ImagePatches`. None: no
+                images.
             prefix_lengths: (B,), with attention="prefix": number of first tokens of this call that attend to one
                 another; None: all tokens of a call with images, otherwise none.
 
@@ -146,15 +159,17 @@ class VisionLanguageModel(CausalLM):
     def run_stacks(
         self,
         tokens: Tokens,
-        positions: Positions | None = None,
+        positions: Coordinates | None = None,
         mask: Mask | None = None,
         cache: Any = None,
         deterministic: bool = True,
-        images: Float[Array, "B I ..."] | None = None,
+        images: Float[Array, "B I ..."] | ImagePatches | None = None,
         prefix_lengths: Int[Array, " B"] | None = None,
     ) -> tuple[Hidden, Any, Aux]:
         """Return hidden states (B, T, D), the cache, and aux, the layers' terms of the training loss."""
         config, auxes = self.config.image_tokens, []
+        if config is None:
+            return self._run_dynamic(tokens, positions, mask, cache, deterministic, images)
         x, is_image = self._embed(self.embedding, tokens), tokens == config.token_id
         if images is None and self.is_initializing():  # so that all parameters are created
             sizes = config.patches
@@ -169,6 +184,40 @@ class VisionLanguageModel(CausalLM):
         groups = self._groups(is_image, images is not None, prefix_lengths)
         if groups is not None:
             mask = Mask.groups(groups) & Mask.of(mask)
+        x, cache, aux = self.decoder(x, positions=positions, mask=mask, cache=cache, deterministic=deterministic)
+        return x, cache, sum_aux([*auxes, aux])
+
+    def _run_dynamic(
+        self,
+        tokens: Tokens,
+        positions: Coordinates | None,
+        mask: Mask | None,
+        cache: Any,
+        deterministic: bool,
+        images: ImagePatches | None,
+    ) -> tuple[Hidden, Any, Aux]:
+        """Return the result of `run_stacks` for `DynamicImageTokens`."""
+        config, auxes = self.config.dynamic_images, []
+        x, is_image = self._embed(self.embedding, tokens), tokens == config.token_id
+        if images is None and self.is_initializing():  # so that all parameters are created
+            sizes = (x.shape[0], 1, config.merge**2, config.patch_size, config.patch_size, config.channels)
+            blank = ImagePatches(jnp.zeros(sizes, x.dtype), jnp.full((x.shape[0], 1, 2), config.merge))
+            self.projector(self.image.features(blank, deterministic)[0])
+        start = jnp.zeros((x.shape[0], 1), jnp.int32) if cache is None else next_positions(cache)[:, None]
+        if images is None:
+            if positions is None:
+                positions = jnp.broadcast_to(start + jnp.arange(x.shape[1])[None], x.shape[:2])
+        else:
+            _check_patches(images, is_image, config)
+            vectors, aux = self.image.features(images, deterministic)
+            vectors = self.projector(vectors)
+            # Aux is per image: the sum over the images of a row is that of the row.
+            auxes.append(jax.tree.map(lambda one: one.reshape(x.shape[0], -1).sum(1), aux))
+            places = TokenPlaces.of(is_image, images.grid, config.merge, vectors.shape[1])
+            vectors = vectors.reshape(x.shape[0], -1, x.shape[2])  # (I, S, D) of all rows -> (B, I S, D)
+            index = jnp.minimum(places.vector, vectors.shape[1] - 1)
+            x = jnp.where(is_image[:, :, None], jnp.take_along_axis(vectors, index[:, :, None], axis=1), x)
+            positions = start[..., None] + places.coordinates if positions is None else positions
         x, cache, aux = self.decoder(x, positions=positions, mask=mask, cache=cache, deterministic=deterministic)
         return x, cache, sum_aux([*auxes, aux])
 
@@ -217,6 +266,29 @@ def _unused(config: TransformerConfig) -> TransformerConfig:
     changes = {"stack.prefix": (LayerKind(),) * unused, "stack.final_norm": True, "embedding.norm": False}
     changes |= {"position": "none", "max_length": None, "input": None}
     return config.image_encoder.replace(num_layers=max(unused, 1), **changes)
+
+
+def _check_patches(images: Any, is_image: Bool[Array, "B T"], config: DynamicImageTokens) -> None:
+    """Raise ValueError unless `images` are patches of the model, as many as the image tokens of each row.
+
+    Numbers are compared only for concrete values.
+    """
+    expected = (config.patch_size, config.patch_size, config.channels)
+    if not isinstance(images, ImagePatches) or images.shape[0] != is_image.shape[0] or images.shape[3:] != expected:
+        got = f"patches of shape {images.shape}" if isinstance(images, ImagePatches) else type(images).__name__
+        raise ValueError(
+            f"images must be ImagePatches of shape (batch {is_image.shape[0]}, images per row, patches, "
+            f"{', '.join(map(str, expected))}), got {got}. Create them with ImagePatches.of."
+        )
+    if isinstance(is_image, jax.core.Tracer) or isinstance(images.grid, jax.core.Tracer):
+        return
+    counts = (images.grid // config.merge).prod(2).sum(1)
+    for row, (found, wanted) in enumerate(zip(is_image.sum(1).tolist(), counts.tolist(), strict=True)):
+        if found != wanted:
+            raise ValueError(
+                f"row {row} has {found} image tokens, but its images need {wanted}: one for each square of "
+                f"{config.multiple} x {config.multiple} pixels. Put the tokens of each image into the text."
+            )
 
 
 def _check_image_tokens(is_image: Bool[Array, "B T"], vectors: int, each: int) -> None:

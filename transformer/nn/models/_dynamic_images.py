@@ -1,0 +1,195 @@
+"""Images of any size between the tokens of a decoder: their patches, encoder, tokens and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.config._image_tokens import DynamicImageTokens
+from transformer.config._model import Execution, TransformerConfig
+from transformer.nn._axes import Array, Bool, Float, Int, Leaf
+from transformer.nn._blocks import Aux, kernel_init
+from transformer.nn._layers import ACTIVATIONS, Linear
+from transformer.nn._masks import Mask
+from transformer.nn._parameter_axes import declare
+from transformer.nn._stacks import Encoder
+
+SMALLEST = 64
+"""smallest padded number of patches of an image"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ImagePatches:
+    """The patches of images of different sizes, I for each row of a batch, padded to P patches each.
+
+    The patches of an image are in the order of its tokens: first the merge x merge patches of the first token, row by
+    row. `of` makes them from images.
+    """
+
+    pixels: Leaf
+    """(B, I, P, p, p, channels)"""
+    grid: Leaf
+    """(B, I, 2), rows and columns of patches of each image; 0 and 0: no image"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of `pixels`."""
+        return self.pixels.shape
+
+    @staticmethod
+    def of(images: Sequence[Sequence[np.ndarray]], config: DynamicImageTokens) -> ImagePatches:
+        """Return the patches of images (height, width, channels), a list for each row.
+
+        The number of patches is rounded up to a power of two, so that few shapes are compiled.
+
+        Raises:
+            ValueError: there are no images, or the sides of one are not multiples of `config.multiple`.
+        """
+        for row in images:
+            for image in row:
+                check_image(image, config)
+        cut = [[_cut(image, config) for image in row] for row in images]
+        most = max(map(len, cut), default=0)
+        if most == 0:
+            raise ValueError("there are no images. Pass at least one.")
+        longest = max(len(patches) for row in cut for patches, _ in row)
+        length = max(SMALLEST, config.merge**2, 1 << (longest - 1).bit_length())
+        length = -(-length // config.merge**2) * config.merge**2
+        size = config.patch_size
+        pixels = np.zeros((len(images), most, length, size, size, config.channels), np.float32)
+        grid = np.zeros((len(images), most, 2), np.int32)
+        for i, row in enumerate(cut):
+            for j, (patches, sides) in enumerate(row):
+                pixels[i, j, : len(patches)], grid[i, j] = patches, sides
+        return ImagePatches(pixels, grid)
+
+
+def check_image(image: np.ndarray, config: DynamicImageTokens) -> None:
+    """Raise ValueError unless an image is (height, width, channels) with sides that are multiples of a token's."""
+    shape, each = np.shape(image), config.multiple
+    if len(shape) != 3 or shape[2] != config.channels or 0 in shape or shape[0] % each or shape[1] % each:
+        raise ValueError(
+            f"an image must be an array (height, width, channels) with {config.channels} channels, and a height and a "
+            f"width that are multiples of {each}, got shape {shape}. Apply the preprocessing of the model."
+        )
+
+
+def _cut(image: np.ndarray, config: DynamicImageTokens) -> tuple[np.ndarray, tuple[int, int]]:
+    """Return the patches (P, p, p, channels) of an image (height, width, channels), and its rows and columns."""
+    size, merge = config.patch_size, config.merge
+    rows, columns = image.shape[0] // size, image.shape[1] // size
+    x = np.asarray(image, np.float32)
+    # (rows / m, m, p, columns / m, m, p, C) -> (rows / m, columns / m, m, m, p, p, C) -> (P, p, p, C)
+    x = x.reshape(rows // merge, merge, size, columns // merge, merge, size, -1).transpose(0, 3, 1, 4, 2, 5, 6)
+    return x.reshape(rows * columns, size, size, -1), (rows, columns)
+
+
+class DynamicImageTower(nn.Module):
+    """An encoder of images of any size that returns one vector per patch (Qwen2-VL, arXiv 2409.12191, section 2.1).
+
+    Attention is among the patches of an image, and in some layers among those of a window. Parameters:
+    `tubelet_embedding/kernel` (frames, p, p, channels, D), for patches through all
+    frames (Arnab et al. 2021, arXiv 2103.15691, section 3.2), and `encoder/`.
+    """
+
+    parameter_axes = declare({"tubelet_embedding/kernel": "_ _ _ _ -> embed"}, role="input")
+
+    config: TransformerConfig
+    """of the encoder (`TransformerConfig.image_encoder`)"""
+    images: DynamicImageTokens
+    """the input of the model's config"""
+    execution: Execution = Execution()
+
+    def setup(self):
+        config = self.config
+        options = (False, kernel_init(config), config.dtype, config.param_dtype)
+        self.tubelet_embedding = Linear((config.d_model,), 4, *options)
+        self.encoder = Encoder(config, execution=self.execution)
+
+    def features(self, images: ImagePatches, deterministic: bool = True) -> tuple[Float[Array, "I P D"], Aux]:
+        """Encode the patches of all images of all rows, (I, P, D); also return aux, one number per image."""
+        pixels, grid = images.pixels.reshape(-1, *images.shape[2:]), images.grid.reshape(-1, 2)
+        # All frames of a patch show the same image: (I, P, p, p, C) -> (I, P, frames, p, p, C) -> (I, P, D).
+        pixels = jnp.broadcast_to(pixels[:, :, None], (*pixels.shape[:2], self.images.frames, *pixels.shape[2:]))
+        coordinates, windows = self._places(grid, pixels.shape[1])
+        counts = grid[:, 0] * grid[:, 1]
+        given = {"positions": coordinates, "mask": Mask.lengths(counts), "segments": windows}
+        x, _, aux = self.encoder(self.tubelet_embedding(pixels), **given, deterministic=deterministic)
+        return x, aux
+
+    def _places(self, grid: Int[Array, "I 2"], count: int) -> tuple[Int[Array, "I P 2"], Int[Array, "I P"] | None]:
+        """Return row and column of each patch, (I, P, 2), and its window, (I, P); None: there are no windows."""
+        merge, images = self.images.merge, self.images
+        square, inside = jnp.divmod(jnp.arange(count)[None], merge**2)  # the token of a patch, and its index there
+        row, column = jnp.divmod(square, jnp.maximum(grid[:, 1:] // merge, 1))  # of the token, (I, P)
+        coordinates = jnp.stack([row * merge + inside // merge, column * merge + inside % merge], -1)
+        if images.window_size is None:
+            return coordinates, None
+        side = images.window_size // images.multiple  # tokens per side of a window
+        # More windows than a row can have, so that each pair of numbers is another window. 0 would mark padding.
+        return coordinates, 1 + row // side * (count + 1) + column // side
+
+
+class PatchMerger(nn.Module):
+    """Map each square of patches to one token: two linear layers with GELU between them (Qwen2-VL, section 2.1).
+
+    Parameters: `hidden/` and `projection/`.
+    """
+
+    config: TransformerConfig
+    images: DynamicImageTokens
+    """the config's input"""
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "I P Di"]) -> Float[Array, "I S D"]:
+        """Map the patches of images (I, P, Di), in the order of `ImagePatches`, to S = P / merge^2 tokens, (I, S, D)."""
+        config, merged = self.config, self.images.merge**2
+        options = (1, True, kernel_init(config), config.dtype, config.param_dtype)
+        x = x.reshape(x.shape[0], x.shape[1] // merged, merged * x.shape[2])
+        x = ACTIVATIONS["gelu_erf"](Linear((x.shape[2],), *options, name="hidden")(x))
+        return Linear((config.d_model,), *options, name="projection")(x)
+
+
+@dataclass(frozen=True)
+class TokenPlaces:
+    """Which vector of an image replaces each token of a row, and the positions of the tokens."""
+
+    vector: Int[Array, "B T"]
+    """index of the vector among those of the row, I S of them"""
+    coordinates: Int[Array, "B T 3"]
+    """time, row and column of each token, without the tokens before this call"""
+
+    @staticmethod
+    def of(is_image: Bool[Array, "B T"], grid: Int[Array, "B I 2"], merge: int, vectors: int) -> TokenPlaces:
+        """Return the places of tokens, of which `is_image` are those of images.
+
+        The tokens of an image start at the position p after the last token: all have the time p, and the row r and
+        column c of the image have the coordinates p + r and p + c. A text goes on after the largest of them. A token of
+        a text has three equal coordinates (Qwen2-VL, Wang et al. 2024, section 2.1).
+
+        Args:
+            is_image: (B, T).
+            grid: (B, I, 2), rows and columns of patches of the images of each row.
+            merge: patches per side of a token.
+            vectors: S, number of vectors of each image, padding included.
+        """
+        rows, columns = grid[..., 0] // merge, grid[..., 1] // merge  # (B, I), in tokens
+        counts = rows * columns
+        ends = jnp.cumsum(counts, axis=1)
+        before = jnp.cumsum(is_image, axis=1) - is_image  # number of image tokens before each token, (B, T)
+        # The image of an image token is the number of complete images before it. (B, T, I) -> (B, T)
+        number = (ends[:, None, :] <= before[:, :, None]).sum(2)
+        image = jnp.minimum(number, grid.shape[1] - 1)
+        inside = jnp.where(is_image, before - jnp.take_along_axis(ends - counts, image, axis=1), 0)
+        # An image of R x C tokens moves the position by max(R, C) instead of R C.
+        saved = jnp.cumsum(jnp.maximum(rows, columns) - counts, axis=1)
+        saved = jnp.take_along_axis(jnp.pad(saved, ((0, 0), (1, 0))), number, axis=1)
+        start = jnp.arange(is_image.shape[1])[None] + saved - inside
+        row, column = jnp.divmod(inside, jnp.maximum(jnp.take_along_axis(columns, image, axis=1), 1))
+        return TokenPlaces(image * vectors + inside, jnp.stack([start, start + row, start + column], -1))
