@@ -21,7 +21,10 @@ MARKERS = {
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
     "paligemma": ["<image>"],
     "llava": ["<image>"],
+    "qwen2_vl": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"],
+    "qwen2_5_vl": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"],
 }
+"""Special tokens of images of each family."""
 TOKENS = {name: markers[-1] for name, markers in MARKERS.items()}
 """Name of the image token of each family."""
 NAMED = {
@@ -32,7 +35,10 @@ NAMED = {
     },
     "paligemma": {"image_token": "<image>"},
     "llava": {"image_token": "<image>"},
+    "qwen2_vl": {},
+    "qwen2_5_vl": {},
 }
+_QWEN = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 3, "merge_size": 2, "temporal_patch_size": 2}
 PREPROCESSING = {
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 12, "width": 12}, "resample": 2},
     "paligemma": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 6, "width": 6}, "resample": 3},
@@ -41,6 +47,9 @@ PREPROCESSING = {
         "size": {"shortest_edge": 6},
         "crop_size": {"height": 6, "width": 6},
     },
+    # From 3 to 6 tokens of 6 x 6 pixels.
+    "qwen2_vl": {**_QWEN, "size": {"shortest_edge": 108, "longest_edge": 216}},
+    "qwen2_5_vl": {**_QWEN, "size": {"shortest_edge": 108, "longest_edge": 216}},
 }
 PREPROCESSING["paligemma"]["image_seq_length"] = 4
 TEMPLATE = (
@@ -50,6 +59,12 @@ TEMPLATE = (
     "{% else %}{{ part['text'] | trim }}{% endif %}{% endfor %}{% endif %}{{ '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
+
+
+def marker(family: str) -> str:
+    """Return the text that stands for an image in a prompt."""
+    names = MARKERS[family]
+    return f"{names[0]}{names[2]}{names[1]}" if family.startswith("qwen") else names[0]
 
 
 def tokenizer(family: str) -> PretrainedTokenizer:
@@ -62,9 +77,8 @@ def tokenizer(family: str) -> PretrainedTokenizer:
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
     made.add_special_tokens([AddedToken(name, normalized=False) for name in (*SPECIAL, *MARKERS[family])])
     made.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])])
-    marker = MARKERS[family][0]
     named = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "tokenizer_class": "TokenizersBackend"}
-    named |= {"chat_template": TEMPLATE.replace("MARKER", marker), "extra_special_tokens": NAMED[family]}
+    named |= {"chat_template": TEMPLATE.replace("MARKER", marker(family)), "extra_special_tokens": NAMED[family]}
     return PretrainedTokenizer(
         {"tokenizer.json": made.to_str().encode(), "tokenizer_config.json": json.dumps(named).encode()}
     )
@@ -75,7 +89,8 @@ def write_vision_model(directory: Path, family: str) -> Path:
     made, entry = tokenizer(family), ENTRIES[family]
     values = next(iter(golden_case.cases(family).values())).values
     text = values["text_config"] | {"vocab_size": made.vocab_size, "max_position_embeddings": 200}
-    values = values | {"text_config": text, "image_token_index": made.vocabulary.index(TOKENS[family])}
+    name = next(name for name in ("image_token_id", "image_token_index") if name in values)
+    values = values | {"text_config": text, name: made.vocabulary.index(TOKENS[family])}
     head = next(iter(entry.heads.values()))
     model = head.model(entry.read(values, head))
     shapes = parameter_shapes(abstract_params(model))

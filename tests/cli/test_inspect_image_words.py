@@ -12,9 +12,10 @@ from vision_parts import picture, write_vision_model
 
 from transformer.__main__ import main
 from transformer.inference import encode_with_images, image_attention, open_model
+from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.viz import attention_maps, attention_rollout
 
-FAMILIES = ("gemma3", "paligemma", "llava")
+FAMILIES = ("gemma3", "paligemma", "llava", "qwen2_5_vl")
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,10 @@ def test_the_weights_are_those_of_the_queries_that_predict_the_words(models, fam
     opened = open_model(paths[family])
     found = image_attention(opened, str(folder / "a.png"), "A is", max_new_tokens=6)
     config = opened.model.config
-    assert found.patches.grid == (2, 2)  # Gemma 3: 4 x 4 patches, pooled 2 x 2
-    assert found.patches.patch_size == config.image_tokens.patches.patch_size * config.image_tokens.pool
-    assert found.weights.shape == (config.num_layers, config.num_heads, len(found.words), 4)
+    dynamic, fixed = config.dynamic_images, config.image_tokens
+    assert found.patches.grid == ((2, 3) if dynamic else (2, 2))  # Gemma 3: 4 x 4 patches, pooled 2 x 2
+    assert found.patches.patch_size == (dynamic.multiple if dynamic else fixed.patches.patch_size * fixed.pool)
+    assert found.weights.shape == (config.num_layers, config.num_heads, len(found.words), found.patches.count)
     assert "".join(found.words) == found.text
     ids, pixels = encode_with_images(opened, "A is", [str(folder / "a.png")])
     execution = dataclasses.replace(opened.model.execution, attention="reference", sow_weights=True)
@@ -42,12 +44,12 @@ def test_the_weights_are_those_of_the_queries_that_predict_the_words(models, fam
     _, seen = model.apply(
         {"params": opened.params},
         jnp.array([ids]),
-        images=jnp.asarray(pixels[0])[None, None],
+        images=ImagePatches.of([pixels], dynamic) if dynamic else jnp.asarray(pixels[0])[None, None],
         mutable=["intermediates"],
         **prefix,
     )
     maps = attention_maps({"decoder": seen["intermediates"]["decoder"]}, config)
-    keys = np.flatnonzero(np.array(ids) == config.image_tokens.token_id)
+    keys = np.flatnonzero(np.array(ids) == config.input.token_id)
     one = image_attention(opened, str(folder / "a.png"), "A is", max_new_tokens=1)
     assert len(one.words) == 1
     for layer, shown in enumerate(maps):

@@ -1,8 +1,10 @@
 """Prompts with images: their tokens, generation, and conversations."""
 
+import re
+
 import numpy as np
 import pytest
-from vision_parts import MARKERS, TOKENS, picture, write_vision_model
+from vision_parts import MARKERS, TOKENS, marker, picture, write_vision_model
 
 from transformer.chat import Chat
 from transformer.config import ConfigError
@@ -11,7 +13,7 @@ from transformer.generate._streaming import TokenStream
 from transformer.inference import encode_with_images, image_prompts, open_model
 
 GREEDY = Sampling(temperature=0.0)
-FAMILIES = ("gemma3", "paligemma", "llava")
+FAMILIES = ("gemma3", "paligemma", "llava", "qwen2_vl", "qwen2_5_vl")
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +34,13 @@ def opened(tmp_path_factory):
         ("paligemma", "A<image> is", "A" + 4 * "<image>" + "<bos> is\n"),
         ("llava", "A <image>\nis", "<bos>A " + 4 * "<image>" + "\nis"),
         ("llava", "is", "<bos>" + 4 * "<image>" + "is"),
+        ("qwen2_vl", "is", "<bos><|vision_start|>" + 6 * "<|image_pad|>" + "<|vision_end|>is"),
     ],
 )
 def test_a_marker_is_expanded(opened, family, prompt, text):
     ids, pixels = encode_with_images(opened[family], prompt, [picture(1)])
     assert "".join(opened[family].tokenizer._library.id_to_token(i) for i in ids).replace("▁", " ") == text
-    assert pixels[0].shape == ((12, 12, 3) if family == "gemma3" else (6, 6, 3))
+    assert pixels[0].shape == {"gemma3": (12, 12, 3), "qwen2_vl": (12, 18, 3)}.get(family, (6, 6, 3))
 
 
 def test_line_breaks_around_an_image_join_those_of_the_text(opened):
@@ -47,11 +50,11 @@ def test_line_breaks_around_an_image_join_those_of_the_text(opened):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_number_of_images_is_that_of_the_markers(opened, family):
-    marker = MARKERS[family][0]
-    with pytest.raises(ConfigError, match=rf"2 image markers \({marker}\), but 1 images are given"):
-        encode_with_images(opened[family], f"{marker}{marker}A", [picture(1)])
+    name = marker(family)
+    with pytest.raises(ConfigError, match=rf"2 image markers \({re.escape(name)}\), but 1 images are given"):
+        encode_with_images(opened[family], f"{name}{name}A", [picture(1)])
     with pytest.raises(ConfigError, match=r"1 image markers .* but 0 images"):
-        encode_with_images(opened[family], f"{marker}A", [])
+        encode_with_images(opened[family], f"{name}A", [])
 
 
 def test_other_special_tokens_in_a_prompt_are_refused(opened):
@@ -74,13 +77,13 @@ def test_generate_checks_images_before_it_computes(opened):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "paligemma", "llava"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_does_not_depend_on_the_others_and_a_stream_gives_the_same(opened, family):
     """Rows of different lengths, with two images, one and none; the stream reads each prompt in one call."""
-    one, marker = opened[family], MARKERS[family][0]
+    one, name = opened[family], marker(family)
     given = [
-        encode_with_images(one, f"A{marker}is{marker} B", [picture(1), picture(2)]),
-        encode_with_images(one, f"{marker} is it, is it, is it?", [picture(2)]),
+        encode_with_images(one, f"A{name}is{name} B", [picture(1), picture(2, 9, 30)]),
+        encode_with_images(one, f"{name} is it, is it, is it?", [picture(2)]),
         (one.tokenizer.encode_source("is it"), []),
     ]
     options = {"max_new_tokens": 6, "sampling": GREEDY}
@@ -99,13 +102,13 @@ def test_a_row_does_not_depend_on_the_others_and_a_stream_gives_the_same(opened,
     assert abs(first[0] - first[1]) > 2e-5  # the picture matters, also for equal tokens
 
 
-@pytest.mark.parametrize("family", ["gemma3", pytest.param("llava", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", pytest.param("llava", marks=pytest.mark.slow)])
 def test_a_conversation_about_an_image(opened, family):
     one = opened[family]
     chat = Chat(one.model, one.params, one.tokenizer, images=image_prompts(one))
     user = {"role": "user", "content": [{"type": "image", "image": picture(1)}, {"type": "text", "text": "is it?"}]}
     ids = chat.encode([user], add_generation_prompt=True).ids
-    assert ids.count(one.model.config.image_tokens.token_id) == 4
+    assert ids.count(one.model.config.input.token_id) == (6 if family == "qwen2_5_vl" else 4)
     first = chat.reply([user], max_new_tokens=5)
     turns = [user, first.message, {"role": "user", "content": "B?"}]
     cached = chat.reply(turns, max_new_tokens=5)  # reads only the new message

@@ -38,9 +38,12 @@ class ImagePrompts:
     token_id: int
     """id of the image token"""
     count: int
-    """number of image tokens per image"""
+    """number of image tokens per image in the text"""
     read: Callable[[Sequence[Any]], list[np.ndarray]]
     """preprocessing: paths, PIL images or arrays -> arrays (height, width, channels)"""
+    count_of: Callable[[Any], int] | None = None
+    """number of tokens of one image, if it depends on the image: each image token of the text then stands for so many,
+    and `count` is 1; None: `count`"""
 
     @property
     def marker(self) -> str:
@@ -60,8 +63,20 @@ class ImagePrompts:
                 f"image for each marker. Add or remove markers or images."
             )
 
+    def repeated(self, ids: Sequence[int], sources: Sequence[Any]) -> list[int]:
+        """Return the indices of the tokens, in which each image token is repeated for the tokens of its image.
+
+        Args:
+            ids: of a text with as many images as there are sources.
+            sources: paths, PIL images or arrays.
+        """
+        if self.count_of is None:
+            return list(range(len(ids)))
+        counts = iter([self.count_of(source) for source in sources])
+        return [i for i, token in enumerate(ids) for _ in range(next(counts) if token == self.token_id else 1)]
+
     def encode(self, prompt: str, images: int, tokenizer: PretrainedTokenizer) -> list[int]:
-        """Return the token ids of a prompt about images.
+        """Return the token ids of a prompt about images, before `repeated`.
 
         Without a marker in the prompt, the images come first.
 
@@ -83,8 +98,9 @@ class ImagePrompts:
             begin = "" if tokenizer.bos_id is None else tokenizer.tokens([tokenizer.bos_id])[0]
             end = prompt.rfind(self.marker) + len(self.marker) if images else 0
             prompt = f"{prompt[:end]}{begin}{prompt[end:]}\n"
-        names = {name for name in tokenizer.special_tokens if name and not name.isspace()} - {begin, self.marker}
-        if found := next((name for name in sorted(names) if name in prompt), None):
+        names = {name for name in tokenizer.special_tokens if name and not name.isspace()} - {begin}
+        rest = prompt.replace(self.marker, "")
+        if found := next((name for name in sorted(names) if name in rest), None):
             raise ConfigError(
                 f"the prompt contains {found!r}, the name of a special token, which a prompt with images can't "
                 f"contain. Remove it."

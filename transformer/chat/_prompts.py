@@ -82,10 +82,13 @@ class ChatPrompts:
             messages, tools, documents, add_generation_prompt, continue_final_message, switches
         )
         found = encoder.encode(values, continue_final_message)
-        if self._images is not None:
-            tokens = found.ids.count(self._images.token_id)
-            self._images.check_count(tokens // self._images.count, len(sources))
-        return found
+        if self._images is None:
+            return found
+        tokens = found.ids.count(self._images.token_id)
+        self._images.check_count(tokens // self._images.count, len(sources))
+        places = self._images.repeated(found.ids, sources)
+        ids, generated, offsets = ([part[i] for i in places] for part in (found.ids, found.generated, found.offsets))
+        return dataclasses.replace(found, ids=ids, generated=generated, offsets=offsets)
 
     def _encoder(self, tools: bool) -> ChatEncoder:
         template = self._given

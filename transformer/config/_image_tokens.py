@@ -151,8 +151,8 @@ class DynamicImageTokens:
         layers = self.full_attention_layers
         if not isinstance(layers, tuple) or not all(type(n) is int and 0 <= n < self.num_layers for n in layers):
             raise ConfigError(
-                f"full_attention_layers must be a tuple of indices from 0 to {self.num_layers - 1}, got {layers!r:.80}. "
-                f"Correct it."
+                f"full_attention_layers must be a tuple of indices from 0 to {self.num_layers - 1}, got "
+                f"{layers!r:.80}. Correct it."
             )
         if layers and self.window_size is None:
             raise ConfigError("full_attention_layers are exceptions from windows. Set window_size, or remove them.")

@@ -33,7 +33,7 @@ class Batch:
     lengths: Leaf
     """(B,), number of tokens; for frames, number of encoder positions"""
     images: Leaf | None = None
-    """(B, I, height, width, channels), images of the prompts of a VisionLanguageModel; None: no images"""
+    """(B, I, height, width, channels), or `ImagePatches`: images of the prompts of a VisionLanguageModel; None: none"""
 
 
 def prefill(

@@ -10,11 +10,13 @@ from typing import Any, SupportsIndex, TypeAlias
 import numpy as np
 
 from transformer.config._checks import ConfigError
+from transformer.config._image_tokens import DynamicImageTokens, ImageTokens
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.generate._decoding import Batch
 from transformer.nn.kernels import portable
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._dynamic_images import ImagePatches, check_image
 from transformer.nn.models._encoders import Classifier
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText, check_frames
@@ -117,14 +119,20 @@ def target_rows(
     return rows
 
 
-def image_rows(model: Any, prompts: Sequence[np.ndarray], images: Sequence[Any] | None) -> np.ndarray | None:
+def image_rows(
+    model: Any, prompts: Sequence[np.ndarray], images: Sequence[Any] | None
+) -> np.ndarray | ImagePatches | None:
     """Return the images of prompts as one array (B, I, height, width, channels), with zeros where a row has fewer.
+
+    For a model that reads images of any size, return `ImagePatches`.
 
     Raises:
         ValueError: if the model reads no images, an image has another shape, or a prompt does not have the tokens of
             its images.
     """
-    config = model.config.image_tokens if isinstance(model, VisionLanguageModel) else None
+    config = None
+    if isinstance(model, VisionLanguageModel):
+        config = model.config.image_tokens or model.config.dynamic_images
     if images is not None and config is None:
         raise ValueError(
             f"images are only supported for a VisionLanguageModel: this {type(model).__name__} reads only text. Remove "
@@ -137,24 +145,36 @@ def image_rows(model: Any, prompts: Sequence[np.ndarray], images: Sequence[Any] 
         raise ValueError(
             f"images must be one list of images for each of the {len(prompts)} prompts, got {len(images)}."
         )
-    shape = (config.patches.image_height, config.patches.image_width, config.patches.channels)
     for number, (row, its_images) in enumerate(zip(prompts, images, strict=True)):
-        if wrong := [np.shape(image) for image in its_images if np.shape(image) != shape]:
-            raise ValueError(
-                f"the images of prompt {number} must be arrays (height, width, channels) of shape {shape}, got "
-                f"{wrong[0]}. Apply the preprocessing of the model."
-            )
-        found, wanted = int((np.asarray(row) == config.token_id).sum()), len(its_images) * config.count
-        if found != wanted:
+        counts = [_count_tokens(config, number, image) for image in its_images]
+        if (found := int((np.asarray(row) == config.token_id).sum())) != sum(counts):
+            each = ", ".join(map(str, sorted(set(counts))))
             raise ValueError(
                 f"prompt {number} has {found} image tokens (id {config.token_id}), but {len(its_images)} images need "
-                f"{wanted}, {config.count} each. Put the tokens of each image into the prompt."
+                f"{sum(counts)}{f', {each} each' if counts else ''}. Put the tokens of each image into the prompt."
             )
     most = max(map(len, images))
     if most == 0:
         return None
+    if isinstance(config, DynamicImageTokens):
+        return ImagePatches.of(images, config)
+    shape = (config.patches.image_height, config.patches.image_width, config.patches.channels)
     blank = np.zeros(shape, np.float32)
     return np.stack([np.stack([*row, *[blank] * (most - len(row))]) for row in images]).astype(np.float32)
+
+
+def _count_tokens(config: ImageTokens | DynamicImageTokens, number: int, image: Any) -> int:
+    """Return the number of tokens of an image of the prompt `number`; raise ValueError for another shape."""
+    if isinstance(config, DynamicImageTokens):
+        check_image(image, config)
+        return config.count(*np.shape(image)[:2])
+    shape = (config.patches.image_height, config.patches.image_width, config.patches.channels)
+    if np.shape(image) != shape:
+        raise ValueError(
+            f"the images of prompt {number} must be arrays (height, width, channels) of shape {shape}, got "
+            f"{np.shape(image)}. Apply the preprocessing of the model."
+        )
+    return config.count
 
 
 def slots_of_prompts(rows: Sequence[np.ndarray], source: Batch | None, longest: int | None) -> int:

@@ -41,6 +41,7 @@ from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey
 from transformer.nn._caches import cache_length, lengthen_cache, set_cache_length
 from transformer.nn._masks import Mask
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._dynamic_images import ImagePatches
 
 WIDTHS = (16, 64, 256, 1024)
 """numbers of tokens that one call reads; the last tokens of a prompt are padded to the next width"""
@@ -103,7 +104,7 @@ class TokenStream:
         self._cache: Any = None
         self._slots = 0
         self._read: list[int] = []  # tokens whose keys and values are in the cache
-        self._images: np.ndarray | None = None  # images among them
+        self._images: np.ndarray | ImagePatches | None = None  # images among them
         self._text: object = None  # identifies the text that uses the cache
 
     def generate(
@@ -146,7 +147,7 @@ class TokenStream:
         keys: PRNGKey,
         choice: SamplerParams,
         ends: np.ndarray,
-        pixels: np.ndarray | None,
+        pixels: np.ndarray | ImagePatches | None,
         constraint: Constraint | None,
     ) -> Iterator[Piece]:
         text = self._text = object()
@@ -178,7 +179,9 @@ class TokenStream:
             seconds = (time.perf_counter() - started) / max(int(out.steps), 1)
             steps = max(1, min(MOST_STEPS, round(SECONDS / max(seconds, 1e-6)), 2 * steps))
 
-    def _prefilled(self, prompt: np.ndarray, limit: int, choice: SamplerParams, pixels: np.ndarray | None) -> _Row:
+    def _prefilled(
+        self, prompt: np.ndarray, limit: int, choice: SamplerParams, pixels: np.ndarray | ImagePatches | None
+    ) -> _Row:
         """Read the tokens of a prompt that are not in the cache yet."""
         self._make_room(len(prompt) + limit if pixels is None else bucket(len(prompt)) + limit)
         tokens = prompt.tolist()
@@ -208,11 +211,14 @@ class TokenStream:
             history = History(seen, np.zeros(seen.shape, np.int32))
         return _Row(logits, cache, history)
 
-    def _has_images(self, prompt: np.ndarray, same: int, pixels: np.ndarray) -> bool:
+    def _has_images(self, prompt: np.ndarray, same: int, pixels: np.ndarray | ImagePatches) -> bool:
         """Return whether the first `same` tokens of the prompt, which are in the cache, contain all of its images."""
-        config = self._model.config.image_tokens
-        inside = config.attention != "prefix" and not (prompt[same:] == config.token_id).any()
-        return inside and self._images is not None and np.array_equal(self._images, pixels)
+        fixed, dynamic = self._model.config.image_tokens, self._model.config.dynamic_images
+        inside = not (prompt[same:] == (fixed or dynamic).token_id).any()
+        if not inside or self._images is None or (fixed is not None and fixed.attention == "prefix"):
+            return False
+        pairs = zip(jax.tree.leaves(self._images), jax.tree.leaves(pixels), strict=True)
+        return all(np.array_equal(one, other) for one, other in pairs)
 
     def _make_room(self, needed: int) -> None:
         """Create or lengthen the cache, to a power of two or to the length of the position table."""
@@ -263,7 +269,7 @@ def read_tokens(
     before: Int[Array, " 1"],
     count: Int[Array, " 1"],
     cache: Any,
-    images: Float[Array, "1 I ..."] | None = None,
+    images: Float[Array, "1 I ..."] | ImagePatches | None = None,
 ) -> tuple[Float[Array, "1 V"], Any]:
     """Read the first `count` of T tokens after the first `before` tokens of the cache; the others are padding.
 
@@ -271,8 +277,9 @@ def read_tokens(
         The logits (1, V) after the last token, and the cache.
     """
     cache = set_cache_length(cache, before)
-    positions = before[:, None] + jnp.arange(tokens.shape[1])[None, :]
+    positions = None  # they go on after those in the cache
     if model.config.position == "learned":
+        positions = before[:, None] + jnp.arange(tokens.shape[1])[None, :]
         positions = jnp.minimum(positions, model.config.max_length - 1)  # padding may be past the table
     given: dict[str, Any] = {"cache": cache}
     if images is not None or model.config.reads_lengths:  # the mask must hide the padding

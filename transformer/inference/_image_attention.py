@@ -23,6 +23,7 @@ from transformer.inference._images import with_size_of
 from transformer.inference._loading import LoadedModel
 from transformer.inference._word_times import word_slices
 from transformer.nn._axes import Array, Int
+from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.nn.models._vision_language import VisionLanguageModel
 from transformer.viz._attention_weights import AttentionMap, attention_rollout, layer_weights
 
@@ -50,7 +51,7 @@ def _weights(
     model: VisionLanguageModel,
     params: Any,
     tokens: Int[Array, "1 T"],
-    images: Float[Array, "1 1 H W C"],
+    images: Float[Array, "1 1 H W C"] | ImagePatches,
     queries: Int[Array, " Q"],
     keys: Int[Array, " P"],
     prefix: int | None,
@@ -109,7 +110,7 @@ def image_attention(opened: LoadedModel, image: Any, prompt: str, *, max_new_tok
     slices = word_slices(decode, new, None)
     if not slices:
         raise ValueError("the model generated no text for this image and prompt. Pass another prompt.")
-    config = opened.model.config.image_tokens
+    fixed, dynamic = opened.model.config.image_tokens, opened.model.config.dynamic_images
     read = np.array([*ids, *new[:-1]])
     model = decoding_model(opened.model)
     model = model.clone(execution=dataclasses.replace(model.execution, attention="reference", sow_weights=True))
@@ -118,20 +119,21 @@ def image_attention(opened: LoadedModel, image: Any, prompt: str, *, max_new_tok
             model,
             opened.params,
             jnp.asarray(read[None], jnp.int32),
-            jnp.asarray(pixels[0])[None, None],
+            jnp.asarray(pixels[0])[None, None] if dynamic is None else ImagePatches.of([pixels], dynamic),
             jnp.arange(len(ids) - 1, len(read)),  # position i - 1 predicts token i
-            jnp.asarray(np.flatnonzero(read == config.token_id)),
-            len(ids) if config.attention == "prefix" else None,
+            jnp.asarray(np.flatnonzero(read == (fixed or dynamic).token_id)),
+            len(ids) if fixed is not None and fixed.attention == "prefix" else None,
         )
     )
     none = np.zeros(means.shape[1:], bool)
     rollouts = attention_rollout([AttentionMap("decoder", i, "self", one[None], none) for i, one in enumerate(means)])
-    rollout = np.stack([one.weights[0, len(ids) - 1 :][:, read == config.token_id] for one in rollouts])
+    rollout = np.stack([one.weights[0, len(ids) - 1 :][:, read == (fixed or dynamic).token_id] for one in rollouts])
+    height, width, channels = pixels[0].shape
     patches = Patches(
-        image_height=config.patches.image_height,
-        image_width=config.patches.image_width,
-        patch_size=config.patches.patch_size * config.pool,
-        channels=config.patches.channels,
+        image_height=height,
+        image_width=width,
+        patch_size=dynamic.multiple if fixed is None else fixed.patches.patch_size * fixed.pool,
+        channels=channels,
         class_token=False,
         drop_remainder=True,
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from transformer.chat._image_prompts import ImagePrompts, ImageText
 from transformer.config._checks import ConfigError
+from transformer.config._image_tokens import ImageTokens
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer_files import as_pretrained
 from transformer.inference._images import with_size_of
@@ -41,7 +42,7 @@ def image_prompts(opened: LoadedModel, processor: ImageProcessor | None = None) 
 
         processor = image_processor(opened.directory)
     with_size_of(opened, processor)
-    images = opened.model.config.image_tokens
+    images = opened.model.config.image_tokens or opened.model.config.dynamic_images
     text = ImageText() if opened.pretrained is None else opened.pretrained.family.image_text or ImageText()
     tokenizer = _tokenizer(opened)
     names = {text.before.strip(), text.after.strip()} - {""}
@@ -56,7 +57,10 @@ def image_prompts(opened: LoadedModel, processor: ImageProcessor | None = None) 
     def read(sources: Sequence[Any]) -> list[np.ndarray]:
         return [processor([source])[0] for source in sources]
 
-    return ImagePrompts(text=text, token=name, token_id=images.token_id, count=images.count, read=read)
+    found = {"text": text, "token": name, "token_id": images.token_id, "read": read}
+    if isinstance(images, ImageTokens):
+        return ImagePrompts(count=images.count, **found)
+    return ImagePrompts(count=1, count_of=lambda source: images.count(*processor.size_of(source)), **found)
 
 
 def encode_with_images(
@@ -66,8 +70,8 @@ def encode_with_images(
 
     Args:
         opened: a vision-language model.
-        prompt: the text, with a marker for each image (Gemma 3: `<start_of_image>`, LLaVA and PaliGemma: `<image>`);
-            without any marker, the images come first.
+        prompt: the text, with a marker for each image (Gemma 3: `<start_of_image>`, LLaVA and PaliGemma: `<image>`,
+            Qwen2-VL: `<|vision_start|><|image_pad|><|vision_end|>`); without any marker, the images come first.
         images: paths, PIL images or arrays, see `media.open_image`.
         prompts: the result of `image_prompts`; None: it is computed.
 
@@ -80,7 +84,7 @@ def encode_with_images(
     """
     prompts = image_prompts(opened) if prompts is None else prompts
     ids = prompts.encode(prompt, len(images), _tokenizer(opened))
-    return ids, prompts.read(images)
+    return [ids[i] for i in prompts.repeated(ids, images)], prompts.read(images)
 
 
 def _tokenizer(opened: LoadedModel) -> PretrainedTokenizer:

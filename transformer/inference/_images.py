@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._checks import ConfigError
+from transformer.config._image_tokens import DynamicImageTokens
 from transformer.inference._loading import LoadedModel
 from transformer.inference._reading import Class, class_names, class_of, finite
 from transformer.nn.models._dual import DualEncoder
@@ -106,6 +107,9 @@ def with_size_of(opened: LoadedModel, processor: ImageProcessor) -> LoadedModel:
         ConfigError: the model reads only images of another size.
     """
     config, size = opened.model.config, processor.size
+    if config.dynamic_images is not None:
+        _check_multiple(opened, processor, config.dynamic_images)
+        return opened
     patches = config.patches or (config.images or config.image_tokens).patches
     wanted = (patches.image_height, patches.image_width)
     fits = len(processor.mean) == patches.channels
@@ -123,6 +127,17 @@ def with_size_of(opened: LoadedModel, processor: ImageProcessor) -> LoadedModel:
             f"preprocessor_config.json, pass another processor, or change the model with zoo.with_image_size."
         )
     return opened
+
+
+def _check_multiple(opened: LoadedModel, processor: ImageProcessor, images: DynamicImageTokens) -> None:
+    """Raise ConfigError unless the preprocessing gives images whose sides are multiples of those of a token."""
+    if (processor.multiple, len(processor.mean)) != (images.multiple, images.channels):
+        given = "other sizes" if processor.multiple is None else f"multiples of {processor.multiple}"
+        raise ConfigError(
+            f"the model in {opened.directory} reads images whose sides are multiples of {images.multiple} pixels, with "
+            f"{images.channels} channels, but its preprocessing gives {given} with {len(processor.mean)} channels. "
+            f"Correct its preprocessor_config.json, or pass another processor."
+        )
 
 
 def _batches(images: Sequence[Any], processor: ImageProcessor) -> Iterator[np.ndarray]:

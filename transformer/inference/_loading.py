@@ -22,6 +22,7 @@ from transformer.media._image_settings import image_processor, save_image_proces
 from transformer.nn._adapted import has_encoded
 from transformer.nn.models._audio import SpeechRecognizer
 from transformer.nn.models._seq2seq import Seq2Seq
+from transformer.nn.models._vision_language import VisionLanguageModel
 from transformer.zoo._opening import open_weights
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ def open_model(
 def _documented_context(found: Pretrained) -> int | None:
     """Return max_position_embeddings, the documented context length of a model without a position table."""
     inner = found.fields.get("text_config")  # of a vision-language model
-    fields = inner if isinstance(inner, dict) and found.model.config.image_tokens is not None else found.fields
+    fields = inner if isinstance(inner, dict) and isinstance(found.model, VisionLanguageModel) else found.fields
     length = fields.get("max_position_embeddings")
     if length is not None and (type(length) is not int or length < 1):
         raise ConfigError(

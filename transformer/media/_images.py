@@ -120,16 +120,28 @@ class ImageProcessor:
             )
         return np.stack(results)
 
-    def _one(self, image: Any) -> np.ndarray:
+    def size_of(self, image: Any) -> tuple[int, int]:
+        """Return height and width of one image after preprocessing, without computing it.
+
+        Raises:
+            FileNotFoundError, ValueError: as a call.
+        """
+        height, width = self._opened(image).shape[:2]
+        return self.size or self._resized(height, width) or (height, width)
+
+    def _opened(self, image: Any) -> np.ndarray:
         from transformer.media._image_files import open_image  # needs Pillow, which the settings alone do not
 
         x = open_image(image, len(self.mean))
-        name = str(image) if isinstance(image, str) or hasattr(image, "__fspath__") else "the image"
         if self.multiple is not None and max(x.shape[:2]) > MAX_ASPECT_RATIO * min(x.shape[:2]):
             raise ValueError(
-                f"{name} has {x.shape[1]} x {x.shape[0]} pixels: expected sides with a ratio of at most "
+                f"{_name(image)} has {x.shape[1]} x {x.shape[0]} pixels: expected sides with a ratio of at most "
                 f"{MAX_ASPECT_RATIO}. Crop it before."
             )
+        return x
+
+    def _one(self, image: Any) -> np.ndarray:
+        x, name = self._opened(image), _name(image)
         if (size := self._resized(*x.shape[:2])) is not None:
             x = _resize(x.astype(np.float32) if self.in_floats else x, size, self.resample, name)
         if self.crop_height is not None:
@@ -145,6 +157,10 @@ class ImageProcessor:
             return None if self.height is None else (self.height, self.width)
         longer = int(self.shortest_edge * max(height, width) / min(height, width))
         return (longer, self.shortest_edge) if width <= height else (self.shortest_edge, longer)
+
+
+def _name(image: Any) -> str:
+    return str(image) if isinstance(image, str) or hasattr(image, "__fspath__") else "the image"
 
 
 def nearest_multiples(height: int, width: int, multiple: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:

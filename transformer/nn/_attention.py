@@ -487,7 +487,9 @@ class MultiHeadAttention(AttentionModule):
                 # Self-attention: keys and values come from x, K = x W_K (B, T, K, H) and V = x W_V (B, T, K, Hv).
                 key, value = self._keys_and_values(x, None, head_dim)
                 start = None if cache is None else cache.row_lengths
-                attend, arrays, mask, key_positions, cache = self._with_cache(query, key, value, coordinates, mask, cache)
+                attend, arrays, mask, key_positions, cache = self._with_cache(
+                    query, key, value, coordinates, mask, cache
+                )
                 stored = StoredKV.of(arrays, key_positions, cache, start)
             else:
                 query = _rotated(self.position, query, coordinates, None)
@@ -526,7 +528,7 @@ class MultiHeadAttention(AttentionModule):
     def _with_cache(
         self, query: Array, key: Array, value: Array, coordinates: Array, mask: Mask, cache: SelfAttentionCache | None
     ) -> tuple[Callable[..., Any], tuple[Any, ...], Mask, Array, SelfAttentionCache | None]:
-        """Rotate queries and keys (B, T, N, H) by their positions, (B, T) or (B, T, A), and append to the cache, if any.
+        """Rotate queries and keys (B, T, N, H) by their positions, (B, T) or (B, T, A), and append to the cache.
 
         Returns:
             The attention function, its arrays and mask, the positions of the keys (B, S), and the cache.

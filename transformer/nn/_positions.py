@@ -410,7 +410,8 @@ def _rotate_pairs(
 def angles(positions: Coordinates, frequencies: np.ndarray) -> Float[Array, "B T F"]:
     """Compute positions (B, T) x frequencies (F,) modulo 2 pi, in [-pi, pi): (B, T, F), float32.
 
-    Positions can also be (B, T, F), another one for each frequency. `frequencies` are radians per position, float64. A float32 multiplication would lose 6e-3 rad at position 100,000.
+    Positions can also be (B, T, F), one for each frequency. `frequencies` are radians per position, float64. A float32
+    multiplication would lose 6e-3 rad at position 100,000.
     Fixed-point arithmetic has an error below |position| x 7.4e-10 rad + 4e-7 rad.
     """
     return _angles_of_units(positions, _turn_units(frequencies)[None, None, :])

@@ -221,7 +221,9 @@ _ALIKE: dict[str, Any] = {
     "constants": DECODER_CONSTANTS | {"attention.biases": ("query", "key", "value")},
     "rules": _rules,
     "copies": COPIES,
-    "image_text": ImageText(marker="<|image_pad|>", before="<|vision_start|>", after="<|vision_end|>"),
+    "image_text": ImageText(
+        marker="<|vision_start|><|image_pad|><|vision_end|>", before="<|vision_start|>", after="<|vision_end|>"
+    ),
 }
 _SPECIAL = Unread(("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"))
 

@@ -114,7 +114,8 @@ class DynamicImageTower(nn.Module):
 
     def features(self, images: ImagePatches, deterministic: bool = True) -> tuple[Float[Array, "I P D"], Aux]:
         """Encode the patches of all images of all rows, (I, P, D); also return aux, one number per image."""
-        pixels, grid = images.pixels.reshape(-1, *images.shape[2:]), images.grid.reshape(-1, 2)
+        pixels = jnp.asarray(images.pixels).reshape(-1, *images.shape[2:])
+        grid = jnp.asarray(images.grid).reshape(-1, 2)
         # All frames of a patch show the same image: (I, P, p, p, C) -> (I, P, frames, p, p, C) -> (I, P, D).
         pixels = jnp.broadcast_to(pixels[:, :, None], (*pixels.shape[:2], self.images.frames, *pixels.shape[2:]))
         coordinates, windows = self._places(grid, pixels.shape[1])
@@ -148,7 +149,7 @@ class PatchMerger(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "I P Di"]) -> Float[Array, "I S D"]:
-        """Map the patches of images (I, P, Di), in the order of `ImagePatches`, to S = P / merge^2 tokens, (I, S, D)."""
+        """Map patches (I, P, Di), in the order of `ImagePatches`, to S = P / merge^2 tokens, (I, S, D)."""
         config, merged = self.config, self.images.merge**2
         options = (1, True, kernel_init(config), config.dtype, config.param_dtype)
         x = x.reshape(x.shape[0], x.shape[1] // merged, merged * x.shape[2])

@@ -213,7 +213,7 @@ class VisionLanguageModel(CausalLM):
             vectors = self.projector(vectors)
             # Aux is per image: the sum over the images of a row is that of the row.
             auxes.append(jax.tree.map(lambda one: one.reshape(x.shape[0], -1).sum(1), aux))
-            places = TokenPlaces.of(is_image, images.grid, config.merge, vectors.shape[1])
+            places = TokenPlaces.of(is_image, jnp.asarray(images.grid), config.merge, vectors.shape[1])
             vectors = vectors.reshape(x.shape[0], -1, x.shape[2])  # (I, S, D) of all rows -> (B, I S, D)
             index = jnp.minimum(places.vector, vectors.shape[1] - 1)
             x = jnp.where(is_image[:, :, None], jnp.take_along_axis(vectors, index[:, :, None], axis=1), x)
