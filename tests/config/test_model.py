@@ -10,6 +10,7 @@ import pytest
 from transformer.config import (
     MLA,
     ConfigError,
+    DynamicImageTokens,
     Execution,
     HeadTransform,
     Images,
@@ -37,6 +38,7 @@ from transformer.nn.models import (
     VisionClassifier,
     VisionLanguageModel,
 )
+from transformer.nn.models._dynamic_images import ImagePatches
 
 EXECUTION = {"scan": False, "experts": "ragged", "remat": "full", "attention": "blockwise", "sow_weights": True}
 QUANTIZED = {"quantization": "int8", "quantization_paths": ("self_attention",)}
@@ -54,6 +56,15 @@ IMAGES = {
     "output.pooling": "first",
 }
 GRID = {"position": "rotary_grid", "input": Patches(image_height=4, image_width=4, patch_size=2)}
+DYNAMIC = DynamicImageTokens(
+    token_id=3, patch_size=2, d_model=8, num_layers=2, num_heads=2, d_ff=5, activation="relu", window_size=8
+)
+COORDINATES = {
+    "position": "rotary",
+    "attention.head_dim": 8,
+    "rotary.sections": (1, 1, 2),
+    "input": DYNAMIC,
+}
 SERIES = Series(channels=2, context_length=7, horizon=2, patch_length=3, patch_stride=2)
 
 # field -> (model, changes common to both sides, the change)
@@ -86,6 +97,8 @@ CHANGES = {
     "rotary.base": (CausalLM, ROTARY, 99.0),
     "rotary.dim": (CausalLM, ROTARY, 2),
     "rotary.scaling": (CausalLM, ROTARY, YARN),
+    "rotary.sections": (VisionLanguageModel, COORDINATES, (1, 2, 1)),
+    "rotary.restart_frequencies": (VisionLanguageModel, COORDINATES, True),
     "t5_bias.buckets": (CausalLM, T5, 16),
     "t5_bias.max_distance": (CausalLM, T5, 99),
     "t5_bias.per_layer": (CausalLM, T5, True),
@@ -137,7 +150,11 @@ def program(model: type, config: TransformerConfig) -> str:
         pixels = jnp.zeros((2, patches.image_height, patches.image_width, patches.channels))
         inputs = (inputs[0], pixels) if model is DualEncoder else (pixels,)
     named = {"deterministic": False}
-    if model is VisionLanguageModel:
+    if (images := config.dynamic_images) is not None:
+        size, grid = images.patch_size, jnp.full((2, 1, 2), 2 * images.merge)
+        pixels = jnp.zeros((2, 1, 4 * images.merge**2, size, size, images.channels))
+        named["images"] = ImagePatches(pixels, grid)
+    elif model is VisionLanguageModel:
         patches = config.image_tokens.patches
         named["images"] = jnp.zeros((2, 1, patches.image_height, patches.image_width, patches.channels))
     if model is Forecaster:
@@ -315,6 +332,66 @@ def test_every_field_of_image_tokens_is_read(field, value):
     base = TINY.replace(input=BETWEEN)
     changed = base.replace(input=dataclasses.replace(BETWEEN, **{field: value}))
     assert program(VisionLanguageModel, base) != program(VisionLanguageModel, changed)
+
+
+@pytest.mark.default_cases(5)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("full_attention_layers", (1,)),
+        ("window_size", None),
+        ("merge", 1),
+        ("token_id", 4),
+        ("frames", 1),
+        ("patch_size", 3),
+        ("channels", 1),
+        ("d_model", 16),
+        ("num_layers", 3),
+        ("num_heads", 1),
+        ("d_ff", 3),
+        ("activation", "silu"),
+        ("gated", True),
+        ("norm", "rms_norm"),
+        ("norm_epsilon", 0.1),
+    ],
+)
+def test_every_field_of_dynamic_image_tokens_is_read(field, value):
+    base = TINY.replace(**COORDINATES)
+    changed = base.replace(input=dataclasses.replace(DYNAMIC, **{field: value}))
+    assert program(VisionLanguageModel, base) != program(VisionLanguageModel, changed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"d_model": 12}, r"d_model of DynamicImageTokens \(12\) must be a multiple of 4 num_heads \(8\)"),
+        ({"window_size": 3}, r"window_size \(3\) must be at least patch_size x merge \(4\)"),
+        ({"full_attention_layers": (2,)}, r"full_attention_layers must be a tuple of indices from 0 to 1, got \(2,\)"),
+        ({"window_size": None, "full_attention_layers": (1,)}, "full_attention_layers are exceptions from windows"),
+        ({"norm": "batch"}, "norm must be one of layer_norm, rms_norm, got 'batch'"),
+        ({"token_id": -1}, "token_id must be an integer of at least 0, got -1"),
+    ],
+)
+def test_dynamic_image_tokens_are_checked(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(DYNAMIC, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rotary.sections": (1, 1, 1)}, r"rotary.sections \(1, 1, 1\) must sum to the 4 pairs .* their sum is 3"),
+        ({"rotary.sections": (2, 0, 2)}, r"rotary.sections must be a tuple of integers of at least 1, got \(2, 0, 2\)"),
+        ({"rotary.sections": None, "rotary.restart_frequencies": True}, "restart_frequencies is for rotary.sections"),
+        (
+            {"rotary.scaling": RotaryScaling(kind="dynamic", factor=2.0)},
+            "supports no scaling by the length of the text",
+        ),
+    ],
+)
+def test_sections_are_checked(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        TINY.replace(**COORDINATES | fields)
 
 
 def test_image_tokens_are_checked():

@@ -46,7 +46,7 @@ from transformer import (
     VisionLanguageModel,
     compat,
 )
-from transformer.config import Audio, ImageTokens, OutputOptions, Speech
+from transformer.config import Audio, DynamicImageTokens, ImageTokens, OutputOptions, Speech
 from transformer.nn._attention import AttentionModule
 from transformer.nn._blocks import BLOCKS, Block
 from transformer.nn._layers import NORMS, Embedding, FeedForward, Linear
@@ -137,6 +137,17 @@ CASES = {
                     unused_layers=1,
                     projector="mlp",
                 )
+            )
+        ),
+        (TOKENS,),
+    ),
+    "VisionLanguageModel of any size": (
+        VisionLanguageModel(
+            CONFIG.replace(
+                position="rotary",
+                input=DynamicImageTokens(
+                    token_id=9, d_model=8, num_layers=1, num_heads=2, d_ff=3, activation="quick_gelu", patch_size=2
+                ),
             )
         ),
         (TOKENS,),

@@ -270,3 +270,40 @@ def test_scaling_by_length_fits_the_heads():
         TransformerConfig(**sizes, **{"rotary.scaling": LONGROPE})
     with pytest.raises(ConfigError, match="at least 4 rotated"):
         TransformerConfig(**sizes, **{"rotary.dim": 2, "rotary.scaling": DYNAMIC})
+
+
+def test_equal_coordinates_are_one_position():
+    heads, positions = (
+        jax.random.normal(jax.random.key(0), (2, 5, 3, 8)),
+        jnp.asarray([[0, 1, 2, 3, 4], [3, 9, 9, 1, 7]]),
+    )
+    scheme, plain = Rotary(sections=(1, 2, 1)), Rotary()
+    equal = jnp.repeat(positions[:, :, None], 3, axis=2)
+    np.testing.assert_array_equal(scheme.rotate(heads, equal), plain.rotate(heads, positions))
+    np.testing.assert_array_equal(scheme.rotate(heads, positions), plain.rotate(heads, positions))
+
+
+def test_each_coordinate_rotates_its_section():
+    heads, zeros = jax.random.normal(jax.random.key(0), (1, 2, 1, 8)), jnp.zeros((1, 2), jnp.int32)
+    position = jnp.asarray([[4, 7]])
+    plain, scheme = Rotary(base=10.0), Rotary(base=10.0, sections=(1, 2, 1))
+    pairs = np.repeat([0, 1, 2], [1, 2, 1])
+    for axis in range(3):
+        got = scheme.rotate(heads, jnp.stack([position if i == axis else zeros for i in range(3)], -1))
+        turned = np.tile(pairs == axis, 2)
+        np.testing.assert_allclose(got[..., turned], plain.rotate(heads, position)[..., turned], atol=1e-6)
+        np.testing.assert_array_equal(got[..., ~turned], heads[..., ~turned])
+
+
+def test_sections_with_frequencies_of_their_own_are_heads_of_their_own():
+    heads, position = jax.random.normal(jax.random.key(0), (1, 2, 1, 8)), jnp.asarray([[[4, 7], [2, 5]]])
+    got = Rotary(base=10.0, sections=(2, 2), restart_frequencies=True).rotate(heads, position)
+    for axis, own in enumerate(([0, 1, 4, 5], [2, 3, 6, 7])):
+        expected = Rotary(base=10.0).rotate(heads[..., np.asarray(own)], position[..., axis])
+        np.testing.assert_allclose(got[..., np.asarray(own)], expected, atol=1e-6)
+
+
+def test_positions_need_a_section_for_each_coordinate():
+    heads = jnp.zeros((1, 2, 1, 8))
+    with pytest.raises(ValueError, match="positions of 2 coordinates need as many sections, got 3"):
+        Rotary(sections=(1, 2, 1)).rotate(heads, jnp.zeros((1, 2, 2), jnp.int32))

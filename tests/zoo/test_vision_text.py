@@ -34,6 +34,30 @@ def read(family, **changes):
         ("llava", {"multimodal_projector_bias": False}, "multimodal_projector_bias is False"),
         ("llava", {"vision_config": {"patch_size": [2, 3]}}, "in vision_config, patch_size is [2, 3]"),
         ("llava", {"wonder": 3}, "wonder is not known"),
+        ("qwen2_vl", {"image_token_id": 37}, "image_token_id is 37, but only an id of the vocabulary"),
+        (
+            "qwen2_vl",
+            {"text_config": {"rope_parameters": {"rope_theta": 9.0}}},
+            "mrope_section in rope_parameters must be",
+        ),
+        ("qwen2_vl", {"text_config": {"model_type": "llama"}}, "is 'llama', but only qwen2_vl_text is supported"),
+        ("qwen2_vl", {"text_config": 3}, "text_config must be an object, got 3"),
+        ("qwen2_vl", {"vision_config": 3}, "vision_config must be an object, got 3"),
+        ("qwen2_vl", {"vision_config": {"hidden_size": 9}}, "hidden_size of vision_config is 9, but only the width of"),
+        ("qwen2_vl", {"vision_config": {"window_size": 9}}, "in vision_config, window_size is not known"),
+        ("qwen2_vl", {"vision_config": {"hidden_act": "wonder"}}, "hidden_act of vision_config is 'wonder'"),
+        ("qwen2_vl", {"vision_config": {"num_heads": 3}}, "d_model of DynamicImageTokens (16) must be a multiple of 4"),
+        (
+            "qwen2_5_vl",
+            {"vision_config": {"patch_size": [3, 4]}},
+            "patch_size of vision_config is [3, 4], but only equal",
+        ),
+        ("qwen2_5_vl", {"vision_config": {"rope_parameters": {"rope_theta": 9.0}}}, "only axial of 10000 is supported"),
+        (
+            "qwen2_5_vl",
+            {"vision_config": {"window_size": 5}},
+            "window_size (5) must be at least patch_size x merge (6)",
+        ),
     ],
 )
 def test_unsupported_values_are_named(family, changes, message):
@@ -41,3 +65,15 @@ def test_unsupported_values_are_named(family, changes, message):
         read(family, **changes)
     assert message in str(error.value)
     read(family)
+
+
+def test_published_files_of_qwen_have_the_decoder_at_the_top():
+    values = json.loads(json.dumps(next(iter(golden_case.cases("qwen2_5_vl").values())).values))
+    entry = ENTRIES["qwen2_5_vl"]
+    head = next(iter(entry.heads.values()))
+    expected = entry.read(values, head)
+    text = values.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = values | text | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling, "tie_word_embeddings": False}
+    assert entry.read(flat, head) == expected

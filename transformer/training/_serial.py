@@ -27,7 +27,7 @@ LATER = {
     "AttentionOptions": ("output_gate", "qk_norm_scale", "value_norm"),
     "LayerKind": (
         *("self_attention", "moe", "attention_norm", "rotary", "gated_delta", "chunk", "temperature", "qk_norm"),
-        *("head_dim", "num_kv_heads", "keys_as_values", "stores_kv", "reads_kv", "d_ff"),
+        *("head_dim", "num_kv_heads", "keys_as_values", "stores_kv", "reads_kv", "d_ff", "within_segments"),
     ),
     "LoggingConfig": ("writers", "project"),
     "LoRA": ("rslora", "dora", "base"),
@@ -43,6 +43,7 @@ LATER = {
     ),
     **dict.fromkeys(("number_words", "parallel_text"), ("batch_tokens", "buckets", "row_multiple", "packed_length")),
     "Recipe": ("parallel", "lora", "dpo", "grpo", "distill", "origin"),
+    "RotaryOptions": ("sections", "restart_frequencies"),
     "RotaryScaling": ("attention_factor", "truncate", "short_factors", "long_factors", "share"),
     "TrainingConfig": ("z_loss", "loss_tokens", "spike_policy", "spike_deviations", "embedding_gradient_dtype"),
     "TransformerConfig": (

@@ -194,7 +194,7 @@ class VisionLanguageModel(CausalLM):
         mask: Mask | None,
         cache: Any,
         deterministic: bool,
-        images: ImagePatches | None,
+        images: Any,
     ) -> tuple[Hidden, Any, Aux]:
         """Return the result of `run_stacks` for `DynamicImageTokens`."""
         config, auxes = self.config.dynamic_images, []

@@ -1,0 +1,225 @@
+"""The decoder that reads images of any size between its tokens."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer.config import DynamicImageTokens, TransformerConfig
+from transformer.nn import make_mesh, state_shardings
+from transformer.nn._caches import next_positions, set_cache_length
+from transformer.nn._masks import Mask
+from transformer.nn.models import CausalLM, VisionLanguageModel
+from transformer.nn.models._dynamic_images import ImagePatches, TokenPlaces
+
+IMAGES = DynamicImageTokens(
+    token_id=10,
+    patch_size=2,
+    d_model=8,
+    num_layers=3,
+    num_heads=2,
+    d_ff=6,
+    activation="silu",
+    gated=True,
+    norm="rms_norm",
+    window_size=8,
+    full_attention_layers=(1,),
+)
+CONFIG = TransformerConfig(
+    vocab_size=11,
+    d_model=16,
+    num_layers=2,
+    num_heads=2,
+    d_ff=6,
+    position="rotary",
+    input=IMAGES,
+    initializer_range=0.5,
+    **{"rotary.sections": (1, 2, 1)},
+)
+M = IMAGES.token_id
+
+
+def image(seed, rows, columns):
+    """Return a random image of so many tokens."""
+    side = IMAGES.multiple
+    return np.random.RandomState(seed).standard_normal((rows * side, columns * side, 3)).astype(np.float32)
+
+
+ROWS = [[image(1, 2, 3), image(2, 1, 1)], [image(3, 3, 1)]]
+TOKENS = jnp.asarray([[1, *[M] * 6, 3, M, 4, 5, 6], [2, 3, *[M] * 3, 5, 6, 7, 8, 9, 1, 2]])
+
+
+@functools.cache
+def made():
+    """Return the model and its parameters."""
+    model = VisionLanguageModel(CONFIG)
+    return model, {"params": jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]}
+
+
+def run(tokens, images, **options):
+    model, variables = made()
+    return model.apply(variables, jnp.asarray(tokens), images=ImagePatches.of(images, IMAGES), **options)
+
+
+def test_patches_are_in_the_order_of_the_tokens():
+    whole = np.arange(12 * 8 * 3, dtype=np.float32).reshape(12, 8, 3)
+    got = ImagePatches.of([[whole]], IMAGES)
+    assert got.grid.tolist() == [[[6, 4]]]
+    assert got.shape == (1, 1, 64, 2, 2, 3)
+    order = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 0)]
+    for patch, (row, column) in zip(got.pixels[0, 0], order, strict=False):
+        np.testing.assert_array_equal(patch, whole[2 * row : 2 * row + 2, 2 * column : 2 * column + 2])
+    assert not got.pixels[0, 0, 24:].any()
+
+
+def slow_places(is_image, grids):
+    """Return the vector numbers and coordinates of one row, token by token."""
+    position, number, inside, vectors, coordinates = 0, 0, 0, [], []
+    sizes = [(rows, columns) for rows, columns in grids if rows]
+    for one in is_image:
+        if not one:
+            vectors.append(None)
+            coordinates.append([position] * 3)
+            position += 1
+            continue
+        rows, columns = sizes[number]
+        vectors.append((number, inside))
+        coordinates.append([position, position + inside // columns, position + inside % columns])
+        inside += 1
+        if inside == rows * columns:
+            position, number, inside = position + max(rows, columns), number + 1, 0
+    return vectors, coordinates
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(
+        st.lists(st.one_of(st.none(), st.tuples(st.integers(1, 3), st.integers(1, 4))), min_size=1, max_size=6),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_places_are_those_of_a_walk_through_the_tokens(rows):
+    """An entry of a row is a token of text (None), or an image of rows x columns tokens."""
+    sizes = [[one for one in row if one is not None] for row in rows]
+    lengths = [sum(1 if one is None else one[0] * one[1] for one in row) for row in rows]
+    is_image = np.zeros((len(rows), max(lengths)), bool)
+    for flags, row in zip(is_image, rows, strict=True):
+        at = 0
+        for one in row:
+            count = 1 if one is None else one[0] * one[1]
+            flags[at : at + count] = one is not None
+            at += count
+    grid = np.zeros((len(rows), max(1, *map(len, sizes)), 2), np.int32)
+    for i, row in enumerate(sizes):
+        grid[i, : len(row)] = np.reshape(row, (-1, 2))
+    got = TokenPlaces.of(jnp.asarray(is_image), jnp.asarray(2 * grid), merge=2, vectors=20)
+    for i, flags in enumerate(is_image):
+        vectors, coordinates = slow_places(flags, grid[i].tolist())
+        np.testing.assert_array_equal(got.coordinates[i], coordinates)
+        for t, place in enumerate(vectors):
+            assert place is None or got.vector[i, t] == 20 * place[0] + place[1]
+
+
+def test_a_row_does_not_depend_on_the_others_nor_on_padding():
+    together = run(TOKENS, ROWS)
+    for i, images in enumerate(ROWS):
+        alone = run(TOKENS[i : i + 1], [images])
+        np.testing.assert_allclose(together[i], alone[0], atol=2e-5)
+    padded = ImagePatches.of(ROWS, IMAGES)
+    pixels = np.pad(padded.pixels, [(0, 0), (0, 1), (0, 12), (0, 0), (0, 0), (0, 0)], constant_values=np.nan)
+    pixels = np.where(np.isnan(pixels), 9.0, pixels)
+    wider = dataclasses.replace(padded, pixels=pixels, grid=np.pad(padded.grid, [(0, 0), (0, 1), (0, 0)]))
+    model, variables = made()
+    np.testing.assert_allclose(model.apply(variables, TOKENS, images=wider), together, atol=2e-5)
+
+
+def test_the_images_matter_and_their_order_is_that_of_the_tokens():
+    expected = run(TOKENS, ROWS)
+    other = run(TOKENS, [[image(7, 2, 3), ROWS[0][1]], ROWS[1]])
+    assert np.abs(other[0, 1:] - expected[0, 1:]).max() > 1e-3
+    np.testing.assert_array_equal(other[0, 0], expected[0, 0])
+    turned = run(TOKENS, [[image(1, 3, 2), ROWS[0][1]], ROWS[1]])  # as many tokens, but another shape
+    assert np.abs(turned[0] - expected[0]).max() > 1e-3
+
+
+@pytest.mark.default_cases(1)
+@pytest.mark.parametrize("parts", [(8, 1, 3), (7, 5), (12,)])
+def test_with_a_cache_the_result_is_that_of_the_whole_row(parts):
+    """The first row has two images, which are read in one call; then the text goes on after its positions."""
+    tokens, images = TOKENS[:1], [ROWS[0][:1]]
+    tokens = tokens.at[0, 8].set(2)
+    expected = run(tokens, images)
+    model, variables = made()
+    cache, start, results = model.init_cache(1, 16), 0, []
+    for count in parts:
+        more = {"images": ImagePatches.of(images, IMAGES)} if start == 0 else {}
+        logits, cache = model.apply(variables, tokens[:, start : start + count], cache=cache, **more)
+        results.append(logits)
+        start += count
+    np.testing.assert_allclose(np.concatenate(results, 1), expected, atol=2e-5)
+    assert next_positions(cache).tolist() == [12 - 6 + 3]
+    assert next_positions(set_cache_length(cache, jnp.asarray([1]))).tolist() == [1]
+    assert next_positions(set_cache_length(cache, jnp.asarray([0]))).tolist() == [0]
+
+
+def test_right_padding_changes_nothing():
+    padded = jnp.pad(TOKENS, [(0, 0), (0, 3)], mode="edge")
+    got = run(padded, ROWS, mask=Mask.lengths(jnp.asarray([12, 12])))
+    np.testing.assert_allclose(got[:, :12], run(TOKENS, ROWS), atol=2e-5)
+
+
+def test_text_alone_is_that_of_the_decoder():
+    model, variables = made()
+    text = jnp.asarray([[1, 2, 3, 4]])
+    params = {name: value for name, value in variables["params"].items() if name not in ("image", "projector")}
+    expected = CausalLM(CONFIG.replace(input=None, **{"rotary.sections": None})).apply({"params": params}, text)
+    np.testing.assert_allclose(model.apply(variables, text), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: run(TOKENS, [ROWS[0][:1], ROWS[1]]), "row 0 has 7 image tokens, but its images need 6"),
+        (lambda: run(TOKENS, ROWS[:1]), r"images must be ImagePatches of shape \(batch 2, .* got patches of shape \(1"),
+        (lambda: made()[0].apply(made()[1], TOKENS, images=jnp.zeros((2, 1, 4, 4, 3))), "got ArrayImpl"),
+        (lambda: ImagePatches.of([[np.zeros((4, 6, 3))]], IMAGES), r"multiples of 4, got shape \(4, 6, 3\)"),
+        (lambda: ImagePatches.of([[np.zeros((3, 4, 4))]], IMAGES), "with 3 channels"),
+        (lambda: ImagePatches.of([[]], IMAGES), "there are no images"),
+    ],
+)
+def test_wrong_inputs_are_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.slow
+def test_gradients_reach_all_parameters():
+    model, variables = made()
+    images = ImagePatches.of(ROWS, IMAGES)
+
+    def loss(params):
+        return (jax.nn.log_softmax(model.apply({"params": params}, TOKENS, images=images)) ** 2).mean()
+
+    gradients = jax.jit(jax.grad(loss))(variables["params"])
+    flat = jax.tree_util.tree_leaves_with_path(gradients)
+    assert all(np.isfinite(one).all() for _, one in flat)
+    zero = [jax.tree_util.keystr(path) for path, one in flat if not np.asarray(one).any()]
+    assert zero == []
+
+
+@pytest.mark.slow
+def test_sharded_is_unsharded():
+    model, variables = made()
+    compute = jax.jit(lambda variables, images: model.apply(variables, TOKENS, images=images))
+    images = ImagePatches.of(ROWS, IMAGES)
+    expected = compute(variables, images)
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": -1})
+    places = state_shardings(jax.eval_shape(lambda: variables), mesh)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(compute(jax.device_put(variables, places), images), expected, atol=2e-5)
