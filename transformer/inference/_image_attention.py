@@ -65,6 +65,13 @@ def _weights(
     return jnp.stack([one[:, queries][:, :, keys] for one in layers]), jnp.stack([one.mean(0) for one in layers])
 
 
+def _squares(shape: tuple[int, int, int], side: int) -> Patches:
+    """Return the squares of an image (height, width, channels) that its tokens stand for."""
+    height, width, channels = shape
+    sizes = {"image_height": height, "image_width": width, "patch_size": side, "channels": channels}
+    return Patches(**sizes, class_token=False, drop_remainder=True)
+
+
 def image_attention(opened: LoadedModel, image: Any, prompt: str, *, max_new_tokens: int = 32) -> ImageAttention:
     """Generate a text about an image greedily, and return the attention of each word to the tokens of the image.
 
@@ -112,6 +119,7 @@ def image_attention(opened: LoadedModel, image: Any, prompt: str, *, max_new_tok
         raise ValueError("the model generated no text for this image and prompt. Pass another prompt.")
     fixed, dynamic = opened.model.config.image_tokens, opened.model.config.dynamic_images
     read = np.array([*ids, *new[:-1]])
+    of_image = read == (fixed or dynamic).token_id
     model = decoding_model(opened.model)
     model = model.clone(execution=dataclasses.replace(model.execution, attention="reference", sow_weights=True))
     weights, means = jax.device_get(
@@ -121,27 +129,18 @@ def image_attention(opened: LoadedModel, image: Any, prompt: str, *, max_new_tok
             jnp.asarray(read[None], jnp.int32),
             jnp.asarray(pixels[0])[None, None] if dynamic is None else ImagePatches.of([pixels], dynamic),
             jnp.arange(len(ids) - 1, len(read)),  # position i - 1 predicts token i
-            jnp.asarray(np.flatnonzero(read == (fixed or dynamic).token_id)),
+            jnp.asarray(np.flatnonzero(of_image)),
             len(ids) if fixed is not None and fixed.attention == "prefix" else None,
         )
     )
     none = np.zeros(means.shape[1:], bool)
     rollouts = attention_rollout([AttentionMap("decoder", i, "self", one[None], none) for i, one in enumerate(means)])
-    rollout = np.stack([one.weights[0, len(ids) - 1 :][:, read == (fixed or dynamic).token_id] for one in rollouts])
-    height, width, channels = pixels[0].shape
-    patches = Patches(
-        image_height=height,
-        image_width=width,
-        patch_size=dynamic.multiple if fixed is None else fixed.patches.patch_size * fixed.pool,
-        channels=channels,
-        class_token=False,
-        drop_remainder=True,
-    )
+    rollout = np.stack([one.weights[0, len(ids) - 1 :][:, of_image] for one in rollouts])
     return ImageAttention(
         text=decode(new),
         words=[decode(new[: word.stop])[len(decode(new[: word.start])) :] for word in slices],
         weights=np.stack([weights[:, :, word].mean(2) for word in slices], 2),
         rollout=np.stack([rollout[:, word].mean(1) for word in slices], 1),
-        patches=patches,
+        patches=_squares(pixels[0].shape, dynamic.multiple if fixed is None else fixed.patches.patch_size * fixed.pool),
         pixels=np.clip(pixels[0] * np.asarray(processor.std) + np.asarray(processor.mean), 0.0, 1.0),
     )

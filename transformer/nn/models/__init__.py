@@ -7,6 +7,7 @@ from transformer.nn.models._audio import SpeechEncoder, SpeechRecognizer
 from transformer.nn.models._base import count_parameters
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._dual import DualEncoder
+from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
 from transformer.nn.models._forecaster import Forecaster
 from transformer.nn.models._seq2seq import Seq2Seq
@@ -21,6 +22,7 @@ __all__ = [
     "DualEncoder",
     "Embedder",
     "Forecaster",
+    "ImagePatches",
     "MaskedLM",
     "Seq2Seq",
     "SpeechEncoder",
