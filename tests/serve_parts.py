@@ -1,5 +1,6 @@
 """A tiny model with random weights for tests of the server's engine, and its answers to requests."""
 
+import contextlib
 import queue
 import random
 import time
@@ -10,6 +11,7 @@ from chat_parts import tokenizer as make_tokenizer
 
 from transformer.config import llama_decoder
 from transformer.nn.models import CausalLM
+from transformer.serve import Engine
 
 
 def tiny_parts():
@@ -21,6 +23,16 @@ def tiny_parts():
     model = CausalLM(config.replace(initializer_range=0.4))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     return model, params, tokenizer
+
+
+@contextlib.contextmanager
+def started_engine(parts, positions, **options):
+    """Yield an engine with four slots that runs, and close it; no request uses a page then."""
+    made = Engine(*parts, slots=4, positions=positions, **options)
+    made.start()
+    yield made
+    made.close()
+    assert made._pages.num_free == made.pages
 
 
 def answers(engine, requests):

@@ -5,7 +5,7 @@ import random
 import time
 
 import pytest
-from serve_parts import answers, tiny_parts
+from serve_parts import answers, started_engine, tiny_parts
 
 from transformer.config._checks import ConfigError
 from transformer.generate import OutOfPagesError, Sampling
@@ -30,20 +30,16 @@ def parts():
 @pytest.fixture(scope="module")
 def roomy(parts):
     """An engine that never preempts."""
-    made = Engine(*parts, slots=4, positions=POSITIONS)
-    made.start()
-    yield made
-    made.close()
+    with started_engine(parts, POSITIONS) as made:
+        yield made
     assert made.metrics.preemptions == 0
 
 
 @pytest.fixture(scope="module")
 def tight(parts):
     """An engine whose pool holds one request of full length, or a few short ones."""
-    made = Engine(*parts, slots=4, positions=POSITIONS, cache_tokens=POSITIONS + 2 * PAGE_SIZE)
-    made.start()
-    yield made
-    made.close()
+    with started_engine(parts, POSITIONS, cache_tokens=POSITIONS + 2 * PAGE_SIZE) as made:
+        yield made
 
 
 def drawn_request(draw, grammars):
