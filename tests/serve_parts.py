@@ -14,13 +14,13 @@ from transformer.nn.models import CausalLM
 from transformer.serve import Engine
 
 
-def tiny_parts():
-    """Return a model, its parameters, and the tokenizer of a family."""
+def tiny_parts(**changes):
+    """Return a model, its parameters, and the tokenizer of a family; `changes` are fields of the config."""
     tokenizer = make_tokenizer("smollm")
     config = llama_decoder(
         vocab_size=tokenizer.vocab_size, d_model=32, num_layers=2, num_heads=2, d_ff=48, max_length=None
     )
-    model = CausalLM(config.replace(initializer_range=0.4))
+    model = CausalLM(config.replace(initializer_range=0.4, **changes))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     return model, params, tokenizer
 
