@@ -17,11 +17,26 @@ import numpy as np
 
 from benchmarks.side_by_side import ENVIRONMENTS, Worker, compare, last_line, serve, versions
 from transformer.cli._allocator import keep_freed_memory
-from transformer.config import EmbeddingOptions
+from transformer.config import EmbeddingOptions, TransformerConfig
 
 PARAMETERS = 124_439_808
 BYTES = 4 * PARAMETERS
 VOCABULARY, LAYERS, HEADS, WIDTH, POSITIONS = 50_257, 12, 12, 768, 1_024
+
+
+def gpt2() -> TransformerConfig:
+    """Return the config of GPT-2 124M."""
+    return TransformerConfig(
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        activation="gelu_tanh",
+        position="learned",
+        max_length=POSITIONS,
+        embedding=EmbeddingOptions(scale=False),
+        initializer_range=0.02,
+    )
 
 
 def prompts(batch: int, length: int) -> np.ndarray:
@@ -34,21 +49,10 @@ def ours(batch: int, length: int, new: int) -> Callable[[], Any]:
     import jax
     import jax.numpy as jnp
 
-    from transformer import CausalLM, TransformerConfig
+    from transformer import CausalLM
     from transformer.generate import Sampling, generate
 
-    config = TransformerConfig(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        activation="gelu_tanh",
-        position="learned",
-        max_length=POSITIONS,
-        embedding=EmbeddingOptions(scale=False),
-        initializer_range=0.02,
-    )
-    model = CausalLM(config)
+    model = CausalLM(gpt2())
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == PARAMETERS
     rows = prompts(batch, length).tolist()

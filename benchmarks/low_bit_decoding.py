@@ -18,27 +18,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.decode import HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH, prompts
+from benchmarks.decode import gpt2, prompts
 from benchmarks.machine import machine
-from transformer import CausalLM, TransformerConfig
+from transformer import CausalLM
 from transformer.cli._allocator import keep_freed_memory
-from transformer.config import EmbeddingOptions
 from transformer.generate import Sampling, generate
 from transformer.nn import quantize
 
 
 def models() -> dict[str, tuple[Any, Any]]:
     """Return model and parameters of each format; all have the same weights, up to rounding."""
-    config = TransformerConfig(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        position="learned",
-        max_length=POSITIONS,
-        embedding=EmbeddingOptions(scale=False),
-        initializer_range=0.02,
-    )
+    config = gpt2()
     model, half = CausalLM(config), CausalLM(config.replace(dtype="bfloat16", param_dtype="bfloat16"))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     return {

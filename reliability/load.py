@@ -30,12 +30,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from reliability.monitored import bytes_in_use
 from reliability.page import load_table, put
-from reliability.soak import PAGE, VARIABLES, Watch
-from reliability.steady import Measure, Sample, measures, requests_measures
+from reliability.soak import PAGE, VARIABLES, Watch, checked_page
+from reliability.steady import Measure, Sample, memory_measures, requests_measures
 
 LONGEST = 256
 """maximum tokens of a request, prompt and answer together"""
@@ -97,23 +94,38 @@ async def client(url: str, number: int, ends: float, start: float, seen: Seen) -
                 seen.lost.append(f"finish_reason {reason}, usage {usage}, wanted {one.tokens} tokens")
 
 
-async def clients(url: str, count: int, minutes: float, watch: Watch, seen: Seen, process: Any) -> list[Sample]:
+async def clients(
+    url: str, count: int, minutes: float, every: float, watch: Watch, seen: Seen, process: Any
+) -> list[Sample]:
     """Run all clients, sample the server, and stop it while the last requests run."""
     start = time.monotonic()
     ends, samples, rng = start + 60 * minutes, [], random.Random(0)
     running = [asyncio.create_task(client(url, number, ends, start, seen)) for number in range(count)]
     while time.monotonic() < ends and process.poll() is None:
-        await asyncio.sleep(min(EVERY * rng.uniform(0.5, 1.5), max(ends - time.monotonic(), 0)))
+        await asyncio.sleep(min(every * rng.uniform(0.5, 1.5), max(ends - time.monotonic(), 0)))
         with watch.metrics.open("a") as file:
             print(json.dumps({"step": len(seen.answered)}), file=file)
-        samples.append(watch.look())
+        try:
+            samples.append(watch.look())
+        except OSError:
+            break  # the server has ended; its exit code is checked
     process.send_signal(signal.SIGTERM)
     await asyncio.gather(*running)
     return samples
 
 
-def serve(folder: Path, minutes: float, count: int, slots: int) -> tuple[list[Sample], list[str], Seen, list[str]]:
-    """Return the samples, the names of programs compiled late, what the clients saw, and the faults of the server."""
+def serve(
+    folder: Path, minutes: float, count: int, slots: int, every: float = EVERY
+) -> tuple[list[Sample], list[str], Seen, list[str]]:
+    """Return the samples, the names of programs compiled late, what the clients saw, and the faults of the server.
+
+    Args:
+        folder: working directory.
+        minutes: duration.
+        count: number of clients.
+        slots: number of texts that the server generates at a time.
+        every: mean number of seconds between samples.
+    """
     from benchmarks.serving_http import free_port, wait_for, write_model
 
     write_model(folder / "llama", small=True, longest=LONGEST)
@@ -126,7 +138,7 @@ def serve(folder: Path, minutes: float, count: int, slots: int) -> tuple[list[Sa
         try:
             wait_for(process, port, command, folder / "log.txt")
             watch, began = Watch(process.pid, time.monotonic(), workdir, inside), time.monotonic()
-            samples = asyncio.run(clients(f"http://127.0.0.1:{port}/v1", count, minutes, watch, seen, process))
+            samples = asyncio.run(clients(f"http://127.0.0.1:{port}/v1", count, minutes, every, watch, seen, process))
             code = process.wait(120)
         finally:
             process.kill()
@@ -149,23 +161,21 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.minutes < LEAST_MINUTES or min(options.clients, options.slots) < 1:
         parser.error(f"--minutes must be at least {LEAST_MINUTES:g}, --clients and --slots at least 1.")
-    if not Path("/proc/self/smaps_rollup").exists():
-        parser.error("memory is read from /proc/PID/smaps_rollup, which this system lacks: run this command on Linux")
-    try:
-        bytes_in_use()
-    except OSError as error:
-        parser.error(str(error))
+    page = checked_page(parser, options.output, "load")
     from benchmarks.machine import machine
 
     with tempfile.TemporaryDirectory(prefix="load-") as folder:
         samples, late, seen, faults = serve(Path(folder), options.minutes, options.clients, options.slots)
-    rows = [*measures(samples, late)[:5], *requests_measures(samples, seen.answered)]
+    try:
+        rows = [*memory_measures(samples, late), *requests_measures(samples, seen.answered)]
+    except ValueError as error:
+        print(f"failed: {'; '.join([str(error), *faults, *seen.lost[:5]])}", file=sys.stderr)
+        return 1
     result = record(options, samples, rows, seen, faults, machine())
     table = load_table(result)
     print(table)
-    if options.output:
+    if page:
         options.output.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
-        page = options.output.with_name(PAGE)
         page.write_text(put(page.read_text(encoding="utf-8"), "load", table), encoding="utf-8")
     failed = [*faults, *seen.lost[:5], *(row.what for row in rows if row.failed)]
     if failed:
@@ -190,7 +200,6 @@ def record(
         "faults": faults,
         "seconds": round(samples[-1].seconds),
         "measures": [asdict(row) for row in rows],
-        "first_token_p50": round(float(np.median([first for _, first in seen.answered])), 3),
     }
 
 

@@ -35,7 +35,7 @@ import numpy as np
 from reliability.invocations import Call, command, first_fault, newest, run_state
 from reliability.monitored import Lines, bytes_in_use
 from reliability.page import put, soak_table
-from reliability.steady import MB, Measure, Sample, measures
+from reliability.steady import MB, Measure, Sample, memory_measures, training_measures
 
 OPTIONS = (
     *("--training.steps", "1000000000", "--optimizer.schedule", "constant", "--optimizer.learning-rate", "1e-3"),
@@ -215,6 +215,34 @@ def draw(result: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
+def checked_page(parser: argparse.ArgumentParser, output: Path | None, name: str) -> Path | None:
+    """Return the page that gets the table of a name; end the program if this system or the output can't be used.
+
+    It is called before a run, so that a run of hours does not fail at its end.
+
+    Args:
+        parser: ends the program.
+        output: .json file for the results, in the directory of the page; None: there is no page.
+        name: name of the marks in the page.
+    """
+    if not Path("/proc/self/smaps_rollup").exists():
+        parser.error("memory is read from /proc/PID/smaps_rollup, which this system lacks: run this command on Linux")
+    try:
+        bytes_in_use()
+    except OSError as error:
+        parser.error(str(error))
+    if output is None:
+        return None
+    page = output.with_name(PAGE)
+    if output.suffix != ".json" or not page.exists():
+        parser.error(f"--output must be a .json file in the directory of {PAGE}, got {output}")
+    try:
+        put(page.read_text(encoding="utf-8"), name, "")
+    except ValueError as error:
+        parser.error(f"{page}: {error}")
+    return page
+
+
 def main(arguments: list[str]) -> int:
     """Train, sample and check the limits; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -228,16 +256,7 @@ def main(arguments: list[str]) -> int:
         parser.error(
             f"--hours must be at least {LEAST_HOURS:g} (a quarter of it is the warm-up), got {options.hours:g}"
         )
-    if not Path("/proc/self/smaps_rollup").exists():
-        parser.error("memory is read from /proc/PID/smaps_rollup, which this system lacks: run this command on Linux")
-    try:
-        bytes_in_use()
-    except OSError as error:
-        parser.error(str(error))
-    page = options.output.with_name(PAGE) if options.output else None
-    if page and (options.output.suffix != ".json" or not page.exists()):
-        parser.error(f"--output must be a .json file in the directory of {PAGE}, got {options.output}")
-
+    page = checked_page(parser, options.output, "soak")
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
     )  # so that the run does not outlive this process
@@ -250,7 +269,7 @@ def main(arguments: list[str]) -> int:
     from benchmarks.machine import machine
 
     try:
-        found = measures(soaked.samples, soaked.late)
+        found = [*memory_measures(soaked.samples, soaked.late), *training_measures(soaked.samples)]
     except ValueError as error:
         print(f"failed: {error} The output of the run is in {folder}.", file=sys.stderr)
         return 1

@@ -78,12 +78,8 @@ def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float
     return float(found.slope), float(found.low_slope), float(found.high_slope)
 
 
-def measures(samples: Sequence[Sample], late: Sequence[str] = ()) -> list[Measure]:
-    """Return the rows of the table.
-
-    Args:
-        samples: all samples. The first quarter of the time is the warm-up.
-        late: names of the programs that were compiled after the warm-up.
+def _quarters(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample], list[Sample]]:
+    """Return the samples after the first quarter of the time, those of the second quarter, and of the last one.
 
     Raises:
         ValueError: there are too few samples.
@@ -96,6 +92,20 @@ def measures(samples: Sequence[Sample], late: Sequence[str] = ()) -> list[Measur
         raise ValueError(
             f"expected 3 samples in a quarter of the time, got {len(samples)} in total. Run it for longer."
         )
+    return settled, second, last
+
+
+def memory_measures(samples: Sequence[Sample], late: Sequence[str] = ()) -> list[Measure]:
+    """Return the rows of what a process holds: memory, open files, threads and compiled programs.
+
+    Args:
+        samples: all samples. The first quarter of the time is the warm-up.
+        late: names of the programs that were compiled after the warm-up.
+
+    Raises:
+        ValueError: there are too few samples.
+    """
+    settled, second, last = _quarters(samples)
     rows = []
     counted = [sample for sample in settled if not math.isnan(sample.in_use)]
     grown, low, high = slope([s.seconds / 3600 for s in counted], [s.in_use / MB for s in counted])
@@ -115,11 +125,22 @@ def measures(samples: Sequence[Sample], late: Sequence[str] = ()) -> list[Measur
     rows.append(
         Measure("programs compiled", f"{before}", f"{last[-1].programs}", names(late), "no increase", bool(late))
     )
-    before, after = (float(np.nanmedian([sample.speed for sample in part])) for part in (second, last))
-    rows.append(_speed("tokens/s while training, median", before, after, [sample.speed for sample in second]))
-    rows.append(_per("seconds", "steps/s, evaluations and checkpoints included", second, last))
-    rows.append(_per("cpu", "steps per processor second, evaluations and checkpoints included", second, last))
     return rows
+
+
+def training_measures(samples: Sequence[Sample]) -> list[Measure]:
+    """Return the rows of the speed of training: tokens per second, and steps per second of each clock.
+
+    Raises:
+        ValueError: there are too few samples.
+    """
+    _, second, last = _quarters(samples)
+    before, after = (float(np.nanmedian([sample.speed for sample in part])) for part in (second, last))
+    return [
+        _speed("tokens/s while training, median", before, after, [sample.speed for sample in second]),
+        _per("seconds", "steps/s, evaluations and checkpoints included", second, last),
+        _per("cpu", "steps per processor second, evaluations and checkpoints included", second, last),
+    ]
 
 
 def requests_measures(samples: Sequence[Sample], answered: Sequence[tuple[float, float]]) -> list[Measure]:
@@ -129,15 +150,20 @@ def requests_measures(samples: Sequence[Sample], answered: Sequence[tuple[float,
         samples: all samples, whose `step` counts answers.
         answered: of each answer: when it ended, in seconds since the first sample's start, and the seconds to its first
             token.
+
+    Raises:
+        ValueError: there are too few samples, or no answers in the second or in the last quarter of the time.
     """
-    end = samples[-1].seconds
-    second = [sample for sample in samples if end / 4 <= sample.seconds < end / 2]
-    last = [sample for sample in samples if sample.seconds >= end * 3 / 4]
+    _, second, last = _quarters(samples)
+    end, spans = samples[-1].seconds, ((0.25, 0.5), (0.75, 2.0))  # the last answers end after the last sample
+    times = [[first for when, first in answered if low <= when / end < high] for low, high in spans]
+    if not all(times):
+        counts = " and ".join(str(len(part)) for part in times)
+        raise ValueError(
+            f"expected answers in the second and in the last quarter of the time, got {counts}. Run it for longer."
+        )
     rows = []
     for share in (50, 99):
-        times = [
-            [first for when, first in answered if low <= when / end < high] for low, high in ((0.25, 0.5), (0.75, 2.0))
-        ]
         before, after = (float(np.percentile(part, share)) for part in times)
         told = f"{100 * (after / before - 1):+.1f} %"
         what = f"time to the first token, {share}th percentile"

@@ -17,7 +17,7 @@ from reliability import soak
 from reliability.invocations import OPTIONS
 from reliability.monitored import Lines
 from reliability.page import put, soak_table
-from reliability.steady import BLOCKS, MB, Sample, measures, slope
+from reliability.steady import BLOCKS, MB, Sample, memory_measures, slope, training_measures
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,6 +42,10 @@ def samples(**changes):
             dataclasses.replace(sample, **{name: f(hours, getattr(sample, name)) for name, f in changes.items()})
         )
     return made
+
+
+def measures(samples, late=()):
+    return [*memory_measures(samples, late), *training_measures(samples)]
 
 
 CPU_SPEED = "steps per processor second, evaluations and checkpoints included"

@@ -5,10 +5,11 @@ import random
 import time
 
 import pytest
-from serve_parts import answers, tiny_parts
+from serve_parts import answers, started_engine, tiny_parts
 
+from transformer.config import RotaryScaling
 from transformer.config._checks import ConfigError
-from transformer.generate import OutOfPagesError, Sampling
+from transformer.generate import OutOfPagesError, Sampling, generate
 from transformer.inference import Grammars
 from transformer.serve import Engine, Request
 from transformer.serve._slots import PAGE_SIZE, SlotPages
@@ -30,20 +31,16 @@ def parts():
 @pytest.fixture(scope="module")
 def roomy(parts):
     """An engine that never preempts."""
-    made = Engine(*parts, slots=4, positions=POSITIONS)
-    made.start()
-    yield made
-    made.close()
+    with started_engine(parts, POSITIONS) as made:
+        yield made
     assert made.metrics.preemptions == 0
 
 
 @pytest.fixture(scope="module")
 def tight(parts):
     """An engine whose pool holds one request of full length, or a few short ones."""
-    made = Engine(*parts, slots=4, positions=POSITIONS, cache_tokens=POSITIONS + 2 * PAGE_SIZE)
-    made.start()
-    yield made
-    made.close()
+    with started_engine(parts, POSITIONS, cache_tokens=POSITIONS + 2 * PAGE_SIZE) as made:
+        yield made
 
 
 def drawn_request(draw, grammars):
@@ -171,7 +168,7 @@ def test_pages_are_shared_counted_and_evicted():
                 assert content[row[i]] == (prompt[0], i)
             for i in range(done // PAGE_SIZE, pages.pages_for(len(prompt) + 1)):
                 content[row[i]] = (prompt[0], i)
-            pages.share(slot, prompt)
+            pages.share(slot, prompt, len(prompt))
             prompts[slot] = prompt
         used = [set(pages._pages[one]) for one in prompts]
         assert pages.num_free == num_pages - len(set().union(*used))
@@ -188,7 +185,7 @@ def test_the_prefix_that_was_used_last_is_kept_longest():
     pages = SlotPages(1, 8 * PAGE_SIZE, 6, chunk)
     for token in (1, 2, 3):  # one page of prefix each, and one for the rest
         pages.admit(0, [token] * (chunk + 1), chunk + 2, 0)
-        pages.share(0, [token] * (chunk + 1))
+        pages.share(0, [token] * (chunk + 1), chunk + 1)
         pages.release(0)
     assert pages.admit(0, [1] * (chunk + 1), chunk + 2, 0) == chunk  # used again: now 2 is the oldest
     pages.release(0)
@@ -206,5 +203,50 @@ def test_forgotten_pages_are_not_shared():
     prompt = [1] * (2 * PAGE_SIZE)
     for forget, found in ((False, 0), (True, PAGE_SIZE), (False, 0)):
         assert pages.admit(0, prompt, len(prompt) + 1, 0) == found
-        pages.share(0, prompt)
+        pages.share(0, prompt, len(prompt))
         pages.release(0, forget=forget)
+
+
+# Rotary scaling that depends on the length of the text
+
+
+BY_LENGTH = {
+    "dynamic": RotaryScaling(kind="dynamic", factor=4.0, original_length=270),
+    "longrope": RotaryScaling(
+        kind="longrope",
+        factor=2.0,
+        original_length=270,
+        short_factors=(1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7),
+        long_factors=(1.0, 1.3, 1.7, 2.0, 3.0, 4.0, 6.0, 9.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+def test_a_long_prompt_is_rotated_by_its_whole_length(kind):
+    """Also in its first chunk, in keys of an earlier chunk, and without the padding of its last chunk.
+
+    Prompts with a common prefix share it only if their rotations do not depend on their lengths.
+    """
+    model, params, tokenizer = tiny_parts(**{"rotary.scaling": BY_LENGTH[kind]})
+    prefix = [11 + 7 * i % 200 for i in range(256)]  # one chunk
+    # The first two prompts are not longer than `original_length`; the text of the second one becomes longer.
+    rows = [[*prefix, *range(20, 20 + more)] for more in (5, 12, 30, 100, 101)]
+    greedy = Sampling(temperature=0.0)
+    with started_engine((model, params, tokenizer), 400) as engine:
+        got = [answers(engine, [Request(prompt=row, max_tokens=9, sampling=greedy)])[0][0][1] for row in rows]
+        shared = engine.metrics.shared_tokens
+    assert got == [generate(model, params, [row], max_new_tokens=9, sampling=greedy)[0] for row in rows]
+    assert shared == 256, "only the second prompt takes over a prefix"
+
+
+def test_pages_of_a_prompt_above_the_shared_length_are_not_shared():
+    """Nor those of its first chunk, if it is preempted while it is read."""
+    pages = SlotPages(1, 8 * PAGE_SIZE, 8, PAGE_SIZE, shared_length=40)
+    for length, done, found in ((41, 41, 0), (41, 32, 0), (40, 32, 32), (41, 41, 0)):
+        prompt = [7] * length
+        assert pages.admit(0, prompt, length, spare=0) == 0
+        pages.share(0, prompt, done)
+        pages.release(0)
+        assert pages.admit(0, [7] * 35, 35, spare=0) == found
+        pages.release(0, forget=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from chat_parts import write_chat_model
 from inference_parts import write_models
-from serve_parts import answers, prompts, tiny_parts
+from serve_parts import answers, prompts, started_engine, tiny_parts
 from starlette.testclient import TestClient
 
 from transformer.__main__ import main
@@ -43,10 +43,8 @@ def parts():
 
 @pytest.fixture(scope="module")
 def plain(parts):
-    made = Engine(*parts, slots=4, positions=POSITIONS)
-    made.start()
-    yield made
-    made.close()
+    with started_engine(parts, POSITIONS) as made:
+        yield made
     assert made.metrics.proposed_tokens == 0
 
 
@@ -62,12 +60,8 @@ def similar(model, params):
 def tight(parts, request):
     """An engine with proposals, and with pages for one request of full length or a few short ones."""
     draft = PromptLookup(tokens=TOKENS) if request.param == "lookup" else similar(*parts[:2])
-    made = Engine(*parts, slots=4, positions=POSITIONS, cache_tokens=POSITIONS + 4 * PAGE_SIZE, draft=draft)
-    made.warm_up()
-    made.start()
-    yield made
-    made.close()
-    assert made._pages.num_free == made.pages
+    with started_engine(parts, POSITIONS, cache_tokens=POSITIONS + 4 * PAGE_SIZE, draft=draft) as made:
+        yield made
 
 
 def drawn_requests(count, grammars):

@@ -407,8 +407,14 @@ class TransformerConfig:
         """Whether padding after a prompt must be masked, even if no token attends to it: linear attention, and rotary
         scaling that depends on the length of the text.
         """
+        return self.has_linear_attention or self.unscaled_length is not None
+
+    @property
+    def unscaled_length(self) -> int | None:
+        """Maximum number of tokens of a text in which no rotary scaling depends on the length; None: unlimited."""
         scalings = (self.rotary.scaling, *(kind.rotary_scaling for kind in self.kinds))
-        return self.has_linear_attention or any(one is not None and one.by_length for one in scalings)
+        lengths = [one.original_length for one in scalings if one is not None and one.by_length]
+        return min(lengths, default=None)
 
     def repeats(self, num_layers: int | None = None) -> int:
         """Return how often the period repeats in a stack of `num_layers` layers (None: `num_layers` of the config)."""

@@ -17,7 +17,14 @@ def blank_pools(model: CausalLM, num_pages: int, page_size: int) -> list[Leaf]:
     return pools_of(paged_cache(model, rows=1, pages_per_row=1, num_pages=num_pages, page_size=page_size))
 
 
-def row_cache(model: CausalLM, pools: list[Leaf], table: Int[Array, "B M"], lengths: Lengths, counts: Lengths) -> Any:
+def row_cache(
+    model: CausalLM,
+    pools: list[Leaf],
+    table: Int[Array, "B M"],
+    lengths: Lengths,
+    counts: Lengths,
+    text_lengths: Lengths | None = None,
+) -> Any:
     """Return the cache of B rows for the next call of the model.
 
     Args:
@@ -26,6 +33,8 @@ def row_cache(model: CausalLM, pools: list[Leaf], table: Int[Array, "B M"], leng
         table: (B, M), pages of each row.
         lengths: (B,), number of tokens of each row in its pages.
         counts: (B,), how many of the tokens of the call belong to each row; the others are not stored.
+        text_lengths: (B,), number of tokens of the texts of which the call reads a part, for rotary scaling that
+            depends on it; None: the texts end with the tokens of the call.
     """
     rows, pages = table.shape
     shapes = jax.eval_shape(lambda: paged_cache(model, rows=rows, pages_per_row=pages, num_pages=1, page_size=1))
@@ -33,6 +42,7 @@ def row_cache(model: CausalLM, pools: list[Leaf], table: Int[Array, "B M"], leng
 
     def filled(node):
         given = {"pages": next(left), "page_table": table, "length": lengths, "chunk_length": counts}
+        given |= {"text_length": text_lengths}
         return dataclasses.replace(node, **given) if _is_paged(node) else node
 
     return jax.tree.map(filled, shapes, is_leaf=_is_paged)

@@ -206,6 +206,7 @@ def read_part(
     tokens: Int[Array, "1 T"],
     before: Int[Array, " 1"],
     count: Int[Array, " 1"],
+    length: Int[Array, " 1"],
     *,
     draft: CausalLM | None = None,
     draft_params: Any = None,
@@ -220,13 +221,14 @@ def read_part(
         tokens: (1, T); those after the first `count` are padding, which is not stored.
         before: (1,), number of tokens that are in the pages.
         count: (1,), number of tokens to read.
+        length: (1,), number of tokens of the whole prompt, by which rotary scaling can rotate.
         draft: a draft model, which reads the tokens too.
         draft_params: its parameters.
 
     Returns:
         The logits (1, V) after the last token, and the slots.
     """
-    place = table, tokens, before, count
+    place = table, tokens, before, count, length
     hidden, pools = _read(model, params, rows.pools, *place)
     last = jnp.take_along_axis(hidden, count[:, None, None] - 1, axis=1)
     logits = model.apply({"params": params}, last, method=CausalLM.head)[:, 0]
@@ -242,12 +244,14 @@ def _read(
     tokens: Int[Array, "1 T"],
     before: Int[Array, " 1"],
     count: Int[Array, " 1"],
+    length: Int[Array, " 1"],
 ) -> tuple[Float[Array, "1 T D"], list[Leaf]]:
     """Return the hidden vectors of the tokens, and the pools with their keys and values."""
     positions = before[:, None] + jnp.arange(tokens.shape[1])[None, :]
     if model.config.position == "learned":
         positions = jnp.minimum(positions, model.config.max_length - 1)  # padding may be past the table
-    cache = row_cache(model, pools, table, before, count)
+    # All parts of a prompt are rotated by its whole length, as if they were read in one call.
+    cache = row_cache(model, pools, table, before, count, length if model.config.reads_lengths else None)
     hidden, cache = model.apply({"params": params}, tokens, positions, cache=cache, method=CausalLM.hidden)
     return hidden, pools_of(cache)
 

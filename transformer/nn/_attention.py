@@ -33,7 +33,14 @@ from transformer.nn._axes import (
     Value,
     Weights,
 )
-from transformer.nn._caches import ContextCache, KVCache, SelfAttentionCache, attended_of_stored, query_of_stored
+from transformer.nn._caches import (
+    ContextCache,
+    KVCache,
+    SelfAttentionCache,
+    attended_of_stored,
+    of_layer,
+    query_of_stored,
+)
 from transformer.nn._layers import NORMS, Initializer, Linear, is_deterministic, unscaled_rms_norm
 from transformer.nn._masks import Mask, real_tokens
 from transformer.nn._paged import PagedKVCache
@@ -538,7 +545,7 @@ class MultiHeadAttention(AttentionModule):
         # rotates all keys again when the text grows, so the cache stores them before rotation.
         start = None if cache is None else cache.row_lengths
         positions = largest_coordinate(coordinates)
-        lengths = row_lengths(positions, mask, start) if self.position.by_length else None
+        lengths = text_lengths(positions, mask, cache) if self.position.by_length else None
         query = _rotated(self.position, query, coordinates, lengths)
         if cache is None:
             key = _rotated(self.position, key, coordinates, lengths)
@@ -665,15 +672,20 @@ def _rotated(scheme: PositionScheme, heads: Array, positions: Array, lengths: Le
     return scheme.rotate(heads, positions) if lengths is None else scheme.rotate(heads, positions, lengths)
 
 
-def row_lengths(positions: Positions, mask: Mask, start: Lengths | None) -> Lengths:
+def text_lengths(positions: Positions, mask: Mask, cache: SelfAttentionCache | None) -> Lengths:
     """Return the length (B,) of the text in each row: its largest position plus 1, without padding.
 
     Args:
         positions: (B, T), of the new tokens.
         mask: its lengths and segments mark the padding.
-        start: (B,), number of tokens in the cache before them; None: no cache.
+        cache: the cache before them, which can know the length of a text that is read in parts; None: no cache.
     """
+    start = None if cache is None else cache.row_lengths
     real = real_tokens(mask, positions.shape, start)
+    if isinstance(cache, PagedKVCache):
+        if cache.text_length is not None:
+            return of_layer(cache.text_length, cache.layer)
+        real = real & (jnp.arange(positions.shape[1])[None, :] < cache.chunk_lengths(positions.shape[1])[:, None])
     return jnp.where(real, positions, 0).max(1) + 1
 
 

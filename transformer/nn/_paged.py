@@ -57,6 +57,9 @@ class PagedKVCache(SelfAttentionCache):
     """(B,), number of tokens in each row"""
     chunk_length: Leaf | None = None
     """(B,), how many of the T tokens of the next call belong to each row, the rest being padding; None: all T"""
+    text_length: Leaf | None = None
+    """(B,), length of the text of each row, if the next call reads only a part of it and rotary scaling depends on the
+    length; None: it ends with the tokens of the next call"""
     layer: Leaf | None = None
     """(), index of the layer that is read and written, if all arrays have a leading axis of layers; otherwise None"""
     kv_heads: int = field(default=0, metadata={"static": True})

@@ -18,7 +18,9 @@ import numpy as np
 from transformer.nn._axes import Array, DType, Float, Leaf
 
 INTEGER_ROWS = 32
-"""Maximum number of rows that are rounded to integers for a product of integers (docs/benchmarks.md)"""
+"""Maximum number of rows that are rounded to integers for a product of integers. On two cores of an AMD EPYC, with 768
+to 3,072 inputs and outputs, this product takes at most as long as that of float32 weights for 4 to 16 rows, about as
+long for 32, and longer for 64."""
 
 
 @jax.tree_util.register_dataclass

@@ -311,7 +311,7 @@ class Engine:
         self.metrics.prompt_tokens += count
         if reading.done < len(prompt):
             return
-        self._pages.share(slot, prompt)
+        self._pages.share(slot, prompt, len(prompt))
         self._device.start(slot, ticket.request)
         self._active[slot] = ticket
         self._reading = None
@@ -345,7 +345,7 @@ class Engine:
         running = [(ticket.number, slot, ticket) for slot, ticket in self._active.items()]
         if (reading := self._reading) is not None:
             running.append((reading.ticket.number, reading.slot, reading.ticket))
-            self._pages.share(reading.slot, reading.ticket.request.prompt[: reading.done])
+            self._pages.share(reading.slot, reading.ticket.request.prompt, reading.done)
         _, slot, ticket = max(running, key=lambda one: one[0])
         self._pages.release(slot)
         ticket.computed = 0

@@ -44,11 +44,14 @@ class SlotPages:
         positions: maximum number of tokens of a slot.
         num_pages: P, number of pages of the pool.
         chunk: number of tokens per call that reads a prompt, a multiple of `PAGE_SIZE`.
+        shared_length: maximum number of tokens of a prompt that shares pages; None: unlimited. The keys and values of a
+            longer prompt are not those of another prompt with the same beginning, because rotary scaling depends on the
+            length.
     """
 
-    def __init__(self, slots: int, positions: int, num_pages: int, chunk: int):
+    def __init__(self, slots: int, positions: int, num_pages: int, chunk: int, shared_length: int | None = None):
         self._allocator = PageAllocator(num_pages, PAGE_SIZE)
-        self._chunk = chunk
+        self._chunk, self._shared_length = chunk, shared_length
         self._pages: list[list[int]] = [[] for _ in range(slots)]
         self.num_pages = num_pages
         self.table = np.zeros((slots, self.pages_for(positions)), np.int32)
@@ -75,7 +78,7 @@ class SlotPages:
         Returns:
             Number of tokens at the beginning of the prompt that were read before; None: too few pages are free.
         """
-        known = self._allocator.match(prompt)
+        known = self._allocator.match(prompt) if self._shares(prompt) else []
         per_chunk = self._chunk // PAGE_SIZE
         whole = len(known) // per_chunk * per_chunk
         self._allocator.release(known[whole:])
@@ -101,10 +104,11 @@ class SlotPages:
             self._pages[slot] += self._allocator.allocate(missing)
             self._write(slot)
 
-    def share(self, slot: int, read: Sequence[int]) -> None:
-        """Let other prompts use the whole chunks of the tokens at the beginning of a slot."""
-        whole = len(read) // self._chunk * self._chunk
-        self._allocator.register(read[:whole], self._pages[slot])
+    def share(self, slot: int, prompt: Sequence[int], done: int) -> None:
+        """Let other prompts use the whole chunks of the first `done` tokens of the prompt in a slot."""
+        whole = done // self._chunk * self._chunk
+        if self._shares(prompt):
+            self._allocator.register(prompt[:whole], self._pages[slot])
 
     def release(self, slot: int, *, forget: bool = False) -> None:
         """Take all pages from a slot; with `forget`, no prompt may use their contents any more."""
@@ -112,6 +116,9 @@ class SlotPages:
             self._allocator.forget(self._pages[slot])
         self._allocator.release(self._pages[slot])
         self._pages[slot] = []
+
+    def _shares(self, prompt: Sequence[int]) -> bool:
+        return self._shared_length is None or len(prompt) <= self._shared_length
 
     def _write(self, slot: int) -> None:
         # A new array: a call of the device may still read the old one.
@@ -170,7 +177,7 @@ class Slots:
         self.chunk = self.widths[-1]
         self.width = self._proposer.tokens + 1
         """maximum number of tokens per slot and step"""
-        self.pages = SlotPages(slots, positions, num_pages, self.chunk)
+        self.pages = SlotPages(slots, positions, num_pages, self.chunk, model.config.unscaled_length)
 
     def read(self, slot: int, prompt: Sequence[int], done: int) -> int:
         """Read the next part of a prompt after its first `done` tokens; return its length."""
@@ -180,6 +187,7 @@ class Slots:
         tokens = np.pad(part, (0, width - len(part)), mode="edge")[None]
         before, count = np.array([[done], [len(part)]], np.int32)
         given = {"table": self.pages.table[slot][None], "tokens": tokens, "before": before, "count": count}
+        given["length"] = np.array([len(prompt)], np.int32)
         self._call("read", given)
         return len(part)
 

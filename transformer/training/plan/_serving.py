@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 from transformer.config._checks import ConfigError
 from transformer.generate._prompts import decoding_model
 from transformer.generate._rows import PAGE_SIZE
-from transformer.nn._int8 import quantized_shapes
+from transformer.nn._int8 import GROUP_SIZE, quantized_shapes
 from transformer.nn._paged import LANES, paged_cache
 from transformer.nn._sharding import check_model, describe_sizes, mesh_sizes, parameter_spec
 from transformer.nn.models._base import count_parameters
@@ -30,8 +30,6 @@ USUAL_LENGTH = 2048
 """default number of tokens of a text, prompt and answer together"""
 USABLE = 0.9
 """share of the HBM for weights and pages; the rest is for activations, logits and programs"""
-GROUP_SIZE = 32
-"""number of 4-bit weights that share a scale"""
 
 
 @dataclass(frozen=True, kw_only=True)
