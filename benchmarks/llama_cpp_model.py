@@ -9,7 +9,6 @@ import json
 import sys
 from pathlib import Path
 
-import gguf
 import numpy as np
 
 NAMES = {
@@ -57,6 +56,8 @@ def name_in_gguf(name: str) -> str:
 
 def convert(directory: Path, file: Path) -> None:
     """Write the weights, the sizes and the tokenizer."""
+    import gguf
+
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     template = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]

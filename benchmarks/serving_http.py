@@ -2,7 +2,6 @@
 
 Usage: python -m benchmarks.serving_http [--model DIR] [--requests 64] [--concurrent 1 16] [--slots 16] [--small]
                                          [--transformers .venv-parity/bin/transformers] [--llama-cpp PYTHON]
-       python -m benchmarks.serving_http --prefix 1000 --max-tokens 1056    time of prompts with a common prefix
 
 Each server runs in its own process and gets the same chat completions as streams: temperature 0, and lengths like those
 of ShareGPT, from a fixed seed. These are log-normal with the means that Kwon et al. 2023 (arXiv 2309.06180, figure 11)
@@ -12,8 +11,7 @@ lengths of prompts are exact. A first round compiles and is not counted. Run on 
 object.
 
 --llama-cpp is a Python with llama-cpp-python[server] and gguf, whose server gets the same weights in float32 as a GGUF
-file (`llama_cpp_model.py`). It answers one request at a time. With --prefix, --requests prompts of this number of
-common characters and 24 others, with answers of one token, are timed beside as many prompts without common characters.
+file (`llama_cpp_model.py`). It answers one request at a time.
 """
 
 import argparse
@@ -44,7 +42,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.machine import machine
-from benchmarks.side_by_side import last_line, versions
+from benchmarks.side_by_side import versions
 from transformer import CausalLM, llama_decoder
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.zoo import save_pretrained
@@ -53,8 +51,6 @@ PROMPT_TOKENS, ANSWER_TOKENS, SPREAD = 161, 338, 1.0
 """mean lengths, and standard deviation of their logarithms"""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 OURS = "transformer serve"
-SUFFIX = 24
-"""tokens of a prompt after a common prefix"""
 START_SECONDS = 600.0
 """time in which a server must answer /health"""
 
@@ -106,7 +102,7 @@ def write_model(directory: Path, small: bool, longest: int, *, layers: int = 8, 
     # Only letters, digits and signs are generated (the logits of other bytes are 0, those are larger): llama.cpp's
     # server generates more tokens than it is asked for until it has whole characters.
     visible = np.array([*("!" <= letter <= "~" for letter in alphabet), False])
-    params["output"]["kernel"] = params["output"]["kernel"] * visible
+    params["output"]["kernel"] = params["output"]["kernel"] * visible[None]
     fields = {"max_position_embeddings": longest, "eos_token_id": len(alphabet)}
     save_pretrained(model, params, directory, tokenizer=PretrainedTokenizer(files), family="llama", fields=fields)
 
@@ -241,35 +237,6 @@ def compare(options: argparse.Namespace, directory: Path, folder: Path) -> dict[
     return found
 
 
-def prompts_of(count: int, prefix: int, common: bool, seed: int) -> list[Ask]:
-    """Return requests whose prompts have `prefix` characters, common or not, and 24 others; one token each."""
-    random, letters = np.random.default_rng(seed), np.array(list("abcdefghijklmnopqrstuvwxyz "))
-
-    def text(length: int) -> str:
-        return "".join(random.choice(letters, length))
-
-    same = text(prefix)
-    return [Ask((same if common else text(prefix)) + text(SUFFIX), 1) for _ in range(count)]
-
-
-def measure_prefix(options: argparse.Namespace, directory: Path, folder: Path) -> dict[str, list[float]]:
-    """Return the seconds of all prompts without and with a common prefix, in turns; print a table of the medians."""
-    command, port, model = servers(options, directory, folder)[OURS]
-    seconds: dict[str, list[float]] = {"none in common": [], "a common prefix": []}
-    with server(command, port) as url:
-        for turn in range(options.turns):
-            for common, (name, times) in enumerate(seconds.items()):
-                wanted = prompts_of(options.requests, options.prefix, bool(common), seed=2 * turn + common)
-                began = time.perf_counter()
-                asyncio.run(ask_all(url, model, wanted, options.requests))
-                times.append(time.perf_counter() - began)
-                print(f"turn {turn}, {name}: {times[-1]:.2f} s", flush=True)
-    print(f"\n| {options.requests} prompts of {options.prefix + SUFFIX} tokens | seconds |\n| --- | ---: |")
-    for name, times in seconds.items():
-        print(f"| {name} | {statistics.median(times):.2f} |")
-    return seconds
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="directory of a model with a chat template")
@@ -282,13 +249,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="use a tiny model, to test this program")
     parser.add_argument("--transformers", help="program of transformers to compare with, which needs its extra serving")
     parser.add_argument("--llama-cpp", help="Python with llama-cpp-python[server] and gguf to compare with")
-    parser.add_argument("--prefix", type=int, help="measure prompts with this number of common tokens instead")
-    parser.add_argument("--turns", type=int, default=3, help="turns of --prefix")
     options = parser.parse_args()
     if min(options.requests, *options.concurrent, options.slots) < 1 or options.max_tokens < 32:
         parser.error("--requests, --concurrent and --slots must be at least 1, and --max-tokens at least 32.")
-    if options.prefix is not None and not 0 < options.prefix <= options.max_tokens - SUFFIX - 1:
-        parser.error(f"--prefix must be from 1 to {options.max_tokens - SUFFIX - 1}, --max-tokens less {SUFFIX + 1}.")
     if options.model and options.llama_cpp:
         parser.error("--llama-cpp is for the random model. Remove --model.")
     where = machine()
@@ -298,11 +261,6 @@ def main() -> None:
         directory = options.model or Path(folder) / "llama"
         if options.model is None:
             write_model(directory, options.small, options.max_tokens, layers=options.layers, width=options.width)
-        if options.prefix is not None:
-            alone, shared = measure_prefix(options, directory, Path(folder)).values()
-            medians = statistics.median(alone), statistics.median(shared)
-            print(last_line("common prefix", *medians, medians[1] / medians[0], "seconds", where))
-            return
         found = compare(options, directory, Path(folder))
     if OURS not in found:
         sys.exit(1)

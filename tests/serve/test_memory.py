@@ -59,7 +59,6 @@ def test_requests_to_the_engine_leave_no_objects(requests):
         objects, arrays = grown(send, requests)
         assert engine.metrics.preemptions > 0
         assert engine.metrics.shared_tokens > 0
-    print("GROWN", objects, arrays)
     assert objects < MOST_OBJECTS
     assert arrays < 30, "those of a call that is still running"
 
@@ -83,6 +82,5 @@ def test_calls_over_http_leave_no_objects(tmp_path):
     with client:
         objects, arrays = grown(send, 150)
     service.close()
-    print("GROWN", objects, arrays)
     assert objects < MOST_OBJECTS
     assert arrays < 30
