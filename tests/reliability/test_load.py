@@ -132,6 +132,12 @@ def test_the_tokenizer_keeps_a_bounded_number_of_words(tmp_path):
     assert max(grown[1:]) < 0.5
 
 
+def test_the_requests_of_a_client_do_not_end_and_differ():
+    first, other = (list(itertools.islice(load.wishes(number), 1_000)) for number in (0, 1))
+    assert len({one.prompt for one in [*first, *other]}) > 1_990
+    assert first == list(itertools.islice(load.wishes(0), 1_000))
+
+
 # Results
 
 
