@@ -1,7 +1,7 @@
-"""Throughput and time to the first token over HTTP, at a number of concurrent requests; also of `transformers serve`.
+"""Throughput and time to the first token over HTTP, at a number of concurrent requests; also of other servers.
 
-Usage: python -m benchmarks.serving_http [--model DIR] [--requests 64] [--concurrent 16] [--slots 16] [--small]
-                                         [--transformers .venv-parity/bin/transformers]
+Usage: python -m benchmarks.serving_http [--model DIR] [--requests 64] [--concurrent 1 16] [--slots 16] [--small]
+                                         [--transformers .venv-parity/bin/transformers] [--llama-cpp PYTHON]
 
 Each server runs in its own process and gets the same chat completions as streams: temperature 0, and lengths like those
 of ShareGPT, from a fixed seed. These are log-normal with the means that Kwon et al. 2023 (arXiv 2309.06180, figure 11)
@@ -9,6 +9,9 @@ report, 161 tokens of the prompt and 338 of the answer, and at most half of --ma
 model is a Llama with random weights (--small: 2 layers and d_model 64) and one token per character, so that the
 lengths of prompts are exact. A first round compiles and is not counted. Run on an idle machine. The last line is a JSON
 object.
+
+--llama-cpp is a Python with llama-cpp-python[server] and gguf, whose server gets the same weights in float32 as a GGUF
+file (`llama_cpp_model.py`). It answers one request at a time.
 """
 
 import argparse
@@ -29,6 +32,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +42,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.machine import machine
-from benchmarks.side_by_side import last_line, versions
+from benchmarks.side_by_side import versions
 from transformer import CausalLM, llama_decoder
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.zoo import save_pretrained
@@ -46,6 +50,7 @@ from transformer.zoo import save_pretrained
 PROMPT_TOKENS, ANSWER_TOKENS, SPREAD = 161, 338, 1.0
 """mean lengths, and standard deviation of their logarithms"""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+OURS = "transformer serve"
 START_SECONDS = 600.0
 """time in which a server must answer /health"""
 
@@ -84,7 +89,8 @@ def write_model(directory: Path, small: bool, longest: int, *, layers: int = 8, 
     """Write a Llama with random weights and heads of 64, and a tokenizer with one token for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # Split into words, as by GPT-2: the library caches the first 10,000, which would otherwise be whole prompts.
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(["<|end|>"])
     names = {"eos_token": "<|end|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -93,6 +99,10 @@ def write_model(directory: Path, small: bool, longest: int, *, layers: int = 8, 
     sizes |= {"d_model": 64, "num_layers": 2, "num_heads": 2, "d_ff": 128} if small else {}
     model = CausalLM(llama_decoder(vocab_size=len(alphabet) + 1, max_length=None, **sizes))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    # Only letters, digits and signs are generated (the logits of other bytes are 0, those are larger): llama.cpp's
+    # server generates more tokens than it is asked for until it has whole characters.
+    visible = np.array([*("!" <= letter <= "~" for letter in alphabet), False])
+    params["output"]["kernel"] = params["output"]["kernel"] * visible[None]
     fields = {"max_position_embeddings": longest, "eos_token_id": len(alphabet)}
     save_pretrained(model, params, directory, tokenizer=PretrainedTokenizer(files), family="llama", fields=fields)
 
@@ -164,6 +174,8 @@ async def ask_all(url: str, model: str, wanted: Sequence[Ask], concurrent: int) 
                     usage = part.usage or usage
                     if part.choices and (part.choices[0].delta.content or part.choices[0].finish_reason):
                         first, chunks = first or time.perf_counter(), chunks + 1
+                        if part.choices[0].finish_reason == "length":
+                            chunks = one.tokens  # of a server that does not report its usage
                 end = time.perf_counter()
                 return Timed((first or end) - began, end - began, usage.completion_tokens if usage else chunks)
 
@@ -186,54 +198,79 @@ def measure(url: str, model: str, wanted: Sequence[Ask], concurrent: int) -> dic
     }
 
 
+def servers(options: argparse.Namespace, directory: Path, folder: Path) -> dict[str, tuple[list[str], int, str]]:
+    """Return command, port and name of the model of each server."""
+    port, most = free_port(), str(options.max_tokens)
+    command = [sys.executable, "-m", "transformer", "serve", str(directory), "--port", str(port)]
+    found = {OURS: ([*command, "--slots", str(options.slots), "--max-tokens", most], port, directory.resolve().name)}
+    if options.transformers:
+        port = free_port()
+        command = [options.transformers, "serve", "--host", "127.0.0.1", "--port", str(port), "--continuous-batching"]
+        found["transformers serve"] = (command, port, os.path.abspath(directory))
+    if options.llama_cpp:
+        port, file, threads = free_port(), folder / "llama.gguf", str(os.cpu_count())
+        script = Path(__file__).with_name("llama_cpp_model.py")
+        subprocess.run([options.llama_cpp, str(script), str(directory), str(file)], check=True)
+        command = [options.llama_cpp, "-m", "llama_cpp.server", "--model", str(file), "--model_alias", "llama"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--n_ctx", most, "--interrupt_requests", "False"]
+        command += ["--n_threads", threads, "--n_threads_batch", threads]
+        found["llama_cpp.server"] = (command, port, "llama")
+    return found
+
+
+def compare(options: argparse.Namespace, directory: Path, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Measure each server at each number of concurrent requests; print a row of a table for each."""
+    wanted, found = asks(options.requests, options.max_tokens), {}
+    print("\n| server | concurrent | tokens/s | requests/s | first token, p50 | first token, p99 |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for name, (command, port, model) in servers(options, directory, folder).items():
+        try:
+            with server(command, port) as url:
+                for concurrent in options.concurrent:
+                    one = measure(url, model, wanted, concurrent)
+                    found.setdefault(name, {})[str(concurrent)] = one
+                    rates = f"{one['tokens_per_second']:,.1f} | {one['requests_per_second']:.2f}"
+                    times = f"{one['first_token_p50']:.3f} s | {one['first_token_p99']:.3f} s"
+                    print(f"| {name} | {concurrent} | {rates} | {times} |", flush=True)
+        except RuntimeError as error:
+            print(f"| {name}: {error} | | | | | |", flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="directory of a model with a chat template")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--concurrent", type=int, default=16, help="number of requests that are sent at a time")
+    parser.add_argument("--concurrent", type=int, nargs="+", default=[16], help="requests that are sent at a time")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=1_024, help="of a request, prompt and answer together")
     parser.add_argument("--layers", type=int, default=8, help="layers of the random model")
     parser.add_argument("--width", type=int, default=512, help="d_model of the random model, a multiple of 64")
     parser.add_argument("--small", action="store_true", help="use a tiny model, to test this program")
     parser.add_argument("--transformers", help="program of transformers to compare with, which needs its extra serving")
+    parser.add_argument("--llama-cpp", help="Python with llama-cpp-python[server] and gguf to compare with")
     options = parser.parse_args()
-    if min(options.requests, options.concurrent, options.slots) < 1 or options.max_tokens < 32:
+    if min(options.requests, *options.concurrent, options.slots) < 1 or options.max_tokens < 32:
         parser.error("--requests, --concurrent and --slots must be at least 1, and --max-tokens at least 32.")
-    wanted, where = asks(options.requests, options.max_tokens), machine()
+    if options.model and options.llama_cpp:
+        parser.error("--llama-cpp is for the random model. Remove --model.")
+    where = machine()
     print(where)
+    facts: dict[str, Any] = {"machine": where, "versions": versions("jax", "flax")}
     with tempfile.TemporaryDirectory() as folder:
         directory = options.model or Path(folder) / "llama"
         if options.model is None:
             write_model(directory, options.small, options.max_tokens, layers=options.layers, width=options.width)
-        ours, theirs = free_port(), free_port()
-        sizes = ["--slots", str(options.slots), "--max-tokens", str(options.max_tokens)]
-        command = [sys.executable, "-m", "transformer", "serve", str(directory), "--port", str(ours), *sizes]
-        servers = {"transformer serve": (command, ours, directory.resolve().name)}
-        if options.transformers:
-            command = [options.transformers, "serve", "--host", "127.0.0.1", "--port", str(theirs)]
-            servers["transformers serve"] = ([*command, "--continuous-batching"], theirs, os.path.abspath(directory))
-        print("\n| server | tokens/s | requests/s | first token, p50 | first token, p99 |")
-        print("| --- | ---: | ---: | ---: | ---: |")
-        found = {}
-        for name, (command, port, model) in servers.items():
-            try:
-                with server(command, port) as url:
-                    one = found[name] = measure(url, model, wanted, options.concurrent)
-            except RuntimeError as error:
-                print(f"| {name}: {error} | | | | |", flush=True)
-                continue
-            rates = f"{one['tokens_per_second']:,.0f} | {one['requests_per_second']:.2f}"
-            print(f"| {name} | {rates} | {one['first_token_p50']:.3f} s | {one['first_token_p99']:.3f} s |", flush=True)
-    name, peer = "transformer serve", "transformers serve"
-    if name not in found:
+        found = compare(options, directory, Path(folder))
+    if OURS not in found:
         sys.exit(1)
-    rates = {one: values["tokens_per_second"] for one, values in found.items()}
-    if peer in rates:
-        more = {"all": found, "versions": versions("jax", "flax")}
-        print(last_line(name, rates[peer], rates[name], rates[name] / rates[peer], "tokens/s", where, **more))
-    else:
-        print(json.dumps({"work": name, "machine": where, "all": found, "versions": versions("jax", "flax")}))
+    rates = {name: {concurrent: one["tokens_per_second"] for concurrent, one in found[name].items()} for name in found}
+    ratios = {
+        peer: {concurrent: rates[OURS][concurrent] / rate for concurrent, rate in rates[peer].items()}
+        for peer in rates
+        if peer != OURS
+    }
+    print(json.dumps({"work": OURS, **facts, "ratios": ratios, "all": found}))
 
 
 if __name__ == "__main__":

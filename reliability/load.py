@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -23,16 +24,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reliability.page import load_table, put
 from reliability.soak import PAGE, VARIABLES, Watch, checked_page
 from reliability.steady import Measure, Sample, memory_measures, requests_measures
+
+if TYPE_CHECKING:
+    from benchmarks.serving_http import Ask
 
 LONGEST = 256
 """maximum tokens of a request, prompt and answer together"""
@@ -55,15 +59,21 @@ class Seen:
     """answers that are missing or not complete, and why"""
 
 
+def wishes(number: int) -> Iterator[Ask]:
+    """Yield requests of a client without end."""
+    from benchmarks.serving_http import asks
+
+    for turn in itertools.count():
+        yield from asks(100, LONGEST, seed=number + turn * 1_000)
+
+
 async def client(url: str, number: int, ends: float, start: float, seen: Seen) -> None:
     """Send requests one after another until `ends` (`time.monotonic`)."""
     import openai
 
-    from benchmarks.serving_http import asks
-
     rng = random.Random(number)
     async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=5, timeout=900) as connection:
-        for one in asks(100_000 // LONGEST, LONGEST, seed=number):
+        for one in wishes(number):
             if time.monotonic() >= ends:
                 return
             leaves, began, first, usage, reason = rng.randrange(LEFT) == 0, time.monotonic(), None, None, None

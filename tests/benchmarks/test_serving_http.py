@@ -2,11 +2,15 @@
 
 import sys
 
+import gguf_parts
 import numpy as np
 import pytest
 
+from benchmarks.llama_cpp_model import name_in_gguf, tensors
 from benchmarks.serving_http import ANSWER_TOKENS, PROMPT_TOKENS, asks, free_port, server, write_model
+from benchmarks.serving_prefix import SUFFIX, prompts
 from transformer.chat import ChatPrompts
+from transformer.generate import Sampling, generate
 from transformer.inference import open_model
 
 
@@ -35,3 +39,33 @@ def test_a_server_that_ends_is_reported():
         server([sys.executable, "-c", "print('one'); print('install the extra serving')"], free_port()),
     ):
         pytest.fail("it does not answer")
+
+
+def test_every_new_token_is_a_visible_character(tmp_path):
+    """So each is a part of a stream, and llama.cpp's server never waits for the rest of a character."""
+    write_model(tmp_path / "model", small=True, longest=512)
+    opened = open_model(tmp_path / "model")
+    rows = [list(opened.tokenizer.encode_source(one.prompt)) for one in asks(8, 128)]
+    for row in generate(opened.model, opened.params, rows, max_new_tokens=30, sampling=Sampling(temperature=0.0)):
+        text = opened.tokenizer.decode(row)
+        assert len(text) == len(row) == 30
+        assert text.isascii()
+        assert text.isprintable()
+
+
+def test_tensors_for_llama_cpp_are_all_named(tmp_path):
+    write_model(tmp_path / "model", small=True, longest=512)
+    found = tensors(tmp_path / "model" / "model.safetensors")
+    assert {name: name_in_gguf(name) for name in found} == {
+        name: gguf_parts.name_in_gguf(name, "llama") for name in found
+    }
+    assert found["model.embed_tokens.weight"].shape == (257, 64)
+    assert len(found) == 3 + 2 * 9
+
+
+def test_prompts_share_their_prefix_only_if_asked():
+    together, apart = (prompts(5, 40, 259, common, seed=3) for common in (True, False))
+    assert {len(row) for row in [*together, *apart]} == {40 + SUFFIX}
+    assert len({tuple(row[:40]) for row in together}) == 1
+    assert len({tuple(row[:16]) for row in apart}) == 5
+    assert len({tuple(row[40:]) for row in together}) == 5

@@ -1,16 +1,21 @@
 """Tests of the load test of the server, with simulated answers, and a slow test with a short run."""
 
 import argparse
+import ctypes
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
 
 import pytest
 
+from benchmarks.serving_http import asks, write_model
 from reliability import load, soak
+from reliability.monitored import bytes_in_use
 from reliability.page import load_table, put
 from reliability.steady import MB, Sample, memory_measures, requests_measures, training_measures
+from transformer.data import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 1800
@@ -107,6 +112,30 @@ def test_memory_and_speed_of_training_are_separate_rows():
         "programs compiled",
     ]
     assert len(training_measures(made)) == 3
+
+
+# The server's memory
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs Linux with glibc 2.33 or later")
+def test_the_tokenizer_keeps_a_bounded_number_of_words(tmp_path):
+    """The cache of the tokenizers library is full after 10,000 words, in the warm-up, and does not grow then."""
+    write_model(tmp_path / "llama", small=True, longest=load.LONGEST)
+    tokenizer = load_tokenizer(tmp_path / "llama")
+    held = [bytes_in_use()]
+    for seed in range(3):
+        for one in asks(4000, load.LONGEST, seed=seed):
+            tokenizer.encode_source(one.prompt)
+        held.append(bytes_in_use())
+    grown = [(after - before) / MB for before, after in itertools.pairwise(held)]
+    assert 2 < grown[0] < 30
+    assert max(grown[1:]) < 0.5
+
+
+def test_the_requests_of_a_client_do_not_end_and_differ():
+    first, other = (list(itertools.islice(load.wishes(number), 1_000)) for number in (0, 1))
+    assert len({one.prompt for one in [*first, *other]}) > 1_990
+    assert first == list(itertools.islice(load.wishes(0), 1_000))
 
 
 # Results

@@ -33,8 +33,9 @@ from transformer.nn.models._causal_lm import CausalLM
 
 PAGE_SIZE = 16
 """number of tokens per page: a text wastes half a page on average"""
-CHUNK = 256
-"""largest number of prompt tokens that one call reads, and the unit in which rows share a prefix"""
+CHUNK = 128
+"""largest number of prompt tokens that one call reads, and the unit in which rows share a prefix: with longer parts,
+more of a common prefix is read again"""
 MOST_STEPS = 16
 """maximum number of tokens per row in one call of `advance`"""
 MOST_TOP = 20
