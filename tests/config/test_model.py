@@ -93,6 +93,7 @@ CHANGES = {
     "embedding.token_types": (MaskedLM, {}, 2),
     "embedding.tie": (CausalLM, {}, False),
     "output.transform": (MaskedLM, {}, TANH),
+    "output.pooler": (Embedder, {}, TANH),
     "output.bias": (MaskedLM, {}, True),
     "output.scale": (CausalLM, {}, 0.5),
     "dropout_rate": (CausalLM, {}, 0.1),

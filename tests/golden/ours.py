@@ -98,12 +98,14 @@ def run(model: Any, params: Any, case: Case, padding: str, pad_id: int = 0) -> d
     def both(params, inputs, named):
         def compute(module):
             hidden = module.hidden(*inputs, **named)
-            return hidden, None if without_head(model) else module(*inputs, **named)
+            pooler = isinstance(model, Embedder) and model.config.output.pooler is not None
+            more = {"pooler_output": module.pooler_output(hidden, named["mask"])} if pooler else {}
+            return {"hidden": hidden} | ({} if without_head(model) else {"logits": module(*inputs, **named)}) | more
 
         return model.apply({"params": params}, method=compute)
 
-    hidden, logits = both(params, inputs, named)
-    results = {"hidden": hidden} | ({} if logits is None else {"logits": logits})
+    results = both(params, inputs, named)
+    hidden = results["hidden"]
     if isinstance(model, DualEncoder):
         results |= {"hidden": hidden[0], "image_hidden": hidden[1], **_vectors(model, params, *inputs, named["mask"])}
     return {name: np.asarray(value, np.float32) for name, value in results.items()}

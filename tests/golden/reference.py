@@ -138,6 +138,8 @@ def run(model, case: Case, padding: str) -> dict[str, np.ndarray]:
         output = model(**given)
     if (logits := _logits(model, output)) is not None:
         results["logits"] = logits
+    if model.main_input_name == "input_ids" and getattr(output, "pooler_output", None) is not None:
+        results["pooler_output"] = output.pooler_output
     return {name: value.float().numpy() for name, value in results.items()}
 
 

@@ -227,6 +227,8 @@ class OutputOptions:
     """scale the vectors of an Embedder to length 1"""
     transform: HeadTransform | None = None
     """a dense layer with an activation before the output layer; None: no such layer"""
+    pooler: HeadTransform | None = None
+    """an Embedder's second vector, `pooler_output`: this dense layer on the first token (BERT); None: no such layer"""
     bias: bool | None = None
     """bias of the output layer; None: only classifiers have one"""
     scale: float | None = None
