@@ -13,9 +13,10 @@ from transformer.nn.models import (
     Classifier,
     DualEncoder,
     Embedder,
-    Forecaster,
     MaskedLM,
+    PatchReconstructor,
     Seq2Seq,
+    SeriesEncoder,
     SpeechEncoder,
     SpeechRecognizer,
     SpeechToText,
@@ -23,6 +24,9 @@ from transformer.nn.models import (
 )
 from transformer.nn.models._vision import VisionEncoder
 from transformer.zoo.weights._files import write_weights
+
+MASKED = 2
+"""Number of masked patches at the end of each channel, for the pretraining of models of time series."""
 
 
 def write(directory: Path, record: dict[str, Any]) -> Path:
@@ -62,8 +66,13 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
         ids, named["images"] = jnp.asarray(with_images(np.asarray(ids), config.image_tokens.count)), images_of(model)
         if config.image_tokens.attention == "prefix":
             named["prefix_lengths"] = jnp.full(2, case.length - SUFFIX)
-    if isinstance(model, Forecaster):
-        return (jnp.asarray(past_values(config.series.context_length, config.series.channels)),), {}
+    if isinstance(model, SeriesEncoder):
+        series = config.series
+        masked = np.broadcast_to(
+            np.arange(series.patches) >= series.patches - MASKED, (2, series.channels, series.patches)
+        )
+        named = {"masked": jnp.asarray(masked)} if isinstance(model, PatchReconstructor) else {}
+        return (jnp.asarray(past_values(series.context_length, series.channels)),), named
     if isinstance(model, SpeechToText):
         frames = np.random.RandomState(5).standard_normal((2, config.speech.mel_bins, 2 * config.longest_source))
         target = tokens(2, config.vocab_size, 2, case.length - 4)
@@ -79,6 +88,8 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
 
 def without_head(model: Any) -> bool:
     """Return whether the model has no logits."""
+    if type(model) is SeriesEncoder:
+        return True
     return isinstance(model, Embedder) or (isinstance(model, SpeechEncoder) and not isinstance(model, SpeechRecognizer))
 
 

@@ -147,7 +147,8 @@ def _logits(model, output):
     if hasattr(output, "logits_per_image"):
         return output.logits_per_image
     pooled = output.pooler_output if model.main_input_name == "pixel_values" and "pooler_output" in output else None
-    return getattr(output, "prediction_outputs", getattr(output, "logits", pooled))
+    names = ("prediction_outputs", "prediction_logits", "regression_outputs", "prediction_output", "logits")
+    return next((output[name] for name in names if name in output), pooled)
 
 
 def gradients(model, case: Case) -> dict[str, np.ndarray]:

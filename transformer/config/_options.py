@@ -216,7 +216,11 @@ class OutputOptions:
 
     section: ClassVar[str] = "output"
     num_classes: int | None = None
-    """number of classes of a Classifier or VisionClassifier"""
+    """number of classes of a Classifier, VisionClassifier or SeriesClassifier"""
+    num_targets: int | None = None
+    """number of targets of a SeriesRegressor"""
+    target_range: tuple[float, ...] | None = None
+    """(low, high): a sigmoid limits the targets of a SeriesRegressor to this range; None: no limit"""
     pooling: Pooling = "mean"
     """how a classifier or embedder reduces a sequence to one vector:
     mean: of all tokens, for images of all patches;
@@ -239,7 +243,10 @@ class OutputOptions:
     def __post_init__(self):
         check_choices(self, pooling=Pooling)
         check_flags(self, "normalize", "bias")
-        check_whole(self, "num_classes")
+        check_whole(self, "num_classes", "num_targets")
+        limits = self.target_range
+        if limits is not None and (len(limits) != 2 or not limits[0] < limits[1]):
+            raise ConfigError(f"target_range must be two increasing numbers, low and high, got {limits}. Change it.")
         check_positive(self, "scale", "softcap")
 
 

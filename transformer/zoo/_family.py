@@ -19,7 +19,7 @@ from transformer.config._paths import fields_by_path, get_path
 from transformer.nn.models._audio import SpeechEncoder
 from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Embedder
-from transformer.nn.models._forecaster import Forecaster
+from transformer.nn.models._forecaster import SeriesEncoder
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText
 from transformer.nn.models._vision import VisionEmbedder, VisionEncoder
@@ -452,7 +452,7 @@ def example_inputs(model: Any) -> tuple[Any, ...]:
             *before,
             jnp.zeros((1, patches.image_height, patches.image_width, patches.channels)),
         )
-    if isinstance(model, Forecaster):
+    if isinstance(model, SeriesEncoder):
         return (jnp.zeros((1, model.config.series.context_length, model.config.series.channels)),)
     if isinstance(model, SpeechEncoder):
         return (jnp.zeros((1, model.config.audio.shortest)),)
