@@ -212,7 +212,11 @@ class StackOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Options of the output layer: logits over the vocabulary, classes, or one vector per sequence."""
+    """Options of the output layer: logits over the vocabulary, classes, or one vector per sequence.
+
+    Raises:
+        ConfigError: a number out of range, or a target_range that is not two increasing numbers.
+    """
 
     section: ClassVar[str] = "output"
     num_classes: int | None = None

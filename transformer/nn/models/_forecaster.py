@@ -20,8 +20,8 @@ from transformer.nn.models._base import Model
 Values: TypeAlias = Float[Array, "B T C"]
 """values of a time series: T steps, C channels"""
 
-MaskedPatches: TypeAlias = Bool[Array, "B C _"]
-"""which patches of each channel are replaced by zeros; positions P of an encoding have a class token in addition"""
+MaskedPatches: TypeAlias = Bool[Array, "B C p"]
+"""which patches of each channel are replaced by zeros; p is P without a class token"""
 
 SMALLEST_VARIANCE = 1e-5
 """added to the variance of the look-back window before the square root, against division by zero"""
