@@ -34,6 +34,7 @@ from transformer.nn.models import (
     Forecaster,
     MaskedLM,
     Seq2Seq,
+    SeriesRegressor,
     SpeechToText,
     VisionClassifier,
     VisionLanguageModel,
@@ -106,6 +107,9 @@ CHANGES = {
     "embedding.token_types": (MaskedLM, {}, 2),
     "embedding.tie": (CausalLM, {}, False),
     "output.transform": (MaskedLM, {}, TANH),
+    "output.pooler": (Embedder, {}, TANH),
+    "output.num_targets": (SeriesRegressor, {"input": SERIES, "output.num_targets": 2}, 3),
+    "output.target_range": (SeriesRegressor, {"input": SERIES, "output.num_targets": 2}, (0.0, 5.0)),
     "output.bias": (MaskedLM, {}, True),
     "output.scale": (CausalLM, {}, 0.5),
     "dropout_rate": (CausalLM, {}, 0.1),
@@ -157,7 +161,7 @@ def program(model: type, config: TransformerConfig) -> str:
     elif model is VisionLanguageModel:
         patches = config.image_tokens.patches
         named["images"] = jnp.zeros((2, 1, patches.image_height, patches.image_width, patches.channels))
-    if model is Forecaster:
+    if model in (Forecaster, SeriesRegressor):
         inputs = (jnp.zeros((2, config.series.context_length, config.series.channels)),)
     if model is SpeechToText:
         inputs = (jnp.zeros((2, 5, config.speech.mel_bins)), inputs[0])

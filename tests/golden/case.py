@@ -22,6 +22,7 @@ NULLABLE = {
     ("deepseek_v3", "q_lora_rank"),
     *(("gemma2", name) for name in ("attn_logit_softcapping", "final_logit_softcapping")),
     *((family, "use_bidirectional_attention") for family in ("gemma", "gemma2")),
+    *(("gemma4_text", name) for name in ("use_bidirectional_attention", "final_logit_softcapping")),
     *(("gemma3_text", name) for name in ("attn_logit_softcapping", "final_logit_softcapping")),
     ("gpt2", "n_inner"),
     ("modernbert", "rope_scaling"),

@@ -24,9 +24,10 @@ from transformer.nn.models import (
     Classifier,
     DualEncoder,
     Embedder,
-    Forecaster,
     MaskedLM,
+    PatchReconstructor,
     Seq2Seq,
+    SeriesEncoder,
     SpeechEncoder,
     SpeechRecognizer,
     SpeechToText,
@@ -35,6 +36,9 @@ from transformer.nn.models import (
 from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.nn.models._vision import VisionEncoder
 from transformer.zoo.weights._files import write_weights
+
+MASKED = 2
+"""Number of masked patches at the end of each channel, for the pretraining of models of time series."""
 
 
 def write(directory: Path, record: dict[str, Any]) -> Path:
@@ -77,8 +81,13 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
         named["images"] = images if config.image_tokens else ImagePatches.of(images, config.dynamic_images)
         if config.image_tokens and config.image_tokens.attention == "prefix":
             named["prefix_lengths"] = jnp.full(2, case.length - SUFFIX)
-    if isinstance(model, Forecaster):
-        return (jnp.asarray(past_values(config.series.context_length, config.series.channels)),), {}
+    if isinstance(model, SeriesEncoder):
+        series = config.series
+        masked = np.broadcast_to(
+            np.arange(series.patches) >= series.patches - MASKED, (2, series.channels, series.patches)
+        )
+        named = {"masked": jnp.asarray(masked)} if isinstance(model, PatchReconstructor) else {}
+        return (jnp.asarray(past_values(series.context_length, series.channels)),), named
     if isinstance(model, SpeechToText):
         frames = np.random.RandomState(5).standard_normal((2, config.speech.mel_bins, 2 * config.longest_source))
         target = tokens(2, config.vocab_size, 2, case.length - 4)
@@ -94,6 +103,8 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
 
 def without_head(model: Any) -> bool:
     """Return whether the model has no logits."""
+    if type(model) is SeriesEncoder:
+        return True
     return isinstance(model, Embedder) or (isinstance(model, SpeechEncoder) and not isinstance(model, SpeechRecognizer))
 
 
@@ -119,12 +130,14 @@ def run(model: Any, params: Any, case: Case, padding: str, pad_id: int = 0) -> d
     def both(params, inputs, named):
         def compute(module):
             hidden = module.hidden(*inputs, **named)
-            return hidden, None if without_head(model) else module(*inputs, **named)
+            pooler = isinstance(model, Embedder) and model.config.output.pooler is not None
+            more = {"pooler_output": module.pooler_output(hidden, named["mask"])} if pooler else {}
+            return {"hidden": hidden} | ({} if without_head(model) else {"logits": module(*inputs, **named)}) | more
 
         return model.apply({"params": params}, method=compute)
 
-    hidden, logits = both(params, inputs, named)
-    results = {"hidden": hidden} | ({} if logits is None else {"logits": logits})
+    results = both(params, inputs, named)
+    hidden = results["hidden"]
     if isinstance(model, DualEncoder):
         results |= {"hidden": hidden[0], "image_hidden": hidden[1], **_vectors(model, params, *inputs, named["mask"])}
     return {name: np.asarray(value, np.float32) for name, value in results.items()}

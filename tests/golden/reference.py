@@ -170,6 +170,8 @@ def run(model, case: Case, padding: str) -> dict[str, np.ndarray]:
         output = model(**given)
     if (logits := _logits(model, output)) is not None:
         results["logits"] = logits
+    if model.main_input_name == "input_ids" and getattr(output, "pooler_output", None) is not None:
+        results["pooler_output"] = output.pooler_output
     return {name: value.float().numpy() for name, value in results.items()}
 
 
@@ -177,7 +179,8 @@ def _logits(model, output):
     if hasattr(output, "logits_per_image"):
         return output.logits_per_image
     pooled = output.pooler_output if model.main_input_name == "pixel_values" and "pooler_output" in output else None
-    return getattr(output, "prediction_outputs", getattr(output, "logits", pooled))
+    names = ("prediction_outputs", "prediction_logits", "regression_outputs", "prediction_output", "logits")
+    return next((output[name] for name in names if name in output), pooled)
 
 
 def gradients(model, case: Case) -> dict[str, np.ndarray]:

@@ -34,9 +34,13 @@ from transformer import (
     MoE,
     MultiHeadAttention,
     Patches,
+    PatchReconstructor,
     Rotary,
     Seq2Seq,
     Series,
+    SeriesClassifier,
+    SeriesEncoder,
+    SeriesRegressor,
     SpeechEncoder,
     SpeechRecognizer,
     SpeechToText,
@@ -63,6 +67,7 @@ CONFIG = TransformerConfig(
 )
 HEADED = CONFIG.replace(**{"output.transform": HeadTransform(activation="gelu_erf", norm=True), "output.bias": True})
 SERIES = Series(channels=2, context_length=7, horizon=3, patch_length=3, patch_stride=2, shared_embedding=False)
+NUMBERS = ("classes", "targets")
 PATCHES = Patches(image_height=4, image_width=2, patch_size=2, channels=1)
 SOUND = Audio(features=(4,), kernel_sizes=(3,), strides=(2,), position_kernel_size=2, position_groups=2)
 LATENT = MLA(kv_lora_rank=4, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=3, q_lora_rank=5)
@@ -156,6 +161,13 @@ CASES = {
         Forecaster(CONFIG.replace(input=SERIES, position="sinusoidal")),
         (jax.random.normal(jax.random.key(1), (2, 7, 2)),),
     ),
+    **{
+        model.__name__: (
+            model(CONFIG.replace(input=SERIES, position="sinusoidal", **{f"output.num_{what}": 3 for what in NUMBERS})),
+            (jax.random.normal(jax.random.key(1), (2, 7, 2)),),
+        )
+        for model in (SeriesEncoder, SeriesClassifier, SeriesRegressor, PatchReconstructor)
+    },
     "Encoder": (Encoder(CONFIG.replace(**{"embedding.norm": True}, position="learned", max_length=5)), (X,)),
     "Decoder": (Decoder(CONFIG, cross=True), (X, X[:, :3])),
     **{

@@ -208,7 +208,9 @@ def test_a_pooler_in_the_files_is_taken(folder, tmp_path):
     config["architectures"] = ["BertModel"]
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     (tmp_path / "out" / "integrity.json").unlink()
-    chex.assert_trees_all_equal(start_from(tmp_path / "out", recipe).params, params)
+    found = start_from(tmp_path / "out", recipe)
+    chex.assert_trees_all_equal(found.params, params)
+    assert found.left == ()  # the pooler of the BertModel is the classifier's transform
 
 
 def _opened(model, params, folder):

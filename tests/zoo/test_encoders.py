@@ -52,7 +52,9 @@ def test_files_of_the_first_bert(tmp_path):
     same(old.params, new.params)
     base = load_pretrained(tmp_path / "old", architecture="BertModel")
     assert isinstance(base.model, Embedder)
-    same(base.params, {name: new.params[name] for name in ("embedding", "token_type_embedding", "encoder")})
+    pooler = {"dense": {"kernel": jnp.ones((12, 12)), "bias": jnp.ones(12)}}
+    shared = {name: new.params[name] for name in ("embedding", "token_type_embedding", "encoder")}
+    same(base.params, shared | {"pooler": pooler})
     with pytest.raises(ValueError, match=r"2 missing: classifier.weight, classifier.bias"):
         load_pretrained(tmp_path / "old", architecture="BertForSequenceClassification")
 
@@ -94,6 +96,29 @@ def test_an_embedder_s_vectors_are_the_mean_of_real_tokens(tmp_path):
     expected = np.asarray(record["results"]["hidden"])[0].mean(0)  # the row without padding, from the reference
     np.testing.assert_allclose(vectors[0], expected, atol=1e-5)
     np.testing.assert_allclose(vectors[1], np.asarray(hidden)[1, : case.length - golden_case.PADDED].mean(0), atol=1e-6)
+
+
+def test_the_pooler_is_read_and_saved_where_the_files_have_it(tmp_path):
+    """The vectors of a call, and so those of sentence encoders, do not depend on the pooler."""
+    golden = golden_case.golden("bert")
+    plain = load_pretrained(ours.write(tmp_path / "plain", golden["base"]))
+    found = load_pretrained(ours.write(tmp_path / "pooler", golden["pooler"]))
+    assert plain.model.config.output.pooler is None
+    pooler = found.params["pooler"]["dense"]
+    np.testing.assert_array_equal(pooler["kernel"].T, golden_case.numbers("pooler.dense.weight", (12, 12)))
+    same({name: found.params[name] for name in plain.params}, plain.params)
+    (tokens,), named = ours.inputs_of(found.model, golden_case.cases("bert")["pooler"], "right")
+    vectors = [one.model.apply({"params": one.params}, tokens, **named) for one in (plain, found)]
+    np.testing.assert_array_equal(*vectors)
+    for one in (plain, found):
+        place = save_pretrained(one.model, one.params, tmp_path / "saved" / one.directory.name)
+        assert WeightFiles(place).tensors.keys() == WeightFiles(one.directory).tensors.keys()
+        again = load_pretrained(place)
+        assert again.model.config == one.model.config
+        same(again.params, one.params)
+    hidden = jnp.ones((1, 2, 12))
+    with pytest.raises(ValueError, match=r"this Embedder has no pooler: output.pooler is not set"):
+        plain.model.apply({"params": plain.params}, hidden, method="pooler_output")
 
 
 def test_rows_that_stand_for_no_position(tmp_path):

@@ -5,7 +5,9 @@ import json
 import pytest
 from golden import case as golden_case
 
-from transformer.zoo import ENTRIES
+from transformer.nn.models import VisionLanguageModel
+from transformer.zoo import ENTRIES, choose_family
+from transformer.zoo._pretrained import find_family
 
 
 def read(family, **changes):
@@ -24,7 +26,7 @@ def read(family, **changes):
         ("gemma3", {"mm_tokens_per_image": 16}, "mm_tokens_per_image is 16, more than sliding_window"),
         ("gemma3", {"text_config": {"final_logit_softcapping": 3.0}}, "in text_config, final_logit_softcapping is 3.0"),
         ("gemma3", {"vision_config": {"model_type": "clip_vision_model"}}, "only siglip_vision_model is supported"),
-        ("gemma3", {"text_config": None}, "text_config is missing"),
+        ("gemma3", {"text_config": None}, "text_config is missing, the object that describes the decoder (supported: "),
         ("gemma3", {"image_token_index": 37}, "image_token_index is 37, but only an id of the vocabulary"),
         ("paligemma", {"projection_dim": 13}, "projection_dim is 13, but only the width of the decoder, 12"),
         ("paligemma", {"text_config": {"model_type": "llama"}}, "'llama', but only gemma, gemma2 is supported"),
@@ -77,3 +79,24 @@ def test_published_files_of_qwen_have_the_decoder_at_the_top():
     scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
     flat = values | text | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling, "tie_word_embeddings": False}
     assert entry.read(flat, head) == expected
+
+
+def test_a_decoder_of_no_family_is_named_with_the_families_that_were_tried():
+    model = VisionLanguageModel(read("llava").replace(norm="layer_norm", gated=False))
+    with pytest.raises(ValueError, match="can't be saved as any supported architecture") as error:
+        choose_family(model)
+    text = str(error.value)
+    expected = "its decoder must be one of llama; compared with llama, norm is 'layer_norm', 'rms_norm' is needed"
+    assert f"The closest: LLaVA 1.5 has no counterpart for this model: {expected}" in text
+    assert "Tried: " in text
+    for title in ("Gemma 3", "PaliGemma", "LLaVA 1.5"):
+        assert title in text.partition("Tried: ")[2], title
+    assert "text_config is missing" not in text
+
+
+def test_an_unknown_model_of_texts_and_images_names_those_that_are_supported():
+    values = {"model_type": "llava_next", "text_config": {}, "vision_config": {}}
+    with pytest.raises(ValueError, match=r"model_type is 'llava_next' .* Supported with text and images are") as error:
+        find_family(values)
+    assert "llava" in str(error.value).partition("Supported")[2]
+    assert "gpt2" not in str(error.value)

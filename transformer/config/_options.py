@@ -231,11 +231,19 @@ class StackOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Options of the output layer: logits over the vocabulary, classes, or one vector per sequence."""
+    """Options of the output layer: logits over the vocabulary, classes, or one vector per sequence.
+
+    Raises:
+        ConfigError: a number out of range, or a target_range that is not two increasing numbers.
+    """
 
     section: ClassVar[str] = "output"
     num_classes: int | None = None
-    """number of classes of a Classifier or VisionClassifier"""
+    """number of classes of a Classifier, VisionClassifier or SeriesClassifier"""
+    num_targets: int | None = None
+    """number of targets of a SeriesRegressor"""
+    target_range: tuple[float, ...] | None = None
+    """(low, high): a sigmoid limits the targets of a SeriesRegressor to this range; None: no limit"""
     pooling: Pooling = "mean"
     """how a classifier or embedder reduces a sequence to one vector:
     mean: of all tokens, for images of all patches;
@@ -246,6 +254,8 @@ class OutputOptions:
     """scale the vectors of an Embedder to length 1"""
     transform: HeadTransform | None = None
     """a dense layer with an activation before the output layer; None: no such layer"""
+    pooler: HeadTransform | None = None
+    """an Embedder's second vector, `pooler_output`: this dense layer on the first token (BERT); None: no such layer"""
     bias: bool | None = None
     """bias of the output layer; None: only classifiers have one"""
     scale: float | None = None
@@ -256,7 +266,10 @@ class OutputOptions:
     def __post_init__(self):
         check_choices(self, pooling=Pooling)
         check_flags(self, "normalize", "bias")
-        check_whole(self, "num_classes")
+        check_whole(self, "num_classes", "num_targets")
+        limits = self.target_range
+        if limits is not None and (len(limits) != 2 or not limits[0] < limits[1]):
+            raise ConfigError(f"target_range must be two increasing numbers, low and high, got {limits}. Change it.")
         check_positive(self, "scale", "softcap")
 
 

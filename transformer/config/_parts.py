@@ -533,7 +533,9 @@ class Images:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Time series input of a Forecaster (PatchTST, Nie et al. 2022, arXiv 2211.14730, section 3.1).
+    """Time series input of a Forecaster and the other models of time series (PatchTST, Nie et al. 2022, section 3.1).
+
+    The paper is arXiv 2211.14730.
 
     Each channel is a separate sequence. Its input window is cut into patches, which are the input tokens; the last
     patch ends at the end of the window.
@@ -546,8 +548,8 @@ class Series:
     """number of channels; each is forecast from its own past"""
     context_length: int
     """number of input steps (look-back window)"""
-    horizon: int
-    """number of steps to forecast"""
+    horizon: int | None = None
+    """number of steps that a Forecaster forecasts; other models of time series don't read it"""
     patch_length: int
     """steps per patch"""
     patch_stride: int

@@ -10,6 +10,7 @@ from transformer.inference._loading import LoadedModel, export, is_workdir, load
 from transformer.inference._reading import Class, Score, TextScore, classify, embed, score, score_text
 from transformer.inference._reward_model import reward_model
 from transformer.inference._sentences import SentenceSettings, sentence_settings
+from transformer.inference._series import classify_series
 from transformer.inference._speech_attention import SpeechAttention, speech_attention
 from transformer.inference._starting import start_from
 from transformer.inference._transcribing import (
@@ -43,6 +44,7 @@ __all__ = [
     "TranslatedText",
     "classify",
     "classify_images",
+    "classify_series",
     "classify_with_labels",
     "embed",
     "embed_images",

@@ -37,8 +37,10 @@ KEPT_FIELDS = (
     *("unk_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
     "encoder_no_repeat_ngram_size",
     *("id2label", "label2id", "problem_type", "max_position_embeddings"),
+    *("mask_type", "random_mask_ratio", "num_forecast_mask_patches", "channel_consistent_masking"),
+    "unmasked_channel_indices",
 )
-"""Fields of config.json that `export` copies: special ids, class names, limits."""
+"""Fields of config.json that `export` copies: special ids, class names, limits, the masking of pretraining."""
 
 PREPROCESSING = "preprocessor_config.json"
 """Preprocessing of images and sound."""

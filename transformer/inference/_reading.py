@@ -27,8 +27,9 @@ from transformer.nn.models._audio import SpeechEncoder
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Classifier
-from transformer.nn.models._forecaster import Forecaster
+from transformer.nn.models._forecaster import SeriesEncoder
 from transformer.nn.models._seq2seq import Seq2Seq
+from transformer.nn.models._series import SeriesClassifier
 from transformer.nn.models._speech import SpeechToText
 from transformer.nn.models._vision import VisionEncoder
 
@@ -404,7 +405,7 @@ def _target_log_probs(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-_OTHERS = {VisionEncoder: "images", SpeechToText: "sound", SpeechEncoder: "sound", Forecaster: "series"}
+_OTHERS = {VisionEncoder: "images", SpeechToText: "sound", SpeechEncoder: "sound", SeriesEncoder: "series"}
 """Models that do not read text, and their inputs."""
 
 
@@ -420,6 +421,7 @@ def text_model(opened: LoadedModel) -> Any:
     read = next((what for kind, what in _OTHERS.items() if isinstance(model, kind)), None)
     if read is not None:
         option = " On the command line, pass --image." if read == "images" else ""
+        option = " In Python, classify_series classifies them." if isinstance(model, SeriesClassifier) else option
         what = f"{opened.directory} contains a {type(model).__name__}"
         raise ConfigError(f"{what}, which reads {read}, not text.{option}")
     return decoding_model(model)

@@ -178,5 +178,10 @@ def _dropped(old: Any, new: Any, *, old_transform: bool) -> tuple[str, ...]:
     def paths(params: Any) -> Iterable[str]:
         return (re.sub(r"^decoder/", "encoder/", path) for path in flax.traverse_util.flatten_dict(params, sep="/"))
 
+    def is_taken(path: str) -> bool:
+        if path.startswith("pooler/"):  # a classifier of BERT has the pooler as its transform
+            return re.sub(r"^pooler/", "head_transform/", path) in taken
+        return path in taken and not (old_transform and path.startswith("head_transform/"))
+
     taken = set(paths(new))
-    return tuple(sorted(p for p in paths(old) if p not in taken or (old_transform and p.startswith("head_transform/"))))
+    return tuple(sorted(path for path in paths(old) if not is_taken(path)))

@@ -97,12 +97,23 @@ class TextMethods:
         vectors = embed(self, [texts] if isinstance(texts, str) else texts, settings)
         return vectors[0] if isinstance(texts, str) else vectors
 
-    def classify(self: LoadedModel, texts: str | Sequence[str]) -> Class | list[Class]:
+    def classify(self: LoadedModel, texts: str | Sequence[str] | np.ndarray) -> Class | list[Class]:
         """Return the most probable class of a text, or those of a list of texts.
 
+        For a classifier of time series, pass one series (context_length, channels), or n of them (n, context_length,
+        channels), instead of texts.
+
         Raises:
-            ConfigError, ValueError: see `transformer.inference.classify`.
+            ConfigError, ValueError: see `transformer.inference.classify` and `classify_series`.
         """
+        from transformer.nn.models._series import SeriesClassifier
+
+        if isinstance(self.model, SeriesClassifier):
+            from transformer.inference._series import classify_series
+
+            single = getattr(texts, "ndim", 3) == 2
+            found = classify_series(self, texts[None] if single else texts)
+            return found[0] if single else found
         from transformer.inference._reading import classify
 
         found = classify(self, [texts] if isinstance(texts, str) else texts)

@@ -36,6 +36,7 @@ LATER = {
         *("shared_d_ff", "shared_gate", "router_norm", "expert_scale", "beside_dense", "scale_inputs"),
     ),
     "OptimizerConfig": ("decay_fraction",),
+    "OutputOptions": ("pooler", "num_targets", "target_range"),
     "Patches": ("class_token", "distillation_token", "registers", "drop_remainder"),
     "StackOptions": ("layer_scale", "layer_scalar", "encoder_num_heads", "encoder_d_ff"),
     "ParallelConfig": (

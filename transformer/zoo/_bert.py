@@ -40,7 +40,7 @@ BERT_CONSTANTS = {
 """Constants of BERT and the families derived from it."""
 
 TANH_POOLER = HeadTransform(activation="tanh", norm=False)
-"""Transform (the "pooler") between the hidden state of the first token and the classes."""
+"""Transform of the hidden state of the first token (the "pooler"), on which a classifier's output layer acts."""
 
 OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """Tensor names of norms in files converted from the original TensorFlow release."""
@@ -95,6 +95,18 @@ def first_token_head(
         constants={"output.pooling": "first", "output.transform": transform},
         fields=(Labels(),),
         rules=(*linear(dense, "head_transform/dense"), *linear(output, "output")),
+        ignored=ignored,
+    )
+
+
+def base_head(prefix: str, ignored: tuple[str, ...]) -> Head:
+    """Return the model without a head. Files of models built with `add_pooling_layer=False` lack its pooler."""
+    pooler = f"{prefix}pooler.dense"
+    return Head(
+        model=Embedder,
+        base=True,
+        rules=tuple(linear(pooler, "pooler/dense")),
+        optional={f"{pooler}.weight": {"output.pooler": TANH_POOLER}},
         ignored=ignored,
     )
 
@@ -155,7 +167,7 @@ BERT = Family(
             rules=masked_lm_rules("cls.predictions.", "transform.dense", "transform.LayerNorm"),
         ),
         "BertForSequenceClassification": first_token_head("bert.pooler.dense", "classifier", ignored=_MASKED_LM),
-        "BertModel": Head(model=Embedder, base=True, ignored=(*_MASKED_LM, r"classifier\.(weight|bias)")),
+        "BertModel": base_head("bert.", (*_MASKED_LM, r"classifier\.(weight|bias)")),
     },
     constants=BERT_CONSTANTS,
     fields=(*encoder_fields(), Field("max_position_embeddings", "max_length", 512)),

@@ -15,11 +15,11 @@ from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
-from transformer.config._paths import fields_by_path
+from transformer.config._paths import fields_by_path, get_path
 from transformer.nn.models._audio import SpeechEncoder
 from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Embedder
-from transformer.nn.models._forecaster import Forecaster
+from transformer.nn.models._forecaster import SeriesEncoder
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText
 from transformer.nn.models._vision import VisionEmbedder, VisionEncoder
@@ -70,6 +70,9 @@ class Head:
     """Whether this is the base model without a head, whose tensor names lack the family's prefix."""
     ignored: tuple[str, ...] = ()
     """Patterns of unneeded tensors, in addition to the family's."""
+    optional: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Tensors that only some files have, which config.json does not mention -> fields of the TransformerConfig of a
+    model with this tensor."""
     untied_by: str | None = None
     """Name of a tensor that decides about weight tying: if it differs from the tensor that it would repeat, the model
     is untied, whatever config.json says."""
@@ -161,6 +164,22 @@ class Family:
         self._check_experts(config)
         return config
 
+    def with_optional(self, config: TransformerConfig, head: Head, tensors: Collection[str]) -> TransformerConfig:
+        """Return the config with the optional parts of this architecture that a file with these tensors has."""
+        named = self.names_in(tensors)
+        for tensor, changes in head.optional.items():
+            if named(tensor) in tensors:
+                config = config.replace(**changes)
+        return config
+
+    def read_back(self, values: Mapping[str, Any], head: Head, saved: TransformerConfig) -> TransformerConfig:
+        """Return the config that a model will have that is saved with this config.json: with its optional parts."""
+        config = self.read(values, head)
+        for changes in head.optional.values():
+            if all(get_path(saved, path) == value for path, value in changes.items()):
+                config = config.replace(**changes)
+        return config
+
     def _check_experts(self, config: TransformerConfig) -> None:
         """Raise ConfigError for an implausible number of experts, because all their tensors are listed by name."""
         kinds = layer_kinds(config, config.num_layers)
@@ -179,10 +198,14 @@ class Family:
         head = self.heads[architecture]
         values: dict[str, Any] = {"architectures": [architecture], "model_type": self.name}
         for codec in (*self.fields, *head.fields):
-            values |= codec.write(config)
+            try:
+                values |= codec.write(config)
+            except NoCounterpart as error:  # of an object inside config.json
+                text = f"{self.title} has no counterpart for this model: {error}."
+                raise NoCounterpart(text, error.differences) from None
         # Codecs omit what they cannot represent, so reading the result back shows what was lost.
         try:
-            again = self.read(values, head)
+            again = self.read_back(values, head, config)
         except ConfigError as error:  # the family has no representation for a value
             raise NoCounterpart(f"{self.title} can't describe this model: {error}", 99) from error
         pools = head.model in (Embedder, VisionEmbedder, DualEncoder)
@@ -429,7 +452,7 @@ def example_inputs(model: Any) -> tuple[Any, ...]:
             *before,
             jnp.zeros((1, patches.image_height, patches.image_width, patches.channels)),
         )
-    if isinstance(model, Forecaster):
+    if isinstance(model, SeriesEncoder):
         return (jnp.zeros((1, model.config.series.context_length, model.config.series.channels)),)
     if isinstance(model, SpeechEncoder):
         return (jnp.zeros((1, model.config.audio.shortest)),)

@@ -35,9 +35,12 @@ NEUTRAL = frozenset(
         *("early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p"),
         *("typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_return_sequences"),
         *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "remove_invalid_values"),
+        *("mask_type", "random_mask_ratio", "num_forecast_mask_patches", "channel_consistent_masking"),
+        "unmasked_channel_indices",
     )
 )
-"""Fields of all families that do not affect the logits for given tokens: names, generation options, special ids."""
+"""Fields of all families that do not affect the logits for given inputs: names, generation options, special ids, and
+the choice of the patches that pretraining on time series masks."""
 
 FIXED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),

@@ -184,17 +184,16 @@ _FIELDS = tuple(
 )
 _PUBLISHED = {"vocab_size": 202_048, "head_dim": 128, "intermediate_size_mlp": 16_384, "rope_theta": 500_000.0}
 _SCOUT = {
-    "max_position_embeddings": 10_485_760,
+    "max_position_embeddings": 262_144,
     "rope_scaling": {
         "rope_type": "llama3",
-        "factor": 16.0,
+        "factor": 8.0,
         "low_freq_factor": 1.0,
-        "high_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
 }
 _MAVERICK = {
-    "max_position_embeddings": 1_048_576,
     "num_local_experts": 128,
     "interleave_moe_layer_step": 2,
     "use_qk_norm": False,

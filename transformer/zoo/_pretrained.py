@@ -47,6 +47,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Supported dtypes of parameters."""
 
 
+MAX_TRIED = 8
+"""Maximum number of families that an error message lists."""
+
+
 @dataclass(frozen=True)
 class Pretrained:
     """A model that was loaded from a directory of pretrained weights, or from a GGUF file."""
@@ -77,9 +81,13 @@ def find_family(values: Mapping[str, Any]) -> Family:
     for family in ENTRIES.values():
         if kind == family.name or kind in family.aliases:
             return family
-    names = [name for family in ENTRIES.values() for name in (family.name, *family.aliases)]
+    families = list(ENTRIES.values())
+    if isinstance(values.get("vision_config"), dict) and values.get("text_config") is not None:
+        families = [one for one in families if one.image_text is not None]
+    names = [name for family in families for name in (family.name, *family.aliases)]
+    what = "Supported with text and images" if len(families) < len(ENTRIES) else "Supported"
     raise ConfigError(
-        f"model_type is {kind!r} in config.json, which is not supported.{nearest(str(kind), names)} Supported are "
+        f"model_type is {kind!r:.80} in config.json, which is not supported.{nearest(str(kind), names)} {what} are "
         f"{', '.join(names)} (python -m transformer list)."
     )
 
@@ -169,7 +177,7 @@ def _load(
     if architecture is not None:
         values = values | {"architectures": [architecture]}
     name, head = family.head_of(values)
-    config = family.read(values, head)
+    config = family.with_optional(family.read(values, head), head, files.tensors)
     if config.embedding.tie and _is_untied(files, family, head):
         config = config.replace(**{"embedding.tie": False})
     usual = usual_dtype(files.tensors) if packed is None else values.get("dtype", "float32")
@@ -320,6 +328,7 @@ def choose_family(model: nn.Module, family: str | None = None) -> tuple[Family, 
     if family is not None and family not in ENTRIES:
         raise ConfigError(f"unknown family {family!r}.{nearest(family, ENTRIES)} Supported are {', '.join(ENTRIES)}.")
     refusals: list[NoCounterpart] = []
+    tried: list[str] = []
     for one in ENTRIES.values() if family is None else [ENTRIES[family]]:
         for name, head in one.heads.items():
             if head.model is not type(model):
@@ -328,13 +337,19 @@ def choose_family(model: nn.Module, family: str | None = None) -> tuple[Family, 
                 return one, name, one.write(model.config, name)
             except NoCounterpart as error:
                 refusals.append(error)
+                tried += [] if one.title in tried else [one.title]
     if not refusals:
         where = f"{ENTRIES[family].title} has no" if family else "no family has a"
         raise ConfigError(f"{where} model of the class {type(model).__name__}, so this model can't be saved.")
     closest = min(refusals, key=lambda refusal: refusal.differences)
     known = "any supported architecture of the transformers library"
     where = known if family is None else ENTRIES[family].title
-    raise NoCounterpart(f"the model can't be saved as {where}. The closest: {closest}", closest.differences)
+    others = f" and {len(tried) - MAX_TRIED} more" if len(tried) > MAX_TRIED else ""
+    raise NoCounterpart(
+        f"the model can't be saved as {where}. The closest: {closest} Tried: {', '.join(tried[:MAX_TRIED])}{others}. "
+        f"Train with a config that one of them has. family= lists the differences to one family.",
+        closest.differences,
+    )
 
 
 def save_pretrained(
@@ -383,7 +398,7 @@ def save_pretrained(
         links = rename(links, chosen.without_prefix)
     dtypes = Counter(str(leaf.dtype) for leaf in jax.tree.leaves(params))
     values = values | {"dtype": dtypes.most_common(1)[0][0]} | dict(fields or {})
-    if canonical(chosen.read(values, chosen.heads[architecture])) != canonical(model.config):
+    if canonical(chosen.read_back(values, chosen.heads[architecture], model.config)) != canonical(model.config):
         raise ConfigError(f"the fields {', '.join(fields or {})} change the model config. Leave them out.")
     tensors = saved_tensors(links, params)
     if quantization is not None:

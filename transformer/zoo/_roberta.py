@@ -8,10 +8,11 @@ from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import HeadTransform
-from transformer.nn.models._encoders import Embedder, MaskedLM
+from transformer.nn.models._encoders import MaskedLM
 from transformer.zoo._bert import (
     BERT_CONSTANTS,
     OLD_NORMS,
+    base_head,
     encoder_fields,
     encoder_rules,
     first_token_head,
@@ -70,9 +71,7 @@ ROBERTA = Family(
         "RobertaForSequenceClassification": first_token_head(
             "classifier.dense", "classifier.out_proj", ignored=_MASKED_LM
         ),
-        "RobertaModel": Head(
-            model=Embedder, base=True, ignored=(*_MASKED_LM, r"classifier\.(dense|out_proj)\.(weight|bias)")
-        ),
+        "RobertaModel": base_head("roberta.", (*_MASKED_LM, r"classifier\.(dense|out_proj)\.(weight|bias)")),
     },
     constants=BERT_CONSTANTS,
     fields=(

@@ -13,7 +13,7 @@ from transformer.config._model import TransformerConfig
 from transformer.config._paths import get_path
 from transformer.nn.models._vision_language import VisionLanguageModel
 from transformer.zoo._clip import ENCODER_LAYER, encoder_fields, image_rules
-from transformer.zoo._family import Head, read_fields
+from transformer.zoo._family import Head, NoCounterpart, read_fields
 from transformer.zoo._fields import Codec, FieldError, Unread
 from transformer.zoo._vit import PatchSizes
 from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm
@@ -51,7 +51,16 @@ class TextModel:
 
     def fits(self, config: TransformerConfig) -> bool:
         """Return whether this family has the constants of a config."""
-        return all(get_path(config, name) == value for name, value in self.constants.items())
+        return not self.differences(config)
+
+    def differences(self, config: TransformerConfig) -> list[str]:
+        """Return one sentence for each constant of this family that a config does not have."""
+        found = {name: get_path(config, name) for name in self.constants}
+        return [
+            f"{name} is {found[name]!r:.80}, {value!r:.80} is needed"
+            for name, value in self.constants.items()
+            if found[name] != value
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +108,9 @@ class VisionText(Codec):
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         if values.get("text_config") is None:
-            raise FieldError("text_config is missing")
+            raise FieldError(
+                f"text_config is missing, the object that describes the decoder (supported: {', '.join(self.text)})"
+            )
         model = self._text_model(values)
         tied = values.get("tie_word_embeddings", self.tied)
         given = {**model.defaults, **_object(values, "text_config")}
@@ -137,10 +148,16 @@ class VisionText(Codec):
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         images = config.image_tokens
-        found = next(((kind, model) for kind, model in self.text.items() if model.fits(config)), None)
-        if images is None or found is None:
+        if images is None:
             return {}
-        kind, model = found
+        unlike = {kind: model.differences(config) for kind, model in self.text.items()}
+        kind = min(unlike, key=lambda name: len(unlike[name]))
+        if unlike[kind]:
+            raise NoCounterpart(
+                f"its decoder must be one of {', '.join(unlike)}; compared with {kind}, {'; '.join(unlike[kind])}",
+                len(unlike[kind]),
+            )
+        model = self.text[kind]
         text: dict[str, Any] = {"model_type": kind}
         for codec in model.fields:
             text |= codec.write(config)

@@ -11,4 +11,5 @@ CASES = {
     "untied": bert.masked_lm(tie_word_embeddings=False, **OTHER, golden=False),
     "classifier": bert.classifier(),
     "base": bert.case("Model", options={"add_pooling_layer": False}),
+    "pooler": bert.case("Model"),
 }

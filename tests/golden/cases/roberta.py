@@ -16,4 +16,5 @@ CASES = {
     "untied": roberta.masked_lm(tie_word_embeddings=False, type_vocab_size=2, hidden_act="relu", golden=False),
     "classifier": roberta.classifier(),
     "base": roberta.case("Model", options={"add_pooling_layer": False}, golden=False),
+    "pooler": roberta.case("Model", golden=False),
 }

@@ -209,12 +209,23 @@ def opened(tmp_path, **fields):
     ("fields", "message"),
     [
         (
-            {"architectures": ["PatchTSTForPretraining"]},
-            r"the architecture PatchTSTForPretraining .* is not supported",
+            {"architectures": ["PatchTSTForMaskedPrediction"]},
+            r"the architecture PatchTSTForMaskedPrediction .* is not supported",
         ),
         ({"loss": "nll"}, r"loss is 'nll', which changes the computation"),
         ({"channel_attention": True}, r"channel_attention is True, which changes the computation"),
         ({"share_projection": False}, r"share_projection is False"),
+        ({"architectures": ["PatchTSTForRegression"], "loss": "nll"}, r"loss is 'nll', which changes the computation"),
+        (
+            {"architectures": ["PatchTSTForRegression"], "pooling_type": "max", "output_range": [3, 1]},
+            r"two increasing numbers, low and high",
+        ),
+        (
+            {"architectures": ["PatchTSTForClassification"]},
+            r"pooling_type is None, but this head needs mean, max or use_cls_token",
+        ),
+        ({"architectures": ["PatchTSTForPretraining"], "mask_value": 1}, r"mask_value is 1, which changes"),
+        ({"architectures": ["PatchTSTModel"], "do_mask_input": True}, r"do_mask_input is True, which changes"),
         ({"scaling": "robust"}, r"scaling is 'robust', which is not supported \(supported: std, mean"),
         ({"pooling_type": "min"}, r"pooling_type is 'min', which is not supported \(supported: None, mean, max"),
         (

@@ -9,8 +9,9 @@ from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
-from transformer.nn.models._forecaster import Forecaster
+from transformer.nn.models._forecaster import Forecaster, SeriesEncoder
 from transformer.nn.models._seq2seq import Seq2Seq
+from transformer.nn.models._series import PatchReconstructor, SeriesClassifier, SeriesRegressor
 from transformer.nn.models._speech import SpeechToText
 from transformer.nn.models._vision import DistilledVisionClassifier, VisionClassifier, VisionEmbedder
 from transformer.nn.models._vision_language import VisionLanguageModel
@@ -24,7 +25,11 @@ __all__ = [
     "Forecaster",
     "ImagePatches",
     "MaskedLM",
+    "PatchReconstructor",
     "Seq2Seq",
+    "SeriesClassifier",
+    "SeriesEncoder",
+    "SeriesRegressor",
     "SpeechEncoder",
     "SpeechRecognizer",
     "SpeechToText",

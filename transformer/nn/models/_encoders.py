@@ -10,7 +10,8 @@ from transformer.config._options import Pooling
 from transformer.nn._axes import Array, Float, Hidden, Int, Logits, Positions, Tokens
 from transformer.nn._blocks import Aux
 from transformer.nn._masks import Mask, real_tokens
-from transformer.nn.models._base import TokenEncoder
+from transformer.nn._parameter_axes import declare
+from transformer.nn.models._base import HeadMap, TokenEncoder
 
 
 class MaskedLM(TokenEncoder):
@@ -105,12 +106,41 @@ class Embedder(PooledEncoder):
     """An encoder whose pooled output is an embedding of the sequence (Reimers & Gurevych 2019, arXiv 1908.10084).
 
     The config's `head_transform`, if set, is applied to the pooled vector; `output.normalize` scales it to length 1.
+    `output.pooler` adds a second vector, which only `pooler_output` returns; its parameters are `pooler/`.
     """
+
+    parameter_axes = declare({"pooler/dense/kernel": "embed -> _"}, role="output")
 
     def setup(self):
         self._setup_pooling()
         self._setup_encoder()
         self._setup_transform()
+        if self.config.output.pooler is not None:
+            self.pooler = HeadMap(self.config, self.config.output.pooler)
+
+    def pool(self, hidden: Hidden, mask: Mask | None = None) -> Float[Array, "B D"]:
+        """Pool hidden states (B, T, D) to (B, D): mean, first or last of the non-padding tokens."""
+        if self.config.output.pooler is not None and self.is_initializing():
+            self.pooler_output(hidden, mask)  # so that all parameters are created
+        return super().pool(hidden, mask)
+
+    def pooler_output(self, hidden: Hidden, mask: Mask | None = None) -> Float[Array, "B D"]:
+        """Apply the pooler to the first non-padding token of hidden states (B, T, D) (Devlin et al. 2018, section 3.1).
+
+        BERT was pretrained to predict from this vector whether the second sentence follows the first.
+
+        Returns:
+            (B, D), float32, in (-1, 1) for the tanh of BERT.
+
+        Raises:
+            ConfigError: the model has no pooler.
+        """
+        if self.config.output.pooler is None:
+            raise ConfigError(
+                "this Embedder has no pooler: output.pooler is not set. Load a checkpoint with pooler.dense, or call "
+                "the model for the pooled hidden states."
+            )
+        return self.pooler(pool(hidden, mask, "first")).astype(jnp.float32)
 
     def head(self, pooled: Float[Array, "B D"]) -> Float[Array, "B D"]:
         """Compute embeddings (B, D), float32, from pooled vectors (B, D)."""
