@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from chat_parts import write_chat_model
 
 from transformer.__main__ import main
+from transformer.cli._arguments import parse
+from transformer.cli._batch import AnswerBatch
 from transformer.config._checks import ConfigError
 from transformer.serve._batch import answer_lines
 from transformer.serve._shards import Shard, answered, join_parts, parts
@@ -92,6 +95,22 @@ def test_wrong_options(tmp_path, capsys):
     assert "--shard needs --output" in capsys.readouterr().err
     assert main(["batch", str(tmp_path), str(requests), "--shard", "2/2"]) == 2
     assert "--shard must be INDEX/COUNT" in capsys.readouterr().err
+
+
+def test_the_job_of_the_docs(tmp_path):
+    """Its shell command passes the index of the pod and the number of pods."""
+    yaml = pytest.importorskip("yaml")
+    (text,) = re.findall(r"^```text\n(apiVersion: .*?)^```", (ROOT / "docs" / "serving.md").read_text(), re.M | re.S)
+    spec = yaml.safe_load(text)["spec"]
+    assert spec["completionMode"] == "Indexed"
+    (container,) = spec["template"]["spec"]["containers"]
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "3"}
+    command = [*container["command"], *container["args"]]
+    words = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert words[:3] == ["-m", "transformer", "batch"]
+    assert Shard.parse(parse(AnswerBatch, "batch", words[3:]).shard) == Shard(3, spec["completions"])
 
 
 def texts(path):
