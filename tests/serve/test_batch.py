@@ -190,7 +190,7 @@ def test_the_file_of_answers_is_protected(model, tmp_path, capsys):
     with Answers(output), pytest.raises(ConfigError, match="another process writes"):
         Answers(output)
     with Answers(output) as again:
-        assert not again.ids
+        assert not again.keys
 
 
 @pytest.mark.parametrize(

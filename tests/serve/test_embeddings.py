@@ -163,6 +163,49 @@ def test_a_full_queue_is_429(encoder, client, monkeypatch):
     assert client.embeddings.create(model="encoder", input="a").data
 
 
+def test_calls_that_wait_are_computed_together(encoder, client, monkeypatch):
+    """Eight calls need two passes; each gets the vectors that it gets alone, also if one of them is invalid."""
+    inputs = [["the tree"], "a dog ran", TEXTS, "the cat " * 5, ["the mat", "a tree"], "big cat", [["a"]], TEXTS[0]]
+    inputs[6] = [[10**9]]
+    alone = [None if given == [[10**9]] else client.embeddings.create(model="encoder", input=given) for given in inputs]
+    computing, proceed, passes, found = threading.Event(), threading.Event(), [], {}
+    vectors = encoder._vectors
+
+    def slow(rows):
+        passes.append(len(rows))
+        computing.set()
+        assert proceed.wait(60)
+        return vectors(rows)
+
+    def ask(number):
+        try:
+            found[number] = client.embeddings.create(model="encoder", input=inputs[number])
+        except openai.BadRequestError as error:
+            found[number] = error
+
+    monkeypatch.setattr(encoder, "_vectors", slow)
+    threads = [threading.Thread(target=ask, args=[number]) for number in range(len(inputs))]
+    threads[0].start()
+    assert computing.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    deadline = time.monotonic() + 30
+    while encoder.load.waiting < len(inputs) - 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    proceed.set()
+    for thread in threads:
+        thread.join()
+    assert passes == [1, 1 + 3 + 1 + 2 + 1 + 1]
+    assert "token ids must be from 0" in str(found.pop(6))
+    assert encoder.load.waiting == encoder.load.running == 0
+    for number, answer in found.items():
+        assert answer.usage == alone[number].usage
+        assert len(answer.data) == len(alone[number].data)
+        for one, other in zip(answer.data, alone[number].data, strict=True):
+            np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-5)
+
+
 def test_values_that_are_not_finite(client, encoder, monkeypatch):
     """Status 500, without the path that the error of `embed` names."""
     monkeypatch.setattr("transformer.serve._embeddings.embed_encoded", lambda *given: embed_nothing())

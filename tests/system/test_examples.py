@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chat_parts import write_chat_model
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
@@ -194,6 +197,48 @@ def test_gender_agreement_learns_the_gender_of_the_dish(tmp_path):
     answers = load("gender_agreement").main(str(tmp_path))
     endings = {prompt.split()[1]: word[-1] for prompt, word in answers.items()}
     assert endings == {"sopa": "a", "carne": "a", "arroz": "o"}
+
+
+@pytest.mark.slow
+def test_ray_batch_answers_each_request_once(tmp_path):
+    """Two workers; the first one to run is killed once, and Ray runs its task again."""
+    pytest.importorskip("ray", reason="needs Ray: pip install ray")
+    model = write_chat_model(tmp_path / "tiny")
+    names = [f"request {i}" for i in range(13)]
+    body = {"prompt": "Hello", "max_tokens": 5}
+    lines = [json.dumps({"custom_id": name, "url": "/v1/completions", "body": body}) for name in names]
+    requests, answers = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    requests.write_text("\n".join(lines))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    script = [sys.executable, "-c", RAY, *map(str, (model, requests, answers, tmp_path / "killed"))]
+    done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "killed").exists()
+    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert sorted(one["custom_id"] for one in found) == sorted(names)
+    assert {one["response"]["status_code"] for one in found} == {200}
+    assert not list(tmp_path.glob("answers.jsonl.*"))
+
+
+# The worker ends itself the first time: it is killed before its shard is complete.
+RAY = """
+import os
+import signal
+import sys
+from examples import ray_batch
+
+*files, killed = sys.argv[1:]
+answer = ray_batch.answer
+
+def dies_once(model, requests, answers, shard, options):
+    if shard == "1/2" and not os.path.exists(killed):
+        open(killed, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer(model, requests, answers, shard, options)
+
+ray_batch.answer = dies_once
+assert sorted(ray_batch.run(*files, options=("--slots", "2", "--max-tokens", "64"))) == ["0/2", "1/2"]
+"""
 
 
 def test_the_documented_command():

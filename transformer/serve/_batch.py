@@ -25,6 +25,8 @@ URLS = (*COMPLETIONS, "/v1/embeddings")
 """paths that a request of a batch may have"""
 EACH_SECONDS = 0.5
 """time between two updates of the progress"""
+Key = str | int
+"""what an answer belongs to: custom_id of a request, or number of a line that is not a request"""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class BatchRequest:
     work: float
     """estimated number of tokens, by which the requests are sorted"""
 
+    @property
+    def key(self) -> Key:
+        """Key of its answer."""
+        return self.custom_id
+
 
 @dataclass(frozen=True)
 class BadLine:
@@ -48,6 +55,11 @@ class BadLine:
     custom_id: str | None
     message: str
     """what is wrong, expected and got"""
+
+    @property
+    def key(self) -> Key:
+        """Key of its answer."""
+        return self.number
 
     @property
     def answer(self) -> dict[str, Any]:
@@ -70,10 +82,8 @@ class Answers:
     """
 
     def __init__(self, path: Path):
-        self.ids: set[str] = set()
-        """custom_id of the requests that are answered"""
-        self.lines: set[int] = set()
-        """numbers of the bad lines that are answered"""
+        self.keys: set[Key] = set()
+        """keys of the lines that are answered"""
         self._path = path
         self._file: BinaryIO = path.open("a+b")
         try:
@@ -95,34 +105,58 @@ class Answers:
             raise ConfigError(f"another process writes {self._path}. Wait for its end, or pass another file.") from None
         self._file.seek(0)
         end = 0
-        for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):
-                break
+        for key, line in _complete_lines(self._file, self._path):
             end += len(line)
-            if line.strip():
-                self._add(number, line)
+            if key is not None:
+                self.keys.add(key)
         self._file.truncate(end)
-
-    def _add(self, number: int, line: bytes) -> None:
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict) or not {"custom_id", "response", "error"} <= set(values):
-            raise ConfigError(
-                f"{self._path}, line {number}: expected an answer with custom_id, response and error, got "
-                f"{line[:60].decode(errors='replace')!r}. Pass a new file, or one that this command has written."
-            )
-        error = values["error"]
-        if isinstance(error, dict) and isinstance(error.get("line"), int):
-            self.lines.add(error["line"])
-        elif isinstance(values["custom_id"], str):
-            self.ids.add(values["custom_id"])
 
     def write(self, answer: dict[str, Any]) -> None:
         """Append an answer. It is in the file when this call returns, also if the process is killed then."""
         self._file.write(json.dumps(answer).encode() + b"\n")
         self._file.flush()
+
+
+def answer_lines(path: Path) -> Iterator[tuple[Key, bytes]]:
+    """Yield the key and the line of each answer of a file; without the file, nothing.
+
+    A last line without its end is skipped: another process may be writing it.
+
+    Raises:
+        ConfigError: a line is not an answer.
+    """
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for key, line in _complete_lines(file, path):
+            if key is not None:
+                yield key, line
+
+
+def _complete_lines(file: BinaryIO, path: Path) -> Iterator[tuple[Key | None, bytes]]:
+    """Yield each line that has an end, with the key of its answer; None: a blank line, or an answer to nothing."""
+    for number, line in enumerate(file, 1):
+        if not line.endswith(b"\n"):
+            return
+        yield _key(line, f"{path}, line {number}") if line.strip() else None, line
+
+
+def _key(line: bytes, place: str) -> Key | None:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict) or not {"custom_id", "response", "error"} <= set(values):
+        raise ConfigError(
+            f"{place}: expected an answer with custom_id, response and error, got "
+            f"{line[:60].decode(errors='replace')!r}. Pass a new file, or one that this command has written."
+        )
+    error = values["error"]
+    if isinstance(error, dict) and isinstance(error.get("line"), int):
+        return error["line"]
+    return values["custom_id"] if isinstance(values["custom_id"], str) else None
 
 
 def read_batch(path: Path) -> tuple[list[BatchRequest], list[BadLine]]:

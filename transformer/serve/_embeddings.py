@@ -12,13 +12,14 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from transformer.config._checks import nearest
+from transformer.inference._batching import slots_at_once
 from transformer.inference._loading import LoadedModel
 from transformer.inference._reading import Columns, embed_encoded, encode_sentences
 from transformer.inference._sentences import SentenceSettings
 from transformer.serve._bodies import read_json, text_prompts
 from transformer.serve._errors import APIError, json_response
 from transformer.serve._http import Handler
-from transformer.serve._threads import ThreadService
+from transformer.serve._threads import Job, ThreadService
 
 MOST_INPUTS = 2048
 """maximum number of texts of one call"""
@@ -29,7 +30,10 @@ _FIELDS = {"input", "model", "encoding_format", "dimensions", "user"}
 
 @dataclass(kw_only=True)
 class EmbeddingService(ThreadService):
-    """A model behind the HTTP interface that embeds texts as `inference.embed`."""
+    """A model behind the HTTP interface that embeds texts as `inference.embed`.
+
+    The texts of several calls are computed together: `embed_encoded` packs them into batches of few shapes.
+    """
 
     opened: LoadedModel
     settings: SentenceSettings
@@ -58,11 +62,9 @@ class EmbeddingService(ThreadService):
         if len(texts) > MOST_INPUTS:
             raise APIError(400, f"a call can have at most {MOST_INPUTS} texts, got {len(texts)}.", "input")
 
-        def compute() -> tuple[int, np.ndarray]:
-            rows = self._encode(texts)
-            return sum(len(ids) for ids, _ in rows), self._vectors(rows)
-
-        count, vectors = await self.compute(request, compute)
+        job = Job(None, lambda: self._encode(texts), self._vectors, _tokens, slots_at_once())
+        rows, vectors = await self.compute(request, job)
+        count = sum(map(_tokens, rows))
         size = values.get("dimensions", vectors.shape[1])
         if size != vectors.shape[1]:
             raise APIError(400, f"dimensions must be {vectors.shape[1]}, the size of this model.", "dimensions")
@@ -100,6 +102,11 @@ class EmbeddingService(ThreadService):
             return embed_encoded(self.opened, rows, self.settings)
         except ValueError:  # its message names the directory
             raise APIError(500, "the model computed values that are not finite.") from None
+
+
+def _tokens(row: Columns) -> int:
+    """Return the number of tokens of a text."""
+    return len(row[0])
 
 
 def _checked_format(values: Mapping[str, Any]) -> str:

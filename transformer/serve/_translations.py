@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,12 +20,13 @@ from transformer.serve._bodies import MOST_CHOICES, integer, read_json, text_pro
 from transformer.serve._errors import APIError, json_response
 from transformer.serve._http import Handler
 from transformer.serve._requests import Delta, Token
-from transformer.serve._threads import ThreadService
+from transformer.serve._threads import Job, ThreadService
 
 BEAM_SIZES = (1, 2, 4, 8)
 """beam sizes that a client can choose: each is another program"""
 TOGETHER = 4
-"""maximum number of sources that are searched together; between them the search can end early"""
+"""maximum number of sources that are searched together, also of several calls with the same options; between them the
+search can end early"""
 _FIELDS = {"prompt", "model", "n", "best_of", "num_beams", "length_penalty", "max_tokens", "stream", "stream_options"}
 _WITHOUT_EFFECT = {"user", "seed"}
 _ONLY = {"temperature": 0, "top_p": 1, "logprobs": 0, "echo": False, "suffix": "", "stop": []}
@@ -70,16 +71,11 @@ class TranslationService(ThreadService):
         if type(stream) is not bool or not isinstance(options, dict):
             raise APIError(400, "stream must be true or false, and stream_options an object.", "stream")
 
-        def compute() -> tuple[list[int], list[list[Hypothesis]]]:
-            sources = self._encode(texts)
-            found = []
-            for start in range(0, len(sources), TOGETHER):
-                if self.closing:
-                    raise APIError(503, "the server is shutting down.")
-                found += self._search(sources[start : start + TOGETHER], beam, most)
-            return [len(source) for source in sources], found
-
-        lengths, found = await self.compute(request, compute)
+        job = Job(
+            (beam, most), lambda: self._encode(texts), lambda rows: self._translated(rows, beam, most), _one, TOGETHER
+        )
+        sources, found = await self.compute(request, job)
+        lengths = [len(source) for source in sources]
         best = [one for hypotheses in found for one in hypotheses]
         tokenizer = self.opened.tokenizer
         answer = Answer(self.name, tokenizer, is_chat=False, prompts=lengths, n=beam.n_best, top=None)
@@ -123,11 +119,24 @@ class TranslationService(ThreadService):
         tokens = [Token(one, 0.0, []) for one in found.tokens]
         return Delta(text_of(self.opened, found), tokens, finish="stop" if found.ended else "length")
 
+    def _translated(self, sources: Sequence[list[int]], beam: Beam, most: int | None) -> list[list[Hypothesis]]:
+        found = []
+        for start in range(0, len(sources), TOGETHER):
+            if self.closing:
+                raise APIError(503, "the server is shutting down.")
+            found += self._search(sources[start : start + TOGETHER], beam, most)
+        return found
+
     def _search(self, sources: list[list[int]], beam: Beam, most: int | None) -> list[list[Hypothesis]]:
         opened = self.opened
         begin, eos_id, suppress = opened.target_start, opened.eos_ids, opened.suppressed
         options = {"begin": begin, "eos_id": eos_id, "suppress": suppress, "beam": beam, "max_new_tokens": most}
         return beam_search_all(opened.model, opened.params, sources, **options)
+
+
+def _one(source: list[int]) -> int:
+    """Return the size of a source in a group: sources are counted, not their tokens."""
+    return 1
 
 
 def _beam(values: Mapping[str, Any]) -> tuple[Beam, int | None]:

@@ -1,0 +1,167 @@
+"""Batches that several processes answer: the split, the join, and a process that is killed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from chat_parts import write_chat_model
+
+from transformer.__main__ import main
+from transformer.cli._arguments import parse
+from transformer.cli._batch import AnswerBatch
+from transformer.config._checks import ConfigError
+from transformer.serve._batch import answer_lines
+from transformer.serve._shards import Shard, answered, join_parts, parts
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = ["--slots", "2", "--max-tokens", "128"]
+
+
+def answer(name, text="a"):
+    return json.dumps({"id": text, "custom_id": name, "response": {}, "error": None}).encode() + b"\n"
+
+
+def bad_answer(number):
+    return json.dumps({"custom_id": None, "response": None, "error": {"line": number}}).encode() + b"\n"
+
+
+@pytest.mark.parametrize(("items", "count"), [(7, 3), (2, 5), (6, 1), (0, 2)])
+def test_each_item_has_one_shard(items, count):
+    shares = [Shard(index, count).select(list(range(items))) for index in range(count)]
+    assert sorted(one for share in shares for one in share) == list(range(items))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("text", ["", "1", "2/2", "-1/2", "0/0", "0/1000000", "1/2/3", "a/b", " 0/2"])
+def test_invalid_shards(text):
+    with pytest.raises(ConfigError, match=r"--shard must be INDEX/COUNT .* got"):
+        Shard.parse(text)
+
+
+def test_the_last_process_joins(tmp_path):
+    """An unfinished last line, an answer that is there twice, and files of another number of processes."""
+    output, keys = tmp_path / "answers[1].jsonl", ["a", "b", "c", 4]
+    Shard(0, 2).part(output).write_bytes(answer("a") + answer("b")[:-1])
+    Shard(1, 2).part(output).write_bytes(answer("c", "first"))
+    assert answered(output) == {"a", "c"}
+    assert not join_parts(output, keys)
+    assert not output.exists()
+    Shard(1, 3).part(output).write_bytes(answer("c", "second") + answer("b") + bad_answer(4))
+    assert len(parts(output)) == 3
+    assert join_parts(output, keys)
+    assert parts(output) == []
+    assert [path.name for path in tmp_path.iterdir()] == [output.name], "no temporary file is left"
+    assert output.read_bytes() == answer("a") + answer("c", "first") + answer("b") + bad_answer(4)
+    assert join_parts(output, keys), "joined by another process"
+
+
+def test_answers_of_the_output_stay(tmp_path):
+    """As after a run without shards, or after new lines of the requests."""
+    output = tmp_path / "answers.jsonl"
+    output.write_bytes(answer("a"))
+    Shard(0, 1).part(output).write_bytes(answer("b"))
+    assert join_parts(output, ["a", "b"])
+    assert [key for key, _ in answer_lines(output)] == ["a", "b"]
+
+
+def test_another_process_joins_at_the_same_time(tmp_path, monkeypatch):
+    """It removes a file after this process has seen that all answers are there: its output stays."""
+    output, keys = tmp_path / "answers.jsonl", ["a", "b"]
+    for index, name in enumerate(keys):
+        Shard(index, 2).part(output).write_bytes(answer(name))
+
+    def seen(path):
+        found = answered(path)
+        monkeypatch.undo()
+        assert join_parts(path, keys)
+        return found
+
+    monkeypatch.setattr("transformer.serve._shards.answered", seen)
+    assert join_parts(output, keys)
+    assert output.read_bytes() == answer("a") + answer("b")
+    assert [path.name for path in tmp_path.iterdir()] == [output.name]
+
+
+def test_wrong_options(tmp_path, capsys):
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("")
+    assert main(["batch", str(tmp_path), str(requests), "--shard", "0/2"]) == 2
+    assert "--shard needs --output" in capsys.readouterr().err
+    assert main(["batch", str(tmp_path), str(requests), "--shard", "2/2"]) == 2
+    assert "--shard must be INDEX/COUNT" in capsys.readouterr().err
+
+
+def test_the_job_of_the_docs(tmp_path):
+    """Its shell command passes the index of the pod and the number of pods."""
+    yaml = pytest.importorskip("yaml")
+    (text,) = re.findall(r"^```text\n(apiVersion: .*?)^```", (ROOT / "docs" / "serving.md").read_text(), re.M | re.S)
+    spec = yaml.safe_load(text)["spec"]
+    assert spec["completionMode"] == "Indexed"
+    (container,) = spec["template"]["spec"]["containers"]
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "3"}
+    command = [*container["command"], *container["args"]]
+    words = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert words[:3] == ["-m", "transformer", "batch"]
+    assert Shard.parse(parse(AnswerBatch, "batch", words[3:]).shard) == Shard(3, spec["completions"])
+
+
+def texts(path):
+    answers = [json.loads(line) for line in path.read_text().splitlines()]
+    found = {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in answers if one["response"]}
+    assert len(found) + sum(one["error"] is not None for one in answers) == len(answers), "one answer each"
+    return found
+
+
+@pytest.mark.slow
+def test_two_processes_one_of_which_is_killed(tmp_path):
+    """The answers are those of one process; what was answered before the kill is not computed again."""
+    model = write_chat_model(tmp_path / "tiny")
+    draws = {"max_tokens": 40, "temperature": 1.2}
+    lines = [
+        {"custom_id": f"{i}", "url": "/v1/completions", "body": {"prompt": "Hello" * (1 + i % 7), **draws}}
+        for i in range(80)
+    ]
+    requests, output, whole = (tmp_path / name for name in ("requests.jsonl", "answers.jsonl", "whole.jsonl"))
+    requests.write_text("".join(json.dumps(one) + "\n" for one in [*lines, {"custom_id": "bad"}]))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+
+    def start(index):
+        command = [sys.executable, "-m", "transformer", "batch", str(model), str(requests), *SIZES]
+        command += ["--output", str(output), "--shard", f"{index}/2"]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+    processes = [start(0), start(1)]
+    try:
+        part, deadline = Shard(0, 2).part(output), time.monotonic() + 300
+        while not part.exists() or part.read_bytes().count(b"\n") < 3:
+            assert time.monotonic() < deadline
+            assert processes[0].poll() is None, processes[0].stderr.read()
+            time.sleep(0.002)
+        processes[0].send_signal(signal.SIGKILL)
+        assert processes[0].wait() == -signal.SIGKILL
+        before = part.read_bytes()
+        assert 3 <= before.count(b"\n") < 41, "it was killed in the middle"
+        message = processes[1].communicate(timeout=300)[1]
+        assert processes[1].returncode == 0, message
+        assert "shard 1/2 is complete; other shards are not complete yet" in message
+        assert not output.exists()
+        processes.append(start(0))
+        message = processes[2].communicate(timeout=300)[1]
+        assert processes[2].returncode == 0, message
+        assert "of 41 requests are answered already" in message
+    finally:
+        for process in processes:
+            process.kill()
+    assert output.read_bytes().startswith(before[: before.rindex(b"\n") + 1]), "answers are kept"
+    assert parts(output) == []
+    assert main(["batch", str(model), str(requests), "--output", str(whole), *SIZES]) == 0
+    assert texts(output) == texts(whole)
+    assert len(texts(output)) == 80
