@@ -4,8 +4,9 @@ Usage: python -m benchmarks.serving_prefix [--requests 32] [--prefix 1000] [--tu
 
 All requests are submitted together. Each prompt has --prefix tokens, the same in all prompts or random ones, and 24
 random tokens, and gets one new token. The prefill time is the time of the calls that read prompts, each of which is
-waited for. Both kinds take turns in one process. The model is a Llama with random weights and GPT-2 124M's width and
-depth, in float32 (--layers and --width change them). Run on an idle machine. The last line is a JSON object.
+waited for; their processor time depends less on other programs. Both kinds take turns in one process. The model is a
+Llama with random weights and GPT-2 124M's width and depth, in float32 (--layers and --width change them). Run on an
+idle machine. The last line is a JSON object.
 """
 
 import argparse
@@ -41,29 +42,31 @@ class Timed:
     """Measures the calls of an engine that read prompts."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.seconds = engine, 0.0
+        self.engine, self.seconds, self.cpu = engine, 0.0, 0.0
         device = engine._device
         self._read, device.read = device.read, self.read
 
     def read(self, *given: Any) -> int:
         """Read a part of a prompt, and wait for it."""
         jax.block_until_ready(self.engine._device._rows.lengths)
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         count = self._read(*given)
         jax.block_until_ready(self.engine._device._rows.pools)
-        self.seconds += time.perf_counter() - began
+        self.seconds, self.cpu = self.seconds + time.perf_counter() - began, self.cpu + time.process_time() - cpu
         return count
 
-    def answer(self, rows: list[list[int]]) -> tuple[float, float, int]:
-        """Return the seconds of the prefill and of all, and the number of shared tokens, of requests for one token."""
+    def answer(self, rows: list[list[int]]) -> tuple[float, float, float, int]:
+        """Return seconds and processor seconds of the prefill, seconds of all, and the number of shared tokens."""
         finished: queue.Queue[str | None] = queue.Queue()
-        self.seconds, shared, began = 0.0, self.engine.metrics.shared_tokens, time.perf_counter()
+        self.seconds = self.cpu = 0.0
+        shared, began = self.engine.metrics.shared_tokens, time.perf_counter()
         requests = [Request(prompt=row, max_tokens=1) for row in rows]
         self.engine.submit(requests, lambda number, delta: finished.put(delta.finish))
         left = len(requests)
         while left:
             left -= finished.get(timeout=600) is not None
-        return self.seconds, time.perf_counter() - began, self.engine.metrics.shared_tokens - shared
+        whole = time.perf_counter() - began
+        return self.seconds, self.cpu, whole, self.engine.metrics.shared_tokens - shared
 
 
 def main() -> None:
@@ -85,21 +88,23 @@ def main() -> None:
     engine.warm_up()
     timed = Timed(engine)
     engine.start()
-    found: dict[str, list[tuple[float, float, int]]] = {"none in common": [], "a common prefix": []}
+    found: dict[str, list[tuple[float, float, float, int]]] = {"none in common": [], "a common prefix": []}
     for turn in range(options.turns):
         for common, (name, results) in enumerate(found.items()):
             given = options.requests, options.prefix, tokenizer.vocab_size, bool(common), 2 * turn + common
             results.append(timed.answer(prompts(*given)))
-            print(f"turn {turn}, {name}: prefill {results[-1][0]:.2f} s, all {results[-1][1]:.2f} s", flush=True)
+            print(f"turn {turn}, {name}: prefill {results[-1][0]:.2f} s, all {results[-1][2]:.2f} s", flush=True)
     engine.close()
     print(
         f"\n{where}, {options.requests} prompts of {options.prefix + SUFFIX} tokens, parts of {engine.chunk} tokens\n"
     )
-    print("| prompts | prefill, s | all, s | shared tokens |\n| --- | ---: | ---: | ---: |")
+    print("| prompts | prefill, s | prefill, processor s | all, s | shared tokens |")
+    print("| --- | ---: | ---: | ---: | ---: |")
     medians = {name: [statistics.median(column) for column in zip(*one, strict=True)] for name, one in found.items()}
-    for name, (prefill, whole, shared) in medians.items():
-        print(f"| {name} | {prefill:.2f} | {whole:.2f} | {shared:,.0f} |")
+    for name, (prefill, cpu, whole, shared) in medians.items():
+        print(f"| {name} | {prefill:.2f} | {cpu:.2f} | {whole:.2f} | {shared:,.0f} |")
     alone, common = medians.values()
+    print(f"ratio: {common[0] / alone[0]:.3f}, of processor time {common[1] / alone[1]:.3f}")
     more = {"all": medians, "chunk": engine.chunk, "versions": versions("jax", "flax")}
     print(last_line("prefill of a common prefix", alone[0], common[0], common[0] / alone[0], "seconds", where, **more))
 

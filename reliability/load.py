@@ -161,8 +161,8 @@ def serve(
     return samples, late, seen, faults
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Serve, sample and check the limits; return the exit code."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve, sample and check the limits; return the exit code. `arguments` None: those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=64, help="requests at a time")
@@ -214,4 +214,4 @@ def record(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
