@@ -6,14 +6,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from golden.case import SUFFIX, Case, numbers, past_values, real_tokens, recordings, texts, tokens, with_images
+from golden.case import (
+    GRIDS,
+    SUFFIX,
+    Case,
+    image_patches,
+    numbers,
+    past_values,
+    real_tokens,
+    recordings,
+    texts,
+    tokens,
+    with_images,
+)
 
+from transformer.config import Patches
 from transformer.nn._masks import Mask
 from transformer.nn.models import (
     Classifier,
     DualEncoder,
     Embedder,
     Forecaster,
+    ImagePatches,
     MaskedLM,
     Seq2Seq,
     SpeechEncoder,
@@ -36,10 +50,7 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
     """Return the positional and keyword arguments of a model call."""
     config = model.config
     if isinstance(model, VisionEncoder | DualEncoder):
-        patches = config.patches or config.images.patches
-        shape = (2, patches.channels, patches.image_height, patches.image_width)
-        pixels = np.random.RandomState(5).standard_normal(shape).astype(np.float32)
-        images = jnp.asarray(pixels.transpose(0, 2, 3, 1))
+        images = _images(config.patches or config.images.patches)
         if isinstance(model, VisionEncoder):
             return (images,), {}
         ids, real = texts(case.length, config.vocab_size, padding)
@@ -75,6 +86,16 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
         types = np.broadcast_to(np.arange(case.length) >= case.length // 2, (2, case.length))
         named["token_types"] = jnp.asarray(types.astype(np.int32))
     return (ids,), named | {"mask": mask}
+
+
+def _images(patches: Patches) -> jnp.ndarray | ImagePatches:
+    """Return two images."""
+    if patches.resize_positions:
+        values, _ = image_patches(patches.patch_size**2 * patches.channels)
+        return ImagePatches(jnp.asarray(values), jnp.asarray(GRIDS))
+    shape = (2, patches.channels, patches.image_height, patches.image_width)
+    pixels = np.random.RandomState(5).standard_normal(shape).astype(np.float32)
+    return jnp.asarray(pixels.transpose(0, 2, 3, 1))
 
 
 def without_head(model: Any) -> bool:

@@ -42,7 +42,7 @@ from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
 from transformer.nn.models._forecaster import Forecaster
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import SpeechToText
-from transformer.nn.models._vision import DistilledVisionClassifier, VisionClassifier, VisionEmbedder
+from transformer.nn.models._vision import DistilledVisionClassifier, ImagePatches, VisionClassifier, VisionEmbedder
 from transformer.nn.models._vision_language import VisionLanguageModel
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "FeedForward",
     "Forecaster",
     "GatedDeltaNet",
+    "ImagePatches",
     "KVCache",
     "LayerInputs",
     "LayerNorm",

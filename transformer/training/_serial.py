@@ -23,7 +23,7 @@ LATER = {
     "EvaluationConfig": ("beam_size", "beam_alpha"),
     "Execution": ("sow_weights", "experts", "quantization", "quantization_paths"),
     "json_lines": ("packing",),
-    "ImageProcessor": ("multiple", "min_pixels", "max_pixels"),
+    "ImageProcessor": ("multiple", "min_pixels", "max_pixels", "max_patches"),
     "AttentionOptions": ("output_gate", "qk_norm_scale", "value_norm"),
     "LayerKind": (
         *("self_attention", "moe", "attention_norm", "rotary", "gated_delta", "chunk", "temperature", "qk_norm"),
@@ -36,7 +36,7 @@ LATER = {
         *("shared_d_ff", "shared_gate", "router_norm", "expert_scale", "beside_dense", "scale_inputs"),
     ),
     "OptimizerConfig": ("decay_fraction",),
-    "Patches": ("class_token", "distillation_token", "registers", "drop_remainder"),
+    "Patches": ("class_token", "distillation_token", "registers", "drop_remainder", "resize_positions"),
     "StackOptions": ("layer_scale", "layer_scalar", "encoder_num_heads", "encoder_d_ff"),
     "ParallelConfig": (
         *("coordinator", "num_processes", "process_id", "patience", "dcn", "optimizer_memory_host_offload"),
