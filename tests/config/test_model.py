@@ -233,6 +233,17 @@ def test_every_field_of_patches_is_read(field, value):
     assert program(VisionClassifier, base) != program(VisionClassifier, changed)
 
 
+def test_positions_are_resized_only_on_request():
+    plain = Patches(image_height=6, image_width=4, patch_size=2, class_token=False)
+    base = TINY.replace(**IMAGES | {"output.pooling": "mean", "position": "none", "input": plain})
+    changed = base.replace(input=dataclasses.replace(plain, resize_positions=True))
+    assert program(VisionClassifier, base) != program(VisionClassifier, changed)
+    with pytest.raises(ConfigError, match="needs class_token=False, registers=0 and drop_remainder=False"):
+        Patches(image_height=6, image_width=4, patch_size=2, resize_positions=True)
+    with pytest.raises(ConfigError, match=r"got position='learned' in addition\. Set position='none'"):
+        program(VisionClassifier, changed.replace(position="learned", max_length=6))
+
+
 def test_pixels_that_fill_no_patch_are_dropped_only_on_request():
     with pytest.raises(ConfigError, match=r"image_height \(7\) must be a multiple of patch_size"):
         Patches(image_height=7, image_width=4, patch_size=2)

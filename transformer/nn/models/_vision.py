@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
 from transformer.config._parts import Patches
-from transformer.nn._axes import Array, Float, Hidden, Int
+from transformer.nn._axes import Array, Float, Hidden, Int, Leaf
 from transformer.nn._blocks import Aux, Block, LayerInputs, kernel_init
 from transformer.nn._layers import Linear
 from transformer.nn._masks import Mask
@@ -26,15 +26,15 @@ class ImagePatches:
     This is the input of NaFlex (SigLIP 2, Tschannen et al. 2025, arXiv 2502.14786, section 2.4).
     """
 
-    values: Array
+    values: Leaf
     """(B, T, patch_size x patch_size x channels), floating-point: pixels of patches row by row, then padding"""
-    grid: Array
+    grid: Leaf
     """(B, 2), integers: rows and columns of patches of each image, whose product is at most T"""
 
     @property
     def mask(self) -> Mask:
         """Marks the padding."""
-        return Mask.lengths(self.grid.prod(-1))
+        return Mask.lengths(jnp.asarray(self.grid).prod(-1))
 
 
 def grid_positions(
@@ -213,7 +213,7 @@ class VisionEncoder(Model):
             _check_pixels(images, (f"n x {size}", f"m x {size}", channels), fits=fits)
             grid = jnp.broadcast_to(jnp.asarray([shape[1] // size, shape[2] // size]), (shape[0], 2))
             images = ImagePatches(cut_patches(images, patches).reshape(shape[0], -1, size * size * channels), grid)
-        values, grid = images.values, images.grid
+        values, grid = jnp.asarray(images.values), jnp.asarray(images.grid)
         width = size * size * channels
         shapes = values.ndim == 3 and values.shape[2] == width and grid.shape == (values.shape[0], 2)
         if not shapes or not jnp.issubdtype(values.dtype, jnp.floating) or not jnp.issubdtype(grid.dtype, jnp.integer):
