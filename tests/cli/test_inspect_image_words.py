@@ -12,7 +12,7 @@ from vision_parts import picture, write_vision_model
 
 from transformer.__main__ import main
 from transformer.inference import encode_with_images, image_attention, open_model
-from transformer.nn.models._dynamic_images import ImagePatches
+from transformer.nn import ImagePatches
 from transformer.viz import attention_maps, attention_rollout
 
 FAMILIES = ("gemma3", "paligemma", "llava", "qwen2_5_vl")

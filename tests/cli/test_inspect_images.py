@@ -1,5 +1,6 @@
 """Tests of `inspect --image`: pictures of the attention to patches for every family of images, and errors."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -22,7 +23,10 @@ KINDS = {
     "dinov2": ("base", "BitImageProcessor"),
     "clip": ("dual", "CLIPImageProcessor"),
     "siglip": ("dual", "SiglipImageProcessor"),
+    "siglip2": ("dual", "Siglip2ImageProcessor"),
 }
+POOLED = ("siglip", "siglip2")
+"""Families that pool by attention."""
 
 
 def written(directory, family):
@@ -33,9 +37,11 @@ def written(directory, family):
     config = model.config.image_encoder if name == "dual" else model.config
     patches = config.patches
     size = {"height": patches.image_height, "width": patches.image_width}
-    (path / "preprocessor_config.json").write_text(
-        json.dumps({"image_processor_type": kind, "size": size, "do_center_crop": False})
-    )
+    fields = {"size": size, "do_center_crop": False}
+    if patches.resize_positions:  # the picture has 15 x 20 pixels: 3 rows and 4 columns
+        fields = {"patch_size": patches.patch_size, "max_num_patches": 13}
+        config = config.replace(input=dataclasses.replace(patches, image_height=9, image_width=12))
+    (path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind} | fields))
     picture(0).save(path / "a.png")
     return path, config
 
@@ -48,7 +54,7 @@ def test_every_layer_the_rollout_and_the_pooling_are_drawn(tmp_path, capsys, fam
     found = json.loads(capsys.readouterr().out)
     names = [name.rpartition("/")[2] for name in found["paths"]]
     layers = [f"image_layer{number + 1}.png" for number in range(config.num_layers)]
-    assert names == [*layers, "image_rollout.png", *(["image_pooling.png"] if family == "siglip" else [])]
+    assert names == [*layers, "image_rollout.png", *(["image_pooling.png"] if family in POOLED else [])]
     assert all(name.startswith(str(path / "attention")) for name in found["paths"])
     assert all(imread(name)[..., :3].std() > 0 for name in found["paths"])
     assert found["image"] == str(path / "a.png")
@@ -63,11 +69,11 @@ def test_the_page_has_every_layer_and_query(tmp_path, capsys, family):
     assert (len(data["layers"]), len(data["rollout"])) == (config.num_layers, config.num_layers)
     assert {(one["heads"], one["queries"]) for one in data["layers"]} == {(config.num_heads, config.patches.positions)}
     assert len(data["tokens"]) == config.patches.extra_tokens
-    assert ("pooling" in data["views"]) == (family == "siglip")
+    assert ("pooling" in data["views"]) == (family in POOLED)
     assert not (path / "attention").exists()
 
 
-@pytest.mark.parametrize("family", ["vit", "siglip"])
+@pytest.mark.parametrize("family", ["vit", *POOLED])
 def test_the_weights_and_pixels_are_those_of_the_model(tmp_path, family):
     path, config = written(tmp_path, family)
     image, read, sown = module._capture(open_model(path), str(path / "a.png"))
@@ -76,7 +82,7 @@ def test_the_weights_and_pixels_are_those_of_the_model(tmp_path, family):
     small = np.asarray(picture(0).resize(image.shape[1::-1], 2), np.float32) / 255
     assert np.abs(image - small).max() < (0.01 if family == "vit" else 0.2)
     assert "encoder" in sown
-    assert ("attention_pooling" in sown) == (family == "siglip")
+    assert ("attention_pooling" in sown) == (family in POOLED)
 
 
 def test_the_command_does_not_replace_a_picture_of_the_user(tmp_path, capsys):

@@ -26,6 +26,7 @@ from transformer.config import (
     transformer_big,
 )
 from transformer.config._paths import fields_by_path
+from transformer.nn import ImagePatches
 from transformer.nn.models import (
     CausalLM,
     Classifier,
@@ -39,7 +40,6 @@ from transformer.nn.models import (
     VisionClassifier,
     VisionLanguageModel,
 )
-from transformer.nn.models._dynamic_images import ImagePatches
 
 EXECUTION = {"scan": False, "experts": "ragged", "remat": "full", "attention": "blockwise", "sow_weights": True}
 QUANTIZED = {"quantization": "int8", "quantization_paths": ("self_attention",)}
@@ -155,9 +155,8 @@ def program(model: type, config: TransformerConfig) -> str:
         inputs = (inputs[0], pixels) if model is DualEncoder else (pixels,)
     named = {"deterministic": False}
     if (images := config.dynamic_images) is not None:
-        size, grid = images.patch_size, jnp.full((2, 1, 2), 2 * images.merge)
-        pixels = jnp.zeros((2, 1, 4 * images.merge**2, size, size, images.channels))
-        named["images"] = ImagePatches(pixels, grid)
+        values = jnp.zeros((2, 1, 4 * images.merge**2, images.patch_size**2 * images.channels))
+        named["images"] = ImagePatches(values, jnp.full((2, 1, 2), 2 * images.merge))
     elif model is VisionLanguageModel:
         patches = config.image_tokens.patches
         named["images"] = jnp.zeros((2, 1, patches.image_height, patches.image_width, patches.channels))
@@ -252,6 +251,17 @@ def test_every_field_of_patches_is_read(field, value):
     base = TINY.replace(**IMAGES | {"output.pooling": "mean"})
     changed = base.replace(input=dataclasses.replace(base.patches, **{field: value}))
     assert program(VisionClassifier, base) != program(VisionClassifier, changed)
+
+
+def test_positions_are_resized_only_on_request():
+    plain = Patches(image_height=6, image_width=4, patch_size=2, class_token=False)
+    base = TINY.replace(**IMAGES | {"output.pooling": "mean", "position": "none", "input": plain})
+    changed = base.replace(input=dataclasses.replace(plain, resize_positions=True))
+    assert program(VisionClassifier, base) != program(VisionClassifier, changed)
+    with pytest.raises(ConfigError, match="needs class_token=False, registers=0 and drop_remainder=False"):
+        Patches(image_height=6, image_width=4, patch_size=2, resize_positions=True)
+    with pytest.raises(ConfigError, match=r"got position='learned' in addition\. Set position='none'"):
+        program(VisionClassifier, changed.replace(position="learned", max_length=6))
 
 
 def test_pixels_that_fill_no_patch_are_dropped_only_on_request():

@@ -209,3 +209,17 @@ def real_tokens(padding: str, rows: int, length: int) -> np.ndarray:
     if padding == "left":
         real[1, :PADDED] = 0
     return real
+
+
+GRIDS = ((1, 5), (3, 2))
+"""Rows and columns of patches of two images for models that read any number of them.
+
+None has several rows of one column: PyTorch 2.13 then gives all rows the position of the first, without interpolation.
+"""
+
+
+def image_patches(width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the patches (2, 7, width) of two images with `GRIDS`, padded, and which of them are real."""
+    values = np.random.RandomState(5).standard_normal((2, 7, width)).astype(np.float32)
+    real = np.arange(7) < np.prod(GRIDS, 1)[:, None]
+    return values * real[..., None], real.astype(np.int32)

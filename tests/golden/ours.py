@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from golden.case import (
+    GRIDS,
     SUFFIX,
     Case,
     dynamic_images,
+    image_patches,
     numbers,
     past_values,
     real_tokens,
@@ -19,11 +21,13 @@ from golden.case import (
     with_images,
 )
 
+from transformer.config import Patches
 from transformer.nn._masks import Mask
 from transformer.nn.models import (
     Classifier,
     DualEncoder,
     Embedder,
+    ImagePatches,
     MaskedLM,
     PatchReconstructor,
     Seq2Seq,
@@ -33,7 +37,6 @@ from transformer.nn.models import (
     SpeechToText,
     VisionLanguageModel,
 )
-from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.nn.models._vision import VisionEncoder
 from transformer.zoo.weights._files import write_weights
 
@@ -52,10 +55,7 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
     """Return the positional and keyword arguments of a model call."""
     config = model.config
     if isinstance(model, VisionEncoder | DualEncoder):
-        patches = config.patches or config.images.patches
-        shape = (2, patches.channels, patches.image_height, patches.image_width)
-        pixels = np.random.RandomState(5).standard_normal(shape).astype(np.float32)
-        images = jnp.asarray(pixels.transpose(0, 2, 3, 1))
+        images = _images(config.patches or config.images.patches)
         if isinstance(model, VisionEncoder):
             return (images,), {}
         ids, real = texts(case.length, config.vocab_size, padding)
@@ -99,6 +99,16 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
         types = np.broadcast_to(np.arange(case.length) >= case.length // 2, (2, case.length))
         named["token_types"] = jnp.asarray(types.astype(np.int32))
     return (ids,), named | {"mask": mask}
+
+
+def _images(patches: Patches) -> jnp.ndarray | ImagePatches:
+    """Return two images."""
+    if patches.resize_positions:
+        values, _ = image_patches(patches.patch_size**2 * patches.channels)
+        return ImagePatches(jnp.asarray(values), jnp.asarray(GRIDS))
+    shape = (2, patches.channels, patches.image_height, patches.image_width)
+    pixels = np.random.RandomState(5).standard_normal(shape).astype(np.float32)
+    return jnp.asarray(pixels.transpose(0, 2, 3, 1))
 
 
 def without_head(model: Any) -> bool:

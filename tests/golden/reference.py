@@ -7,11 +7,13 @@ import numpy as np
 import torch
 import transformers
 from golden.case import (
+    GRIDS,
     IMAGE_GRIDS,
     MARKER,
     SUFFIX,
     Case,
     dynamic_images,
+    image_patches,
     numbers,
     past_values,
     real_tokens,
@@ -131,6 +133,13 @@ def _with_dynamic_images(config, case: Case, padding: str) -> dict[str, torch.Te
 
 
 def _pixels(config, images: int = 2) -> dict[str, torch.Tensor]:
+    if hasattr(config, "num_patches"):
+        values, real = image_patches(config.patch_size**2 * config.num_channels)
+        return {
+            "pixel_values": torch.tensor(values),
+            "pixel_attention_mask": torch.tensor(real),
+            "spatial_shapes": torch.tensor(GRIDS),
+        }
     size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
     pixels = np.random.RandomState(5).standard_normal((images, config.num_channels, *size)).astype(np.float32)
     return {"pixel_values": torch.tensor(pixels)}

@@ -16,12 +16,17 @@ from transformer.config import ConfigError
 from transformer.inference import classify_with_labels, embed, embed_images, embed_texts, open_model
 from transformer.inference._dual import BATCH, canonical_text
 from transformer.media import ImageProcessor
-from transformer.nn import Mask
+from transformer.nn import ImagePatches, Mask
 
 NAMED = ("a", "the", "photo", "of", "cat", "dog", "red", "blue", "house", "tree")
 WORDS = ["[PAD]", *NAMED, *(f"w{i}" for i in range(23))]
 LABELS = ("a photo of a cat", "the red house", "blue tree")
-KINDS = {"clip": "CLIPImageProcessor", "siglip": "SiglipImageProcessor"}
+SQUARE = {"size": {"height": 9, "width": 9}, "do_center_crop": False}
+KINDS = {
+    "clip": {"image_processor_type": "CLIPImageProcessor"} | SQUARE,
+    "siglip": {"image_processor_type": "SiglipImageProcessor"} | SQUARE,
+    "siglip2": {"image_processor_type": "Siglip2ImageProcessor", "patch_size": 3, "max_num_patches": 7},
+}
 
 
 def photo(seed=0, height=14, width=21):
@@ -49,11 +54,10 @@ def write_tokenizer(directory, begin):
 
 @pytest.fixture(scope="module", params=KINDS)
 def directory(request, tmp_path_factory):
-    """A directory with a tiny CLIP or SigLIP, its tokenizer, its preprocessing and two images."""
+    """A directory with a tiny CLIP, SigLIP or SigLIP 2, its tokenizer, its preprocessing and two images."""
     path = ours.write(tmp_path_factory.mktemp(request.param), golden_case.golden(request.param)["dual"])
     write_tokenizer(path, begin=request.param == "clip")
-    settings = {"image_processor_type": KINDS[request.param], "size": {"height": 9, "width": 9}}
-    (path / "preprocessor_config.json").write_text(json.dumps(settings | {"do_center_crop": False}))
+    (path / "preprocessor_config.json").write_text(json.dumps(KINDS[request.param]))
     for seed in range(2):
         photo(seed).save(path / f"{seed}.png")
     return path
@@ -65,7 +69,7 @@ def opened(directory):
 
 
 def test_probabilities_are_those_of_the_logits(directory, opened):
-    images = [photo(seed) for seed in range(3)]
+    images = [photo(seed, height) for seed, height in enumerate((14, 4, 30))]
     found = classify_with_labels(opened, images, LABELS)
     clip = "clip" in directory.name
     rows = [opened.tokenizer.encode_source(text) for text in LABELS]
@@ -77,8 +81,12 @@ def test_probabilities_are_those_of_the_logits(directory, opened):
     if clip:
         mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
         settings |= {"mean": mean, "std": std}
-    pixels = ImageProcessor(height=9, width=9, **settings)(images)
-    logits = jax.jit(opened.model.apply)({"params": opened.params}, jnp.asarray(tokens), jnp.asarray(pixels), mask)
+    if "siglip2" in directory.name:
+        pixels = ImagePatches(*ImageProcessor(multiple=3, max_patches=7).flat_patches(images))
+        assert pixels.grid.tolist() == [[2, 3], [1, 6], [3, 2]]
+    else:
+        pixels = jnp.asarray(ImageProcessor(height=9, width=9, **settings)(images))
+    logits = jax.jit(opened.model.apply)({"params": opened.params}, jnp.asarray(tokens), pixels, mask)
     expected = jax.nn.softmax(logits) if clip else jax.nn.sigmoid(logits)
     got = np.array([[one.probabilities[label] for label in LABELS] for one in found])
     np.testing.assert_allclose(got, expected, atol=1e-5)
@@ -160,9 +168,9 @@ def test_texts_of_siglip_are_in_lower_case_without_punctuation(tmp_path):
 
 @pytest.mark.parity
 def test_probabilities_equal_those_of_transformers(directory, opened, torch, transformers):
-    clip = "clip" in directory.name
-    model = (transformers.CLIPModel if clip else transformers.SiglipModel).from_pretrained(directory).eval()
-    kind = transformers.CLIPImageProcessorPil if clip else transformers.SiglipImageProcessorPil
+    clip, family = "clip" in directory.name, directory.name.rstrip("0").capitalize().replace("Clip", "CLIP")
+    model = getattr(transformers, f"{family}Model").from_pretrained(directory).eval()
+    kind = getattr(transformers, f"{family}ImageProcessorPil")
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
     images = [photo(seed, height, 40) for seed, height in enumerate((9, 31, 80))]
     padding = {"padding": True} if clip else {"padding": "max_length", "max_length": 11}
@@ -174,3 +182,79 @@ def test_probabilities_equal_those_of_transformers(directory, opened, torch, tra
     found = classify_with_labels(opened, images, LABELS)
     got = [[one.probabilities[label] for label in LABELS] for one in found]
     np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+def write_gemma_tokenizer(directory, kind):
+    """Write a tokenizer as Gemma's: letters and a few merges, spaces as "▁", an end token; its case is kept."""
+    letters = [chr(i) for i in (*range(65, 91), *range(97, 123))]
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *letters, "▁", ".", ",", "!", "ca", "cat", "▁cat"]
+    merges = [("c", "a"), ("ca", "t"), ("▁", "cat")]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    library = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True))
+    library.normalizer = normalizers.Replace(" ", "▁")
+    library.add_special_tokens(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"])
+    library.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+    library.save(str(directory / "tokenizer.json"))
+    names = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk", "mask")}
+    settings = {"tokenizer_class": kind, "padding_side": "right", "add_bos_token": False, "add_eos_token": True}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names | settings | {"model_max_length": 64}))
+    return len(pieces)
+
+
+GEMMA_TEXTS = ("A photo of a Cat", "the cat, a CAT!", "x")
+
+
+@pytest.mark.parametrize("family", ["siglip", "siglip2"])
+def test_texts_of_siglip_2_are_in_lower_case(tmp_path, family):
+    """Published files name the tokenizer of Gemma, which keeps the case; padding is on the side that they give."""
+    path = ours.write(tmp_path, golden_case.golden(family)["dual"])
+    write_tokenizer(path, begin=False)
+    content = json.loads((path / "tokenizer.json").read_text()) | {"normalizer": None}
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    for kind in ("GemmaTokenizer", "GemmaTokenizerFast"):
+        settings = {"pad_token": "[PAD]", "tokenizer_class": kind, "padding_side": "right"}
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+        found = embed_texts(open_model(path), ["a cat", "A Cat", "a cat w1"])
+        np.testing.assert_allclose(found[1], found[0], atol=1e-6)
+        assert np.abs(found[2] - found[0]).max() > 1e-3
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"padding_side": "left"}))
+    assert np.abs(embed_texts(open_model(path), ["a cat"]) - found[:1]).max() > 1e-3
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family", ["Siglip", "Siglip2"])
+def test_texts_and_images_of_siglip_2_are_those_of_transformers(tmp_path, torch, transformers, family):
+    """A directory that transformers wrote: the texts are padded to 64 tokens, which the model reads as tokens."""
+    vocab_size = write_gemma_tokenizer(tmp_path, "GemmaTokenizer")
+    sizes = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 5, "intermediate_size": 28}
+    grid = {"num_patches": 9} if family == "Siglip2" else {"image_size": 12}
+    config = getattr(transformers, f"{family}Config")(
+        text_config=sizes | {"vocab_size": vocab_size, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0},
+        vision_config=sizes | {"patch_size": 4} | grid,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    kind, fields = f"{family}ImageProcessorPil", {"size": {"height": 12, "width": 12}}
+    if family == "Siglip2":
+        fields = {"patch_size": 4, "max_num_patches": 11}
+    processor = getattr(transformers, kind)(**fields)
+    processor.save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+    texts = [text.lower() for text in GEMMA_TEXTS]  # the tokenizer of fixed-resolution models keeps the case
+    ids = tokenizer(texts, padding="max_length", max_length=64, truncation=True, return_tensors="pt")["input_ids"]
+    assert ids.shape == (3, 64)
+    assert ids[2].tolist()[1:] == [1, *[0] * 62]
+    images = [photo(seed, height, 40) for seed, height in enumerate((9, 31, 80))]
+    with torch.no_grad():
+        result = model(input_ids=ids, **processor(images, return_tensors="pt"))
+    opened = open_model(tmp_path)
+    np.testing.assert_allclose(embed(opened, list(GEMMA_TEXTS)), result.text_embeds, atol=1e-4)
+    np.testing.assert_allclose(embed_images(opened, images), result.image_embeds, atol=1e-4)
+    found = classify_with_labels(opened, images, list(GEMMA_TEXTS))
+    got = [[one.probabilities[text] for text in GEMMA_TEXTS] for one in found]
+    np.testing.assert_allclose(got, result.logits_per_image.sigmoid(), atol=1e-4)

@@ -9,7 +9,7 @@ from vision_parts import NAMED, PREPROCESSING, marker, picture, write_vision_mod
 from transformer.chat import Chat
 from transformer.generate import Sampling, generate
 from transformer.inference import encode_with_images, image_prompts, open_model
-from transformer.nn.models._dynamic_images import ImagePatches
+from transformer.nn import ImagePatches
 
 pytestmark = pytest.mark.parity
 
@@ -66,7 +66,8 @@ def test_ids_and_pixels(pair, prompt):
         return
     # Patches of all images, (channels, frames, height, width) each, with the same image in both frames.
     got = ImagePatches.of([pixels], opened.model.config.dynamic_images)
-    rows = np.concatenate([got.pixels[0, i, : np.prod(grid)] for i, grid in enumerate(got.grid[0])])
+    rows = np.concatenate([got.values[0, i, : np.prod(grid)] for i, grid in enumerate(got.grid[0])])
+    rows = rows.reshape(-1, 3, 3, 3)
     np.testing.assert_array_equal(got.grid[0], theirs["image_grid_thw"][:, 1:])
     for frame in range(2):
         patches = expected.reshape(-1, 3, 2, 3, 3)[:, :, frame].transpose(0, 2, 3, 1)

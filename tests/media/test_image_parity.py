@@ -84,6 +84,27 @@ def test_pixels_of_dynamic_resolution(transformers, tmp_path, fields):
         np.testing.assert_allclose(flat, expected["pixel_values"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("fields", [{}, {"patch_size": 7, "max_num_patches": 23}, {"max_num_patches": 1024}])
+def test_patches_of_any_aspect_ratio(transformers, tmp_path, fields):
+    theirs = transformers.Siglip2ImageProcessorPil(**fields)
+    theirs.save_pretrained(tmp_path)
+    ours, several = image_processor(tmp_path), [*images(), Image.new("RGB", (5, 190), (9, 90, 200))]
+    expected = theirs(several, return_tensors="np")
+    values, grid = ours.flat_patches(several)
+    np.testing.assert_array_equal(grid, expected["spatial_shapes"])
+    np.testing.assert_allclose(values, expected["pixel_values"], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(np.arange(values.shape[1]) < grid.prod(1)[:, None], expected["pixel_attention_mask"])
+
+
+def test_patches_of_torchvision_differ_by_one_level(transformers, tmp_path):
+    theirs = transformers.Siglip2ImageProcessor()
+    theirs.save_pretrained(tmp_path)
+    expected = theirs(images(), return_tensors="np")
+    values, grid = image_processor(tmp_path).flat_patches(images())
+    np.testing.assert_array_equal(grid, expected["spatial_shapes"])
+    assert np.abs(values - expected["pixel_values"]).max() * 127.5 < 1.01
+
+
 def test_transparency(transformers, tmp_path):
     theirs = transformers.CLIPImageProcessorPil(size={"shortest_edge": 22})
     theirs.save_pretrained(tmp_path)

@@ -169,6 +169,8 @@ def test_batches_need_one_size():
         ({"mean": (0.5, 0.5)}, "one number per channel"),
         ({"std": (0.5, 0.5, 0.0)}, "std must be positive"),
         ({"resample": "cubic"}, "Did you mean 'bicubic'"),
+        ({"max_patches": 9}, "multiple and max_patches of an ImageProcessor must be set together"),
+        ({"multiple": 4, "max_patches": 9, "min_pixels": 16}, "with multiple has no min_pixels"),
         ({"multiple": 28}, "multiple, min_pixels and max_pixels of an ImageProcessor must be set together"),
         ({"multiple": 4, "min_pixels": 16, "max_pixels": 15}, "min_pixels .16. must be at least .* at most max_pixels"),
         ({"multiple": 4, "min_pixels": 16, "max_pixels": 32, "shortest_edge": 8}, "has no shortest_edge"),
@@ -244,6 +246,7 @@ def test_missing_settings(tmp_path):
         {"height": 8, "width": 8, "in_floats": True, "rescale_factor": 1.0},
         {"height": 8, "width": 8, "mean": (0.25,), "std": (0.75,)},
         {"multiple": 28, "min_pixels": 784, "max_pixels": 7840},
+        {"multiple": 7, "max_patches": 23},
     ],
 )
 def test_saved_settings_are_read_back(tmp_path, fields):
@@ -260,6 +263,35 @@ def test_sides_become_multiples_within_the_range_of_pixels(size):
     assert height % 14 == width % 14 == 0
     assert 40 * 196 <= height * width <= 60 * 196
     assert abs(np.log(height / width * size[1] / size[0])) < 0.35  # the aspect ratio changes by rounding only
+
+
+@pytest.mark.parametrize("size", [(5, 7), (61, 40), (37, 53), (300, 221), (14, 14), (1, 400)])
+def test_images_have_as_many_patches_as_possible(size):
+    """One row or column more would be too many; patches are the squares of the picture row by row, then zeros."""
+    processor = ImageProcessor(multiple=14, max_patches=23)
+    values, grid = processor.flat_patches([photo(*size), photo(14, 14)])
+    assert (values.shape, values.dtype, grid.dtype) == ((2, 23, 14 * 14 * 3), np.float32, np.int32)
+    rows, columns = grid[0]
+    assert rows * columns <= 23 < (rows + 1) * (columns + 1)
+    (picture,) = processor([photo(*size)])
+    assert picture.shape == (rows * 14, columns * 14, 3)
+    last = picture[-14:, -14:].reshape(-1)
+    np.testing.assert_array_equal(values[0, rows * columns - 1], last)
+    assert not values[0, rows * columns :].any()
+
+
+def test_patches_need_their_settings(tmp_path):
+    with pytest.raises(ConfigError, match="needs an ImageProcessor with multiple and max_patches"):
+        ImageProcessor().flat_patches([photo(5, 5)])
+    kind = {"image_processor_type": "Siglip2ImageProcessorFast"}
+    assert described(tmp_path, kind) == ImageProcessor(multiple=16, max_patches=256)
+    for change, message in (
+        ({"do_resize": False}, "do_resize must be true"),
+        ({"patch_size": 0}, "patch_size and max_num_patches must be integers from 1 to"),
+        ({"min_pixels": 9}, "unknown field 'min_pixels'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            described(tmp_path, kind | change)
 
 
 def test_long_narrow_images_are_refused():

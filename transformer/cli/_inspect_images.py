@@ -176,4 +176,9 @@ def _capture(run: LoadedModel, image: str) -> tuple[Any, Any, Any]:
 
     found = jax.device_get(sown(run.params, pixels))
     shown = np.clip(pixels[0] * np.asarray(processor.std) + np.asarray(processor.mean), 0.0, 1.0)
-    return shown, model.config.image_encoder if dual else model.config, found["image"] if dual else found
+    config = model.config.image_encoder if dual else model.config
+    if config.patches.resize_positions:  # the pictures show the grid of this image
+        height, width = pixels.shape[1:3]
+        own = dataclasses.replace(config.patches, image_height=height, image_width=width)
+        config = config.replace(input=own)
+    return shown, config, found["image"] if dual else found

@@ -40,8 +40,8 @@ def image_encoder(config: TransformerConfig) -> TransformerConfig:
         **alike,
         num_layers=images.num_layers - (unused or 0),
         norm=config.norm if dual else "layer_norm",
-        position="learned",
-        max_length=images.patches.positions,
+        position="none" if images.patches.resize_positions else "learned",
+        max_length=None if images.patches.resize_positions else images.patches.positions,
         input=images.patches,
         **{
             "embedding.norm": images.embedding_norm,

@@ -443,11 +443,20 @@ class Patches:
     """learned tokens without a position, before the patches (Darcet et al. 2023, arXiv 2309.16588)"""
     drop_remainder: bool = False
     """if height or width is not a multiple of the patch size, ignore the last rows or columns of pixels"""
+    resize_positions: bool = False
+    """read images of any number of rows and columns of patches: learned positions are stored for an image of
+    image_height x image_width pixels and interpolated for each image (NaFlex in SigLIP 2, Tschannen et al. 2025, arXiv
+    2502.14786, section 2.4); needs position=none and no learned tokens"""
 
     def __post_init__(self):
         check_whole(self, "image_height", "image_width", "patch_size", "channels")
         check_whole(self, "registers", least=0)
-        check_flags(self, "use_bias", "class_token", "distillation_token", "drop_remainder")
+        check_flags(self, "use_bias", "class_token", "distillation_token", "drop_remainder", "resize_positions")
+        if self.resize_positions and (self.extra_tokens or self.drop_remainder):
+            raise ConfigError(
+                "resize_positions=True is for patches alone: it needs class_token=False, registers=0 and "
+                "drop_remainder=False. Change them."
+            )
         if self.distillation_token and not self.class_token:
             raise ConfigError("distillation_token=True needs class_token=True. Change one of them.")
         for field in ("image_height", "image_width"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -70,10 +70,11 @@ def embed_texts(opened: LoadedModel, texts: Sequence[str]) -> np.ndarray:
         ValueError: a text that the tokenizer can't encode or that is empty, or results that are not finite.
     """
     model, longest = _dual(opened), opened.model.config.max_length
-    if _canonical_texts(opened):
-        texts = [canonical_text(text) for text in texts]
+    settings = _tokenizer_settings(opened)
+    texts = [change(text) for text in texts] if (change := _change_of_texts(opened, settings)) else texts
     rows = [ids for ids, _ in encode_texts(opened, texts)]
     fixed = not model.config.attention.causal
+    left = fixed and settings.get("padding_side") == "left"
     length = longest if fixed else min(round_up(max(map(len, rows), default=1)), longest)
     size, results = min(len(rows), BATCH), []
     for first in range(0, len(rows), BATCH):
@@ -81,7 +82,8 @@ def embed_texts(opened: LoadedModel, texts: Sequence[str]) -> np.ndarray:
         tokens = np.full((size, length), opened.tokenizer.pad_id, np.int32)
         lengths = np.ones(size, np.int32)
         for number, ids in enumerate(part):
-            tokens[number, : len(ids)] = ids
+            before = length - len(ids) if left else 0
+            tokens[number, before : before + len(ids)] = ids
             lengths[number] = len(ids)
         vectors = _text_vectors(model, opened.params, tokens, None if fixed else lengths)
         results += list(np.asarray(vectors)[: len(part)])
@@ -94,12 +96,24 @@ def canonical_text(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
-def _canonical_texts(opened: LoadedModel) -> bool:
-    """Return whether the tokenizer is that of SigLIP, whose changes of the text tokenizer.json can't describe."""
+def _tokenizer_settings(opened: LoadedModel) -> Mapping[str, Any]:
+    """Return the fields of tokenizer_config.json of pretrained weights."""
+    return {} if opened.pretrained is None else open_files(opened.directory).json("tokenizer_config.json") or {}
+
+
+def _change_of_texts(opened: LoadedModel, settings: Mapping[str, Any]) -> Callable[[str], str] | None:
+    """Return how texts are changed before tokenizer.json applies, if the model was trained on changed texts.
+
+    The tokenizer of SigLIP removes punctuation, which tokenizer.json can't describe. SigLIP 2 was trained on texts in
+    lower case with the tokenizer of Gemma, whose tokenizer.json keeps the case.
+    """
     if opened.pretrained is None:
-        return False
-    settings = open_files(opened.directory).json("tokenizer_config.json") or {}
-    return str(settings.get("tokenizer_class", "")).removesuffix("Fast") == "SiglipTokenizer"
+        return None
+    family, kind = opened.pretrained.family.name, str(settings.get("tokenizer_class", "")).removesuffix("Fast")
+    if kind == "SiglipTokenizer":
+        return canonical_text
+    lower = family == "siglip2" or (family == "siglip" and kind in ("Siglip2Tokenizer", "GemmaTokenizer"))
+    return str.lower if lower else None
 
 
 def _dual(opened: LoadedModel) -> DualEncoder:

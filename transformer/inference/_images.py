@@ -13,10 +13,11 @@ import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.config._image_tokens import DynamicImageTokens
+from transformer.config._parts import Patches
 from transformer.inference._loading import LoadedModel
 from transformer.inference._reading import Class, class_names, class_of, finite
 from transformer.nn.models._dual import DualEncoder
-from transformer.nn.models._vision import VisionClassifier, VisionEmbedder, VisionEncoder
+from transformer.nn.models._vision import ImagePatches, VisionClassifier, VisionEmbedder, VisionEncoder
 
 if TYPE_CHECKING:
     from transformer.media._images import ImageProcessor
@@ -81,9 +82,11 @@ def run_images(
     opened: LoadedModel,
     images: Sequence[Any],
     processor: ImageProcessor | None,
-    compute: Callable[[Any, Any, jax.Array], jax.Array],
+    compute: Callable[[Any, Any, Any], jax.Array],
 ) -> list[np.ndarray]:
     """Preprocess images and apply `compute(model, params, pixels)` to batches (B, height, width, channels) of them.
+
+    For a model that reads any aspect ratio, `pixels` are `ImagePatches`.
 
     Raises:
         ConfigError: the preprocessing is missing, or does not give images of the size that the model reads.
@@ -111,6 +114,9 @@ def with_size_of(opened: LoadedModel, processor: ImageProcessor) -> LoadedModel:
         _check_multiple(opened, processor, config.dynamic_images)
         return opened
     patches = config.patches or (config.images or config.image_tokens).patches
+    if patches.resize_positions:
+        _check_any_grid(opened, patches, processor)
+        return opened
     wanted = (patches.image_height, patches.image_width)
     fits = len(processor.mean) == patches.channels
     found = opened.pretrained
@@ -140,28 +146,42 @@ def _check_multiple(opened: LoadedModel, processor: ImageProcessor, images: Dyna
         )
 
 
-def _batches(images: Sequence[Any], processor: ImageProcessor) -> Iterator[np.ndarray]:
+def _check_any_grid(opened: LoadedModel, patches: Patches, processor: ImageProcessor) -> None:
+    """Raise ConfigError if the preprocessing does not give patches of the size that the model reads."""
+    wanted, given = (patches.patch_size, patches.channels), (processor.multiple, len(processor.mean))
+    if processor.max_patches is None or wanted != given:
+        raise ConfigError(
+            f"the model in {opened.directory} reads images of any aspect ratio as patches of {wanted[0]} x {wanted[0]} "
+            f"pixels with {wanted[1]} channels: expected an ImageProcessor with multiple={wanted[0]} and max_patches, "
+            f"got multiple={given[0]}, max_patches={processor.max_patches} and {given[1]} channels. Correct its "
+            f"preprocessor_config.json (Siglip2ImageProcessor), or pass another processor."
+        )
+
+
+def _batches(images: Sequence[Any], processor: ImageProcessor) -> Iterator[np.ndarray | ImagePatches]:
     """Yield the pixels of the images in batches of one size, so that one program is compiled: the last is filled up."""
     if not images:
         raise ValueError("there are no images. Pass at least one.")
     size = min(len(images), BATCH)
     for first in range(0, len(images), BATCH):
-        pixels = processor(images[first : first + BATCH])
-        yield np.concatenate([pixels, np.repeat(pixels[-1:], size - len(pixels), axis=0)])
+        part = images[first : first + BATCH]
+        arrays = (processor(part),) if processor.max_patches is None else processor.flat_patches(part)
+        arrays = [np.concatenate([one, np.repeat(one[-1:], size - len(one), axis=0)]) for one in arrays]
+        yield arrays[0] if len(arrays) == 1 else ImagePatches(*arrays)
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _probabilities(model: VisionClassifier, params: Any, pixels: jax.Array) -> jax.Array:
+def _probabilities(model: VisionClassifier, params: Any, pixels: jax.Array | ImagePatches) -> jax.Array:
     """Return the class probabilities (B, C) of images. Compiled once per model and batch shape."""
     return jax.nn.softmax(model.apply({"params": params}, pixels))  # over C
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _image_vectors(model: VisionEncoder | DualEncoder, params: Any, pixels: jax.Array) -> jax.Array:
+def _image_vectors(model: VisionEncoder | DualEncoder, params: Any, pixels: jax.Array | ImagePatches) -> jax.Array:
     """Return the vectors (B, D) of images. Compiled once per model and batch shape."""
     variables = {"params": params}
     if isinstance(model, DualEncoder):
         return model.apply(variables, pixels, method="embed_images")
     if isinstance(model, VisionEmbedder):
         return model.apply(variables, pixels)
-    return model.apply(variables, pixels, method=lambda self, x: self.pool(self.hidden(x))).astype(jnp.float32)
+    return model.apply(variables, pixels, method="pooled").astype(jnp.float32)

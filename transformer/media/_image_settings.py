@@ -45,6 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "resample": 2},
     "DeiT": _STANDARD | _DEIT | {"do_center_crop": True, "resample": 3},
     "Qwen2VL": _CLIP | {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, "do_center_crop": False},
+    "Siglip2": _STANDARD | {"resample": 2},
 }
 """Defaults of the preprocessors of Hugging Face transformers, by the name of their class without its ending."""
 
@@ -55,6 +56,7 @@ _KIND_OF_FAMILY |= {
     "gemma3": "Gemma3",
     "paligemma": "Siglip",
     "llava": "CLIP",
+    "siglip2": "Siglip2",
     "qwen2_vl": "Qwen2VL",
     "qwen2_5_vl": "Qwen2VL",
 }
@@ -73,6 +75,8 @@ _UNREAD = {
 _PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 _OF_PIXELS = {*_PATCHES, "min_pixels", "max_pixels"}
 """fields that only Qwen2VL has"""
+_OF_GRID = {"patch_size": 16, "max_num_patches": 256}
+"""fields that only Siglip2 has"""
 _FIXED = dict.fromkeys(("do_pan_and_scan", "do_pad", "do_reduce_labels", "do_convert_annotations"), (False, None))
 
 
@@ -147,7 +151,7 @@ def from_settings(values: Mapping[str, Any], kind: str) -> ImageProcessor:
     for name, choices in _FIXED.items():
         if values.get(name) not in choices:
             raise ConfigError(f"{name} is {values[name]!r:.80}, which is not supported. Remove it if it has no effect.")
-    known = {*_READ, *_UNREAD, *_FIXED} | (_OF_PIXELS if kind == "Qwen2VL" else set())
+    known = {*_READ, *_UNREAD, *_FIXED} | {"Qwen2VL": _OF_PIXELS, "Siglip2": {*_OF_GRID}}.get(kind, set())
     if unknown := sorted(values.keys() - known):
         raise ConfigError(
             f"unknown field {unknown[0]!r:.80}.{nearest(unknown[0], known)} Remove it if it does not change the pixels."
@@ -157,6 +161,8 @@ def from_settings(values: Mapping[str, Any], kind: str) -> ImageProcessor:
     changes: dict[str, Any] = {"resample": _filter(given["resample"]), "in_floats": kind == "DINOv3ViT"}
     if kind == "Qwen2VL":
         changes |= _pixel_range(values, given)
+    elif kind == "Siglip2":
+        changes |= _patch_range(values, given)
     elif given["do_resize"]:
         changes |= _size("size", given["size"], square=kind not in ("CLIP", "Bit", "Llava"))
     if given["do_center_crop"]:
@@ -189,6 +195,22 @@ def _pixel_range(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
         )
     multiple = sizes["patch_size"] * sizes["merge_size"]
     return {"multiple": multiple, "min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+
+
+def _patch_range(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the size of the patches of Siglip2 and their largest number."""
+    if not given["do_resize"] or given["do_center_crop"]:
+        raise ConfigError(
+            "do_resize must be true and do_center_crop false: the sides of an image must be multiples of patch_size. "
+            "Correct them."
+        )
+    size, most = (values[name] if values.get(name) is not None else default for name, default in _OF_GRID.items())
+    if not all(type(one) is int and 1 <= one <= MAX_SIDE for one in (size, most)):
+        raise ConfigError(
+            f"patch_size and max_num_patches must be integers from 1 to {MAX_SIDE}, got {[size, most]!r:.80}. "
+            f"Correct them."
+        )
+    return {"multiple": size, "max_patches": most}
 
 
 def _channels(values: Any) -> tuple[float, ...]:
@@ -250,7 +272,10 @@ def to_settings(processor: ImageProcessor) -> dict[str, Any]:
         "image_mean": list(processor.mean),
         "image_std": list(processor.std),
     }
-    if processor.multiple is not None:
+    if processor.max_patches is not None:
+        values |= {"image_processor_type": "Siglip2ImageProcessor", "do_resize": True}
+        values |= {"patch_size": processor.multiple, "max_num_patches": processor.max_patches}
+    elif processor.multiple is not None:
         merge = 2 if processor.multiple % 2 == 0 else 1
         values |= {"image_processor_type": "Qwen2VLImageProcessor", "do_resize": True}
         values["size"] = {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}

@@ -38,11 +38,15 @@ class ImageProcessor:
     multiple: int | None = None
     """resize to a height and a width that are multiples of this number, nearest to those of the image, instead of
     `height` and `width`; only together with `min_pixels` and `max_pixels` (Qwen2-VL, Wang et al. 2024, arXiv
-    2409.12191, section 2.1)"""
+    2409.12191, section 2.1), or with `max_patches`"""
     min_pixels: int | None = None
     """with `multiple`: smallest height x width; smaller images are enlarged"""
     max_pixels: int | None = None
     """with `multiple`: largest height x width; larger images are shrunk"""
+    max_patches: int | None = None
+    """with `multiple`, instead of `min_pixels` and `max_pixels`: scale each image so that it has as many patches of
+    multiple x multiple pixels as possible, at most this number (NaFlex in SigLIP 2, Tschannen et al. 2025, arXiv
+    2502.14786, section 2.4)"""
     resample: Resample = "bilinear"
     """filter for resizing"""
     in_floats: bool = False
@@ -61,7 +65,7 @@ class ImageProcessor:
     def __post_init__(self):
         check_choices(self, resample=Resample)
         check_whole(self, "height", "width", "shortest_edge", "crop_height", "crop_width")
-        check_whole(self, "multiple", "min_pixels", "max_pixels")
+        check_whole(self, "multiple", "min_pixels", "max_pixels", "max_patches")
         check_positive(self, "rescale_factor")
         check_flags(self, "in_floats")
         for one, other in (("height", "width"), ("crop_height", "crop_width")):
@@ -77,17 +81,18 @@ class ImageProcessor:
             )
 
     def _check_multiple(self):
-        given = [getattr(self, name) is not None for name in ("multiple", "min_pixels", "max_pixels")]
+        names = ("multiple", "max_patches") if self.max_patches else ("multiple", "min_pixels", "max_pixels")
+        given = [getattr(self, name) is not None for name in names]
         if len(set(given)) != 1:
             raise ConfigError(
-                "multiple, min_pixels and max_pixels of an ImageProcessor must be set together. Set all, or none."
+                f"{', '.join(names[:-1])} and {names[-1]} of an ImageProcessor must be set together. Set all, or none."
             )
         if self.multiple is None:
             return
-        others = ("height", "shortest_edge", "crop_height")
+        others = ("height", "shortest_edge", "crop_height", *(("min_pixels", "max_pixels") if self.max_patches else ()))
         if found := next((name for name in others if getattr(self, name) is not None), None):
             raise ConfigError(f"an ImageProcessor with multiple has no {found}. Remove one of them.")
-        if not self.multiple**2 <= self.min_pixels <= self.max_pixels:
+        if self.max_patches is None and not self.multiple**2 <= self.min_pixels <= self.max_pixels:
             raise ConfigError(
                 f"min_pixels ({self.min_pixels}) must be at least multiple x multiple ({self.multiple**2}) and at most "
                 f"max_pixels ({self.max_pixels}). Change them."
@@ -120,6 +125,30 @@ class ImageProcessor:
             )
         return np.stack(results)
 
+    def flat_patches(self, images: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Preprocess images of any aspect ratio and cut each into patches of multiple x multiple pixels.
+
+        Returns:
+            (B, max_patches, multiple x multiple x channels), float32, the patches of each image row by row, then zeros;
+            and (B, 2), int32, rows and columns of patches. They are the arguments of `nn.ImagePatches`.
+
+        Raises:
+            ConfigError: `max_patches` is not set.
+            FileNotFoundError, ValueError: errors of `open_image`.
+        """
+        if self.max_patches is None:
+            raise ConfigError("flat_patches needs an ImageProcessor with multiple and max_patches. Set both.")
+        size, channels = self.multiple, len(self.mean)
+        values = np.zeros((len(images), self.max_patches, size * size * channels), np.float32)
+        grid = np.zeros((len(images), 2), np.int32)
+        for number, image in enumerate(images):
+            x = self._one(image)
+            rows, columns = grid[number] = x.shape[0] // size, x.shape[1] // size
+            # (rows, p, columns, p, C) -> (rows, columns, p, p, C)
+            cut = x.reshape(rows, size, columns, size, channels).swapaxes(1, 2)
+            values[number, : rows * columns] = cut.reshape(rows * columns, -1)
+        return values, grid
+
     def size_of(self, image: Any) -> tuple[int, int]:
         """Return height and width of one image after preprocessing, without computing it.
 
@@ -133,7 +162,7 @@ class ImageProcessor:
         from transformer.media._image_files import open_image  # needs Pillow, which the settings alone do not
 
         x = open_image(image, len(self.mean))
-        if self.multiple is not None and max(x.shape[:2]) > MAX_ASPECT_RATIO * min(x.shape[:2]):
+        if self.min_pixels is not None and max(x.shape[:2]) > MAX_ASPECT_RATIO * min(x.shape[:2]):
             raise ValueError(
                 f"{_name(image)} has {x.shape[1]} x {x.shape[0]} pixels: expected sides with a ratio of at most "
                 f"{MAX_ASPECT_RATIO}. Crop it before."
@@ -151,6 +180,8 @@ class ImageProcessor:
 
     def _resized(self, height: int, width: int) -> tuple[int, int] | None:
         """Return the size of an image after resizing, before cropping; None: no resizing."""
+        if self.max_patches is not None:
+            return most_patches(height, width, self.multiple, self.max_patches)
         if self.multiple is not None:
             return nearest_multiples(height, width, self.multiple, self.min_pixels, self.max_pixels)
         if self.shortest_edge is None:
@@ -178,6 +209,24 @@ def nearest_multiples(height: int, width: int, multiple: int, min_pixels: int, m
         stretch = math.sqrt(min_pixels / (height * width))
         return tuple(math.ceil(side * stretch / multiple) * multiple for side in (height, width))
     return rows, columns
+
+
+def most_patches(height: int, width: int, multiple: int, max_patches: int) -> tuple[int, int]:
+    """Return the height and width of an image that is scaled to as many patches as possible, at most `max_patches`.
+
+    Both sides are multiplied by the same factor and rounded up to multiples of `multiple`. The largest factor below 100
+    is searched by bisection to 1e-5, with the limits of the reference: the result depends on them.
+    """
+
+    def scaled(factor: float) -> tuple[int, int]:
+        return tuple(max(multiple, math.ceil(side * factor / multiple) * multiple) for side in (height, width))
+
+    low, high = 1e-6, 100.0
+    while high - low >= 1e-5:
+        middle = (low + high) / 2
+        rows, columns = (side // multiple for side in scaled(middle))
+        low, high = (middle, high) if rows * columns <= max_patches else (low, middle)
+    return scaled(low)
 
 
 def _resize(x: np.ndarray, size: tuple[int, int], resample: Resample, name: str) -> np.ndarray:

@@ -23,7 +23,7 @@ LATER = {
     "EvaluationConfig": ("beam_size", "beam_alpha"),
     "Execution": ("sow_weights", "experts", "quantization", "quantization_paths"),
     "json_lines": ("packing",),
-    "ImageProcessor": ("multiple", "min_pixels", "max_pixels"),
+    "ImageProcessor": ("multiple", "min_pixels", "max_pixels", "max_patches"),
     "AttentionOptions": ("output_gate", "qk_norm_scale", "value_norm"),
     "LayerKind": (
         *("self_attention", "moe", "attention_norm", "rotary", "gated_delta", "chunk", "temperature", "qk_norm"),
@@ -37,7 +37,7 @@ LATER = {
     ),
     "OptimizerConfig": ("decay_fraction",),
     "OutputOptions": ("pooler", "num_targets", "target_range"),
-    "Patches": ("class_token", "distillation_token", "registers", "drop_remainder"),
+    "Patches": ("class_token", "distillation_token", "registers", "drop_remainder", "resize_positions"),
     "StackOptions": ("layer_scale", "layer_scalar", "encoder_num_heads", "encoder_d_ff"),
     "ParallelConfig": (
         *("coordinator", "num_processes", "process_id", "patience", "dcn", "optimizer_memory_host_offload"),

@@ -41,7 +41,7 @@ from transformer.zoo._qwen3_moe import QWEN3_MOE
 from transformer.zoo._qwen3_next import QWEN3_NEXT
 from transformer.zoo._qwen_vl import QWEN2_5_VL, QWEN2_VL
 from transformer.zoo._roberta import ROBERTA
-from transformer.zoo._siglip import SIGLIP
+from transformer.zoo._siglip import SIGLIP, SIGLIP2
 from transformer.zoo._smollm3 import SMOLLM3
 from transformer.zoo._starcoder2 import STARCODER2
 from transformer.zoo._t5 import T5
@@ -91,6 +91,7 @@ ENTRIES: dict[str, Family] = {
         DINOV3,
         CLIP,
         SIGLIP,
+        SIGLIP2,
         WAV2VEC2,
         HUBERT,
         SMOLLM3,

@@ -34,10 +34,17 @@ def with_image_size(
     """
     config = model.config
     old = config.patches if config.images is None else config.images.patches
-    if old is None or (config.images is None and config.position not in ("learned", "rotary_grid")):
+    if old is None or (
+        config.images is None and not old.resize_positions and config.position not in ("learned", "rotary_grid")
+    ):
         raise ConfigError(
             f"a {type(model).__name__} with position={config.position!r} has no table of positions of patches, which "
             f"another image size needs. Pass a model of images with learned positions."
+        )
+    if old.resize_positions:
+        raise ConfigError(
+            f"a {type(model).__name__} with resize_positions=True already reads images of any size: pass it "
+            f"ImagePatches, or images of {height} x {width} pixels if both are multiples of {old.patch_size}."
         )
     rest = bool(height % old.patch_size or width % old.patch_size)
     new = dataclasses.replace(old, image_height=height, image_width=width, drop_remainder=rest)

@@ -70,11 +70,11 @@ def test_patches_are_in_the_order_of_the_tokens():
     whole = np.arange(12 * 8 * 3, dtype=np.float32).reshape(12, 8, 3)
     got = ImagePatches.of([[whole]], IMAGES)
     assert got.grid.tolist() == [[[6, 4]]]
-    assert got.shape == (1, 1, 64, 2, 2, 3)
+    assert got.values.shape == (1, 1, 64, 12)
     order = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 0)]
-    for patch, (row, column) in zip(got.pixels[0, 0], order, strict=False):
+    for patch, (row, column) in zip(got.values[0, 0].reshape(-1, 2, 2, 3), order, strict=False):
         np.testing.assert_array_equal(patch, whole[2 * row : 2 * row + 2, 2 * column : 2 * column + 2])
-    assert not got.pixels[0, 0, 24:].any()
+    assert not got.values[0, 0, 24:].any()
 
 
 def slow_places(is_image, grids):
@@ -132,9 +132,8 @@ def test_a_row_does_not_depend_on_the_others_nor_on_padding():
         alone = run(TOKENS[i : i + 1], [images])
         np.testing.assert_allclose(together[i], alone[0], atol=2e-5)
     padded = ImagePatches.of(ROWS, IMAGES)
-    pixels = np.pad(padded.pixels, [(0, 0), (0, 1), (0, 12), (0, 0), (0, 0), (0, 0)], constant_values=np.nan)
-    pixels = np.where(np.isnan(pixels), 9.0, pixels)
-    wider = dataclasses.replace(padded, pixels=pixels, grid=np.pad(padded.grid, [(0, 0), (0, 1), (0, 0)]))
+    values = np.pad(padded.values, [(0, 0), (0, 1), (0, 12), (0, 0)], constant_values=9.0)
+    wider = dataclasses.replace(padded, values=values, grid=np.pad(padded.grid, [(0, 0), (0, 1), (0, 0)]))
     model, variables = made()
     np.testing.assert_allclose(model.apply(variables, TOKENS, images=wider), together, atol=2e-5)
 
@@ -186,7 +185,7 @@ def test_text_alone_is_that_of_the_decoder():
     ("call", "message"),
     [
         (lambda: run(TOKENS, [ROWS[0][:1], ROWS[1]]), "row 0 has 7 image tokens, but its images need 6"),
-        (lambda: run(TOKENS, ROWS[:1]), r"images must be ImagePatches of shape \(batch 2, .* got patches of shape \(1"),
+        (lambda: run(TOKENS, ROWS[:1]), r"must be ImagePatches with values \(batch 2, .* got values of shape \(1"),
         (lambda: made()[0].apply(made()[1], TOKENS, images=jnp.zeros((2, 1, 4, 4, 3))), "got ArrayImpl"),
         (lambda: ImagePatches.of([[np.zeros((4, 6, 3))]], IMAGES), r"multiples of 4, got shape \(4, 6, 3\)"),
         (lambda: ImagePatches.of([[np.zeros((3, 4, 4))]], IMAGES), "with 3 channels"),

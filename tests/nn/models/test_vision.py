@@ -18,10 +18,11 @@ from transformer.nn.models import (
     DistilledVisionClassifier,
     DualEncoder,
     Embedder,
+    ImagePatches,
     VisionClassifier,
     VisionEmbedder,
 )
-from transformer.nn.models._vision import AttentionPooling
+from transformer.nn.models._vision import AttentionPooling, cut_patches, grid_positions
 from transformer.training._state import parameter_paths
 
 KEY = jax.random.key(0)
@@ -244,3 +245,58 @@ def test_every_parameter_has_axes(model, inputs):
 def test_impossible_models(model, inputs, message):
     with pytest.raises(ConfigError, match=message):
         model.init(KEY, *inputs)
+
+
+ANY_GRID = VISION.replace(
+    input=dataclasses.replace(PATCHES, class_token=False, resize_positions=True),
+    **{"output.pooling": "mean", "position": "none", "max_length": None},
+)
+
+
+def flat(pixels, padding=0):
+    """Return images (B, height, width, 5) as ImagePatches with padding that is not zero."""
+    values = cut_patches(pixels, PATCHES).reshape(len(pixels), -1, 20)
+    values = jnp.pad(values, ((0, 0), (0, padding), (0, 0)), constant_values=7.0)
+    grid = jnp.array([pixels.shape[1] // 2, pixels.shape[2] // 2])
+    return ImagePatches(values, jnp.broadcast_to(grid, (len(pixels), 2)))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "attention"])
+def test_padding_of_patches_changes_nothing(pooling):
+    """Images of different grids in one batch have the results of each image alone, without padding."""
+    model = VisionClassifier(ANY_GRID.replace(**{"output.pooling": pooling}))
+    params = make(model, PIXELS)
+    wide, high = jax.random.normal(KEY, (1, 4, 10, 5)), jax.random.normal(KEY, (1, 8, 2, 5))
+    alone = [run(model, params, one)[0] for one in (wide, high)]
+    parts = flat(wide, 1), flat(high, 7)
+    both = ImagePatches(*(jnp.concatenate(arrays) for arrays in zip(*map(jax.tree.leaves, parts), strict=True)))
+    assert both.values.shape == (2, 11, 20)
+    np.testing.assert_allclose(run(model, params, both), jnp.stack(alone), atol=1e-5)
+    assert np.abs(alone[0] - run(model, params, wide[:, ::-1])[0]).max() > 1e-3  # positions have an effect
+
+
+def test_positions_of_other_grids():
+    """Of the stored grid, they are the table; otherwise a constant stays, and rows and columns swap with the table."""
+    table = jax.random.normal(KEY, (6, 4))
+    stored = grid_positions(table, (3, 2), jnp.array([[3, 2]]), 6)
+    np.testing.assert_allclose(stored[0], table, atol=1e-6)
+    np.testing.assert_allclose(grid_positions(jnp.ones((6, 4)), (3, 2), jnp.array([[5, 7]]), 35), 1.0, rtol=1e-5)
+    swapped = table.reshape(3, 2, 4).swapaxes(0, 1).reshape(6, 4)
+    one = grid_positions(table, (3, 2), jnp.array([[5, 1]]), 5)
+    np.testing.assert_allclose(grid_positions(swapped, (2, 3), jnp.array([[1, 5]]), 5), one, atol=1e-6)
+    # One column is the mean of both; of three rows, five rows have centers at 0.3, 0.9, 1.5, 2.1 and 2.7.
+    rows = table.reshape(3, 2, 4).mean(1)
+    expected = jnp.stack([rows[0], 0.6 * rows[0] + 0.4 * rows[1], rows[1], 0.4 * rows[1] + 0.6 * rows[2], rows[2]])
+    np.testing.assert_allclose(one[0], expected, atol=1e-6)
+
+
+def test_images_of_any_grid_have_the_right_shape():
+    model = VisionClassifier(ANY_GRID)
+    params = make(model, PIXELS)
+    with pytest.raises(ValueError, match=r"shape \(batch, n x 2, m x 2, 5\)"):
+        model.apply(params, jnp.zeros((2, 5, 4, 5)))
+    with pytest.raises(ValueError, match=r"values \(batch, length, 20\) and an integer grid"):
+        model.apply(params, ImagePatches(jnp.zeros((2, 3, 19)), jnp.ones((2, 2), int)))
+    plain = VisionClassifier(VISION)
+    with pytest.raises(ValueError, match="reads images of one size, got ImagePatches"):
+        plain.apply(make(plain, PIXELS), flat(PIXELS))

@@ -17,6 +17,7 @@ from transformer.nn._blocks import Aux, kernel_init
 from transformer.nn._layers import Linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
+from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.nn.models._encoders import Embedder, normalized
 from transformer.nn.models._vision import VisionEmbedder
 
@@ -71,13 +72,17 @@ class DualEncoder(nn.Module):
             self.logit_bias = self.param("logit_bias", nn.initializers.constant(-10.0), (1,), config.param_dtype)
 
     def __call__(
-        self, tokens: Int[Array, "C T"], images: Array, mask: Mask | None = None, deterministic: bool = True
+        self,
+        tokens: Int[Array, "C T"],
+        images: Array | ImagePatches,
+        mask: Mask | None = None,
+        deterministic: bool = True,
     ) -> Float[Array, "B C"]:
         """Compute the logits of all pairs of an image and a text.
 
         Args:
             tokens: (C, T), C texts; the vector of a text is that of its last non-padding token.
-            images: (B, height, width, channels), floating-point.
+            images: (B, height, width, channels), floating-point; or `ImagePatches` with `Patches.resize_positions`.
             mask: marks the padding of the texts, `Mask.lengths(...)`.
             deterministic: False enables dropout (rng "dropout").
 
@@ -89,7 +94,11 @@ class DualEncoder(nn.Module):
         return self.logits(self.embed_images(images, deterministic), texts)
 
     def with_aux(
-        self, tokens: Int[Array, "C T"], images: Array, mask: Mask | None = None, deterministic: bool = True
+        self,
+        tokens: Int[Array, "C T"],
+        images: Array | ImagePatches,
+        mask: Mask | None = None,
+        deterministic: bool = True,
     ) -> tuple[PairLogits, Aux]:
         """Return the output of a call and aux, the text layers' terms of the training loss; arguments as in a call."""
         hidden, _, aux = self.text.run_stacks(tokens, None, mask, deterministic)
@@ -106,9 +115,9 @@ class DualEncoder(nn.Module):
     def _project_texts(self, pooled: Float[Array, "C D"]) -> Float[Array, "C Do"]:
         return normalized(self.text_projection(pooled).astype(jnp.float32))
 
-    def embed_images(self, images: Array, deterministic: bool = True) -> Float[Array, "B Do"]:
+    def embed_images(self, images: Array | ImagePatches, deterministic: bool = True) -> Float[Array, "B Do"]:
         """Return the vectors (B, features) of images (B, height, width, channels), float32, of length 1."""
-        pooled = self.image.pool(self.image.hidden(images, deterministic), deterministic)
+        pooled = self.image.pooled(images, deterministic)
         projected = pooled if self.config.images.projections == "text" else self.image_projection(pooled)
         return normalized(projected.astype(jnp.float32))
 
@@ -121,7 +130,11 @@ class DualEncoder(nn.Module):
         return scores + self.logit_bias.astype(jnp.float32)[None] if bias else scores
 
     def hidden(
-        self, tokens: Int[Array, "C T"], images: Array, mask: Mask | None = None, deterministic: bool = True
+        self,
+        tokens: Int[Array, "C T"],
+        images: Array | ImagePatches,
+        mask: Mask | None = None,
+        deterministic: bool = True,
     ) -> tuple[Float[Array, "C T D"], Float[Array, "B S Dc"]]:
         """Return the hidden states of texts (C, T, D) and of images (B, S, Dc); arguments as in a call."""
         return self.text.hidden(tokens, None, mask, deterministic), self.image.hidden(images, deterministic)

@@ -26,21 +26,23 @@ SMALLEST = 64
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ImagePatches:
-    """The patches of images of different sizes, I for each row of a batch, padded to P patches each.
+    """Patches of images of different sizes, padded to the same number P.
 
-    The patches of an image are in the order of its tokens: first the merge x merge patches of the first token, row by
-    row. `of` makes them from images.
+    For a `VisionLanguageModel`, each row of a batch has I images. The patches are in the order of the tokens: first the
+    merge x merge patches of the first token, row by row. `of` makes them from images. For an encoder with
+    `Patches.resize_positions` (SigLIP 2, Tschannen et al. 2025, arXiv 2502.14786, section 2.4), there is one image for
+    each row, without the axis I, and the patches are row by row: `media.ImageProcessor.flat_patches` gives them.
     """
 
-    pixels: Leaf
-    """(B, I, P, p, p, channels)"""
+    values: Leaf
+    """(B, I, P, p p channels) or (B, P, p p channels), floating-point: patches of p x p pixels, then padding"""
     grid: Leaf
-    """(B, I, 2), rows and columns of patches of each image; 0 and 0: no image"""
+    """(B, I, 2) or (B, 2), integers: rows and columns of patches of each image; 0 and 0: no image"""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of `pixels`."""
-        return self.pixels.shape
+    def mask(self) -> Mask:
+        """Marks the padding of images without the axis I."""
+        return Mask.lengths(jnp.asarray(self.grid).prod(-1))
 
     @staticmethod
     def of(images: Sequence[Sequence[np.ndarray]], config: DynamicImageTokens) -> ImagePatches:
@@ -61,13 +63,12 @@ class ImagePatches:
         longest = max(len(patches) for row in cut for patches, _ in row)
         length = max(SMALLEST, config.merge**2, 1 << (longest - 1).bit_length())
         length = -(-length // config.merge**2) * config.merge**2
-        size = config.patch_size
-        pixels = np.zeros((len(images), most, length, size, size, config.channels), np.float32)
+        values = np.zeros((len(images), most, length, config.patch_size**2 * config.channels), np.float32)
         grid = np.zeros((len(images), most, 2), np.int32)
         for i, row in enumerate(cut):
             for j, (patches, sides) in enumerate(row):
-                pixels[i, j, : len(patches)], grid[i, j] = patches, sides
-        return ImagePatches(pixels, grid)
+                values[i, j, : len(patches)], grid[i, j] = patches, sides
+        return ImagePatches(values, grid)
 
 
 def check_image(image: np.ndarray, config: DynamicImageTokens) -> None:
@@ -81,13 +82,13 @@ def check_image(image: np.ndarray, config: DynamicImageTokens) -> None:
 
 
 def _cut(image: np.ndarray, config: DynamicImageTokens) -> tuple[np.ndarray, tuple[int, int]]:
-    """Return the patches (P, p, p, channels) of an image (height, width, channels), and its rows and columns."""
+    """Return the patches (P, p p channels) of an image (height, width, channels), and its rows and columns."""
     size, merge = config.patch_size, config.merge
     rows, columns = image.shape[0] // size, image.shape[1] // size
     x = np.asarray(image, np.float32)
-    # (rows / m, m, p, columns / m, m, p, C) -> (rows / m, columns / m, m, m, p, p, C) -> (P, p, p, C)
+    # (rows / m, m, p, columns / m, m, p, C) -> (rows / m, columns / m, m, m, p, p, C) -> (P, p p C)
     x = x.reshape(rows // merge, merge, size, columns // merge, merge, size, -1).transpose(0, 3, 1, 4, 2, 5, 6)
-    return x.reshape(rows * columns, size, size, -1), (rows, columns)
+    return x.reshape(rows * columns, -1), (rows, columns)
 
 
 class DynamicImageTower(nn.Module):
@@ -114,8 +115,9 @@ class DynamicImageTower(nn.Module):
 
     def features(self, images: ImagePatches, deterministic: bool = True) -> tuple[Float[Array, "I P D"], Aux]:
         """Encode the patches of all images of all rows, (I, P, D); also return aux, one number per image."""
-        pixels = jnp.asarray(images.pixels).reshape(-1, *images.shape[2:])
-        grid = jnp.asarray(images.grid).reshape(-1, 2)
+        size, channels = self.images.patch_size, self.images.channels
+        values, grid = jnp.asarray(images.values), jnp.asarray(images.grid).reshape(-1, 2)
+        pixels = values.reshape(-1, values.shape[2], size, size, channels)
         # All frames of a patch show the same image: (I, P, p, p, C) -> (I, P, frames, p, p, C) -> (I, P, D).
         pixels = jnp.broadcast_to(pixels[:, :, None], (*pixels.shape[:2], self.images.frames, *pixels.shape[2:]))
         coordinates, windows = self._places(grid, pixels.shape[1])

@@ -3,17 +3,57 @@
 from __future__ import annotations
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
 from transformer.config._parts import Patches
-from transformer.nn._axes import Array, Float, Hidden
+from transformer.nn._axes import Array, Float, Hidden, Int
 from transformer.nn._blocks import Aux, Block, LayerInputs, kernel_init
 from transformer.nn._layers import Linear
+from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Encoder
 from transformer.nn.models._base import Model
-from transformer.nn.models._encoders import normalized
+from transformer.nn.models._dynamic_images import ImagePatches
+from transformer.nn.models._encoders import normalized, pool
+
+
+def grid_positions(
+    table: Float[Array, "S D"], stored: tuple[int, int], grid: Int[Array, "B 2"], length: int
+) -> Float[Array, "B T D"]:
+    """Interpolate positions that are stored for a grid of patches for the grids of other images.
+
+    The interpolation is bilinear at the centers of patches, as in PyTorch with antialias: if a grid has fewer rows than
+    the stored one, the triangle filter is wider by this ratio. The same holds for columns.
+
+    Args:
+        table: (S, D), positions row by row.
+        stored: rows and columns of the table, whose product is S.
+        grid: (B, 2), rows and columns of each image.
+        length: T, number of positions to return.
+
+    Returns:
+        (B, T, D), float32. Padding has the position of the first patch.
+    """
+    rows, columns = grid[:, :1], grid[:, 1:]
+    index = jnp.arange(length)[None]
+    index = jnp.where(index < rows * columns, index, 0)
+    by_row = _bilinear_weights(index // columns, rows, stored[0])
+    by_column = _bilinear_weights(index % columns, columns, stored[1])
+    weights = (by_row[..., :, None] * by_column[..., None, :]).reshape(*index.shape, -1)  # (B, T, S)
+    # HIGHEST: accelerators would otherwise round positions to fewer bits.
+    return jnp.matmul(weights, table.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+
+def _bilinear_weights(index: Int[Array, "B T"], count: Int[Array, "B 1"], stored: int) -> Array:
+    """Return the weights (B, T, stored) of `stored` values at the center of interval `index` of `count` intervals."""
+    stretch = stored / count.astype(jnp.float32)  # (B, 1)
+    centers = ((index + 0.5) * stretch)[..., None]
+    distances = jnp.abs(jnp.arange(stored)[None, None] + 0.5 - centers) / jnp.maximum(stretch, 1.0)[..., None]
+    weights = jnp.maximum(1.0 - distances, 0.0)
+    # Values outside of the table do not exist, so the others are scaled to sum to 1.
+    return weights / weights.sum(-1, keepdims=True)
 
 
 def cut_patches(images: Array, patches: Patches) -> Array:
@@ -22,7 +62,7 @@ def cut_patches(images: Array, patches: Patches) -> Array:
     This is the input of a vision transformer (Dosovitskiy et al. 2020, section 3.1).
     """
     size = patches.patch_size
-    rows, columns = patches.grid
+    rows, columns = images.shape[1] // size, images.shape[2] // size
     # (B, rows, p, columns, p, C) -> (B, rows, columns, p, p, C) -> (B, T, p, p, C)
     x = images[:, : rows * size, : columns * size]  # everything, unless the config drops the remainder
     x = x.reshape(-1, rows, size, columns, size, patches.channels).swapaxes(2, 3)
@@ -39,13 +79,13 @@ class AttentionPooling(Block):
     parameter_axes = declare({"query": "norm"})
 
     @nn.compact
-    def __call__(self, hidden: Hidden, deterministic: bool = True) -> Float[Array, "B D"]:
-        """Pool (B, T, D) to (B, D)."""
+    def __call__(self, hidden: Hidden, deterministic: bool = True, mask: Mask | None = None) -> Float[Array, "B D"]:
+        """Pool (B, T, D) to (B, D); `mask` marks the padding."""
         config = self.config
         query = self.param("query", nn.initializers.normal(0.02), (config.d_model,), config.param_dtype)
         # The learned query is the same for all sequences: (D,) -> (B, 1, D).
         x = jnp.broadcast_to(query.astype(hidden.dtype), (hidden.shape[0], 1, hidden.shape[2]))
-        inputs = LayerInputs(context=hidden, deterministic=deterministic)
+        inputs = LayerInputs(context=hidden, context_mask=Mask.of(mask), deterministic=deterministic)
         x, _ = self.attend_to_context(x, inputs, None)  # no residual connection: the query itself is not part of it
         y, _ = self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs)
         return (x + y)[:, 0]
@@ -56,7 +96,8 @@ class VisionEncoder(Model):
 
     The paper is arXiv 2010.11929. Parameters in addition to those of the encoder: `patch_embedding/kernel` (p, p,
     channels, D) for patches of p x p pixels; `class_token` (D,), `distillation_token` (D,) and `registers` (R, D), if
-    the config has them; `attention_pooling/` with the pooling "attention".
+    the config has them; `attention_pooling/` with the pooling "attention"; `position_table` (S, D) for S stored
+    positions with `resize_positions`, where other models have it in `encoder/`.
     """
 
     parameter_axes = declare(
@@ -78,6 +119,11 @@ class VisionEncoder(Model):
             raise ConfigError(
                 f"output.pooling={pooling!r} reads the class token, but input.class_token is False. Change one of them."
             )
+        if patches.resize_positions and config.position != "none":
+            raise ConfigError(
+                f"input.resize_positions=True adds positions to the patches, got position={config.position!r} in "
+                f"addition. Set position='none'."
+            )
         zeros, width = nn.initializers.zeros, (config.d_model,)
         if patches.class_token:
             self.class_token = self.param("class_token", zeros, width, config.param_dtype)
@@ -86,23 +132,30 @@ class VisionEncoder(Model):
         if patches.registers:
             init, shape = nn.initializers.normal(config.initializer_range or 0.02), (patches.registers, config.d_model)
             self.registers = self.param("registers", init, shape, config.param_dtype)
+        if patches.resize_positions:
+            init = nn.initializers.normal(config.initializer_range or 0.02)
+            self.position_table = self.param("position_table", init, (patches.count, *width), config.param_dtype)
         self.patch_embedding = Linear(width, 3, patches.use_bias, kernel_init(config), config.dtype, config.param_dtype)
         self.encoder = Encoder(config, causal=config.attention.causal, execution=self.execution)
         if pooling == "attention":
             self.attention_pooling = AttentionPooling(config, execution=self.execution)
 
-    def __call__(self, images: Array, deterministic: bool = True) -> Float[Array, "B C"]:
+    def __call__(self, images: Array | ImagePatches, deterministic: bool = True) -> Float[Array, "B C"]:
         """Apply `head` to the pooled encoding of images (B, height, width, channels).
 
-        Images are floating-point, with the normalization that the model was trained with.
+        Images are floating-point, with the normalization that the model was trained with. With `resize_positions`,
+        height and width are any multiples of the patch size, and `ImagePatches` are images of different sizes.
 
         Returns:
             (B, C), float32: logits of C classes, or an embedding.
         """
-        hidden = self.hidden(images, deterministic)
-        return self.head(self.pool(hidden, deterministic))
+        return self.head(self.pooled(images, deterministic))
 
-    def hidden(self, images: Array, deterministic: bool = True) -> Hidden:
+    def pooled(self, images: Array | ImagePatches, deterministic: bool = True) -> Float[Array, "B Do"]:
+        """Return the pooled encoding (B, D) of images, the input of `head`; arguments as in a call."""
+        return self.pool(self.hidden(images, deterministic), deterministic, _mask_of(images))
+
+    def hidden(self, images: Array | ImagePatches, deterministic: bool = True) -> Hidden:
         """Encode images (B, height, width, channels) as (B, T, D): learned tokens, then patches.
 
         Raises:
@@ -110,19 +163,18 @@ class VisionEncoder(Model):
         """
         return self._run(images, deterministic)[0]
 
-    def with_aux(self, images: Array, deterministic: bool = True) -> tuple[Float[Array, "B C"], Aux]:
+    def with_aux(self, images: Array | ImagePatches, deterministic: bool = True) -> tuple[Float[Array, "B C"], Aux]:
         """Return the output of a call and aux, the layers' terms of the training loss; arguments as in a call."""
         x, _, aux = self._run(images, deterministic)
-        return self.head(self.pool(x, deterministic)), aux
+        return self.head(self.pool(x, deterministic, _mask_of(images))), aux
 
     def _run(self, images, deterministic=True):
         patches = self.config.patches
+        if patches.resize_positions:
+            x = self._embed_any_grid(images)
+            return self.encoder(x, mask=_mask_of(images), deterministic=deterministic)
         expected = (patches.image_height, patches.image_width, patches.channels)
-        if images.ndim != 4 or images.shape[1:] != expected or not jnp.issubdtype(images.dtype, jnp.floating):
-            raise ValueError(
-                f"images must be floating-point of shape (batch, {', '.join(map(str, expected))}): batch, height, "
-                f"width, channels; got {images.dtype} of shape {images.shape}. For a single image, pass image[None]."
-            )
+        _check_pixels(images, expected, fits=getattr(images, "shape", ())[1:] == expected)
         # A linear map of each flattened patch: (B, T, p, p, C) -> (B, T, D).
         x = self.patch_embedding(cut_patches(images, patches))
         # Learned tokens are the same for all images: (n, D) -> (B, n, D).
@@ -132,18 +184,60 @@ class VisionEncoder(Model):
         first = [jnp.broadcast_to(token.astype(x.dtype)[None], (x.shape[0], *token.shape)) for token in tokens]
         return self.encoder(jnp.concatenate([*first, x], 1), deterministic=deterministic)
 
-    def pool(self, hidden: Hidden, deterministic: bool = True) -> Float[Array, "B Do"]:
+    def _embed_any_grid(self, images: Array | ImagePatches) -> Hidden:
+        """Return the embeddings of patches (B, T, D) plus the positions, interpolated for each image."""
+        patches = self.config.patches
+        size, channels = patches.patch_size, patches.channels
+        if not isinstance(images, ImagePatches):
+            shape = images.shape
+            fits = len(shape) == 4 and shape[3] == channels and min(shape[1:3]) > 0
+            fits = fits and shape[1] % size == shape[2] % size == 0
+            _check_pixels(images, (f"n x {size}", f"m x {size}", channels), fits=fits)
+            grid = jnp.broadcast_to(jnp.asarray([shape[1] // size, shape[2] // size]), (shape[0], 2))
+            images = ImagePatches(cut_patches(images, patches).reshape(shape[0], -1, size * size * channels), grid)
+        values, grid = jnp.asarray(images.values), jnp.asarray(images.grid)
+        width = size * size * channels
+        shapes = values.ndim == 3 and values.shape[2] == width and grid.shape == (values.shape[0], 2)
+        if not shapes or not jnp.issubdtype(values.dtype, jnp.floating) or not jnp.issubdtype(grid.dtype, jnp.integer):
+            raise ValueError(
+                f"ImagePatches must have floating-point values (batch, length, {width}) and an integer grid (batch, "
+                f"2), got {values.dtype} of shape {values.shape} and {grid.dtype} of shape {grid.shape}. Use the "
+                f"patch_size and channels of the model's config."
+            )
+        x = self.patch_embedding(values.reshape(*values.shape[:2], size, size, channels))
+        return x + grid_positions(self.position_table, patches.grid, grid, values.shape[1]).astype(x.dtype)
+
+    def pool(self, hidden: Hidden, deterministic: bool = True, mask: Mask | None = None) -> Float[Array, "B Do"]:
         """Pool (B, T, D) to (B, D), or to (B, 2 D) with the pooling "first_and_mean".
 
-        The mean is that of the patches, without the learned tokens.
+        The mean is that of the patches, without the learned tokens. `mask` marks padding, which only models without
+        learned tokens can have.
         """
         pooling, extra = self.config.output.pooling, self.config.patches.extra_tokens
         if pooling == "attention":
-            return self.attention_pooling(hidden, deterministic)
+            return self.attention_pooling(hidden, deterministic, mask)
         if pooling == "first":
             return hidden[:, 0]
-        mean = hidden[:, extra:].mean(1)
+        mean = pool(hidden[:, extra:], mask, "mean") if mask is not None else hidden[:, extra:].mean(1)
         return mean if pooling == "mean" else jnp.concatenate([hidden[:, 0], mean], -1)
+
+
+def _mask_of(images: Array | ImagePatches) -> Mask | None:
+    """Return the mask of the padding; None: there is no padding."""
+    return images.mask if isinstance(images, ImagePatches) else None
+
+
+def _check_pixels(images: Array | ImagePatches, expected: tuple[int | str, ...], *, fits: bool) -> None:
+    if isinstance(images, ImagePatches):
+        raise ValueError(
+            "the model reads images of one size, got ImagePatches. Pass pixels (batch, "
+            f"{', '.join(map(str, expected))}), or use a model with resize_positions=True."
+        )
+    if not fits or not jnp.issubdtype(images.dtype, jnp.floating):
+        raise ValueError(
+            f"images must be floating-point of shape (batch, {', '.join(map(str, expected))}): batch, height, "
+            f"width, channels; got {images.dtype} of shape {images.shape}. For a single image, pass image[None]."
+        )
 
 
 class VisionClassifier(VisionEncoder):
@@ -192,7 +286,7 @@ class DistilledVisionClassifier(VisionClassifier):
         features, types = (config.output.num_classes,), (config.dtype, config.param_dtype)
         self.distillation_output = Linear(features, 1, True, kernel_init(config), *types)
 
-    def pool(self, hidden: Hidden, deterministic: bool = True) -> Float[Array, "B Do"]:
+    def pool(self, hidden: Hidden, deterministic: bool = True, mask: Mask | None = None) -> Float[Array, "B Do"]:
         """Concatenate the class token and the distillation token: (B, T, D) -> (B, 2 D)."""
         return jnp.concatenate([hidden[:, 0], hidden[:, 1]], -1)
 

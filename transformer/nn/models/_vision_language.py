@@ -200,7 +200,7 @@ class VisionLanguageModel(CausalLM):
         config, auxes = self.config.dynamic_images, []
         x, is_image = self._embed(self.embedding, tokens), tokens == config.token_id
         if images is None and self.is_initializing():  # so that all parameters are created
-            sizes = (x.shape[0], 1, config.merge**2, config.patch_size, config.patch_size, config.channels)
+            sizes = (x.shape[0], 1, config.merge**2, config.patch_size**2 * config.channels)
             blank = ImagePatches(jnp.zeros(sizes, x.dtype), jnp.full((x.shape[0], 1, 2), config.merge))
             self.projector(self.image.features(blank, deterministic)[0])
         start = jnp.zeros((x.shape[0], 1), jnp.int32) if cache is None else next_positions(cache)[:, None]
@@ -273,12 +273,13 @@ def _check_patches(images: Any, is_image: Bool[Array, "B T"], config: DynamicIma
 
     Numbers are compared only for concrete values.
     """
-    expected = (config.patch_size, config.patch_size, config.channels)
-    if not isinstance(images, ImagePatches) or images.shape[0] != is_image.shape[0] or images.shape[3:] != expected:
-        got = f"patches of shape {images.shape}" if isinstance(images, ImagePatches) else type(images).__name__
+    rows, width = is_image.shape[0], config.patch_size**2 * config.channels
+    shape = images.values.shape if isinstance(images, ImagePatches) else ()
+    if len(shape) != 4 or (shape[0], shape[3]) != (rows, width):
+        got = f"values of shape {shape}" if isinstance(images, ImagePatches) else type(images).__name__
         raise ValueError(
-            f"images must be ImagePatches of shape (batch {is_image.shape[0]}, images per row, patches, "
-            f"{', '.join(map(str, expected))}), got {got}. Create them with ImagePatches.of."
+            f"images must be ImagePatches with values (batch {rows}, images per row, patches, {width}), got {got}. "
+            f"Create them with ImagePatches.of."
         )
     if isinstance(is_image, jax.core.Tracer) or isinstance(images.grid, jax.core.Tracer):
         return
