@@ -188,3 +188,43 @@ def test_equal_factors_of_the_scaling_divide_low_frequencies_only():
     plain = Rotary().frequencies(64)
     turns = 64 * plain / (2 * np.pi)
     np.testing.assert_allclose(scaled, np.where(turns > 1, plain, plain / 8))
+
+
+def test_the_published_config_of_scout_is_that_of_its_variant():
+    """The object text_config of meta-llama/Llama-4-Scout-17B-16E."""
+    published = {
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": 4,
+        "floor_scale": 8192,
+        "for_llm_compressor": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16_384,
+        "max_position_embeddings": 262_144,
+        "moe_layers": list(range(48)),
+        "no_rope_layers": [1, 1, 1, 0] * 12,
+        "num_attention_heads": 40,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500_000.0,
+        "use_qk_norm": True,
+        "vocab_size": 202_048,
+    }
+    assert FAMILY.read(published, HEAD) == FAMILY.read(FAMILY.variants["llama-4-scout-text"].fields, HEAD)
+    higher = published["rope_scaling"] | {"factor": 16.0}
+    assert FAMILY.read(published | {"rope_scaling": higher}, HEAD) != FAMILY.read(published, HEAD)
