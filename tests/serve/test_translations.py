@@ -1,5 +1,8 @@
 """Translations over HTTP with the client of OpenAI: those of `translate_lines`."""
 
+import threading
+import time
+
 import openai
 import pytest
 from inference_parts import write_models
@@ -65,6 +68,43 @@ def test_many_prompts_are_in_their_order(client):
     got = client.completions.create(model="translator", prompt=prompts, max_tokens=4, best_of=1)
     alone = [client.completions.create(model="translator", prompt=one, max_tokens=4, best_of=1) for one in prompts]
     assert [choice.text for choice in got.choices] == [one.choices[0].text for one in alone]
+
+
+def test_calls_that_wait_are_searched_together(client, service, monkeypatch):
+    """Those with the same options; the translations are those of the calls alone."""
+    calls = [{"prompt": "a dog ran"}, {"prompt": TEXTS[0]}, {"prompt": TEXTS}, {"prompt": "a cat", "best_of": 2}]
+    common = {"model": "translator", "max_tokens": 4, "best_of": 1}
+    alone = [client.completions.create(**(common | call)) for call in calls]
+    computing, proceed, searches, found = threading.Event(), threading.Event(), [], {}
+    search = service._search
+
+    def slow(sources, beam, most):
+        searches.append((len(sources), beam.size))
+        computing.set()
+        assert proceed.wait(60)
+        return search(sources, beam, most)
+
+    def ask(number):
+        found[number] = client.completions.create(**(common | calls[number]))
+
+    monkeypatch.setattr(service, "_search", slow)
+    threads = [threading.Thread(target=ask, args=[number]) for number in range(len(calls))]
+    threads[0].start()
+    assert computing.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    deadline = time.monotonic() + 30
+    while service.load.waiting < len(calls) - 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    proceed.set()
+    for thread in threads:
+        thread.join()
+    assert searches[0] == (1, 1)
+    assert sorted(searches[1:]) == [(1, 2), (3, 1)]
+    for number, wanted in enumerate(alone):
+        assert found[number].choices == wanted.choices
+        assert found[number].usage == wanted.usage
 
 
 def test_a_stream_is_the_whole_answer(client):

@@ -97,7 +97,12 @@ class ThreadService(HTTPService):
         except RuntimeError:  # `close` was called
             call.future.cancel()
             raise APIError(503, "the server is shutting down.") from None
-        results = await until_gone(request, asyncio.wrap_future(call.future))
+        try:
+            results = await until_gone(request, asyncio.wrap_future(call.future))
+        except asyncio.CancelledError:
+            if self.closing and call.future.cancelled():
+                raise APIError(503, "the server is shutting down.") from None
+            raise
         self.counters.duration.add(time.perf_counter() - began)
         return call.inputs, results
 
