@@ -45,6 +45,8 @@ LEFT = 20
 EVERY = 5.0
 """mean number of seconds between two samples"""
 LEAST_MINUTES = 1.0
+ARRIVAL_SECONDS = 1.0
+"""seconds in which the last requests arrive, before SIGTERM: then the server accepts no more connections"""
 
 
 @dataclass
@@ -119,6 +121,7 @@ async def clients(
             samples.append(watch.look())
         except OSError:
             break  # the server has ended; its exit code is checked
+    await asyncio.sleep(ARRIVAL_SECONDS)
     process.send_signal(signal.SIGTERM)
     await asyncio.gather(*running)
     return samples
