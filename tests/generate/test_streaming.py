@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.config import EmbeddingOptions, LayerKind, TransformerConfig
+from transformer.config import EmbeddingOptions, LayerKind, RotaryScaling, TransformerConfig
 from transformer.config._progress import showing
 from transformer.generate import Sampling, TokenStream, generate
 from transformer.generate import _streaming as streaming
@@ -54,6 +54,21 @@ def test_pieces_are_the_tokens_of_generate(name):
     for prompt in PROMPTS:
         expected = generate(model, params, [prompt], max_new_tokens=9, sampling=GREEDY)[0]
         assert joined(stream.generate(prompt, max_new_tokens=9, sampling=GREEDY))[0] == expected
+
+
+def test_a_prompt_above_the_original_length_is_read_together(monkeypatch):
+    """Rotary scaling by the length rotates all keys by the length of the whole prompt, and other ones in a next turn."""
+    monkeypatch.setattr(streaming, "WIDTHS", (16,))
+    scaling = RotaryScaling(kind="dynamic", factor=4.0, original_length=20)
+    model = CausalLM(BASE.replace(**{"rotary.scaling": scaling}))
+    params = build("rotary")[1]
+    stream = TokenStream(model, params)
+    for prompt in (PROMPTS[1][:18], PROMPTS[1][:34], [*PROMPTS[1], *PROMPTS[0]]):
+        expected = generate(model, params, [prompt], max_new_tokens=9, sampling=GREEDY)[0]
+        got, pieces = joined(stream.generate(prompt, max_new_tokens=9, sampling=GREEDY))
+        assert got == expected
+        whole = jax.jit(model.apply)({"params": params}, jnp.asarray([prompt]))[0, -1]
+        np.testing.assert_allclose(pieces[0].log_probabilities[0], jax.nn.log_softmax(whole)[got[0]], atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -183,18 +183,22 @@ class TokenStream:
         self, prompt: np.ndarray, limit: int, choice: SamplerParams, pixels: np.ndarray | ImagePatches | None
     ) -> _Row:
         """Read the tokens of a prompt that are not in the cache yet."""
-        self._make_room(len(prompt) + limit if pixels is None else bucket(len(prompt)) + limit)
-        tokens = prompt.tolist()
+        tokens, longest = prompt.tolist(), self._model.config.unscaled_length
+        # Rotary scaling by the length changes all keys and values of a text that is longer: read all of it together.
+        rescaled = longest is not None and len(tokens) > longest
+        self._make_room((bucket(len(prompt)) if rescaled or pixels is not None else len(prompt)) + limit)
         same = sum(1 for _ in _common(tokens[:-1], self._read))  # the last token is read again, for its logits
-        if self._model.config.has_linear_attention and same < len(self._read):
-            same = 0  # its state can't go back to fewer tokens
+        if rescaled or (self._model.config.has_linear_attention and same < len(self._read)):
+            same = 0  # a state of linear attention can't go back to fewer tokens
         if pixels is not None and self._has_images(prompt, same, pixels):
             pixels = None
         cache, self._cache, self._read = self._cache, None, []
         logits = None
         parts = _parts(same, len(tokens), self._slots)
         if pixels is not None:  # the tokens of an image may attend to one another: read all of them together
-            parts, self._images = iter([(0, len(tokens), bucket(len(tokens)))]), pixels
+            self._images = pixels
+        if rescaled or pixels is not None:
+            parts = iter([(0, len(tokens), bucket(len(tokens)))])
         add = counting("prompt tokens", len(tokens) - same)
         for start, end, width in parts:
             part = np.pad(prompt[start:end], (0, width - (end - start)), mode="edge")[None].astype(np.int32)
