@@ -57,7 +57,7 @@ def test_pieces_are_the_tokens_of_generate(name):
 
 
 def test_a_prompt_above_the_original_length_is_read_together(monkeypatch):
-    """Rotary scaling by the length rotates all keys by the length of the whole prompt, and other ones in a next turn."""
+    """Rotary scaling by the length rotates all keys of a prompt by its whole length, and other ones in a next turn."""
     monkeypatch.setattr(streaming, "WIDTHS", (16,))
     scaling = RotaryScaling(kind="dynamic", factor=4.0, original_length=20)
     model = CausalLM(BASE.replace(**{"rotary.scaling": scaling}))
