@@ -95,8 +95,8 @@ class DynamicImageTower(nn.Module):
     """An encoder of images of any size that returns one vector per patch (Qwen2-VL, arXiv 2409.12191, section 2.1).
 
     Attention is among the patches of an image, and in some layers among those of a window. Parameters:
-    `tubelet_embedding/kernel` (frames, p, p, channels, D), for patches through all
-    frames (Arnab et al. 2021, arXiv 2103.15691, section 3.2), and `encoder/`.
+    `tubelet_embedding/kernel` (frames, p, p, channels, D), for patches through all frames (Arnab et al. 2021, arXiv
+    2103.15691, section 3.2), and `encoder/`.
     """
 
     parameter_axes = declare({"tubelet_embedding/kernel": "_ _ _ _ -> embed"}, role="input")
