@@ -35,7 +35,7 @@ def grown(send, requests):
     return [after - first for after, first in zip(counts(), before, strict=True)]
 
 
-@pytest.mark.parametrize("requests", [500, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("requests", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_requests_to_the_engine_leave_no_objects(requests):
     """Among them are preempted, cancelled and shared ones; the pages of the pool get other prompts many times."""
     with started_engine(tiny_parts(), 160, cache_tokens=160) as engine:
