@@ -48,7 +48,6 @@ _TEXT_FIELDS = (
     *decoder_fields(kv_heads=8, epsilon=1e-5),
     _Sections(default_base=1_000_000.0),
     UpperWindows(),
-    Unread(("rope_theta",)),
 )
 
 

@@ -1,10 +1,8 @@
 """Tiny models of Qwen2.5-VL."""
 
-from golden.case import MARKER, Family
-from golden.sizes import DECODER
+from golden.case import Family
+from golden.cases.qwen2_vl import SPECIAL, text
 
-SECTIONS = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 2, 1]}
-text = DECODER | {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": SECTIONS}
 vision = {
     "hidden_size": 16,
     "out_hidden_size": 24,
@@ -16,17 +14,7 @@ vision = {
     "window_size": 12,
     "fullatt_block_indexes": [1, 3],
 }
-qwen2_5_vl = Family(
-    "Qwen2_5_VL",
-    {
-        "text_config": text,
-        "vision_config": vision,
-        "image_token_id": MARKER,
-        "video_token_id": 36,
-        "vision_start_token_id": 35,
-        "vision_end_token_id": 34,
-    },
-)
+qwen2_5_vl = Family("Qwen2_5_VL", {"text_config": text, "vision_config": vision, **SPECIAL})
 
 CASES = {
     "lm": qwen2_5_vl.seq2seq(left_padding=False),

@@ -14,17 +14,8 @@ vision = {
     "patch_size": 3,
     "spatial_merge_size": 2,
 }
-qwen2_vl = Family(
-    "Qwen2VL",
-    {
-        "text_config": text,
-        "vision_config": vision,
-        "image_token_id": MARKER,
-        "video_token_id": 36,
-        "vision_start_token_id": 35,
-        "vision_end_token_id": 34,
-    },
-)
+SPECIAL = {"image_token_id": MARKER, "video_token_id": 36, "vision_start_token_id": 35, "vision_end_token_id": 34}
+qwen2_vl = Family("Qwen2VL", {"text_config": text, "vision_config": vision, **SPECIAL})
 
 CASES = {
     "lm": qwen2_vl.seq2seq(left_padding=False),

@@ -160,7 +160,7 @@ def test_the_images_matter_and_their_order_is_that_of_the_tokens():
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("parts", [(8, 1, 3), (7, 5), (12,)])
 def test_with_a_cache_the_result_is_that_of_the_whole_row(parts):
-    """The first row has two images, which are read in one call; then the text goes on after its positions."""
+    """One call reads the image, and the later ones continue after its positions."""
     tokens, images = TOKENS[:1], [ROWS[0][:1]]
     tokens = tokens.at[0, 8].set(2)
     expected = run(tokens, images)
@@ -176,6 +176,17 @@ def test_with_a_cache_the_result_is_that_of_the_whole_row(parts):
     assert next_positions(cache).tolist() == [12 - 6 + 3]
     assert next_positions(set_cache_length(cache, jnp.asarray([1]))).tolist() == [1]
     assert next_positions(set_cache_length(cache, jnp.asarray([0]))).tolist() == [0]
+
+
+def test_vectors_of_images_are_those_that_replace_the_tokens():
+    model, variables = made()
+    images = ImagePatches.of(ROWS, IMAGES)
+    vectors = model.apply(variables, images, method="embed_images")
+    assert vectors.shape == (4, 16, CONFIG.d_model)
+    alone = model.apply(variables, ImagePatches.of([[ROWS[0][1]]], IMAGES), method="embed_images")
+    np.testing.assert_allclose(vectors[1, 0], alone[0, 0], atol=2e-5)
+    with pytest.raises(ValueError, match="attention to images of any size is causal"):
+        model.apply(variables, TOKENS, images=images, prefix_lengths=jnp.asarray([1, 1]))
 
 
 def test_right_padding_changes_nothing():

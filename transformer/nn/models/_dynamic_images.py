@@ -173,8 +173,8 @@ class TokenPlaces:
         """Return the places of tokens, of which `is_image` are those of images.
 
         The tokens of an image start at the position p after the last token: all have the time p, and the row r and
-        column c of the image have the coordinates p + r and p + c. A text goes on after the largest of them. A token of
-        a text has three equal coordinates (Qwen2-VL, Wang et al. 2024, section 2.1).
+        column c of the image have the coordinates p + r and p + c. A token of a text has three equal coordinates; the
+        one after an image follows the largest coordinate of the image (Qwen2-VL, Wang et al. 2024, section 2.1).
 
         Args:
             is_image: (B, T).

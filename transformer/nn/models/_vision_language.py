@@ -169,6 +169,11 @@ class VisionLanguageModel(CausalLM):
         """Return hidden states (B, T, D), the cache, and aux, the layers' terms of the training loss."""
         config, auxes = self.config.image_tokens, []
         if config is None:
+            if prefix_lengths is not None:
+                raise ValueError(
+                    "prefix_lengths are for input.attention='prefix', but attention to images of any size is causal. "
+                    "Leave them out."
+                )
             return self._run_dynamic(tokens, positions, mask, cache, deterministic, images)
         x, is_image = self._embed(self.embedding, tokens), tokens == config.token_id
         if images is None and self.is_initializing():  # so that all parameters are created
@@ -221,8 +226,13 @@ class VisionLanguageModel(CausalLM):
         x, cache, aux = self.decoder(x, positions=positions, mask=mask, cache=cache, deterministic=deterministic)
         return x, cache, sum_aux([*auxes, aux])
 
-    def embed_images(self, images: Array, deterministic: bool = True) -> Float[Array, "I P D"]:
-        """Return what replaces the embeddings of the tokens of images (I, height, width, channels): (I, count, D)."""
+    def embed_images(self, images: Array | ImagePatches, deterministic: bool = True) -> Float[Array, "I P D"]:
+        """Return what replaces the embeddings of the tokens of images (I, height, width, channels): (I, count, D).
+
+        For `ImagePatches` with I images in all rows: (I, tokens of the longest image and padding, D).
+        """
+        if self.config.image_tokens is None:
+            return self.projector(self.image.features(images, deterministic)[0])
         return self._image_features(images[:, None], images.shape[0], deterministic)[0]
 
     def _image_features(self, images: Array, rows: int, deterministic: bool) -> tuple[Float[Array, "B S D"], Aux]:
