@@ -12,8 +12,8 @@ from golden import ours
 from golden.case import numbers
 
 from transformer.config import LayerKind, MoE, RotaryScaling, TransformerConfig
+from transformer.config._layer_patterns import fold
 from transformer.zoo import ENTRIES, load_pretrained
-from transformer.zoo._fields import fold
 from transformer.zoo.weights._files import write_weights
 from transformer.zoo.weights._rules import layer_kinds
 

@@ -11,8 +11,8 @@ from golden import case as golden_case
 from golden import ours
 
 from transformer.config import LayerKind
+from transformer.config._layer_patterns import fold
 from transformer.zoo import load_pretrained
-from transformer.zoo._fields import fold
 from transformer.zoo.weights import SAME, TensorInfo, WeightFiles, check_complete, write_weights
 from transformer.zoo.weights._rules import Link, Target
 

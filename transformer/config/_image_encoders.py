@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from transformer.config._checks import ConfigError
 from transformer.config._image_tokens import DynamicImageTokens
+from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import Images, LayerKind
 
@@ -66,11 +66,5 @@ def _dynamic(images: DynamicImageTokens) -> dict[str, Any]:
         # Half of the pairs of a head by the row of a patch, half by its column.
         "rotary.sections": (pairs, pairs),
         "rotary.restart_frequencies": True,
-        "stack.period": _period(kinds),
+        **fold(kinds),
     }
-
-
-def _period(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """Return the shortest period that repeats to these kinds."""
-    sizes = (size for size in range(1, len(kinds) + 1) if len(kinds) % size == 0)
-    return next(tuple(kinds[:size]) for size in sizes if list(kinds[:size]) * (len(kinds) // size) == list(kinds))

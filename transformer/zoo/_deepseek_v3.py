@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import MLA, LayerKind, MoE
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, FieldError, Fixed, Rope, Unread, fold
+from transformer.zoo._fields import Biases, Codec, FieldError, Fixed, Rope, Unread
 from transformer.zoo._llama import ROTARY_BUFFERS, decoder_family, decoder_fields, feed_forward_rules, norm_rules
 from transformer.zoo._mixtral import expert_rules
 from transformer.zoo.weights._rules import (

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Fixed, Rope, Unread, fold
+from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Fixed, Rope, Unread
 from transformer.zoo._llama import (
     DECODER_CONSTANTS,
     ROTARY_BUFFERS,

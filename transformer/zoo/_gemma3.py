@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fixed, Unread, fold, read_rotary, write_rotary
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fixed, Unread, read_rotary, write_rotary
 from transformer.zoo._gemma2 import GELU, GEMMA_CONSTANTS, QueryScale, gemma_rules
 from transformer.zoo._llama import (
     LANGUAGE_MODEL,

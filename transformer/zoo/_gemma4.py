@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind, MoE, RotaryScaling
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fixed, fold, read_rotary, write_rotary
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fixed, read_rotary, write_rotary
 from transformer.zoo._gemma2 import GELU, gemma_rules
 from transformer.zoo._llama import (
     DECODER_CONSTANTS,

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind, MoE
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Fixed, Rope, Unread, fold
+from transformer.zoo._fields import Biases, Codec, Fixed, Rope, Unread
 from transformer.zoo._llama import DECODER_CONSTANTS, attention_rules, decoder_family, decoder_fields, norm_rules
 from transformer.zoo._mixtral import balance_coefficient, balance_weight
 from transformer.zoo._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind, MoE, QueryTemperature
 from transformer.zoo._deepseek_v3 import Interleaved
-from transformer.zoo._fields import Biases, Codec, Field, FieldError, Rope, Unread, fold
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Rope, Unread
 from transformer.zoo._llama import (
     DECODER_CONSTANTS,
     LANGUAGE_MODEL,

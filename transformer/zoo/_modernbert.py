@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import HeadTransform, LayerKind
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
@@ -19,7 +20,6 @@ from transformer.zoo._fields import (
     Fixed,
     Labels,
     Unread,
-    fold,
     read_rotary,
     sizes,
     training_fields,

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Codec, FieldError, Rope, fold
+from transformer.zoo._fields import Codec, FieldError, Rope
 from transformer.zoo._llama import DECODER_CONSTANTS, ROTARY_BUFFERS, decoder_family, decoder_fields, decoder_variant
 from transformer.zoo.weights._rules import layer_kinds
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind, MoE
-from transformer.zoo._fields import Biases, Codec, Rope, Unread, fold
+from transformer.zoo._fields import Biases, Codec, Rope, Unread
 from transformer.zoo._llama import (
     DECODER_CONSTANTS,
     decoder_family,

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import GatedDelta, LayerKind
 from transformer.zoo._deepseek_v3 import FusedHeads
-from transformer.zoo._fields import FieldError, Fixed, Rope, fold
+from transformer.zoo._fields import FieldError, Fixed, Rope
 from transformer.zoo._llama import (
     DECODER_CONSTANTS,
     attention_rules,

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
-from transformer.zoo._fields import Biases, Codec, FieldError, Rope, Unread, fold
+from transformer.zoo._fields import Biases, Codec, FieldError, Rope, Unread
 from transformer.zoo._llama import decoder_family, decoder_fields, decoder_variant
 from transformer.zoo._qwen2 import FULL, SLIDING, check_layer_types, layer_types
 from transformer.zoo.weights._rules import layer_kinds

@@ -166,7 +166,11 @@ class VisionLanguageModel(CausalLM):
         images: Float[Array, "B I ..."] | ImagePatches | None = None,
         prefix_lengths: Int[Array, " B"] | None = None,
     ) -> tuple[Hidden, Any, Aux]:
-        """Return hidden states (B, T, D), the cache, and aux, the layers' terms of the training loss."""
+        """Return hidden states (B, T, D), the cache, and aux, the layers' terms of the training loss.
+
+        Raises:
+            ValueError: as a call, or `prefix_lengths` for images of any size.
+        """
         config, auxes = self.config.image_tokens, []
         if config is None:
             if prefix_lengths is not None:
