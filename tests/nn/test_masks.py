@@ -125,3 +125,18 @@ def test_a_mask_goes_through_jit_with_its_facts_static():
 def test_a_mask_that_does_not_fit_says_so(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 8])
+def test_chunks_of_segments_count_the_keys_of_a_cache(start):
+    """The chunks of the last queries of a row are those of the whole row: packed texts, and padding on the left."""
+    segments = jnp.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1, 1]])
+    positions = jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 0, 1, 2, 3, 4, 5, 6]])
+    whole = (Mask.segments(segments) & Mask.causal()).with_chunks_of_segments(3, positions).dense(9, 9)
+    same = segments[:, :, None] == segments[:, None, :]
+    chunk = positions[:, :, None] // 3 == positions[:, None, :] // 3
+    expected = np.asarray(same & (chunk | (segments[:, :, None] == 0))) & np.tri(9, dtype=bool)
+    np.testing.assert_array_equal(np.asarray(whole)[:, 0], expected)
+    mask = (Mask.segments(segments[:, start:], segments) & Mask.causal()).shifted(start)
+    cached = mask.with_chunks_of_segments(3, positions[:, start:])
+    np.testing.assert_array_equal(np.asarray(cached.dense(9 - start, 9))[:, 0], expected[:, start:])

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import math
 import re
 import tomllib
 from fnmatch import fnmatch
@@ -16,7 +17,7 @@ from golden import case as golden_case
 from golden import ours
 
 from transformer.config import MLA, Execution, LayerKind, StackOptions, TransformerConfig
-from transformer.nn.models import CausalLM, DualEncoder, Forecaster, Seq2Seq
+from transformer.nn.models import CausalLM, DualEncoder, Forecaster, ImagePatches, Seq2Seq
 from transformer.viz import _attention_page as module
 from transformer.viz._attention_page import Panel, attention_page, quantize, save_attention_page
 from transformer.viz._attention_weights import AttentionMap, attention_maps, attention_rollout
@@ -29,6 +30,14 @@ HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>{{progr
 
 def words(count):
     return [f"w{i}" for i in range(count)]
+
+
+def example(batch):
+    """Return the first example of a batch, without the padding of its patches."""
+    if not isinstance(batch, ImagePatches):
+        return batch[:1]
+    count = math.prod(batch.grid[0].tolist())
+    return ImagePatches(batch.values[:1, :count], batch.grid[:1])
 
 
 def page_of(*panels, source=0, target=0, **options):
@@ -316,7 +325,7 @@ class TestModels:
         name = next(iter(golden_case.cases(family)))
         found = load_pretrained(ours.write(tmp_path / "theirs", golden_case.golden(family)[name]))
         inputs, _ = ours.inputs_of(found.model, golden_case.cases(family)[name], "none")
-        inputs = [array[:1] for array in inputs]
+        inputs = [example(array) for array in inputs]
         row = 1 if isinstance(found.model, Forecaster) else None
         sown, config = watch(found.model, *inputs, params=found.params), found.model.config
         if isinstance(found.model, DualEncoder):

@@ -163,27 +163,27 @@ class Mask:
 
         In packed or padded rows, positions start anew in each segment and differ from the indices of `chunks`.
 
+        With a cache, the position of a key is its distance from the first key of its segment, so positions must start
+        at 0 in each segment there.
+
         Args:
             size: positions of a chunk.
-            positions: (B, T), of the tokens, which are both queries and keys.
+            positions: (B, T), of the queries.
 
         Raises:
-            ValueError: a size below 1, or keys that are other tokens than the queries (a cache).
+            ValueError: a size below 1.
         """
-        if self.key_segments.shape[1] != positions.shape[1]:
-            raise ValueError(
-                f"chunked attention counts positions from the start of each segment, which needs the segments of the "
-                f"{positions.shape[1]} queries as those of the keys, got {self.key_segments.shape[1]} keys. With a "
-                f"cache, mark padding by Mask.lengths instead of segments."
-            )
-        # The positions of a segment are consecutive, so at most T + 1 chunks in a row differ modulo T + 1.
-        number = positions // Mask.chunks(size).chunk_size % (positions.shape[1] + 1)
+        size, count = Mask.chunks(size).chunk_size, self.key_segments.shape[1] + 1
+        keys = positions if count == positions.shape[1] + 1 else _index_in_segment(self.key_segments)
 
-        def split(ids):  # distinct for each segment and each chunk of it; 0 remains 0, because it marks padding
-            return jnp.where(ids == 0, 0, ids * (positions.shape[1] + 1) + number)
+        def split(ids, positions):  # distinct for each segment and each chunk of it; 0 remains 0: it marks padding
+            # The positions of a segment are consecutive, so at most S + 1 chunks in a row differ modulo S + 1.
+            return jnp.where(ids == 0, 0, ids * count + positions // size % count)
 
         return dataclasses.replace(
-            self, query_segments=split(self.query_segments), key_segments=split(self.key_segments)
+            self,
+            query_segments=split(self.query_segments, positions),
+            key_segments=split(self.key_segments, keys),
         )
 
     @staticmethod
@@ -350,6 +350,13 @@ def real_tokens(mask: Mask, shape: tuple[int, int], start: Int[Array, " B"] | No
     if mask.query_segments is not None:
         real = real & (mask.query_segments != 0)
     return real
+
+
+def _index_in_segment(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """Return the distance of each entry from the first of its segment, which is a run of equal numbers."""
+    indices = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    starts = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+    return indices - jax.lax.cummax(jnp.where(starts, indices, 0), axis=1)
 
 
 def _boolean(mask: Array | np.ndarray) -> Bool[Array, "..."]:
