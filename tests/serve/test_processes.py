@@ -102,6 +102,5 @@ def test_answers_are_those_of_one_process(tmp_path):
 
 
 def test_one_process_sends_nothing():
-    lockstep = Lockstep()
-    assert not lockstep.is_shared
+    lockstep = Lockstep(is_shared=False)
     lockstep.send("read", {})

@@ -1,13 +1,17 @@
 """A model that is sharded over a mesh: the answers of one device, with each device storing its part."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from chat_parts import write_chat_model
 from inference_parts import write_models
 from serve_parts import answers, prompts, tiny_parts
 
 from transformer.__main__ import main
+from transformer.cli._parallel import Parallel
 from transformer.config import ConfigError, LayerKind, MoE, StackOptions
 from transformer.generate import Draft, PromptLookup, Sampling
 from transformer.generate._row_steps import advance
@@ -110,8 +114,17 @@ def test_what_a_mesh_is_not_for_is_refused(dense, monkeypatch):
     model, params, tokenizer = dense
     with monkeypatch.context() as changed:
         changed.setattr(jax, "process_count", lambda: 2)
-        with pytest.raises(ConfigError, match="needs devices of all 2 processes in its mesh, got those of 1"):
-            Placement(model, mesh_of(tensor=2))
+        assert not Placement(model, mesh_of(tensor=2)).is_shared  # a copy of its own
+        with pytest.raises(ConfigError, match=r"tensor 2 and .* must be 8, the devices of all 2 processes, got 2"):
+            Parallel(tensor=2, coordinator="auto").mesh()
+        assert Parallel(tensor=2, coordinator="auto").mesh(copies=True).devices.size == 2
+        changed.setattr(jax, "local_devices", lambda: jax.devices()[:4])
+        with pytest.raises(ConfigError, match=r"must be 8, .*, or at most 4, the devices of one process, got 6"):
+            Parallel(tensor=6, coordinator="auto").mesh(copies=True)
+        changed.setattr(jax, "process_count", lambda: 3)
+        devices = [SimpleNamespace(process_index=i) for i in range(2)]
+        with pytest.raises(ConfigError, match="needs those of all 3 processes, got those of 2"):
+            Placement(model, SimpleNamespace(devices=np.array(devices), shape={"tensor": 2}))
     with pytest.raises(ConfigError, match="shards a model over tensor and expert only, got fsdp 2"):
         Placement(model, make_mesh({"fsdp": 2}, jax.devices()[:2]))
     with pytest.raises(ConfigError, match=r"model.num_heads \(2\) must be a multiple of parallel.tensor \(4\)"):

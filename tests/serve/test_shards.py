@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from chat_parts import write_chat_model
+from training_recipes import xla_flags
 
 from transformer.__main__ import main
 from transformer.cli._arguments import parse
@@ -113,6 +115,16 @@ def test_the_job_of_the_docs(tmp_path):
     assert Shard.parse(parse(AnswerBatch, "batch", words[3:]).shard) == Shard(3, spec["completions"])
 
 
+def written(folder):
+    """Write a model; return its directory and 80 requests."""
+    draws = {"max_tokens": 40, "temperature": 1.2}
+    lines = [
+        {"custom_id": f"{i}", "url": "/v1/completions", "body": {"prompt": "Hello" * (1 + i % 7), **draws}}
+        for i in range(80)
+    ]
+    return write_chat_model(folder / "tiny"), lines
+
+
 def texts(path):
     answers = [json.loads(line) for line in path.read_text().splitlines()]
     found = {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in answers if one["response"]}
@@ -120,15 +132,40 @@ def texts(path):
     return found
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--output", "a.jsonl", "--shard", "0/2"], "--shard is for processes that are not connected"),
+        ([], "--parallel.coordinator needs --output, a file on a file system that all processes share"),
+        (["--output", "a.jsonl"], "r.jsonl"),
+    ],
+)
+def test_mistakes_of_processes_are_said_before_they_connect(tmp_path, capsys, words, message):
+    place = ["--parallel.coordinator", "nowhere:1", "--parallel.num-processes", "2", "--parallel.process-id", "1"]
+    assert main(["batch", str(tmp_path), str(tmp_path / "r.jsonl"), *words, *place]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_shards_the_model(tmp_path, capsys):
+    model = write_chat_model(tmp_path / "tiny")
+    lines = [
+        {"custom_id": str(i), "url": "/v1/completions", "body": {"prompt": "Hello" * i, "max_tokens": 9}}
+        for i in range(1, 4)
+    ]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    command = ["batch", str(model), str(tmp_path / "r.jsonl"), *SIZES, "--output"]
+    assert main([*command, str(tmp_path / "one.jsonl")]) == 0
+    assert main([*command, str(tmp_path / "two.jsonl"), "--parallel.tensor", "2"]) == 0
+    assert texts(tmp_path / "one.jsonl") == texts(tmp_path / "two.jsonl")
+    assert main([*command, str(tmp_path / "nine.jsonl"), "--parallel.tensor", "9"]) == 2
+    assert "need 9 devices, but there are 8" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_two_processes_one_of_which_is_killed(tmp_path):
     """The answers are those of one process; what was answered before the kill is not computed again."""
-    model = write_chat_model(tmp_path / "tiny")
-    draws = {"max_tokens": 40, "temperature": 1.2}
-    lines = [
-        {"custom_id": f"{i}", "url": "/v1/completions", "body": {"prompt": "Hello" * (1 + i % 7), **draws}}
-        for i in range(80)
-    ]
+    model, lines = written(tmp_path)
     requests, output, whole = (tmp_path / name for name in ("requests.jsonl", "answers.jsonl", "whole.jsonl"))
     requests.write_text("".join(json.dumps(one) + "\n" for one in [*lines, {"custom_id": "bad"}]))
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
@@ -165,3 +202,66 @@ def test_two_processes_one_of_which_is_killed(tmp_path):
     assert main(["batch", str(model), str(requests), "--output", str(whole), *SIZES]) == 0
     assert texts(output) == texts(whole)
     assert len(texts(output)) == 80
+
+
+class Connected:
+    """Two processes of `batch` that JAX connects, with `devices` devices each."""
+
+    def __init__(self, command, devices):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            place = ["--parallel.num-processes", "2", "--parallel.coordinator", f"localhost:{free.getsockname()[1]}"]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(devices)}
+        self.members = [
+            subprocess.Popen(
+                [sys.executable, "-m", "transformer", "batch", *command, *place, "--parallel.process-id", str(index)],
+                cwd=ROOT,
+                env=environment,
+                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+            )
+            for index in range(2)
+        ]
+
+    def ended(self):
+        """Wait for both; return their exit codes and messages."""
+        try:
+            messages = [member.communicate(timeout=300)[1] for member in self.members]
+        finally:
+            for member in self.members:
+                member.kill()
+        return [member.returncode for member in self.members], messages
+
+
+@pytest.mark.slow
+def test_connected_processes(tmp_path):
+    """Each process has a model, on one device or two, or both have one together; then a process is lost."""
+    model, lines = written(tmp_path)
+    requests, whole = tmp_path / "requests.jsonl", tmp_path / "whole.jsonl"
+    requests.write_text("".join(json.dumps(one) + "\n" for one in [*lines, {"custom_id": "bad"}]))
+    assert main(["batch", str(model), str(requests), "--output", str(whole), *SIZES]) == 0
+    for devices, tensor, own in ((1, 1, [40, 40]), (2, 2, [40, 40]), (1, 2, [80])):
+        output = tmp_path / f"{devices}-{tensor}.jsonl"
+        command = [str(model), str(requests), "--output", str(output), *SIZES, "--parallel.tensor", str(tensor)]
+        codes, messages = Connected(command, devices).ended()
+        assert codes == [0, 0], messages
+        counts = [int(n) for text in messages for n in re.findall(r"^(\d+) requests in ", text, re.M)]
+        assert counts == own
+        assert texts(output) == texts(whole)
+        assert parts(output) == []
+    kept = output.read_bytes().splitlines(keepends=True)[:30]
+    Shard(1, 2).part(output).write_bytes(b"".join(kept))
+    output.unlink()
+    command = command[:-2]
+    processes, deadline = Connected(command, 1), time.monotonic() + 300
+    while not Shard(0, 2).part(output).exists():  # then they are connected
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    processes.members[1].kill()
+    codes, messages = processes.ended()
+    assert 0 not in codes
+    assert re.search(r"error: .*Start all (again|processes)", messages[0]), messages[0]
+    codes, messages = Connected(command, 1).ended()
+    assert codes == [0, 0], messages
+    assert set(kept) <= set(output.read_bytes().splitlines(keepends=True)), "answers are kept"
+    assert texts(output) == texts(whole)

@@ -18,6 +18,8 @@ from transformer.config._invocation import program
 from transformer.config._recipe_files import SAVED_RECIPE
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from transformer.inference._loading import LoadedModel
 
 
@@ -74,6 +76,12 @@ class ModelCommand:
         if self.adapter is None:
             return opened
         return opened.add_adapter(self.adapter, "adapter").with_adapter("adapter").merged()
+
+    def load_sharded(self, mesh: Mesh | None) -> LoadedModel:
+        """Load the model; pretrained weights are sharded over the mesh as they are read, those of a run are not."""
+        from transformer.inference._loading import is_workdir
+
+        return self.load() if mesh is None or is_workdir(self.directory) else self.load(mesh=mesh)
 
     def load_writer(self) -> LoadedModel:
         """Load a model that generates text from a prompt; raise ConfigError for any other model."""

@@ -2,83 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from transformer.cli._arguments import parse
 from transformer.cli._models import ModelCommand
+from transformer.cli._parallel import ONE_DEVICE, Parallel
 from transformer.cli._services import make_service
 from transformer.cli._speculation import check_speculation, open_draft
 from transformer.config._checks import ConfigError
 
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
 KEY_VARIABLE = "TRANSFORMER_API_KEY"
 """environment variable with the API key, which other users of the machine can't see, unlike a command line"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parallel:
-    """Devices over which a causal model is sharded; the product of the sizes is the number of devices. Of several
-    processes, which are started with the same command except for --parallel.process-id, process 0 listens.
-    """
-
-    tensor: int = 1
-    """number of devices that split heads, feed-forward width and vocabulary"""
-    expert: int = 1
-    """number of devices that split the experts of a mixture-of-experts layer"""
-    coordinator: str | None = None
-    """host:port of process 0 for the connections of several processes; auto: JAX detects it; None: one process"""
-    num_processes: int | None = None
-    """number of processes, if a coordinator is given"""
-    process_id: int | None = None
-    """index of this process, from 0"""
-
-    def join(self) -> None:
-        """Connect this process to the others, before JAX computes anything; without a coordinator, do nothing.
-
-        Raises:
-            ConfigError: invalid options of processes.
-            ProcessesError: the coordinator does not answer.
-        """
-        if (self.coordinator, self.num_processes, self.process_id) == (None, None, None):
-            return
-        from transformer.nn._sharding import ParallelConfig
-        from transformer.training import _processes as processes
-
-        facts = {"num_processes": self.num_processes, "process_id": self.process_id}
-        config = ParallelConfig(coordinator=self.coordinator, **facts)
-        processes.join(config, again="Restart the server: all processes with the same command.")
-
-    def mesh(self) -> Mesh | None:
-        """Return the mesh of the first devices; None: one device.
-
-        Raises:
-            ConfigError: a size below 1, or more devices than there are.
-        """
-        sizes = {"tensor": self.tensor, "expert": self.expert}
-        for axis, size in sizes.items():
-            if size < 1:
-                raise ConfigError(f"--parallel.{axis} must be at least 1, got {size}.")
-        if (needed := math.prod(sizes.values())) == 1:
-            return None
-        import jax
-
-        from transformer.nn._sharding import make_mesh
-
-        devices = jax.devices()
-        if needed > len(devices):
-            raise ConfigError(
-                f"--parallel.tensor {self.tensor} and --parallel.expert {self.expert} need {needed} devices, but there "
-                f"are {len(devices)}. Pass smaller sizes. (To simulate devices on a CPU: "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={needed})"
-            )
-        return make_mesh(sizes, devices[:needed])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +25,8 @@ class Serve(ModelCommand):
     /v1/completions of an encoder-decoder (translations), /v1/embeddings of an encoder, /v1/models, /health, and
     /metrics for Prometheus.
 
-    Many texts are generated together. Ctrl-C or SIGTERM ends the server after the texts that it has begun.
+    Many texts are generated together. Ctrl-C or SIGTERM ends the server after the texts that it has begun. Of several
+    processes, process 0 listens.
     """
 
     host: str = "127.0.0.1"
@@ -109,7 +48,7 @@ class Serve(ModelCommand):
     lookup: int | None = None
     """causal model: speculative decoding without a draft model: number of tokens to propose per step, those that
     followed the last tokens earlier in the text; it does not change the texts"""
-    parallel: Parallel = Parallel()
+    parallel: Parallel = ONE_DEVICE
     api_key: str | None = None
     """key that clients must send; None: the value of the environment variable TRANSFORMER_API_KEY, or no key"""
     allow_anyone: bool = False
@@ -123,21 +62,26 @@ def main(arguments: Sequence[str]) -> None:
     command = parse(Serve, "serve", arguments)
     sizes = {"slots": command.slots, "max_tokens": command.max_tokens, "cache_tokens": command.cache_tokens}
     check_sizes(port=command.port, **sizes)
-    speculation = command.draft, command.draft_tokens, command.lookup
-    check_speculation(*speculation)
+    check_speculation(command.draft, command.draft_tokens, command.lookup)
     key = command.api_key if command.api_key is not None else os.environ.get(KEY_VARIABLE)
-    from transformer.inference._loading import is_workdir
-    from transformer.serve._server import check_address, run
-    from transformer.serve._slots import PAGE_SIZE
+    from transformer.serve._server import check_address
 
     is_local = check_address(command.host, key, command.allow_anyone)
-    command.parallel.join()
+    with command.parallel.together("Restart the server: all processes with the same command."):
+        _serve(command, api_key=key, local_only=is_local and key is None, **sizes)
+
+
+def _serve(command: Serve, **options: Any) -> None:
+    """Load the model and serve it until the process is asked to end, or follow process 0; options: `make_service`."""
+    from transformer.serve._server import run
+    from transformer.serve._slots import PAGE_SIZE
+    from transformer.training._processes import is_first
+
     mesh = command.parallel.mesh()
-    # Pretrained weights are sharded as they are read; those of a run are read first.
-    opened = command.load() if mesh is None or is_workdir(command.directory) else command.load(mesh=mesh)
-    sizes |= {"draft": open_draft(*speculation), "mesh": mesh}
-    service = make_service(opened, **sizes, api_key=key, local_only=is_local and key is None)
-    if is_follower():
+    opened = command.load_sharded(mesh)
+    draft = open_draft(command.draft, command.draft_tokens, command.lookup)
+    service = make_service(opened, mesh=mesh, draft=draft, **options)
+    if not is_first():
         service.engine.follow()
         return
     service.warm_up(report_compilation)
@@ -152,13 +96,6 @@ def main(arguments: Sequence[str]) -> None:
         print(f"serving {service.name} at {url}", file=sys.stderr, flush=True)
 
     run(service, command.host, command.port, ready)
-
-
-def is_follower() -> bool:
-    """Return whether this is one of several processes, but not process 0, which listens."""
-    import jax
-
-    return jax.process_index() > 0
 
 
 def check_sizes(**sizes: int | None) -> None:

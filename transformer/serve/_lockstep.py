@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 
-import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -14,11 +13,15 @@ PING, STOP = "ping", "stop"
 
 
 class Lockstep:
-    """Sends the calls of process 0 to the other processes; without other processes, it does nothing."""
+    """Sends the calls of process 0 to the other processes.
 
-    def __init__(self) -> None:
-        self.is_shared = jax.process_count() > 1
-        """whether there are other processes"""
+    Args:
+        is_shared: whether other processes have some of the devices; False: nothing is sent.
+    """
+
+    def __init__(self, is_shared: bool) -> None:
+        self.is_shared = is_shared
+        """whether other processes make the same calls"""
         self._stopped = False
 
     def send(self, name: str, arrays: Mapping[str, np.ndarray] | None = None) -> None:

@@ -27,20 +27,23 @@ class Placement:
 
     Args:
         model: the model.
-        mesh: a mesh of `make_mesh` in which only `tensor` and `expert` are larger than 1; None: the default device.
+        mesh: a mesh of `make_mesh` in which only `tensor` and `expert` are larger than 1; None: the default device. Its
+            devices are those of all processes, or some of this one.
 
     Raises:
-        ConfigError: the mesh has another axis larger than 1, does not fit the model, or lacks the devices of a process.
+        ConfigError: the mesh has another axis larger than 1, does not fit the model, or has devices of several
+            processes, but not of all.
     """
 
     def __init__(self, model: CausalLM, mesh: Mesh | None):
         self.mesh = mesh
-        processes = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
-        if processes < jax.process_count():
+        processes = set() if mesh is None else {device.process_index for device in mesh.devices.flat}
+        self.is_shared = len(processes) > 1
+        """whether other processes have some of the devices"""
+        if self.is_shared and len(processes) < jax.process_count():
             raise ConfigError(
-                f"a server needs devices of all {jax.process_count()} processes in its mesh, got those of {processes}. "
-                f"Pass --parallel.tensor or --parallel.expert so that their product is {jax.device_count()}, the "
-                f"number of devices."
+                f"a mesh with devices of several processes needs those of all {jax.process_count()} processes, got "
+                f"those of {len(processes)}. Pass a mesh of jax.devices(), or of jax.local_devices()."
             )
         if mesh is None:
             return

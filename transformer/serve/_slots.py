@@ -155,8 +155,8 @@ class Slots:
         draft: Draft | PromptLookup | None = None,
         mesh: Mesh | None = None,
     ):
-        self._lockstep = Lockstep()
         self._placement = Placement(model, mesh)
+        self._lockstep = Lockstep(self._placement.is_shared)
         self._model, self._params = self._unstacked(model, params)
         self._proposer, self._draft_params = NO_PROPOSER, None
         self._text_size = positions if isinstance(draft, PromptLookup) else None

@@ -188,15 +188,15 @@ def leave(code: int) -> None:
 
 
 @contextlib.contextmanager
-def together(parallel: ParallelConfig) -> Iterator[None]:
+def together(parallel: ParallelConfig, again: str = _AGAIN) -> Iterator[None]:
     """Context manager that calls `join`, and turns errors about a lost process into a `ProcessesError`."""
-    join(parallel)
-    with _lost_processes_explained():
+    join(parallel, again)
+    with _lost_processes_explained(again):
         yield
 
 
 @contextlib.contextmanager
-def _lost_processes_explained() -> Iterator[None]:
+def _lost_processes_explained(again: str = _AGAIN) -> Iterator[None]:
     """Turn an error of JAX that is caused by the loss of another process into a `ProcessesError` that says so."""
     try:
         yield
@@ -206,7 +206,7 @@ def _lost_processes_explained() -> Iterator[None]:
             raise
         first = next(iter(text.splitlines()), "")
         raise ProcessesError(
-            f"{name()} lost the connection to another process, which ended or is unreachable ({first}). {_AGAIN}"
+            f"{name()} lost the connection to another process, which ended or is unreachable ({first}). {again}"
         ) from error
 
 
@@ -220,21 +220,27 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def barrier(key: str) -> None:
-    """Wait until all processes reach this barrier. It uses the hosts and not the devices, so any thread may call it."""
+def barrier(key: str, patience: float = _BARRIER_S) -> None:
+    """Wait until all processes reach this barrier, at most `patience` seconds.
+
+    It uses the hosts and not the devices, so any thread may call it.
+    """
     if jax.process_count() > 1:
         import orbax.checkpoint as ocp
 
         _passed[key] += 1  # the coordination service accepts each name only once
-        ocp.multihost.get_barrier_sync_fn()(key=f"{key} {_passed[key]}", timeout_ms=_BARRIER_S * 1000)
+        ocp.multihost.get_barrier_sync_fn()(key=f"{key} {_passed[key]}", timeout_ms=int(patience * 1000))
 
 
-def check_shared(path: Path) -> None:
-    """Raise ConfigError in a process that does not see the file which the first process has written to `path`."""
+def check_shared(path: Path, option: str = "--workdir") -> None:
+    """Raise ConfigError in a process that does not see the file which the first process has written to `path`.
+
+    `option` is that of the path, for the message.
+    """
     barrier("written")
     if not path.exists():
         raise ConfigError(
-            f"{name()} does not see {path}, which process 0 has just written. Pass a --workdir on a file system that "
+            f"{name()} does not see {path}, which process 0 has just written. Pass {option} on a file system that "
             f"all processes share."
         )
 
