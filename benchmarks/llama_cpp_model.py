@@ -2,7 +2,8 @@
 
 Usage: PYTHON benchmarks/llama_cpp_model.py DIRECTORY FILE.gguf
 
-It imports only numpy and gguf (`pip install llama-cpp-python[server] gguf`). Weights stay float32.
+It imports only numpy and gguf (`pip install llama-cpp-python[server] gguf`). Matrices stay float32 or
+bfloat16; vectors become float32.
 """
 
 import json
@@ -26,22 +27,24 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 """modules in safetensors -> in GGUF, without the number of the layer"""
+TYPES = {"F32": np.float32, "BF16": np.uint16}
+"""types in safetensors"""
 NEVER = "\u0100 \u0100"
 """a merge of two zero bytes: the file must have merges, but a token stays one byte"""
 
 
 def tensors(file: Path) -> dict[str, np.ndarray]:
-    """Return the float32 tensors of a safetensors file."""
+    """Return the tensors of a safetensors file: float32, or bfloat16 as unsigned integers of 16 bits."""
     data = file.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     found = {}
     for name, about in json.loads(data[8:begin]).items():
         if name == "__metadata__":
             continue
-        if about["dtype"] != "F32":
-            raise ValueError(f"{name} must be float32, got {about['dtype']}. Write the model in float32.")
+        if about["dtype"] not in TYPES:
+            raise ValueError(f"{name} must be float32 or bfloat16, got {about['dtype']}. Write it as one of them.")
         first, end = about["data_offsets"]
-        found[name] = np.frombuffer(data[begin + first : begin + end], np.float32).reshape(about["shape"])
+        found[name] = np.frombuffer(data[begin + first : begin + end], TYPES[about["dtype"]]).reshape(about["shape"])
     return found
 
 
@@ -89,7 +92,13 @@ def convert(directory: Path, file: Path) -> None:
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # llama.cpp rotates neighboring dimensions
             kept = heads if "q_proj" in name else config["num_key_value_heads"]
             array = array.reshape(kept, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        writer.add_tensor(name_in_gguf(name), np.ascontiguousarray(array))
+        array = np.ascontiguousarray(array)
+        if array.dtype == np.float32:
+            writer.add_tensor(name_in_gguf(name), array)
+        elif array.ndim == 1:  # llama.cpp multiplies by vectors of float32 only
+            writer.add_tensor(name_in_gguf(name), (array.astype(np.uint32) << 16).view(np.float32))
+        else:
+            writer.add_tensor(name_in_gguf(name), array.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -10,8 +10,10 @@ model is a Llama with random weights (--small: 2 layers and d_model 64) and one 
 lengths of prompts are exact. A first round compiles and is not counted. Run on an idle machine. The last line is a JSON
 object.
 
---llama-cpp is a Python with llama-cpp-python[server] and gguf, whose server gets the same weights in float32 as a GGUF
-file (`llama_cpp_model.py`). It answers one request at a time.
+--llama-cpp is a Python with llama-cpp-python[server] and gguf, whose server gets the same weights as a GGUF file
+(`llama_cpp_model.py`). It answers one request at a time.
+
+--layers 22 --width 2048 --kv-heads 4 is the shape of TinyLlama (1.1 billion parameters, without its vocabulary).
 """
 
 import argparse
@@ -85,7 +87,16 @@ def asks(count: int, longest: int, seed: int = 0) -> list[Ask]:
     return [Ask(prompt, int(tokens)) for prompt, tokens in zip(prompts, lengths(ANSWER_TOKENS), strict=True)]
 
 
-def write_model(directory: Path, small: bool, longest: int, *, layers: int = 8, width: int = 512) -> None:
+def write_model(
+    directory: Path,
+    small: bool,
+    longest: int,
+    *,
+    layers: int = 8,
+    width: int = 512,
+    kv_heads: int | None = None,
+    dtype: str = "float32",
+) -> None:
     """Write a Llama with random weights and heads of 64, and a tokenizer with one token for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
@@ -96,6 +107,7 @@ def write_model(directory: Path, small: bool, longest: int, *, layers: int = 8, 
     names = {"eos_token": "<|end|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
     files = {"tokenizer.json": library.to_str().encode(), "tokenizer_config.json": json.dumps(names).encode()}
     sizes = {"d_model": width, "num_layers": layers, "num_heads": width // 64, "d_ff": width * 11 // 4}
+    sizes |= {"num_kv_heads": kv_heads, "dtype": dtype, "param_dtype": dtype}
     sizes |= {"d_model": 64, "num_layers": 2, "num_heads": 2, "d_ff": 128} if small else {}
     model = CausalLM(llama_decoder(vocab_size=len(alphabet) + 1, max_length=None, **sizes))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
@@ -246,6 +258,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=1_024, help="of a request, prompt and answer together")
     parser.add_argument("--layers", type=int, default=8, help="layers of the random model")
     parser.add_argument("--width", type=int, default=512, help="d_model of the random model, a multiple of 64")
+    parser.add_argument("--kv-heads", type=int, help="key/value heads of the random model; by default those of queries")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the random model")
     parser.add_argument("--small", action="store_true", help="use a tiny model, to test this program")
     parser.add_argument("--transformers", help="program of transformers to compare with, which needs its extra serving")
     parser.add_argument("--llama-cpp", help="Python with llama-cpp-python[server] and gguf to compare with")
@@ -260,7 +274,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = options.model or Path(folder) / "llama"
         if options.model is None:
-            write_model(directory, options.small, options.max_tokens, layers=options.layers, width=options.width)
+            shape = {"layers": options.layers, "width": options.width, "kv_heads": options.kv_heads}
+            write_model(directory, options.small, options.max_tokens, **shape, dtype=options.dtype)
         found = compare(options, directory, Path(folder))
     if OURS not in found:
         sys.exit(1)

@@ -63,6 +63,14 @@ def test_tensors_for_llama_cpp_are_all_named(tmp_path):
     assert len(found) == 3 + 2 * 9
 
 
+def test_tensors_in_bfloat16(tmp_path):
+    write_model(tmp_path / "model", small=True, longest=512, kv_heads=1, dtype="bfloat16")
+    found = tensors(tmp_path / "model" / "model.safetensors")
+    assert {array.dtype.name for array in found.values()} == {"uint16"}
+    assert found["model.layers.0.self_attn.k_proj.weight"].shape == (32, 64)
+    assert (found["model.norm.weight"] == 0x3F80).all()  # 1 in bfloat16
+
+
 def test_prompts_share_their_prefix_only_if_asked():
     together, apart = (prompts(5, 40, 259, common, seed=3) for common in (True, False))
     assert {len(row) for row in [*together, *apart]} == {40 + SUFFIX}

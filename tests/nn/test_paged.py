@@ -310,10 +310,11 @@ class TestKernel:
 class TestPageBlocks:
     """The kernel in plain JAX, with blocks of one or two pages."""
 
-    @pytest.mark.parametrize("block_keys", [PAGE, 2 * PAGE])
+    @pytest.mark.parametrize("limits", [{"BLOCK_KEYS": PAGE}, {"BLOCK_KEYS": 2 * PAGE}, {"BLOCK_BYTES": 1}])
     @pytest.mark.parametrize("num_tokens", [1, 3])
-    def test_it_gives_what_gathered_pages_give(self, monkeypatch, block_keys, num_tokens):
-        monkeypatch.setattr(_page_blocks, "BLOCK_KEYS", block_keys)
+    def test_it_gives_what_gathered_pages_give(self, monkeypatch, limits, num_tokens):
+        for name, value in limits.items():
+            monkeypatch.setattr(_page_blocks, name, value)
         cache = pool(3, 1, (2, 6, 5), [[7, 2, 5, 8, 9], [1, 0, -1, -1, -1], [4, 3, 6, -1, -1]])
         cache, *_ = written(cache, 1, 10, [10, 2, 4])
         start = cache.row_lengths
@@ -326,6 +327,12 @@ class TestPageBlocks:
         )
         np.testing.assert_allclose(given[:2], expected[:2], rtol=1e-5, atol=1e-6)
         assert np.isfinite(given).all()  # padding and the NaN of unused pages are not read
+
+    def test_more_rows_have_smaller_blocks(self, monkeypatch):
+        """Pages of 3 tokens with 4 stored heads of 6 numbers: 288 bytes in each row."""
+        monkeypatch.setattr(_page_blocks, "BLOCK_BYTES", 1200)
+        pages = [_page_blocks.pages_per_block(pool(rows, 1, (2, 6, 5)), rows) for rows in (1, 2, 4, 8)]
+        assert pages == [4, 2, 1, 1]
 
     def test_a_row_does_not_depend_on_longer_rows(self, monkeypatch):
         """Bit by bit: blocks after the end of a row add zeros."""

@@ -129,6 +129,24 @@ def test_cancelled_requests_free_their_slots(engine):
     assert (engine.running, engine.waiting) == (0, 0)
 
 
+def test_prompts_of_at_most_one_chunk_are_read_between_steps(parts):
+    """Before its start the engine queues all; chunks have 64 tokens."""
+    engine = Engine(*parts, slots=4, positions=POSITIONS, queue=9)
+    lengths, calls = [30, 34, 70, 5], []
+    device = engine._device
+    read, advance = device.read, device.advance
+    device.read = lambda *given: (calls.append(read(*given)), calls[-1])[1]
+    device.advance = lambda *given: (calls.append("steps"), advance(*given))[1]
+    done = queue.Queue()
+    requests = [Request(prompt=[7 + i] * length, max_tokens=4) for i, length in enumerate(lengths)]
+    engine.submit(requests, lambda number, delta: delta.finish and done.put(number))
+    engine.start()
+    for _ in lengths:
+        done.get(timeout=60)
+    engine.close()
+    assert calls[: calls.index("steps", 6)] == [30, 34, "steps", 64, "steps", 6, 5]
+
+
 def test_a_full_queue_refuses(parts):
     """Before its start an engine only queues: 2 slots and 1 place in the queue."""
     engine = Engine(*parts, slots=2, positions=32, queue=1)

@@ -331,6 +331,7 @@ class AttentionModule(nn.Module, kw_only=True):
         if sown:
             out, weights = out
             self.sow("intermediates", "weights", weights)
+        out = out.astype(arrays[0].dtype)  # that of the query: a cache may have float32 for 16-bit numbers
         # The name lets the remat policy "names" (`_stacks.py`) store this array instead of recomputing it.
         return constrain(out, "batch", "length", "heads", "head_dim")
 

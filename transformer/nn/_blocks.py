@@ -30,7 +30,7 @@ from transformer.nn._mla import LatentAttention
 from transformer.nn._moe import RoutedFeedForward
 from transformer.nn._paged import heads_together
 from transformer.nn._parameter_axes import declare
-from transformer.nn._partitioning import constrain
+from transformer.nn._partitioning import constrain, platform
 from transformer.nn._positions import NoPosition, PositionScheme
 from transformer.nn._quantization import Quantization
 
@@ -95,6 +95,9 @@ class LayerCache:
         sizes = sizes if kind.self_attention and kind.reads_kv is None else (0, 0, 0)
         kv_heads, head_dim, value_dim = sizes
         together = heads_together(kv_heads, head_dim) if head_dim == value_dim else 1
+        if platform() == "cpu" and dtype.itemsize == 2:
+            # XLA would convert the arrays of all tokens to float32 and back, whenever one token is stored.
+            dtype = jnp.dtype(jnp.float32)
         return LayerCache(KVCache.create(batch, length, *sizes, dtype, together), context)
 
 

@@ -254,8 +254,7 @@ class Engine:
                     self._take_next()
                 if not self._has_work():
                     self._device.ping()
-                if self._reading is not None:
-                    self._read_part()
+                self._read_parts()
                 if self._active:
                     self._generate()
                 self.metrics.pages_used = self._pages.num_pages - self._pages.num_free
@@ -295,6 +294,18 @@ class Engine:
         self._waits = None
         self.metrics.shared_tokens += done
         self._reading = _Reading(ticket, free[0], done)
+
+    def _read_parts(self) -> None:
+        """Read parts of one or several prompts, together at most `chunk` tokens, for which running texts wait."""
+        left = self._device.chunk
+        while self._reading is not None:
+            left -= min(self._device.chunk, len(self._reading.ticket.request.prompt) - self._reading.done)
+            if left < 0:
+                return
+            self._read_part()
+            if self._reading is None:
+                with self._changed:
+                    self._take_next()
 
     def _read_part(self) -> None:
         """Read the next part of the prompt; after the last one, start the row in its slot."""

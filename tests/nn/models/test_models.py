@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from abstract_meshes import computing_on
 
 from transformer.config import ConfigError, TransformerConfig
 from transformer.nn._caches import cache_length
@@ -176,7 +177,13 @@ def test_computing_in_bfloat16_keeps_float32_parameters_and_logits():
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     logits, hidden = apply(model, params, TOKENS), apply(model, params, TOKENS, method="hidden")
     assert (logits.dtype, hidden.dtype) == (jnp.float32, jnp.bfloat16)
-    assert model.init_cache(1, 2)["layers"]["slot_0"].self_attention.key.dtype == jnp.bfloat16
+    with computing_on("tpu", "TPU v5 lite"):
+        assert model.init_cache(1, 2)["layers"]["slot_0"].self_attention.key.dtype == jnp.bfloat16
+    # A CPU stores the same numbers in float32. The result keeps the dtype of the model.
+    cache = model.init_cache(2, TOKENS.shape[1])
+    assert cache["layers"]["slot_0"].self_attention.key.dtype == jnp.float32
+    cached, _ = apply(model, params, TOKENS, cache=cache)
+    np.testing.assert_allclose(cached, logits, atol=0.05)
     exact = apply(CausalLM(CONFIG), params, TOKENS)
     assert 0 < np.abs(logits - exact).max() < 0.1
 

@@ -17,7 +17,9 @@ from transformer.nn._masks import Mask
 from transformer.nn.kernels._contract import AttentionSpec, bias_block
 
 BLOCK_KEYS = 256
-"""number of keys per block, rounded to whole pages: on CPU a block of a few rows then fits in cache"""
+"""maximum number of keys per block"""
+BLOCK_BYTES = 4 * 2**20
+"""size of the keys and values of a block in all rows: they then fit in the cache of a CPU (docs/serving.md)"""
 
 UNSUPPORTED = ("weights", "dropout")
 """options that the kernel does not support"""
@@ -48,7 +50,7 @@ def page_blocks_attention(query: Query, cache: Any, spec: AttentionSpec, mask: M
     batch, num_queries, num_heads, head_dim = query.shape
     groups = num_heads // cache.kv_heads
     grouped = query.reshape(batch, num_queries, cache.kv_heads, groups, head_dim)
-    pages = min(cache.page_table.shape[-1], max(1, BLOCK_KEYS // cache.page_size))
+    pages = pages_per_block(cache, batch)
     size = pages * cache.page_size
     queries = jnp.arange(num_queries)
     shape = (batch, cache.kv_heads, groups, num_queries)
@@ -82,3 +84,11 @@ def page_blocks_attention(query: Query, cache: Any, spec: AttentionSpec, mask: M
     _, total, out = jax.lax.fori_loop(0, blocks, body, start)
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]  # no visible key: the output is 0, not 0 / 0
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, num_heads, -1).astype(query.dtype)
+
+
+def pages_per_block(cache: Any, batch: int) -> int:
+    """Return the number of pages of each row in a block: at least 1, and at most those of a row."""
+    stored, width = cache.pages.shape[-2:]
+    bytes_per_key = batch * stored * width * cache.pages.dtype.itemsize
+    keys = min(BLOCK_KEYS, BLOCK_BYTES // max(bytes_per_key, 1))
+    return min(cache.page_table.shape[-1], max(1, keys // cache.page_size))
