@@ -210,6 +210,13 @@ def measure(url: str, model: str, wanted: Sequence[Ask], concurrent: int) -> dic
     }
 
 
+def table_row(name: str, concurrent: int | str, one: dict[str, float]) -> str:
+    """Return a row of the table: throughput and the time to the first token of a server."""
+    rates = f"{one['tokens_per_second']:,.1f} | {one['requests_per_second']:.2f}"
+    times = f"{one['first_token_p50']:.3f} s | {one['first_token_p99']:.3f} s"
+    return f"| {name} | {concurrent} | {rates} | {times} |"
+
+
 def servers(options: argparse.Namespace, directory: Path, folder: Path) -> dict[str, tuple[list[str], int, str]]:
     """Return command, port and name of the model of each server."""
     port, most = free_port(), str(options.max_tokens)
@@ -241,9 +248,7 @@ def compare(options: argparse.Namespace, directory: Path, folder: Path) -> dict[
                 for concurrent in options.concurrent:
                     one = measure(url, model, wanted, concurrent)
                     found.setdefault(name, {})[str(concurrent)] = one
-                    rates = f"{one['tokens_per_second']:,.1f} | {one['requests_per_second']:.2f}"
-                    times = f"{one['first_token_p50']:.3f} s | {one['first_token_p99']:.3f} s"
-                    print(f"| {name} | {concurrent} | {rates} | {times} |", flush=True)
+                    print(table_row(name, concurrent, one), flush=True)
         except RuntimeError as error:
             print(f"| {name}: {error} | | | | | |", flush=True)
     return found
@@ -270,7 +275,7 @@ def main() -> None:
         parser.error("--llama-cpp is for the random model. Remove --model.")
     where = machine()
     print(where)
-    facts: dict[str, Any] = {"machine": where, "versions": versions("jax", "flax")}
+    facts: dict[str, Any] = {"machine": where, "versions": versions("jax", "flax"), "options": vars(options)}
     with tempfile.TemporaryDirectory() as folder:
         directory = options.model or Path(folder) / "llama"
         if options.model is None:
@@ -285,7 +290,7 @@ def main() -> None:
         for peer in rates
         if peer != OURS
     }
-    print(json.dumps({"work": OURS, **facts, "ratios": ratios, "all": found}))
+    print(json.dumps({"work": OURS, **facts, "ratios": ratios, "all": found}, default=str))
 
 
 if __name__ == "__main__":

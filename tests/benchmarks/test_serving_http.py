@@ -1,17 +1,30 @@
 """The requests of the HTTP benchmark, and its servers; nothing is measured."""
 
+import json
 import sys
+from pathlib import Path
 
 import gguf_parts
 import numpy as np
 import pytest
 
 from benchmarks.llama_cpp_model import name_in_gguf, tensors
-from benchmarks.serving_http import ANSWER_TOKENS, PROMPT_TOKENS, asks, free_port, server, write_model
+from benchmarks.serving_http import (
+    ANSWER_TOKENS,
+    OURS,
+    PROMPT_TOKENS,
+    asks,
+    free_port,
+    server,
+    table_row,
+    write_model,
+)
 from benchmarks.serving_prefix import SUFFIX, prompts
 from transformer.chat import ChatPrompts
 from transformer.generate import Sampling, generate
 from transformer.inference import open_model
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_lengths_are_those_of_sharegpt():
@@ -77,3 +90,22 @@ def test_prompts_share_their_prefix_only_if_asked():
     assert len({tuple(row[:40]) for row in together}) == 1
     assert len({tuple(row[:16]) for row in apart}) == 5
     assert len({tuple(row[40:]) for row in together}) == 5
+
+
+def test_the_tables_of_the_page_are_the_kept_results():
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    kept = json.loads((ROOT / "docs" / "serving.json").read_text(encoding="utf-8"))
+    for run in kept["http"]:
+        for name, found in run["all"].items():
+            for concurrent, one in found.items():
+                assert table_row(name, concurrent, one) in text
+        for peer, ratios in run["ratios"].items():
+            assert ratios == {
+                concurrent: pytest.approx(
+                    run["all"][OURS][concurrent]["tokens_per_second"] / found["tokens_per_second"], rel=1e-3
+                )
+                for concurrent, found in run["all"][peer].items()
+            }
+    prefix = kept["prefix"]
+    assert prefix["ratio"] == pytest.approx(prefix["ours"] / prefix["peer"], rel=1e-3)
+    assert f"takes {prefix['ratio']:.3f} of the time" in text

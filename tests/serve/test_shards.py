@@ -72,6 +72,18 @@ def test_answers_of_the_output_stay(tmp_path):
     assert [key for key, _ in answer_lines(output)] == ["a", "b"]
 
 
+def test_answers_of_several_machines_are_joined_without_a_model(tmp_path, capsys):
+    output, requests = tmp_path / "answers.jsonl", tmp_path / "requests.jsonl"
+    one = {"url": "/v1/completions", "body": {"prompt": "a"}}
+    requests.write_text("".join(json.dumps({"custom_id": name, **one}) + "\n" for name in "abc"))
+    Shard(0, 2).part(output).write_bytes(answer("a") + answer("c"))
+    Shard(1, 2).part(output).write_bytes(answer("b"))
+    assert main(["batch", str(tmp_path / "nowhere"), str(requests), "--output", str(output), "--shard", "1/2"]) == 0
+    assert "has all answers" in capsys.readouterr().err
+    assert output.read_bytes() == answer("a") + answer("c") + answer("b")
+    assert parts(output) == []
+
+
 def test_another_process_joins_at_the_same_time(tmp_path, monkeypatch):
     """It removes a file after this process has seen that all answers are there: its output stays."""
     output, keys = tmp_path / "answers.jsonl", ["a", "b"]

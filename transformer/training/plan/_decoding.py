@@ -159,7 +159,8 @@ def make_decode_plan(
     recipe = dataclasses.replace(recipe, lora=None)  # generation uses the merged parameters
     devices = recipe.parallel.choose(devices)
     sizes = _checked_sizes(recipe, generation, len(devices))
-    lowered, params = _lowered(recipe, generation, make_mesh(sizes, devices, recipe.parallel.dcn), paged)
+    mesh = make_mesh(sizes, devices, recipe.parallel.dcn)
+    lowered, params = _lowered(recipe, generation, mesh, paged)
     fit, text = compile_program(lowered, {"parameters": shard_bytes(params)}, topology)
     costs, unavailable = (None, "") if not fit.fits else _costs(text, len(devices))
     prefill = token = None
@@ -173,7 +174,7 @@ def make_decode_plan(
         mesh=f"mesh: {split}" if split else f"one {topology.unit}",
         generation=generation,
         num_parameters=count_parameters(params),
-        cache_bytes=(cache := _cache_bytes(recipe, generation, sizes)),
+        cache_bytes=(cache := _cache_bytes(recipe, generation, mesh)),
         token_bytes=0 if costs is None else costs[1].hbm_bytes,
         least_token_bytes=_read_bytes(recipe, params) + cache,
         prefill=prefill,
@@ -289,10 +290,11 @@ def _estimate(topology: Topology, num_devices: int, cost: Cost, at_least: int) -
     )
 
 
-def _cache_bytes(recipe: Recipe, generation: Generation, sizes: Mapping[str, int]) -> int:
+def _cache_bytes(recipe: Recipe, generation: Generation, mesh: Mesh) -> int:
     """Return the bytes per device of the KV cache, for translations including the keys and values of the source."""
     model = build_model(recipe)
-    cache = jax.eval_shape(lambda: model.init_cache(generation.rows, _slots(recipe, generation)))
+    with jax.set_mesh(mesh):  # the dtype of a cache depends on the platform
+        cache = jax.eval_shape(lambda: model.init_cache(generation.rows, _slots(recipe, generation)))
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     config = recipe.model
     if TASKS[recipe.task].source:
@@ -300,8 +302,9 @@ def _cache_bytes(recipe: Recipe, generation: Generation, sizes: Mapping[str, int
         size = config.kv_heads * (config.size_of_head + config.size_of_value) * jnp.dtype(config.dtype).itemsize
         whole += generation.rows * generation.prompt * size * config.decoder_layers
     # MLA caches one latent per token, which all heads share; it can't be split by heads.
-    heads = sizes["tensor"] if config.attention.mla is None and config.kv_heads % sizes["tensor"] == 0 else 1
-    return whole // (num_row_shards(sizes) * heads)
+    tensor = mesh.shape["tensor"]
+    heads = tensor if config.attention.mla is None and config.kv_heads % tensor == 0 else 1
+    return whole // (num_row_shards(mesh.shape) * heads)
 
 
 def _read_bytes(recipe: Recipe, params: Any) -> int:
