@@ -7,9 +7,10 @@ import pytest
 
 from transformer.config import MLA, TransformerConfig
 from transformer.generate import Sampling, TokenStream, generate
+from transformer.generate import _layers as generate_layers
 from transformer.generate._layers import decoding_params
 from transformer.nn import quantize
-from transformer.nn._transposed import Transposed, Widened, row_product, transposed
+from transformer.nn._transposed import Transposed, Widened, bfloat16_product, row_product, transposed
 from transformer.nn.models import CausalLM
 
 
@@ -64,8 +65,37 @@ def build(**fields):
     return model, jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))["params"]
 
 
+@pytest.fixture
+def converts_bfloat16(monkeypatch):
+    """XLA as in releases that multiply no bfloat16 on a CPU."""
+    monkeypatch.setattr(generate_layers, "multiplies_bfloat16", lambda: False)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_products_of_bfloat16_have_sums_in_float32(rows):
+    random = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in ((rows, 300), (300, 7)))
+    given = jax.jit(bfloat16_product)(x, kernel)
+    assert (given.shape, given.dtype) == ((rows, 7), jnp.bfloat16)
+    exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+    np.testing.assert_allclose(np.asarray(given, np.float64), exact, atol=2**-8 * np.abs(exact).max())
+    slopes = jax.grad(lambda *given: bfloat16_product(*given).astype(jnp.float32).sum(), (0, 1))(x, kernel)
+    sums = np.asarray(kernel, np.float64).sum(1)
+    np.testing.assert_allclose(slopes[0].astype(jnp.float32), np.tile(sums, (rows, 1)), rtol=0.02, atol=0.02)
+    assert [slope.dtype for slope in slopes] == [jnp.bfloat16] * 2
+
+
+def test_kernels_of_bfloat16_stay_if_they_are_multiplied_directly(monkeypatch):
+    model, params = build(dtype="bfloat16", param_dtype="bfloat16")
+    monkeypatch.setattr(generate_layers, "multiplies_bfloat16", lambda: True)
+    assert not converted(decoding_params(model, params))
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
+    assert converted(decoding_params(model, half))
+
+
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.usefixtures("converts_bfloat16")
 def test_texts_are_the_likeliest_of_the_weights(tie, bits):
     """Decoding reads the small weights; each token has the best logit of a whole pass, up to rounding."""
     fields = {"dtype": "bfloat16", "param_dtype": "bfloat16"} if bits == 16 else {}
@@ -96,6 +126,7 @@ def test_kernels_of_float32_stay():
     assert not converted(decoding_params(*build()))
 
 
+@pytest.mark.usefixtures("converts_bfloat16")
 def test_latent_attention_keeps_the_kernels_that_it_multiplies_in_another_order():
     latent = MLA(kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3)
     kept = decoding_params(*build(**{"attention.mla": latent}, dtype="bfloat16", param_dtype="bfloat16"))

@@ -14,7 +14,7 @@ from transformer.config._parts import Layer
 from transformer.nn._int8 import Int8
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn._partitioning import has_mesh, platform
-from transformer.nn._transposed import Widened, transposed
+from transformer.nn._transposed import Widened, multiplies_bfloat16, transposed
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._seq2seq import Seq2Seq
 
@@ -47,7 +47,8 @@ def unstack_layers(model: CausalLM | Seq2Seq, tree: Any) -> Any:
 def decoding_params(model: CausalLM | Seq2Seq, params: Any) -> Any:
     """Return the parameters for `unstacked_model`, in the layout that is fast for the few rows of a decoding step.
 
-    On CPU, 8-bit kernels get one row per output, and 16-bit kernels become 32-bit ones (`nn/_transposed.py`).
+    On CPU, 8-bit kernels get one row per output, and 16-bit kernels that XLA would convert for each product become
+    32-bit ones (`nn/_transposed.py`).
     """
     return {**params, **_decoding_parts(model, _read_by_steps(params))}
 
@@ -92,7 +93,9 @@ def _kernel_for_cpu(part: Any, path: str) -> Any:
         return part
     if isinstance(part, Int8):
         return transposed(part.values, part.scale, len(axes.inputs))
-    return Widened(part.astype(jnp.float32)) if part.dtype.itemsize == 2 else part
+    if part.dtype.itemsize != 2 or (part.dtype == jnp.bfloat16 and multiplies_bfloat16()):
+        return part
+    return Widened(part.astype(jnp.float32))
 
 
 def unstacked_model(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:

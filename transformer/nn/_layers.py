@@ -28,7 +28,7 @@ from transformer.nn._partitioning import (
     rows_can_merge,
 )
 from transformer.nn._quantization import Quantization, Scheme, integer_linear, quantized_linear
-from transformer.nn._transposed import Transposed, Widened, row_product
+from transformer.nn._transposed import Transposed, Widened, bfloat16_product, multiplies_bfloat16, row_product
 
 Initializer = Callable[..., jax.Array]
 """(key, shape, dtype) -> initial value of a parameter"""
@@ -182,7 +182,13 @@ def linear(
     lead = x.shape[: x.ndim - contract]
     rows = explicit_spec(x)
     if platform() == "cpu" and rows_can_merge():
-        y = _multiply(x.reshape(-1, inner), kernel.reshape(inner, -1), 1, quantization).reshape(*lead, *out)
+        x, kernel = x.reshape(-1, inner), kernel.reshape(inner, -1)
+        is_bfloat16 = quantization is None and x.dtype == kernel.dtype == jnp.bfloat16
+        if is_bfloat16 and multiplies_bfloat16():
+            y = bfloat16_product(x, kernel)
+        else:
+            y = _multiply(x, kernel, 1, quantization)
+        y = y.reshape(*lead, *out)
     else:
         # Without reshaping, because the compiler may gather a sharded array to reshape it. With Explicit mesh axes,
         # where `rows` is the sharding of x, outputs are sharded like the kernel.
