@@ -335,7 +335,7 @@ def test_processes_that_read_other_data_are_told(monkeypatch):
 def test_a_disk_that_is_not_shared_is_told(tmp_path):
     processes.check_shared(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"does not see \S+nowhere, which .* Pass a --workdir on a file system that all"
+        ConfigError, match=r"does not see \S+nowhere, which .* Pass --workdir on a file system that all"
     ):
         processes.check_shared(tmp_path / "nowhere")
 

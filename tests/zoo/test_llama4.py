@@ -51,11 +51,17 @@ def test_packed_texts_have_chunks_of_their_own(tiny):
         np.testing.assert_allclose(part, apply({"params": tiny.params}, text), atol=2e-5)
 
 
-def test_segments_and_a_cache_are_refused(tiny):
-    tokens, cache = jnp.zeros((1, 3), int), tiny.model.init_cache(1, 8)
-    mask = Mask.segments(jnp.ones((1, 3), int), jnp.ones((1, 8), int))
-    with pytest.raises(ValueError, match=r"got 8 keys\. With a cache, mark padding by Mask\.lengths"):
-        tiny.model.apply({"params": tiny.params}, tokens, cache=cache, mask=mask)
+def test_padding_may_be_a_segment_of_the_cache(tiny):
+    """Two tokens of padding before the text: its chunks begin at the text, as without padding."""
+    tokens = jnp.asarray(golden_case.tokens(3, 37, 1, 9))
+    run = jax.jit(tiny.model.apply)
+    whole = run({"params": tiny.params}, tokens)
+    segments = jnp.array([[0] * 2 + [1] * 9])
+    given = jnp.pad(tokens, ((0, 0), (2, 0)))
+    mask = Mask.segments(segments, jnp.pad(segments, ((0, 0), (0, 3))))
+    positions = jnp.maximum(jnp.arange(11) - 2, 0)[None]
+    logits, _ = run({"params": tiny.params}, given, positions, mask, tiny.model.init_cache(1, 14))
+    np.testing.assert_allclose(logits[:, 2:], whole, atol=2e-5)
 
 
 def test_hypotheses_of_a_beam_share_a_cache(tiny):

@@ -209,4 +209,5 @@ def _page_bytes(model: CausalLM, sizes: Mapping[str, int]) -> int:
         cache = jax.eval_shape(lambda: paged_cache(model, **one, lanes=LANES["tpu"]))
     pools = [leaf for leaf in jax.tree.leaves(cache) if leaf.ndim >= 4]
     split = [sizes["tensor"] if pool.shape[-2] % sizes["tensor"] == 0 else 1 for pool in pools]
-    return sum(pool.size * pool.dtype.itemsize // parts for pool, parts in zip(pools, split, strict=True))
+    size = jnp.dtype(model.config.dtype).itemsize  # on a CPU, the cache of a 16-bit model has float32
+    return sum(pool.size * size // parts for pool, parts in zip(pools, split, strict=True))
