@@ -71,8 +71,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     mesh = command.parallel.mesh()
     if shard is not None:
-        is_complete = _answer_shard(command, mesh, shard, *lines)
-        state = f"{command.output} has all answers" if is_complete else "other shards are not complete yet"
+        _answer_shard(command, mesh, shard, *lines)
+        state = f"{command.output} has all answers" if _join(command, *lines) else "other shards are not complete yet"
         print(f"shard {command.shard} is complete; {state}", file=sys.stderr)
     elif command.output is None:
         _answer(command, mesh, *lines, _print)
@@ -104,7 +104,7 @@ def _answer_together(
     import jax
 
     from transformer.serve._batch import Answers
-    from transformer.serve._shards import Shard, join_parts
+    from transformer.serve._shards import Shard
     from transformer.training import _processes as processes
 
     if mesh is not None and mesh.is_multi_process:
@@ -114,10 +114,9 @@ def _answer_together(
         else:
             _service(command, mesh).engine.follow()
     else:
-        count = jax.process_count()
-        _answer_shard(command, mesh, Shard(jax.process_index(), count), requests, bad)
+        _answer_shard(command, mesh, Shard(jax.process_index(), jax.process_count()), requests, bad)
         processes.barrier("answered", LONGEST_WAIT)
-        if processes.is_first() and not join_parts(command.output, [line.key for line in (*requests, *bad)]):
+        if processes.is_first() and not _join(command, requests, bad):
             raise ConfigError(
                 f"answers of other processes are missing beside {command.output}. Start all processes again with the "
                 f"same command, and an --output on a file system that they share."
@@ -130,17 +129,23 @@ def _answer_shard(
     shard: Shard,
     requests: Sequence[BatchRequest],
     bad: Sequence[BadLine],
-) -> bool:
-    """Answer the requests of one shard, and return whether those of all shards are answered and joined."""
+) -> None:
+    """Answer the requests of one shard, in a file of its own."""
     from transformer.serve._batch import Answers
-    from transformer.serve._shards import Shard, answered, join_parts
+    from transformer.serve._shards import Shard, answered
     from transformer.training import _processes as processes
 
     with Answers(shard.part(command.output)) as answers:
         if command.parallel.has_processes:
             processes.check_shared(Shard(0, shard.count).part(command.output), "--output")
         _answer_missing(command, mesh, shard.select(requests), shard.select(bad), answers, answered(command.output))
-    return not command.parallel.has_processes and join_parts(command.output, [line.key for line in (*requests, *bad)])
+
+
+def _join(command: AnswerBatch, requests: Sequence[BatchRequest], bad: Sequence[BadLine]) -> bool:
+    """Join the answers of all shards, if all are there; return whether they are."""
+    from transformer.serve._shards import join_parts
+
+    return join_parts(command.output, [line.key for line in (*requests, *bad)])
 
 
 def _answer_missing(
