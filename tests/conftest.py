@@ -6,9 +6,11 @@ import os
 import pathlib
 import time
 
+import compiled_programs
+
 # Set before JAX starts: eight simulated CPU devices, and few threads, because the machine may be shared.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # no programs compiled from earlier code
+compiled_programs.use()
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     # Compilation takes most of the time of the tests. Optimization level 0 halves it, and the older emitters, with one
     # module per program, save another third. Later releases don't have them, and reject unknown flags.
@@ -43,6 +45,7 @@ NUMERICS += [f"viz.{path.stem}" for path in pathlib.Path(__file__).parents[1].gl
 _hook = install_import_hook([f"transformer.{name}" for name in NUMERICS], "beartype.beartype")
 
 import jax  # noqa: E402
+import program_budget  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -53,6 +56,15 @@ def pytest_addoption(parser):
     parser.addoption(
         "--minutes", type=float, help="skip tests that would start later than this many minutes after the start"
     )
+    parser.addoption(
+        "--fresh-programs",
+        action="store_true",
+        help="clear JAX's caches before each test, so that its number of programs does not depend on earlier tests",
+    )
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(program_budget.ProgramBudget(config.getoption("fresh_programs")))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -118,13 +130,3 @@ def torch():
 def transformers(torch):
     """Hugging Face transformers, also imported late."""
     return pytest.importorskip("transformers")
-
-
-@pytest.fixture(scope="module")
-def compile_once(tmp_path_factory):
-    """Share compiled programs between the tests of a file; otherwise each call of `train` compiles again."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

@@ -25,9 +25,6 @@ WORDS = ["the", "a", "good", "bad", "film", "very", "not", "quite"]
 WORD = TokenizerConfig(kind="word", vocab_size=40)
 
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     """Return 40 lines of 1 to 6 words; only the last 4, which are held out, contain a certain word."""

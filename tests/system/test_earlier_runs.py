@@ -20,7 +20,7 @@ from transformer.training._runs import load_run
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 COMMITS = ["51eea07", "ecf83ea"]
 
-pytestmark = [pytest.mark.usefixtures("compile_once"), pytest.mark.parametrize("commit", COMMITS)]
+pytestmark = [pytest.mark.parametrize("commit", COMMITS)]
 
 
 @pytest.fixture

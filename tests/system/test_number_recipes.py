@@ -18,8 +18,6 @@ TINY += ["--data.batch-size=2", "--data.eval-batch-size=4"]
 SMALL = ["--model.d-model=8", "--model.num-heads=2", "--model.num-layers=1", "--evaluation.sample-tokens=4"]
 BEFORE = {"number_text": None, "number_chat": "number_text", "number_dpo": "number_chat", "number_grpo": "number_chat"}
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 
 def recipe_of(name, *words):
     return override(load_recipe_file(ROOT / "configs" / f"{name}.py")[0], [*TINY, *words], program=name)

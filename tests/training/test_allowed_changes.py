@@ -20,8 +20,6 @@ from transformer.training._runs import load_run
 from transformer.training._serial import flatten
 from transformer.training._state import abstract_state
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 
 @pytest.fixture(scope="module")
 def finished(folder):

@@ -11,8 +11,6 @@ from transformer.nn._sharding import DcnConfig, ParallelConfig
 from transformer.training._loop import train
 from transformer.training._metrics import read_metrics
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 HOST = pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA can't offload on a CPU")
 LAYOUTS = {
     "fsdp": ParallelConfig(fsdp=2, data=2, devices=4),

@@ -32,9 +32,6 @@ from transformer.training._summary import Score, Summary, read_summary, render, 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
-
 # A translation run
 
 

@@ -19,8 +19,6 @@ from transformer.training._recipe import save_recipe
 from transformer.training._restart import check_not_lost, set_aside, writing_explained
 from transformer.training._runs import WorkdirError, load_run
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 
 @pytest.fixture(scope="module")
 def finished(folder):

@@ -25,8 +25,6 @@ from transformer.training._runs import WorkdirError, has_checkpoints, load_run
 from transformer.training._signals import StopSignal
 from transformer.training._state import abstract_state
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 
 @pytest.fixture(scope="module")
 def finished(folder):

@@ -36,8 +36,6 @@ from transformer.training._rewards import RewardError, Rewards, load_function
 from transformer.training._summary import read_summary
 from transformer.training.lora import LoRA
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 REWARDS = """
 def share(prompt, completion, letter, **columns):
     assert prompt.startswith("write ")

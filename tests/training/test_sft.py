@@ -33,8 +33,6 @@ from transformer.training.lora import LoRA
 from transformer.training.plan._assumptions import without_data
 from transformer.training.plan._measuring import made_up_batch
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 
 def write_conversations(folder, rows=40):
     """Write conversations of one or two turns, and return the path."""

@@ -31,8 +31,6 @@ from transformer.training._recipe import build_model
 from transformer.training._state import parameter_paths
 from transformer.training._step import NonFiniteError, check_finite
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 # The usual loss
 
 

@@ -35,8 +35,6 @@ from transformer.zoo._adapters import adapter_for
 from transformer.zoo._entries import ENTRIES
 from transformer.zoo.weights._files import WeightFiles, write_weights
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

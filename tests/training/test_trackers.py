@@ -18,8 +18,6 @@ from transformer.training._loop import train
 from transformer.training._metrics import read_metrics
 from transformer.training._trackers import TrackerError, Trackers, check_installed
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 
 class WandBRun:
     def __init__(self, log):

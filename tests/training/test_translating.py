@@ -72,9 +72,6 @@ def test_a_text_of_two_lines_is_written_and_scored_as_one(tmp_path):
 # A run
 
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
-
 def copying(folder):
     """A copy task with sentences of different lengths."""
     words = "abcdefg"
