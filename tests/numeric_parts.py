@@ -31,7 +31,7 @@ def random_values(shapes: Any, seed: int = 0) -> Any:
 
     def make(path: Any, leaf: Any) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.asarray(np.zeros(leaf.shape, leaf.dtype))
+            return jax.device_put(np.zeros(leaf.shape, leaf.dtype))
         numbers = random.normal(size=leaf.shape)
         match next((str(entry.key) for entry in reversed(path) if hasattr(entry, "key")), ""):
             case "variance" | "var":
@@ -42,6 +42,6 @@ def random_values(shapes: Any, seed: int = 0) -> Any:
                 numbers = numbers / np.sqrt(leaf.shape[-2])
             case _:
                 numbers = numbers / 4
-        return jnp.asarray(numbers.astype(leaf.dtype))
+        return jax.device_put(numbers.astype(leaf.dtype))  # jnp.asarray compiles a program for each shape
 
     return jax.tree_util.tree_map_with_path(make, shapes)
