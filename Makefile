@@ -31,7 +31,7 @@ help:
 	@echo 'make clean    remove $(VENV), build outputs and caches; keep all runs'
 	@echo
 	@echo 'Variables:'
-	@echo 'PYTHON=python3.12              Python that creates $(VENV) (3.11 to 3.13)'
+	@echo 'PYTHON=python3.13              Python that creates $(VENV) (3.11 to 3.14)'
 	@echo 'ACCELERATOR=auto|cpu|gpu|tpu   hardware to install for (auto: detect it)'
 	@echo 'RECIPE=configs/shakespeare.py  recipe for `make train`'
 	@echo 'WORKDIR=folder                 output directory of `make train`'
@@ -52,11 +52,12 @@ test: lint
 
 # PyTorch is never installed into $(VENV). PIP_ARGS: additional pip options, such as the index of the CPU build of PyTorch.
 PARITY_VENV ?= .venv-parity
+PARITY_PYTHON ?= $(PYTHON)
 parity: peers
 	@'$(PARITY_VENV)/bin/python' -m pytest -m parity -n auto --maxprocesses 4 $(ARGS)
 
 peers:
-	@$(MAKE) --no-print-directory setup VENV='$(PARITY_VENV)' ACCELERATOR=cpu
+	@$(MAKE) --no-print-directory setup VENV='$(PARITY_VENV)' ACCELERATOR=cpu PYTHON='$(PARITY_PYTHON)'
 	@$(MAKE) --no-print-directory '$(PARITY_VENV)/parity' PARITY_VENV='$(PARITY_VENV)'
 
 $(PARITY_VENV)/parity: requirements/parity.txt $(PARITY_VENV)/installed

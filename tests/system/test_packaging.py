@@ -19,7 +19,7 @@ import transformer
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = ["requirements.txt", "requirements/gpu.txt", "requirements/tpu.txt"]
-OTHER_PINS = ["requirements/audit.txt", "requirements/docs.txt", "requirements/newest.txt", "requirements/parity.txt"]
+OTHER_PINS = ["requirements/audit.txt", "requirements/docs.txt", "requirements/parity.txt"]
 
 
 def pins(name: str) -> list[Requirement]:
@@ -56,7 +56,10 @@ def test_every_requirement_is_exact(name):
         assert re.fullmatch(r"==[0-9][\w.]*", str(pin.specifier)), f"{name}: {pin}"
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
 def test_pins_are_within_the_ranges(python):
     chosen = pinned("requirements.txt", python)
     for requirement in [*map(Requirement, PROJECT["dependencies"]), *ranges("test")]:
@@ -65,12 +68,15 @@ def test_pins_are_within_the_ranges(python):
         assert requirement.specifier.contains(version), f"{requirement} does not allow the pin {version}"
 
 
-def test_the_newest_are_newer_and_within_the_ranges():
-    newest, base = pinned("requirements/newest.txt", "3.13"), pinned("requirements.txt", "3.13")
-    assert {name for name in newest.keys() & base.keys() if Version(newest[name]) <= Version(base[name])} == set()
-    for requirement in [*map(Requirement, PROJECT["dependencies"]), *ranges("test")]:
-        version = newest.get(canonicalize_name(requirement.name))
-        assert version is None or requirement.specifier.contains(version), f"{requirement} does not allow {version}"
+def test_supported_pythons_are_those_with_pins():
+    assert PROJECT["requires-python"] == f">={PYTHONS[0]},<3.{int(PYTHONS[-1].partition('.')[2]) + 1}"
+
+
+@pytest.mark.parametrize("python", PYTHONS[1:])
+def test_a_newer_python_gets_the_newer_jax(python):
+    """JAX's newest releases do not support Python 3.11, which must not hold back the others."""
+    for name in ("jax", "jaxlib", "flax", "numpy"):
+        assert Version(pinned("requirements.txt", python)[name]) > Version(pinned("requirements.txt", "3.11")[name])
 
 
 def test_pins_of_the_site_are_within_the_ranges():
@@ -83,12 +89,14 @@ def test_neither_tensorflow_nor_torch_is_installed():
     assert not {"tensorflow", "tensorflow-cpu", "torch"} & pinned("requirements.txt", "3.11").keys()
 
 
+@pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize(("name", "extra", "needs"), [("gpu", "cuda12", "jax-cuda12-plugin"), ("tpu", "tpu", "libtpu")])
-def test_an_accelerator_adds_to_the_same_jax(name, extra, needs):
+def test_an_accelerator_adds_to_the_same_jax(name, extra, needs, python):
     assert "-r ../requirements.txt" in (ROOT / f"requirements/{name}.txt").read_text().splitlines()
-    jax = pinned("requirements.txt", "3.11")["jax"]
-    assert [str(pin) for pin in pins(f"requirements/{name}.txt") if pin.extras] == [f"jax[{extra}]=={jax}"]
-    assert needs in pinned(f"requirements/{name}.txt", "3.11")
+    chosen = pinned(f"requirements/{name}.txt", python)
+    assert all(pin.extras == {extra} for pin in pins(f"requirements/{name}.txt") if pin.name == "jax")
+    assert chosen["jax"] == pinned("requirements.txt", python)["jax"]
+    assert needs in chosen
 
 
 @pytest.mark.parametrize("name", [*PINS, *OTHER_PINS, "Makefile", ".ci/run", "scripts/setup", "scripts/pins"])
@@ -252,24 +260,63 @@ def test_an_unknown_accelerator_is_an_error(checkout):
     assert checkout.done() == []
 
 
-def test_no_python_is_a_clear_error(checkout, tmp_path):
-    tools = tmp_path / "tools"
+def shell_tools(folder: Path) -> Path:
+    """Return a folder for PATH with the programs that `make setup` needs, but no Python."""
+    tools = folder / "tools"
     tools.mkdir()
     for tool in ("sh", "cat", "cksum", "rm", "mkdir", "head", "dirname"):
         (tools / tool).symlink_to(shutil.which(tool))
+    return tools
+
+
+def test_no_python_is_a_clear_error(checkout, tmp_path):
+    tools = shell_tools(tmp_path)
     failed = checkout.make("setup", path=str(tools), home=tmp_path)
     assert failed.returncode != 0
-    assert "error: no Python 3.11, 3.12 or 3.13 found. Install one, or pass its path: make PYTHON=" in failed.stderr
+    assert "error: no Python 3.11 to 3.14 found. Install one, or pass its path: make PYTHON=" in failed.stderr
 
 
 def test_an_old_python_is_a_clear_error(checkout):
     checkout.python.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 'Python 3.9.1'\nexit 1\n")
     failed = checkout.make("setup")
     assert failed.returncode != 0
-    assert (
-        f"error: PYTHON={checkout.python} must be a working Python 3.11, 3.12 or 3.13, got: Python 3.9.1"
-        in failed.stderr
-    )
+    assert f"error: PYTHON={checkout.python} must be a working Python 3.11 to 3.14, got: Python 3.9.1" in failed.stderr
+
+
+def versioned_pythons(folder: Path, minors: list[int]) -> dict[int, Path]:
+    """Write fake Pythons that only report their version, and print which one would create the environment."""
+    made = {}
+    for minor in minors:
+        path = made[minor] = folder / f"python3.{minor}"
+        path.write_text(
+            "#!/bin/sh\n"
+            f"case \"$*\" in *'!= (3, {minor})'*) exit 0 ;; *'!= (3, '*) exit 1 ;; "
+            f"*'not (3, 11)'*) [ {minor} -ge 11 ] && [ {minor} -lt 15 ]; exit ;; "
+            f"*'import venv'*) exit 0 ;; *--present*) echo cpu; exit ;; *split*) echo 3.{minor}.0; exit ;; "
+            f"*realpath*) echo 'chosen 3.{minor}' >&2; echo python3.{minor}; exit ;; esac\nexit 1\n"
+        )
+        path.chmod(0o755)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("minors", "chosen"), [([11, 12, 13, 14], 13), ([11, 12], 12), ([11], 11), ([10, 14, 15], 14), ([9, 10, 15], None)]
+)
+def test_setup_takes_the_newest_tested_python(checkout, tmp_path, minors, chosen):
+    tools = shell_tools(tmp_path)
+    versioned_pythons(tools, minors)
+    failed = checkout.make("setup", path=str(tools), home=tmp_path)
+    assert failed.returncode != 0
+    assert (f"chosen 3.{chosen}" if chosen else "error: no Python 3.11 to 3.14 found.") in failed.stderr
+
+
+def test_setup_prefers_a_python_that_can_create_environments(checkout, tmp_path):
+    tools = shell_tools(tmp_path)
+    newest = versioned_pythons(tools, [12, 13])[13]
+    newest.write_text(newest.read_text().replace("*'import venv'*) exit 0", "*'import venv'*) exit 1"))
+    assert "chosen 3.12" in checkout.make("setup", path=str(tools), home=tmp_path).stderr
+    (tools / "python3.12").unlink()
+    assert "its modules venv and ensurepip are missing" in checkout.make("setup", path=str(tools), home=tmp_path).stderr
 
 
 def test_a_python_without_venv_is_a_clear_error(checkout):
