@@ -1,9 +1,11 @@
 """Exact match of answers in conversations: equal to a count by hand, and to greedy decoding."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from numeric_parts import random_params, random_values
 from training_recipes import short_recipe
 
 from transformer.config import TransformerConfig
@@ -13,7 +15,7 @@ from transformer.nn.models import CausalLM
 from transformer.training._answers import answer_sums, exact_answers
 from transformer.training._evaluation import EvalLoss, evaluate_loss
 from transformer.training._recipe import build_model, with_vocabulary
-from transformer.training._state import initial_params
+from transformer.training._state import abstract_state
 from transformer.training._step import make_eval_step
 from transformer.training._tasks import TASKS
 
@@ -41,18 +43,19 @@ def test_answers_are_runs_of_targets_in_one_segment(seed):
     draw = np.random.default_rng(seed)
     right, weights = draw.random((7, 31)) < 0.8, (draw.random((7, 31)) < 0.6).astype(np.float32)
     segments = np.sort(draw.integers(0, 5, (7, 31)), axis=1).astype(np.int32)
-    found = exact_answers(jnp.asarray(right), jnp.asarray(weights), jnp.asarray(segments))
+    count = jax.jit(exact_answers)
+    found = count(right, weights, segments)
     assert tuple(map(float, found)) == counted(right, weights, segments)
-    alone = exact_answers(jnp.asarray(right), jnp.asarray(weights))
+    alone = count(right, weights)
     assert tuple(map(float, alone)) == counted(right, weights, np.zeros_like(segments))
     assert 0 < found[0] < found[1]
 
 
 def test_an_exact_answer_is_one_that_greedy_decoding_writes():
     """The references of half the rows are what the model writes; those of the others differ in one token."""
-    config = TransformerConfig(vocab_size=13, d_model=8, num_heads=2, num_layers=1, d_ff=8, initializer_range=0.5)
+    config = TransformerConfig(vocab_size=13, d_model=8, num_heads=2, num_layers=1, d_ff=8)
     model, draw = CausalLM(config), np.random.default_rng(0)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 1), int))["params"]
+    params = random_params(model, np.zeros((1, 1), int))["params"]
     prompts = draw.integers(0, 13, (6, 5))
     answers = np.array(generate(model, params, prompts.tolist(), max_new_tokens=4, sampling=Sampling(temperature=0.0)))
     for row, place in ((1, 0), (3, 2), (5, 3)):
@@ -60,8 +63,8 @@ def test_an_exact_answer_is_one_that_greedy_decoding_writes():
     texts = np.concatenate([prompts, answers], 1)
     weights = np.zeros((6, 8), np.float32)
     weights[:, 4:] = 1
-    batch = {"targets": jnp.asarray(texts[:, 1:]), "weights": jnp.asarray(weights)}
-    sums = answer_sums(model, params, {"tokens": jnp.asarray(texts[:, :-1])}, batch)
+    batch = {"targets": texts[:, 1:], "weights": weights}
+    sums = jax.jit(functools.partial(answer_sums, model))(params, {"tokens": texts[:, :-1]}, batch)
     assert (float(sums["exact_answers"]), float(sums["answers"])) == (3, 6)
 
 
@@ -75,7 +78,7 @@ def test_an_evaluation_reports_all_answers_of_packed_conversations():
     recipe = chat_recipe()
     dataset = prepare(recipe.data)
     recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
-    params, batches = initial_params(recipe), dataset.eval_batches()
+    params, batches = random_values(abstract_state(recipe).params), dataset.eval_batches()
     step = jax.jit(make_eval_step(recipe))
     sums = [step(params, batch) for batch in batches]
     assert sum(float(one["answers"]) for one in sums) == 60
@@ -83,12 +86,15 @@ def test_an_evaluation_reports_all_answers_of_packed_conversations():
     result = evaluate_loss(step, params, batches)
     assert result.others == {"exact_match": 0.0}
     assert str(result).endswith("exact match 0.00 %")
-    # The loss and the accuracy are those of the tokens, as for running text.
-    task, batch = TASKS["sft"], jax.tree.map(jnp.asarray, batches[0])
-    logits = task.forward(build_model(recipe), {"params": params}, batch, deterministic=True)
-    loss, weight = task.loss(logits, batch, None)
-    expected = {"loss_sum": loss, "weight": weight, **task.measures(logits, batch)}
-    for name, value in expected.items():
+
+    @jax.jit
+    def of_tokens(params, batch):
+        """The loss and the accuracy, as for running text."""
+        logits = TASKS["sft"].forward(build_model(recipe), {"params": params}, batch, deterministic=True)
+        loss, weight = TASKS["sft"].loss(logits, batch, None)
+        return {"loss_sum": loss, "weight": weight, **TASKS["sft"].measures(logits, batch)}
+
+    for name, value in of_tokens(params, batches[0]).items():
         np.testing.assert_allclose(sums[0][name], value, rtol=1e-5)
 
 

@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_recipes import VOCABULARY, batch_outputs, initial_params, tiny_batch, tiny_recipe
+from numeric_parts import random_params
+from training_recipes import VOCABULARY, batch_outputs, tiny_batch, tiny_recipe
 
 from transformer.nn.models import Classifier
 from transformer.training import build_model
 from transformer.training._losses import correct, cross_entropy, ctc_loss
 
-LOGITS = jnp.asarray(np.random.default_rng(3).normal(size=(2, 5, 7)) * 3, jnp.float32)
-TARGETS = jnp.array([[0, 6, 3, 3, 1], [2, 2, 5, 0, 6]], jnp.int32)
-WEIGHTS = jnp.array([[1, 1, 1, 0, 0], [1, 0.5, 1, 1, 1]], jnp.float32)
+LOGITS = (np.random.default_rng(3).normal(size=(2, 5, 7)) * 3).astype(np.float32)
+TARGETS = np.array([[0, 6, 3, 3, 1], [2, 2, 5, 0, 6]], np.int32)
+WEIGHTS = np.array([[1, 1, 1, 0, 0], [1, 0.5, 1, 1, 1]], np.float32)
+loss_of = jax.jit(cross_entropy, static_argnames=("label_smoothing", "z_loss"))
+ctc = jax.jit(ctc_loss)
 
 
 def log_probabilities(logits):
@@ -27,134 +30,141 @@ def log_probabilities(logits):
 def test_equals_its_definition(smoothing):
     target = (1 - smoothing) * np.eye(7)[TARGETS] + smoothing / 7
     expected = -(target * log_probabilities(LOGITS)).sum(-1)
-    total, weight = cross_entropy(LOGITS, TARGETS, WEIGHTS, smoothing)
+    total, weight = loss_of(LOGITS, TARGETS, WEIGHTS, smoothing)
     np.testing.assert_allclose(total, (expected * WEIGHTS).sum(), rtol=1e-6)
     assert weight == WEIGHTS.sum() == 7.5
 
 
 def test_z_loss_adds_the_square_of_the_log_partition():
     log_z = np.log(np.exp(np.asarray(LOGITS, np.float64)).sum(-1))
-    plain, _ = cross_entropy(LOGITS, TARGETS, WEIGHTS, 0.1)
-    total, weight = cross_entropy(LOGITS, TARGETS, WEIGHTS, 0.1, z_loss=0.3)
-    np.testing.assert_allclose(total - plain, (0.3 * log_z**2 * WEIGHTS).sum(), rtol=1e-5)
+    plain, _ = loss_of(LOGITS, TARGETS, WEIGHTS, 0.1)
+    total, weight = loss_of(LOGITS, TARGETS, WEIGHTS, 0.1, z_loss=0.3)
+    np.testing.assert_allclose(float(total) - float(plain), (0.3 * log_z**2 * WEIGHTS).sum(), rtol=1e-5)
     assert weight == 7.5
 
 
 def test_gradient_is_softmax_minus_target():
-    gradient = jax.grad(lambda logits: cross_entropy(logits, TARGETS, WEIGHTS)[0])(LOGITS)
+    gradient, _ = jax.jit(jax.grad(cross_entropy, has_aux=True))(LOGITS, TARGETS, WEIGHTS)
     expected = (np.exp(log_probabilities(LOGITS)) - np.eye(7)[TARGETS]) * WEIGHTS[..., None]
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
 
 
 def test_is_float32_and_finite_for_bfloat16_and_huge_logits():
-    half = jnp.asarray(LOGITS, jnp.bfloat16)
-    total, weight = cross_entropy(half, TARGETS, WEIGHTS)
+    half = LOGITS.astype(jnp.bfloat16)
+    total, weight = loss_of(half, TARGETS, WEIGHTS)
     chex.assert_type([total, weight], jnp.float32)
     expected = -(np.eye(7)[TARGETS] * log_probabilities(half)).sum(-1)
     np.testing.assert_allclose(total, (expected * WEIGHTS).sum(), rtol=1e-6)
-    huge, _ = cross_entropy(jnp.asarray(LOGITS) * 1e30, TARGETS, WEIGHTS)
+    huge, _ = loss_of(LOGITS * np.float32(1e30), TARGETS, WEIGHTS)
     assert np.isfinite(huge)
 
 
 @pytest.mark.parametrize("bad", [-1, -100, 7, 2**30])
 def test_a_target_outside_the_vocabulary_is_nan_not_a_plausible_number(bad):
-    targets = TARGETS.at[1, 4].set(bad)
-    assert np.isnan(cross_entropy(LOGITS, targets, WEIGHTS)[0])
-    assert np.isnan(cross_entropy(LOGITS, targets, WEIGHTS, 0.1)[0])
+    targets = TARGETS.copy()
+    targets[1, 4] = bad
+    assert np.isnan(loss_of(LOGITS, targets, WEIGHTS)[0])
+    assert np.isnan(loss_of(LOGITS, targets, WEIGHTS, 0.1)[0])
 
 
 @pytest.mark.parametrize("ignored", [-100, 7])
 def test_targets_of_weight_zero_may_be_anything(ignored):
-    targets = jnp.where(WEIGHTS == 0, ignored, TARGETS)
-
-    def loss(logits, targets):
-        return cross_entropy(logits, targets, WEIGHTS, 0.1)[0]
-
-    assert loss(LOGITS, targets) == loss(LOGITS, TARGETS)
-    np.testing.assert_array_equal(jax.grad(loss)(LOGITS, targets), jax.grad(loss)(LOGITS, TARGETS))
+    targets = np.where(WEIGHTS == 0, np.int32(ignored), TARGETS)
+    loss = jax.jit(jax.value_and_grad(lambda *given: cross_entropy(*given, 0.1), has_aux=True))
+    (value, _), gradient = loss(LOGITS, targets, WEIGHTS)
+    (expected, _), expected_gradient = loss(LOGITS, TARGETS, WEIGHTS)
+    assert value == expected
+    np.testing.assert_array_equal(gradient, expected_gradient)
 
 
 def test_correct_counts_by_weight():
-    logits = 5.0 * jnp.eye(7)[TARGETS]
-    assert correct(logits, TARGETS, WEIGHTS) == 7.5
-    assert correct(jnp.roll(logits, 1, -1), TARGETS, WEIGHTS) == 0.0
+    logits, count = 5 * np.eye(7, dtype=np.float32)[TARGETS], jax.jit(correct)
+    assert count(logits, TARGETS, WEIGHTS) == 7.5
+    assert count(np.roll(logits, 1, -1), TARGETS, WEIGHTS) == 0.0
 
 
 def test_causal_batches_pass_on_segments_and_positions():
     """Two texts packed into one row have the same logits as each text alone."""
-    recipe = tiny_recipe()
-    model = build_model(recipe)
-    tokens = tiny_batch()["tokens"][:2]
-    params = initial_params("causal_lm", recipe.model)
+    model = build_model(tiny_recipe())
+    tokens = np.asarray(tiny_batch()["tokens"][:2])
     packed = {
-        "tokens": jnp.concatenate([tokens[:1], tokens[1:]], 1),
-        "segment_ids": jnp.repeat(jnp.array([[1, 2]]), 7, 1),
-        "positions": jnp.tile(jnp.arange(7), (1, 2)),
+        "tokens": tokens.reshape(1, 14),
+        "segment_ids": np.repeat([[1, 2]], 7, 1),
+        "positions": np.tile(np.arange(7), (1, 2)),
     }
-    together = batch_outputs("causal_lm", model, params, packed)
-    alone = batch_outputs("causal_lm", model, params, {"tokens": tokens})
+    params = random_params(model, tokens)["params"]
+    forward = jax.jit(lambda *batches: [batch_outputs("causal_lm", model, params, batch) for batch in batches])
+    together, alone = forward(packed, {"tokens": tokens})
     chex.assert_shape(together, (1, 14, VOCABULARY))
-    np.testing.assert_allclose(together.reshape(2, 7, VOCABULARY), alone, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(together).reshape(2, 7, VOCABULARY), alone, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_pair_batches_hide_padding_of_the_source():
-    recipe = tiny_recipe("seq2seq")
-    model, batch = build_model(recipe), tiny_batch("seq2seq")
-    params = initial_params("seq2seq", recipe.model)
-    logits = batch_outputs("seq2seq", model, params, batch)
-    hidden = jnp.arange(5)[None] >= batch["source_lengths"][:, None]
-    changed = batch | {"source": jnp.where(hidden, 9, batch["source"])}
-    np.testing.assert_array_equal(batch_outputs("seq2seq", model, params, changed), logits)
-    seen = batch | {"source": jnp.where(hidden, batch["source"], 9)}
-    assert np.abs(batch_outputs("seq2seq", model, params, seen) - logits).max() > 1e-3
+    model, batch = build_model(tiny_recipe("seq2seq")), tiny_batch("seq2seq")
+    batch = {name: np.asarray(array) for name, array in batch.items()}
+    params = random_params(model, batch["source"], batch["tokens"])["params"]
+    forward = jax.jit(lambda batch: batch_outputs("seq2seq", model, params, batch))
+    logits = np.asarray(forward(batch))
+    hidden = np.arange(5) >= batch["source_lengths"][:, None]
+    changed = batch | {"source": np.where(hidden, np.int32(9), batch["source"])}
+    np.testing.assert_array_equal(forward(changed), logits)
+    seen = batch | {"source": np.where(hidden, batch["source"], np.int32(9))}
+    assert np.abs(forward(seen) - logits).max() > 1e-3
 
 
 def test_classifier_batches_hide_padding():
     recipe = tiny_recipe(model={"output.num_classes": 3})
     model = Classifier(recipe.model, recipe.execution)
-    tokens, lengths = tiny_batch()["tokens"], jnp.full(8, 4)
-    params = model.init(jax.random.key(0), tokens)["params"]
-    logits = batch_outputs("classifier", model, params, {"tokens": tokens, "lengths": lengths})
-    changed = tokens.at[:, 4:].set(5)
+    tokens, lengths = np.asarray(tiny_batch()["tokens"]), np.full(8, 4)
+    params = random_params(model, tokens)["params"]
+    forward = jax.jit(lambda batch: batch_outputs("classifier", model, params, batch))
+    logits, changed = forward({"tokens": tokens, "lengths": lengths}), tokens.copy()
+    changed[:, 4:] = 5
     chex.assert_shape(logits, (8, 3))
-    again = batch_outputs("classifier", model, params, {"tokens": changed, "lengths": lengths})
-    np.testing.assert_array_equal(again, logits)
+    np.testing.assert_array_equal(forward({"tokens": changed, "lengths": lengths}), logits)
 
 
 def test_dropout_only_with_a_key():
     recipe = tiny_recipe(model={"dropout_rate": 0.5})
     model, batch = build_model(recipe), tiny_batch()
-    params = initial_params("causal_lm", recipe.model)
-    plain = batch_outputs("causal_lm", model, params, batch)
-    np.testing.assert_array_equal(plain, batch_outputs("causal_lm", model, params, batch))
-    one, two = (batch_outputs("causal_lm", model, params, batch, jax.random.key(seed)) for seed in (1, 2))
+    params = random_params(model, batch["tokens"])["params"]
+
+    @jax.jit
+    def outputs(params):
+        """Without a key, and with two keys."""
+        keys = None, jax.random.key(1), jax.random.key(2)
+        return [batch_outputs("causal_lm", model, params, batch, key) for key in keys]
+
+    plain, one, two = map(np.asarray, outputs(params))
+    np.testing.assert_array_equal(plain, outputs(params)[0])
+    assert np.abs(one - plain).max() > 1e-3
     assert np.abs(one - two).max() > 1e-3
 
 
 def test_ctc_sums_over_all_sequences_of_frames():
     """Every sequence of tokens is listed, merged, and compared with the targets."""
-    logits = jax.random.normal(jax.random.key(3), (3, 4, 3))
-    targets, target_lengths = jnp.asarray([[1, 2], [1, 1], [2, 0]]), jnp.asarray([2, 2, 1])
-    lengths = jnp.asarray([4, 4, 3])
+    logits = np.random.default_rng(3).normal(size=(3, 4, 3)).astype(np.float32)
+    targets, target_lengths = np.array([[1, 2], [1, 1], [2, 0]]), np.array([2, 2, 1])
+    lengths = np.array([4, 4, 3])
     expected = 0.0
     for row in range(3):
-        log_p, total = np.asarray(jax.nn.log_softmax(logits[row])), 0.0
+        log_p, total = log_probabilities(logits[row]), 0.0
         wanted = targets[row, : target_lengths[row]].tolist()
         for tokens in itertools.product(range(3), repeat=int(lengths[row])):
             if [token for token, _ in itertools.groupby(tokens) if token] == wanted:
                 total += np.exp(sum(log_p[frame, token] for frame, token in enumerate(tokens)))
         expected -= np.log(total)
-    loss, count = ctc_loss(logits, lengths, targets, target_lengths)
+    loss, count = ctc(logits, lengths, targets, target_lengths)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert count == 5
 
 
 @pytest.mark.parametrize(("targets", "fits"), [([1, 2, 1], True), ([1, 1, 2], False), ([1, 2, 1, 2], False)])
 def test_ctc_of_targets_without_enough_frames_is_infinite(targets, fits):
-    logits, lengths = jnp.zeros((1, 5, 3)), jnp.asarray([3])
-    loss, _ = ctc_loss(logits, lengths, jnp.asarray([targets]), jnp.asarray([len(targets)]))
-    assert bool(jnp.isfinite(loss)) == fits
+    logits, lengths = np.zeros((1, 5, 3), np.float32), np.array([3])
+    loss, _ = ctc(logits, lengths, np.array([targets]), np.array([len(targets)]))
+    assert bool(np.isfinite(loss)) == fits
 
 
 @pytest.mark.parity
