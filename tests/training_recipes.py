@@ -7,7 +7,6 @@ import re
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer.config import Execution, TransformerConfig
@@ -59,7 +58,7 @@ def tiny_batch(task="causal_lm", rows=8, seed=0, padding=True):
     if task == "seq2seq":
         batch["source"] = random.integers(3, VOCABULARY, (rows, 5)).astype(np.int32)
         batch["source_lengths"] = (1 + np.arange(rows) % 5).astype(np.int32)
-    return {name: jnp.asarray(array) for name, array in batch.items()}
+    return jax.device_put(batch)
 
 
 @functools.cache
@@ -80,17 +79,22 @@ def batch_outputs(task, model, params, batch, dropout_key=None):
     return TASKS[task].forward(model, {"params": params}, batch, deterministic=dropout_key is None, rngs=rngs)
 
 
+@functools.cache
+def initial_state(recipe):
+    """Return the initial state, whose parameters are those of `initial_params`."""
+    params = initial_params(recipe.task, recipe.model)
+    return TrainState(
+        step=jax.device_put(np.int32(0)),
+        params=params,
+        opt_state=jax.jit(make_optimizer(recipe).init)(params),
+        ema=params if keeps_average(recipe) else None,
+        skipped=jax.device_put(np.int32(0)),
+    )
+
+
 def start(recipe):
     """Return the initial state and the compiled training step."""
-    params = initial_params(recipe.task, recipe.model)
-    state = TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        opt_state=make_optimizer(recipe).init(params),
-        ema=params if keeps_average(recipe) else None,
-        skipped=jnp.zeros((), jnp.int32),
-    )
-    return state, compiled_step(recipe)
+    return initial_state(recipe), compiled_step(recipe)
 
 
 def xla_flags(devices):

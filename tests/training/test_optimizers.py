@@ -1,6 +1,7 @@
 """Schedules at the steps that define them, weight decay by path, Muon's matrices, and clipping."""
 
 import dataclasses
+import functools
 import math
 
 import chex
@@ -23,7 +24,7 @@ from transformer.training._state import make_state, parameter_paths
 def rates(numbers, **optimizer):
     """Return the learning rate of the n-th update, for each n (the first update has n = 1)."""
     schedule = make_schedule(tiny_recipe(optimizer={"learning_rate": 0.5, "warmup_steps": 4} | optimizer, steps=20))
-    return [float(schedule(number - 1)) for number in numbers]
+    return jax.jit(jax.vmap(schedule))(np.asarray(numbers, np.int32) - 1).tolist()
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "rsqrt", "wsd"])
@@ -115,11 +116,16 @@ def test_decayed_parameters_shrink_and_others_stay():
 def test_clipping_is_by_the_norm_of_all_gradients():
     """The second moment contains clipped gradients: their squares sum to the square of the limit."""
     recipe = tiny_recipe(optimizer={"clip_norm": 0.25, "beta2": 0.5})
-    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), params_of(recipe))
-    optimizer = make_optimizer(recipe)
-    _, state = optimizer.update(params, optimizer.init(params), params)
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), params_of(recipe))
+    _, state = first_update(make_optimizer(recipe), params)
     (adam,) = (part for part in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(part))
-    np.testing.assert_allclose(sum(leaf.sum() for leaf in jax.tree.leaves(adam.nu)), 0.5 * 0.25**2, rtol=1e-5)
+    total = sum(np.asarray(leaf).sum() for leaf in jax.tree.leaves(adam.nu))
+    np.testing.assert_allclose(total, 0.5 * 0.25**2, rtol=1e-5)
+
+
+def first_update(optimizer, params):
+    """Return the updates and the state after a step whose gradients equal the parameters, in one program."""
+    return jax.jit(lambda params: optimizer.update(params, optimizer.init(params), params))(params)
 
 
 def is_adam(node):
@@ -150,9 +156,8 @@ def test_muon_steps_are_orthogonal_for_each_layer():
     )
     params = params_of(recipe)
     random = np.random.default_rng(0)
-    gradients = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), jnp.float32), params)
-    optimizer = make_optimizer(recipe)
-    updates, _ = optimizer.update(gradients, optimizer.init(gradients), gradients)
+    gradients = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(np.float32), params)
+    updates, _ = jax.device_get(first_update(make_optimizer(recipe), gradients))
     for layer in range(recipe.model.num_layers):
         step = -updates["decoder"]["layers"]["slot_0"]["feed_forward"]["up"]["kernel"][layer]  # (6, 5)
         singular = np.linalg.svd(step / (0.2 * math.sqrt(6)), compute_uv=False)
@@ -181,7 +186,7 @@ def test_all_learn(name):
     losses = []
     for _ in range(20):
         state, metrics = step(state, tiny_batch())
-        losses.append(float(metrics["loss_sum"] / metrics["weight"]))
+        losses.append(float(metrics["loss_sum"]) / float(metrics["weight"]))
     assert losses[-1] < 0.8 * losses[0]
 
 
@@ -195,36 +200,41 @@ def test_all_learn(name):
 )
 def test_those_of_optax_are_the_same(name, reference):
     recipe = named(name, clip_norm=None, weight_decay=0.0)
-    params = {"kernel": jax.random.normal(jax.random.key(0), (130, 140)), "scale": jnp.ones(3)}
-    ours = make_optimizer(recipe)
-    states = [one.init(params) for one in (ours, reference)]
-    both = [params, params]
-    for turn in range(3):
-        gradients = jax.tree.map(lambda leaf, turn=turn: jnp.sin(leaf + turn), params)
-        for index, one in enumerate((ours, reference)):
-            updates, states[index] = one.update(gradients, states[index], both[index])
-            both[index] = optax.apply_updates(both[index], updates)
+    kernel = np.random.default_rng(0).normal(size=(130, 140)).astype(np.float32)
+    params = {"kernel": kernel, "scale": np.ones(3, np.float32)}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def steps(optimizer, params):
+        state, moved = optimizer.init(params), params
+        for turn in range(3):
+            gradients = jax.tree.map(lambda leaf, turn=turn: jnp.sin(leaf + turn), params)
+            updates, state = optimizer.update(gradients, state, moved)
+            moved = optax.apply_updates(moved, updates)
+        return moved
+
+    both = [steps(optimizer, params) for optimizer in (make_optimizer(recipe), reference)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *both)
 
 
 def test_adafactor_keeps_rows_and_columns():
-    params = {"kernel": jnp.ones((130, 140))}
-    sizes = {leaf.size for leaf in jax.tree.leaves(make_optimizer(named("adafactor")).init(params))}
+    params = {"kernel": np.ones((130, 140), np.float32)}
+    state = jax.eval_shape(make_optimizer(named("adafactor")).init, params)
+    sizes = {leaf.size for leaf in jax.tree.leaves(state)}
     assert {130, 140} <= sizes
     assert max(sizes) == 140
 
 
 def test_adafactor_sees_the_heads_of_a_kernel_as_one_axis():
     """(layers, D, N, H) has D rows and N H columns in each layer, and the update is that of the matrix."""
-    kernel = jax.random.normal(jax.random.key(0), (2, 128, 4, 32))
+    kernel = np.random.default_rng(0).normal(size=(2, 128, 4, 32)).astype(np.float32)
     ours, reference = (
         make_optimizer(named("adafactor", clip_norm=None, weight_decay=0.0)),
         optax.adafactor(0.02, multiply_by_parameter_scale=False),
     )
     params = {"self_attention": {"query": {"kernel": kernel}}}
     matrix = kernel.reshape(2, 128, 128)
-    updates, state = ours.update(params, ours.init(params), params)
-    expected, _ = reference.update(matrix, reference.init(matrix), matrix)
+    updates, state = first_update(ours, params)
+    expected, _ = first_update(reference, matrix)
     np.testing.assert_allclose(updates["self_attention"]["query"]["kernel"].reshape(matrix.shape), expected, rtol=1e-5)
     assert max(leaf.size for leaf in jax.tree.leaves(state)) == 2 * 128
 
@@ -233,9 +243,11 @@ def test_schedule_free_evaluates_its_average():
     state, step = start(named("schedule_free_adamw"))
     for _ in range(3):
         state, _ = step(state, tiny_batch())
-    expected = optax.contrib.schedule_free_eval_params(state.opt_state, state.params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.averaged, expected)
-    different = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), state.averaged, state.params)
+    averaged, expected = jax.jit(
+        lambda state: (state.averaged, optax.contrib.schedule_free_eval_params(state.opt_state, state.params))
+    )(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), averaged, expected)
+    different = jax.tree.map(lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(), averaged, state.params)
     assert max(jax.tree.leaves(different)) > 1e-3
 
 
@@ -244,9 +256,9 @@ def test_a_loaded_model_has_the_optimizer_state_of_a_new_one(name):
     """Schedule-free AdamW, whose state has a copy of the parameters, would otherwise return to the random ones."""
     recipe = named(name)
     state, step = start(recipe)
-    given = jax.tree.map(lambda leaf: leaf + 1.0, state.params)
+    given = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf) + 1.0), state.params)
     begun = initialize_from(Start("somewhere", "GPT-2", recipe.model, given, None), state)
-    chex.assert_trees_all_equal(begun.opt_state, make_optimizer(recipe).init(given))
+    chex.assert_trees_all_equal(begun.opt_state, jax.jit(make_optimizer(recipe).init)(given))
     chex.assert_trees_all_equal(begun.averaged, given)
     if name == "schedule_free_adamw":
         jax.tree.map(
@@ -257,24 +269,24 @@ def test_a_loaded_model_has_the_optimizer_state_of_a_new_one(name):
 def test_sophia_estimates_the_diagonal_of_the_hessian():
     """For a diagonal Hessian the estimate is exact, whatever the random signs are; and it equals that of optax."""
     params, squares = (
-        {"a": jnp.array([1.0, -2.0]), "b": jnp.array(3.0)},
-        {"a": jnp.array([5.0, 7.0]), "b": jnp.array(0.5)},
+        {"a": np.float32([1.0, -2.0]), "b": np.float32(3.0)},
+        {"a": np.float32([5.0, 7.0]), "b": np.float32(0.5)},
     )
 
     def loss(params):
         return sum(jax.tree.leaves(jax.tree.map(lambda p, c: (c * p**2).sum() / 2, params, squares)))
 
-    ours = _hutchinson()
-    diagonal, _ = ours.update(params, ours.init(params), params, obj_fn=loss)
+    def estimate(estimator, loss):
+        return jax.jit(lambda params: estimator.update(params, estimator.init(params), params, obj_fn=loss)[0])(params)
+
+    diagonal = estimate(_hutchinson(), loss)
     jax.tree.map(np.testing.assert_allclose, diagonal, squares)
 
     def coupled(params):
         return loss(params) * params["b"] + jnp.prod(params["a"])
 
-    found = [
-        one.update(params, one.init(params), params, obj_fn=coupled)[0]
-        for one in (_hutchinson(), optax.contrib.hutchinson_estimator_diag_hessian())
-    ]
+    optax_estimator = optax.contrib.hutchinson_estimator_diag_hessian()
+    found = [estimate(estimator, coupled) for estimator in (_hutchinson(), optax_estimator)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
 
 
