@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numeric_parts
 import numpy as np
 import pytest
 from golden import case as golden_case
@@ -28,72 +29,101 @@ def tiny(tmp_path_factory):
     return load_pretrained(ours.write(tmp_path_factory.mktemp("llama4") / "text", RECORD))
 
 
-def test_with_a_cache_logits_are_those_without(tiny):
-    tokens = jnp.asarray(golden_case.tokens(4, 37, 2, 14))
-    whole = jax.jit(tiny.model.apply)({"params": tiny.params}, tokens)
+LENGTH = 14
+
+
+@pytest.fixture(scope="module")
+def whole(tiny):
+    """A function that returns the logits of at most three texts without a cache; one program for all tests.
+
+    The model is causal, so the padding at the end of a text does not change its logits.
+    """
+    run = jax.jit(tiny.model.apply)
+
+    def logits(*texts):
+        tokens = np.zeros((3, LENGTH), np.int32)
+        for row, text in zip(tokens, texts, strict=False):
+            row[: len(text)] = text
+        found = np.asarray(run({"params": tiny.params}, tokens))
+        return [row[: len(text)] for row, text in zip(found, texts, strict=False)]
+
+    return logits
+
+
+def test_with_a_cache_logits_are_those_without(tiny, whole):
+    tokens = golden_case.tokens(4, 37, 2, LENGTH)
     step = jax.jit(lambda cache, part: tiny.model.apply({"params": tiny.params}, part, cache=cache))
-    cache, found = tiny.model.init_cache(2, 14), []
-    for part in jnp.split(tokens, [3, 9, 10], axis=1):  # chunks of 4 positions end within and between the parts
+    cache, found = jax.jit(lambda: tiny.model.init_cache(2, LENGTH))(), []
+    # Chunks of 4 positions end within the first two parts (after 4 and 8) and between two of the others (after 12).
+    for part in np.split(tokens, [5, 10, 11, 12, 13], axis=1):
         logits, cache = step(cache, part)
         found.append(logits)
-    np.testing.assert_allclose(jnp.concatenate(found, axis=1), whole, atol=2e-5)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), whole(*tokens), atol=2e-5)
 
 
-def test_packed_texts_have_chunks_of_their_own(tiny):
+def test_packed_texts_have_chunks_of_their_own(tiny, whole):
     """Chunks and temperatures count from the start of each text, whatever stands before it in the row."""
-    first, second = (jnp.asarray(golden_case.tokens(seed, 37, 1, size)) for seed, size in ((1, 5), (2, 9)))
-    segments = jnp.asarray([[1] * 5 + [2] * 9 + [0] * 2])
-    positions = jnp.concatenate([jnp.arange(5), jnp.arange(9), jnp.zeros(2, int)])[None]
-    tokens = jnp.pad(jnp.concatenate([first, second], axis=1), ((0, 0), (0, 2)))
-    apply = jax.jit(tiny.model.apply)
-    packed = apply({"params": tiny.params}, tokens, mask=Mask.segments(segments), positions=positions)
-    for text, part in ((first, packed[:, :5]), (second, packed[:, 5:14])):
-        np.testing.assert_allclose(part, apply({"params": tiny.params}, text), atol=2e-5)
+    first, second = (golden_case.tokens(seed, 37, 1, size)[0] for seed, size in ((1, 5), (2, 9)))
+    segments = np.array([[1] * 5 + [2] * 9 + [0] * 2])
+    positions = np.concatenate([np.arange(5), np.arange(9), np.zeros(2, int)])[None]
+    tokens = np.concatenate([first, second, np.zeros(2, int)])[None]
+
+    @jax.jit
+    def run(params, tokens, segments, positions):
+        return tiny.model.apply({"params": params}, tokens, mask=Mask.segments(segments), positions=positions)
+
+    packed = np.asarray(run(tiny.params, tokens, segments, positions))[0]
+    for part, expected in zip((packed[:5], packed[5:14]), whole(first, second), strict=True):
+        np.testing.assert_allclose(part, expected, atol=2e-5)
 
 
-def test_padding_may_be_a_segment_of_the_cache(tiny):
+def test_padding_may_be_a_segment_of_the_cache(tiny, whole):
     """Two tokens of padding before the text: its chunks begin at the text, as without padding."""
-    tokens = jnp.asarray(golden_case.tokens(3, 37, 1, 9))
-    run = jax.jit(tiny.model.apply)
-    whole = run({"params": tiny.params}, tokens)
-    segments = jnp.array([[0] * 2 + [1] * 9])
-    given = jnp.pad(tokens, ((0, 0), (2, 0)))
-    mask = Mask.segments(segments, jnp.pad(segments, ((0, 0), (0, 3))))
-    positions = jnp.maximum(jnp.arange(11) - 2, 0)[None]
-    logits, _ = run({"params": tiny.params}, given, positions, mask, tiny.model.init_cache(1, 14))
-    np.testing.assert_allclose(logits[:, 2:], whole, atol=2e-5)
+    text = golden_case.tokens(3, 37, 1, 9)[0]
+    segments = np.array([[0] * 2 + [1] * 9])
+    tokens, positions = np.pad(text, (2, 0))[None], np.maximum(np.arange(11) - 2, 0)[None]
+
+    @jax.jit
+    def run(params, tokens, positions, segments, slots):
+        mask = Mask.segments(segments, slots)
+        return tiny.model.apply({"params": params}, tokens, positions, mask, tiny.model.init_cache(1, LENGTH))[0]
+
+    logits = run(tiny.params, tokens, positions, segments, np.pad(segments, ((0, 0), (0, 3))))
+    np.testing.assert_allclose(np.asarray(logits)[0, 2:], *whole(text), atol=2e-5)
 
 
-def test_hypotheses_of_a_beam_share_a_cache(tiny):
+def test_hypotheses_of_a_beam_share_a_cache(tiny, whole):
     """Slots of the cache are in another order than positions; the scores must be those of the whole texts."""
     prompt = golden_case.tokens(3, 37, 1, 6).tolist()
     beam = Beam(size=3, n_best=3, alpha=0.0)
     found = beam_search(tiny.model, tiny.params, prompts=prompt, eos_id=None, max_new_tokens=7, beam=beam)[0]
-    texts = jnp.asarray([[*prompt[0], *one.tokens] for one in found])
-    whole = jax.nn.log_softmax(jax.jit(tiny.model.apply)({"params": tiny.params}, texts)[:, 5:-1])
-    scores = jnp.take_along_axis(whole, texts[:, 6:, None], axis=2).sum((1, 2))
+    texts = np.array([[*prompt[0], *one.tokens] for one in found])
+    logits = np.stack(whole(*texts))[:, 5:-1].astype(np.float64)
+    logarithms = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    scores = np.take_along_axis(logarithms, texts[:, 6:, None], axis=2).sum((1, 2))
     np.testing.assert_allclose([one.score for one in found], scores, atol=1e-4)
 
 
 def test_the_temperature_is_a_factor_on_the_queries():
     plain = MultiHeadAttention(num_heads=2)
     heated = MultiHeadAttention(num_heads=2, temperature=QueryTemperature(scale=0.5, length=3))
-    x = jax.random.normal(jax.random.key(0), (1, 7, 8))
-    params = plain.init(jax.random.key(1), x)
-    out = heated.apply(params, x)[0]
+    x = np.random.default_rng(0).normal(size=(1, 7, 8)).astype(np.float32)
+    params = numeric_parts.random_params(plain, x)["params"]
+    out = jax.jit(heated.apply)({"params": params}, x)[0]
+    run = jax.jit(plain.apply)
     for position in (0, 2, 6):  # one query at a time: multiply its projection
-        factor = 1 + 0.5 * np.log(1 + (position + 1) // 3)
-        query = jax.tree.map(lambda leaf, factor=factor: leaf * factor, params["params"]["query"])
-        scaled = {"params": params["params"] | {"query": query}}
-        np.testing.assert_allclose(out[:, position], plain.apply(scaled, x)[0][:, position], atol=1e-5)
+        factor = np.float32(1 + 0.5 * np.log(1 + (position + 1) // 3))
+        query = jax.tree.map(lambda leaf, factor=factor: np.asarray(leaf) * factor, params["query"])
+        expected = run({"params": params | {"query": query}}, x)[0]
+        np.testing.assert_allclose(np.asarray(out)[:, position], np.asarray(expected)[:, position], atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["blockwise", "ragged"])
 def test_weights_multiply_the_inputs_of_the_experts(implementation):
     options = {"num_experts": 3, "top_k": 2, "normalize_weights": False, "scoring": "sigmoid", "scale_inputs": True}
     layer = RoutedFeedForward(MoE(**options), width=5, gated=True, activation="silu", implementation=implementation)
-    x = jax.random.normal(jax.random.key(0), (2, 4, 6))
-    params = layer.init(jax.random.key(1), x)
+    x = np.random.default_rng(0).normal(size=(2, 4, 6)).astype(np.float32)
+    params = numeric_parts.random_params(layer, x)["params"]
 
     def all_experts(params, x):
         scores = jax.nn.sigmoid(x @ params["router"]["kernel"])
@@ -107,10 +137,21 @@ def test_weights_multiply_the_inputs_of_the_experts(implementation):
         out = jnp.einsum("btei,eio->bteo", jax.nn.silu(gate) * up, params["experts"]["down"]["kernel"])
         return jnp.where(scores[..., None] > 0, out + params["experts"]["down"]["bias"][None, None], 0.0).sum(2)
 
-    np.testing.assert_allclose(layer.apply(params, x)[0], all_experts(params["params"], x), atol=1e-5)
-    gradient = jax.grad(lambda params: jnp.sin(layer.apply({"params": params}, x)[0]).sum())(params["params"])
-    expected = jax.grad(lambda params: jnp.sin(all_experts(params, x)).sum())(params["params"])
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), gradient, expected)
+    def with_gradient(run):
+        def loss(params, x):
+            out = run(params, x)
+            return jnp.sin(out).sum(), out
+
+        return jax.grad(loss, has_aux=True)
+
+    @jax.jit
+    def both(params, x):
+        layers = (lambda params, x: layer.apply({"params": params}, x)[0]), all_experts
+        return [with_gradient(run)(params, x) for run in layers]
+
+    (gradient, out), (expected_gradient, expected) = both(params, x)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), gradient, expected_gradient)
 
 
 def whole_model(directory, **changes):
