@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from numeric_parts import random_values
 from training_recipes import change, compiled_step, tiny_batch, tiny_recipe
 
 from transformer.config import ConfigError, LayerKind, MoE
@@ -49,15 +50,15 @@ def tree(shapes, seed=0):
     def filled(value):
         if isinstance(value, dict):
             return {name: filled(inner) for name, inner in value.items()}
-        return {"kernel": jnp.asarray(random.normal(size=value), jnp.float32), "bias": jnp.ones(value[-1:])}
+        return {"kernel": random.normal(size=value).astype(np.float32), "bias": np.ones(value[-1:], np.float32)}
 
-    return {name: filled(value) for name, value in shapes.items()} | {"norm": {"scale": jnp.ones(7)}}
+    leaves = {name: filled(value) for name, value in shapes.items()} | {"norm": {"scale": np.ones(7, np.float32)}}
+    return jax.device_put(leaves)
 
 
-def trained(updates):
-    """Updates as after training: B is no longer 0."""
-    ramp = jax.tree.map(lambda leaf: (np.arange(leaf.size) / 10).reshape(leaf.shape), updates)
-    return jax.tree.map(lambda leaf, more: jnp.asarray(np.asarray(leaf) + more, leaf.dtype), updates, ramp)
+def trained(params, config):
+    """Random updates, as after training: B is not 0."""
+    return random_values(jax.eval_shape(lambda: lora.init(jax.random.key(0), params, config)))
 
 
 BY_HAND = {
@@ -75,7 +76,7 @@ BY_HAND = {
 def merged_once():
     """Parameters, updates and merged parameters, for all kernel shapes."""
     params = tree(SHAPES)
-    updates = trained(jax.jit(lambda: lora.init(jax.random.key(1), params, CONFIG))())
+    updates = trained(params, CONFIG)
     return params, updates, jax.jit(lambda: lora.merge(params, updates, CONFIG))()
 
 
@@ -97,7 +98,7 @@ def test_the_start_equals_the_base_and_only_targets_ever_change():
     updates = jax.jit(lambda: lora.init(jax.random.key(0), params, config))()
     merge = jax.jit(lambda updates: lora.merge(params, updates, config))
     chex.assert_trees_all_equal(merge(updates), params)
-    merged = flatten_dict(merge(trained(updates)))
+    merged = flatten_dict(merge(trained(params, config)))
     changed = {path for path, leaf in flatten_dict(params).items() if not np.array_equal(leaf, merged[path])}
     assert changed == {("query", "kernel"), ("experts", "gate", "kernel")}
 
@@ -113,13 +114,19 @@ def test_count_is_rank_times_inputs_and_outputs():
 
 
 def test_types_are_kept_and_another_alpha_scales_the_update():
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree({"up": (7, 11)}))
-    updates = trained(lora.init(jax.random.key(0), params, LoRA(rank=2, targets=("up",))))
+    wide = tree({"up": (7, 11)})
+    params = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), wide)
+    updates = trained(params, LoRA(rank=2, targets=("up",)))
     assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
-    assert lora.merge(params, updates, LoRA(rank=2, targets=("up",)))["up"]["kernel"].dtype == jnp.bfloat16
-    wide, updates = tree({"up": (7, 11)}), jax.tree.map(lambda leaf: leaf.astype(jnp.float32), updates)
-    once, twice = (lora.merge(wide, updates, LoRA(rank=2, alpha=alpha))["up"]["kernel"] for alpha in (1.0, 2.0))
-    np.testing.assert_allclose(twice - wide["up"]["kernel"], 2 * (once - wide["up"]["kernel"]), rtol=1e-3, atol=1e-5)
+
+    @jax.jit
+    def merged(params, updates):
+        return [lora.merge(params, updates, LoRA(rank=2, alpha=alpha))["up"]["kernel"] for alpha in (1.0, 2.0)]
+
+    assert jax.eval_shape(merged, params, updates)[0].dtype == jnp.bfloat16
+    updates = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32), updates)
+    once, twice = (kernel - np.asarray(wide["up"]["kernel"]) for kernel in map(np.asarray, merged(wide, updates)))
+    np.testing.assert_allclose(twice, 2 * once, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +152,8 @@ def test_muon_which_is_for_whole_matrices_is_refused():
 def test_updates_that_do_not_fit_are_refused():
     params = tree({"query": (7, 3, 5)})
     with pytest.raises(ConfigError, match=r"contains gate, which this model doesn't have\. Choose .*: query"):
-        lora.init(jax.random.key(0), params, LoRA(targets=("query", "gate")))
-    updates = lora.init(jax.random.key(0), params, LoRA(targets=("query",)))
+        trained(params, LoRA(targets=("query", "gate")))
+    updates = trained(params, LoRA(targets=("query",)))
     with pytest.raises(ConfigError, match="an entry for query, but the parameters have no linear layer there"):
         lora.merge(tree({"key": (7, 3, 5)}), updates, LoRA())
     with pytest.raises(ConfigError, match=r"of query have shapes .*, which don't fit its kernel .*\. Use the updates"):
@@ -195,13 +202,15 @@ def test_a_step_changes_the_updates_alone():
     base = jax.device_get(state.base)
     after, metrics = compiled_step(recipe)(state, tiny_batch())
     chex.assert_trees_all_equal(after.base, base)
-    gradients = jax.tree.map(lambda new, old: np.abs(new - old).max(), after.params, state.params)
+    new, old = jax.device_get((after.params, state.params))
+    gradients = jax.tree.map(lambda new, old: np.abs(new - old).max(), new, old)
     kinds = {path[-1]: step for path, step in flatten_dict(gradients).items()}
     assert kinds["b"] > 0
     assert kinds["a"] == 0  # B was 0, so dL/dA = 0; weight decay applies only to kernels
-    assert metrics["grad_norm"] > 0
+    assert float(metrics["grad_norm"]) > 0
     again, _ = compiled_step(recipe)(after, tiny_batch())
-    merged, start = (flatten_dict(merged_params(recipe, of.params, of.base), sep="/") for of in (again, state))
+    merge = jax.jit(lambda of: merged_params(recipe, of.params, of.base))
+    merged, start = (flatten_dict(jax.device_get(merge(of)), sep="/") for of in (again, state))
     changed = {path.rpartition("slot_0/")[2] for path in start if not np.array_equal(merged[path], start[path])}
     assert changed == {"self_attention/query/kernel", "feed_forward/up/kernel"}
 
@@ -233,16 +242,17 @@ def test_an_option_turns_it_on_and_json_brings_it_back():
 
 def applied_and_merged(config, base=None):
     """Logits with the update beside the frozen kernel, and with merged kernels."""
-    recipe = with_lora()
-    recipe = dataclasses.replace(recipe, lora=config)
-    params = initial_params(recipe)
-    updates = trained(lora.init(jax.random.key(1), params, config))
-    frozen = lora.quantize_base(params, base)
+    recipe = dataclasses.replace(with_lora(), lora=config)
+    params = random_values(jax.eval_shape(lambda: initial_params(recipe)))
     model = build_model(recipe)
-    return [
-        jax.jit(lambda tree: model.apply({"params": tree}, *example_inputs(recipe)))(tree)
-        for tree in (lora.adapt(frozen, updates, config), lora.merge(frozen, updates, config), frozen)
-    ]
+
+    @jax.jit
+    def outputs(params, updates):
+        frozen = lora.quantize_base(params, base)
+        trees = lora.adapt(frozen, updates, config), lora.merge(frozen, updates, config), frozen
+        return [model.apply({"params": tree}, *example_inputs(recipe)) for tree in trees]
+
+    return map(np.asarray, outputs(params, trained(params, config)))
 
 
 QUICK = {(None, True)}
@@ -272,44 +282,56 @@ def test_dora_starts_at_the_base_and_sets_the_norm_of_each_output():
     """W' = m (W + s A B) / ||W + s A B|| has columns of norm m (arXiv 2402.09353, equation 5)."""
     params, config = tree(SHAPES), dataclasses.replace(CONFIG, dora=True)
     updates = jax.jit(lambda: lora.init(jax.random.key(1), params, config))()
-    chex.assert_trees_all_close(lora.merge(params, updates, config), params, rtol=1e-5, atol=1e-6)
-    changed = trained(updates)
-    merged = flatten_dict(lora.merge(params, changed, config))
+    merge = jax.jit(lambda updates: lora.merge(params, updates, config))
+    chex.assert_trees_all_close(merge(updates), params, rtol=1e-5, atol=1e-6)
+    changed = trained(params, config)
+    merged, changed = (flatten_dict(jax.device_get(of)) for of in (merge(changed), changed))
     for path in BY_HAND:
-        a, b, m = (flatten_dict(changed)[*path, name] for name in ("a", "b", "magnitude"))
+        a, b, m = (changed[*path, name] for name in ("a", "b", "magnitude"))
         matrix = merged[*path, "kernel"].reshape(*a.shape[:-1], b.shape[-1])
-        np.testing.assert_allclose(jnp.linalg.norm(matrix, axis=-2), jnp.abs(m), rtol=1e-4)
+        np.testing.assert_allclose(np.linalg.norm(matrix, axis=-2), np.abs(m), rtol=1e-4)
 
 
 def test_the_norm_of_dora_is_a_constant_for_the_gradient():
     """The gradient of A equals that with the norm held fixed (arXiv 2402.09353, section 4.3)."""
     params, config = tree({"up": (7, 11)}), LoRA(rank=2, targets=("up",), dora=True)
-    updates = trained(lora.init(jax.random.key(1), params, config))
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 7)), jnp.float32)
-    norm = lora.adapt(params, updates, config)["up"]["kernel"].factor() / updates["up"]["magnitude"]
+    updates = trained(params, config)
+    x = jax.device_put(np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32))
 
     def ours(updates):
         return jnp.square(linear_frozen(x, lora.adapt(params, updates, config)["up"]["kernel"])).sum()
 
-    def fixed(updates):
+    def fixed(updates, norm):
         a, b, m = (updates["up"][name] for name in ("a", "b", "magnitude"))
         return jnp.square(x @ (params["up"]["kernel"] + config.scale * a @ b) * (m * norm)[None]).sum()
 
-    chex.assert_trees_all_close(jax.grad(ours)(updates), jax.grad(fixed)(updates), rtol=1e-4)
+    @jax.jit
+    def gradients(updates):
+        norm = lora.adapt(params, updates, config)["up"]["kernel"].factor() / updates["up"]["magnitude"]
+        return jax.grad(ours)(updates), jax.grad(fixed)(updates, norm)
+
+    chex.assert_trees_all_close(*gradients(updates), rtol=1e-4)
 
 
 # A quantized base
 
 
+@jax.jit
+def kept_and_read(weights):
+    """The stored form of quantized weights, and the weights that it represents."""
+    kept = quantized_nf4(weights, -2)
+    return kept, kept.array()
+
+
 def test_nf4_rounds_each_weight_to_the_nearest_level_of_its_block():
     weights = np.random.default_rng(0).normal(size=(2, 128, 3)).astype(np.float32)
-    kept = quantized_nf4(weights, -2)
+    kept, found = kept_and_read(weights)
     assert (kept.codes.shape, kept.codes.dtype, kept.absmax.shape) == ((2, 64, 3), np.uint8, (2, 2, 3))
     blocks = weights.reshape(2, 2, 64, 3)
     largest = np.abs(blocks).max(2, keepdims=True)
     levels = np.array(NF4_LEVELS, np.float32)
     nearest = np.abs((blocks / largest)[..., None] - levels).argmin(-1)
-    np.testing.assert_allclose(kept.array(), (levels[nearest] * largest).reshape(weights.shape), rtol=1e-6)
+    np.testing.assert_allclose(found, (levels[nearest] * largest).reshape(weights.shape), rtol=1e-6)
 
 
 @pytest.mark.default_cases(2)
@@ -318,10 +340,11 @@ def test_nf4_keeps_the_shape_and_exact_zeros(size):
     weights = np.random.default_rng(0).normal(size=(size, 2)).astype(np.float32)
     weights[0, 0] = 0.0
     weights[:, 1] = 0.0
-    kept = quantized_nf4(weights, -2)
-    assert kept.shape == kept.array().shape == (size, 2)
-    assert np.all(np.asarray(kept.array())[weights == 0] == 0)
-    assert np.abs(kept.array() - weights).max() <= 0.16 * np.abs(weights).max()  # half the widest gap between levels
+    kept, found = kept_and_read(weights)
+    found = np.asarray(found)
+    assert kept.shape == found.shape == (size, 2)
+    assert np.all(found[weights == 0] == 0)
+    assert np.abs(found - weights).max() <= 0.16 * np.abs(weights).max()  # half the widest gap between levels
 
 
 @pytest.mark.parametrize("base", ["bfloat16", "int8", "nf4"])
