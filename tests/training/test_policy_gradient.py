@@ -17,12 +17,18 @@ from transformer.training._policy_gradient import GRPO, advantages, equal_reward
 ROWS, LENGTH, VOCABULARY = 6, 5, 11
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def scores_of(logits, targets, temperature):
+    return token_scores(logits, targets, temperature)[0]
+
+
+@functools.cache
 def example(seed=0, *, far=1.0):
     """Return logits of the policy and a batch whose old policy and reference differ from it."""
     random = np.random.default_rng(seed)
     logits = random.normal(0, 2, (ROWS, LENGTH, VOCABULARY)).astype(np.float32)
     targets = random.integers(0, VOCABULARY, (ROWS, LENGTH))
-    scores = np.array(token_scores(jnp.asarray(logits), targets, 0.7)[0])
+    scores = np.array(scores_of(logits, targets, 0.7))
     weights = (np.arange(LENGTH)[None] < 1 + np.arange(ROWS)[:, None] % LENGTH).astype(np.float32)
     batch = {
         "targets": targets,
@@ -57,36 +63,39 @@ def test_the_loss_is_the_formula_of_the_paper():
             kl = np.exp(batch["reference"][i, t] - log_p) - (batch["reference"][i, t] - log_p) - 1
             row += -min(ratio * a, min(max(ratio, 0.9), 1.25) * a) + 0.3 * kl
         expected += row / length
-    np.testing.assert_allclose(loss_of(jnp.asarray(logits), batch, how), expected / ROWS, rtol=1e-5)
+    found = jax.jit(loss_of, static_argnums=2)(logits, batch, how)
+    np.testing.assert_allclose(found, expected / ROWS, rtol=1e-5)
 
 
 @pytest.mark.parametrize("normalization", ["grpo", "dapo", "dr_grpo"])
 def test_micro_batches_and_filling_rows_do_not_change_the_loss(normalization):
     logits, batch = example()
     how = options(normalization=normalization)
-    scores = token_scores(jnp.asarray(logits), batch["targets"], 0.7)[0]
-    whole = policy_loss(scores, batch, how)
+    scores = np.asarray(scores_of(logits, batch["targets"], 0.7))
+    loss = jax.jit(lambda scores, batch: policy_loss(scores, batch, how))
+    whole = jax.device_get(loss(scores, batch))
     parts = [
-        policy_loss(scores[rows], {name: array[rows] for name, array in batch.items()}, how)
+        jax.device_get(loss(scores[rows], {name: array[rows] for name, array in batch.items()}))
         for rows in (slice(0, 2), slice(2, ROWS))
     ]
-    for ours, theirs in zip(jax.tree.leaves(whole), jax.tree.leaves(jax.tree.map(jnp.add, *parts)), strict=True):
+    for ours, theirs in zip(jax.tree.leaves(whole), jax.tree.leaves(jax.tree.map(np.add, *parts)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     empty = {name: np.concatenate([array, array[:1] * 0]) for name, array in batch.items()}
-    filled = policy_loss(jnp.concatenate([scores, jnp.full_like(scores[:1], 300.0)]), empty, how)
+    filled = loss(np.concatenate([scores, np.full_like(scores[:1], 300.0)]), empty)
     assert [float(x) for x in jax.tree.leaves(filled[:2])] == pytest.approx([float(x) for x in whole[:2]])
 
 
 def test_without_an_old_policy_the_gradient_is_that_of_the_policy():
     logits, batch = example(far=0.0)
-    del batch["old"]
+    batch = {name: array for name, array in batch.items() if name != "old"}
     how = options(beta=0.0, normalization="dapo")
 
     def plain(logits):  # REINFORCE: A grad ln pi
         scores = token_scores(logits, batch["targets"], 0.7)[0]
         return -(scores * batch["advantages"][:, None] * batch["weights"]).sum() / batch["weights"].sum()
 
-    close(jax.grad(loss_of)(jnp.asarray(logits), batch, how), np.array(jax.grad(plain)(jnp.asarray(logits))))
+    found, expected = jax.jit(lambda logits: (jax.grad(loss_of)(logits, batch, how), jax.grad(plain)(logits)))(logits)
+    close(found, np.array(expected))
 
 
 def test_advantages_are_those_of_the_group():
@@ -117,7 +126,7 @@ def test_pieces_of_logits_do_not_change_scores_or_gradients():
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"reward_weights": (1.0, 2.0)}, "one number for each of the 1 rewards"),
         ({"reward_weights": (float("nan"),)}, "finite"),
@@ -127,8 +136,8 @@ def test_pieces_of_logits_do_not_change_scores_or_gradients():
         ({"temperature": 0.0}, "grpo.temperature"),
     ],
 )
-def test_bad_options_are_refused(fields, said):
-    with pytest.raises(ConfigError, match=said):
+def test_bad_options_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
         options(**fields)
 
 
@@ -192,8 +201,7 @@ def trl_loss(torch, logits, batch, how):
 def test_the_loss_equals_that_of_trl(normalization, beta, old):
     torch = pytest.importorskip("torch")
     logits, batch = example(3)
-    if not old:
-        del batch["old"]
+    batch = {name: array for name, array in batch.items() if old or name != "old"}
     how = options(beta=beta, normalization=normalization, clip=0.1, clip_high=0.3)
     theirs = torch.tensor(logits, requires_grad=True)
     expected, metrics = trl_loss(torch, theirs, batch, how)

@@ -1,13 +1,13 @@
 """Learning from preferences: the losses, the reference model, and that the split of a batch changes nothing."""
 
 import dataclasses
+import functools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_recipes import VOCABULARY, change, short_recipe
+from training_recipes import VOCABULARY, change, compiled_step, short_recipe
 
 from transformer.config import ConfigError, MoE, TransformerConfig
 from transformer.data import Preferences, TextFile, TokenizerConfig
@@ -18,25 +18,31 @@ from transformer.training._parallel import place
 from transformer.training._preference import preference_losses
 from transformer.training._recipe import build_model, from_json, to_json
 from transformer.training._state import make_state
-from transformer.training._step import make_eval_step, make_train_step
+from transformer.training._step import make_eval_step
 
 LENGTH = 7
 MODEL = TransformerConfig(vocab_size=VOCABULARY, d_model=6, num_heads=3, num_layers=1, d_ff=5)
 
 
+@functools.cache
+def compiled_losses(options):
+    return jax.jit(lambda *scores: preference_losses(*scores, options))
+
+
 def losses(chosen, rejected, lengths=1.0, **options):
-    chosen, rejected = jnp.atleast_1d(jnp.asarray(chosen)), jnp.atleast_1d(jnp.asarray(rejected))
-    return preference_losses(chosen, rejected, jnp.full_like(chosen, lengths), jnp.ones_like(chosen), DPO(**options))
+    chosen, rejected = (np.atleast_1d(np.float32(scores)) for scores in (chosen, rejected))
+    lengths, weights = np.full_like(chosen, lengths), np.ones_like(chosen)
+    return np.asarray(compiled_losses(DPO(**options))(chosen, rejected, lengths, weights))
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge", "apo_zero"])
 def test_a_more_probable_chosen_response_lowers_the_loss(loss):
     """From equal models on. Far beyond, ipo rises again, which is its point; the others never do."""
-    scores = jnp.linspace(0.0, 4.0, 9)
-    rising = losses(scores, jnp.zeros(9), beta=0.1, loss=loss)
-    falling = losses(jnp.zeros(9), -scores, beta=0.1, loss=loss)
-    assert (jnp.diff(rising) < 0).all()
-    assert (jnp.diff(falling) < 0).all()
+    scores = np.linspace(0.0, 4.0, 9)
+    rising = losses(scores, np.zeros(9), beta=0.1, loss=loss)
+    falling = losses(np.zeros(9), -scores, beta=0.1, loss=loss)
+    assert (np.diff(rising) < 0).all()
+    assert (np.diff(falling) < 0).all()
     far = losses([100.0, 101.0], [0.0, 0.0], beta=0.1, loss=loss)
     assert (far[1] > far[0]) == (loss == "ipo")
 
@@ -83,15 +89,22 @@ def batch_of(rows=4, seed=0):
     ids = random.integers(3, VOCABULARY, (rows, 2, LENGTH + 1)).astype(np.int32)
     places, ends = np.arange(LENGTH), random.integers(4, LENGTH + 1, (rows, 2, 1))
     weights = ((places >= 2) & (places < ends)).astype(np.float32)
-    return {"tokens": jnp.asarray(ids[..., :-1]), "targets": jnp.asarray(ids[..., 1:]), "weights": jnp.asarray(weights)}
+    return {"tokens": ids[..., :-1], "targets": ids[..., 1:], "weights": weights}
+
+
+@functools.cache
+def new_state(recipe):
+    return jax.jit(lambda: make_state(recipe))()
 
 
 def moved_state(recipe):
     """Return a state whose model differs from the reference model."""
-    state = jax.jit(lambda: make_state(recipe))()
-    return state.replace(
-        params=jax.tree.map(lambda a: a + 0.1 * jnp.cos(jnp.arange(a.size).reshape(a.shape)), state.params)
+    state = new_state(recipe)
+    moved = jax.tree.map(
+        lambda leaf: np.asarray(leaf) + 0.1 * np.cos(np.arange(leaf.size, dtype=np.float32)).reshape(leaf.shape),
+        state.params,
     )
+    return state.replace(params=moved)
 
 
 @pytest.mark.slow
@@ -100,33 +113,38 @@ def test_the_split_of_a_batch_and_of_the_tokens_changes_nothing():
     # Adam's first update divides gradients by themselves: a large epsilon keeps it from magnifying rounding errors.
     recipe, batch = change(recipe_of(options=DPO(beta=0.5)), optimizer={"epsilon": 1.0}), batch_of()
     state = moved_state(recipe)
-    expected, metrics = jax.jit(make_train_step(recipe))(state, batch)
+    expected, metrics = compiled_step(recipe)(state, batch)
     assert metrics["weight"] == 4
     assert 0 < metrics["correct"] < 4
     metrics = {name: float(value) for name, value in metrics.items()}
     assert metrics["reward_margin"] == pytest.approx(metrics["chosen_reward"] - metrics["rejected_reward"], rel=1e-5)
-    filled = {name: jnp.concatenate([array, array]) for name, array in batch.items()}
-    filled["weights"] = filled["weights"].at[4:].set(0.0)
+    filled = {name: np.concatenate([array, array]) for name, array in batch.items()}
+    filled["weights"][4:] = 0.0
     for other, rows in (
         (change(recipe, training={"accumulation": 2}), batch),
         (change(recipe, training={"loss_tokens": 24}), batch),
         (recipe, filled),
     ):
-        again, found = jax.jit(make_train_step(other))(state, rows)
+        again, found = compiled_step(other)(state, rows)
         for name in ("loss_sum", "weight", "correct", "reward_margin", "grad_norm"):
             assert float(found[name]) == pytest.approx(metrics[name], rel=2e-5), name
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), again.params, expected.params)
 
 
+@functools.cache
+def compiled_evaluation(recipe):
+    return jax.jit(make_eval_step(recipe))
+
+
 def test_only_the_responses_count_and_evaluation_has_the_loss_of_training():
     recipe, batch = recipe_of(), batch_of()
     state = moved_state(recipe)
-    evaluate = jax.jit(make_eval_step(recipe))
+    evaluate = compiled_evaluation(recipe)
     sums = evaluate(state.params, batch, state.base)
-    _, metrics = jax.jit(make_train_step(recipe))(state, batch)
+    _, metrics = compiled_step(recipe)(state, batch)
     for name, value in sums.items():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-5), name
-    changed = dict(batch, targets=jnp.where(batch["weights"] > 0, batch["targets"], 4))
+    changed = dict(batch, targets=np.where(batch["weights"] > 0, batch["targets"], 4))
     again = evaluate(state.params, changed, state.base)
     assert float(again["loss_sum"]) == pytest.approx(float(sums["loss_sum"]), rel=1e-6)
 
@@ -135,10 +153,10 @@ def test_only_the_responses_count_and_evaluation_has_the_loss_of_training():
 def test_the_reference_is_the_initial_model_and_never_changes(lora):
     """So the first loss is ln 2, without a second copy of the parameters for LoRA."""
     recipe = dataclasses.replace(recipe_of(), lora=lora)
-    state = jax.jit(lambda: make_state(recipe))()
-    step = jax.jit(make_train_step(recipe))
+    state = new_state(recipe)
+    step = compiled_step(recipe)
     after, first = step(state, batch_of())
-    assert float(first["loss_sum"] / first["weight"]) == pytest.approx(np.log(2), rel=1e-6)
+    assert float(first["loss_sum"]) / float(first["weight"]) == pytest.approx(np.log(2), rel=1e-6)
     assert float(first["grad_norm"]) > 0
     after, second = step(after, batch_of())
     assert float(second["loss_sum"]) < float(first["loss_sum"])
@@ -154,9 +172,9 @@ def test_experts_ignore_padding():
     kind = dataclasses.replace(MODEL.kinds[0], moe=moe)
     recipe = recipe_of(MODEL.replace(**{"stack.period": (kind,)}))
     batch = batch_of()
-    step, state = jax.jit(make_train_step(recipe)), moved_state(recipe)
-    inside = np.cumsum(np.asarray(batch["weights"])[..., ::-1], -1)[..., ::-1] > 0
-    changed = dict(batch, tokens=jnp.where(inside, batch["tokens"], 5))
+    step, state = compiled_step(recipe), moved_state(recipe)
+    inside = np.cumsum(batch["weights"][..., ::-1], -1)[..., ::-1] > 0
+    changed = dict(batch, tokens=np.where(inside, batch["tokens"], 5))
     one, two = step(state, batch)[1], step(state, changed)[1]
     assert float(one["router_loss"]) == pytest.approx(float(two["router_loss"]), rel=1e-6)
     assert 0 < float(one["router_loss"]) < 1.0  # per pair, not per token
@@ -175,8 +193,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_losses_of_one_device(layout, lora):
     model = MODEL.replace(vocab_size=16, d_model=8, num_heads=2, d_ff=8)
-    batch = {name: np.asarray(array) for name, array in batch_of().items()}
-    found = {}
+    batch, found = batch_of(), {}
     for name, parallel in (("one", ParallelConfig(devices=1)), (layout, LAYOUTS[layout])):
         placement = place(dataclasses.replace(recipe_of(model), parallel=parallel, lora=lora))
         state, losses = placement.spread(placement.new_state()), []
@@ -195,12 +212,13 @@ def test_a_pair_is_counted_if_the_chosen_response_is_the_more_probable_one():
     """For the model and for the reference, by the probabilities of whole responses under each of them."""
     recipe, batch = recipe_of(), batch_of(rows=32)
     state = moved_state(recipe)
-    sums = jax.jit(make_eval_step(recipe))(state.params, batch, state.base)
+    sums = compiled_evaluation(recipe)(state.params, batch, state.base)
     model, rows = build_model(recipe), {name: array.reshape(64, LENGTH) for name, array in batch.items()}
+    log_probabilities = jax.jit(lambda params, tokens: jax.nn.log_softmax(model.apply({"params": params}, tokens)))
     expected = []
     for params in (state.params, state.base):
-        logits = model.apply({"params": params}, rows["tokens"])
-        scores = np.take_along_axis(jax.nn.log_softmax(logits), rows["targets"][..., None], -1)[..., 0]
+        logits = np.asarray(log_probabilities(params, rows["tokens"]))
+        scores = np.take_along_axis(logits, rows["targets"][..., None], -1)[..., 0]
         totals = (scores * rows["weights"]).sum(-1).reshape(32, 2)
         expected.append(float((totals[:, 0] > totals[:, 1]).sum()))
     assert [float(sums[name]) for name in ("prefers_chosen", "reference_prefers_chosen")] == expected
@@ -279,6 +297,6 @@ def test_a_model_is_needed(base, tmp_path):
         train(run_of(base, 2), tmp_path / "run")
 
 
-def test_z_loss_has_no_place(base):
+def test_z_loss_has_no_place(tmp_path):
     with pytest.raises(ConfigError, match="belong to the loss of tokens"):
-        dataclasses.replace(run_of(base, 2), training=TrainingConfig(steps=2, z_loss=0.1))
+        dataclasses.replace(run_of(tmp_path, 2), training=TrainingConfig(steps=2, z_loss=0.1))

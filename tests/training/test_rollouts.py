@@ -6,7 +6,6 @@ import re
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from training_recipes import assert_equals_resumed_run, change, newest_state
@@ -98,6 +97,14 @@ def trained(folder):
     return folder / "trained"
 
 
+@pytest.fixture(scope="module")
+def equally_rewarded(folder):
+    """A run of two steps whose completions all have the same reward."""
+    recipe = grpo_recipe(folder, rewards=("equal",), optimizer={"weight_decay": 0.0}, training={"steps": 2})
+    train(recipe, folder / "equal")
+    return folder / "equal"
+
+
 @pytest.mark.slow
 def test_a_tiny_model_learns_to_write_a_letter(trained):
     lines = read_metrics(trained / "metrics.jsonl")
@@ -117,16 +124,17 @@ def test_a_tiny_model_learns_to_write_a_letter(trained):
     assert "->" in (trained / "samples.txt").read_text()
 
 
-def test_evaluate_runs_the_rewards_of_a_run_only_if_they_are_trusted(trained, folder, capsys):
+@pytest.mark.programs(8, reason="the command copies each shape of parameter to the device")
+def test_evaluate_runs_the_rewards_of_a_run_only_if_they_are_trusted(equally_rewarded, folder, capsys):
     """A workdir may come from somebody else, and its recipe.json names the functions."""
     marker = folder / "ran"
     code = REWARDS + f"\nimport pathlib\npathlib.Path({str(marker)!r}).touch()\n"
     (folder / "rewards.py").write_text(code)
     try:
-        assert main(["evaluate", str(trained)]) == 2
+        assert main(["evaluate", str(equally_rewarded)]) == 2
         assert "If you trust this run, pass --trust-rewards." in capsys.readouterr().err
         assert not marker.exists()
-        assert main(["evaluate", str(trained), "--trust-rewards"]) == 0
+        assert main(["evaluate", str(equally_rewarded), "--trust-rewards"]) == 0
         assert "reward" in capsys.readouterr().out
         assert marker.exists()
     finally:
@@ -163,8 +171,9 @@ def test_a_batch_is_that_of_the_completions(folder):
         np.testing.assert_allclose(batch["rewards"][row], expected, rtol=1e-6)
         np.testing.assert_allclose(batch["reward"][row], sum(expected), rtol=1e-6)
     # The model writes what it finds probable: `old` has the log-probabilities of its own tokens.
-    logits = build_model(recipe).apply({"params": state.params}, jnp.asarray(batch["tokens"]))
-    scores = jax.nn.log_softmax(logits)
+    model = build_model(recipe)
+    log_probabilities = jax.jit(lambda params, tokens: jax.nn.log_softmax(model.apply({"params": params}, tokens)))
+    scores = log_probabilities(state.params, batch["tokens"])
     chosen = np.take_along_axis(np.asarray(scores), batch["targets"][..., None], -1)[..., 0]
     np.testing.assert_allclose(batch["old"][batch["weights"] > 0], chosen[batch["weights"] > 0], atol=1e-5)
     again = made.batch(state, 1, prompts)
@@ -211,16 +220,14 @@ def test_the_reference_is_the_model_before_training(folder, trained, lora):
         chex.assert_trees_all_equal(state.base, jax.device_get(load_run(trained).params))
 
 
-def test_groups_with_equal_rewards_change_nothing(folder):
-    recipe = grpo_recipe(folder, rewards=("equal",), optimizer={"weight_decay": 0.0}, training={"steps": 2})
-    train(recipe, folder / "equal")
-    lines = read_metrics(folder / "equal" / "metrics.jsonl")
+def test_groups_with_equal_rewards_change_nothing(equally_rewarded):
+    lines = read_metrics(equally_rewarded / "metrics.jsonl")
     assert lines[0]["train/equal_rewards"] == 1
     assert lines[0]["train/grad_norm"] == 0
 
 
 @pytest.mark.parametrize(
-    ("reward", "said"),
+    ("reward", "message"),
     [
         (
             "broken",
@@ -229,10 +236,10 @@ def test_groups_with_equal_rewards_change_nothing(folder):
         ("raising", r"raising raised KeyError \('no such column'\) for the prompt of .*prompts.jsonl, line \d+"),
     ],
 )
-def test_a_bad_reward_is_one_line_with_the_row(folder, reward, said):
+def test_a_bad_reward_is_one_line_with_the_row(folder, reward, message):
     dataset = prepare(grpo_recipe(folder).data)
     rewards = Rewards(grpo_recipe(folder, rewards=(reward,)).grpo)
-    with pytest.raises(RewardError, match=said) as caught:
+    with pytest.raises(RewardError, match=message) as caught:
         rewards(dataset.prompts_of("train")[:1], ["aa"])
     assert "\n" not in str(caught.value)
 
@@ -241,19 +248,19 @@ def test_rewards_that_cannot_be_used_are_refused_before_training(folder):
     with pytest.raises(ConfigError, match=r"needy has the arguments .*missing.* of .*prompts.jsonl, line 1 "):
         ready(grpo_recipe(folder, rewards=("needy",)))
     path = folder / "rewards.py"
-    for name, said in {
+    for name, message in {
         f"{path}:shar": "has no function 'shar'. Did you mean 'share'",
         f"{folder}/none.py:share": "no file .*none.py",
         "no_such_module:share": "can't be imported: ModuleNotFoundError",
         "share": "must be 'module:function'",
     }.items():
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             load_function(name)
     assert load_function("math:sqrt")(4) == 2
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"parallel": ParallelConfig(kind="pmap")}, "parallel.kind pmap can't train on completions"),
         ({"grpo": {"epochs": 4}}, r"training.steps \(6\) must be a multiple of grpo.epochs"),
@@ -262,12 +269,12 @@ def test_rewards_that_cannot_be_used_are_refused_before_training(folder):
         ({"training": {"label_smoothing": 0.1}}, "label_smoothing"),
     ],
 )
-def test_contradictory_recipes_are_refused(folder, changes, said):
-    if said is None:
+def test_contradictory_recipes_are_refused(folder, changes, message):
+    if message is None:
         with pytest.raises(ConfigError, match="train\\(\\) got no reward_model"):
             ready(grpo_recipe(folder, **changes))
         return
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         grpo_recipe(folder, **changes)
 
 
@@ -288,7 +295,7 @@ def test_a_reward_model_judges_prompt_and_completion(folder):
 
 
 def test_prompts_that_cannot_be_used_name_file_and_row(folder, tmp_path):
-    for row, said in {
+    for row, message in {
         '{"prompt": 3}': "line 2: prompt must be a text or a list of messages, got 3",
         '{"question": "a"}': "line 2: prompt must be .* got None",
         '{"prompt": "x", "completion": "y"}': "line 2: a column must not be called 'completion'",
@@ -296,7 +303,7 @@ def test_prompts_that_cannot_be_used_name_file_and_row(folder, tmp_path):
     }.items():
         path = tmp_path / "prompts.jsonl"
         path.write_text('{"prompt": "x"}\n' + row + "\n")
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             prepare(Prompts(path=str(path), tokenizer=TokenizerConfig(kind="char")))
 
 
