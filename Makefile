@@ -10,7 +10,7 @@ RECIPE ?= configs/number_words.py
 # Use a relative path and `python -m` everywhere: the path of the checkout may contain spaces, and may change.
 IN_VENV = $(VENV)/bin/python
 
-.PHONY: help setup train test parity peers docs crash soak fuzz audit lint format pins clean
+.PHONY: help setup train test parity peers docs crash soak fuzz mutants flaky audit lint format pins clean
 .SUFFIXES:
 
 help:
@@ -23,6 +23,8 @@ help:
 	@echo 'make crash    kill, stop and damage training runs, fill their disk, and check that no progress is lost (docs/reliability.md)'
 	@echo 'make soak     train for hours, and check that memory and other resources do not grow (docs/reliability.md)'
 	@echo 'make fuzz     load random files, recipes and prompts: each must load or give a clear error (docs/reliability.md)'
+	@echo 'make mutants  change single places of the code, and check that a test fails each time (docs/reliability.md)'
+	@echo 'make flaky    run the changed and the slowest tests five times in random order on a busy machine (CONTRIBUTING.md)'
 	@echo 'make audit    check the installed packages for known vulnerabilities, in a separate environment: $(AUDIT_VENV)'
 	@echo 'make setup    only install the requirements into $(VENV); does nothing if they have not changed'
 	@echo 'make lint     check the code with Ruff: rules and format'
@@ -39,6 +41,8 @@ help:
 	@echo 'KILLS=50                       number of kills in `make crash`'
 	@echo 'HOURS=2                        duration of `make soak`'
 	@echo 'CASES=100000                   number of cases in `make fuzz`'
+	@echo 'MUTANTS=200                   number of changes in `make mutants`'
+	@echo 'SINCE=HEAD~1                  revision that `make flaky` compares with'
 	@echo 'ARGS="--training.steps 100"    additional arguments for train.py, or for pytest in `make test`'
 
 setup:
@@ -87,6 +91,14 @@ soak: setup
 CASES ?= 100000
 fuzz: setup
 	@$(IN_VENV) -m reliability.fuzz --cases $(CASES) $(ARGS)
+
+MUTANTS ?= 200
+mutants: setup
+	@$(IN_VENV) -m reliability.mutants --count $(MUTANTS) $(ARGS)
+
+SINCE ?= HEAD~1
+flaky: setup
+	@$(IN_VENV) -m reliability.flaky --since '$(SINCE)' $(ARGS)
 
 # If the vulnerability database can't be reached, the audit prints a message and exits with status 77, which is no failure.
 AUDIT_VENV ?= .venv-audit

@@ -4,6 +4,7 @@ import gc
 import importlib.metadata
 import os
 import pathlib
+import random
 import time
 
 import compiled_programs
@@ -19,8 +20,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
         flags += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + flags
 
-import jaxtyping
-from jaxtyping import install_import_hook
+import jaxtyping  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
 
 # Modules whose annotations are checked, for array shapes. Modules that validate user input are left out, because their
 # error messages are tested.
@@ -50,6 +51,8 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 BEGAN = time.monotonic()
+DURATIONS: dict[str, float] = {}
+"""seconds of each test that has passed"""
 
 
 def pytest_addoption(parser):
@@ -61,6 +64,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="clear JAX's caches before each test, so that its number of programs does not depend on earlier tests",
     )
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in the random order of this seed")
 
 
 def pytest_configure(config):
@@ -75,8 +79,20 @@ def pytest_runtest_setup(item):
         pytest.skip(f"not started within --minutes {minutes:g}")
 
 
+def pytest_runtest_logreport(report):
+    if report.when == "call" and report.passed:
+        DURATIONS[report.nodeid] = round(report.duration, 2)
+
+
+def pytest_sessionfinish(session):
+    """Record the duration of each test, for `make flaky`. With several workers, only the first process does."""
+    if not hasattr(session.config, "workerinput") and hasattr(session.config, "cache"):
+        before = session.config.cache.get("transformer/durations", {})
+        session.config.cache.set("transformer/durations", before | DURATIONS)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark cases as slow beyond the number in `default_cases`, which are spaced evenly over the list of cases."""
     cases = {}
     for item in items:
@@ -89,6 +105,8 @@ def pytest_collection_modifyitems(items):
         for item in group:
             if item.nodeid not in by_default:
                 item.add_marker(pytest.mark.slow)
+    if config.getoption("shuffle") is not None:
+        random.Random(config.getoption("shuffle")).shuffle(items)
 
 
 def pytest_collection_finish():

@@ -5,7 +5,6 @@ import numpy as np
 import program_budget
 import pytest
 
-
 pytestmark = pytest.mark.programs(20, reason="the tests that it runs compile programs")
 
 
