@@ -73,11 +73,17 @@ SOUND = Audio(features=(4,), kernel_sizes=(3,), strides=(2,), position_kernel_si
 LATENT = MLA(kv_lora_rank=4, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=3, q_lora_rank=5)
 ROUTED = MoE(num_experts=4, top_k=2, shared_experts=1, router_bias=True)
 
-TOKENS = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
-X = jax.random.normal(jax.random.key(0), (2, 5, 6))
-PIXELS = X[:, :4, :2, None]
+put = jax.device_put  # compiles nothing, unlike jnp.asarray
+NUMPY_TOKENS = np.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], np.int32)
+NUMPY_X = np.random.default_rng(0).normal(size=(2, 5, 6)).astype(np.float32)
+TOKENS, X = put(NUMPY_TOKENS), put(NUMPY_X)
+CONTEXT, PIXELS, SERIES_INPUT = (
+    put(NUMPY_X[:, :3]),
+    put(NUMPY_X[:, :4, :2, None]),
+    put(np.random.default_rng(1).normal(size=(2, 7, 2)).astype(np.float32)),
+)
 VISION = CONFIG.replace(input=PATCHES, **{"output.pooling": "first"})
-INPUTS = LayerInputs(mask=Mask.causal(), context=X[:, :3] + 1.0)
+INPUTS = LayerInputs(mask=Mask.causal(), context=put(NUMPY_X[:, :3] + 1))
 
 CASES = {
     "CausalLM": (CausalLM(CONFIG.replace(**{"embedding.tie": False})), (TOKENS,)),
@@ -90,19 +96,19 @@ CASES = {
         ),
         (TOKENS,),
     ),
-    "Seq2Seq": (Seq2Seq(CONFIG.replace(position="t5")), (TOKENS, TOKENS[:, :4])),
-    "SpeechToText": (SpeechToText(CONFIG.replace(input=Speech(mel_bins=3))), (X[..., :3], TOKENS)),
-    "SpeechEncoder": (SpeechEncoder(CONFIG.replace(input=SOUND, position="none")), (X[..., 0],)),
+    "Seq2Seq": (Seq2Seq(CONFIG.replace(position="t5")), (TOKENS, put(NUMPY_TOKENS[:, :4]))),
+    "SpeechToText": (SpeechToText(CONFIG.replace(input=Speech(mel_bins=3))), (put(NUMPY_X[..., :3]), TOKENS)),
+    "SpeechEncoder": (SpeechEncoder(CONFIG.replace(input=SOUND, position="none")), (put(NUMPY_X[..., 0]),)),
     "SpeechRecognizer": (
         SpeechRecognizer(CONFIG.replace(input=dataclasses.replace(SOUND, position_norm="batch"), position="none")),
-        (X[..., 0],),
+        (put(NUMPY_X[..., 0]),),
     ),
     "MaskedLM": (MaskedLM(HEADED.replace(**{"embedding.token_types": 2})), (TOKENS,)),
     "Classifier": (Classifier(CONFIG), (TOKENS,)),
     "Embedder": (Embedder(HEADED.replace(**{"output.bias": None})), (TOKENS,)),
     "VisionClassifier": (
         VisionClassifier(CONFIG.replace(input=PATCHES, position="learned", max_length=3)),
-        (X[:, :4, :2, None],),
+        (PIXELS,),
     ),
     "DistilledVisionClassifier": (
         DistilledVisionClassifier(VISION.replace(input=dataclasses.replace(PATCHES, distillation_token=True))),
@@ -159,17 +165,17 @@ CASES = {
     ),
     "Forecaster": (
         Forecaster(CONFIG.replace(input=SERIES, position="sinusoidal")),
-        (jax.random.normal(jax.random.key(1), (2, 7, 2)),),
+        (SERIES_INPUT,),
     ),
     **{
         model.__name__: (
             model(CONFIG.replace(input=SERIES, position="sinusoidal", **{f"output.num_{what}": 3 for what in NUMBERS})),
-            (jax.random.normal(jax.random.key(1), (2, 7, 2)),),
+            (SERIES_INPUT,),
         )
         for model in (SeriesEncoder, SeriesClassifier, SeriesRegressor, PatchReconstructor)
     },
     "Encoder": (Encoder(CONFIG.replace(**{"embedding.norm": True}, position="learned", max_length=5)), (X,)),
-    "Decoder": (Decoder(CONFIG, cross=True), (X, X[:, :3])),
+    "Decoder": (Decoder(CONFIG, cross=True), (X, CONTEXT)),
     **{
         block.__name__: (block(CONFIG.replace(norm_position=name), cross=name != "parallel"), (X, INPUTS))
         for name, block in BLOCKS.items()
@@ -211,7 +217,7 @@ def bridged(module, *inputs):
     model = nnx.eval_shape(lambda: nnx.bridge.ToNNX(module).lazy_init(*inputs, rngs=nnx.Rngs(0)))
     random = np.random.default_rng(0)
     shapes = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    params = jax.tree.map(lambda leaf: jnp.asarray(random.uniform(0.1, 0.9, leaf.shape), leaf.dtype), shapes)
+    params = jax.tree.map(lambda leaf: put(random.uniform(0.1, 0.9, leaf.shape).astype(leaf.dtype)), shapes)
     nnx.update(model, params)
     return model, params
 
@@ -230,7 +236,7 @@ def close(a, b):
 @by_case
 def test_a_module_trains_in_nnx_as_in_linen(module, inputs):
     model, params = bridged(module, *inputs)
-    expected = jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
+    expected = jax.eval_shape(lambda: module.init(jax.random.key(0), *inputs))["params"]
     assert {path: leaf.shape for path, leaf in flatten_dict(params).items()} == {
         path: leaf.shape for path, leaf in flatten_dict(expected).items()
     }
@@ -244,11 +250,12 @@ def test_a_module_trains_in_nnx_as_in_linen(module, inputs):
 
     out, (gradient, expected) = step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), params)
     close(out, expected)
-    trained = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    trained = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    params, gradient = jax.tree.map(np.asarray, (params, gradient))
     close(trained, jax.tree.map(lambda leaf, slope: leaf - 0.1 * slope, params, gradient))
-    slopes, moved = flatten_dict(gradient), flatten_dict(jax.tree.map(jnp.subtract, trained, params))
-    assert not [path for path in slopes if jnp.abs(slopes[path]).max() > 1e-3 and not jnp.abs(moved[path]).max()]
-    assert any(jnp.abs(slope).max() > 1e-3 for slope in slopes.values())
+    slopes, moved = flatten_dict(gradient), flatten_dict(jax.tree.map(np.subtract, trained, params))
+    assert not [path for path in slopes if np.abs(slopes[path]).max() > 1e-3 and not np.abs(moved[path]).max()]
+    assert any(np.abs(slope).max() > 1e-3 for slope in slopes.values())
 
 
 def classes_in_use():
@@ -263,10 +270,11 @@ def classes_in_use():
 
     with nn.intercept_methods(record):
         for module, inputs in CASES.values():
-            jax.eval_shape(module.init, jax.random.key(0), *inputs)
+            jax.eval_shape(lambda module=module, inputs=inputs: module.init(jax.random.key(0), *inputs))
     return names
 
 
+@pytest.mark.usefixtures("without_type_checks")  # it traces all modules
 def test_no_attribute_has_the_name_of_a_parameter():
     """In NNX parameters are attributes: a method or field with the same name would conflict with them."""
     names = classes_in_use()
@@ -300,27 +308,37 @@ def test_dropout_takes_its_keys_from_nnx():
     module = BLOCKS["pre"](CONFIG.replace(dropout_rate=0.5, **{"attention.dropout_rate": 0.3}))
     noisy = LayerInputs(deterministic=False)
     model, params = bridged(module, X, INPUTS)
-    run = nnx.jit(lambda model, key: model(X, noisy, rngs=nnx.Rngs(dropout=key))[0])
-    linen = jax.jit(lambda params, key: module.apply({"params": params}, X, noisy, rngs={"dropout": key})[0])
-    key = jax.random.key(5)
-    close(run(model, key), linen(params, nnx.Rngs(dropout=key).dropout()))
-    assert jnp.abs(run(model, key) - run(model, jax.random.key(6))).max() > 0.1
+    run = nnx.jit(lambda model, seed: model(X, noisy, rngs=nnx.Rngs(dropout=jax.random.key(seed)))[0])
+
+    @jax.jit
+    def linen(params, seed):
+        key = nnx.Rngs(dropout=jax.random.key(seed)).dropout()
+        return module.apply({"params": params}, X, noisy, rngs={"dropout": key})[0]
+
+    close(run(model, 5), linen(params, 5))
+    assert np.abs(np.asarray(run(model, 5)) - np.asarray(run(model, 6))).max() > 0.1
+
     # The random stream of the model advances with each call.
-    keeps = nnx.bridge.ToNNX(MultiHeadAttention(3, dropout_rate=0.5), rngs=nnx.Rngs(params=0, dropout=1)).lazy_init(X)
-    call = nnx.jit(lambda model: model(X, deterministic=False)[0])
-    assert jnp.abs(call(keeps) - call(keeps)).max() > 1e-3
+    @nnx.jit
+    def make():
+        return nnx.bridge.ToNNX(MultiHeadAttention(3, dropout_rate=0.5), rngs=nnx.Rngs(params=0, dropout=1)).lazy_init(
+            X
+        )
+
+    keeps, call = make(), nnx.jit(lambda model: model(X, deterministic=False)[0])
+    assert np.abs(np.asarray(call(keeps)) - np.asarray(call(keeps))).max() > 1e-3
 
 
 def test_a_cache_goes_through():
     module = CausalLM(CONFIG)
     model, params = bridged(module, TOKENS)
-    cache = model.init_cache(2, 5)
-    close(cache, module.init_cache(2, 5))
+    cache = nnx.jit(lambda model: model.init_cache(2, 5))(model)
+    close(cache, jax.jit(lambda: module.init_cache(2, 5))())
     run = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache))
-    first, cache = run(model, TOKENS[:, :3], cache)
-    second, cache = run(model, TOKENS[:, 3:], cache)
+    first, cache = run(model, NUMPY_TOKENS[:, :3], cache)
+    second, cache = run(model, NUMPY_TOKENS[:, 3:], cache)
     whole = jax.jit(module.apply)({"params": params}, TOKENS)
-    close(jnp.concatenate([first, second], axis=1), whole)
+    close(np.concatenate([first, second], axis=1), whole)
     np.testing.assert_array_equal(cache["layers"]["slot_0"].self_attention.length, 5)
 
 
@@ -337,4 +355,5 @@ def test_methods_are_called_by_name():
 
     close(*call(encoding, model, params))
     table, params = bridged(Embedding(13, 6), TOKENS)
-    close(table.attend(X), X @ params["embedding"].T)
+    attended = nnx.jit(lambda table: table.attend(X))(table)
+    close(attended, NUMPY_X @ np.asarray(params["embedding"]).T)
