@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxprs import jaxprs_in_params
+from numeric_parts import random_params
 
 from transformer.config import ConfigError, Execution, LayerKind, StackOptions, TransformerConfig
 from transformer.nn._attention import MultiHeadAttention
@@ -17,7 +18,8 @@ from transformer.nn._stacks import Decoder, Encoder
 from transformer.training._state import parameter_paths
 
 CONFIG = TransformerConfig(d_model=12, num_layers=2, num_heads=3, d_ff=7)
-X = jax.random.normal(jax.random.key(0), (2, 5, 12))
+NUMPY_X = np.random.default_rng(0).normal(size=(2, 5, 12)).astype(np.float32)
+X = jax.device_put(NUMPY_X)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
@@ -40,11 +42,15 @@ def test_blocks_are_their_equations(norm):
     outs = []
     for block_class in (PreNormBlock, PostNormBlock):
         block = block_class(config)
-        params = jax.jit(block.init)(jax.random.key(1), X, inputs)
-        params = jax.tree.map(lambda leaf: leaf + 0.05, params)
-        out, cache, aux = block.apply(params, X, inputs)
-        assert (cache, aux) == (None, {})
-        np.testing.assert_allclose(out, equation(block_class, params, X), rtol=1e-5, atol=1e-6)
+
+        @jax.jit
+        def run(params, block=block, block_class=block_class):
+            out, cache, aux = block.apply(params, X, inputs)
+            assert (cache, aux) == (None, {})
+            return out, equation(block_class, params, X)
+
+        out, expected = map(np.asarray, run(random_params(block, X, inputs)))
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
         outs.append(out)
     assert np.abs(outs[0] - outs[1]).max() > 0.1
 
@@ -82,21 +88,16 @@ def parts(config, params):
     return attend, feed, norm
 
 
-def shaken(params):
-    """Add noise to all parameters, so that norms and biases, initialized to 1 and 0, have an effect."""
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    leaves = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(tree, leaves)
-
-
 @pytest.mark.parametrize("norm_position", EQUATIONS)
 def test_norms_elsewhere_are_their_equations(norm_position):
     config = CONFIG.replace(norm="rms_norm", norm_position=norm_position)
     block, inputs = BLOCKS[norm_position](config), LayerInputs(mask=Mask.causal())
-    params = shaken(jax.jit(block.init)(jax.random.key(1), X, inputs))
-    expected = EQUATIONS[norm_position](X, *parts(config, params["params"]))
-    np.testing.assert_allclose(block.apply(params, X, inputs)[0], expected, rtol=1e-4, atol=1e-5)
+
+    @jax.jit
+    def run(params):
+        return block.apply(params, X, inputs)[0], EQUATIONS[norm_position](X, *parts(config, params["params"]))
+
+    np.testing.assert_allclose(*run(random_params(block, X, inputs)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.default_cases(1)
@@ -104,64 +105,74 @@ def test_norms_elsewhere_are_their_equations(norm_position):
 def test_with_norms_elsewhere_a_cache_changes_nothing(norm_position):
     config = CONFIG.replace(norm_position=norm_position, position="rotary", num_layers=1)
     decoder = Decoder(config, cross=norm_position != "parallel")
-    context = {} if norm_position == "parallel" else {"context": X[:, :3] + 1}
-    params = shaken(jax.jit(decoder.init)(jax.random.key(0), X, **context))
-    whole, _, _ = jax.jit(decoder.apply)(params, X, **context)
+    context = {} if norm_position == "parallel" else {"context": jax.device_put(NUMPY_X[:, :3] + 1)}
+    params = random_params(decoder, X, **context)
     step = jax.jit(decoder.apply)
-    first, cache, _ = step(params, X[:, :3], **context, cache=decoder.init_cache(2, 5))
-    rest, _, _ = step(params, X[:, 3:], cache=cache)
-    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), whole, rtol=1e-4, atol=1e-5)
+    whole, _, _ = step(params, X, **context)
+    cache = jax.jit(lambda: decoder.init_cache(2, 5))()
+    first, cache, _ = step(params, NUMPY_X[:, :3], **context, cache=cache)
+    rest, _, _ = step(params, NUMPY_X[:, 3:], cache=cache)
+    np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, rtol=1e-4, atol=1e-5)
     assert "final_norm" in params["params"]
 
 
 def test_a_parallel_layer_has_no_place_for_cross_attention():
     decoder = Decoder(CONFIG.replace(norm_position="parallel"), cross=True)
     with pytest.raises(ConfigError, match=r"'parallel' does not support cross-attention. Use another norm_position"):
-        decoder.init(jax.random.key(0), X, X)
+        jax.eval_shape(lambda: decoder.init(jax.random.key(0), X, X))
 
 
 def test_a_layer_without_its_first_norm_reads_x_as_it_is():
     kind = LayerKind(attention_norm=False)
     block = PreNormBlock(CONFIG.replace(norm="rms_norm"), kind)
-    params = shaken(jax.jit(block.init)(jax.random.key(1), X, LayerInputs(mask=Mask.causal())))
-    attend, feed, norm = parts(block.config, params["params"])
-    x = X + attend(X)
-    x = x + feed(norm("feed_forward_norm", x))
-    np.testing.assert_allclose(block.apply(params, X, LayerInputs(mask=Mask.causal()))[0], x, rtol=1e-4, atol=1e-5)
+    inputs = LayerInputs(mask=Mask.causal())
+    params = random_params(block, X, inputs)
+
+    @jax.jit
+    def run(params):
+        attend, feed, norm = parts(block.config, params["params"])
+        x = X + attend(X)
+        return block.apply(params, X, inputs)[0], x + feed(norm("feed_forward_norm", x))
+
+    np.testing.assert_allclose(*run(params), rtol=1e-4, atol=1e-5)
     assert "attention_norm" not in params["params"]
 
 
 def test_embeddings_are_normalized_after_positions_and_before_dropout():
     config = CONFIG.replace(**{"embedding.norm": True}, norm="rms_norm", position="learned", max_length=5)
     encoder = Encoder(config)
-    params = shaken(jax.jit(encoder.init)(jax.random.key(0), X))
-    plain = {name: leaf for name, leaf in params["params"].items() if name not in ("embedding_norm", "position_table")}
-    x = RMSNorm(config.norm_epsilon).apply(
-        {"params": params["params"]["embedding_norm"]}, X + params["params"]["position_table"][None]
-    )
     without = Encoder(CONFIG.replace(norm="rms_norm", position="none"))
-    expected, _, _ = jax.jit(without.apply)({"params": plain}, x)
-    np.testing.assert_allclose(jax.jit(encoder.apply)(params, X)[0], expected, rtol=1e-4, atol=1e-5)
+
+    @jax.jit
+    def run(variables):
+        params = variables["params"]
+        plain = {name: leaf for name, leaf in params.items() if name not in ("embedding_norm", "position_table")}
+        norm = RMSNorm(config.norm_epsilon)
+        x = norm.apply({"params": params["embedding_norm"]}, X + params["position_table"][None])
+        return encoder.apply(variables, X)[0], without.apply({"params": plain}, x)[0]
+
+    np.testing.assert_allclose(*run(random_params(encoder, X)), rtol=1e-4, atol=1e-5)
 
 
 def test_layers_with_a_table_each_read_their_own():
     """With equal tables the result is that of one table for the stack; and each table has an effect."""
     t5 = {"position": "t5", "t5_bias.buckets": 8, "t5_bias.max_distance": 6}
     shared, own = Encoder(CONFIG.replace(**t5)), Encoder(CONFIG.replace(**t5, **{"t5_bias.per_layer": True}))
-    params = shaken(jax.jit(shared.init)(jax.random.key(0), X))["params"]
-    table = params.pop("position_table")
+    params = random_params(shared, X)["params"]
+    table = np.asarray(params.pop("position_table"))
     slot = params["layers"]["slot_0"]
-    alike = params | {"layers": {"slot_0": slot | {"position_table": jnp.stack([table, table])}}}
+    alike = params | {"layers": {"slot_0": slot | {"position_table": np.stack([table, table])}}}
     expected, _, _ = jax.jit(shared.apply)({"params": params | {"position_table": table}}, X)
     run = jax.jit(lambda params: own.apply({"params": params}, X)[0])
     np.testing.assert_allclose(run(alike), expected, rtol=1e-4, atol=1e-5)
-    assert jax.tree.map(jnp.shape, jax.eval_shape(own.init, jax.random.key(0), X)["params"]) == jax.tree.map(
+    assert jax.tree.map(jnp.shape, jax.eval_shape(lambda: own.init(jax.random.key(0), X))["params"]) == jax.tree.map(
         jnp.shape, alike
     )
     for layer in (0, 1):
-        tables = jnp.stack([table, table]).at[layer].multiply(-1.0)
+        tables = np.stack([table, table])
+        tables[layer] *= -1
         changed = params | {"layers": {"slot_0": slot | {"position_table": tables}}}
-        assert np.abs(run(changed) - expected).max() > 1e-3
+        assert np.abs(np.asarray(run(changed)) - np.asarray(expected)).max() > 1e-3
 
 
 def test_dropout_is_where_the_paper_puts_it():
@@ -170,14 +181,19 @@ def test_dropout_is_where_the_paper_puts_it():
     """
     config = CONFIG.replace(dropout_rate=0.999999)
     stack = Encoder(config)
-    params = jax.jit(stack.init)(jax.random.key(0), X)
     block = PreNormBlock(config)
-    inputs = LayerInputs(deterministic=False)
-    block_params = jax.jit(block.init)(jax.random.key(0), X, LayerInputs())
-    out, _, _ = block.apply(block_params, X, inputs, rngs={"dropout": jax.random.key(1)})
+
+    @jax.jit
+    def run(params, block_params):
+        rngs = {"dropout": jax.random.key(1)}
+        out, _, _ = block.apply(block_params, X, LayerInputs(deterministic=False), rngs=rngs)
+        return out, stack.apply(params, X, deterministic=False, rngs=rngs)[0]
+
+    params = random_params(stack, X)
+    out, whole = run(params, random_params(block, X, LayerInputs()))
     np.testing.assert_array_equal(out, X)
-    out, _, _ = stack.apply(params, X, deterministic=False, rngs={"dropout": jax.random.key(1)})
-    np.testing.assert_array_equal(out, jnp.zeros_like(X))
+    # The final norm makes its bias of 0.
+    np.testing.assert_array_equal(whole, np.broadcast_to(params["params"]["final_norm"]["bias"], X.shape))
 
 
 LAYERS = {"stack.period": (LayerKind(window=2), LayerKind(rotary_base=99.0)), "stack.suffix": (LayerKind(window=3),)}
@@ -188,21 +204,24 @@ PATTERN = TransformerConfig(
 
 
 def test_parameter_paths_are_the_layout():
-    params = jax.jit(Decoder(PATTERN).init)(jax.random.key(0), X)["params"]
+    params = jax.eval_shape(lambda: Decoder(PATTERN).init(jax.random.key(0), X))["params"]
     assert sorted(params) == ["final_norm", "layers", "prefix_0", "suffix_0"]
     assert sorted(params["layers"]) == ["slot_0", "slot_1"]
     assert params["layers"]["slot_1"]["self_attention"]["query"]["kernel"].shape == (2, 12, 3, 4)
     assert params["prefix_0"]["self_attention"]["query"]["kernel"].shape == (12, 3, 4)
     learned = PATTERN.replace(position="learned", max_length=9, norm_position="post")
-    params = jax.jit(Decoder(learned).init)(jax.random.key(0), X)["params"]
+    params = jax.eval_shape(lambda: Decoder(learned).init(jax.random.key(0), X))["params"]
     assert params["position_table"].shape == (9, 12)
     assert "final_norm" not in params
 
 
 def test_repeated_layers_start_unlike_each_other():
-    kernel = jax.jit(Decoder(PATTERN).init)(jax.random.key(0), X)["params"]["layers"]["slot_0"]["feed_forward"]["up"][
-        "kernel"
-    ]
+    @jax.jit  # without the other parameters, it compiles in less time
+    def initialized():
+        params = Decoder(PATTERN).init(jax.random.key(0), X)["params"]
+        return params["layers"]["slot_0"]["feed_forward"]["up"]["kernel"]
+
+    kernel = np.asarray(initialized())
     assert np.abs(kernel[0] - kernel[1]).max() > 0.1
 
 
@@ -236,8 +255,8 @@ def test_remat_policies_keep_what_they_say():
     """Number of matrix multiplications in the backward pass for each policy: all recomputed, or only some."""
 
     def count(remat):
-        stack = Encoder(CONFIG, execution=Execution(remat=remat, scan=False))
-        params = jax.jit(stack.init)(jax.random.key(0), X)
+        stack = Encoder(CONFIG.replace(num_layers=1), execution=Execution(remat=remat, scan=False))
+        params = jax.eval_shape(lambda: stack.init(jax.random.key(0), X))
         text = str(jax.make_jaxpr(jax.grad(lambda p: stack.apply(p, X)[0].sum()))(params))
         return text.count("dot_general")
 
@@ -246,20 +265,24 @@ def test_remat_policies_keep_what_they_say():
     assert none < names < full
 
 
+def jacobian_of(stack, params):
+    """Return the derivatives (T, D, T, D) of the outputs of the first row by its inputs."""
+    run = jax.jit(jax.jacobian(lambda row: stack.apply(params, row[None])[0][0]))
+    return np.asarray(run(NUMPY_X[0]))
+
+
 def test_a_window_limits_its_own_layers():
     """With window 2, an output depends on its own and the previous input; after two such layers, on two previous."""
     config = CONFIG.replace(**{"stack.period": (LayerKind(window=2),)}, num_layers=2)
     decoder = Decoder(config)
-    params = jax.jit(decoder.init)(jax.random.key(0), X)
-    jacobian = jax.jit(jax.jacobian(lambda x: decoder.apply(params, x)[0][0]))(X)[:, :, 0]
+    jacobian = jacobian_of(decoder, random_params(decoder, X))
     distance = np.arange(5)[:, None] - np.arange(5)[None, :]
     np.testing.assert_array_equal(np.abs(jacobian).max((1, 3)) > 0, (distance >= 0) & (distance <= 2))
 
 
 def test_an_encoder_sees_both_ways_and_a_decoder_back():
     for stack, seen in ((Encoder(CONFIG), np.ones((5, 5), bool)), (Decoder(CONFIG), np.tri(5, dtype=bool))):
-        params = jax.jit(stack.init)(jax.random.key(0), X)
-        jacobian = jax.jit(jax.jacobian(lambda x, s=stack, p=params: s.apply(p, x)[0][0]))(X)[:, :, 0]
+        jacobian = jacobian_of(stack, random_params(stack, X))
         np.testing.assert_array_equal(np.abs(jacobian).max((1, 3)) > 0, seen)
 
 
@@ -267,21 +290,21 @@ def test_an_encoder_sees_both_ways_and_a_decoder_back():
 def test_without_self_attention_a_position_sees_itself_alone(norm_position):
     config = CONFIG.replace(**{"stack.period": (LayerKind(self_attention=False),)}, norm_position=norm_position)
     decoder = Decoder(config)
-    params = jax.jit(decoder.init)(jax.random.key(0), X)
+    params = random_params(decoder, X)
     assert not [path for path in parameter_paths(params) if "attention" in path]
-    jacobian = jax.jit(jax.jacobian(lambda x: decoder.apply(params, x)[0][0]))(X)[:, :, 0]
+    jacobian = jacobian_of(decoder, params)
     np.testing.assert_array_equal(np.abs(jacobian).max((1, 3)) > 0, np.eye(5, dtype=bool))
 
 
 def test_without_residual_a_sublayer_replaces_x():
     """If the last projection is zero, x + f(norm(x)) is x, and f(norm(x)) is zero."""
-    for norm_position, left in (("pre", X), ("pre_without_residual", jnp.zeros_like(X))):
+    for norm_position, left in (("pre", X), ("pre_without_residual", np.zeros_like(X))):
         block = BLOCKS[norm_position](CONFIG)
         params = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf * 0 if "down" in jax.tree_util.keystr(path) or "out" in str(path) else leaf,
-            jax.jit(block.init)(jax.random.key(0), X, LayerInputs()),
+            lambda path, leaf: np.zeros_like(leaf) if "down" in str(path) or "out" in str(path) else leaf,
+            random_params(block, X, LayerInputs()),
         )
-        np.testing.assert_array_equal(block.apply(params, X, LayerInputs())[0], left)
+        np.testing.assert_array_equal(jax.jit(block.apply)(params, X, LayerInputs())[0], left)
 
 
 @pytest.mark.slow
@@ -295,18 +318,18 @@ def test_a_layer_without_self_attention_counts_in_its_cache():
     assert cache_length(cache).tolist() == [X.shape[1]] * X.shape[0]
 
 
-def test_caches_of_layers_may_be_told_apart():
+def test_each_layer_has_its_own_cache():
     decoder = Decoder(PATTERN, cross=True)
-    cache = decoder.init_cache(2, 9)
+    cache = jax.eval_shape(lambda: decoder.init_cache(2, 9))
     assert sorted(cache) == ["layers", "prefix_0", "suffix_0"]
     assert isinstance(cache["prefix_0"], LayerCache)
     assert cache["layers"]["slot_0"].self_attention.key.shape == (2, 2, 3, 9, 4)
     assert cache["prefix_0"].cross_attention.key is None
 
 
-def test_cross_attention_without_a_context_says_so():
+def test_cross_attention_without_a_context_is_an_error():
     with pytest.raises(ValueError, match="nothing to attend to: pass a context"):
-        Decoder(CONFIG, cross=True).init(jax.random.key(0), X)
+        jax.eval_shape(lambda: Decoder(CONFIG, cross=True).init(jax.random.key(0), X))
 
 
 def test_only_layers_of_the_loop_may_be_merged_with_their_recomputation():
@@ -322,6 +345,6 @@ def test_only_layers_of_the_loop_may_be_merged_with_their_recomputation():
 
     config = CONFIG.replace(**{"stack.prefix": (LayerKind(),), "stack.suffix": (LayerKind(),)}, num_layers=4)
     stack = Encoder(config, execution=Execution(remat="full"))
-    params = jax.eval_shape(stack.init, jax.random.key(0), X)
+    params = jax.eval_shape(lambda: stack.init(jax.random.key(0), X))
     walk(jax.make_jaxpr(stack.apply)(params, X).jaxpr, looped=False)
     assert sorted(found) == [(False, True), (False, True), (True, False)]
