@@ -8,7 +8,6 @@ from numbers import Integral
 from typing import Any, SupportsIndex
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer.generate._continuous import decode_in_slots
@@ -32,6 +31,7 @@ from transformer.generate._prompts import (
 )
 from transformer.generate._sampling import PLAIN, SamplerParams, Sampling
 from transformer.generate._speculative import Draft, decode_with_draft
+from transformer.nn.models._base import first_bad_parameter
 from transformer.nn.models._causal_lm import CausalLM
 
 
@@ -189,14 +189,11 @@ def check_finite(failed_at: np.ndarray, prompts: Sequence[np.ndarray], params: A
     if not failed.size:
         return
     row, position = failed[0], failed_at[failed[0]]
-    broken = next(
-        (path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if not jnp.isfinite(leaf).all()), None
-    )
+    broken = first_bad_parameter(params)
     if broken is None:
         cause = f"All parameters are finite, so a value overflowed in {dtype}, or an id or position was out of range."
     else:
-        name = jax.tree_util.keystr(broken, simple=True, separator="/")
-        cause = f"The parameter {name} holds NaN or infinity. Use an earlier checkpoint."
+        cause = f"The parameter {broken} holds NaN or infinity. Use an earlier checkpoint."
     raise ValueError(
         f"the logits of row {row} are not finite at position {position} (after {len(prompts[row])} prompt tokens "
         f"and {position - len(prompts[row])} new tokens), so no token can be chosen. {cause}"

@@ -184,4 +184,4 @@ def _place(array: Any, leaf: Any) -> Any:
         return array
     if (sharding := _sharding(leaf)) is not None:
         return jax.device_put(array, sharding)
-    return jnp.array(array)  # a copy: JAX must not donate memory that NumPy owns
+    return jax.device_put(array, may_alias=False)  # a copy: JAX must not donate memory that NumPy owns

@@ -18,7 +18,7 @@ from transformer.data._dataset import Batch
 from transformer.data._tokenizer import Tokenizer
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
-from transformer.training._finite import first_bad_parameter
+from transformer.nn.models._base import first_bad_parameter
 from transformer.training._recipe import Recipe, build_model
 from transformer.training._step import EvalStep, Metrics, NonFiniteError, evaluation_sums
 from transformer.training._tasks import TASKS

@@ -1,4 +1,4 @@
-"""Find the first non-finite parameter or output of a model, to explain a non-finite loss."""
+"""Explain a non-finite loss by the first non-finite parameter or output of the model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.nn.kernels import portable
+from transformer.nn.models._base import first_bad_parameter
 from transformer.training._losses import Batch
 from transformer.training._recipe import Recipe
 from transformer.training._tasks import TASKS
-
-
-def first_bad_parameter(params: Any) -> str | None:
-    """Return the path of the first parameter that contains NaN or infinity; None if all are finite."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    bad = (path for path, leaf in leaves if not jnp.isfinite(leaf).all())
-    path = next(bad, None)
-    return None if path is None else jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def why_not_finite(recipe: Recipe, model: nn.Module, params: Any, batch: Batch) -> str:

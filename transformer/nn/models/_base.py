@@ -221,6 +221,21 @@ def check_tokens(tokens: Tokens, vocab_size: int, field: str = "vocab_size") -> 
         )
 
 
+def first_bad_parameter(params: Any) -> str | None:
+    """Return the path of the first parameter that contains NaN or infinity; None if all are finite."""
+    finite = jax.device_get(_are_finite(params))
+    for path, is_finite in jax.tree_util.tree_leaves_with_path(finite):
+        if not is_finite:
+            return jax.tree_util.keystr(path, simple=True, separator="/")
+    return None
+
+
+@jax.jit
+def _are_finite(params: Any) -> Any:
+    """Return a boolean per leaf. One program for all leaves: called leaf by leaf, JAX would compile one per shape."""
+    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params)
+
+
 def count_parameters(params: Any) -> int:
     """Return the number of parameters in a tree of arrays, or of their shapes."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
