@@ -5,12 +5,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from transformer.config import llama_decoder
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.nn.models import CausalLM
+from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.zoo import save_pretrained
 
 TEMPLATES = Path(__file__).parent / "chat" / "templates"
@@ -134,13 +135,27 @@ def tokenizer(family: str, **settings: object) -> PretrainedTokenizer:
     return PretrainedTokenizer(files(family, **settings))
 
 
+def drawn_params(model: CausalLM | Seq2Seq, scale: float, seed: int = 0):
+    """Return parameters as `init` does with `initializer_range` as the scale, from NumPy, which compiles no program."""
+    random = np.random.default_rng(seed)
+    ids = [jax.ShapeDtypeStruct((1, 2), jnp.int32)] * (2 if isinstance(model, Seq2Seq) else 1)
+    shapes = jax.eval_shape(lambda *ids: model.init(jax.random.key(0), *ids), *ids)["params"]
+
+    def draw(path, leaf):
+        if path[-1].key == "scale":
+            return np.ones(leaf.shape, leaf.dtype)
+        return (scale * random.normal(size=leaf.shape)).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
 def write_chat_model(directory, family: str = "smollm", *, seed: int = 0, model: str = "llama", **generation: object):
     """Write a tiny Llama, or Qwen 3, with the tokenizer of a family as a directory of weights, and return it."""
     made = tokenizer(family)
     config = llama_decoder(vocab_size=made.vocab_size, d_model=16, num_layers=2, num_heads=2, d_ff=24, max_length=None)
     config = config.replace(initializer_range=0.5, **{"attention.qk_norm": model == "qwen3"})
     tiny = CausalLM(config)
-    params = jax.jit(tiny.init)(jax.random.key(seed), jnp.zeros((1, 2), jnp.int32))["params"]
+    params = drawn_params(tiny, 0.5, seed)
     save_pretrained(tiny, params, directory, tokenizer=made, family=model)
     if generation:
         (directory / "generation_config.json").write_text(json.dumps(generation))

@@ -1,12 +1,12 @@
 """A tiny model with random weights for tests of the server's engine, and its answers to requests."""
 
 import contextlib
+import functools
 import queue
 import random
 import time
 
-import jax
-import jax.numpy as jnp
+from chat_parts import drawn_params
 from chat_parts import tokenizer as make_tokenizer
 
 from transformer.config import llama_decoder
@@ -14,21 +14,23 @@ from transformer.nn.models import CausalLM
 from transformer.serve import Engine
 
 
-def tiny_parts(**changes):
+@functools.cache
+def tiny_parts(num_layers=2, **changes):
     """Return a model, its parameters, and the tokenizer of a family; `changes` are fields of the config."""
     tokenizer = make_tokenizer("smollm")
     config = llama_decoder(
-        vocab_size=tokenizer.vocab_size, d_model=32, num_layers=2, num_heads=2, d_ff=48, max_length=None
+        vocab_size=tokenizer.vocab_size, d_model=32, num_layers=num_layers, num_heads=2, d_ff=48, max_length=None
     )
     model = CausalLM(config.replace(initializer_range=0.4, **changes))
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    return model, params, tokenizer
+    return model, drawn_params(model, 0.4), tokenizer
 
 
 @contextlib.contextmanager
-def started_engine(parts, positions, **options):
+def started_engine(parts, positions, warm=False, **options):
     """Yield an engine with four slots that runs, and close it; no request uses a page then."""
     made = Engine(*parts, slots=4, positions=positions, **options)
+    if warm:
+        made.warm_up()
     made.start()
     yield made
     made.close()

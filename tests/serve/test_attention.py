@@ -36,17 +36,24 @@ def client(service):
     return TestClient(service.application(), base_url="http://localhost", headers=HEAD)
 
 
-def test_the_page_has_the_weights_of_the_conversation(client, opened):
+@pytest.fixture(scope="module")
+def conversation(opened):
+    """The number of tokens before the answer, all tokens, and their attention maps."""
+    chat = Chat(opened.model, opened.params, opened.tokenizer)
+    before = chat.encode(MESSAGES[:1], add_generation_prompt=True).ids
+    ids = [*before, *opened.tokenizer.encode("Fine, thanks.")]
+    return len(before), ids, attention_maps(sown_weights(opened.model, opened.params, [ids]), opened.model.config)
+
+
+@pytest.mark.programs(13, reason="the masks of a page are computed outside of jit")
+def test_the_page_has_the_weights_of_the_conversation(client, opened, conversation):
     response = client.post("/v1/attention", json={"messages": MESSAGES})
     assert response.status_code == 200
     assert response.headers["content-security-policy"] == "sandbox"
     data = data_of(response.text)
-    chat = Chat(opened.model, opened.params, opened.tokenizer)
-    before = chat.encode(MESSAGES[:1], add_generation_prompt=True).ids
-    ids = [*before, *opened.tokenizer.encode("Fine, thanks.")]
+    before, ids, expected = conversation
     assert data["words"]["decoder"] == [*map(printable, opened.tokenizer.tokens(ids))]
-    assert data["writtenFrom"] == len(before)
-    expected = attention_maps(sown_weights(opened.model, opened.params, [ids]), opened.model.config)
+    assert data["writtenFrom"] == before
     (group,) = data["panels"][0]["groups"]
     assert len(group["layers"]) == len(expected)
     for layer, one in enumerate(expected):
@@ -54,6 +61,7 @@ def test_the_page_has_the_weights_of_the_conversation(client, opened):
         np.testing.assert_allclose(found, np.where(one.hidden, np.nan, one.weights), atol=3e-3)
 
 
+@pytest.mark.programs(13, reason="the masks of a page are computed outside of jit")
 def test_a_completion_without_a_template(client):
     data = data_of(client.post("/v1/attention", json={"prompt": "How are", "answer": " you?"}).text)
     assert 0 < data["writtenFrom"] < len(data["words"]["decoder"])

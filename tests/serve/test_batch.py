@@ -105,6 +105,7 @@ BAD = [
 ]
 
 
+@pytest.mark.programs(10, reason="the command opens a model and compiles all programs of a server")
 def test_bad_lines_are_answered_and_others_too(model, tmp_path, capsys):
     """Also when the run is continued: each line has one answer."""
     lines = [line("good", prompt="a", max_tokens=2), *(bad for bad, _ in BAD), b"\n"]
@@ -124,6 +125,7 @@ def test_bad_lines_are_answered_and_others_too(model, tmp_path, capsys):
     assert "11 of 11 requests are answered already" in capsys.readouterr().err
 
 
+@pytest.mark.programs(10, reason="the command opens a model and compiles all programs of a server")
 def test_a_killed_run_is_continued(model, service, tmp_path):
     """SIGKILL in the middle, and half a line at the end: the answers are those of one whole run."""
     draws = {"max_tokens": 40, "temperature": 1.2}

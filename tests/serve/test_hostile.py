@@ -28,7 +28,7 @@ def opened(tmp_path_factory):
 
 
 def service_of(opened):
-    service = make_service(opened, slots=2, max_tokens=512, api_key=None, local_only=True)
+    service = make_service(opened, slots=2, max_tokens=128, api_key=None, local_only=True)
     service.warm_up(lambda done, total: None)
     return service
 
@@ -84,7 +84,7 @@ def test_a_slow_head_is_cut(address):
     assert is_served(address)
 
 
-def test_a_connection_that_says_nothing_is_cut(address):
+def test_a_silent_connection_is_cut(address):
     began = time.monotonic()
     assert exchange(address) == b""
     assert SHORT * 0.9 < time.monotonic() - began < 20
@@ -128,16 +128,22 @@ def test_invalid_heads(address, head):
     assert exchange(address, HEAD.encode() + head + b"\r\n\r\n").startswith(b"HTTP/1.1 400")
 
 
-def test_sigterm_ends_within_a_bound(opened, monkeypatch):
+@pytest.fixture(scope="module")
+def ending_service(opened):
+    """A service that its only test ends."""
+    return service_of(opened)
+
+
+def test_sigterm_ends_within_a_bound(ending_service, monkeypatch):
     """A text that takes longer than the time to end is cut, its client gets an end, and the server returns."""
-    service = service_of(opened)
+    service = ending_service
     slow_down(monkeypatch, service.engine)
     got, threads = [], []
 
     def ask(url):
         host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
         with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall(request(b'{"prompt": "a", "max_tokens": 500, "stream": true, "temperature": 0}'))
+            connection.sendall(request(b'{"prompt": "a", "max_tokens": 120, "stream": true, "temperature": 0}'))
             got.append(connection.recv(65536))
             times.append(time.monotonic())
             os.kill(os.getpid(), signal.SIGTERM)

@@ -38,8 +38,8 @@ def grown(send, requests):
 @pytest.mark.parametrize("requests", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_requests_to_the_engine_leave_no_objects(requests):
     """Among them are preempted, cancelled and shared ones; the pages of the pool get other prompts many times."""
-    with started_engine(tiny_parts(), 160, cache_tokens=160) as engine:
-        prefix = [11 + i % 200 for i in range(128)]
+    with started_engine(tiny_parts(num_layers=1), 100, cache_tokens=112) as engine:
+        prefix = [11 + i % 200 for i in range(64)]  # one chunk
 
         def send(number):
             if number % TOGETHER:
@@ -49,7 +49,7 @@ def test_requests_to_the_engine_leave_no_objects(requests):
             ]
             sampled = Sampling(temperature=0.8)
             made = [
-                Request(prompt=row, max_tokens=90 if i % 6 == 1 else 1 + i % 9, sampling=sampled, seed=i)
+                Request(prompt=row, max_tokens=45 if i % 6 == 1 else 1 + i % 3, sampling=sampled, seed=i)
                 for i, row in enumerate(rows)
             ]
             (ticket,) = engine.submit(made[:1], lambda number, delta: None)
@@ -63,12 +63,22 @@ def test_requests_to_the_engine_leave_no_objects(requests):
     assert arrays < 30, "those of a call that is still running"
 
 
-def test_calls_over_http_leave_no_objects(tmp_path):
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    return open_model(write_chat_model(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def service(opened):
+    made = make_service(opened, slots=2, max_tokens=64, api_key=None, local_only=True)
+    made.warm_up(lambda done, total: None)
+    made.start()
+    yield made
+    made.close()
+
+
+def test_calls_over_http_leave_no_objects(service):
     """Streams and whole answers, refused requests, and requests for a path that does not exist."""
-    opened = open_model(write_chat_model(tmp_path / "tiny"))
-    service = make_service(opened, slots=2, max_tokens=64, api_key=None, local_only=True)
-    service.warm_up(lambda done, total: None)
-    service.start()
     client = TestClient(service.application(), base_url="http://127.0.0.1")
 
     def send(number):
@@ -81,6 +91,5 @@ def test_calls_over_http_leave_no_objects(tmp_path):
 
     with client:
         objects, arrays = grown(send, 150)
-    service.close()
     assert objects < MOST_OBJECTS
     assert arrays < 30

@@ -3,10 +3,9 @@
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from chat_parts import write_chat_model
+from chat_parts import drawn_params, write_chat_model
 from inference_parts import write_models
 from serve_parts import answers, prompts, tiny_parts
 
@@ -16,7 +15,8 @@ from transformer.config import ConfigError, LayerKind, MoE, StackOptions
 from transformer.generate import Draft, PromptLookup, Sampling
 from transformer.generate._row_steps import advance
 from transformer.inference import open_model
-from transformer.nn import make_mesh, quantize
+from transformer.nn import make_mesh
+from transformer.nn._int8 import quantized_shapes
 from transformer.nn.models import CausalLM
 from transformer.serve import Engine, Request
 from transformer.serve._placement import Placement
@@ -40,11 +40,20 @@ def dense():
 
 
 @pytest.fixture(scope="module")
+def answers_of_one_device(dense):
+    return served(dense, None)[0]
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    return write_chat_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
 def experts(dense):
     layers = StackOptions(period=(LayerKind(moe=MoE(num_experts=4, top_k=2)),))
     model = CausalLM(dense[0].config.replace(num_heads=4, stack=layers))
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    return model, params, dense[2]
+    return model, drawn_params(model, 0.4), dense[2]
 
 
 def served(parts, mesh, **options):
@@ -65,11 +74,11 @@ def shards(array):
     return array.sharding.shard_shape(array.shape), len(array.sharding.device_set)
 
 
-def test_answers_are_those_of_one_device(dense):
-    wanted, _ = served(dense, None)
+@pytest.mark.programs(7, reason="reads and writes with a draft, also texts that are computed again")
+def test_answers_are_those_of_one_device(dense, answers_of_one_device):
     draft = Draft(model=dense[0], params=dense[1], tokens=2)
     found, engine = served(dense, mesh_of(tensor=2), draft=draft)
-    assert found == wanted
+    assert found == answers_of_one_device
     assert engine.metrics.accepted_tokens > 0
     for pools in (engine._device._rows.pools, engine._device._rows.draft_pools):  # keys and values of 2 heads
         assert [(pool.shape, *shards(pool)) for pool in pools] == [((6, 16, 4, 16), (6, 16, 2, 16), 2)] * 2
@@ -92,7 +101,7 @@ def test_experts_stay_on_their_devices(experts):
     placement = Placement(model, mesh_of(tensor=2, expert=2))
     with placement.context():
         apply = jax.jit(lambda params, tokens: model.apply({"params": params}, tokens))
-        text = apply.lower(placement.sharded(params), jnp.zeros((1, 3), jnp.int32)).compile().as_text()
+        text = apply.lower(placement.sharded(params), np.zeros((1, 3), np.int32)).compile().as_text()
     assert "all-reduce" in text
     assert "all-gather" not in text
 
@@ -110,7 +119,7 @@ def test_a_second_text_compiles_nothing(dense):
     assert advance._cache_size()
 
 
-def test_what_a_mesh_is_not_for_is_refused(dense, monkeypatch):
+def test_rejects_what_a_mesh_is_not_for(dense, monkeypatch):
     model, params, tokenizer = dense
     with monkeypatch.context() as changed:
         changed.setattr(jax, "process_count", lambda: 2)
@@ -129,8 +138,9 @@ def test_what_a_mesh_is_not_for_is_refused(dense, monkeypatch):
         Placement(model, make_mesh({"fsdp": 2}, jax.devices()[:2]))
     with pytest.raises(ConfigError, match=r"model.num_heads \(2\) must be a multiple of parallel.tensor \(4\)"):
         Engine(*dense, mesh=mesh_of(tensor=4))
+    encoded = quantized_shapes(params, bits=8, group_size=32)
     with pytest.raises(ConfigError, match="quantized weights are not sharded over a mesh"):
-        Engine(model, quantize(params)[0], tokenizer, slots=1, positions=32, mesh=mesh_of(tensor=2))
+        Engine(model, encoded, tokenizer, slots=1, positions=32, mesh=mesh_of(tensor=2))
 
 
 @pytest.mark.parametrize(
@@ -142,8 +152,8 @@ def test_what_a_mesh_is_not_for_is_refused(dense, monkeypatch):
         (["--parallel.tensor", "8"], "must be a multiple of parallel.tensor (8)"),
     ],
 )
-def test_invalid_options(options, message, tmp_path, capsys):
-    assert main(["serve", str(write_chat_model(tmp_path / "tiny")), *options]) == 2
+def test_invalid_options(options, message, chat_model, capsys):
+    assert main(["serve", str(chat_model), *options]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -152,8 +162,8 @@ def test_another_kind_of_model_is_refused(tmp_path, capsys):
     assert "--draft, --lookup and --parallel need a causal model" in capsys.readouterr().err
 
 
-def test_pretrained_weights_are_sharded_as_they_are_read(tmp_path):
-    model = open_model(write_chat_model(tmp_path / "tiny"), mesh=mesh_of(tensor=2))
+def test_pretrained_weights_are_sharded_as_they_are_read(chat_model):
+    model = open_model(chat_model, mesh=mesh_of(tensor=2))
     kernel = next(leaf for leaf in jax.tree.leaves(model.params) if leaf.ndim == 4)  # layers, embed, heads, head size
     assert shards(kernel)[1] == 2
     assert shards(kernel)[0] != kernel.shape

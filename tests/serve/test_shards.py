@@ -152,24 +152,32 @@ def texts(path):
         (["--output", "a.jsonl"], "r.jsonl"),
     ],
 )
-def test_mistakes_of_processes_are_said_before_they_connect(tmp_path, capsys, words, message):
+def test_reports_mistakes_of_processes_before_they_connect(tmp_path, capsys, words, message):
     place = ["--parallel.coordinator", "nowhere:1", "--parallel.num-processes", "2", "--parallel.process-id", "1"]
     assert main(["batch", str(tmp_path), str(tmp_path / "r.jsonl"), *words, *place]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_process_shards_the_model(tmp_path, capsys):
-    model = write_chat_model(tmp_path / "tiny")
+@pytest.fixture(scope="module")
+def answered_on_one_device(tmp_path_factory):
+    """The command that answers three requests, without its output, and the answers of one device."""
+    folder = tmp_path_factory.mktemp("batch")
     lines = [
         {"custom_id": str(i), "url": "/v1/completions", "body": {"prompt": "Hello" * i, "max_tokens": 9}}
         for i in range(1, 4)
     ]
-    (tmp_path / "r.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    command = ["batch", str(model), str(tmp_path / "r.jsonl"), *SIZES, "--output"]
-    assert main([*command, str(tmp_path / "one.jsonl")]) == 0
+    (folder / "r.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    command = ["batch", str(write_chat_model(folder / "tiny")), str(folder / "r.jsonl"), "--slots", "2"]
+    command += ["--max-tokens", "32", "--output"]
+    assert main([*command, str(folder / "one.jsonl")]) == 0
+    return command, texts(folder / "one.jsonl")
+
+
+def test_one_process_shards_the_model(answered_on_one_device, tmp_path, capsys):
+    command, wanted = answered_on_one_device
     assert main([*command, str(tmp_path / "two.jsonl"), "--parallel.tensor", "2"]) == 0
-    assert texts(tmp_path / "one.jsonl") == texts(tmp_path / "two.jsonl")
+    assert texts(tmp_path / "two.jsonl") == wanted
     assert main([*command, str(tmp_path / "nine.jsonl"), "--parallel.tensor", "9"]) == 2
     assert "need 9 devices, but there are 8" in capsys.readouterr().err
 

@@ -3,10 +3,9 @@
 import random
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from chat_parts import write_chat_model
+from chat_parts import drawn_params, write_chat_model
 from inference_parts import write_models
 from serve_parts import answers, prompts, started_engine, tiny_parts
 from starlette.testclient import TestClient
@@ -36,9 +35,9 @@ TOKENS = 3
 @pytest.fixture(scope="module")
 def parts():
     """A tiny model whose greedy texts repeat themselves, because the layers change little of the embedding."""
-    model, params, tokenizer = tiny_parts()
-    layers = jax.tree.map(lambda leaf: 0.3 * leaf, params["decoder"]["layers"])
-    return model, {**params, "decoder": {**params["decoder"], "layers": layers}}, tokenizer
+    model, params, tokenizer = tiny_parts(num_layers=1)
+    layers = {name: jax.tree.map(lambda leaf: np.float32(0.3) * leaf, one) for name, one in params["decoder"].items()}
+    return model, {**params, "decoder": {**layers, "final_norm": params["decoder"]["final_norm"]}}, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +49,9 @@ def plain(parts):
 
 def similar(model, params):
     """A draft that often agrees with the model: its parameters with noise."""
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    noisy = [leaf * (1 + 0.02 * jax.random.normal(key, leaf.shape)) for leaf, key in zip(leaves, keys, strict=True)]
-    return Draft(model=model, params=tree.unflatten(noisy), tokens=TOKENS)
+    random = np.random.default_rng(7)
+    noisy = jax.tree.map(lambda leaf: (leaf * (1 + 0.02 * random.normal(size=leaf.shape))).astype(leaf.dtype), params)
+    return Draft(model=model, params=noisy, tokens=TOKENS)
 
 
 @pytest.fixture(scope="module", params=["lookup", "draft"])
@@ -83,16 +81,25 @@ def drawn_requests(count, grammars):
     return makers
 
 
-def test_a_text_is_that_of_its_request_alone_and_without_proposals(tight, plain, parts):
-    """With requests of all kinds together, preemptions and shared prefixes."""
+@pytest.fixture(scope="module")
+def makers(parts):
     pytest.importorskip("llguidance")
-    makers = drawn_requests(18, Grammars(parts[2], parts[2].vocab_size))
+    return drawn_requests(18, Grammars(parts[2], parts[2].vocab_size))
+
+
+@pytest.fixture(scope="module")
+def without_proposals(plain, makers):
+    return answers(plain, [make() for make in makers])
+
+
+def test_a_text_is_that_of_its_request_alone_and_without_proposals(tight, without_proposals, makers):
+    """With requests of all kinds together, preemptions and shared prefixes."""
     together, tokens_together = answers(tight, [make() for make in makers])
     assert tight.metrics.preemptions > 0
     assert tight.metrics.shared_tokens > 0
     proposed, accepted = tight.metrics.proposed_tokens, tight.metrics.accepted_tokens
     assert 0.1 * proposed < accepted < proposed
-    wanted, tokens_plain = answers(plain, [make() for make in makers])
+    wanted, tokens_plain = without_proposals
     assert together == wanted
     for mine, theirs in zip(tokens_together, tokens_plain, strict=True):
         assert [[one for one, _ in token.top] for token in mine] == [[one for one, _ in token.top] for token in theirs]
@@ -126,16 +133,16 @@ def test_after_the_warm_up_nothing_is_compiled(parts):
     assert (advance._cache_size(), read_part._cache_size()) == before
 
 
-def test_a_draft_that_does_not_fit_is_refused(parts):
+def test_rejects_a_draft_that_does_not_fit(parts):
     model = parts[0]
     with pytest.raises(ConfigError, match="can propose at most 15 tokens per step, got 16"):
         Engine(*parts, draft=PromptLookup(tokens=16))
     other = CausalLM(model.config.replace(vocab_size=7))
-    tiny = jax.jit(other.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    tiny = drawn_params(other, 0.4)
     with pytest.raises(ValueError, match="the draft must have the vocabulary of the model"):
         Engine(*parts, draft=Draft(model=other, params=tiny))
     short = CausalLM(model.config.replace(position="learned", max_length=20))
-    tiny = jax.jit(short.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    tiny = drawn_params(short, 0.4)
     with pytest.raises(ConfigError, match="the draft's learned position table has 20 positions, got 32 tokens"):
         Engine(*parts, slots=1, positions=32, draft=Draft(model=short, params=tiny))
 
@@ -145,20 +152,32 @@ def model(tmp_path_factory):
     return write_chat_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def test_speculation_over_http(model):
-    """The options of `serve`: the model as its own draft gives the same answer, in fewer steps."""
-    opened = open_model(model)
+def answer_over_http(opened, draft):
+    """Return what a server answers, and the server."""
     body = {"prompt": ["a b", "c"], "max_tokens": 20, "temperature": 0.5, "seed": 3, "logprobs": 2, "stop": "zz"}
-    found = []
-    for draft in (None, open_draft(str(model), None, None)):
-        service = make_service(opened, slots=2, max_tokens=64, api_key=None, local_only=True, draft=draft)
-        service.start()
-        client = TestClient(service.application(), base_url="http://localhost")
-        choices = client.post("/v1/completions", json=body).json()["choices"]
-        found.append([(one["text"], one["finish_reason"], one["logprobs"]["tokens"]) for one in choices])
-        assert "transformer_proposed_tokens_total" in client.get("/metrics").text
-        service.close()
-    assert found[0] == found[1]
+    service = make_service(opened, slots=2, max_tokens=64, api_key=None, local_only=True, draft=draft)
+    service.start()
+    client = TestClient(service.application(), base_url="http://localhost")
+    choices = client.post("/v1/completions", json=body).json()["choices"]
+    assert "transformer_proposed_tokens_total" in client.get("/metrics").text
+    service.close()
+    return [(one["text"], one["finish_reason"], one["logprobs"]["tokens"]) for one in choices], service
+
+
+@pytest.fixture(scope="module")
+def opened(model):
+    return open_model(model)
+
+
+@pytest.fixture(scope="module")
+def answer_without_draft(opened):
+    return answer_over_http(opened, None)[0]
+
+
+def test_speculation_over_http(model, opened, answer_without_draft):
+    """The options of `serve`: the model as its own draft gives the same answer, in fewer steps."""
+    found, service = answer_over_http(opened, open_draft(str(model), None, None))
+    assert found == answer_without_draft
     assert service.metrics.steps <= 12
     assert service.metrics.accepted_tokens > 0
 
