@@ -124,7 +124,6 @@ def test_a_tiny_model_learns_to_write_a_letter(trained):
     assert "->" in (trained / "samples.txt").read_text()
 
 
-@pytest.mark.programs(8, reason="the command copies each shape of parameter to the device")
 def test_evaluate_runs_the_rewards_of_a_run_only_if_they_are_trusted(equally_rewarded, folder, capsys):
     """A workdir may come from somebody else, and its recipe.json names the functions."""
     marker = folder / "ran"

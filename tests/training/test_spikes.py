@@ -5,9 +5,9 @@ import io
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from numeric_parts import random_params
 from training_recipes import (
     assert_equals_resumed_run,
     change,
@@ -78,7 +78,7 @@ def played(tmp_path, losses, finite=True, most_in_a_row=None, **training):
     recipe = tiny_recipe(steps=len(losses), **training)
     recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=1))
     ledger, said = TrainStats(), io.StringIO()
-    told = {
+    usual = {
         "weight": 2.0,
         "grad_norm": 1.0,
         "learning_rate": 0.1,
@@ -92,7 +92,7 @@ def played(tmp_path, losses, finite=True, most_in_a_row=None, **training):
         journal = Journal(recipe, ledger, writer, progress, [])
         for step, loss in enumerate(losses, start=1):
             limits.append(journal.skip_above())
-            values = told | {"loss_sum": 2.0 * loss, "finite": finite}
+            values = usual | {"loss_sum": 2.0 * loss, "finite": finite}
             metrics = {name: np.asarray(value) for name, value in values.items()}
             journal.add(step, metrics, batch=f"batch {step}", why=lambda batch: f"It was {batch}.")
         journal.read()
@@ -178,13 +178,13 @@ def test_a_loss_above_the_limit_changes_nothing_and_one_below_all():
     state, step = start(recipe)
     batch = tiny_batch()
     expected, metrics = step(state, batch)
-    loss = metrics["loss_sum"] / metrics["weight"]
-    same, _ = step(state, batch, loss * 1.0001)
+    loss = np.float32(metrics["loss_sum"]) / np.float32(metrics["weight"])
+    same, _ = step(state, batch, np.float32(loss * 1.0001))
     chex.assert_trees_all_close(same, expected, atol=1e-6)  # a different program: equal up to rounding
-    after, metrics = step(state, batch, loss * 0.9999)
+    after, metrics = step(state, batch, np.float32(loss * 0.9999))
     chex.assert_trees_all_equal((after.params, after.opt_state, after.ema), (state.params, state.opt_state, state.ema))
-    assert (after.step, after.skipped, metrics["skipped"], metrics["finite"]) == (1, 1, 1, True)
-    following, _ = step(after, batch, jnp.float32(jnp.inf))  # with nan_policy "stop", a spike does not end training
+    assert jax.device_get((after.step, after.skipped, metrics["skipped"], metrics["finite"])) == (1, 1, 1, True)
+    following, _ = step(after, batch, np.float32(np.inf))  # with nan_policy "stop", a spike does not end training
     chex.assert_trees_all_equal(following.params, same.params)
 
 
@@ -192,7 +192,7 @@ def test_batches_skipped_once_do_not_hold_up_a_run_that_now_stops_at_one():
     """A run may change its nan_policy; batches that it skipped before do not count as failures."""
     state, step = start(tiny_recipe())
     expected, _ = step(state, tiny_batch())
-    after, metrics = step(state.replace(skipped=jnp.int32(3)), tiny_batch())
+    after, metrics = step(state.replace(skipped=jax.device_put(np.int32(3))), tiny_batch())
     chex.assert_trees_all_equal(after.params, expected.params)
     assert (after.skipped, metrics["finite"]) == (3, True)
 
@@ -231,15 +231,16 @@ def test_a_run_that_skips_spikes_goes_on_as_if_never_stopped(tmp_path, monkeypat
 
 def with_row(params, token, value):
     """Return the parameters with one row of the embedding changed."""
-    table = params["embedding"]["embedding"].at[token].set(value)
-    return params | {"embedding": params["embedding"] | {"embedding": table}}
+    table = np.array(params["embedding"]["embedding"])
+    table[token] = value
+    return params | {"embedding": params["embedding"] | {"embedding": jax.device_put(table)}}
 
 
 def test_a_bad_parameter_is_named():
     recipe = tiny_recipe()
     params = start(recipe)[0].params
     assert first_bad_parameter(params) is None
-    params = with_row(params, 3, jnp.nan)
+    params = with_row(params, 3, np.nan)
     assert first_bad_parameter(params) == "embedding/embedding"
     why = why_not_finite(recipe, build_model(recipe), params, tiny_batch())
     assert why == "The parameter embedding/embedding contains NaN or infinity."
@@ -247,7 +248,8 @@ def test_a_bad_parameter_is_named():
 
 def test_the_first_logits_that_overflow_are_named():
     recipe = tiny_recipe(model={"embedding.tie": False})
-    model, batch, params = build_model(recipe), tiny_batch(), start(recipe)[0].params
+    model, batch = build_model(recipe), tiny_batch()
+    params = random_params(model, batch["tokens"])["params"]
     assert "finite, and so are the logits" in why_not_finite(recipe, model, params, batch)
     tokens = np.asarray(batch["tokens"])
     token = min({*range(3, 13)} - {*tokens[0].tolist()})
@@ -278,7 +280,7 @@ def test_a_run_that_stops_says_where_it_came_from(tmp_path, monkeypatch):
 
     def broken(*args):
         state, ledger = original(*args)
-        return state.replace(params=with_row(state.params, 5, jnp.inf)), ledger
+        return state.replace(params=with_row(state.params, 5, np.inf)), ledger
 
     monkeypatch.setattr(loop, "begin", broken)
     with pytest.raises(NonFiniteError, match=r"^step 1: .* parameter embedding/embedding contains NaN or infinity\."):
@@ -287,7 +289,7 @@ def test_a_run_that_stops_says_where_it_came_from(tmp_path, monkeypatch):
 
 def test_an_evaluation_that_is_not_finite_is_an_error_or_a_result():
     batches = [{"loss_sum": 1.0, "correct": 1.0, "weight": 1.0}, {"loss_sum": np.nan, "correct": 0.0, "weight": 1.0}]
-    good, bad = {"a": jnp.ones(3)}, {"a": jnp.ones(3), "b": jnp.asarray([1.0, jnp.inf])}
+    good, bad = jax.device_put(({"a": np.ones(3)}, {"a": np.ones(3), "b": np.array([1.0, np.inf])}))
     with pytest.raises(
         NonFiniteError, match=r"the loss of held-out batch 1 is nan: all parameters are finite, so its log"
     ):

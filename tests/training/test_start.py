@@ -1,18 +1,19 @@
 """Fine-tuning: labeled texts, runs that are initialized from a pretrained model (full or LoRA), and their results."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from finetune_parts import SMALL_LORA, bert_directory, finetuning, write_sst2
 from flax.traverse_util import flatten_dict, unflatten_dict
 from golden import case as golden_case
 from golden import ours
+from numeric_parts import random_params
 from training_recipes import change, text_recipe
 
 from transformer.__main__ import main
@@ -45,11 +46,17 @@ def folder(tmp_path_factory):
     return folder
 
 
+@functools.cache
+def read_start(folder, recipe):
+    """Return the pretrained model that a recipe starts from, which is read once for several tests."""
+    return start_from(folder / "bert", recipe)
+
+
 @pytest.fixture(scope="module")
 def adapted(folder):
     """A complete LoRA run."""
     recipe = finetuning(folder / "sst2", lora=SMALL_LORA)
-    train(recipe, folder / "adapted", start=start_from(folder / "bert", recipe))
+    train(recipe, folder / "adapted", start=read_start(folder, recipe))
     return folder / "adapted"
 
 
@@ -168,7 +175,7 @@ def test_a_pretrained_tokenizer_is_the_same_from_a_workdir(folder, tmp_path):
 
 
 def opened_run(folder, recipe, workdir="nowhere", start=None):
-    start = start_from(folder / "bert", recipe) if start is None else start
+    start = read_start(folder, recipe) if start is None else start
     return open_run(recipe, folder / workdir, say=print, start=start)[0], start
 
 
@@ -194,11 +201,12 @@ def test_what_is_there_is_taken_and_the_new_head_is_initialized(folder):
     assert f"182 new: {', '.join(head)}; not used: head_transform/dense/bias, " in line
 
 
+@pytest.mark.programs(8, reason="reads and exports models, whose example inputs and keys are made outside of jax.jit")
 def test_a_pooler_in_the_files_is_taken(folder, tmp_path):
     """Like the published BERT: the architecture is BertForMaskedLM, and there is a pooler."""
     recipe = finetuning(folder / "sst2")
-    model = Classifier(start_from(folder / "bert", recipe).config)
-    params = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 1), np.int32))["params"]
+    model = Classifier(read_start(folder, recipe).config)
+    params = random_params(model, jax.device_put(np.zeros((1, 1), np.int32)))["params"]
     export(_opened(model, params, folder), tmp_path / "out")
     found = start_from(tmp_path / "out", recipe)
     chex.assert_trees_all_equal(found.params, params)
@@ -232,7 +240,7 @@ def test_begun_over_a_mesh_each_parameter_lies_in_its_place(folder):
 
 def test_what_does_not_fit_is_refused(folder, tmp_path):
     recipe = finetuning(folder / "sst2")
-    start = start_from(folder / "bert", recipe)
+    start = read_start(folder, recipe)
     params = start.params | {"output": {"kernel": np.zeros((12, 3)), "bias": np.zeros(3)}}
     three = dataclasses.replace(start, params=params)
     with pytest.raises(ConfigError, match=r"don't fit: output/bias has shape \(3,\), but \(2,\) in the recipe's model"):
@@ -277,6 +285,10 @@ def test_a_writer_starts_from_a_run(tmp_path):
 # Complete runs
 
 
+MERGED = "opening a run with low-rank updates merges each kernel outside of jax.jit"
+
+
+@pytest.mark.programs(12, reason=MERGED)
 def test_low_rank_updates_learn_and_the_run_stands_alone(adapted, capsys):
     recipe = load_recipe(adapted)
     assert recipe.origin.model == "BERT, BertForMaskedLM"
@@ -296,17 +308,27 @@ def test_low_rank_updates_learn_and_the_run_stands_alone(adapted, capsys):
     assert "contains a model of type Classifier." in capsys.readouterr().err
 
 
+def logits_of(model, params):
+    """Return the logits of a text of four tokens, and one token of padding."""
+
+    def logits(params, tokens, lengths):
+        return model.apply({"params": params}, tokens, mask=Mask.lengths(lengths))
+
+    return jax.jit(logits)(params, np.int32([[2, 5, 7, 3, 0]]), np.int32([4]))
+
+
+@pytest.mark.programs(18, reason=MERGED)
 def test_a_converted_run_gives_the_same_logits_by_its_merged_weights(adapted, tmp_path, capsys):
     assert main(["convert", str(adapted), str(tmp_path / "out")]) == 0
     assert "BERT: Devlin" in capsys.readouterr().out
     loaded, run = load_pretrained(tmp_path / "out"), load_run(adapted)
     assert loaded.fields["id2label"] == {"0": "negative", "1": "positive"}
-    tokens, mask = jnp.array([[2, 5, 7, 3, 0]]), Mask.lengths(jnp.array([4]))
-    ours, theirs = (one.model.apply({"params": one.params}, tokens, mask=mask) for one in (run, loaded))
+    ours, theirs = (logits_of(one.model, one.params) for one in (run, loaded))
     np.testing.assert_array_equal(ours, theirs)
     assert loaded.tokenizer.state() == run.tokenizer.state()
 
 
+@pytest.mark.programs(17, reason=MERGED)
 def test_the_updates_of_a_run_are_exported_alone(adapted, tmp_path, capsys):
     """The adapter and the frozen parameters give the logits of the run; a family is never replaced by another."""
     out = tmp_path / "adapter"
@@ -316,23 +338,19 @@ def test_the_updates_of_a_run_are_exported_alone(adapted, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("adapter for BERT\n")
     _, model, trained, base = load_updates(adapted)
     # The parameters that are not in the pretrained weights, such as the classifier, come from the adapter.
-    base = unflatten_dict(flatten_dict(base) | jax.tree.map(jnp.zeros_like, flatten_dict(trained["new"])))
+    base = unflatten_dict(flatten_dict(base) | jax.tree.map(np.zeros_like, flatten_dict(trained["new"])))
     adapter = adapter_for(model, base, out, ENTRIES["bert"], "BertForSequenceClassification")
-    tokens, mask = jnp.array([[2, 5, 7, 3, 0]]), Mask.lengths(jnp.array([4]))
-    ours, theirs = (
-        model.apply({"params": params}, tokens, mask=mask)
-        for params in (load_run(adapted).params, adapter.applied_to(base))
-    )
+    ours, theirs = (logits_of(model, params) for params in (load_run(adapted).params, adapter.applied_to(base)))
     np.testing.assert_allclose(theirs, ours, atol=1e-5)  # the updates are added to activations instead of weights
 
 
 def test_another_start_is_refused_and_the_same_elsewhere_is_not(adapted, folder, tmp_path, capsys):
     recipe = finetuning(folder / "sst2", lora=SMALL_LORA)
-    start = start_from(folder / "bert", recipe)
+    start = read_start(folder, recipe)
     moved = Start("elsewhere", start.model, start.config, start.params, start.tokenizer, start.left)
     open_run(recipe, adapted, say=print, start=moved)
     assert "changed since the previous training run: origin.source: " in capsys.readouterr().out
-    other = jax.tree.map(lambda leaf: leaf + 1, start.params)
+    other = jax.tree.map(lambda leaf: np.asarray(leaf) + 1, start.params)
     changed = Start(start.source, start.model, start.config, other, start.tokenizer)
     with pytest.raises(WorkdirError, match=r"differs from this command in origin\.fingerprint"):
         open_run(recipe, adapted, say=print, start=changed)
@@ -356,7 +374,7 @@ def test_stopped_and_gone_on_with_equals_never_stopped(adapted, folder):
     """Stopped after ten of thirty steps, and resumed without --init."""
     recipe = finetuning(folder / "sst2", lora=SMALL_LORA)
     short = dataclasses.replace(recipe.training, steps=10)
-    start = start_from(folder / "bert", recipe)
+    start = read_start(folder, recipe)
     train(dataclasses.replace(recipe, training=short), folder / "stopped", start=start)
     train(recipe, folder / "stopped")
     chex.assert_trees_all_equal(final_state(folder / "stopped", 30), final_state(adapted, 30))
@@ -365,7 +383,7 @@ def test_stopped_and_gone_on_with_equals_never_stopped(adapted, folder):
 @pytest.mark.slow
 def test_a_whole_model_learns(folder):
     recipe = finetuning(folder / "sst2")
-    summary = train(recipe, folder / "whole", start=start_from(folder / "bert", recipe))
+    summary = train(recipe, folder / "whole", start=read_start(folder, recipe))
     assert summary.eval_accuracy == 1.0
     assert (folder / "whole" / "metrics.jsonl").read_text().count("eval/accuracy") == 3
     assert not (folder / "whole" / "samples.txt").exists()

@@ -109,7 +109,7 @@ def copied(tmp_path_factory):
     return workdir, summary
 
 
-def test_what_is_told_at_the_end_has_them(copied):
+def test_reports_bleu_and_chrf_at_the_end_of_a_run(copied):
     workdir, summary = copied
     assert summary.corpus.pairs == 12
     assert 0 < summary.corpus.bleu < 100
@@ -218,7 +218,7 @@ def test_beams(copied, capsys):
 
 
 @pytest.mark.filterwarnings("default:the data differs from")
-def test_other_data_than_it_was_trained_on_is_said(copied, tmp_path, capsys):
+def test_reports_other_data_than_in_training(copied, tmp_path, capsys):
     workdir, _ = copied
     for name in ("tokenizer", "checkpoints"):
         (tmp_path / name).symlink_to(workdir / name)
@@ -236,7 +236,7 @@ def test_other_data_than_it_was_trained_on_is_said(copied, tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("default:the translations could not be written")
-def test_what_cannot_be_written_is_said_and_the_measures_stand(copied, capsys, monkeypatch):
+def test_reports_files_that_cannot_be_written_and_keeps_the_measures(copied, capsys, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
