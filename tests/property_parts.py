@@ -81,9 +81,9 @@ class Case:
     @functools.cached_property
     def params(self):
         """Random values for all parameters instead of the initial ones, so that norms and biases have an effect."""
-        tokens = jnp.zeros((1, 1), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         inputs = (tokens, tokens) if self.kind == "encoder-decoder" else (tokens,)
-        shapes = jax.eval_shape(self.model().init, jax.random.key(0), *inputs)["params"]
+        shapes = jax.eval_shape(lambda *inputs: self.model().init(jax.random.key(0), *inputs), *inputs)["params"]
         random = np.random.default_rng(self.seed)
         # A frozen norm does not normalize: with kernels of the usual size, each layer would double its input.
         size = 0.5 if self.config.norm == "frozen_batch_norm" else 1.0
@@ -92,13 +92,14 @@ class Case:
             number = random.normal(size=leaf.shape).astype(leaf.dtype)
             match path[-1].key:
                 case "variance":
-                    return jnp.asarray(np.exp(number / 4))
+                    number = np.exp(number / 4)
                 case "scale":
-                    return jnp.asarray(number / 4 + (self.config.norm != "zero_centered_rms_norm"))
+                    number = number / 4 + (self.config.norm != "zero_centered_rms_norm")
                 case "kernel":
-                    return jnp.asarray(size * number / np.sqrt(leaf.shape[-2]))
+                    number = size * number / np.sqrt(leaf.shape[-2])
                 case _:
-                    return jnp.asarray(number / 2)
+                    number = number / 2
+            return jax.device_put(number.astype(leaf.dtype))  # jnp.asarray compiles a program for each shape
 
         return jax.tree_util.tree_map_with_path(make, shapes)
 
@@ -109,7 +110,7 @@ class Case:
         """
         random = np.random.default_rng([self.seed, source])
         most = self.config.embedding.source_vocab_size or VOCABULARY if source else VOCABULARY
-        return jnp.asarray(random.integers(0, most, (64, 64))[:rows, :length], jnp.int32)
+        return jax.device_put(random.integers(0, most, (64, 64))[:rows, :length].astype(np.int32))
 
 
 def _short_repr(value: object) -> str:
@@ -296,7 +297,7 @@ def rounding(run: Callable, params, *inputs) -> float:
     random = np.random.default_rng(0)
 
     def move(leaf):
-        return leaf * jnp.asarray(1 + 2.0**-22 * random.choice([-1, 1], leaf.shape), leaf.dtype)
+        return np.asarray(leaf) * (1 + 2.0**-22 * random.choice([-1, 1], leaf.shape)).astype(leaf.dtype)
 
     plain = jax.tree.leaves(jax.device_get(run(params, *inputs)))
     others = [jax.tree.leaves(jax.device_get(run(jax.tree.map(move, params), *inputs))) for _ in range(3)]
@@ -336,7 +337,7 @@ def pack_rows(rows: list[np.ndarray], groups: list[list[int]], length: int) -> d
             for name, numbers in {"tokens": rows[member], "segments": segment, "positions": np.arange(size)}.items():
                 found[name][group, start : start + size] = numbers
             start += size
-    return {name: jnp.asarray(array) for name, array in found.items()}
+    return {name: jax.device_put(array) for name, array in found.items()}
 
 
 def reader(case: Case, execution: Execution = Execution(), **options) -> Callable:

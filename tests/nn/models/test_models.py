@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from abstract_meshes import computing_on
+from numeric_parts import random_params
 
 from transformer.config import ConfigError, TransformerConfig
 from transformer.nn._caches import cache_length
@@ -16,7 +17,9 @@ from transformer.nn.models import CausalLM, Classifier, Seq2Seq
 from transformer.nn.models._encoders import pool
 
 CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=2, num_heads=3, num_kv_heads=1, d_ff=7)
-TOKENS = jax.random.randint(jax.random.key(1), (2, 9), 0, 17)
+NUMBERS = np.random.default_rng(1).integers(0, 17, (2, 9), dtype=np.int32)
+"""Slices of a NumPy array need no program."""
+TOKENS = jax.device_put(NUMBERS)
 POSITIONS = {
     "sinusoidal": {},
     "learned": {"max_length": 13},
@@ -29,7 +32,13 @@ POSITIONS = {
 
 def make(model, *inputs, **changes):
     model = model(CONFIG.replace(**changes))
-    return model, jax.jit(model.init)(jax.random.key(0), *inputs)
+    return model, random_params(model, *inputs)
+
+
+@functools.cache
+def started(model, *sizes):
+    """Return an empty cache."""
+    return jax.jit(lambda: model.init_cache(*sizes))()
 
 
 @functools.partial(jax.jit, static_argnames=("model", "method"))
@@ -44,11 +53,11 @@ def test_decoding_with_a_cache_equals_the_whole(position):
     model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
     whole = apply(model, params, TOKENS)
     chex.assert_shape(whole, (2, 9, 17))
-    cache, parts = model.init_cache(2, 11), []
+    cache, parts = started(model, 2, 11), []
     for start, stop in ((0, 4), (4, 5), (5, 9)):
-        logits, cache = apply(model, params, TOKENS[:, start:stop], cache=cache)
+        logits, cache = apply(model, params, NUMBERS[:, start:stop], cache=cache)
         parts.append(logits)
-    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(parts, 1), whole, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(cache_length(cache), [9, 9])
 
 
@@ -56,22 +65,28 @@ def test_decoding_with_a_cache_equals_the_whole(position):
 @pytest.mark.parametrize("position", POSITIONS)
 def test_packed_rows_give_what_each_gives_alone(position):
     model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
-    first, second = TOKENS[:1, :4], TOKENS[1:, :5]
-    packed = jnp.concatenate([first, second], 1)
-    segments = jnp.array([[1] * 4 + [2] * 5])
-    positions = jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    got = apply(model, params, packed, positions, Mask.segments(segments))
-    np.testing.assert_allclose(got[:, :4], apply(model, params, first), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(got[:, 4:], apply(model, params, second), rtol=1e-4, atol=1e-5)
+    first, second = NUMBERS[:1, :4], NUMBERS[1:, :5]
+    packed = np.concatenate([first, second], 1)
+    segments = np.array([[1] * 4 + [2] * 5])
+    positions = np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+
+    @jax.jit
+    def run(params, packed, positions, segments, first, second):
+        together = model.apply(params, packed, positions, Mask.segments(segments))
+        return together, model.apply(params, first), model.apply(params, second)
+
+    got, *alone = jax.device_get(run(params, packed, positions, segments, first, second))
+    np.testing.assert_allclose(got[:, :4], alone[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got[:, 4:], alone[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("position", ["rotary", "alibi", "t5"])
 def test_relative_schemes_see_distances_alone(position):
     model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
-    steps = jnp.arange(9)[None]
-    shifted = apply(model, params, TOKENS, jnp.broadcast_to(steps + 1000, (2, 9)))
+    steps = np.broadcast_to(np.arange(9), (2, 9))
+    shifted = np.asarray(apply(model, params, TOKENS, steps + 1000))
     np.testing.assert_allclose(shifted, apply(model, params, TOKENS), rtol=1e-3, atol=1e-4)
-    stretched = apply(model, params, TOKENS, jnp.broadcast_to(3 * steps, (2, 9)))
+    stretched = np.asarray(apply(model, params, TOKENS, 3 * steps))
     assert np.abs(stretched - shifted).max() > 1e-3
 
 
@@ -79,10 +94,10 @@ def test_relative_schemes_see_distances_alone(position):
 def test_given_positions_reach_a_cached_bias(position):
     """With gaps between positions, the cache must store the positions of its keys."""
     model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
-    positions = jnp.broadcast_to(jnp.array([0, 2, 3, 7, 8, 9, 20, 21, 30]), (2, 9))
-    whole = apply(model, params, TOKENS, positions)
-    _, cache = apply(model, params, TOKENS[:, :6], positions[:, :6], cache=model.init_cache(2, 9))
-    rest, _ = apply(model, params, TOKENS[:, 6:], positions[:, 6:], cache=cache)
+    positions = np.broadcast_to(np.array([0, 2, 3, 7, 8, 9, 20, 21, 30]), (2, 9))
+    whole = np.asarray(apply(model, params, TOKENS, positions))
+    _, cache = apply(model, params, NUMBERS[:, :6], positions[:, :6], cache=started(model, 2, 9))
+    rest, _ = apply(model, params, NUMBERS[:, 6:], positions[:, 6:], cache=cache)
     np.testing.assert_allclose(rest, whole[:, 6:], rtol=1e-4, atol=1e-5)
 
 
@@ -90,7 +105,7 @@ def test_hidden_and_head_are_the_two_halves():
     for changes in ({}, {"embedding.tie": False, "output.softcap": 2.0}):
         model, params = make(CausalLM, TOKENS, **changes)
         hidden = apply(model, params, TOKENS, method="hidden")
-        logits = apply(model, params, hidden, method="head")
+        logits = np.asarray(apply(model, params, hidden, method="head"))
         chex.assert_shape(hidden, (2, 9, 12))
         np.testing.assert_array_equal(logits, apply(model, params, TOKENS))
     assert np.abs(logits).max() < 2.0
@@ -119,12 +134,18 @@ def test_parameter_paths_are_pinned():
 
 
 def test_seq2seq_reads_the_source_and_not_its_padding():
-    model, params = make(Seq2Seq, TOKENS, TOKENS[:, :5])
-    target = TOKENS[:, :5]
-    mask = Mask.lengths(jnp.array([9, 6]))
-    logits = apply(model, params, TOKENS, target, source_mask=mask)
-    junk = apply(model, params, TOKENS.at[1, 6:].set(3), target, source_mask=mask)
-    short = apply(model, params, TOKENS[:, :6], target, source_mask=Mask.lengths(jnp.array([6, 6])))
+    model, params = make(Seq2Seq, TOKENS, TOKENS)
+    target, other = NUMBERS[:, :5], NUMBERS.copy()
+    other[1, 6:] = 3
+
+    @jax.jit
+    def run(source, target, lengths):
+        return model.apply(params, source, target, source_mask=Mask.lengths(lengths))
+
+    logits, junk, short = (
+        np.asarray(run(source, target, np.array(lengths)))
+        for source, lengths in ((NUMBERS, [9, 6]), (other, [9, 6]), (NUMBERS[:, :6], [6, 6]))
+    )
     np.testing.assert_array_equal(logits, junk)
     np.testing.assert_allclose(logits[1], short[1], rtol=1e-4, atol=1e-5)
     assert np.abs(logits[0] - short[0]).max() > 1e-3
@@ -132,11 +153,11 @@ def test_seq2seq_reads_the_source_and_not_its_padding():
 
 def test_seq2seq_decodes_from_its_cache():
     model, params = make(Seq2Seq, TOKENS, TOKENS, norm_position="post", **{"stack.num_encoder_layers": 1})
-    mask = Mask.lengths(jnp.array([9, 6]))
+    mask = Mask.lengths(jax.device_put(np.array([9, 6])))
     whole = apply(model, params, TOKENS, TOKENS, source_mask=mask)
-    first, cache = apply(model, params, TOKENS, TOKENS[:, :4], source_mask=mask, cache=model.init_cache(2, 9))
-    rest, _ = apply(model, params, None, TOKENS[:, 4:], source_mask=mask, cache=cache)
-    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), whole, rtol=1e-4, atol=1e-5)
+    first, cache = apply(model, params, TOKENS, NUMBERS[:, :4], source_mask=mask, cache=started(model, 2, 9))
+    rest, _ = apply(model, params, None, NUMBERS[:, 4:], source_mask=mask, cache=cache)
+    np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_one_table_serves_source_target_and_logits_unless_told_otherwise():
@@ -148,12 +169,12 @@ def test_one_table_serves_source_target_and_logits_unless_told_otherwise():
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
 def test_a_classifier_does_not_see_padding(pooling):
     model, params = make(Classifier, TOKENS, **{"output.num_classes": 3, "output.pooling": pooling})
-    padded = jnp.concatenate([TOKENS, jnp.zeros((2, 4), TOKENS.dtype)], 1)
-    got = apply(model, params, padded, mask=Mask.lengths(jnp.array([9, 9])))
+    padded = np.concatenate([NUMBERS, np.zeros((2, 4), np.int32)], 1)
+    got = apply(model, params, padded, mask=Mask.lengths(jax.device_put(np.array([9, 9]))))
     expected = apply(model, params, TOKENS)
     chex.assert_shape(expected, (2, 3))
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-    hidden = apply(model, params, TOKENS, method="hidden")
+    hidden = np.asarray(apply(model, params, TOKENS, method="hidden"))
     pooled = {"mean": hidden.mean(1), "first": hidden[:, 0], "last": hidden[:, -1]}[pooling]
     np.testing.assert_allclose(apply(model, params, pooled, method="head"), expected, rtol=1e-4, atol=1e-5)
 
@@ -163,7 +184,9 @@ def test_embeddings_are_scaled_by_the_root_of_the_width():
     model, params = make(CausalLM, TOKENS, position="none")
     plain = CausalLM(model.config.replace(**{"embedding.scale": False}))
     scaled = jax.tree.map(lambda leaf: leaf, params)
-    scaled["params"]["embedding"] = {"embedding": params["params"]["embedding"]["embedding"] * np.sqrt(12)}
+    scaled["params"]["embedding"] = {
+        "embedding": np.asarray(params["params"]["embedding"]["embedding"]) * np.float32(np.sqrt(12))
+    }
     np.testing.assert_allclose(
         apply(model, params, TOKENS, method="hidden"),
         apply(plain, scaled, TOKENS, method="hidden"),
@@ -175,26 +198,41 @@ def test_embeddings_are_scaled_by_the_root_of_the_width():
 def test_computing_in_bfloat16_keeps_float32_parameters_and_logits():
     model, params = make(CausalLM, TOKENS, dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    logits, hidden = apply(model, params, TOKENS), apply(model, params, TOKENS, method="hidden")
+
+    @jax.jit
+    def run(params):
+        exact = CausalLM(CONFIG).apply(params, TOKENS)
+        return model.apply(params, TOKENS), model.apply(params, TOKENS, method="hidden"), exact
+
+    logits, hidden, exact = jax.device_get(run(params))
     assert (logits.dtype, hidden.dtype) == (jnp.float32, jnp.bfloat16)
     with computing_on("tpu", "TPU v5 lite"):
-        assert model.init_cache(1, 2)["layers"]["slot_0"].self_attention.key.dtype == jnp.bfloat16
+        cache = jax.eval_shape(lambda: model.init_cache(1, 2))
+    assert cache["layers"]["slot_0"].self_attention.key.dtype == jnp.bfloat16
     # A CPU stores the same numbers in float32. The result keeps the dtype of the model.
-    cache = model.init_cache(2, TOKENS.shape[1])
+    cache = started(model, 2, TOKENS.shape[1])
     assert cache["layers"]["slot_0"].self_attention.key.dtype == jnp.float32
     cached, _ = apply(model, params, TOKENS, cache=cache)
     np.testing.assert_allclose(cached, logits, atol=0.05)
-    exact = apply(CausalLM(CONFIG), params, TOKENS)
     assert 0 < np.abs(logits - exact).max() < 0.1
+
+
+def starting_with(token):
+    tokens = NUMBERS.copy()
+    tokens[0, 0] = token
+    return jax.device_put(tokens)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m, p: m.apply(p, TOKENS.at[0, 0].set(17)), r"token ids must be from 0 to 16 .* got 17"),
-        (lambda m, p: m.apply(p, TOKENS.at[0, 0].set(-1)), r"token ids must be from 0 to 16 .* got -1"),
-        (lambda m, p: CausalLM(m.config.replace(vocab_size=None)).init(jax.random.key(0), TOKENS), "vocab_size is not"),
-        (lambda m, p: Classifier(m.config).init(jax.random.key(0), TOKENS), "num_classes is not set"),
+        (
+            lambda m, p: m.apply(p, starting_with(17)),
+            r"token ids must be from 0 to 16 .* got 17",
+        ),
+        (lambda m, p: m.apply(p, starting_with(-1)), r"token ids must be from 0 to 16 .* got -1"),
+        (lambda m, p: random_params(CausalLM(m.config.replace(vocab_size=None)), TOKENS), "vocab_size is not"),
+        (lambda m, p: random_params(Classifier(m.config), TOKENS), "num_classes is not set"),
     ],
 )
 def test_what_can_not_be_says_so(call, message):
@@ -205,23 +243,25 @@ def test_what_can_not_be_says_so(call, message):
 
 def test_a_learned_table_refuses_what_is_longer():
     model, params = make(CausalLM, TOKENS, position="learned", max_length=9)
-    longer = jnp.zeros((1, 10), jnp.int32)
+    longer = np.zeros((1, 10), np.int32)
     with pytest.raises(ValueError, match=r"10 positions don't fit a learned table of 9 .* max_length"):
-        model.apply(params, longer)
+        apply(model, params, longer)
 
 
 def test_segments_of_the_source_say_nothing_of_the_target():
     """With equal lengths they would be used as the segments of the target in cross-attention."""
-    source = Mask.segments(jnp.array([[1] * 5 + [2] * 4] * 2))
+    source = Mask.segments(jax.device_put(np.array([[1] * 5 + [2] * 4] * 2)))
     model, params = make(Seq2Seq, TOKENS, TOKENS)
     with pytest.raises(ValueError, match=r"context_mask=Mask\.segments\(target_segments, source_segments\)"):
-        model.apply(params, TOKENS, TOKENS, source_mask=source)
-    assert model.apply(params, TOKENS, TOKENS, source_mask=source, context_mask=source).shape == (2, 9, 17)
+        apply(model, params, TOKENS, TOKENS, source_mask=source)
+    logits = jax.eval_shape(lambda: model.apply(params, TOKENS, TOKENS, source_mask=source, context_mask=source))
+    assert logits.shape == (2, 9, 17)
 
 
 def test_the_mean_of_what_float16_can_hold():
     """The sum exceeds the range of float16, and the count is not exact in bfloat16."""
-    hidden = jnp.full((1, 2_049, 3), 40.0)
-    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
-        mean = pool(hidden.astype(dtype), None, "mean")
+    dtypes = (jnp.float16, jnp.bfloat16, jnp.float32)
+    hidden = np.full((1, 2_049, 3), 40.0, np.float32)
+    means = jax.jit(lambda hidden: [pool(hidden.astype(dtype), None, "mean") for dtype in dtypes])(hidden)
+    for dtype, mean in zip(dtypes, means, strict=True):
         assert (mean.dtype, mean.tolist()) == (dtype, [[40.0] * 3])

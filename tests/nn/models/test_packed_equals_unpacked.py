@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -72,9 +71,9 @@ def model_and_loss(task, position, kind=LayerKind()):
         stack=StackOptions(period=(kind,)),
     )
     model = TASKS[task].model(config, Execution(scan=False))
-    shapes = jax.eval_shape(model.init, jax.random.key(0), *TASKS[task].example(config))["params"]
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), *TASKS[task].example(config)))["params"]
     random = np.random.default_rng(0)
-    params = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 2, leaf.dtype), shapes)
+    params = jax.tree.map(lambda leaf: jax.device_put((random.normal(size=leaf.shape) / 2).astype(leaf.dtype)), shapes)
 
     def loss(params, batch):
         loss, weight, routers = training_loss(task, model, params, batch, LOSS, None)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from property_parts import LONGEST, VOCABULARY, Case, assert_close, cases, often, pack_rows, reader, rounding
 
@@ -88,9 +89,9 @@ def test_padding_changes_nothing(drawn):
             widths = ((0, 0), (extra, 0) if way == "left" else (0, extra))
             padded = {name: np.pad(array, widths, constant_values=0) for name, array in rows.items()}
             padded["tokens"] = np.where(padded["segments"] == 0, 1 + np.arange(length + extra) % 7, padded["tokens"])
-            made |= {side + name: jnp.asarray(array, jnp.int32) for name, array in padded.items()}
+            made |= {side + name: array.astype(np.int32) for name, array in padded.items()}
             if way == "lengths":
-                made[side + "lengths"] = jnp.array([length, length])
+                made[side + "lengths"] = np.array([length, length])
         return made
 
     expected, aux = jax.device_get(run(case.params, batch(0)))
@@ -196,8 +197,11 @@ def test_scan_unroll_and_remat_change_nothing(drawn):
     batch = full_batch(case, 2)
 
     def run(execution):
-        read = reader(case, execution, deterministic=not drops, rngs={"dropout": jax.random.key(case.seed)})
-        return jax.jit(jax.value_and_grad(weighed(read), has_aux=True))
+        def loss(params, batch):
+            rngs = {"dropout": jax.random.key(case.seed)}
+            return weighed(reader(case, execution, deterministic=not drops, rngs=rngs))(params, batch)
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
     plain = run(Execution())
     noise = rounding(plain, case.params, batch)
@@ -241,6 +245,7 @@ def test_with_a_cache_logits_are_those_of_the_whole(drawn):
         ends = ends + width
 
 
+@pytest.mark.programs(110, reason="compares jit with the single operations")
 @often(1, 20, cases(capacity=True))
 def test_compiled_or_not_it_is_the_same(case):
     read, batch = reader(case), full_batch(case, 2)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numeric_parts import random_params
 
 from transformer.config import ConfigError, ImageTokens, LayerKind, Patches, TransformerConfig
 from transformer.nn import make_mesh, state_shardings
@@ -37,15 +38,17 @@ CONFIG = TransformerConfig(
     **{"stack.period": (LayerKind(window=13), LayerKind())},
 )
 M = IMAGES.token_id
-TOKENS = jnp.asarray([[1, 2, *[M] * 6, 3, *[M] * 6, 4, 5], [*[M] * 6, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6]])
-PIXELS = jax.random.normal(jax.random.key(1), (2, 2, 4, 6, 3))
+NUMBERS = np.asarray([[1, 2, *[M] * 6, 3, *[M] * 6, 4, 5], [*[M] * 6, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6]], np.int32)
+TOKENS = jax.device_put(NUMBERS)
+PICTURES = np.random.default_rng(1).normal(size=(2, 2, 4, 6, 3)).astype(np.float32)
+PIXELS = jax.device_put(PICTURES)
 
 
 @functools.cache
 def made(attention="causal"):
     """Return the model and its parameters."""
     model = VisionLanguageModel(CONFIG.replace(input=dataclasses.replace(IMAGES, attention=attention)))
-    return model, {"params": jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]}
+    return model, {"params": random_params(model, TOKENS)["params"]}
 
 
 def depends(attention, row, **options):
@@ -84,19 +87,22 @@ def test_features_replace_the_embeddings_of_their_own_row():
     model, variables = made()
     apply = jax.jit(lambda pixels: model.apply(variables, TOKENS, images=pixels))
     base = np.asarray(apply(PIXELS))
-    changed = np.asarray(apply(PIXELS.at[0, 1].multiply(-1.0)))
+    negative, other = PICTURES.copy(), PICTURES.copy()
+    negative[0, 1] *= -1
+    other[1, 1] = 7.0
+    changed = np.asarray(apply(negative))
     same = np.isclose(base, changed, rtol=0, atol=1e-6).all(-1)
     assert same[0, :9].all()
     assert not same[0, 9:].any()
     assert same[1].all()
-    spare = np.asarray(apply(PIXELS.at[1, 1].set(7.0)))  # the second row has one image
+    spare = np.asarray(apply(other))  # the second row has one image
     np.testing.assert_allclose(spare, base, rtol=0, atol=1e-6)
 
 
 def test_layers_after_the_features_are_not_computed():
     model, variables = made()
     apply = jax.jit(lambda variables: model.apply(variables, TOKENS, images=PIXELS))
-    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, variables["params"]["image_unused"])
+    broken = jax.tree.map(lambda leaf: np.asarray(leaf) * np.nan, variables["params"]["image_unused"])
     got = apply({"params": variables["params"] | {"image_unused": broken}})
     np.testing.assert_array_equal(got, apply(variables))
 
@@ -106,20 +112,20 @@ def test_cached_is_uncached(attention):
     """A prompt with images, then the rest of the text token by token."""
     model, variables = made(attention)
     split = 15
-    given = {"prefix_lengths": jnp.asarray([split, split])} if attention == "prefix" else {}
+    given = {"prefix_lengths": jax.device_put(np.asarray([split, split]))} if attention == "prefix" else {}
     whole = jax.jit(lambda: model.apply(variables, TOKENS, images=PIXELS, **given))()
     step = jax.jit(lambda cache, tokens, images: model.apply(variables, tokens, cache=cache, images=images))
-    logits, cache = step(model.init_cache(2, 20), TOKENS[:, :split], PIXELS)
+    logits, cache = step(jax.jit(lambda: model.init_cache(2, 20))(), NUMBERS[:, :split], PIXELS)
     parts = [logits]
     for i in range(split, TOKENS.shape[1]):
-        logits, cache = step(cache, TOKENS[:, i : i + 1], None)
+        logits, cache = step(cache, NUMBERS[:, i : i + 1], None)
         parts.append(logits)
-    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=2e-5)
+    np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=2e-5)
 
 
 def test_without_images_it_is_its_decoder():
     model, variables = made("image")
-    text = jnp.asarray([[1, 2, 3, 4]])
+    text = np.asarray([[1, 2, 3, 4]])
     params = {name: variables["params"][name] for name in ("embedding", "decoder")}
     expected = jax.jit(CausalLM(CONFIG.replace(input=None)).apply)({"params": params}, text)
     np.testing.assert_array_equal(jax.jit(model.apply)(variables, text), expected)
@@ -132,16 +138,24 @@ def test_sharded_is_unsharded():
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": -1})
     places = state_shardings(jax.eval_shape(lambda: variables), mesh)
     with jax.set_mesh(mesh):
-        np.testing.assert_allclose(run(jax.device_put(variables, places), PIXELS), expected, atol=2e-5)
+        np.testing.assert_allclose(run(jax.device_put(jax.device_get(variables), places), PIXELS), expected, atol=2e-5)
 
 
-def test_wrong_inputs_are_errors():
+EXCESS = "row 0 has 12 image tokens: expected a multiple of 6 of at most 6"
+
+
+@pytest.mark.programs(10, reason="image tokens are counted only outside of jit")
+def test_wrong_inputs_are_errors(monkeypatch):
     model, variables = made()
-    with pytest.raises(ValueError, match=r"row 0 has 12 image tokens: expected a multiple of 6 of at most 6"):
-        model.apply(variables, TOKENS, images=PIXELS[:, :1])
+    # The number of vectors is what matters; the layers of the images would compile many programs.
+    vectors = jax.device_put(np.zeros((2, 6, CONFIG.d_model), np.float32))
+    with monkeypatch.context() as patch:
+        patch.setattr(VisionLanguageModel, "_image_features", lambda *given: (vectors, {}))
+        with pytest.raises(ValueError, match=EXCESS):
+            model.apply(variables, TOKENS, images=jax.device_put(PICTURES[:, :1]))
     with pytest.raises(ValueError, match=r"prefix_lengths are for input.attention='prefix'"):
         jax.eval_shape(lambda: model.apply(variables, TOKENS, images=PIXELS, prefix_lengths=jnp.asarray([1, 1])))
     with pytest.raises(ConfigError, match=r"input.token_id \(10\) must be below vocab_size \(7\)"):
-        VisionLanguageModel(CONFIG.replace(vocab_size=7)).init(jax.random.key(0), TOKENS)
+        random_params(VisionLanguageModel(CONFIG.replace(vocab_size=7)), TOKENS)
     with pytest.raises(ConfigError, match=r"needs input=ImageTokens\(...\)"):
-        VisionLanguageModel(CONFIG.replace(input=None)).init(jax.random.key(0), TOKENS)
+        random_params(VisionLanguageModel(CONFIG.replace(input=None)), TOKENS)
