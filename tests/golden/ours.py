@@ -52,52 +52,55 @@ def write(directory: Path, record: dict[str, Any]) -> Path:
 
 
 def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tuple, dict[str, Any]]:
-    """Return the positional and keyword arguments of a model call."""
+    """Return the positional and keyword arguments of a model call.
+
+    `jax.device_put` makes the arrays, because `jnp.asarray` would compile a program for each shape.
+    """
     config = model.config
     if isinstance(model, VisionEncoder | DualEncoder):
         images = _images(config.patches or config.images.patches)
         if isinstance(model, VisionEncoder):
             return (images,), {}
         ids, real = texts(case.length, config.vocab_size, padding)
-        mask = None if padding == "none" else Mask.lengths(jnp.asarray(real.sum(1)))
-        return (jnp.asarray(ids), images), {"mask": mask}
+        mask = None if padding == "none" else Mask.lengths(jax.device_put(real.sum(1)))
+        return (jax.device_put(ids), images), {"mask": mask}
     if isinstance(model, SpeechEncoder):
-        return (jnp.asarray(recordings()),), {}
+        return (jax.device_put(recordings()),), {}
     real = real_tokens(padding, 2, case.length)
-    ids = jnp.asarray(
+    ids = jax.device_put(
         tokens(1, config.embedding.source_vocab_size or config.vocab_size, 2, case.length) * real + (1 - real) * pad_id
     )
     named: dict[str, Any] = {}
     mask = None
     if padding == "right":
-        mask = Mask.lengths(jnp.asarray(real.sum(1)))
+        mask = Mask.lengths(jax.device_put(real.sum(1)))
     if padding == "left":
-        mask = Mask.segments(jnp.asarray(real))
-        named["positions"] = jnp.asarray(np.maximum(real.cumsum(1) - 1, 0))
+        mask = Mask.segments(jax.device_put(real))
+        named["positions"] = jax.device_put(np.maximum(real.cumsum(1) - 1, 0))
     if isinstance(model, VisionLanguageModel):
         count = 4 if config.image_tokens is None else config.image_tokens.count
-        ids = jnp.asarray(with_images(np.asarray(ids), count))
+        ids = jax.device_put(with_images(np.asarray(ids), count))
         images = images_of(model)
         named["images"] = images if config.image_tokens else ImagePatches.of(images, config.dynamic_images)
         if config.image_tokens and config.image_tokens.attention == "prefix":
-            named["prefix_lengths"] = jnp.full(2, case.length - SUFFIX)
+            named["prefix_lengths"] = jax.device_put(np.full(2, case.length - SUFFIX))
     if isinstance(model, SeriesEncoder):
         series = config.series
         masked = np.broadcast_to(
             np.arange(series.patches) >= series.patches - MASKED, (2, series.channels, series.patches)
         )
-        named = {"masked": jnp.asarray(masked)} if isinstance(model, PatchReconstructor) else {}
-        return (jnp.asarray(past_values(series.context_length, series.channels)),), named
+        named = {"masked": jax.device_put(masked)} if isinstance(model, PatchReconstructor) else {}
+        return (jax.device_put(past_values(series.context_length, series.channels)),), named
     if isinstance(model, SpeechToText):
         frames = np.random.RandomState(5).standard_normal((2, config.speech.mel_bins, 2 * config.longest_source))
         target = tokens(2, config.vocab_size, 2, case.length - 4)
-        return (jnp.asarray(frames.astype(np.float32).transpose(0, 2, 1)), jnp.asarray(target)), {}
+        return (jax.device_put(frames.astype(np.float32).transpose(0, 2, 1)), jax.device_put(target)), {}
     if isinstance(model, Seq2Seq):
         target = tokens(2, config.vocab_size, 2, case.length - 4)
-        return (ids, jnp.asarray(target)), {"source_mask": mask}
+        return (ids, jax.device_put(target)), {"source_mask": mask}
     if isinstance(model, MaskedLM | Classifier | Embedder) and (config.embedding.token_types or 1) > 1:
         types = np.broadcast_to(np.arange(case.length) >= case.length // 2, (2, case.length))
-        named["token_types"] = jnp.asarray(types.astype(np.int32))
+        named["token_types"] = jax.device_put(types.astype(np.int32))
     return (ids,), named | {"mask": mask}
 
 
@@ -105,10 +108,10 @@ def _images(patches: Patches) -> jnp.ndarray | ImagePatches:
     """Return two images."""
     if patches.resize_positions:
         values, _ = image_patches(patches.patch_size**2 * patches.channels)
-        return ImagePatches(jnp.asarray(values), jnp.asarray(GRIDS))
+        return ImagePatches(jax.device_put(values), jax.device_put(GRIDS))
     shape = (2, patches.channels, patches.image_height, patches.image_width)
     pixels = np.random.RandomState(5).standard_normal(shape).astype(np.float32)
-    return jnp.asarray(pixels.transpose(0, 2, 3, 1))
+    return jax.device_put(pixels.transpose(0, 2, 3, 1))
 
 
 def without_head(model: Any) -> bool:
@@ -129,7 +132,7 @@ def images_of(model: VisionLanguageModel) -> Any:
     patches = model.config.image_tokens.patches
     shape = (3, patches.channels, patches.image_height, patches.image_width)
     pixels = np.random.RandomState(5).standard_normal(shape).astype(np.float32).transpose(0, 2, 3, 1)
-    return jnp.asarray(np.concatenate([pixels, np.zeros_like(pixels[:1])]).reshape(2, 2, *pixels.shape[1:]))
+    return jax.device_put(np.concatenate([pixels, np.zeros_like(pixels[:1])]).reshape(2, 2, *pixels.shape[1:]))
 
 
 def run(model: Any, params: Any, case: Case, padding: str, pad_id: int = 0) -> dict[str, np.ndarray]:

@@ -16,8 +16,8 @@ from transformer.zoo.weights import WeightsError
 from transformer.zoo.weights._npz import NpzFile
 
 WIDTH, HEADS, LAYERS, D_FF = 12, 3, 2, 17
-PIXELS = jax.random.uniform(jax.random.key(1), (2, 8, 8, 3), minval=-1.0)
-TOKENS = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+PIXELS = np.random.default_rng(1).uniform(-1, 1, (2, 8, 8, 3)).astype(np.float32)
+TOKENS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
 # The modules of big_vision with the names of their parameters (big_vision/models/vit.py at 0b73d7b, class _Model, and
 # proj/image_text/text_transformer.py and two_towers.py).
@@ -91,14 +91,14 @@ class Towers(nn.Module):
 
 def drawn(module, *inputs):
     """Return random parameters of a module by path; no parameter has its usual initial value."""
-    shapes = jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
+    shapes = jax.eval_shape(lambda *inputs: module.init(jax.random.key(0), *inputs), *inputs)["params"]
     flat = flax.traverse_util.flatten_dict(shapes, sep="/")
     generator = np.random.default_rng(0)
     return {name: generator.normal(0, 0.4, leaf.shape).astype(np.float32) for name, leaf in flat.items()}
 
 
 def computed(module, flat, *inputs):
-    return module.apply({"params": flax.traverse_util.unflatten_dict(flat, sep="/")}, *inputs)
+    return jax.jit(module.apply)({"params": flax.traverse_util.unflatten_dict(flat, sep="/")}, *inputs)
 
 
 def scanned(flat):
@@ -149,6 +149,7 @@ def test_a_vision_transformer_is_that_of_big_vision(tmp_path, options, form, wri
     np.testing.assert_allclose(got, computed(module, flat, PIXELS), atol=1e-4)
 
 
+@pytest.mark.programs(11, reason="it loads, runs and saves a model with two inputs")
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("form", [dict, scanned])
 def test_siglip_is_that_of_big_vision(tmp_path, form):
@@ -164,6 +165,7 @@ def test_siglip_is_that_of_big_vision(tmp_path, form):
     jax.tree.map(np.testing.assert_array_equal, again.params, params)
 
 
+@pytest.mark.programs(9, reason="it loads models of two dtypes and saves one")
 def test_bfloat16_and_another_dtype(tmp_path):
     flat = drawn(Images(), PIXELS)
     np.savez(tmp_path / "vit.npz", **{name: array.astype(jnp.bfloat16).view("V2") for name, array in flat.items()})
