@@ -2,14 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer.nn._masks import Mask
 from transformer.nn.kernels import AttentionShapes, AttentionSpec
 
+# `jax.device_put` compiles nothing, unlike `jnp.asarray`.
 MASKS = {
-    "has_dense_mask": Mask.array(jnp.ones((1, 1), bool)),
-    "has_offset": Mask().shifted(0),
-    "has_segments": Mask.segments(jnp.zeros((1, 1), jnp.int32)),
+    "has_dense_mask": Mask.array(jax.device_put(np.ones((1, 1), bool))),
+    "has_offset": Mask().shifted(jax.device_put(np.int32(0))),
+    "has_segments": Mask.segments(jax.device_put(np.zeros((1, 1), np.int32))),
     "has_two_sided_window": Mask.window(3),
     "has_chunks": Mask.chunks(3),
 }
@@ -17,7 +19,7 @@ FIELDS = {
     "has_bias": {"bias": jax.tree_util.Partial(lambda queries, keys: jnp.zeros(()))},
     "has_dropout": {"dropout_rate": 0.1},
     "has_softcap": {"softcap": 3.0},
-    "has_sinks": {"sinks": jnp.zeros(4)},
+    "has_sinks": {"sinks": jax.device_put(np.zeros(4, np.float32))},
 }
 
 

@@ -23,7 +23,7 @@ def test_without_a_mesh_nothing_happens():
 
 
 def test_with_a_mesh_axes_go_where_the_table_says():
-    x = jnp.ones((4, 6, 8, 3))
+    x = np.ones((4, 6, 8, 3), np.float32)
     with jax.set_mesh(mesh(data=2, context=2, tensor=2)):
         placed = jax.jit(lambda x: constrain(x, "batch", "length", "heads", None))(x)
         assert placed.sharding.spec == PartitionSpec("data", "context", "tensor")
@@ -41,7 +41,7 @@ def test_with_a_mesh_axes_go_where_the_table_says():
 
 def test_what_nothing_splits_is_made_whole():
     own = make_mesh({"fsdp": 4, "tensor": 2})
-    x = jax.device_put(jnp.ones((8, 6)), NamedSharding(own, PartitionSpec("fsdp", "tensor")))
+    x = jax.device_put(np.ones((8, 6), np.float32), NamedSharding(own, PartitionSpec("fsdp", "tensor")))
     with jax.set_mesh(own):
         whole = jax.jit(lambda x: constrain(x, "embed", "embed"))(x)
     assert whole.sharding.is_fully_replicated

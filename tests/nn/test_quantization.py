@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint only prints them
+from numeric_parts import random_params
 
 from transformer.config import MLA, ConfigError, Execution, LayerKind, MoE, TransformerConfig
-from transformer.nn._int8 import quantize, quantized
+from transformer.nn._int8 import quantized, quantized_shapes
 from transformer.nn._layers import linear, linear_int8
 from transformer.nn._moe import grouped_linear
 from transformer.nn._parameter_axes import axes_of
@@ -22,7 +23,13 @@ from transformer.nn.models import CausalLM, Seq2Seq
 qwix = pytest.importorskip("qwix")
 
 SIZES = {"vocab_size": 40, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 24}
-TOKENS = jax.random.randint(jax.random.key(1), (2, 7), 0, 40)
+TOKENS = jax.device_put(np.random.default_rng(1).integers(0, 40, (2, 7)).astype(np.int32))
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
 MODELS = {
     "dense": (CausalLM, {"gated": True, "embedding.tie": False}),
     "encoder and decoder": (Seq2Seq, {}),
@@ -86,7 +93,7 @@ def traced(kind, execution, differentiate=False):
     """Return the multiplications of a model, as `products` does, and the paths of the parameters to quantize."""
     cls, fields = MODELS[kind]
     model, inputs = cls(TransformerConfig(**(SIZES | fields)), execution), (TOKENS,) * (2 if cls is Seq2Seq else 1)
-    params = jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), *inputs))["params"]
     flat = flatten_dict(params, sep="/")
 
     def loss(*leaves):
@@ -149,43 +156,54 @@ def test_forward_and_gradients_are_those_of_qwix(name):
     rule = qwix.QtRule(
         weight_qtype=jnp.dtype(scheme.dtype), act_qtype=jnp.dtype(scheme.dtype), bwd_qtype=scheme.gradient_dtype
     )
-    x, dy = jax.random.normal(jax.random.key(0), (3, 11, 7)), jax.random.normal(jax.random.key(1), (3, 11, 5))
-    params = _Dense().init(jax.random.key(2), x)
+    x, dy = normal(3, 11, 7), normal(3, 11, 5, seed=1)
+    params = random_params(_Dense(), x)
     theirs = qwix.quantize_model(_Dense(), qwix.QtProvider([rule]))
-    y, pull = jax.vjp(lambda p, x: theirs.apply(p, x), params, x)
-    found, own = jax.vjp(lambda k, x: quantized_linear(x, k, 1, scheme), params["params"]["kernel"], x)
+
+    @jax.jit
+    def run(params, x, dy):
+        y, pull = jax.vjp(theirs.apply, params, x)
+        found, own = jax.vjp(lambda k, x: quantized_linear(x, k, 1, scheme), params["params"]["kernel"], x)
+        return y, pull(dy), found, own(dy)
+
+    y, (expected, dx), found, own = jax.tree.map(np.asarray, run(params, x, dy))
     np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-6)
-    expected, dx = pull(dy)
     close = {"rtol": 1e-5, "atol": 1e-5}
     if scheme.gradient_dtype is not None:
         close = {"rtol": 0, "atol": 0.15 if "float" in scheme.dtype else 0.03}
-    for ours, other in zip(own(dy), (expected["params"]["kernel"], dx), strict=True):
+    for ours, other in zip(own, (expected["params"]["kernel"], dx), strict=True):
         scale = np.abs(other).max()
         np.testing.assert_allclose(ours / scale, other / scale, **close)
 
 
 @pytest.mark.parametrize(("name", "error"), [("int8", 0.012), ("fp8", 0.05)])
 def test_rounding_changes_a_product_by_little_and_something(name, error):
-    x, kernel = jax.random.normal(jax.random.key(0), (64, 4, 16)), jax.random.normal(jax.random.key(1), (4, 16, 8, 3))
-    exact = linear(x, kernel, contract=2)
-    found = linear(x, kernel, contract=2, quantization=SCHEMES[name])
+    x, kernel = normal(64, 4, 16), normal(4, 16, 8, 3, seed=1)
+    run = jax.jit(lambda x: linear(x, jnp.asarray(kernel), contract=2, quantization=SCHEMES[name]))
+    exact, found = np.tensordot(x, kernel, 2), np.asarray(run(x))
     assert found.shape == exact.shape
-    assert 1e-3 < jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact) < error
-    big = linear(x.at[0].multiply(1e6), kernel, contract=2, quantization=SCHEMES[name])
-    np.testing.assert_array_equal(big[1:], found[1:])  # each row has its own scale
+    assert 1e-3 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < error
+    x[0] *= 1e6
+    np.testing.assert_array_equal(np.asarray(run(x))[1:], found[1:])  # each row has its own scale
 
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_grouped_products_equal_those_of_each_expert(name):
     scheme = SCHEMES[name]
-    x, kernel = jax.random.normal(jax.random.key(0), (3, 5, 8)), jax.random.normal(jax.random.key(1), (3, 8, 6))
-    expert, dy = jnp.array([2, 0, 1]), jax.random.normal(jax.random.key(2), (3, 5, 6))
-    found = jax.vjp(lambda x, k: grouped_linear(x, k, expert, jnp.int32(3), scheme), x, kernel)
-    each = jax.vjp(
-        lambda x, k: jnp.stack([quantized_linear(x[i], k[e], 1, scheme) for i, e in enumerate(expert)]), x, kernel
-    )
-    for ours, other in zip((found[0], *found[1](dy)), (each[0], *each[1](dy)), strict=True):
+    x, kernel, dy = normal(3, 5, 8), normal(3, 8, 6, seed=1), normal(3, 5, 6, seed=2)
+
+    @jax.jit
+    def run(x, kernel, dy, expert):
+        found, own = jax.vjp(lambda x, k: grouped_linear(x, k, expert, jnp.int32(3), scheme), x, kernel)
+        each, pull = jax.vjp(
+            lambda x, k: jnp.stack([quantized_linear(x[i], k[e], 1, scheme) for i, e in enumerate((2, 0, 1))]),
+            x,
+            kernel,
+        )
+        return (found, *own(dy)), (each, *pull(dy))
+
+    for ours, other in zip(*run(x, kernel, dy, np.array([2, 0, 1], np.int32)), strict=True):
         np.testing.assert_allclose(ours, other, rtol=1e-5, atol=1e-5)
 
 
@@ -214,7 +232,7 @@ def test_remat_dots_stores_rounded_products_and_not_their_integers(monkeypatch):
     def stored(quantization):
         config = TransformerConfig(**SIZES, dtype="bfloat16")
         model = CausalLM(config, Execution(quantization=quantization, remat="dots"))
-        params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
+        params = jax.eval_shape(lambda: model.init(jax.random.key(0), TOKENS))["params"]
         loss = lambda params: model.apply({"params": params}, TOKENS).sum()  # noqa: E731
         return sorted(str(kept) for kept, _ in saved_residuals(loss, params))
 
@@ -223,8 +241,8 @@ def test_remat_dots_stores_rounded_products_and_not_their_integers(monkeypatch):
 
 def test_8_bit_parameters_are_multiplied_by_8_bit_activations():
     model = CausalLM(TransformerConfig(**SIZES), Execution(quantization="int8"))
-    params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]
-    leaves, tree = jax.tree_util.tree_flatten_with_path(quantize(params)[0])
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), TOKENS))["params"]
+    leaves, tree = jax.tree_util.tree_flatten_with_path(quantized_shapes(params, 8, 64))
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     jaxpr = jax.make_jaxpr(lambda *leaves: model.apply({"params": tree.unflatten(leaves)}, TOKENS))(
         *(leaf for _, leaf in leaves)
@@ -237,26 +255,35 @@ def test_8_bit_parameters_are_multiplied_by_8_bit_activations():
 
 
 def test_a_product_with_an_8_bit_kernel_is_that_of_the_rounded_factors():
-    x, kernel = jax.random.normal(jax.random.key(0), (5, 4, 3)), jax.random.normal(jax.random.key(1), (4, 3, 7))
-    small = quantized(kernel, (0, 1))
-    rows = qwix.dequantize(qwix.quantize(x, jnp.int8, channelwise_axes=[0]))
-    for scheme in ("int8", "int8_full"):
-        found = linear_int8(x, small, 2, SCHEMES[scheme])
-        np.testing.assert_allclose(found, jnp.tensordot(rows, small.array(), 2), rtol=1e-5, atol=1e-5)
+
+    @jax.jit
+    def run(x, kernel):
+        small = quantized(kernel, (0, 1))
+        rows = qwix.dequantize(qwix.quantize(x, jnp.int8, channelwise_axes=[0]))
+        schemes = SCHEMES["int8"], SCHEMES["int8_full"], SCHEMES["fp8"], None
+        return rows, small.array(), [linear_int8(x, small, 2, scheme) for scheme in schemes]
+
+    rows, array, products = jax.tree.map(np.asarray, run(normal(5, 4, 3), normal(4, 3, 7, seed=1)))
+    for found in products[:2]:
+        np.testing.assert_allclose(found, np.tensordot(rows, array, 2), rtol=1e-5, atol=1e-5)
     # No product of int8 and fp8 exists: the activations keep their dtype.
-    np.testing.assert_array_equal(linear_int8(x, small, 2, SCHEMES["fp8"]), linear_int8(x, small, 2))
+    np.testing.assert_array_equal(products[2], products[3])
 
 
 @pytest.mark.parametrize(("name", "error"), [("int8", 1e-6), ("int8_full", 0.012)])
 def test_the_gradient_through_a_frozen_8_bit_kernel(name, error):
     """LoRA trains updates below frozen kernels: their gradients are those of the product with x before rounding."""
-    x, kernel, dy = (
-        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((64, 4, 3), (4, 3, 7, 5), (64, 7, 5)))
-    )
-    small = quantized(kernel, (0, 1))
-    (found,) = jax.vjp(lambda x: linear_int8(x, small, 2, SCHEMES[name]), x)[1](dy)
-    (expected,) = jax.vjp(lambda x: linear_int8(x, small, 2), x)[1](dy)
-    assert jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected) < error  # the rounding to 8 bits, see above
+
+    @jax.jit
+    def run(x, kernel, dy):
+        small = quantized(kernel, (0, 1))
+        return [
+            jax.vjp(lambda x, scheme=scheme: linear_int8(x, small, 2, scheme), x)[1](dy)[0]
+            for scheme in (SCHEMES[name], None)
+        ]
+
+    found, expected = map(np.asarray, run(normal(64, 4, 3), normal(4, 3, 7, 5, seed=1), normal(64, 7, 5, seed=2)))
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < error  # the rounding to 8 bits, see above
 
 
 def test_bad_options_are_refused(monkeypatch):

@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
+from numeric_parts import random_params
 from placements import mesh, specs
 
 from transformer.config import ConfigError, LayerKind, MoE, Series, TransformerConfig
@@ -19,13 +20,12 @@ from transformer.nn.models import CausalLM, Forecaster, Seq2Seq
 # Sizes divisible by 2 and 4, because Flax's tools shard an axis whatever its size.
 CONFIG = TransformerConfig(vocab_size=24, d_model=16, num_layers=2, num_heads=4, d_ff=32, position="rotary")
 ROUTED = CONFIG.replace(**{"stack.period": (LayerKind(moe=MoE(num_experts=4, top_k=2)),)})
-TOKENS = jax.random.randint(jax.random.key(0), (8, 6), 0, 24)
+TOKENS = jax.device_put(np.random.default_rng(0).integers(0, 24, (8, 6)).astype(np.int32))
 KERNEL = "decoder/layers/slot_0/self_attention/query/kernel"
-KEY = jax.random.key(0)
 
 
 def abstract(model, *inputs):
-    return jax.eval_shape(model.init, KEY, *inputs)["params"]
+    return jax.eval_shape(lambda: model.init(jax.random.key(0), *inputs))["params"]
 
 
 def train_step(state, tokens):
@@ -41,7 +41,7 @@ def train_step(state, tokens):
 def state():
     """Return a Flax train state before and after its first step, on one device."""
     model = CausalLM(CONFIG)
-    params = jax.jit(model.init)(KEY, TOKENS)["params"]
+    params = random_params(model, TOKENS)["params"]
     first = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(0.1))
     return first, jax.jit(train_step)(first, TOKENS)
 
@@ -65,7 +65,8 @@ def test_a_state_of_flax_trains_on_the_mesh_of_its_user(state, sizes, rules, exp
         assert placements[path] == PartitionSpec(*expected), path
     batch = batch_sharding(devices, 2, rules=[("batch", next(iter(sizes)))])
     step = jax.jit(train_step, in_shardings=(shardings, batch), out_shardings=shardings)
-    got = step(jax.device_put(first, shardings), jax.device_put(TOKENS, batch))
+    on_host = jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, (first, TOKENS))
+    got = step(*jax.device_put(on_host, (shardings, batch)))
     assert int(got.step) == 1
     assert got.params["embedding"]["embedding"].sharding.is_equivalent_to(shardings.params["embedding"]["embedding"], 2)
     # Adam's first step is the sign of the gradient, which rounding errors decide for a gradient near 0.
@@ -189,7 +190,8 @@ def test_a_model_takes_parameters_with_boxes():
     """With the loops over layers and over channels, the program is the same as without boxes."""
     series = Series(channels=3, context_length=8, horizon=5, patch_length=4, patch_stride=4, shared_embedding=False)
     forecaster = Forecaster(CONFIG.replace(input=series, position="none", num_layers=1))
-    for model, inputs in ((CausalLM(ROUTED), TOKENS[:2]), (forecaster, jnp.ones((2, 8, 3)))):
+    tokens, values = jax.device_put((np.ones((2, 6), np.int32), np.ones((2, 8, 3), np.float32)))
+    for model, inputs in ((CausalLM(ROUTED), tokens), (forecaster, values)):
         params = abstract(model, inputs)
         boxed = with_logical_axes(params)
         assert with_logical_axes(boxed) == boxed
