@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from numeric_parts import random_values
 from training_recipes import assert_equals_resumed_run, change, six_steps
 
 from transformer.config import AttentionOptions, ConfigError, Images, OutputOptions, Patches, TransformerConfig
@@ -19,7 +20,7 @@ from transformer.training._loop import train
 from transformer.training._losses import matched_by_sigmoid, matched_by_softmax, matches
 from transformer.training._parallel import place
 from transformer.training._recipe import build_model, with_vocabulary
-from transformer.training._state import make_state
+from transformer.training._state import abstract_state
 from transformer.training._step import training_loss
 
 SIZES = {"d_model": 16, "num_layers": 1, "num_heads": 4, "d_ff": 24}
@@ -62,8 +63,9 @@ def dataset():
 
 def logits_and_weights(rows=7, seed=0):
     random = np.random.default_rng(seed)
-    weights = jnp.ones(rows).at[jnp.array([2, 5])].set(0.0)
-    return jnp.asarray(random.normal(0, 4, (rows, rows)), jnp.float32), weights
+    weights = np.ones(rows, np.float32)
+    weights[[2, 5]] = 0
+    return random.normal(0, 4, (rows, rows)).astype(np.float32), weights
 
 
 @pytest.mark.default_cases(1)
@@ -71,40 +73,44 @@ def logits_and_weights(rows=7, seed=0):
 def test_a_pair_of_weight_0_has_no_effect(loss):
     """It is no target and no negative: the loss is that of the other pairs alone, and so is the gradient."""
     logits, weights = logits_and_weights()
-    inside = np.asarray(weights > 0)
-    alone = logits[inside][:, inside]
-    expected = loss(alone, jnp.ones(5))
-    logits = jnp.where(np.outer(inside, inside), logits, 50.0)
-    found = loss(logits, weights)
+    inside = weights > 0
+    alone, ones = logits[inside][:, inside], np.ones(5, np.float32)
+    logits = np.where(np.outer(inside, inside), logits, np.float32(50))
+
+    @jax.jit
+    def computed(logits, alone, weights, ones):
+        with_gradient = jax.value_and_grad(loss, has_aux=True)
+        return with_gradient(logits, weights), with_gradient(alone, ones), loss(logits, jnp.zeros(7))
+
+    (found, gradient), (expected, expected_gradient), nothing = jax.device_get(computed(logits, alone, weights, ones))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    gradient = jax.grad(lambda x: loss(x, weights)[0])(logits)
-    np.testing.assert_allclose(
-        gradient[inside][:, inside], jax.grad(lambda x: loss(x, jnp.ones(5))[0])(alone), atol=1e-6
-    )
-    assert not np.asarray(gradient)[~np.outer(inside, inside)].any()
-    assert all(np.isfinite(value) for value in loss(logits, jnp.zeros(7)))
+    np.testing.assert_allclose(gradient[inside][:, inside], expected_gradient, atol=1e-6)
+    assert not gradient[~np.outer(inside, inside)].any()
+    assert np.isfinite(nothing).all()
 
 
 def test_losses_equal_their_definitions():
     logits, _ = logits_and_weights()
-    ones = jnp.ones(7)
-    exact = np.asarray(logits, np.float64)
+    ones = np.ones(7, np.float32)
+    exact = np.float64(logits)
     own = np.diag(exact)
     rows, columns = (np.log(np.exp(exact).sum(axis)) - own for axis in (1, 0))
-    np.testing.assert_allclose(matched_by_softmax(logits, ones)[0], (rows + columns).sum() / 2, rtol=1e-6)
+    losses = jax.jit(lambda logits, ones: [loss(logits, ones)[0] for loss in (matched_by_softmax, matched_by_sigmoid)])
+    by_softmax, by_sigmoid = losses(logits, ones)
+    np.testing.assert_allclose(by_softmax, (rows + columns).sum() / 2, rtol=1e-6)
     signs = 2 * np.eye(7) - 1
-    np.testing.assert_allclose(matched_by_sigmoid(logits, ones)[0], np.log1p(np.exp(-signs * exact)).sum(), rtol=1e-6)
+    np.testing.assert_allclose(by_sigmoid, np.log1p(np.exp(-signs * exact)).sum(), rtol=1e-6)
     rounded = logits.astype(jnp.bfloat16)
-    for loss in (matched_by_softmax, matched_by_sigmoid):  # computed in float32
-        np.testing.assert_array_equal(loss(rounded, ones), loss(rounded.astype(jnp.float32), ones))
+    np.testing.assert_array_equal(losses(rounded, ones), losses(rounded.astype(np.float32), ones))  # in float32
 
 
 def test_matches_count_both_directions():
-    logits = jnp.array([[3.0, 1.0, 0.0], [4.0, 2.0, 0.0], [0.0, 0.0, 9.0]])
-    assert tuple(map(float, matches(logits, jnp.ones(3)))) == (2, 2)
-    assert tuple(map(float, matches(logits, jnp.array([1.0, 1.0, 0.0])))) == (1, 1)
-    logits = logits.at[1, 2].set(5.0)
-    assert tuple(map(float, matches(logits, jnp.array([1.0, 0.0, 1.0])))) == (2, 2)
+    logits = np.array([[3.0, 1.0, 0.0], [4.0, 2.0, 0.0], [0.0, 0.0, 9.0]], np.float32)
+    count = jax.jit(matches)
+    assert tuple(map(float, count(logits, np.ones(3, np.float32)))) == (2, 2)
+    assert tuple(map(float, count(logits, np.array([1, 1, 0], np.float32)))) == (1, 1)
+    logits[1, 2] = 5.0
+    assert tuple(map(float, count(logits, np.array([1, 0, 1], np.float32)))) == (2, 2)
 
 
 LAYOUTS = {
@@ -146,30 +152,35 @@ def test_all_devices_compare_all_pairs(layout, similarity, dataset, alone):
 def test_gradients_on_eight_devices_equal_those_on_one(similarity, dataset):
     recipe = with_vocabulary(contrastive_recipe(similarity), dataset.tokenizer.vocab_size)
     batch = next(dataset.train_batches(seed=0))
-    found = []
+    params, found = random_values(abstract_state(recipe).params), {}
     for devices in (1, 8):
         placement = place(change(recipe, parallel={"devices": devices}))
-        found.append(gradients(recipe, placement, batch))
-    one, eight = found
+        found[devices] = gradients(recipe, placement.mesh, params)
+    one, eight = (gradient(batch) for gradient in found.values())
     assert one.keys() == eight.keys()
     largest = max(np.abs(gradient).max() for gradient in one.values())
     for path, gradient in one.items():
         np.testing.assert_allclose(eight[path], gradient, atol=1e-6 * largest, rtol=1e-4, err_msg=path)
-    half = {name: array[:8] for name, array in batch.items()}
-    other = gradients(recipe, placement, half)["logit_scale"]
+    half = batch | {"weights": np.where(np.arange(16) < 8, batch["weights"], np.float32(0))}
+    other = found[8](half)["logit_scale"]
     assert np.abs(other * 2 - one["logit_scale"]).max() > 1e-2  # the negatives of half a batch are others
 
 
-def gradients(recipe, placement, batch):
+def gradients(recipe, mesh, params):
+    """Return a function from a batch to the gradient of each parameter, computed on the devices of a mesh."""
     model = build_model(recipe)
 
-    def loss(params, batch):
-        return training_loss(recipe.task, model, params, batch, recipe.training, None)[0]
+    @jax.jit
+    def compute(params, batch):
+        return jax.grad(lambda params: training_loss(recipe.task, model, params, batch, recipe.training, None)[0])(
+            params
+        )
 
-    with jax.set_mesh(placement.mesh):
-        params = placement.new_state().params
-        computed = jax.jit(jax.grad(loss))(params, place_batch(batch, placement.mesh))
-    return flatten_dict(jax.device_get(computed), sep="/")
+    def of_batch(batch):
+        with jax.set_mesh(mesh):
+            return flatten_dict(jax.device_get(compute(params, place_batch(batch, mesh))), sep="/")
+
+    return of_batch
 
 
 @pytest.mark.default_cases(1)
@@ -178,10 +189,11 @@ def test_the_factor_of_clip_is_at_most_100(similarity, limited, dataset):
     recipe = contrastive_recipe(similarity, optimizer={"learning_rate": 1e-3})
     recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
     placement = place(recipe)
-    state = placement.new_state()
-    state = state.replace(params=state.params | {"logit_scale": jnp.full((1,), 7.0)})
+    # The initial state of the optimizer is 0.
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), placement.abstract_state())
+    state = state.replace(params=random_values(state.params) | {"logit_scale": np.full(1, 7.0, np.float32)})
     state, _ = placement.train_step(state, next(dataset.train_batches(seed=0)))
-    factor = float(jnp.exp(state.params["logit_scale"][0]))
+    (factor,) = np.exp(np.asarray(state.params["logit_scale"]))
     assert math.isclose(factor, 100.0, rel_tol=1e-5) == limited
     assert limited or factor > 1000
 
@@ -215,7 +227,7 @@ def test_evaluation_on_devices_ignores_rows_that_fill_up_the_batch(dataset):
 def test_padding_of_a_causal_text_encoder_changes_nothing(dataset):
     recipe = with_vocabulary(contrastive_recipe(), dataset.tokenizer.vocab_size)
     batch = dataset.eval_batches()[0]
-    params = jax.jit(lambda: make_state(recipe).params)()
+    params = random_values(abstract_state(recipe).params)
     padding = np.arange(18) >= batch["lengths"][:, None]
     batches = batch, dict(batch, tokens=np.where(padding, 7, batch["tokens"]).astype(np.int32))
     one, other = (compiled_eval_step(recipe)(params, each)["loss_sum"] for each in batches)
