@@ -21,9 +21,15 @@ from transformer.training._serial import flatten
 from transformer.training._state import abstract_state
 
 
+def recipe_of(folder, **groups):
+    """Return a recipe of twelve steps that is evaluated quickly; `groups` as in `change`."""
+    quick = {"every": 12, "batches": 1, "samples": 0, "sample_tokens": 1}
+    return change(text_recipe(folder, evaluation=quick), **groups)
+
+
 @pytest.fixture(scope="module")
 def finished(folder):
-    train(text_recipe(folder), folder / "whole")
+    train(recipe_of(folder), folder / "whole")
     return folder / "whole"
 
 
@@ -34,7 +40,7 @@ def workdir(finished, tmp_path):
 
 def test_changes_are_reported_used_and_recorded(folder, workdir, capsys):
     changed = {"optimizer": {"learning_rate": 0.25, "schedule": "constant"}, "training": {"steps": 15}}
-    recipe = text_recipe(folder, **changed, data={"batch_size": 6}, logging={"every": 1})
+    recipe = recipe_of(folder, **changed, data={"batch_size": 6}, logging={"every": 1})
     with pytest.raises(WorkdirError, match=r"Pass --allow-change \(in Python: allow_change=True\) to resume"):
         train(recipe, workdir)
     assert train(recipe, workdir, allow_change=True).step == 15
@@ -51,7 +57,7 @@ def test_changes_are_reported_used_and_recorded(folder, workdir, capsys):
 
 
 def test_a_run_that_ended_before_its_next_checkpoint_says_how_to_resume(folder, workdir, monkeypatch):
-    recipe = text_recipe(folder, optimizer={"learning_rate": 0.25}, training={"steps": 15})
+    recipe = recipe_of(folder, optimizer={"learning_rate": 0.25}, training={"steps": 15})
 
     def end(*_, **__):
         raise KeyboardInterrupt
@@ -78,18 +84,18 @@ def test_a_run_that_ended_before_its_next_checkpoint_says_how_to_resume(folder, 
 )
 def test_shapes_and_the_order_of_the_data_stay_refused_by_name(groups, named, folder, workdir):
     with pytest.raises(WorkdirError) as caught:
-        train(text_recipe(folder, **groups), workdir, allow_change=True)
+        train(recipe_of(folder, **groups), workdir, allow_change=True)
     assert named in str(caught.value)
     assert "--allow-change does not accept them" in str(caught.value)
     assert "learning_rate" not in str(caught.value)
 
 
 def test_the_message_names_what_the_flag_would_accept(folder, workdir):
-    recipe = text_recipe(folder, model={"d_ff": 7}, optimizer={"learning_rate": 0.5})
+    recipe = recipe_of(folder, model={"d_ff": 7}, optimizer={"learning_rate": 0.5})
     with pytest.raises(WorkdirError, match=r"Of these, --allow-change accepts only optimizer\.learning_rate\."):
         train(recipe, workdir)
     with pytest.raises(WorkdirError) as caught:
-        train(text_recipe(folder, model={"d_ff": 7}), workdir)
+        train(recipe_of(folder, model={"d_ff": 7}), workdir)
     assert "--allow-change" not in str(caught.value)
 
 
@@ -131,7 +137,7 @@ def test_a_switch_changes_the_training_state(field):
 @pytest.mark.parametrize(("size", "new_size"), [(4, 6), (6, 4), (3, 7)])
 def test_a_new_batch_size_continues_with_the_next_rows(size, new_size, folder):
     def dataset(batch_size):
-        recipe = text_recipe(folder, data={"batch_size": batch_size})
+        recipe = recipe_of(folder, data={"batch_size": batch_size})
         return recipe, prepare(recipe.data).train_batches(seed=5)
 
     def rows(batches, count):
