@@ -24,18 +24,19 @@ class Moments(NamedTuple):
 
 
 def make_state(seed=0, width=7):
-    keys = jax.random.split(jax.random.key(seed), 3)
+    random = np.random.default_rng(seed)
     params = {
-        "embedding": jax.random.normal(keys[0], (5, width)),
-        "layers/odd name": {"kernel": jax.random.normal(keys[1], (3, 11), jnp.bfloat16)},
+        "embedding": random.normal(size=(5, width)).astype(np.float32),
+        "layers/odd name": {"kernel": random.normal(size=(3, 11)).astype(jnp.bfloat16)},
     }
-    return {
+    state = {
         "params": params,
         "ema": jax.tree.map(lambda x: x * 2, params),
-        "optimizer": ((), Moments(jax.tree.map(jnp.cos, params), jnp.int32(seed)), jnp.zeros((0, 3))),
-        "step": jnp.int32(seed),
-        "key": jax.random.key_data(keys[2]),
+        "optimizer": ((), Moments(jax.tree.map(np.cos, params), np.int32(seed)), np.zeros((0, 3), np.float32)),
+        "step": np.int32(seed),
+        "key": random.integers(0, 2**32, 2, np.uint32),
     }
+    return jax.device_put(state)
 
 
 def abstract(state):
@@ -91,7 +92,8 @@ def test_data_may_be_bytes_and_nothing(tmp_path):
 
 
 def test_leaves_are_restored_onto_the_layout_asked_for(tmp_path):
-    state = {"a": jnp.arange(16.0).reshape(8, 2), "b": jnp.arange(3), "c": jnp.ones(5, jnp.bfloat16)}
+    state = {"a": np.arange(16, dtype=np.float32).reshape(8, 2), "b": np.arange(3, dtype=np.int32)}
+    state = jax.device_put(state | {"c": np.ones(5, jnp.bfloat16)})
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         sharding = NamedSharding(Mesh(np.array(jax.devices()), "d"), PartitionSpec("d"))
@@ -110,7 +112,7 @@ def test_leaves_are_restored_onto_the_layout_asked_for(tmp_path):
 def test_what_is_saved_is_the_state_at_the_call(tmp_path):
     """The next step may donate or overwrite the arrays while they are still being written to disk."""
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
-    arrays = {"jax": jnp.arange(1_000_000.0), "numpy": np.arange(1_000_000)}
+    arrays = {"jax": jax.device_put(np.arange(1_000_000, dtype=np.float32)), "numpy": np.arange(1_000_000)}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, arrays)
         arrays["numpy"][:] = -1
@@ -334,7 +336,7 @@ def test_all_differences_from_the_model_are_in_one_error(tmp_path):
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16, jnp.float16])
 def test_nothing_is_cast(tmp_path, dtype):
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"x": jnp.full(3, 300.7)})
+        checkpointer.save(1, {"x": jax.device_put(np.full(3, 300.7, np.float32))})
         with pytest.raises(CheckpointError, match=r"x: float32\[3\] in the checkpoint, expected"):
             checkpointer.restore_newest({"x": jax.ShapeDtypeStruct((3,), dtype)})
 
