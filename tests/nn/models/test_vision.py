@@ -1,11 +1,12 @@
 """Models of images: pooling, learned tokens, LayerScale, two classifiers, and two encoders with one space."""
 
 import dataclasses
+import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from numeric_parts import random_params
 
 from transformer.config import ConfigError, Images, Patches, TransformerConfig
 from transformer.nn._blocks import position_scheme
@@ -25,10 +26,11 @@ from transformer.nn.models import (
 from transformer.nn.models._vision import AttentionPooling, cut_patches, grid_positions
 from transformer.training._state import parameter_paths
 
-KEY = jax.random.key(0)
 CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=1, num_heads=3, d_ff=7, position="rotary")
-TOKENS = jax.random.randint(jax.random.key(1), (3, 5), 0, 17)
-PIXELS = jax.random.normal(KEY, (2, 6, 4, 5))
+NUMBERS = np.random.default_rng(1).integers(0, 17, (3, 5), dtype=np.int32)
+TOKENS = jax.device_put(NUMBERS)
+PICTURES = np.random.default_rng(0).normal(size=(2, 6, 4, 5)).astype(np.float32)
+PIXELS = jax.device_put(PICTURES)
 PATCHES = Patches(image_height=6, image_width=4, patch_size=2, channels=5)
 VISION = CONFIG.replace(
     input=PATCHES, **{"output.num_classes": 3, "output.pooling": "first"}, position="learned", max_length=7
@@ -51,31 +53,47 @@ SIGMOID = DUAL.replace(**{"input.similarity": "sigmoid"})
 
 def make(model, *inputs):
     """Return random parameters in which every bias and scale has an effect."""
-    leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, KEY, *inputs)["params"])
-    keys = jax.random.split(KEY, len(leaves))
-    leaves = [0.5 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
-    return {"params": jax.tree.unflatten(tree, leaves)}
+    return {"params": random_params(model, *inputs)["params"]}
+
+
+def shapes(model, *inputs):
+    return jax.eval_shape(lambda *inputs: model.init(jax.random.key(0), *inputs), *inputs)["params"]
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "method"))
+def apply(model, params, *inputs, method="__call__", **options):
+    return model.apply(params, *inputs, method=method, **options)
 
 
 def run(model, params, *inputs, **options):
-    return jax.jit(lambda params: model.apply(params, *inputs, **options))(params)
+    return jax.device_get(apply(model, params, *inputs, **options))
+
+
+def initialized(init):
+    return jax.jit(lambda: init(jax.random.key(0)))()
 
 
 def test_quick_gelu():
-    x = jnp.asarray([-3.0, 0.0, 0.5, 2.0])
-    np.testing.assert_allclose(ACTIVATIONS["quick_gelu"](x), x / (1 + np.exp(-1.702 * np.asarray(x))), rtol=1e-6)
+    x = np.float32([-3.0, 0.0, 0.5, 2.0])
+    np.testing.assert_allclose(jax.jit(ACTIVATIONS["quick_gelu"])(x), x / (1 + np.exp(-1.702 * x)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("pooling", ["first", "mean", "first_and_mean"])
 def test_the_mean_is_that_of_the_patches(pooling):
-    hidden = jax.random.normal(KEY, (2, 8, 12))
+    hidden = normal(0, 2, 8, 12)
     first, mean = hidden[:, 0], hidden[:, 2:].mean(1)
-    expected = {"first": first, "mean": mean, "first_and_mean": jnp.concatenate([first, mean], -1)}[pooling]
+    expected = {"first": first, "mean": mean, "first_and_mean": np.concatenate([first, mean], -1)}[pooling]
     model = VisionEmbedder(DISTILLED.replace(**{"output.pooling": pooling}))
-    np.testing.assert_allclose(run(model, make(model, PIXELS), hidden, method="pool"), expected, rtol=1e-6)
+    np.testing.assert_allclose(run(model, make(model, PIXELS), hidden, method="pool"), expected, rtol=1e-6, atol=1e-7)
     # A classifier of both halves has twice as many inputs.
-    shapes = jax.eval_shape(VisionClassifier(model.config).init, KEY, PIXELS)["params"]
-    assert shapes["output"]["kernel"].shape == (24 if pooling == "first_and_mean" else 12, 3)
+    assert shapes(VisionClassifier(model.config), PIXELS)["output"]["kernel"].shape == (
+        24 if pooling == "first_and_mean" else 12,
+        3,
+    )
 
 
 def test_images_without_a_class_token():
@@ -98,8 +116,8 @@ def test_registers_have_no_positions():
     assert params["params"]["registers"].shape == (2, 12)
     assert params["params"]["encoder"]["position_table"].shape == (7, 12)
     scheme = position_scheme(model.config, causal=False)
-    table = jnp.arange(1.0, 8.0)[:, None] * jnp.ones((1, 12))
-    added = scheme.add(jnp.zeros((1, 9, 12)), jnp.arange(9)[None], table)
+    table = np.repeat(np.arange(1, 8, dtype=np.float32)[:, None], 12, axis=1)
+    added = np.asarray(jax.jit(scheme.add)(np.zeros((1, 9, 12), np.float32), np.arange(9)[None], table))
     np.testing.assert_array_equal(added[0, :, 0], [1, 0, 0, 2, 3, 4, 5, 6, 7])
     # The mean is that of the 6 patches.
     hidden = run(model, params, PIXELS, method="hidden")
@@ -109,8 +127,8 @@ def test_registers_have_no_positions():
 
 def test_a_rotary_grid_depends_on_differences_of_rows_and_columns():
     scheme = RotaryGrid(grid=(3, 5), first=2, base=7.0)
-    heads = jnp.broadcast_to(jax.random.normal(KEY, (1, 1, 1, 8)), (1, 17, 1, 8))
-    rotated = scheme.rotate(heads, jnp.arange(17)[None])[0, :, 0]
+    heads = np.broadcast_to(normal(0, 1, 1, 1, 8), (1, 17, 1, 8))
+    rotated = np.asarray(jax.jit(scheme.rotate)(heads, np.arange(17)[None]))[0, :, 0]
     np.testing.assert_allclose(rotated[:2], heads[0, :2, 0])  # learned tokens are not rotated
     scores = (rotated[2:] @ rotated[2:].T).reshape(3, 5, 3, 5)
     # From (0, 1) to (1, 3) and from (1, 0) to (2, 2): the same difference; another one with rows and columns swapped.
@@ -122,13 +140,13 @@ def test_a_rotary_grid_depends_on_differences_of_rows_and_columns():
     angle = 2 * np.pi * -2 / 3
     np.testing.assert_allclose(first, (a, a * np.cos(angle) - b * np.sin(angle)), rtol=1e-4)
     with pytest.raises(ValueError, match="multiple of 4, got 6"):
-        scheme.rotate(heads[..., :6], jnp.arange(17)[None])
+        jax.jit(scheme.rotate)(heads[..., :6], np.arange(17)[None])
 
 
 def test_pixels_that_fill_no_patch_have_no_effect():
     size = {"image_height": 7, "image_width": 5, "drop_remainder": True}
     model = VisionEmbedder(VISION.replace(input=dataclasses.replace(PATCHES, **size)))
-    larger = jnp.pad(PIXELS, ((0, 0), (0, 1), (0, 1), (0, 0)), constant_values=3.0)
+    larger = np.pad(PICTURES, ((0, 0), (0, 1), (0, 1), (0, 0)), constant_values=3.0)
     params = make(model, larger)
     expected = run(VisionEmbedder(VISION), params, PIXELS)
     np.testing.assert_allclose(run(model, params, larger), expected, rtol=1e-5, atol=1e-6)
@@ -136,7 +154,7 @@ def test_pixels_that_fill_no_patch_have_no_effect():
 
 def test_attention_pooling_does_not_depend_on_the_order_of_patches():
     model = AttentionPooling(VISION)
-    hidden = jax.random.normal(KEY, (2, 5, 12))
+    hidden = normal(0, 2, 5, 12)
     params = make(model, hidden)
     pooled = run(model, params, hidden)
     np.testing.assert_allclose(run(model, params, hidden[:, ::-1]), pooled, atol=1e-4)
@@ -146,11 +164,13 @@ def test_attention_pooling_does_not_depend_on_the_order_of_patches():
 def test_layer_scale_multiplies_the_output_of_each_sublayer():
     """Factors of 1 change nothing, factors of 0 remove a layer; they start with the value of the config."""
     plain, model = (VisionEmbedder(VISION.replace(**{"stack.layer_scale": value})) for value in (None, 0.3))
-    params = make(model, PIXELS)
+    params = jax.device_get(make(model, PIXELS))
 
     def scaled(value):
         layers = params["params"]["encoder"]["layers"]["slot_0"]
-        layers = layers | {name: jnp.full((1, 12), value) for name in ("attention_scale", "feed_forward_scale")}
+        layers = layers | {
+            name: np.full((1, 12), value, np.float32) for name in ("attention_scale", "feed_forward_scale")
+        }
         encoder = params["params"]["encoder"] | {"layers": {"slot_0": layers}}
         return run(model, {"params": params["params"] | {"encoder": encoder}}, PIXELS, method="hidden")
 
@@ -159,10 +179,10 @@ def test_layer_scale_multiplies_the_output_of_each_sublayer():
     encoder = params["params"]["encoder"] | {"layers": {"slot_0": layers}}
     same = {"params": params["params"] | {"encoder": encoder}}
     np.testing.assert_allclose(scaled(1.0), run(plain, same, PIXELS, method="hidden"), rtol=1e-4, atol=1e-5)
-    without = {"slot_0": jax.tree.map(jnp.zeros_like, layers)}
+    without = {"slot_0": jax.tree.map(np.zeros_like, layers)}
     nothing = {"params": params["params"] | {"encoder": encoder | {"layers": without}}}
     np.testing.assert_allclose(scaled(0.0), run(plain, nothing, PIXELS, method="hidden"), rtol=1e-4, atol=1e-5)
-    fresh = jax.jit(model.init)(KEY, PIXELS)["params"]["encoder"]["layers"]["slot_0"]
+    fresh = initialized(lambda key: model.init(key, PIXELS)["params"]["encoder"]["layers"]["slot_0"])
     for name in ("attention_scale", "feed_forward_scale"):
         np.testing.assert_allclose(fresh[name], 0.3)
 
@@ -170,9 +190,9 @@ def test_layer_scale_multiplies_the_output_of_each_sublayer():
 def test_a_distilled_classifier_averages_two_classifiers():
     model = DistilledVisionClassifier(DISTILLED)
     params = make(model, PIXELS)
-    hidden, p = run(model, params, PIXELS, method="hidden"), params["params"]
+    hidden, p = run(model, params, PIXELS, method="hidden"), jax.device_get(params["params"])
     names = ("output", "distillation_output")
-    both = [hidden[:, i] @ p[name]["kernel"] + p[name]["bias"][None] for i, name in enumerate(names)]
+    both = [hidden[:, i] @ p[name]["kernel"] + p[name]["bias"] for i, name in enumerate(names)]
     np.testing.assert_allclose(run(model, params, PIXELS), (both[0] + both[1]) / 2, rtol=1e-4, atol=1e-5)
     assert run(model, params, PIXELS, method="with_aux")[1] == {}
 
@@ -185,17 +205,18 @@ def test_a_dual_encoder_compares_all_pairs(config):
     texts = run(model, params, TOKENS, method="embed_texts")
     images = run(model, params, PIXELS, method="embed_images")
     assert (texts.shape, images.shape) == ((3, 7), (2, 7))
-    np.testing.assert_allclose(jnp.linalg.norm(texts, axis=1), 1.0, rtol=1e-5)
-    np.testing.assert_allclose(jnp.linalg.norm(images, axis=1), 1.0, rtol=1e-5)
-    p = params["params"]
-    expected = jnp.exp(p["logit_scale"][0]) * (images @ texts.T) + (p["logit_bias"][0] if config is SIGMOID else 0.0)
+    np.testing.assert_allclose(np.linalg.norm(texts, axis=1), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(images, axis=1), 1.0, rtol=1e-5)
+    p = jax.device_get(params["params"])
+    expected = np.exp(p["logit_scale"][0]) * (images @ texts.T) + (p["logit_bias"][0] if config is SIGMOID else 0.0)
     np.testing.assert_allclose(run(model, params, TOKENS, PIXELS), expected, rtol=1e-4, atol=1e-5)
     # Padding does not change the vector of a text.
-    padded = jnp.pad(TOKENS, ((0, 0), (0, 2)))
-    again = run(model, params, padded, Mask.lengths(jnp.full(3, 5)), method="embed_texts")
+    padded = np.pad(NUMBERS, ((0, 0), (0, 2)))
+    mask = Mask.lengths(jax.device_put(np.full(3, 5)))
+    again = run(model, params, padded, mask, method="embed_texts")
     np.testing.assert_allclose(again, texts, atol=1e-5)
-    fresh = jax.jit(model.init)(KEY, TOKENS, PIXELS)["params"]
-    np.testing.assert_allclose(jnp.exp(fresh["logit_scale"]), 10 if config is SIGMOID else 1 / 0.07, rtol=1e-5)
+    logit_scale = initialized(lambda key: model.init(key, TOKENS, PIXELS)["params"]["logit_scale"])
+    np.testing.assert_allclose(np.exp(logit_scale), 10 if config is SIGMOID else 1 / 0.07, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +228,7 @@ def test_a_dual_encoder_compares_all_pairs(config):
     ],
 )
 def test_every_parameter_has_axes(model, inputs):
-    params = jax.eval_shape(model.init, KEY, *inputs)["params"]
+    params = shapes(model, *inputs)
     for path, leaf in zip(parameter_paths(params), jax.tree.leaves(params), strict=True):
         axes = axes_of(path, leaf.ndim)
         assert axes is not None, path
@@ -244,7 +265,7 @@ def test_every_parameter_has_axes(model, inputs):
 )
 def test_impossible_models(model, inputs, message):
     with pytest.raises(ConfigError, match=message):
-        model.init(KEY, *inputs)
+        shapes(model, *inputs)
 
 
 ANY_GRID = VISION.replace(
@@ -255,10 +276,10 @@ ANY_GRID = VISION.replace(
 
 def flat(pixels, padding=0):
     """Return images (B, height, width, 5) as ImagePatches with padding that is not zero."""
-    values = cut_patches(pixels, PATCHES).reshape(len(pixels), -1, 20)
-    values = jnp.pad(values, ((0, 0), (0, padding), (0, 0)), constant_values=7.0)
-    grid = jnp.array([pixels.shape[1] // 2, pixels.shape[2] // 2])
-    return ImagePatches(values, jnp.broadcast_to(grid, (len(pixels), 2)))
+    values = np.asarray(jax.jit(lambda pixels: cut_patches(pixels, PATCHES))(pixels)).reshape(len(pixels), -1, 20)
+    values = np.pad(values, ((0, 0), (0, padding), (0, 0)), constant_values=7.0)
+    grid = np.array([pixels.shape[1] // 2, pixels.shape[2] // 2])
+    return ImagePatches(values, np.broadcast_to(grid, (len(pixels), 2)))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])
@@ -266,27 +287,32 @@ def test_padding_of_patches_changes_nothing(pooling):
     """Images of different grids in one batch have the results of each image alone, without padding."""
     model = VisionClassifier(ANY_GRID.replace(**{"output.pooling": pooling}))
     params = make(model, PIXELS)
-    wide, high = jax.random.normal(KEY, (1, 4, 10, 5)), jax.random.normal(KEY, (1, 8, 2, 5))
+    wide, high = normal(0, 1, 4, 10, 5), normal(1, 1, 8, 2, 5)
     alone = [run(model, params, one)[0] for one in (wide, high)]
     parts = flat(wide, 1), flat(high, 7)
-    both = ImagePatches(*(jnp.concatenate(arrays) for arrays in zip(*map(jax.tree.leaves, parts), strict=True)))
+    both = ImagePatches(*(np.concatenate(arrays) for arrays in zip(*map(jax.tree.leaves, parts), strict=True)))
     assert both.values.shape == (2, 11, 20)
-    np.testing.assert_allclose(run(model, params, both), jnp.stack(alone), atol=1e-5)
+    np.testing.assert_allclose(run(model, params, both), np.stack(alone), atol=1e-5)
     assert np.abs(alone[0] - run(model, params, wide[:, ::-1])[0]).max() > 1e-3  # positions have an effect
 
 
 def test_positions_of_other_grids():
     """Of the stored grid, they are the table; otherwise a constant stays, and rows and columns swap with the table."""
-    table = jax.random.normal(KEY, (6, 4))
-    stored = grid_positions(table, (3, 2), jnp.array([[3, 2]]), 6)
+    table = normal(0, 6, 4)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def of(table, stored, count, grid):
+        return grid_positions(table, stored, grid, count)
+
+    stored = np.asarray(of(table, (3, 2), 6, np.array([[3, 2]])))
     np.testing.assert_allclose(stored[0], table, atol=1e-6)
-    np.testing.assert_allclose(grid_positions(jnp.ones((6, 4)), (3, 2), jnp.array([[5, 7]]), 35), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(of(np.ones((6, 4)), (3, 2), 35, np.array([[5, 7]])), 1.0, rtol=1e-5)
     swapped = table.reshape(3, 2, 4).swapaxes(0, 1).reshape(6, 4)
-    one = grid_positions(table, (3, 2), jnp.array([[5, 1]]), 5)
-    np.testing.assert_allclose(grid_positions(swapped, (2, 3), jnp.array([[1, 5]]), 5), one, atol=1e-6)
+    one = np.asarray(of(table, (3, 2), 5, np.array([[5, 1]])))
+    np.testing.assert_allclose(of(swapped, (2, 3), 5, np.array([[1, 5]])), one, atol=1e-6)
     # One column is the mean of both; of three rows, five rows have centers at 0.3, 0.9, 1.5, 2.1 and 2.7.
     rows = table.reshape(3, 2, 4).mean(1)
-    expected = jnp.stack([rows[0], 0.6 * rows[0] + 0.4 * rows[1], rows[1], 0.4 * rows[1] + 0.6 * rows[2], rows[2]])
+    expected = np.stack([rows[0], 0.6 * rows[0] + 0.4 * rows[1], rows[1], 0.4 * rows[1] + 0.6 * rows[2], rows[2]])
     np.testing.assert_allclose(one[0], expected, atol=1e-6)
 
 
@@ -294,9 +320,9 @@ def test_images_of_any_grid_have_the_right_shape():
     model = VisionClassifier(ANY_GRID)
     params = make(model, PIXELS)
     with pytest.raises(ValueError, match=r"shape \(batch, n x 2, m x 2, 5\)"):
-        model.apply(params, jnp.zeros((2, 5, 4, 5)))
+        apply(model, params, np.zeros((2, 5, 4, 5)))
     with pytest.raises(ValueError, match=r"values \(batch, length, 20\) and an integer grid"):
-        model.apply(params, ImagePatches(jnp.zeros((2, 3, 19)), jnp.ones((2, 2), int)))
+        apply(model, params, ImagePatches(np.zeros((2, 3, 19)), np.ones((2, 2), int)))
     plain = VisionClassifier(VISION)
     with pytest.raises(ValueError, match="reads images of one size, got ImagePatches"):
-        plain.apply(make(plain, PIXELS), flat(PIXELS))
+        apply(plain, make(plain, PIXELS), flat(PICTURES))
