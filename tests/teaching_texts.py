@@ -1,14 +1,21 @@
 """An input, a small model and parameters for the tests of the teaching texts about attention."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer.config import AttentionOptions, LayerKind, StackOptions, TransformerConfig
 
-KEYS = jax.random.split(jax.random.key(0), 8)
+KEYS = [jax.device_put(np.array([0, number], np.uint32)) for number in range(8)]
+"""random keys, in the old format, because `jax.random.key` compiles a program"""
 B, T, D = 3, 7, 10
-X = jax.random.normal(KEYS[0], (B, T, D))
+
+
+def normal(seed, *shape):
+    """Return normally distributed numbers from NumPy, which compiles nothing."""
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+X = normal(0, B, T, D)
 SMALL = TransformerConfig(
     vocab_size=13,
     d_model=10,
@@ -28,16 +35,21 @@ def softmax(scores):
 
 def kernels(**arrays):
     """Return parameters of attention without biases."""
-    return {"params": {name: {"kernel": jnp.asarray(array, jnp.float32)} for name, array in arrays.items()}}
+    return {"params": {name: {"kernel": np.asarray(array, np.float32)} for name, array in arrays.items()}}
 
 
 def start(module, *inputs):
     """Return random parameters of a module, with nontrivial biases and gammas, without compiling anything."""
     shapes, rng = jax.eval_shape(module.init, KEYS[1], *inputs), np.random.default_rng(1)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 3, leaf.dtype), shapes)
+    return jax.tree.map(lambda leaf: jax.device_put((rng.normal(size=leaf.shape) / 3).astype(leaf.dtype)), shapes)
 
 
 def captured(attention, params, x, **options):
     """Return the output (B, T, D) and the attention weights (B, N, T, S)."""
-    (out, _), seen = attention.apply(params, x, sow_weights=True, mutable=["intermediates"], **options)
-    return out, seen["intermediates"]["weights"][0]
+
+    @jax.jit
+    def run(params, x):
+        (out, _), seen = attention.apply(params, x, sow_weights=True, mutable=["intermediates"], **options)
+        return out, seen["intermediates"]["weights"][0]
+
+    return run(params, x)

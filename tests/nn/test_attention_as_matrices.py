@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxprs import operations
-from teaching_texts import KEYS, SMALL, B, D, T, X, captured, kernels, softmax, start
+from teaching_texts import KEYS, SMALL, B, D, T, X, captured, kernels, normal, softmax, start
 
 from transformer.config import RotaryScaling
 from transformer.nn._attention import MultiHeadAttention, dot_product_attention
@@ -40,9 +40,9 @@ def test_s1_1_one_head_in_matrix_form(scale):
     w = matrices(D, D)
     attention = MultiHeadAttention(num_heads=1, use_bias=False, scale=scale)
     params = kernels(**{name: matrix[:, None, :] for name, matrix in w.items()}, out=np.eye(D)[None])
-    out, weights = captured(attention, params, X[:1])
+    out, weights = map(np.asarray, captured(attention, params, np.asarray(X)[:1]))
 
-    x = np.asarray(X[0])
+    x = np.asarray(X)[0]
     q, k, v = (x @ w[name] for name in ("query", "key", "value"))
     expected = softmax(q @ k.T * (1 / np.sqrt(D) if scale is None else scale))
     np.testing.assert_allclose(weights[0, 0], expected, rtol=1e-4, atol=1e-6)
@@ -59,11 +59,11 @@ def test_s1_2_each_head_may_keep_the_full_width():
     """With heads of size d the concatenation is (n, h d), not (n, d), and W_O maps it back to d."""
     heads, w, w_o = 3, matrices(D, 3, D), numbers(3, D, D)
     attention = MultiHeadAttention(num_heads=heads, head_dim=D, use_bias=False)
-    own = jax.tree.map(jnp.shape, start(attention, X)["params"])
+    own = jax.tree.map(np.shape, start(attention, X)["params"])
     assert [own[name]["kernel"] for name in ("query", "value", "out")] == [(D, 3, D), (D, 3, D), (3, D, D)]
-    out, _ = attention.apply(kernels(**w, out=w_o), X)
+    out = np.asarray(jax.jit(attention.apply)(kernels(**w, out=w_o), X)[0])
 
-    x = np.asarray(X[0])
+    x = np.asarray(X)[0]
     each = []
     for i in range(heads):
         q, k, v = (x @ w[name][:, i] for name in ("query", "key", "value"))
@@ -76,12 +76,13 @@ def test_s1_2_each_head_may_keep_the_full_width():
 @pytest.mark.parametrize("d_k", [4, 16, 64])
 def test_s1_3_a_dot_product_has_variance_d_k_and_scaled_1(d_k):
     """q.k of independent entries with mean 0 and variance 1 has mean 0 and variance d_k; 1 / sqrt(d_k) makes it 1."""
-    q, k = (jnp.asarray(numbers(20_000, length, 1, d_k)) for length in (1, 2))
+    q, k = (numbers(20_000, length, 1, d_k) for length in (1, 2))
     products = (q * k).sum(-1)
     assert products.mean() == pytest.approx(0, abs=0.03 * np.sqrt(d_k))
     assert products.var() == pytest.approx(d_k, rel=0.05)
     for scale, variance in ((1.0, d_k), (None, 1.0)):
-        _, weights = dot_product_attention(q, k, k, scale=scale, return_weights=True)
+        attend = jax.jit(lambda q, k, scale=scale: dot_product_attention(q, k, k, scale=scale, return_weights=True)[1])
+        weights = np.asarray(attend(q, k))
         # log(w_0 / w_1) is the difference of two scores, whose variance is twice that of one score.
         difference = np.log(weights[..., 0]) - np.log(weights[..., 1])
         assert difference.var() / 2 == pytest.approx(variance, rel=0.05)
@@ -91,12 +92,12 @@ def test_s1_3_without_scale_the_gradient_of_softmax_dies():
     """The wider the head, the closer unscaled softmax is to one-hot, and the smaller its derivative."""
 
     def slope(d_k, scale):
-        q, k = (jnp.asarray(numbers(32, length, 1, d_k)) for length in (1, 11))
+        q, k = (numbers(32, length, 1, d_k) for length in (1, 11))
 
-        def weights(scores):
+        def weights(scores, q, k):
             return dot_product_attention(q, k, k, bias=scores, scale=scale, return_weights=True)[1][:, 0, 0]
 
-        by_scores = jax.jit(jax.jacobian(weights))(jnp.zeros((1, 11)))[:, :, 0]
+        by_scores = np.asarray(jax.jit(jax.jacobian(weights))(np.zeros((1, 11), np.float32), q, k))[:, :, 0]
         return np.median(np.linalg.norm(by_scores, axis=(1, 2)))
 
     scaled = [slope(d_k, None) for d_k in (8, 1024)]
@@ -119,9 +120,10 @@ PADDED = {
 def test_s1_4_padding_a_batch_changes_nothing(kind):
     """Padding rows of different lengths into one batch changes neither the output of real tokens nor gradients."""
     module, masks = PADDED[kind]
-    lengths = jnp.array([7, 4])
-    rows = X[:2] if kind in ("attention", "encoder") else jax.random.randint(KEYS[4], (2, T), 0, 13)
-    params = start(module, *[rows] * len(masks))
+    lengths = np.array([7, 4], np.int32)
+    tokens = np.random.default_rng(4).integers(0, 13, (2, T)).astype(np.int32)
+    rows = np.asarray(X)[:2] if kind in ("attention", "encoder") else tokens
+    params = start(module, *[jax.device_put(rows)] * len(masks))
 
     @functools.partial(jax.grad, has_aux=True)
     def run(params, rows, lengths):
@@ -132,30 +134,31 @@ def test_s1_4_padding_a_batch_changes_nothing(kind):
         return (out * jnp.cos(jnp.arange(out[0].size).reshape(1, *out.shape[1:]))).sum(), out
 
     run = jax.jit(run)
-    grads, out = run(params, rows, lengths)
-    padding = (jnp.arange(T)[None, :] >= lengths[:, None]).reshape(2, T, *[1] * (rows.ndim - 2))
-    _, other = run(params, jnp.where(padding, jnp.asarray(5, rows.dtype), rows), lengths)
+    grads, out = jax.tree.map(np.asarray, run(params, rows, lengths))
+    padding = (np.arange(T)[None, :] >= lengths[:, None]).reshape(2, T, *[1] * (rows.ndim - 2))
+    _, other = run(params, np.where(padding, np.asarray(5, rows.dtype), rows), lengths)
     np.testing.assert_array_equal(out, other)
 
     alone = [run(params, rows[i : i + 1, :n], lengths[i : i + 1]) for i, n in enumerate(lengths.tolist())]
+    alone = jax.tree.map(np.asarray, alone)
     for i, (_, row) in enumerate(alone):
         np.testing.assert_allclose(out[i, : row.shape[1]], row[0], rtol=1e-4, atol=1e-5)
     total = jax.tree.map(lambda *leaves: sum(leaves), *[one for one, _ in alone])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), grads, total)
-    assert sum(jnp.abs(leaf).sum() for leaf in jax.tree.leaves(grads)) > 1
+    assert sum(np.abs(leaf).sum() for leaf in jax.tree.leaves(grads)) > 1
 
 
 def test_s1_5_the_same_parameters_run_any_length():
     """No parameter shape depends on n: a module initialized with 3 elements runs on 301."""
     attention = MultiHeadAttention(num_heads=2)
-    params = start(attention, X[:, :3])
+    params = start(attention, jax.ShapeDtypeStruct((B, 3, D), jnp.float32))
     longer = jax.eval_shape(attention.init, KEYS[1], jax.ShapeDtypeStruct((1, 100_003, D), jnp.float32))
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, longer)
-    long = jnp.concatenate([X[:1]] * 43, 1)
-    out, _ = jax.jit(attention.apply)(params, long)
+    assert jax.tree.map(np.shape, params) == jax.tree.map(lambda leaf: leaf.shape, longer)
+    run, x = jax.jit(lambda x: attention.apply(params, x)[0]), np.asarray(X)[:1]
+    out = np.asarray(run(np.concatenate([x] * 43, 1)))
     assert out.shape == (1, 301, D)
     # Each element occurs 43 times: 43 keys share its weight, and the weighted mean does not change.
-    np.testing.assert_allclose(out[:, :T], attention.apply(params, X[:1])[0], rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(out[:, :T], run(x), rtol=1e-3, atol=1e-5)
 
 
 def test_s1_5_memory_grows_linearly_with_length():
@@ -183,8 +186,9 @@ def test_s1_6_short_periods_make_a_late_position_look_like_an_early_one():
     """
 
     def likeness(base, features, length):
-        encoding = Sinusoidal(base=base).encoding(jnp.arange(length)[None], features)[0]
-        return np.asarray(encoding @ encoding[0]) / (features / 2)
+        encode = jax.jit(lambda positions: Sinusoidal(base=base).encoding(positions, features)[0])
+        encoding = np.asarray(encode(np.arange(length, dtype=np.int32)[None]))
+        return encoding @ encoding[0] / (features / 2)
 
     short = likeness(4.0, 4, 100)
     assert short[88] > 0.999 > short[1]
@@ -196,34 +200,40 @@ def test_s1_6_short_periods_make_a_late_position_look_like_an_early_one():
 @pytest.mark.parametrize("scheme", [Rotary(), ALiBi(num_heads=2), T5Bias(num_heads=2)])
 def test_s1_6_relative_schemes_are_the_same_far_out(scheme):
     """With rotary, ALiBi and T5 the output depends only on distances, also 100,000 positions from the start."""
-    table = None if scheme.table_shape is None else jax.random.normal(KEYS[5], scheme.table_shape)
+    table = None if scheme.table_shape is None else normal(5, *scheme.table_shape)
     attention = MultiHeadAttention(num_heads=2, head_dim=8, position=scheme)
     params = start(MultiHeadAttention(num_heads=2, head_dim=8), X)
 
+    x, steps = np.asarray(X)[:1], np.arange(T, dtype=np.int32)
+
     @jax.jit
-    def out(positions):
-        return attention.apply(params, X[:1], positions=positions[None], position_table=table)[0]
+    def out(x, positions):
+        return attention.apply(params, x, positions=positions[None], position_table=table)[0]
 
-    near = out(jnp.arange(T))
-    np.testing.assert_allclose(out(jnp.arange(T) + 100_000), near, atol=1e-3)
-    assert np.abs(out(jnp.arange(T)[::-1] * 3) - near).max() > 0.05
+    near = np.asarray(out(x, steps))
+    np.testing.assert_allclose(out(x, steps + 100_000), near, atol=1e-3)
+    assert np.abs(np.asarray(out(x, steps[::-1] * 3)) - near).max() > 0.05
 
-    absolute = [Sinusoidal().encoding(jnp.arange(T)[None] + start, D) for start in (0, 100_000)]
-    assert np.abs(absolute[1] - absolute[0]).max() > 1
+    absolute = jax.jit(lambda positions: Sinusoidal().encoding(positions[None], D))
+    assert np.abs(np.asarray(absolute(steps + 100_000)) - np.asarray(absolute(steps))).max() > 1
 
 
 def test_s1_6_schemes_that_extrapolate():
     """ALiBi decreases linearly, T5 stays in its last bucket, scaled rotary angles stay in the trained range."""
-    here = jnp.array([[1000]])
-    far = here + jnp.array([[40, 200, 100_000]])
-    linear = ALiBi(num_heads=1).bias(here, far)
-    np.testing.assert_allclose(linear[0, 0, 0] / linear[0, 0, 0, 0], [1, 5, 2500])
-    table = jnp.arange(32.0)[:, None]
-    kept = T5Bias(num_heads=1).bias(here, far, table)[0, 0, 0]
+    table = np.arange(32, dtype=np.float32)[:, None]
+    scaled, heads = Rotary(scaling=RotaryScaling(kind="linear", factor=4.0)), np.asarray(X)[:1, :, None]
+
+    @jax.jit
+    def run(table, heads):
+        here = jnp.array([[1000]])
+        far, steps = here + jnp.array([[40, 200, 100_000]]), jnp.arange(T)[None]
+        biases = ALiBi(num_heads=1).bias(here, far), T5Bias(num_heads=1).bias(here, far, table)
+        return [bias[0, 0, 0] for bias in biases], scaled.rotate(heads, 4 * steps), Rotary().rotate(heads, steps)
+
+    (linear, kept), rotated, expected = jax.tree.map(np.asarray, run(table, heads))
+    np.testing.assert_allclose(linear / linear[0], [1, 5, 2500])
     assert kept[0] < kept[1] == kept[2]
-    scaled, heads = Rotary(scaling=RotaryScaling(kind="linear", factor=4.0)), X[:1, :, None]
-    steps = jnp.arange(T)[None]
-    np.testing.assert_allclose(scaled.rotate(heads, 4 * steps), Rotary().rotate(heads, steps), atol=1e-5)
+    np.testing.assert_allclose(rotated, expected, atol=1e-5)
 
 
 def test_s3_1_elements_are_vectors_and_the_three_sizes_are_free():
@@ -233,13 +243,14 @@ def test_s3_1_elements_are_vectors_and_the_three_sizes_are_free():
     params = start(attention, X)
     own = {name: part["kernel"].shape for name, part in params["params"].items()}
     assert own == {"query": (n_i, 2, n_k), "key": (n_i, 2, n_k), "value": (n_i, 2, n_v), "out": (2, n_v, n_i)}
-    assert attention.apply(params, X)[0].shape == X.shape
+    assert jax.jit(attention.apply)(params, X)[0].shape == X.shape
     encoder = Encoder(SMALL.replace(d_model=n_i, **{"attention.head_dim": n_k, "attention.value_dim": n_v}))
-    params, run = start(encoder, X), jax.jit(encoder.apply)
-    out, _, _ = run(params, X)
+    params, run = start(encoder, X), jax.jit(lambda params, x: encoder.apply(params, x)[0])
+    out = np.asarray(run(params, X))
     assert out.shape == X.shape
-    nearby = X.at[0, 2, 3].add(1e-3)  # any real number is allowed, not only embeddings of tokens
-    assert 0 < np.abs(run(params, nearby)[0] - out).max() < 0.1
+    nearby = np.array(X)
+    nearby[0, 2, 3] += 1e-3  # any real number is allowed, not only embeddings of tokens
+    assert 0 < np.abs(np.asarray(run(params, nearby)) - out).max() < 0.1
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 29])
@@ -267,13 +278,17 @@ def test_s3_2_it_equals_the_heads_one_by_one():
     params = start(attention, X)["params"]
     single = MultiHeadAttention(num_heads=1, head_dim=5, value_dim=4)
 
-    def head(i):
+    def head(params, i):
         own = {name: jax.tree.map(lambda leaf: leaf[..., i : i + 1, :], params[name]) for name in heads}
         own["out"] = {"kernel": params["out"]["kernel"][i : i + 1], "bias": params["out"]["bias"] / h}
         return single.apply({"params": own}, X)[0]
 
-    whole = attention.apply({"params": params}, X)[0]
-    np.testing.assert_allclose(whole, sum(head(i) for i in range(h)), rtol=1e-4, atol=1e-5)
+    @jax.jit
+    def run(params):
+        return attention.apply({"params": params}, X)[0], sum(head(params, i) for i in range(h))
+
+    whole, total = run(params)
+    np.testing.assert_allclose(whole, total, rtol=1e-4, atol=1e-5)
 
 
 def test_s3_3_softmax_per_query_and_head_and_w_0_without_activation():
@@ -281,7 +296,8 @@ def test_s3_3_softmax_per_query_and_head_and_w_0_without_activation():
     h, n_k = 2, 5
     w, w_0 = matrices(D, h, n_k), numbers(h, n_k, D)
     attention = MultiHeadAttention(num_heads=h, head_dim=n_k, use_bias=False)
-    out, weights = captured(attention, kernels(**w, out=w_0), X)
+    run = jax.jit(functools.partial(captured, attention))
+    out, weights = map(np.asarray, run(kernels(**w, out=w_0), X))
     q, k, v = (np.einsum("btd,dnh->bnth", X, w[name]) for name in ("query", "key", "value"))
     expected = softmax(q @ k.transpose(0, 1, 3, 2) / np.sqrt(n_k))
     np.testing.assert_allclose(weights, expected, rtol=1e-3, atol=1e-5)
@@ -290,9 +306,9 @@ def test_s3_3_softmax_per_query_and_head_and_w_0_without_activation():
     np.testing.assert_allclose(out, joined @ w_0.reshape(h * n_k, D), rtol=1e-3, atol=1e-4)
 
     other = w | {"query": np.stack([w["query"][:, 0], -w["query"][:, 1]], 1)}
-    moved = np.abs(captured(attention, kernels(**other, out=w_0), X)[1] - weights).max((0, 2, 3))
+    moved = np.abs(np.asarray(run(kernels(**other, out=w_0), X)[1]) - weights).max((0, 2, 3))
     assert moved[0] == 0 < 0.01 < moved[1]
-    negated = attention.apply(kernels(**w | {"value": -w["value"]}, out=w_0), X)[0]
+    negated = run(kernels(**w | {"value": -w["value"]}, out=w_0), X)[0]
     np.testing.assert_array_equal(negated, -out)  # only a map without an activation commutes with negation
 
 
@@ -309,12 +325,13 @@ def test_s3_4_all_heads_and_positions_at_once():
 
     assert loops("blockwise")  # a loop over blocks of long sequences, not over heads; shows that loops are detected
     assert not loops("reference")
-    np.testing.assert_allclose(run(X), jax.vmap(lambda row: run(row[None])[0])(X), rtol=1e-5, atol=1e-6)
+    together, alone = jax.jit(lambda x: (run(x), jax.vmap(lambda row: run(row[None])[0])(x)))(X)
+    np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)
 
     def around(num_heads):
         params = jax.eval_shape(Encoder(SMALL.replace(num_heads=num_heads)).init, KEYS[1], X)["params"]
         layer = params["prefix_0"]
-        return {name: jax.tree.map(jnp.shape, layer[name]) for name in layer if name != "self_attention"}
+        return {name: jax.tree.map(lambda leaf: leaf.shape, layer[name]) for name in layer if name != "self_attention"}
 
     assert around(1) == around(5)
     assert set(around(1)) == {"attention_norm", "feed_forward_norm", "feed_forward"}

@@ -6,10 +6,9 @@ Each test is named after the claim that it checks; docs/mathematics.md ends with
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from teaching_texts import KEYS, SMALL, B, D, T, X, captured, kernels, softmax, start
+from teaching_texts import SMALL, B, D, T, X, captured, kernels, normal, softmax, start
 
 from transformer.config import ConfigError
 from transformer.nn._attention import MultiHeadAttention, dot_product_attention
@@ -27,28 +26,29 @@ def test_s4_1_no_output_depends_on_what_comes_after(implementation):
     else:
         module, options = MultiHeadAttention(num_heads=2, implementation=implementation), {"mask": Mask.causal()}
     params = start(module, X)
-    jacobian = jax.jit(jax.jacobian(lambda row: module.apply(params, row[None], **options)[0][0]))(X[0])
-    reach = jnp.abs(jacobian).max((1, 3))
+    jacobian = jax.jit(jax.jacobian(lambda row: module.apply(params, row[None], **options)[0][0]))(np.asarray(X)[0])
+    reach = np.abs(jacobian).max((1, 3))
     np.testing.assert_array_equal(reach > 0, np.tri(T, dtype=bool))
 
 
 def test_s4_1_the_mask_is_a_matrix_of_zeros_and_minus_infinities():
     """softmax(Q K^T / sqrt(d_k) + M) V, with M = 0 for visible keys and -inf for hidden ones; d_k = d_model / h."""
-    m = jnp.where(jnp.tri(T, dtype=bool), 0.0, -jnp.inf)
-    q, k, v = jax.random.normal(KEYS[6], (3, B, T, 2, 5))
-    out, weights = dot_product_attention(q, k, v, bias=m, return_weights=True)
-    masked = dot_product_attention(q, k, v, mask=Mask.causal(), return_weights=True)
+    m = np.where(np.tri(T, dtype=bool), 0.0, -np.inf).astype(np.float32)
+    q, k, v = (normal(seed, B, T, 2, 5) for seed in (6, 7, 8))
+    attend = jax.jit(functools.partial(dot_product_attention, return_weights=True))
+    out, weights = attend(q, k, v, bias=m)
+    masked = attend(q, k, v, mask=Mask.causal())
     jax.tree.map(np.testing.assert_array_equal, (out, weights), masked)
-    scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(5) + np.asarray(m)[None, None]
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(5) + m[None, None]
     np.testing.assert_allclose(weights, softmax(scores), rtol=1e-4, atol=1e-6)
 
-    shapes = jax.tree.map(jnp.shape, start(MultiHeadAttention(num_heads=2), X)["params"])
+    shapes = jax.tree.map(np.shape, start(MultiHeadAttention(num_heads=2), X)["params"])
     assert shapes["query"]["kernel"] == shapes["key"]["kernel"] == (D, 2, D // 2)
 
 
 def test_s4_2_the_worked_example_digit_for_digit():
     """The text's example "Life is awesome": three tokens, two heads of size two, causal; all intermediate results."""
-    x = jnp.array([[[1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 1]]], jnp.float32)
+    x = np.array([[[1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 1]]], np.float32)
     w = {
         "query": [[[1, 0], [0, 1], [1, 0], [0, 1]], [[0, 1], [1, 0], [0, 1], [1, 0]]],
         "key": [[[1, 1], [0, 1], [1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1], [1, 0]]],
@@ -67,13 +67,13 @@ def test_s4_2_the_worked_example_digit_for_digit():
     attention = MultiHeadAttention(num_heads=2, use_bias=False)
     own = kernels(**{n: np.array(w[n]).transpose(1, 0, 2) for n in w}, out=np.eye(4).reshape(2, 2, 4))
     options = {"sow_weights": True, "capture_intermediates": True, "mutable": ["intermediates"]}
-    call = functools.partial(attention.apply, own, x, **options)
-    (out, _), seen = call(mask=Mask.causal())
+    call = jax.jit(lambda x, mask=None: attention.apply(own, x, mask=mask, **options))
+    (out, _), seen = jax.tree.map(np.asarray, call(x, Mask.causal()))
     for name, expected in heads.items():
         computed = seen["intermediates"][name]["__call__"][0][0]  # (T, N, H)
         np.testing.assert_array_equal(computed.transpose(1, 0, 2), expected)
     # Weights are exp(score) / sum of the row, so their logarithms are the scores up to one constant per row.
-    logs = np.log(call()[1]["intermediates"]["weights"][0][0])
+    logs = np.log(np.asarray(call(x)[1]["intermediates"]["weights"][0])[0])
     shifted = logs - logs[..., :1] + scores[..., :1] / np.sqrt(2)
     np.testing.assert_allclose(shifted * np.sqrt(2), scores, atol=1e-5)
 
@@ -93,32 +93,51 @@ def test_s4_3_the_pre_norm_block_is_its_equation():
         return module.apply({"params": params[name]}, x, **options)
 
     mha, ffn = MultiHeadAttention(num_heads=2, head_dim=6), FeedForward(width=7)
-    x = X + part(mha, "self_attention", part(LayerNorm(), "attention_norm", X), mask=Mask.causal())[0]
-    x = x + part(ffn, "feed_forward", part(LayerNorm(), "feed_forward_norm", x))
-    np.testing.assert_allclose(block.apply({"params": params}, X, inputs)[0], x, rtol=1e-5, atol=1e-6)
+
+    @jax.jit
+    def run(x):
+        got = block.apply({"params": params}, x, inputs)[0]
+        x = x + part(mha, "self_attention", part(LayerNorm(), "attention_norm", x), mask=Mask.causal())[0]
+        return got, x + part(ffn, "feed_forward", part(LayerNorm(), "feed_forward_norm", x))
+
+    got, expected = run(X)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_s4_3_a_mask_of_hidden_keys_is_turned_by_not():
     """An upper-triangular array, True where a key is hidden: ~ converts it to the causal mask of this library."""
-    hidden = jnp.triu(jnp.ones((T, T), bool), k=1)
+    hidden = np.triu(np.ones((T, T), bool), k=1)
     attention = MultiHeadAttention(num_heads=2)
     params = start(attention, X)
-    causal = attention.apply(params, X, mask=Mask.causal())[0]
-    np.testing.assert_array_equal(attention.apply(params, X, mask=Mask.array(~hidden))[0], causal)
-    assert np.abs(attention.apply(params, X, mask=Mask.array(hidden))[0] - causal).max() > 0.01
+
+    @jax.jit
+    def run(hidden):
+        masks = Mask.causal(), Mask.array(~hidden), Mask.array(hidden)
+        return [attention.apply(params, X, mask=mask)[0] for mask in masks]
+
+    causal, turned, not_turned = map(np.asarray, run(hidden))
+    np.testing.assert_array_equal(turned, causal)
+    assert np.abs(not_turned - causal).max() > 0.01
 
 
 def test_s4_3_weights_are_returned_only_when_asked_for():
     """By default only the output is returned; with return_weights or sow_weights also the weights."""
-    q = X[:, :, None]
-    assert isinstance(dot_product_attention(q, q, q), jax.Array)
-    assert dot_product_attention(q, q, q, return_weights=True)[1].shape == (B, 1, T, T)
+    q = jax.device_put(np.asarray(X)[:, :, None])
     attention = MultiHeadAttention(num_heads=2)
+    blockwise = MultiHeadAttention(num_heads=2, implementation="blockwise")  # never computes the full attention matrix
     params = start(attention, X)
     assert set(params) == {"params"}
-    assert attention.apply(params, X)[1] is None
+
+    @jax.jit
+    def run(q):
+        with_weights = dot_product_attention(q, q, q, return_weights=True)
+        return dot_product_attention(q, q, q), with_weights, attention.apply(params, X), blockwise.apply(params, X)[0]
+
+    alone, (_, weights), (_, none), in_blocks = run(q)
+    assert isinstance(alone, jax.Array)
+    assert weights.shape == (B, 1, T, T)
+    assert none is None
     assert captured(attention, params, X)[1].shape == (B, 2, T, T)
-    blockwise = MultiHeadAttention(num_heads=2, implementation="blockwise")  # never computes the full attention matrix
-    assert blockwise.apply(params, X)[0].shape == X.shape
+    assert in_blocks.shape == X.shape
     with pytest.raises(ConfigError, match="can't return attention weights"):
         captured(blockwise, params, X)
