@@ -124,7 +124,7 @@ def test_a_quantized_file_is_bfloat16_by_default(tmp_path):
     model, params = load(file)
     assert model.config.param_dtype == "bfloat16"
     wide = load(file, dtype="float32")[1]
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16)), params, wide)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(jnp.bfloat16)), params, wide)
     assert 0.01 < np.abs(wide["decoder"]["layers"]["slot_0"]["feed_forward"]["down"]["kernel"]).mean() < 10
 
 

@@ -4,7 +4,6 @@ import json
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import case as golden_case
@@ -118,7 +117,7 @@ def test_what_a_dtype_can_t_hold_is_named(load_with):
     with pytest.raises(ValueError, match=rf"numbers outside the range of the dtype: {GATE} \(float16\)"):
         load_pretrained(directory, dtype="float16")
     params = load_pretrained(directory, dtype="bfloat16").params
-    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.bool_, np.complex64])

@@ -103,7 +103,7 @@ def test_large_arrays_in_parts_and_other_dtypes(tmp_path, monkeypatch):
     assert len(files._parts["transformer.wte.weight"]) > 3
 
     def half(tree):
-        return {"params": jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), tree)}
+        return {"params": jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), tree)}
 
     loaded = load_pretrained(as_flax(directory, tmp_path / "half", "gpt2", half))
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype("bfloat16")}

@@ -5,6 +5,8 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import numeric_parts
+import numpy as np
 import pytest
 from golden import case as golden_case
 from golden import ours
@@ -155,6 +157,7 @@ def test_what_is_no_json_object_is_an_error(directory, text):
 FAMILIES = {"gpt2": "lm", "bart": "lm", "vit": "classifier", "patchtst": "forecast", "whisper": "lm", "bert": "lm"}
 
 
+@pytest.mark.programs(9, reason="it loads, saves and verifies a model")
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_logits_are_those_that_were_saved(tmp_path, family):
@@ -164,6 +167,7 @@ def test_the_logits_are_those_that_were_saved(tmp_path, family):
     assert verify(tmp_path / "ours") < 1e-6
 
 
+@pytest.mark.programs(37, reason="`convert` checks and converts each parameter outside of jax.jit")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_has_a_tolerance_of_its_own(saved, tmp_path, dtype, capsys):
     assert main(["convert", str(saved), str(tmp_path / "half"), "--dtype", dtype, "--verify"]) == 0
@@ -171,6 +175,7 @@ def test_half_precision_has_a_tolerance_of_its_own(saved, tmp_path, dtype, capsy
     assert read_integrity(tmp_path / "half")["example"]["tolerance"] == TOLERANCES[dtype] > TOLERANCES["float32"]
 
 
+@pytest.mark.programs(7, reason="it saves and verifies a model, and verifies it with another activation")
 def test_other_numerics_are_found(directory, monkeypatch, capsys):
     assert main(["convert", str(directory), "--verify"]) == 0
     assert "logits within 0" in capsys.readouterr().out
@@ -219,12 +224,13 @@ class Sized:
         self.nbytes = like.size * like.dtype.itemsize
 
 
+@pytest.mark.programs(7, reason="it saves and verifies a model")
 def test_a_model_of_few_positions_is_saved(tmp_path):
     sizes = {"vocab_size": 5, "d_model": 4, "num_layers": 1, "num_heads": 1}
     embedding = EmbeddingOptions(scale=False)
     config = TransformerConfig(**sizes, position="learned", max_length=3, embedding=embedding)
     model = CausalLM(config)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 1), int))["params"]
+    params = numeric_parts.random_params(model, np.zeros((1, 1), int))["params"]
     save_pretrained(model, params, tmp_path / "out")
     assert len(read_integrity(tmp_path / "out")["example"]["inputs"][0]["tokens"]) == 3
     assert verify(tmp_path / "out") < 1e-6
