@@ -3,9 +3,9 @@
 import random
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from chat_parts import drawn_params
 
 from transformer.config import ConfigError, Execution, RotaryScaling, TransformerConfig
 from transformer.generate import PromptLookup, Sampling, generate
@@ -21,10 +21,9 @@ PROMPTS = [[1, 2, 3, 4, 1, 2], [4], [5, 6, 7, 5, 6, 7, 5], [10, 2]]
 
 
 def lm(**fields):
-    sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_layers": 2, "num_heads": 2, "d_ff": 12}
+    sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_layers": 1, "num_heads": 2, "d_ff": 12}
     model = CausalLM(TransformerConfig(**sizes).replace(**fields), Execution(scan=False))
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), int))["params"]
-    return model, jax.tree.map(lambda leaf: 2.5 * leaf, params)
+    return model, drawn_params(model, 0.8)
 
 
 MODEL, PARAMS = lm()
@@ -48,8 +47,8 @@ def test_proposals_are_those_of_a_search():
         rows = [[draw.randrange(draw.choice([2, 4, 60])) for _ in range(draw.randint(1, 24))] for _ in range(60)]
         # What follows a row is not read.
         text = np.array([row + [row[-1]] * (30 - len(row)) for row in rows], np.int32)
-        lengths = jnp.array([len(row) for row in rows])
-        found = looked_up(jnp.array(text), lengths, PromptLookup(tokens=tokens, ngram=ngram))
+        lengths = np.array([len(row) for row in rows], np.int32)
+        found = jax.jit(looked_up, static_argnums=2)(text, lengths, PromptLookup(tokens=tokens, ngram=ngram))
         wanted = [searched(row, tokens, ngram) for row in rows]
         assert found.tolist() == wanted
         checked += sum(-1 in one for one in wanted)
@@ -78,9 +77,9 @@ def test_a_repetition_saves_steps():
     assert 59 / 6 <= rounds <= 30
 
 
-def test_what_a_lookup_is_not_for_is_refused():
+def test_rejects_what_a_lookup_is_not_for():
     seq2seq = Seq2Seq(MODEL.config)
-    params = jax.jit(seq2seq.init)(jax.random.key(0), jnp.zeros((1, 1), int), jnp.zeros((1, 1), int))["params"]
+    params = drawn_params(seq2seq, 0.4)
     with pytest.raises(ValueError, match="draft is only supported for a CausalLM, got a Seq2Seq"):
         generate(seq2seq, params, bos_id=1, sources=[[1]], max_new_tokens=4, draft=PromptLookup())
     with pytest.raises(ValueError, match="slots and draft can't be used together"):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chat_parts import drawn_params
 
 from transformer.config import ConfigError, EmbeddingOptions, TransformerConfig
 from transformer.generate import Sampling, generate, sample
@@ -22,13 +23,20 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6]]
 @pytest.fixture(scope="module")
 def model():
     made = CausalLM(CONFIG)
-    return made, jax.jit(made.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))["params"]
+    return made, drawn_params(made, 0.4, seed=1)
+
+
+begin = jax.jit(History.of, static_argnums=2)
+add = jax.jit(History.add)
 
 
 def history(prompt, generated):
-    made = History.of(jnp.array([[*prompt, 0, 0]]), jnp.array([len(prompt)]), VOCAB)
+    """The history of a row of at most three prompt tokens."""
+    row = np.zeros((1, 5), np.int32)
+    row[0, : len(prompt)] = prompt
+    made = begin(row, np.array([len(prompt)], np.int32), VOCAB)
     for token in generated:
-        made = made.add(jnp.array([token]), jnp.array([True]))
+        made = add(made, np.array([token], np.int32), np.array([True]))
     return made
 
 
@@ -47,14 +55,14 @@ def by_hand(logits, prompt, generated, sampling):
 def test_the_formulas():
     logits = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
     for prompt, generated in (([3, 4], [5, 5, 3]), ([7], []), ([1, 1], [1])):
-        got = penalized(jnp.array(logits)[None], history(prompt, generated), Penalties.of(ALL))[0]
+        got = np.asarray(jax.jit(penalized)(logits[None], history(prompt, generated), Penalties.of(ALL)))[0]
         np.testing.assert_allclose(got, by_hand(logits, prompt, generated, ALL), rtol=1e-6)
 
 
 def test_padding_and_ended_rows_do_not_count():
     made = history([3], [])
-    assert np.flatnonzero(made.in_prompt[0]).tolist() == [3]
-    assert int(made.add(jnp.array([5]), jnp.array([False])).counts.sum()) == 0
+    assert np.flatnonzero(np.asarray(made.in_prompt)[0]).tolist() == [3]
+    assert np.asarray(add(made, np.array([5], np.int32), np.array([False])).counts).sum() == 0
 
 
 def test_no_penalty_compiles_no_history():
@@ -76,8 +84,11 @@ def test_generate_equals_a_loop_over_tokens(model, changes):
     sampling = Sampling(temperature=0.0, **changes)
     rows = generate(*model, PROMPTS, max_new_tokens=9, sampling=sampling)
     assert rows != generate(*model, PROMPTS, max_new_tokens=9, sampling=Sampling(temperature=0.0))
-    for prompt, row in zip(PROMPTS, rows, strict=True):
-        logits = model[0].apply({"params": model[1]}, jnp.array([[*prompt, *row]]))[0]
+    texts = np.zeros((2, 16), np.int32)
+    for text, prompt, row in zip(texts, PROMPTS, rows, strict=True):
+        text[: len(prompt) + len(row)] = [*prompt, *row]
+    both = np.asarray(jax.jit(model[0].apply)({"params": model[1]}, texts))
+    for logits, prompt, row in zip(both, PROMPTS, rows, strict=True):
         for i, token in enumerate(row):
             expected = by_hand(logits[len(prompt) + i - 1], prompt, row[:i], sampling)
             assert expected[token] > expected.max() - 1e-4
@@ -85,8 +96,9 @@ def test_generate_equals_a_loop_over_tokens(model, changes):
 
 def test_log_probabilities():
     logits = np.random.default_rng(0).normal(size=(3, VOCAB)).astype(np.float32)
-    expected = np.asarray(jax.nn.log_softmax(logits))[np.arange(3), [4, 0, 9]]
-    np.testing.assert_allclose(log_probabilities(jnp.array(logits), jnp.array([4, 0, 9])), expected, rtol=1e-6)
+    expected = logits[np.arange(3), [4, 0, 9]] - np.logaddexp.reduce(logits.astype(np.float64), -1)
+    found = jax.jit(log_probabilities)(logits, np.array([4, 0, 9], np.int32))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_where_penalties_are_not_supported(model):
@@ -119,6 +131,4 @@ def test_the_repetition_penalty_is_that_of_transformers():
     prompt, generated = [3, 4, 4], [5, 5, 3]
     theirs = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[*prompt, *generated]]), torch.tensor(logits)[None])
     only = Penalties.of(Sampling(repetition_penalty=1.7))
-    np.testing.assert_allclose(
-        penalized(jnp.array(logits)[None], history(prompt, generated), only), theirs.numpy(), rtol=1e-6
-    )
+    np.testing.assert_allclose(penalized(logits[None], history(prompt, generated), only), theirs.numpy(), rtol=1e-6)

@@ -1,5 +1,6 @@
 """Sampling: which tokens can be sampled, how often, and which settings are errors."""
 
+import functools
 import math
 
 import chex
@@ -36,9 +37,13 @@ def expected(logits, sampling):
     return left / left.sum()
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def sampled(logits, seed, sampling):
+    return sample(logits, jax.random.key(seed), sampling)
+
+
 def drawn(logits, sampling, seed=0):
-    rows = jnp.broadcast_to(jnp.asarray(logits)[None, :], (ROWS, len(logits)))
-    tokens = sample(rows, jax.random.key(seed), sampling)
+    tokens = sampled(np.broadcast_to(np.asarray(logits), (ROWS, len(logits))), seed, sampling)
     chex.assert_shape(tokens, (ROWS,))
     chex.assert_type(tokens, jnp.int32)
     return np.asarray(tokens)
@@ -101,20 +106,21 @@ def test_a_tiny_temperature_is_greedy_and_finite():
 def test_rows_that_cannot_be_chosen_from_give_no_token(sampling):
     """NaN, +inf or only -inf never give token 0. A single -inf marks a token that is never chosen."""
     nan, inf = np.nan, np.inf
-    logits = jnp.asarray(
-        [[0.0, nan, 1.0], [0.0, inf, 1.0], [-inf, -inf, -inf], [nan, nan, nan], [-inf, 0.0, -inf], [-inf, -inf, 5.0]]
+    logits = np.array(
+        [[0.0, nan, 1.0], [0.0, inf, 1.0], [-inf, -inf, -inf], [nan, nan, nan], [-inf, 0.0, -inf], [-inf, -inf, 5.0]],
+        np.float32,
     )
     for seed in range(5):
-        tokens = jax.jit(sample, static_argnums=2)(logits, jax.random.key(seed), sampling)
+        tokens = sampled(logits, seed, sampling)
         assert tokens.tolist() == [-1, -1, -1, -1, 1, 2]
 
 
 def test_a_row_draws_the_same_in_any_batch():
-    logits = jnp.asarray(np.random.default_rng(1).normal(size=(7, 23)).astype(np.float32))
+    logits = np.random.default_rng(1).normal(size=(7, 23)).astype(np.float32)
     for sampling in (Sampling(), Sampling(top_k=6), Sampling(top_p=0.8)):
-        whole = sample(logits, jax.random.key(3), sampling)
-        np.testing.assert_array_equal(sample(logits[:3], jax.random.key(3), sampling), whole[:3])
-        assert (sample(logits, jax.random.key(4), sampling) != whole).any()
+        whole = np.asarray(sampled(logits, 3, sampling))
+        np.testing.assert_array_equal(sampled(logits[:3], 3, sampling), whole[:3])
+        assert (np.asarray(sampled(logits, 4, sampling)) != whole).any()
 
 
 def test_a_filter_changes_only_the_draws_it_forbids():
@@ -127,8 +133,8 @@ def test_a_filter_changes_only_the_draws_it_forbids():
 
 def test_low_precision_logits_are_drawn_in_float32():
     """The difference of the logits, -4.0234, is above the threshold of -4.027; in bfloat16 it would be -4.03125."""
-    rows = jnp.broadcast_to(jnp.array([[1 + 2**-7, -3.015625]], jnp.bfloat16), (ROWS, 2))
-    assert set(np.asarray(sample(rows, jax.random.key(0), Sampling(min_p=math.exp(-4.027))))) == {0, 1}
+    rows = np.full((ROWS, 2), [1 + 2**-7, -3.015625], jnp.bfloat16)
+    assert set(np.asarray(sampled(rows, 0, Sampling(min_p=math.exp(-4.027))))) == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -152,12 +158,12 @@ def test_values_out_of_range(values, message):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_suppressed_tokens_are_never_chosen(temperature):
-    logits = jnp.asarray([[5.0, 4.0, 3.0, 9.0]] * 2)
-    greedy = sample(logits, jax.random.key(0), Sampling(temperature=0.0, suppress=(3, 0)))
+    logits = np.array([[5.0, 4.0, 3.0, 9.0]] * 2, np.float32)
+    greedy = sampled(logits, 0, Sampling(temperature=0.0, suppress=(3, 0)))
     assert greedy.tolist() == [1, 1]
-    drawn = [sample(logits, jax.random.key(i), Sampling(temperature=temperature, suppress=(3,))) for i in range(20)]
+    drawn = [sampled(logits, i, Sampling(temperature=temperature, suppress=(3,))) for i in range(20)]
     assert 3 not in np.stack(drawn)
     with pytest.raises(ConfigError, match="ids below 4, the size of the vocabulary, got 4"):
-        sample(logits, jax.random.key(0), Sampling(suppress=(4,)))
+        sampled(logits, 0, Sampling(suppress=(4,)))
     with pytest.raises(ConfigError, match="suppress must be token ids"):
         Sampling(suppress=(-1,))

@@ -3,9 +3,9 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from chat_parts import drawn_params
 
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.generate import Draft, Sampling, generate
@@ -22,9 +22,8 @@ GREEDY = Sampling(temperature=0.0)
 def lm(seed, **fields):
     sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_layers": 2, "num_heads": 2, "d_ff": 12}
     model = CausalLM(TransformerConfig(**(sizes | fields)), Execution(scan=bool(seed % 2)))
-    params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 1), int))["params"]
     # Sharper than the initial distribution, so that a draft agrees with the model on some tokens and not on others.
-    return model, jax.tree.map(lambda leaf: 2.5 * leaf, params)
+    return model, drawn_params(model, 0.8, seed)
 
 
 MODEL, PARAMS = lm(0)
@@ -86,7 +85,7 @@ def test_a_row_is_what_it_is_alone():
 @pytest.mark.slow
 def test_numbers_that_are_not_finite_are_named():
     broken = jax.tree.map(lambda leaf: leaf, PARAMS)
-    broken["decoder"]["final_norm"]["scale"] = broken["decoder"]["final_norm"]["scale"] * jnp.nan
+    broken["decoder"]["final_norm"]["scale"] = broken["decoder"]["final_norm"]["scale"] * np.float32(np.nan)
     with pytest.raises(ValueError, match=r"row 0 are not finite at position 3 .*decoder/final_norm/scale"):
         generate(MODEL, broken, PROMPTS, max_new_tokens=4, draft=OTHER)
     # A draft whose proposals are always wrong is no error.
@@ -95,7 +94,7 @@ def test_numbers_that_are_not_finite_are_named():
     assert generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, sampling=GREEDY, draft=hopeless) == plain
 
 
-def test_a_draft_that_does_not_fit_is_refused():
+def test_rejects_a_draft_that_does_not_fit():
     other = Draft(model=lm(0, vocab_size=12)[0], params=lm(0, vocab_size=12)[1])
     with pytest.raises(
         ValueError,
@@ -106,7 +105,7 @@ def test_a_draft_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"prompt 2 has 5 tokens, 9 with 4 new ones, but .* only 8"):
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, draft=short)
     seq2seq = Seq2Seq(MODEL.config)
-    params = jax.jit(seq2seq.init)(jax.random.key(0), jnp.zeros((1, 1), int), jnp.zeros((1, 1), int))["params"]
+    params = drawn_params(seq2seq, 0.4)
     with pytest.raises(ValueError, match=r"draft is only supported for a CausalLM, got a Seq2Seq. Remove draft"):
         generate(seq2seq, params, bos_id=1, sources=[[1]], max_new_tokens=4, draft=OTHER)
     with pytest.raises(ConfigError, match="a draft must be a CausalLM, got a Seq2Seq"):

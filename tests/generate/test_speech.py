@@ -1,9 +1,11 @@
 """Decoding of speech: the rules for timestamps, and the loop for one window."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from numeric_parts import random_params
 
 from transformer.config import EmbeddingOptions, Speech, TransformerConfig
 from transformer.generate._speech import SpeechRules, SpeechState, apply_rules, decode_window, start_window
@@ -41,30 +43,39 @@ def allowed(tokens, logits):
 
 
 def state_after(tokens):
-    state = SpeechState.empty(1)
+    state = jax.jit(SpeechState.empty, static_argnums=0)(1)
     for token in tokens:
-        state = state.add(jnp.array([token], jnp.int32), RULES)
+        state = add(state, np.array([token], np.int32))
     return state
+
+
+@jax.jit
+def add(state, token):
+    return state.add(token, RULES)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def with_rules(logits, state, timestamps):
+    return apply_rules(logits, state, RULES, timestamps)
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_the_rules_on_random_transcripts(spread):
     generator = np.random.default_rng(int(spread))
-    apply = jax.jit(lambda logits, state: apply_rules(logits, state, RULES, True))
     for _ in range(20):
         tokens = []
         while len(tokens) < 12 and (not tokens or tokens[-1] != END):
             logits = generator.normal(0, spread, SIZE).astype(np.float32)
-            got = np.flatnonzero(np.isfinite(apply(logits[None], state_after(tokens))[0]))
+            got = np.flatnonzero(np.isfinite(np.asarray(with_rules(logits[None], state_after(tokens), True))[0]))
             assert set(got) == allowed(tokens, logits), tokens
             tokens.append(int(generator.choice(got)))
 
 
 def test_without_timestamps_only_suppressed_tokens_are_forbidden():
-    logits = jnp.zeros((1, SIZE))
-    first = apply_rules(logits, SpeechState.empty(1), RULES, False)[0]
+    logits = np.zeros((1, SIZE), np.float32)
+    first = np.asarray(with_rules(logits, state_after([]), False))[0]
     assert np.flatnonzero(~np.isfinite(first)).tolist() == [2, 9, 10]
-    later = apply_rules(logits, state_after([4]), RULES, False)[0]
+    later = np.asarray(with_rules(logits, state_after([4]), False))[0]
     assert np.flatnonzero(~np.isfinite(later)).tolist() == [2, 10]
 
 
@@ -81,9 +92,9 @@ def model():
         embedding=EmbeddingOptions(source_max_length=7, scale=False),
     )
     model = SpeechToText(config)
-    frames = jax.random.normal(jax.random.key(1), (2, 14, 5))
-    params = jax.jit(model.init)(jax.random.key(3), frames, jnp.zeros((2, 1), int))["params"]
-    return model, jax.tree.map(lambda leaf: 3 * leaf, params), frames
+    frames = np.random.default_rng(1).normal(size=(2, 14, 5)).astype(np.float32)
+    params = random_params(model, frames, np.zeros((2, 1), np.int32), seed=3)["params"]
+    return model, jax.tree.map(lambda leaf: 3 * np.asarray(leaf), params), frames
 
 
 def decode(model, params, frames, prompt, temperature, key=0, limit=17, timestamps=True):
@@ -94,22 +105,23 @@ def decode(model, params, frames, prompt, temperature, key=0, limit=17, timestam
     return decode_window(model, params, logits, cache, prompt, *how, **sizes)
 
 
+@pytest.mark.programs(8, reason="decoding has two programs and a key, and the expectation reads and applies the rules")
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("prompt", "timestamps"), [([], True), ([5, NO_TIMES], False)])
 def test_greedy_decoding_takes_the_best_allowed_token_of_the_complete_model(model, prompt, timestamps):
     model, params, frames = model
     result = jax.device_get(decode(model, params, frames, prompt, 0.0, timestamps=timestamps))
     assert result.finite
-    score = jax.jit(lambda target: model.apply({"params": params}, frames, target))
+    score = jax.jit(lambda params, frames, target: model.apply({"params": params}, frames, target))
     for row in range(2):
         tokens, total = [], 0.0
         for _ in range(17):
             target = np.zeros((2, 20), np.int32)
             target[row, : 1 + len(prompt) + len(tokens)] = [START, *prompt, *tokens]
-            logits = score(jnp.asarray(target))[row, len(prompt) + len(tokens)]
-            logits = apply_rules(logits[None], state_after(tokens), RULES, timestamps)[0]
+            logits = np.asarray(score(params, frames, target))[row, len(prompt) + len(tokens)]
+            logits = np.asarray(with_rules(logits[None], state_after(tokens), timestamps), np.float64)[0]
             best = int(logits.argmax())
-            total += float(jax.nn.log_softmax(logits)[best])
+            total += logits[best] - np.logaddexp.reduce(logits)
             if best == END:
                 break
             tokens.append(best)
@@ -131,5 +143,5 @@ def test_the_limit_and_logits_that_are_not_finite(model):
     model, params, frames = model
     result = decode(model, params, frames, [], 0.0, limit=3)
     assert (result.counts <= 3).all()
-    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
+    broken = jax.tree.map(lambda leaf: leaf * np.float32(np.nan), params)
     assert not decode(model, broken, frames, [], 0.0).finite
