@@ -185,7 +185,7 @@ def test_no_run_goes_on_from_it(kept, tmp_path):
         open_run(load_run(kept, "newest").recipe, tmp_path / "mean", say=print)
 
 
-def test_a_checkpoint_that_is_there_for_its_loss_is_told(tmp_path):
+def test_warns_of_a_checkpoint_kept_for_its_loss(tmp_path):
     workdir = write_run(tmp_path, keep_last=3)
     with pytest.warns(
         UserWarning, match=r"keeps its last 3 .*; of the 4 averaged, step 2 was kept because of its eval loss"

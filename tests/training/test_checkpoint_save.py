@@ -101,7 +101,7 @@ finally:
 """
 
 
-def test_a_save_that_fails_in_several_threads_is_told_once(tmp_path):
+def test_reports_a_save_that_fails_in_several_threads_once(tmp_path):
     """Orbax logs a traceback per thread, and TensorStore prints one for every array that is written too late."""
     done = subprocess.run([sys.executable, "-c", FAILING, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 1
@@ -133,7 +133,7 @@ def slow_full_disk(monkeypatch):
     ],
     ids=["wait", "close", "save", "restore_newest"],
 )
-def test_a_failed_save_is_told_at_the_next_call(tmp_path, slow_full_disk, call):
+def test_reports_a_failed_save_at_the_next_call(tmp_path, slow_full_disk, call):
     checkpointer = Checkpointer(tmp_path)
     assert checkpointer.save(1, {"x": np.ones(3)})
     slow_full_disk.set()

@@ -113,7 +113,7 @@ def test_samples_are_written_at_each_evaluation(translated):
 # Summaries
 
 
-def test_best_earlier_than_last_is_said(tmp_path):
+def test_reports_a_best_checkpoint_earlier_than_the_last(tmp_path):
     summary = Summary(
         name="x",
         workdir=str(tmp_path),
@@ -240,7 +240,7 @@ def test_texts_are_drawn_whatever_the_seed(tmp_path, seed):
     assert (tmp_path / "run" / "samples.txt").read_text()
 
 
-def test_a_learned_table_too_short_for_the_data_is_said(tmp_path):
+def test_rejects_a_learned_table_too_short_for_the_data(tmp_path):
     pairs = NumberWords(max_digits=2, train_examples=200, data_dir=str(tmp_path / "tfds"))
     model = TransformerConfig(d_model=6, num_heads=3, num_layers=1, position="learned", max_length=2)
     with pytest.raises(ValueError, match=r"model.max_length \(2\) must be at least the longest sequence of the data"):

@@ -110,7 +110,7 @@ class TestAdvice:
         assert "--execution.remat full" in text
         assert "python -m transformer plan RECIPE --here FLAGS" in text
 
-    def test_what_is_not_enough_alone_is_said(self):
+    def test_reports_what_is_not_enough_alone(self):
         text = advice(RECIPE, sizes(), need(2, 7, 40), 12 * GIB, SHAPES)
         assert (
             "--training.accumulation 16: smaller micro-batches, same result (about 18.50 GiB, not enough on its own)"
@@ -134,7 +134,7 @@ class TestAdvice:
         text = advice(odd, sizes(), need(2, 1, 40), 16 * GIB, batch_shapes(odd))
         assert "Options that reduce it" not in text
 
-    def test_what_should_fit_is_said(self):
+    def test_reports_what_should_fit(self):
         assert "whether another process uses the device" in advice(RECIPE, sizes(), need(2, 1, 4), 16 * GIB, SHAPES)
 
     def test_of_a_gpu_there_is_more_than_jax_takes(self, monkeypatch):

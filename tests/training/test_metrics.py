@@ -177,7 +177,7 @@ class Pending:
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_the_time_a_step_waits_for_data_is_told(tmp_path, monkeypatch, ready):
+def test_reports_the_time_a_step_waits_for_data(tmp_path, monkeypatch, ready):
     """A batch that is loaded while the device is still busy causes no waiting time."""
     now = [0.0]
     monkeypatch.setattr("transformer.training._journal.time.perf_counter", lambda: now[0])
