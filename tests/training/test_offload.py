@@ -100,6 +100,7 @@ def test_activations_are_copied_to_the_host():
     assert copies == {"names": 0, "offload": 3}
 
 
+@pytest.mark.programs(10, reason="saving a state copies shards of each shape and sharding")
 @pytest.mark.parametrize(("saved", "target"), [("offloaded", "resident"), ("resident", "offloaded")])
 def test_a_checkpoint_does_not_depend_on_the_memory(saved, target, request, tmp_path):
     (_, state, _), (placement, expected, _) = request.getfixturevalue(saved), request.getfixturevalue(target)

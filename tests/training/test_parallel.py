@@ -55,7 +55,10 @@ def losses(recipe, steps=6):
     return found, placement.whole(state)
 
 
-@pytest.mark.parametrize("kind", ["mesh", "pmap"])
+PMAP = "pmap copies arrays of each shape to its devices and back"
+
+
+@pytest.mark.parametrize("kind", ["mesh", pytest.param("pmap", marks=pytest.mark.programs(24, reason=PMAP))])
 def test_a_placement_runs_the_step_that_it_is_given(kind):
     """The loop passes the pure step; a placement only distributes it."""
 
@@ -109,6 +112,7 @@ def test_any_mesh_gives_the_same_losses(task, layout, alone):
             np.testing.assert_allclose(ours[path], theirs[path], atol=2e-4, err_msg=path)
 
 
+@pytest.mark.programs(28, reason=PMAP)
 @pytest.mark.parametrize("task", ["causal_lm", pytest.param("seq2seq", marks=pytest.mark.slow)])
 def test_pmap_gives_the_same_losses(task, alone):
     expected, _ = alone(task, 0.0)
@@ -146,7 +150,13 @@ def test_fsdp_holds_an_eighth():
     assert kernel.addressable_shards[0].data.shape == (2, 8, 96)
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(fsdp=4, tensor=2), ParallelConfig(kind="pmap", devices=4)])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(fsdp=4, tensor=2),
+        pytest.param(ParallelConfig(kind="pmap", devices=4), marks=pytest.mark.programs(16, reason=PMAP)),
+    ],
+)
 def test_a_step_leaves_the_state_where_it_was(parallel):
     """Otherwise the next step would be compiled again."""
     placement = place(recipe_for("causal_lm", parallel))

@@ -19,9 +19,11 @@ from transformer.training._recipe import save_recipe
 from transformer.training._restart import check_not_lost, set_aside, writing_explained
 from transformer.training._runs import WorkdirError, load_run
 
+pytestmark = pytest.mark.usefixtures("one_step_per_recipe")
+
 
 @pytest.fixture(scope="module")
-def finished(folder):
+def finished(folder, one_step_per_recipe):
     """A run of six steps with checkpoints at steps 4 and 6."""
     assert train(text_recipe(folder, training={"steps": 6}), folder / "whole").finished
     return folder / "whole"
@@ -44,10 +46,10 @@ def test_a_run_without_its_checkpoints_is_refused_and_left_as_it_is(folder, lost
     before = files(lost)
     with pytest.raises(WorkdirError) as error:
         train(text_recipe(folder, training={"steps": 6}), lost)
-    said = str(error.value)
-    assert f"{lost} contains an earlier run with metrics up to step 6 (metrics.jsonl, samples.txt, summary.json" in said
-    assert f"but {lost}/checkpoints has no checkpoint, although first_checkpoint.json shows that one was saved" in said
-    assert f"(in Python: restart=True) to start a new run (the old files move to {lost}/previous)" in said
+    text = str(error.value)
+    assert f"{lost} contains an earlier run with metrics up to step 6 (metrics.jsonl, samples.txt, summary.json" in text
+    assert f"but {lost}/checkpoints has no checkpoint, although first_checkpoint.json shows that one was saved" in text
+    assert f"(in Python: restart=True) to start a new run (the old files move to {lost}/previous)" in text
     assert files(lost) == before
 
 
@@ -124,7 +126,7 @@ def test_a_new_workdir_is_a_new_run(tmp_path):
         ({"recipe_json": None}, "recipe.json is missing too"),
     ],
 )
-def test_runs_of_earlier_versions_are_told_by_their_other_files(folder, tmp_path, extra, reason):
+def test_finds_runs_of_earlier_versions_by_their_other_files(folder, tmp_path, extra, reason):
     last_step, missing = extra.pop("last_step", 3), "recipe_json" in extra and extra.pop("recipe_json") is None
     workdir = workdir_with(folder, tmp_path / "run", last_step=last_step, **extra)
     if missing:

@@ -12,7 +12,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from training_recipes import change, text_recipe
+from training_recipes import text_recipe
 
 from transformer.training import _loop as loop
 from transformer.training._checkpoint import Checkpointer
@@ -25,9 +25,11 @@ from transformer.training._runs import WorkdirError, has_checkpoints, load_run
 from transformer.training._signals import StopSignal
 from transformer.training._state import abstract_state
 
+pytestmark = pytest.mark.usefixtures("one_step_per_recipe")
+
 
 @pytest.fixture(scope="module")
-def finished(folder):
+def finished(folder, one_step_per_recipe):
     """An uninterrupted run."""
     summary = train(text_recipe(folder), folder / "whole")
     assert summary.finished
@@ -152,7 +154,7 @@ def test_stopped_anywhere_equals_never_stopped_bit_for_bit(folder, finished, mon
 
 
 def test_lines_are_means_over_their_steps(folder, finished):
-    recipe = text_recipe(folder, logging={"every": 1})
+    recipe = text_recipe(folder, logging={"every": 1}, evaluation={"every": None, "samples": 0})
     train(recipe, folder / "each")
     each = [line["train/loss"] for line in lines(folder / "each") if "train/loss" in line]
     grouped = {line["step"]: line["train/loss"] for line in lines(finished) if "train/loss" in line}
@@ -164,10 +166,12 @@ def test_lines_are_means_over_their_steps(folder, finished):
     )
 
 
-def test_a_saved_state_is_that_of_its_step(folder, finished):
+def test_a_saved_state_is_that_of_its_step(folder, finished, monkeypatch):
     """The next step reuses the buffers of the state that is being saved, so a copy must be made before."""
     recipe = text_recipe(folder)
-    train(change(recipe, training={"steps": 8}), folder / "short")
+    trouble = Trouble(monkeypatch)
+    trouble.plan("batch", 8, lambda: trouble.send(signal.SIGTERM))
+    assert train(recipe, folder / "short").step == 8
     expected, *_ = final_state(recipe, folder / "short", step=8)
     state, *_ = final_state(recipe, finished, step=8)
     chex.assert_trees_all_equal(state, expected)
@@ -300,7 +304,8 @@ def test_what_was_trained_is_loaded(folder, finished):
     assert best.step in (3, 6, 9, 12)
     assert load_run(finished, 12).step == 12
     assert best.recipe.model.vocab_size == best.tokenizer.vocab_size
-    logits = best.model.apply({"params": best.params}, jax.numpy.asarray([best.tokenizer.encode("line")]))
+    tokens = np.asarray([best.tokenizer.encode("line")])
+    logits = jax.jit(lambda params, tokens: best.model.apply({"params": params}, tokens))(best.params, tokens)
     assert logits.shape == (1, 4, best.tokenizer.vocab_size)
     with pytest.raises(FileNotFoundError, match="is not the workdir of a run"):
         load_run(folder / "nowhere")

@@ -6,10 +6,10 @@ from datetime import datetime
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from chat_parts import template, write_chat_model
+from numeric_parts import random_params
 from training_recipes import assert_equals_resumed_run, change, short_recipe
 
 from transformer.chat import Chat, ChatEncoder, find_template
@@ -26,7 +26,6 @@ from transformer.training._recipe import build_model, with_vocabulary
 from transformer.training._report import read_example
 from transformer.training._runs import load_run
 from transformer.training._start import initialize_from, with_new_parameters
-from transformer.training._state import initial_params
 from transformer.training._step import training_loss
 from transformer.training._tasks import TASKS
 from transformer.training.lora import LoRA
@@ -104,14 +103,16 @@ def test_packed_rows_have_the_loss_and_gradients_of_separate_rows(tmp_path, kind
     if position == "learned":
         model["max_length"] = 64
     recipe = with_vocabulary(recipe_for(tmp_path, data=packed, model=model), few.tokenizer.vocab_size)
-    made, params = build_model(recipe), jax.jit(lambda: initial_params(recipe))()
+    made = build_model(recipe)
+    params = random_params(made, plain["tokens"])["params"]
 
     @jax.jit
+    @jax.value_and_grad
     def mean_loss(params, batch):
         loss, weight, _ = training_loss(recipe.task, made, params, batch, TrainingConfig(), None)
         return loss / weight
 
-    results = [jax.value_and_grad(mean_loss)(params, batch) for batch in (plain, *rows)]
+    results = [mean_loss(params, batch) for batch in (plain, *rows)]
     for loss, gradient in results[1:]:
         np.testing.assert_allclose(loss, results[0][0], rtol=1e-6)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient, results[0][1])
@@ -137,14 +138,12 @@ def test_text_in_another_conversation_has_no_effect(tmp_path):
     recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
     batch = dataset._assemble("train", np.arange(1))
     assert batch["segment_ids"].max() > 1
-    params, model = jax.jit(lambda: initial_params(recipe))(), build_model(recipe)
-
-    def logits(batch):
-        batch = jax.tree.map(jnp.asarray, batch)
-        return np.asarray(TASKS["sft"].forward(model, {"params": params}, batch, deterministic=True))
+    model = build_model(recipe)
+    params = random_params(model, batch["tokens"])["params"]
+    forward = jax.jit(lambda batch: TASKS["sft"].forward(model, {"params": params}, batch, deterministic=True))
 
     other = {**batch, "tokens": np.where(batch["segment_ids"] == 1, 5, batch["tokens"])}
-    before, after = logits(batch), logits(other)
+    before, after = (np.asarray(forward(one)) for one in (batch, other))
     np.testing.assert_array_equal(before[batch["segment_ids"] > 1], after[batch["segment_ids"] > 1])
     assert not np.allclose(before[batch["segment_ids"] == 1], after[batch["segment_ids"] == 1])
 
