@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numeric_parts
 import numpy as np
 import pytest
 from golden import case as golden_case
@@ -68,6 +69,7 @@ def opened(tmp_path, family, name):
     return load_pretrained(ours.write(tmp_path / "theirs", record)), record
 
 
+@pytest.mark.programs(9, reason="it loads, runs and saves a model")
 @pytest.mark.default_cases(16)
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_results_are_the_reference_s_and_files_come_back(tmp_path, family, name):
@@ -105,6 +107,7 @@ def test_generation_is_the_reference_s(tmp_path, family, name):
     assert rows == record["generated"]
 
 
+@pytest.mark.programs(9, reason="it decodes parts of four widths")
 @pytest.mark.parametrize(("family", "name"), DECODERS)
 def test_cached_is_uncached(tmp_path, family, name):
     """Prefill 1, 7 or all tokens, then decode the rest in one call or one by one; the second row has left padding."""
@@ -112,12 +115,17 @@ def test_cached_is_uncached(tmp_path, family, name):
     loaded, _ = opened(tmp_path, family, name)
     model, variables = loaded.model, {"params": loaded.params}
     (tokens,), named = ours.inputs_of(model, case, "left")
-    mask, positions = named["mask"], named["positions"]
+    mask, positions, tokens = named["mask"], np.asarray(named["positions"]), np.asarray(tokens)
     real = np.asarray(mask.query_segments).astype(bool)
-    run = jax.jit(lambda params: model.apply({"params": params}, tokens, positions, mask))
-    whole = np.asarray(run(loaded.params))
+    apply = jax.jit(lambda params, tokens, positions: model.apply({"params": params}, tokens, positions, mask))
+
+    def run(params):
+        return np.asarray(apply(params, tokens, positions))
+
+    whole = run(loaded.params)
     # Effect of rounding the parameters on the logits: 9e-5 for gemma3_text, 4e-6 for bloom.
     noise = rounding(lambda params: run(params)[real], loaded.params)
+    empty = jax.jit(lambda: model.init_cache(2, case.length))
 
     @jax.jit
     def step(cache, tokens, positions, start):
@@ -126,16 +134,17 @@ def test_cached_is_uncached(tmp_path, family, name):
         return model.apply(variables, tokens, positions, Mask.segments(query, mask.query_segments), cache)
 
     for widths in ((1, case.length - 1), (7, *[1] * (case.length - 7)), (case.length,)):
-        cache, parts, start = model.init_cache(2, case.length), [], 0
+        cache, parts, start = empty(), [], 0
         for width in widths:
             logits, cache = step(cache, tokens[:, start : start + width], positions[:, start : start + width], start)
             parts.append(np.asarray(logits))
             start += width
-        assert cache_length(cache).tolist() == [case.length] * 2
+        assert jax.jit(cache_length)(cache).tolist() == [case.length] * 2
         np.testing.assert_allclose(np.concatenate(parts, axis=1)[real], whole[real], atol=2e-5 + noise)
 
 
 # With respect to the cache, the other families differ from T5 only in their positions.
+@pytest.mark.programs(8, reason="it prefills three widths")
 @pytest.mark.parametrize(
     "family", ["t5", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bart", "umt5", "marian"))]
 )
@@ -145,11 +154,12 @@ def test_cached_is_uncached_after_a_source(tmp_path, family):
     loaded, _ = opened(tmp_path, family, "lm")
     model, variables = loaded.model, {"params": loaded.params}
     (source, target), named = ours.inputs_of(model, case, "right")
+    target, empty = np.asarray(target), jax.jit(lambda: model.init_cache(2, 7))
     whole = np.asarray(jax.jit(model.apply)(variables, source, target, **named))
     step = jax.jit(lambda cache, source, target: model.apply(variables, source, target, cache=cache, **named))
 
     for widths in ((1, 3, 3), (4, 3), (7,)):
-        cache, parts, start = model.init_cache(2, 7), [], 0
+        cache, parts, start = empty(), [], 0
         for width in widths:
             logits, cache = step(cache, None if start else source, target[:, start : start + width])
             parts.append(np.asarray(logits))
@@ -191,6 +201,7 @@ def test_fields_that_change_the_mathematics_are_errors(tmp_path):
     assert values["wonder"] == 3
 
 
+@pytest.mark.programs(7, reason="it loads and saves models of two dtypes")
 def test_dtype_and_mesh(tmp_path):
     """Parameters have the dtype of the file or the requested one, and are sharded on a mesh by the rules."""
     loaded, _ = opened(tmp_path, "llama", "lm")
@@ -220,7 +231,7 @@ def test_a_trained_model_is_saved_as_the_family_it_equals(tmp_path):
         **{"stack.period": model.config.stack.period},
     )
     model = CausalLM(config)
-    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract_params(model))
+    params = jax.tree.map(lambda leaf: jax.device_put(np.ones(leaf.shape, leaf.dtype)), abstract_params(model))
     save_pretrained(model, params, tmp_path / "out", fields={"eos_token_id": 3})
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "gpt2"
     odd = CausalLM(dataclasses.replace(config, norm_position="post", **{"attention.softcap": 3.0}))
@@ -232,7 +243,9 @@ def test_a_trained_model_is_saved_as_the_family_it_equals(tmp_path):
 
 def test_parameters_that_are_not_finite_are_not_written(tmp_path):
     loaded, _ = opened(tmp_path, "gpt2", "lm")
-    loaded.params["embedding"]["embedding"] = loaded.params["embedding"]["embedding"].at[3, 1].set(jnp.nan)
+    table = np.array(loaded.params["embedding"]["embedding"])
+    table[3, 1] = np.nan
+    loaded.params["embedding"]["embedding"] = jax.device_put(table)
     with pytest.raises(ValueError, match="NaN or infinity and could not be loaded again: embedding/embedding"):
         save_pretrained(loaded.model, loaded.params, tmp_path / "broken")
     assert not (tmp_path / "broken").exists()
@@ -242,8 +255,8 @@ def test_parameters_that_are_not_finite_are_not_written(tmp_path):
 def test_embeddings_that_hold_their_scale_give_the_same_logits(tied):
     sizes = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "num_layers": 1, "d_ff": 5}
     model = CausalLM(TransformerConfig(**sizes, position="rotary", embedding=EmbeddingOptions(tie=tied)))
-    tokens = jnp.asarray([[3, 1, 4, 1, 5]])
-    params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
+    tokens = np.array([[3, 1, 4, 1, 5]])
+    params = numeric_parts.random_params(model, tokens)["params"]
     plain, held = with_plain_embeddings(model, params)
     assert not plain.config.embedding.scale
     expected = jax.jit(model.apply)({"params": params}, tokens)
@@ -259,9 +272,9 @@ def test_embeddings_that_hold_their_scale_give_the_same_logits(tied):
         (MaskedLM, {"output.transform": HeadTransform(activation="relu2", norm=True)}),
     ],
 )
-def test_an_activation_that_no_family_has_is_told_as_such(tmp_path, cls, fields):
+def test_rejects_an_activation_that_no_family_has(tmp_path, cls, fields):
     model = cls(TransformerConfig(vocab_size=7, d_model=8, num_layers=1, num_heads=2, **fields))
-    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_params(model))
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_params(model))
     with pytest.raises(ConfigError, match="no counterpart"):
         save_pretrained(model, params, tmp_path / "out")
 
@@ -273,6 +286,7 @@ def test_a_field_of_one_family_does_not_go_into_another_s_files(tmp_path, capsys
     assert before == after
 
 
+@pytest.mark.programs(75, reason="`quantize` reports the errors of each parameter, so it can't run in jax.jit")
 @pytest.mark.default_cases(4)
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize(("family", "name"), WRITERS)
@@ -289,13 +303,13 @@ def test_generation_with_few_bits_chooses_the_likeliest_token(tmp_path, family, 
     if bits == 8:
         params, _ = quantize(params)
     else:  # float32 activations, so that only the weights are rounded
-        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        params = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf).astype(jnp.bfloat16)), params)
         model = type(model)(model.config.replace(param_dtype="bfloat16"), model.execution)
     greedy = Sampling(temperature=0.0)
     rows = generate(model, params, **given, max_new_tokens=3, sampling=greedy)
-    whole = jax.tree.map(
-        lambda leaf: leaf.array() if isinstance(leaf, Encoded) else leaf.astype(jnp.float32),
-        params,
-        is_leaf=lambda leaf: isinstance(leaf, Encoded),
-    )
+
+    def plain(leaf):
+        return leaf.array() if isinstance(leaf, Encoded) else leaf.astype(jnp.float32)
+
+    whole = jax.jit(lambda params: jax.tree.map(plain, params, is_leaf=lambda leaf: isinstance(leaf, Encoded)))(params)
     assert rows == generate(loaded.model, whole, **given, max_new_tokens=3, sampling=greedy)
