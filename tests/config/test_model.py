@@ -2,9 +2,13 @@
 
 import dataclasses
 import functools
+import re
+from collections.abc import Iterator
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from transformer.config import (
@@ -147,29 +151,59 @@ CHANGES = {
 
 @functools.cache
 def program(model: type, config: TransformerConfig) -> str:
-    """Return the lowered program of initialization and a training-mode call as text, including constants."""
-    inputs = (jnp.zeros((2, 5), jnp.int32),) * (2 if model is Seq2Seq else 1)
+    """Return the traced program of initialization and a training-mode call as text, including constants."""
+    inputs = (np.zeros((2, 5), np.int32),) * (2 if model is Seq2Seq else 1)
     if model in (VisionClassifier, DualEncoder):
         patches = config.patches or config.images.patches
-        pixels = jnp.zeros((2, patches.image_height, patches.image_width, patches.channels))
+        pixels = np.zeros((2, patches.image_height, patches.image_width, patches.channels))
         inputs = (inputs[0], pixels) if model is DualEncoder else (pixels,)
-    named = {"deterministic": False}
+    named = {}
     if (images := config.dynamic_images) is not None:
-        values = jnp.zeros((2, 1, 4 * images.merge**2, images.patch_size**2 * images.channels))
-        named["images"] = ImagePatches(values, jnp.full((2, 1, 2), 2 * images.merge))
+        values = np.zeros((2, 1, 4 * images.merge**2, images.patch_size**2 * images.channels))
+        named["images"] = ImagePatches(values, np.full((2, 1, 2), 2 * images.merge))
     elif model is VisionLanguageModel:
         patches = config.image_tokens.patches
-        named["images"] = jnp.zeros((2, 1, patches.image_height, patches.image_width, patches.channels))
+        named["images"] = np.zeros((2, 1, patches.image_height, patches.image_width, patches.channels))
     if model in (Forecaster, SeriesRegressor):
-        inputs = (jnp.zeros((2, config.series.context_length, config.series.channels)),)
+        inputs = (np.zeros((2, config.series.context_length, config.series.channels)),)
     if model is SpeechToText:
-        inputs = (jnp.zeros((2, 5, config.speech.mel_bins)), inputs[0])
+        inputs = (np.zeros((2, 5, config.speech.mel_bins)), inputs[0])
 
-    def run(key):
-        params = model(config).init(key, *inputs)
-        return model(config).apply(params, *inputs, **named, rngs={"dropout": key}), params
+    def run(inputs, named):
+        key = jax.random.key(0)
+        return model(config).init_with_output({"params": key, "dropout": key}, *inputs, deterministic=False, **named)
 
-    return jax.jit(run).lower(jax.random.key(0)).as_text()
+    return text_of(jax.make_jaxpr(run)(inputs, named))
+
+
+def text_of(closed: jax.extend.core.ClosedJaxpr) -> str:
+    """Return a program as text. Lowering to StableHLO, which has the same information, takes as long as tracing."""
+    text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))  # without addresses of Python functions
+    return "\n".join([text, *(repr((array.shape, array.tobytes())) for array in constants(closed))])
+
+
+def constants(program: object) -> Iterator[np.ndarray]:
+    """Yield the constant arrays of a program and of all programs in it."""
+    if isinstance(program, jax.extend.core.ClosedJaxpr):
+        yield from map(np.asarray, program.consts)
+        program = program.jaxpr
+    if isinstance(program, jax.extend.core.Jaxpr):
+        for equation in program.eqns:
+            for value in equation.params.values():
+                for part in value if isinstance(value, tuple | list) else [value]:
+                    yield from constants(part)
+
+
+def test_equal_configs_have_equal_programs():
+    """Otherwise, the tests of single fields would show nothing."""
+    config = TINY.replace(dropout_rate=0.1, activation="silu", **ROTARY)
+    texts = []
+    for _ in range(2):
+        program.cache_clear()
+        routed_program.cache_clear()
+        jax.clear_caches()
+        texts.append([program(CausalLM, config), routed_program(ROUTED)])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("field", [*fields_by_path(TransformerConfig()), "input.horizon", "input.mel_bins"])
@@ -470,11 +504,12 @@ def test_every_field_of_a_routed_feed_forward_is_read(field, value):
 
 @functools.cache
 def routed_program(moe):
-    def run(key, tokens):
-        model = CausalLM(TINY.replace(**{"stack.period": (LayerKind(moe=moe),)}))
-        return model.apply(model.init(key, tokens), tokens, method=CausalLM.with_aux)
+    model = CausalLM(TINY.replace(**{"stack.period": (LayerKind(moe=moe),)}))
 
-    return jax.jit(run).lower(jax.random.key(0), jnp.zeros((2, 5), jnp.int32)).as_text()
+    def run(tokens):
+        return model.init_with_output(jax.random.key(0), tokens, method=CausalLM.with_aux)
+
+    return text_of(jax.make_jaxpr(run)(np.zeros((2, 5), np.int32)))
 
 
 @pytest.mark.default_cases(3)
@@ -487,9 +522,9 @@ def test_every_field_of_execution_is_read(field, value):
             logits, sown = CausalLM(config, execution).apply(params, tokens, mutable=["intermediates"])
             return logits.sum(), sown
 
-        tokens = jnp.zeros((2, 5), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)
         params = jax.eval_shape(CausalLM(config).init, jax.random.key(0), tokens)
-        return jax.jit(jax.grad(loss, has_aux=True)).lower(params, tokens).as_text()
+        return text_of(jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, tokens))
 
     assert set(EXECUTION) | set(QUANTIZED) == {field.name for field in dataclasses.fields(Execution)}
     before = Execution()

@@ -225,6 +225,7 @@ def packed_pair_batch(pairs, packed):
 )
 def test_packed_pairs_have_the_loss_and_the_gradient_of_pairs_apart(pairs, position):
     import jax
+    from numeric_parts import random_params
 
     from transformer.config import Execution, TransformerConfig
     from transformer.nn.models import Seq2Seq
@@ -235,17 +236,15 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_pairs_apart(pairs, posit
     config = TransformerConfig(vocab_size=vocabulary, d_model=8, num_heads=2, num_layers=1, d_ff=8, position=position)
     model = Seq2Seq(config, Execution(scan=False))
     one = np.ones((1, 1), np.int32)
-    params = jax.jit(model.init)(jax.random.key(0), one, one)["params"]
+    params = random_params(model, one, one)["params"]
 
-    @jax.jit
     def loss(params, batch):
         logits = TASKS["seq2seq"].forward(model, {"params": params}, batch, deterministic=True)
         total, weight = cross_entropy(logits, batch["targets"], batch["weights"])
         return total / weight, weight
 
-    results = [
-        jax.value_and_grad(loss, has_aux=True)(params, packed_pair_batch(pairs, packed)) for packed in (True, False)
-    ]
+    slope = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    results = [slope(params, packed_pair_batch(pairs, packed)) for packed in (True, False)]
     (((packed, weight), gradient), ((apart, same_weight), wanted)) = results
     assert weight == same_weight > 100
     np.testing.assert_allclose(packed, apart, rtol=1e-5)

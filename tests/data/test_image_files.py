@@ -1,7 +1,9 @@
 """Images in files: folders of classes, and files with pairs of images and texts."""
 
 import csv
+import io
 import json
+import zlib
 
 import numpy as np
 import pytest
@@ -106,7 +108,11 @@ def damage(folder, kind):
         path = path.with_suffix(".gif")
         photo(1).save(path, save_all=True, append_images=[photo(2)])
     elif kind == "huge":
-        Image.new("1", (50_000, 50_000)).save(path.with_suffix(".png"))
+        small = io.BytesIO()
+        Image.new("1", (5, 5)).save(small, "png")
+        header = b"IHDR" + (50_000).to_bytes(4, "big") * 2 + small.getvalue()[24:29]
+        chunk = header + zlib.crc32(header).to_bytes(4, "big")  # only the header says that the image is large
+        path.with_suffix(".png").write_bytes(small.getvalue()[:12] + chunk + small.getvalue()[33:])
     elif kind == "text":
         path.write_text("no image")
     elif kind == "other":

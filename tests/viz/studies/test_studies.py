@@ -39,16 +39,17 @@ class TestScale:
 
     @pytest.mark.parametrize("factor", [0.1, 1.0, 30.0])
     def test_the_gradient_is_that_of_the_zoos_softmax(self, factor):
-        scores = factor * jax.random.normal(jax.random.key(0), (5, 7))
+        scores = (factor * np.random.default_rng(0).normal(size=(5, 7))).astype(np.float32)
 
         def softmax(row):
             return masked_softmax(row[None, None, None], None)[0, 0, 0]
 
-        jacobians = np.asarray(jax.vmap(jax.jacobian(softmax))(scores), np.float64)
-        weights = np.asarray(jax.vmap(softmax)(scores))
-        expected = np.linalg.norm(jacobians, axis=(1, 2))
+        run = jax.jit(lambda scores: (jax.vmap(jax.jacobian(softmax))(scores), jax.vmap(softmax)(scores)))
+        jacobians, weights = jax.device_get(run(scores))
+        expected = np.linalg.norm(jacobians.astype(np.float64), axis=(1, 2))
         np.testing.assert_allclose(scale.softmax_gradient(weights), expected, rtol=1e-4, atol=1e-6)
 
+    @pytest.mark.programs(14, reason="the study computes its statistics outside of jit")
     def test_a_seed_decides(self):
         once, again, other = (scale.scale_study((3,), 2, seed) for seed in (5, 5, 6))
         assert once == again != other
@@ -76,15 +77,18 @@ class TestPositions:
         np.testing.assert_allclose(found, expected, atol=1e-4)
         assert found[0] == pytest.approx(1.0)
 
+    @pytest.mark.programs(25, reason="each call compiles its blocks of distances")
     def test_only_the_distance_matters(self):
-        for start in (13, 4_999):
-            for of in (
-                lambda start: positions.encoding_similarity(Sinusoidal(), 26, DISTANCES, start),
-                lambda start: positions.rotation_similarity(Rotary(scaling=YARN), 22, DISTANCES, start),
-                lambda start: positions.bias_factors(ALiBi(num_heads=3), DISTANCES, start),
-            ):
-                np.testing.assert_allclose(of(start), of(0), atol=1e-4)
+        for of in (
+            lambda start: positions.encoding_similarity(Sinusoidal(), 26, DISTANCES, start),
+            lambda start: positions.rotation_similarity(Rotary(scaling=YARN), 22, DISTANCES, start),
+            lambda start: positions.bias_factors(ALiBi(num_heads=3), DISTANCES, start),
+        ):
+            expected = of(0)
+            for start in (13, 4_999):
+                np.testing.assert_allclose(of(start), expected, atol=1e-4)
 
+    @pytest.mark.programs(13, reason="studies call the position schemes outside of jit")
     def test_alibi_is_a_factor_of_e_to_the_slope(self):
         scheme = ALiBi(num_heads=8)
         found = positions.bias_factors(scheme, DISTANCES)
@@ -94,12 +98,14 @@ class TestPositions:
     def test_no_positions_are_all_alike(self):
         np.testing.assert_allclose(positions.rotation_similarity(NoPosition(), 6, DISTANCES), 1.0)
 
+    @pytest.mark.programs(22, reason="studies call the position schemes outside of jit")
     def test_t5_codes_are_its_buckets(self):
         scheme = T5Bias(num_heads=1, bidirectional=False)
         found = positions.bias_codes(scheme, DISTANCES)
-        np.testing.assert_array_equal(found, scheme.bucket(-jnp.asarray(DISTANCES)))
+        np.testing.assert_array_equal(found, jax.jit(lambda: scheme.bucket(-jnp.asarray(DISTANCES)))())
         assert len(set(found[DISTANCES >= 128])) == 1
 
+    @pytest.mark.programs(11, reason="studies call the position schemes outside of jit")
     def test_a_learned_table_has_a_code_for_each_row_and_none_beyond(self):
         np.testing.assert_array_equal(positions.learned_codes(5, np.arange(7)), [0, 1, 2, 3, 4, -1, -1])
 
@@ -119,6 +125,7 @@ class TestPositions:
         assert curve[5_655] >= 0.95
         assert row.highest == curve[row.highest_at] == curve[1_000:].max()
 
+    @pytest.mark.programs(9, reason="each call compiles its blocks of distances")
     def test_wide_sinusoids_do_not_come_back(self):
         row = positions._repeats(64, positions.encoding_similarity(Sinusoidal(), 64, np.arange(20_000)))
         assert row.returns_at is None
@@ -140,7 +147,7 @@ class TestMemory:
         assert memory.temporary_bytes("reference", 512, heads=3, head_dim=2) >= 2 * 3 * 512 * 512 * 4
 
     def test_the_program_gives_the_three_gradients(self):
-        arrays = [jax.random.normal(key, (2, 3)) for key in jax.random.split(jax.random.key(0), 3)]
+        arrays = list(np.random.default_rng(0).normal(size=(3, 2, 3)).astype(np.float32))
         found = memory.forward_and_backward(lambda q, k, v: q * k * v)(*arrays)
         q, k, v = arrays
         for gradient, expected in zip(found, (k * v, q * v, q * k), strict=True):
