@@ -10,6 +10,8 @@ import pytest
 from abstract_meshes import computing_on
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import TypeCheckError
+from kernel_parts import ints, put
+from numeric_parts import random_params
 
 from transformer.config import EmbeddingOptions, Execution, LayerKind, TransformerConfig
 from transformer.config._checks import ConfigError
@@ -34,17 +36,22 @@ HEADS = (2, 4, 5)
 
 
 def random(number, *shape):
-    return jnp.asarray(np.random.default_rng(number).normal(size=shape), jnp.float32)  # compiles nothing
+    return put(np.random.default_rng(number).normal(size=shape), np.float32)
 
 
 append, whole = jax.jit(PagedKVCache.append), jax.jit(PagedKVCache.whole)
 
 
-def pool(rows=2, lanes=1, heads=HEADS, table=None, num_pages=11):
+@functools.cache
+def created(num_pages, rows, heads, lanes):
+    return jax.jit(lambda: PagedKVCache.create(num_pages, PAGE, rows, PAGES, heads, jnp.float32, lanes))()
+
+
+def pool(rows=2, lanes=1, heads=HEADS, table=None, num_pages=11, dtype=np.float32):
     """A cache whose pool contains NaN, as a row that failed would leave it."""
-    cache = PagedKVCache.create(num_pages, PAGE, rows, PAGES, heads, jnp.float32, lanes)
-    table = jnp.arange(rows * PAGES).reshape(rows, PAGES)[:, ::-1] if table is None else jnp.asarray(table)
-    return dataclasses.replace(cache, pages=jnp.full_like(cache.pages, jnp.nan), page_table=table)
+    cache = created(num_pages, rows, heads, lanes)
+    table = np.arange(rows * PAGES).reshape(rows, PAGES)[:, ::-1] if table is None else table
+    return dataclasses.replace(cache, pages=put(np.full(cache.pages.shape, np.nan), dtype), page_table=ints(table))
 
 
 def written(cache, number, num_tokens, counts=None):
@@ -52,8 +59,8 @@ def written(cache, number, num_tokens, counts=None):
     heads, size, value_size = cache.kv_heads, cache.head_dim, cache.value_dim
     rows = cache.page_table.shape[0]
     key, value = random(number, rows, num_tokens, heads, size), random(number + 1, rows, num_tokens, heads, value_size)
-    cache = dataclasses.replace(cache, chunk_length=None if counts is None else jnp.asarray(counts))
-    return append(cache, key, value, jnp.zeros((rows, num_tokens), jnp.int32)), key, value
+    cache = dataclasses.replace(cache, chunk_length=None if counts is None else ints(counts))
+    return append(cache, key, value, np.zeros((rows, num_tokens), np.int32)), key, value
 
 
 class TestPool:
@@ -94,12 +101,12 @@ class TestPool:
 
     def test_copied_pages(self):
         model = CausalLM(TransformerConfig(vocab_size=7, d_model=8, num_layers=2, num_heads=2))
-        cache = paged_cache(model, rows=1, pages_per_row=2, num_pages=4, page_size=2)
+        cache = jax.jit(lambda: paged_cache(model, rows=1, pages_per_row=2, num_pages=4, page_size=2))()
         contents = random(0, *cache["layers"]["slot_0"].self_attention.pages.shape)
         cache = jax.tree.map(lambda leaf: contents if leaf.ndim == 5 else leaf, cache)
-        copied = copy_pages(cache, jnp.array([3, 1]), jnp.array([0, NO_PAGE]))["layers"]["slot_0"].self_attention
+        copied = jax.jit(copy_pages)(cache, ints([3, 1]), ints([0, NO_PAGE]))["layers"]["slot_0"].self_attention
         expected = np.array(contents)
-        expected[:, 0] = contents[:, 3]
+        expected[:, 0] = expected[:, 3]
         np.testing.assert_array_equal(copied.pages, expected)
 
     def test_sizes_below_one(self):
@@ -119,10 +126,7 @@ class TestAttention:
         mask = Mask.causal() & Mask.window(4) if "window" in name else Mask.causal()
         layer = MultiHeadAttention(num_heads=4, num_kv_heads=2, head_dim=4, value_dim=5, **options)
         x = random(0, 3, 9, 8)
-        params = jax.jit(functools.partial(layer.init, mask=mask))(jax.random.key(1), x)
-        params = jax.tree.map(
-            lambda leaf: jnp.asarray(np.asarray(leaf) + np.float32(0.3)), params
-        )  # sinks other than 0
+        params = random_params(layer, x, mask=mask)
         apply = jax.jit(functools.partial(layer.apply, params, mask=mask))
         # Rows 0 and 1 share their first page, whose tokens row 0 writes; row 1 begins after them.
         x = np.array(x)
@@ -133,7 +137,7 @@ class TestAttention:
         for counts, start in (([4, 0, 1], None), ([1, 2, 0], [4, PAGE, 1]), ([4, 4, 4], None), ([0, 0, 4], None)):
             done = done if start is None else np.array(start)
             chunk = np.stack([np.roll(x[row], -done[row], axis=0)[:4] for row in range(3)])
-            cache = dataclasses.replace(cache, length=jnp.array(done), chunk_length=jnp.array(counts))
+            cache = dataclasses.replace(cache, length=ints(done), chunk_length=ints(counts))
             out, cache = apply(chunk, cache=cache)
             out = np.asarray(out)
             for row, count in enumerate(counts):
@@ -144,9 +148,7 @@ class TestAttention:
 
     def test_a_context_has_no_pages(self):
         with pytest.raises((ValueError, TypeCheckError)):
-            MultiHeadAttention(num_heads=2).init(
-                jax.random.key(0), random(0, 1, 2, 4), random(1, 1, 2, 4), cache=pool(1)
-            )
+            random_params(MultiHeadAttention(num_heads=2), random(0, 1, 2, 4), random(1, 1, 2, 4), cache=pool(1))
 
 
 BASE = TransformerConfig(
@@ -189,21 +191,25 @@ class TestModels:
     def test_pages_give_what_all_tokens_at_once_give(self, name):
         """A prefill of mixed lengths and single tokens, against the whole forward pass."""
         model = CausalLM(CONFIGS[name])
-        tokens = jax.random.randint(jax.random.key(1), (3, 11), 0, 31)
-        variables = jax.jit(model.init)(jax.random.key(0), tokens)
+        tokens, lengths = np.random.default_rng(1).integers(0, 31, (3, 11)).astype(np.int32), np.array([5, 1, 7])
+        variables = random_params(model, tokens)
         whole = np.asarray(jax.jit(model.apply)(variables, tokens))
         apply = jax.jit(functools.partial(model.apply, variables))
-        tokens, lengths = np.asarray(tokens), np.array([5, 1, 7])
-        paged = paged_cache(model, rows=3, pages_per_row=PAGES, num_pages=14, page_size=PAGE, lanes=8)
-        table = jnp.array([[7, 2, 5, 3, -1], [0, 9, 4, 12, -1], [1, 8, 6, 13, -1]])
-        paged = set_rows(paged, page_table=table, chunk_length=lengths)
-        paged = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int32 else jnp.full_like(leaf, jnp.nan), paged)
+
+        @jax.jit
+        def start():
+            paged = paged_cache(model, rows=3, pages_per_row=PAGES, num_pages=14, page_size=PAGE, lanes=8)
+            table = jnp.array([[7, 2, 5, 3, -1], [0, 9, 4, 12, -1], [1, 8, 6, 13, -1]])
+            paged = set_rows(paged, page_table=table, chunk_length=jnp.asarray(lengths))
+            return jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int32 else jnp.full_like(leaf, jnp.nan), paged)
+
+        paged = start()
         logits, paged = apply(tokens[:, :7], cache=paged)
         logits = np.asarray(logits)
         assert cache_length(paged).tolist() == lengths.tolist()
         for row, length in enumerate(lengths):
             np.testing.assert_allclose(logits[row, :length], whole[row, :length], rtol=1e-3, atol=1e-4)
-        paged = set_rows(paged, chunk_length=jnp.ones(3, int))
+        paged = jax.jit(lambda paged: set_rows(paged, chunk_length=jnp.ones(3, int)))(paged)
         for step in range(4):
             places = np.arange(3), lengths + step
             logits, paged = apply(tokens[places][:, None], cache=paged)
@@ -218,8 +224,8 @@ class TestModels:
         """Rows, and the parts of the pool with their pages, are split over data; heads over tensor, if divisible."""
         layer = MultiHeadAttention(num_heads=6, num_kv_heads=3, head_dim=4, position=Rotary())
         x = random(0, 4, 5, 8)
-        params = jax.jit(layer.init)(jax.random.key(1), x)
-        cache = pool(4, heads=(3, 4, 4), num_pages=20)
+        params = random_params(layer, x)
+        x, cache = jax.tree.map(np.asarray, (x, pool(4, heads=(3, 4, 4), num_pages=20)))
 
         @jax.jit
         def run(x, cache):
@@ -272,8 +278,8 @@ class TestKernel:
     @pytest.mark.parametrize(
         ("options", "change", "why"),
         [
-            ({"sinks": jnp.zeros(4)}, {}, "use attention sinks: its softmax contains only keys"),
-            ({"mask": Mask.causal() & Mask.lengths(jnp.ones(2, int))}, {}, "hide keys by their number"),
+            ({"sinks": put(np.zeros(4), np.float32)}, {}, "use attention sinks: its softmax contains only keys"),
+            ({"mask": Mask.causal() & Mask.lengths(ints([1, 1]))}, {}, "hide keys by their number"),
             ({"mask": Mask.window(3)}, {}, "apply a two-sided window: it is only causal"),
             ({}, {"lanes": 1}, "read heads of 64 numbers: a stored head must be a multiple of 128"),
             ({}, {"heads": (1, 128, 0)}, "compute values from keys"),
@@ -284,8 +290,7 @@ class TestKernel:
         ],
     )
     def test_what_it_can_not_do(self, options, change, why):
-        cache = pool(**{"lanes": 128, "heads": (2, 64, 64)} | {k: v for k, v in change.items() if k != "dtype"})
-        cache = dataclasses.replace(cache, pages=cache.pages.astype(change.get("dtype", jnp.float32)))
+        cache = pool(**{"lanes": 128, "heads": (2, 64, 64)} | change)
         with pytest.raises(ConfigError, match=f"the ragged_paged attention kernel can't {why}.*Use auto"):
             choose_paged(RAGGED_PAGED, spec(**options), cache)
         with computing_on("tpu", "TPU v5 lite"):
@@ -322,9 +327,13 @@ class TestPageBlocks:
         query = random(5, 3, num_tokens, 4, 6)
         options = {"mask": Mask.causal() & Mask.window(7), "scale": None, "softcap": 3.0, "dropout_rate": 0.0}
         options |= {"return_weights": False, "sinks": random(6, 4)}
-        given, expected = (
-            paged_attention(query, cache, start, implementation=name, **options) for name in (PAGE_BLOCKS, "reference")
-        )
+
+        @jax.jit
+        def both(query, cache, start):
+            kernels = PAGE_BLOCKS, "reference"
+            return [paged_attention(query, cache, start, implementation=name, **options) for name in kernels]
+
+        given, expected = map(np.asarray, both(query, cache, start))
         np.testing.assert_allclose(given[:2], expected[:2], rtol=1e-5, atol=1e-6)
         assert np.isfinite(given).all()  # padding and the NaN of unused pages are not read
 
@@ -346,10 +355,10 @@ class TestPageBlocks:
         def attend(cache):
             return paged_attention(query, cache, cache.row_lengths - 1, implementation=PAGE_BLOCKS, **options)
 
-        both = attend(cache)
-        short = attend(dataclasses.replace(cache, length=jnp.array([4, 0])))
+        both = np.asarray(attend(cache))
+        short = np.asarray(attend(dataclasses.replace(cache, length=ints([4, 0]))))
         np.testing.assert_array_equal(both[0], short[0])
-        assert not np.asarray(short[1]).any()  # a row without tokens: 0, not NaN
+        assert not short[1].any()  # a row without tokens: 0, not NaN
 
     @pytest.mark.parametrize(
         ("heads", "options", "why"),
@@ -401,18 +410,20 @@ class TestStoredTogether:
 
 def test_layers_of_a_loop_update_their_own_part():
     """In a scan over layers, a KVCache with a layer index reads and writes that layer only."""
-    one = KVCache.create(2, 5, 1, 3, 2, jnp.float32)
-    stacked = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (4, *leaf.shape)), one)
-    key, value, positions = random(0, 2, 3, 1, 3), random(1, 2, 3, 1, 2), jnp.array([[4, 5, 6]] * 2)
     append = jax.jit(KVCache.append)
-    grown = append(dataclasses.replace(stacked, layer=jnp.int32(2)), key, value, positions)
+    read = jax.jit(lambda cache: (cache.whole(), cache.row_lengths, cache.key_positions))
+    one = jax.jit(lambda: KVCache.create(2, 5, 1, 3, 2, jnp.float32))()
+    stacked = jax.tree.map(lambda leaf: put(np.broadcast_to(leaf, (4, *leaf.shape))), one)
+    key, value, positions = random(0, 2, 3, 1, 3), random(1, 2, 3, 1, 2), ints([[4, 5, 6]] * 2)
+    grown = append(dataclasses.replace(stacked, layer=ints(2)), key, value, positions)
     alone = append(one, key, value, positions)
-    assert grown.row_lengths.tolist() == [3, 3]
-    np.testing.assert_array_equal(grown.key_positions, alone.key_positions)
-    for mine, other in zip(grown.whole(), alone.whole(), strict=True):
+    (arrays, lengths, places), (expected, _, expected_places) = read(grown), read(alone)
+    assert lengths.tolist() == [3, 3]
+    np.testing.assert_array_equal(places, expected_places)
+    for mine, other in zip(arrays, expected, strict=True):
         np.testing.assert_array_equal(mine, other)
     assert not np.asarray(grown.key)[[0, 1, 3]].any()
-    assert grown.length[:, 0].tolist() == [0, 0, 3, 0]
+    assert np.asarray(grown.length)[:, 0].tolist() == [0, 0, 3, 0]
 
 
 @pytest.mark.usefixtures("tpu_compiler")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from attention_specs import attention_spec
 from jax.sharding import AxisType
-from jax.test_util import check_grads
+from kernel_parts import assert_close, ints, normal, numbers, put
 
 from transformer.config import ConfigError, Execution
 from transformer.config._paths import former_names_accepted
@@ -29,14 +29,13 @@ from transformer.nn.kernels import (
 )
 
 B, T, S, N, K, H, HV = 2, 19, 23, 6, 3, 5, 7
-KEYS = jax.random.split(jax.random.key(0), 8)
-QUERY = jax.random.normal(KEYS[0], (B, T, N, H))
-KEY = jax.random.normal(KEYS[1], (B, S, K, H))
-VALUE = jax.random.normal(KEYS[2], (B, S, K, HV))
-TABLE = jax.random.normal(KEYS[3], (N, T + S))
-SINKS = jax.random.normal(KEYS[4], (N,))
-OUT_GRAD = jax.random.normal(KEYS[5], (B, T, N, HV))
-SEGMENTS = Mask.segments(jnp.repeat(jnp.arange(3), jnp.array([7, 7, 5]))[None], jnp.repeat(jnp.arange(2), 12)[None, :S])
+QUERY = normal(0, B, T, N, H)
+KEY = normal(1, B, S, K, H)
+VALUE = normal(2, B, S, K, HV)
+TABLE = normal(3, N, T + S)
+SINKS = normal(4, N)
+OUT_GRAD = normal(5, B, T, N, HV)
+SEGMENTS = Mask.segments(ints(np.repeat([0, 1, 2], [7, 7, 5])[None]), ints(np.repeat([0, 1], 12)[None, :S]))
 
 MASKS = {
     "none": Mask(),
@@ -44,15 +43,13 @@ MASKS = {
     "causal window": Mask.causal() & Mask.window(5),
     "window": Mask.window(4),
     "chunks": Mask.causal() & Mask.chunks(5),
-    "chunks from an offset": (Mask.causal() & Mask.chunks(4)).shifted(jnp.array([3, 0])),
-    "offset": (Mask.causal() & Mask.window(9)).shifted(jnp.array([4, 0])),
-    "lengths": Mask.lengths(jnp.array([20, 0])),
+    "chunks from an offset": (Mask.causal() & Mask.chunks(4)).shifted(ints([3, 0])),
+    "offset": (Mask.causal() & Mask.window(9)).shifted(ints([4, 0])),
+    "lengths": Mask.lengths(ints([20, 0])),
     "segments": SEGMENTS & Mask.causal(),
-    "array": Mask.array(jax.random.bernoulli(KEYS[6], 0.3, (B, N, T, S))),
-    "groups": Mask.causal()
-    & Mask.window(3)
-    & Mask.groups(jnp.array([[-1] * 3 + [0] * 7 + [1] * 9, [0] * 12 + [-1] * 7])),
-    "all": SEGMENTS & Mask.causal() & Mask.window(6) & Mask.lengths(jnp.array([20, 9])),
+    "array": Mask.array(put(np.random.default_rng(6).random((B, N, T, S)) < 0.3)),
+    "groups": Mask.causal() & Mask.window(3) & Mask.groups(ints([[-1] * 3 + [0] * 7 + [1] * 9, [0] * 12 + [-1] * 7])),
+    "all": SEGMENTS & Mask.causal() & Mask.window(6) & Mask.lengths(ints([20, 9])),
 }
 
 
@@ -75,29 +72,32 @@ def value_and_grads(kernel, mask, softcap, **options):
 def test_chunked_equals_reference_in_values_and_gradients(kind):
     expected = value_and_grads(reference_attention, MASKS[kind], 3.0)
     got = value_and_grads(blockwise_attention, MASKS[kind], 3.0, block=8)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, expected)
+    assert_close(got, expected)
 
 
 PLAIN = {"scale": 0.7}
 
 
 def test_chunked_without_extras_and_in_bfloat16():
-    half = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
-    got, _ = blockwise_attention(*half, AttentionSpec(mask=Mask.causal(), **PLAIN), block=8)
-    expected, _ = reference_attention(QUERY, KEY, VALUE, AttentionSpec(mask=Mask.causal(), **PLAIN))
+    @jax.jit
+    def run(*arrays):
+        half, spec = [x.astype(jnp.bfloat16) for x in arrays], AttentionSpec(mask=Mask.causal(), **PLAIN)
+        return blockwise_attention(*half, spec, block=8)[0], reference_attention(*arrays, spec)[0]
+
+    got, expected = run(QUERY, KEY, VALUE)
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=0.03)
+    np.testing.assert_allclose(numbers(got), expected, atol=0.03)
 
 
 def test_a_row_that_may_attend_nothing_gives_zeros_and_no_gradient():
-    mask = Mask.lengths(jnp.array([S, 0]))
+    mask = Mask.lengths(ints([S, 0]))
     for kernel in (reference_attention, blockwise_attention):
 
         def loss(query, key, value, kernel=kernel):
             out = kernel(query, key, value, AttentionSpec(mask=mask, **PLAIN))[0]
             return out.sum(), out
 
-        grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(QUERY, KEY, VALUE)
+        grads, out = numbers(jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(QUERY, KEY, VALUE))
         assert (out[1] == 0).all()
         assert np.abs(out[0]).min() > 0
         for grad in grads:
@@ -108,28 +108,29 @@ def test_a_row_that_may_attend_nothing_gives_zeros_and_no_gradient():
 @pytest.mark.parametrize(
     ("mask", "hidden"),
     [
-        (Mask.causal().shifted(8), slice(16, None)),
-        ((Mask.causal() & Mask.window(2)).shifted(9), slice(0, 8)),
-        (Mask.lengths(jnp.array([8, 8])), slice(8, None)),
-        (Mask.segments(jnp.ones((1, 8), int), jnp.array([[0] * 8 + [1] * 8 + [2] * 8])), slice(16, None)),
-        (Mask.array(jnp.arange(24)[None, :] + jnp.zeros((8, 1), int) < 16), slice(16, None)),
+        (Mask.causal().shifted(ints(8)), slice(16, None)),
+        ((Mask.causal() & Mask.window(2)).shifted(ints(9)), slice(0, 8)),
+        (Mask.lengths(ints([8, 8])), slice(8, None)),
+        (Mask.segments(ints(np.ones((1, 8))), ints(np.repeat([[0, 1, 2]], 8, axis=1))), slice(16, None)),
+        (Mask.array(put(np.tile(np.arange(24) < 16, (8, 1)))), slice(16, None)),
     ],
     ids=["causal", "window", "lengths", "segments", "array"],
 )
 def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
     """NaN times a weight of zero is NaN, so NaN values in a block would appear if the block were computed."""
-    query, key, value = (jax.random.normal(KEYS[0], (2, length, 1, 4)) for length in (8, 24, 24))
-    poisoned = value.at[:, hidden].set(jnp.nan)
+    query, key, value = (np.asarray(normal(0, 2, length, 1, 4)) for length in (8, 24, 24))
+    poisoned = value.copy()
+    poisoned[:, hidden] = np.nan
 
-    def run(kernel, value, **options):
+    def gradient(kernel, **options):
         def loss(q, k, v):
             return kernel(q, k, v, AttentionSpec(mask=mask, **PLAIN), **options)[0].sum()
 
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(query, key, value)
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
-    assert np.isnan(run(reference_attention, poisoned)[0])
-    clean, skipped = run(blockwise_attention, value, block=8), run(blockwise_attention, poisoned, block=8)
-    jax.tree.map(np.testing.assert_array_equal, skipped, clean)
+    assert np.isnan(gradient(reference_attention)(query, key, poisoned)[0])
+    blockwise = gradient(blockwise_attention, block=8)
+    jax.tree.map(np.testing.assert_array_equal, blockwise(query, key, poisoned), blockwise(query, key, value))
 
 
 def test_chunked_program_and_memory_do_not_grow_with_the_scores():
@@ -151,20 +152,31 @@ def test_chunked_program_and_memory_do_not_grow_with_the_scores():
 
 @pytest.mark.parametrize(("kernel", "options"), [(reference_attention, {}), (blockwise_attention, {"block": 8})])
 def test_dropout_drops_its_share_and_its_gradient_fits(kernel, options):
-    @jax.jit
     def run(query, key):
         extras = PLAIN | {"dropout_rate": 0.25, "dropout_key": key}
         return kernel(query, KEY, VALUE, AttentionSpec(mask=Mask.causal(), **extras), **options)[0]
 
-    expected, _ = reference_attention(QUERY, KEY, VALUE, AttentionSpec(mask=Mask.causal(), **PLAIN))
-    keys = jax.random.split(KEYS[7], 600)
-    many = jax.lax.map(lambda key: run(QUERY, key), keys)
+    @jax.jit
+    def repeated(query):
+        keys = jax.random.split(jax.random.key(7), 600)
+        expected, _ = reference_attention(query, KEY, VALUE, AttentionSpec(mask=Mask.causal(), **PLAIN))
+        return expected, jax.lax.map(lambda key: run(query, key), keys)
+
+    @jax.jit
+    def slopes(query, direction, out_grad):
+        """Return the derivative along a direction, from the gradient and from a central difference."""
+        key, step = jax.random.key(8), 1e-2
+        (gradient,) = jax.vjp(lambda query: run(query, key), query)[1](out_grad)
+        change = run(query + step * direction, key) - run(query - step * direction, key)
+        return jnp.vdot(gradient, direction), jnp.vdot(change, out_grad) / (2 * step)
+
+    expected, many = numbers(repeated(QUERY))
     np.testing.assert_allclose(many.mean(0), expected, atol=0.25)
     # The first query sees only one key: its output is the value times 1 / (1 - rate), or zero.
     first, whole = many[:, :, 0], expected[None, :, 0]
-    np.testing.assert_allclose(first, jnp.where(first == 0, 0, whole / 0.75), rtol=1e-5)
+    np.testing.assert_allclose(first, np.where(first == 0, 0, whole / 0.75), rtol=1e-5)
     assert (first == 0).mean() == pytest.approx(0.25, abs=0.02)
-    check_grads(lambda query: run(query, keys[0]), (QUERY,), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+    np.testing.assert_allclose(*slopes(QUERY, normal(8, *QUERY.shape), OUT_GRAD), atol=2e-2, rtol=2e-2)
 
 
 def test_the_choice_is_by_length_and_demand():
@@ -200,7 +212,7 @@ def test_a_gpu_takes_its_fused_kernel_where_it_serves(monkeypatch):
     assert chosen(4096, has_segments=True) == "blockwise"
 
 
-def test_what_cudnn_would_need_is_said():
+def test_a_cpu_can_not_run_cudnn():
     request = attention_spec(8, dtype=jnp.bfloat16)
     with pytest.raises(ConfigError, match=r"cudnn .* can't run on cpu: .* NVIDIA GPUs. Use reference or query_chunked"):
         choose("cudnn", request)
@@ -232,30 +244,28 @@ def test_a_kernel_that_can_not_serve_says_which_can():
 
 
 L = 16
-Q, KV, VALUES = (
-    jax.random.normal(key, shape) for key, shape in zip(KEYS, [(2, L, 4, 8), (2, L, 2, 8), (2, L, 2, 8)], strict=False)
-)
-THIRDS = jnp.repeat(jnp.arange(3), jnp.array([7, 4, 5]))[None]
+Q, KV, VALUES = normal(0, 2, L, 4, 8), normal(1, 2, L, 2, 8), normal(2, 2, L, 2, 8)
+THIRDS = ints(np.repeat([0, 1, 2], [7, 4, 5])[None])
 # Options of calls with queries (2, 16, 4, 8), keys and values (2, 16, 2, 8): one row each in docs/architecture.md.
 ASKED = {
     "causal mask": {"mask": Mask.causal()},
-    "padding": {"mask": Mask.lengths(jnp.array([11, 5]))},
+    "padding": {"mask": Mask.lengths(ints([11, 5]))},
     "packed segments": {"mask": Mask.causal() & Mask.segments(THIRDS)},
     "causal window": {"mask": Mask.causal() & Mask.window(5)},
     "two-sided window": {"mask": Mask.window(3)},
     "causal chunks": {"mask": Mask.causal() & Mask.chunks(5)},
-    "fully masked row": {"mask": Mask.causal() & Mask.lengths(jnp.array([9, 0]))},
-    "window past the last key": {"mask": Mask.causal() & Mask.window(3) & Mask.lengths(jnp.array([9, 0]))},
-    "mask array": {"mask": Mask.array(jax.random.bernoulli(KEYS[6], 0.4, (2, 4, L, L)))},
-    "cache offset": {"mask": Mask.causal().shifted(jnp.array([4, 0]))},
-    "key length differs from query length": {"key": KV[:, :12], "value": VALUES[:, :12]},
-    "single query": {"query": Q[:, :1]},
-    "grouped heads": {"key": KV[:, :, :1], "value": VALUES[:, :, :1]},
-    "value size differs from key size": {"value": VALUES[..., :3]},
+    "fully masked row": {"mask": Mask.causal() & Mask.lengths(ints([9, 0]))},
+    "window past the last key": {"mask": Mask.causal() & Mask.window(3) & Mask.lengths(ints([9, 0]))},
+    "mask array": {"mask": Mask.array(put(np.random.default_rng(6).random((2, 4, L, L)) < 0.4))},
+    "cache offset": {"mask": Mask.causal().shifted(ints([4, 0]))},
+    "key length differs from query length": {"key": normal(1, 2, 12, 2, 8), "value": normal(2, 2, 12, 2, 8)},
+    "single query": {"query": normal(0, 2, 1, 4, 8)},
+    "grouped heads": {"key": normal(1, 2, L, 1, 8), "value": normal(2, 2, L, 1, 8)},
+    "value size differs from key size": {"value": normal(2, 2, L, 2, 3)},
     "softcap": {"softcap": 1.5},
-    "sinks": {"sinks": jnp.array([0.3, -2.0, 1.0, 0.0])},
-    "bias": {"table": jax.random.normal(KEYS[3], (4, 2 * L))},
-    "dropout": {"mask": Mask.window(1), "dropout_rate": 0.25, "dropout_key": KEYS[4]},
+    "sinks": {"sinks": put([0.3, -2.0, 1.0, 0.0], np.float32)},
+    "bias": {"table": normal(3, 4, 2 * L)},
+    "dropout": {"mask": Mask.window(1), "dropout_rate": 0.25},
     "weights returned": {"return_weights": True},
     "float32": {"dtype": jnp.float32},
     "bfloat16": {"dtype": jnp.bfloat16},
@@ -280,6 +290,8 @@ def attend(kernel, asked):
     """Return output and weights, and gradients with respect to all floating-point arguments."""
     options = {"query": Q, "key": KV, "value": VALUES} | ASKED[asked]
     dtype = options.pop("dtype", jnp.bfloat16 if kernel in GPU_KERNELS else jnp.float32)
+    if "dropout_rate" in options:
+        options["dropout_key"] = jax.random.key(4)
     floats = {name: options.pop(name) for name in ("query", "key", "value", "sinks", "table") if name in options}
 
     def loss(floats):
@@ -320,8 +332,8 @@ def test_each_kernel_does_what_the_documented_table_says(kernel, asked, monkeypa
             return
         grads, out = attend(kernel, asked)
     if asked == "dropout":  # each query sees only itself: its value times 1 / (1 - rate), or zero
-        alone = jnp.repeat(VALUES, 2, axis=2)
-        np.testing.assert_allclose(out, jnp.where(out == 0, 0, alone / 0.75), rtol=1e-5)
+        alone, out = np.repeat(VALUES, 2, axis=2), numbers(out)
+        np.testing.assert_allclose(out, np.where(out == 0, 0, alone / 0.75), rtol=1e-5)
         assert (out == 0).mean() == pytest.approx(0.25, abs=0.15)
         return
     exact = kernel not in GPU_KERNELS and ASKED[asked].get("dtype", jnp.float32) == jnp.float32
@@ -329,8 +341,4 @@ def test_each_kernel_does_what_the_documented_table_says(kernel, asked, monkeypa
     assert out.dtype == (
         expected(asked)[1].dtype if kernel not in GPU_KERNELS else ASKED[asked].get("dtype", jnp.bfloat16)
     )
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance),
-        jax.tree.map(lambda x: x.astype(jnp.float32), (grads, out)),
-        jax.tree.map(lambda x: x.astype(jnp.float32), expected(asked)),
-    )
+    assert_close(numbers((grads, out)), numbers(expected(asked)), tolerance)

@@ -86,7 +86,7 @@ def test_a_given_name_is_an_error_that_names_others(on, rejected):
         assert re.search(r'run pip install "libtpu==[\d.*]+", which this JAX was released with, and restart', message)
 
 
-def test_what_a_kernel_can_not_do_is_said_without_compiling(rejected):
+def test_what_a_kernel_can_not_do_is_an_error_without_compiling(rejected):
     with computing_on("tpu", "TPU v5 lite"), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose("auto", request(has_bias=True)) == "blockwise"

@@ -11,6 +11,7 @@ import numpy as np
 from attention_specs import attention_spec
 from hypothesis import strategies as st
 from jax.sharding import AxisType
+from kernel_parts import ints, numbers, put
 from property_parts import assert_close, often
 
 from transformer.nn._attention import dot_product_attention
@@ -128,10 +129,10 @@ def arguments(call: Call, dtype) -> tuple[dict, Mask]:
     random = np.random.default_rng(call.seed)
 
     def normal(*shape):
-        return jnp.asarray(random.normal(size=shape), jnp.float32)
+        return random.normal(size=shape).astype(np.float32)
 
     def whole(low, high, *shape):
-        return jnp.asarray(random.integers(low, high, shape), jnp.int32)
+        return ints(random.integers(low, high, shape))
 
     heads, rows, queries, keys = call.kv_heads * call.groups, 2, call.queries, call.keys
     arrays = {
@@ -147,10 +148,10 @@ def arguments(call: Call, dtype) -> tuple[dict, Mask]:
     if call.lengths:
         mask = mask & Mask.lengths(whole(0, keys + 1, rows))
     if "segments" in call.asked:
-        of = [jnp.asarray(np.sort(random.integers(0, 3, (rows, length))), jnp.int32) for length in (queries, keys)]
+        of = [ints(np.sort(random.integers(0, 3, (rows, length)))) for length in (queries, keys)]
         mask = mask & Mask.segments(of[0], of[0] if queries == keys else of[1])
     if "array" in call.asked:
-        mask = mask & Mask.array(jnp.asarray(random.random((rows, random.choice([1, heads]), queries, keys)) < 0.6))
+        mask = mask & Mask.array(put(random.random((rows, random.choice([1, heads]), queries, keys)) < 0.6))
     if "places" in call.asked:
         mask = mask & Mask.places(whole(0, keys, rows, queries), whole(0, keys, rows, keys))
     if "offset" in call.asked:
@@ -160,7 +161,7 @@ def arguments(call: Call, dtype) -> tuple[dict, Mask]:
 
 def values_and_gradients(call: Call, arrays: dict, mask: Mask, kernel: str):
     random = np.random.default_rng(call.seed + 1)
-    by = jnp.asarray(random.normal(size=(*arrays["query"].shape[:3], call.value_size)), jnp.float32)
+    by = random.normal(size=(*arrays["query"].shape[:3], call.value_size)).astype(np.float32)
 
     def loss(arrays, mask):
         given, bias = dict(arrays), None
@@ -177,13 +178,13 @@ def values_and_gradients(call: Call, arrays: dict, mask: Mask, kernel: str):
         return (out.astype(jnp.float32) * by).sum(), out
 
     gradients, out = jax.jit(jax.grad(loss, has_aux=True))(arrays, mask)
-    return jax.tree.map(lambda array: array.astype(jnp.float32), (out, gradients))
+    return numbers((out, gradients))
 
 
 def check(call: Call) -> None:
     dtype = jnp.bfloat16 if call.kernel in GPU_KERNELS else jnp.float32
     arrays, mask = arguments(call, dtype)
-    exact = {name: array.astype(jnp.float32) for name, array in arrays.items()}
+    exact = {name: array.astype(np.float32) for name, array in arrays.items()}
     expected = values_and_gradients(call, exact, mask, "reference")
     with made_for_tests(call.kernel):
         got = values_and_gradients(call, arrays, mask, call.kernel)

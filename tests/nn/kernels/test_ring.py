@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from attention_specs import attention_spec
 from jax.sharding import NamedSharding, PartitionSpec
-from kernel_parts import assert_close
+from kernel_parts import assert_close, ints, normal, numbers, put
+from numeric_parts import random_params
 from placements import mesh
 
 from transformer.config import ConfigError, Execution, TransformerConfig
@@ -22,12 +23,11 @@ from transformer.nn.kernels import _blockwise as blockwise
 from transformer.nn.models import CausalLM
 
 B, T, N, K, H, HV = 2, 48, 4, 2, 5, 7
-KEYS = jax.random.split(jax.random.key(0), 8)
-QUERY = jax.random.normal(KEYS[0], (B, T, N, H))
-KEY = jax.random.normal(KEYS[1], (B, T, K, H))
-VALUE = jax.random.normal(KEYS[2], (B, T, K, HV))
-SINKS = jax.random.normal(KEYS[3], (N,))
-OUT_GRAD = jax.random.normal(KEYS[4], (B, T, N, HV))
+QUERY = normal(0, B, T, N, H)
+KEY = normal(1, B, T, K, H)
+VALUE = normal(2, B, T, K, HV)
+SINKS = normal(3, N)
+OUT_GRAD = normal(4, B, T, N, HV)
 PLAIN = {"scale": 0.7}
 
 
@@ -40,7 +40,8 @@ def value_and_grads(kernel, softcap=None, sinks=SINKS, arrays=(QUERY, KEY, VALUE
         return (out * OUT_GRAD[:, :, : out.shape[2]]).sum(), out
 
     program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
-    return lambda mask: program(*arrays, sinks, mask)
+    # JAX compiles programs that split arrays of one device over a mesh, but none for arrays of NumPy.
+    return lambda mask: program(*jax.tree.map(np.asarray, (*arrays, sinks, mask)))
 
 
 def masks(base, **rows):
@@ -48,15 +49,13 @@ def masks(base, **rows):
     plain = {"lengths": [T, T], "segments": [T, 0, 0], "offset": [0, 0]}
     cases = [plain] + [plain | {name: row} for name, row in rows.items()] + [plain | rows]
     return [
-        (base & Mask.lengths(jnp.array(case["lengths"])) & segments(case["segments"])).shifted(
-            jnp.array(case["offset"])
-        )
+        (base & Mask.lengths(ints(case["lengths"])) & segments(case["segments"])).shifted(ints(case["offset"]))
         for case in cases
     ]
 
 
 def segments(sizes):
-    return Mask.segments(jnp.repeat(jnp.arange(3), jnp.array(sizes), total_repeat_length=T)[None])
+    return Mask.segments(ints(np.repeat([0, 1, 2], sizes)[None]))
 
 
 EIGHT, FOUR, TWO = {"context": 8}, {"data": 2, "context": 4}, {"data": 2, "context": 2, "tensor": 2}
@@ -89,7 +88,7 @@ def test_heads_that_do_not_divide_stay_whole():
 
     The mask is not causal, so that each device computes the chunks that it stores.
     """
-    arrays = [jax.random.normal(key, (1, 24, heads, 3)) for key, heads in zip(KEYS[:3], (6, 3, 3), strict=True)]
+    arrays = [normal(seed, 1, 24, heads, 3) for seed, heads in enumerate((6, 3, 3))]
 
     def run(kernel):
         def loss(*arrays):
@@ -103,17 +102,18 @@ def test_heads_that_do_not_divide_stay_whole():
 
 
 def test_bfloat16_with_a_row_that_sees_nothing():
-    half = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
-    mask = Mask.causal() & Mask.lengths(jnp.array([T, 0]))
+    half = [np.asarray(x).astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
+    mask = Mask.causal() & Mask.lengths(ints([T, 0]))
     expected = value_and_grads(reference_attention, sinks=None)(mask)
     with jax.set_mesh(mesh(**FOUR)):
         got = value_and_grads(ring_attention, sinks=None, arrays=half)(mask)
     (_, out), grads = got
     assert {x.dtype for x in (out, *grads[:3])} == {jnp.dtype(jnp.bfloat16)}
-    for x in (out, *grads[:3]):
+    got = numbers([out, *grads[:3]])
+    for x in got:
         assert (x[1] == 0).all()
-        assert np.isfinite(x.astype(jnp.float32)).all()
-    assert_close([x.astype(jnp.float32) for x in (out, *grads[:2])], [expected[0][1], *expected[1][:2]], 0.06)
+        assert np.isfinite(x).all()
+    assert_close(got[:3], [expected[0][1], *expected[1][:2]], 0.06)
 
 
 @pytest.mark.parametrize(("mask", "each"), [(Mask.causal(), 9), (Mask(), 16), (Mask.causal() & Mask.window(2), 4)])
@@ -129,7 +129,7 @@ def test_every_device_computes_as_many_pairs_of_chunks(mask, each, monkeypatch):
     monkeypatch.setattr(blockwise, "forward", counted)
     with jax.set_mesh(mesh(context=4)):
         run = jax.jit(lambda *arrays: ring_attention(*arrays, AttentionSpec(mask=mask, **PLAIN))[0])
-        run(QUERY[:1], KEY[:1], VALUE[:1]).block_until_ready()
+        run(*(np.asarray(x)[:1] for x in (QUERY, KEY, VALUE))).block_until_ready()
     jax.effects_barrier()
     assert counts.keys() == {0, 1, 2, 3}
     assert max(counts.values()) - min(counts.values()) <= 1
@@ -166,9 +166,9 @@ def test_nothing_is_gathered_and_memory_is_that_of_a_part():
 
 
 def test_attention_with_rotary_positions_leaves_the_length_split():
-    x = jax.random.normal(KEYS[5], (B, 16, 12))
+    x = np.asarray(normal(5, B, 16, 12))
     attention = MultiHeadAttention(num_heads=4, num_kv_heads=2, head_dim=6, position=Rotary())
-    params = jax.jit(attention.init)(KEYS[6], x)
+    params = random_params(attention, x)
 
     def run(params, x):
         return attention.apply(params, x, mask=Mask.causal() & Mask.lengths(jnp.array([16, 11])))[0]
@@ -187,9 +187,9 @@ def test_attention_with_rotary_positions_leaves_the_length_split():
 @pytest.mark.slow
 def test_a_whole_model_is_the_same_on_a_mesh():
     config = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, d_ff=8, position="rotary")
-    tokens = jax.random.randint(KEYS[7], (4, 16), 0, 11)
+    tokens = np.random.default_rng(7).integers(0, 11, (4, 16)).astype(np.int32)
     model = CausalLM(config, Execution(scan=True, remat="full"))
-    params = jax.jit(CausalLM(config).init)(KEYS[6], tokens)
+    params = random_params(CausalLM(config), tokens)
 
     def loss(params, tokens):
         logits = model.apply(params, tokens)
@@ -265,9 +265,9 @@ def test_auto_takes_the_ring_where_the_length_is_split():
 
 FACTS = {
     "bias": {"bias": lambda queries, keys: -jnp.abs(queries[:, None] - keys[None, :]) * 0.1},
-    "dropout": {"dropout_rate": 0.5, "dropout_key": KEYS[0]},
-    "array": {"mask": jnp.tri(T, dtype=bool)},
-    "cross": {"key": KEY[:, :24], "value": VALUE[:, :24]},
+    "dropout": {"dropout_rate": 0.5},
+    "array": {"mask": put(np.tri(T, dtype=bool))},
+    "cross": {"key": normal(1, B, 24, K, H), "value": normal(2, B, 24, K, HV)},
     "weights": {"return_weights": True},
 }
 
@@ -275,6 +275,8 @@ FACTS = {
 @pytest.mark.parametrize("fact", FACTS)
 def test_attention_tells_the_choice_what_is_asked(fact):
     arguments = {"query": QUERY, "key": KEY, "value": VALUE} | FACTS[fact]
+    if fact == "dropout":
+        arguments["dropout_key"] = jax.random.key(0)
     expected = jax.jit(lambda: dot_product_attention(**arguments))()
     with jax.set_mesh(mesh(**FOUR)):
         with pytest.raises(ConfigError, match=REFUSED[fact][1].partition(" from")[0]):
@@ -286,10 +288,10 @@ def biased(table):
     return lambda queries, keys: table[:, queries[:, None] - keys[None, :] + T - 1][None]
 
 
-ARRAY = Mask.array(jax.random.bernoulli(KEYS[6], 0.4, (B, N, T, T)))
+ARRAY = Mask.array(put(np.random.default_rng(6).random((B, N, T, T)) < 0.4))
 GATHERED = {
     "self": (KEY, VALUE, ARRAY & segments([11, 30, 7]) & Mask.causal() & Mask.window(19)),
-    "cross": (KEY[:, :23], VALUE[:, :23], Mask.lengths(jnp.array([9, 0]))),
+    "cross": (normal(1, B, 23, K, H), normal(2, B, 23, K, HV), Mask.lengths(ints([9, 0]))),
 }
 
 
@@ -304,7 +306,7 @@ def test_gathered_equals_reference_in_values_and_gradients(case):
             return (out * OUT_GRAD).sum(), out
 
         program = jax.jit(jax.value_and_grad(loss, argnums=range(5), has_aux=True))
-        return program(QUERY, key, value, jax.random.normal(KEYS[5], (N, 2 * T)), SINKS)
+        return program(QUERY, key, value, normal(5, N, 2 * T), SINKS)
 
     expected = run("reference")
     with jax.set_mesh(mesh(**FOUR)):
@@ -322,18 +324,21 @@ def test_gathered_attention_gathers_keys_and_values_alone_and_memory_is_linear()
 
 
 def test_gathered_attention_drops_its_share_elsewhere_on_each_device():
-    ones = jnp.ones((B, T, K, 1))
-    options = {"dropout_rate": 0.25, "dropout_key": KEYS[0], "implementation": "all_gather_kv"}
+    @jax.jit
+    def run(query, key, ones):
+        options = {"dropout_rate": 0.25, "dropout_key": jax.random.key(0), "implementation": "all_gather_kv"}
+        return dot_product_attention(query, key, ones, **options)
+
     with jax.set_mesh(mesh(**FOUR)):
-        out = jax.jit(lambda: dot_product_attention(QUERY * 0, KEY, ones, **options))()
+        out = np.asarray(run(np.zeros_like(QUERY), KEY, np.ones((B, T, K, 1), np.float32)))
     assert out.mean() == pytest.approx(1.0, abs=0.02)
-    parts = np.asarray(out).reshape(B, 4, T // 4, N)
+    parts = out.reshape(B, 4, T // 4, N)
     assert (parts[:, 0] != parts[:, 1]).mean() > 0.5
 
 
 class TestMapped:
     def test_each_device_sees_its_part(self):
-        x = jnp.arange(24.0).reshape(4, 6)
+        x = np.arange(24, dtype=np.float32).reshape(4, 6)
 
         def double(x, scale):
             assert x.shape == (2, 3)
@@ -342,7 +347,7 @@ class TestMapped:
 
         with jax.set_mesh(mesh(data=2, context=2)):
             run = jax.jit(shard_map(double, [("batch", "length"), ("length",)], ("batch", "length")))
-            np.testing.assert_array_equal(run(x, 2.0 + jnp.zeros(6)), 2 * x)
+            np.testing.assert_array_equal(run(x, np.full(6, 2, np.float32)), 2 * x)
 
     def test_a_name_that_does_not_divide_everywhere_splits_nowhere(self):
         def shapes(x, y):
@@ -351,7 +356,7 @@ class TestMapped:
 
         with jax.set_mesh(mesh(data=2, context=2)):
             jax.jit(shard_map(shapes, [("batch", "length"), ("length",)], ("batch", "length")))(
-                jnp.ones((4, 6)), jnp.ones(5)
+                np.ones((4, 6), np.float32), np.ones(5, np.float32)
             )
 
     def test_without_a_mesh_it_is_the_function(self):
@@ -359,8 +364,9 @@ class TestMapped:
             assert x.shape == (4, 6)
             return x
 
-        assert shard_map(whole, [("batch", "length")], ("batch", "length"))(jnp.ones((4, 6))).shape == (4, 6)
+        same = shard_map(whole, [("batch", "length")], ("batch", "length"))
+        assert same(put(np.ones((4, 6), np.float32))).shape == (4, 6)
 
     def test_names_are_counted(self):
         with pytest.raises(ValueError, match=r"shard_map takes one name per axis: got \('batch',\) for .* \(4, 6\)"):
-            shard_map(lambda x: x, [("batch",)], ("batch",))(jnp.ones((4, 6)))
+            shard_map(lambda x: x, [("batch",)], ("batch",))(put(np.ones((4, 6), np.float32)))

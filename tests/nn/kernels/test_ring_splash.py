@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from kernel_parts import assert_close, compiled_kernels, splash_kernels
+from kernel_parts import assert_close, compiled_kernels, ints, normal, numbers, splash_kernels
 from placements import mesh
 from training_recipes import change, tiny_recipe
 
@@ -24,18 +24,17 @@ from transformer.nn.kernels._contract import AttentionShapes
 from transformer.training._parallel import MeshPlacement
 from transformer.training.plan import batch_shapes, make_plan, parse_topology, topology_devices
 
-KEYS = jax.random.split(jax.random.key(0), 5)
 SMALL = splash.SplashBlocks(forward=(128, 128), backward_keys=(256, 128), backward_queries=(128, 256))
 
 
 def arrays(length, dtype=jnp.float32, rows=2, heads=4, kv_heads=2):
     shapes = [(rows, length, heads, 5), (rows, length, kv_heads, 5), (rows, length, kv_heads, 7), (heads,)]
-    return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(KEYS, shapes, strict=False)]
+    return [normal(seed, *shape, dtype=dtype) for seed, shape in enumerate(shapes)]
 
 
 def value_and_grads(kernel, given, mask, softcap=3.0, **options):
     """Return the output, and the gradients for query, key, value and sinks."""
-    out_grad = jax.random.normal(KEYS[4], (*given[0].shape[:3], given[2].shape[3]))
+    out_grad = normal(4, *given[0].shape[:3], given[2].shape[3])
 
     def loss(query, key, value, sinks, mask):
         out, _ = kernel(query, key, value, AttentionSpec(mask=mask, scale=0.7, softcap=softcap, sinks=sinks), **options)
@@ -46,12 +45,12 @@ def value_and_grads(kernel, given, mask, softcap=3.0, **options):
 
 
 def segments(length, number):
-    return Mask.segments((jnp.arange(length) * number // length)[None])
+    return Mask.segments(ints((np.arange(length) * number // length)[None]))
 
 
 def test_two_devices_equal_reference_in_values_and_gradients():
     """Chunks of one block each. The second row has segments, and ends early."""
-    mask = Mask.causal() & Mask.window(150) & Mask.lengths(jnp.array([512, 170])) & segments(512, 3)
+    mask = Mask.causal() & Mask.window(150) & Mask.lengths(ints([512, 170])) & segments(512, 3)
     given = arrays(512)
     expected = value_and_grads(reference_attention, given, mask)
     with jax.set_mesh(mesh(context=2)):
@@ -61,11 +60,11 @@ def test_two_devices_equal_reference_in_values_and_gradients():
 MASKS = {
     "causal": Mask.causal(),
     "causal window, lengths, segments": (
-        Mask.causal() & Mask.window(150) & Mask.lengths(jnp.array([1024, 300])) & segments(1024, 3)
+        Mask.causal() & Mask.window(150) & Mask.lengths(ints([1024, 300])) & segments(1024, 3)
     ),
     "two-sided window, segments": Mask.window(200) & segments(1024, 2),
     "nothing hidden": Mask(),
-    "offsets, a row that sees nothing": (Mask.causal() & Mask.lengths(jnp.array([924, 0]))).shifted(jnp.array([-3, 4])),
+    "offsets, a row that sees nothing": (Mask.causal() & Mask.lengths(ints([924, 0]))).shifted(ints([-3, 4])),
 }
 
 
@@ -82,14 +81,14 @@ def test_several_blocks_per_chunk_equal_reference_in_values_and_gradients(case, 
 
 @pytest.mark.slow
 def test_bfloat16_with_a_row_that_sees_nothing():
-    given, mask = arrays(512), Mask.causal() & Mask.lengths(jnp.array([512, 0]))
+    given, mask = arrays(512), Mask.causal() & Mask.lengths(ints([512, 0]))
     expected = value_and_grads(reference_attention, [*given[:3], None], mask, None)
-    half = [*(x.astype(jnp.bfloat16) for x in given[:3]), None]
+    half = [*arrays(512, jnp.bfloat16)[:3], None]
     with jax.set_mesh(mesh(context=2)):
         out, grads = value_and_grads(ring_attention, half, mask, None, pair_kernel="splash")
     assert {x.dtype for x in (out, *grads[:3])} == {jnp.dtype(jnp.bfloat16)}
-    assert all((x[1] == 0).all() for x in (out, *grads[:3]))
-    close = [x.astype(jnp.float32) for x in (out, *grads[:3])]
+    close = numbers([out, *grads[:3]])
+    assert all((x[1] == 0).all() for x in close)
     assert_close(close, [expected[0], *expected[1][:3]], 0.1)
 
 
@@ -102,20 +101,23 @@ def test_hidden_blocks_are_not_computed(monkeypatch):
     """NaN times a weight of zero is NaN, so NaN values in a block would appear if the block were computed."""
     blocks = dict.fromkeys(("forward", "backward_keys", "backward_queries"), (128, 128))
     monkeypatch.setattr(splash, "SMALL_BLOCKS", splash.SplashBlocks(**blocks))
-    mask = Mask.causal().shifted(jnp.array(0))
+    mask = Mask.causal().shifted(ints(0))
     pairs = ring_pairs.splash_pairs(spec(mask), 256)
-    query, key, value = (pairs.arranged(x[None])[0] for x in arrays(256, rows=1)[:3])
-    query, out = query.reshape(1, 2, 2, 256, 5), jnp.ones((1, 2, 2, 256, 7))
+    arranged = jax.jit(lambda *arrays: [pairs.arranged(x[None])[0] for x in arrays])
+    query, key, value = numbers(arranged(*arrays(256, rows=1)[:3]))
+    query, out = query.reshape(1, 2, 2, 256, 5), np.ones((1, 2, 2, 256, 7), np.float32)
     forward, backward = jax.jit(pairs.forward), jax.jit(pairs.backward)
-    poisoned = value.at[:, :, 128:].set(jnp.nan)  # of the second block of keys
-    got, norm = forward(query, key, poisoned, mask)
+    poisoned = value.copy()
+    poisoned[:, :, 128:] = np.nan  # of the second block of keys
+    got, norm = numbers(forward(query, key, poisoned, mask))
     assert np.isfinite(got[..., :128, :]).all()
     assert np.isnan(got[..., 128:, :]).all()
-    query_grad, *_ = backward(query, key, poisoned, mask, out, norm, out)
+    query_grad, *_ = numbers(backward(query, key, poisoned, mask, out, norm, out))
     assert np.isfinite(query_grad[..., :128, :]).all()
     assert np.isnan(query_grad[..., 128:, :]).all()
-    poisoned = out.at[..., :128, :].set(jnp.nan)  # gradients of the first block of queries
-    _, *grads = backward(query, key, value, mask, out, norm, poisoned)
+    poisoned = out.copy()
+    poisoned[..., :128, :] = np.nan  # gradients of the first block of queries
+    _, *grads = numbers(backward(query, key, value, mask, out, norm, poisoned))
     for grad in grads:
         assert np.isnan(grad[:, :, :128]).all()
         assert np.isfinite(grad[:, :, 128:]).all()
@@ -130,8 +132,15 @@ def test_hidden_blocks_are_not_computed(monkeypatch):
 def test_a_kernel_loads_the_next_block_that_it_computes(mask, for_keys):
     """A step of its grid computes a block that a dense mask shows to be visible, or loads the next one of these."""
     pairs = ring_pairs.splash_pairs(spec(mask, 1024), 1024)
-    info = pairs._infos(mask.shifted(jnp.array(0)), 1024, 1024, (256, 128), for_keys)(jnp.arange(1024))
-    visible = np.asarray(mask.dense(1024, 1024)).reshape(4, 256, 8, 128).any((1, 3))
+
+    @jax.jit
+    def run():
+        infos = pairs._infos(mask.shifted(jnp.array(0)), 1024, 1024, (256, 128), for_keys)
+        return infos(jnp.arange(1024)), mask.dense(1024, 1024)
+
+    info, dense = run()
+    info = jax.tree.map(np.asarray, info)
+    visible = np.asarray(dense).reshape(4, 256, 8, 128).any((1, 3))
     np.testing.assert_array_equal(info.block_mask[0], visible)
     load, order = np.asarray(info.data_next[0]), visible
     if for_keys:  # the grid runs over queries for each block of keys
@@ -140,7 +149,7 @@ def test_a_kernel_loads_the_next_block_that_it_computes(mask, for_keys):
     for step, block in enumerate(load.reshape(-1)):
         following = computed[computed >= step]
         assert block == (following[0] % order.shape[1] if len(following) else 0)
-    np.testing.assert_array_equal(info.q_sequence, jnp.arange(1024))
+    np.testing.assert_array_equal(info.q_sequence, np.arange(1024))
 
 
 def computing_on(kind):
@@ -213,7 +222,7 @@ class TestCompiler:
     def test_the_largest_heads_with_all_that_is_served(self, devices, dtype):
         shapes = (2, 4096, 4, 256), (2, 4096, 2, 256), (2, 4096, 2, 256)
         shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-        mask = Mask.causal() & Mask.window(700) & Mask.lengths(jnp.array([9, 0])) & segments(4096, 3)
+        mask = Mask.causal() & Mask.window(700) & Mask.lengths(ints([9, 0])) & segments(4096, 3)
 
         def loss(*arrays):
             extras = {"scale": 0.7, "softcap": 3.0, "sinks": jnp.zeros(4)}

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from attention_specs import attention_spec
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from kernel_parts import assert_close, compiled_kernels, splash_kernels
+from kernel_parts import assert_close, compiled_kernels, ints, normal, numbers, put, splash_kernels
+from numeric_parts import random_params
 from placements import mesh
 from training_recipes import change, tiny_recipe
 
@@ -31,19 +32,18 @@ from transformer.nn.models import CausalLM
 from transformer.training._chips import DEVICE_KINDS
 from transformer.training.plan import make_plan, parse_topology, topology_devices
 
-KEYS = jax.random.split(jax.random.key(0), 6)
 PLAIN = {"scale": 0.7}
 
 
 def arrays(batch, queries, keys, heads, kv_heads, head_dim=5, value_dim=7):
     shapes = (batch, queries, heads, head_dim), (batch, keys, kv_heads, head_dim), (batch, keys, kv_heads, value_dim)
-    return [jax.random.normal(key, shape) for key, shape in zip(KEYS, shapes, strict=False)]
+    return [normal(seed, *shape) for seed, shape in enumerate(shapes)]
 
 
 def value_and_grads(kernel, given, mask, softcap=None):
     """Return the output and the gradients for query, key, value and sinks."""
-    sinks = jax.random.normal(KEYS[3], given[0].shape[2:3])
-    out_grad = jax.random.normal(KEYS[4], (*given[0].shape[:3], given[2].shape[3]))
+    sinks = normal(3, given[0].shape[2])
+    out_grad = normal(4, *given[0].shape[:3], given[2].shape[3])
 
     def loss(query, key, value, sinks):
         extras = PLAIN | {"softcap": softcap, "sinks": sinks}
@@ -55,7 +55,7 @@ def value_and_grads(kernel, given, mask, softcap=None):
 
 
 def third_segments(length, other=None):
-    queries, keys = (jnp.arange(size)[None] * 3 // size for size in (length, other or length))
+    queries, keys = (ints(np.arange(size)[None] * 3 // size) for size in (length, other or length))
     return Mask.segments(queries, keys)
 
 
@@ -64,9 +64,9 @@ def third_segments(length, other=None):
     ("queries", "keys", "mask"),
     [
         (601, 601, Mask.causal() & Mask.window(101) & third_segments(601)),
-        (521, 130, Mask.lengths(jnp.array([127])) & third_segments(521, 130)),
+        (521, 130, Mask.lengths(ints([127])) & third_segments(521, 130)),
         (130, 521, Mask.window(30)),
-        (257, 257, Mask.causal() & Mask.lengths(jnp.array([0]))),
+        (257, 257, Mask.causal() & Mask.lengths(ints([0]))),
         (521, 521, Mask.causal() & Mask.chunks(200)),
         (385, 385, Mask.causal() & Mask.chunks(300) & Mask.window(101) & third_segments(385)),
     ],
@@ -144,7 +144,7 @@ MESHES = {
     "key heads that do not divide": ({"fsdp": 4, "tensor": 2}, Mask.causal() & Mask.window(9), 3),
     "length": ({"data": 2, "context": 2, "tensor": 2}, Mask.causal() & third_segments(140), 2),
     "length, nothing hidden": ({"data": 4, "context": 2}, Mask(), 2),
-    "rows that do not divide": ({"data": 8}, Mask.lengths(jnp.array([20, 0, 3, 1])), 2),
+    "rows that do not divide": ({"data": 8}, Mask.lengths(ints([20, 0, 3, 1])), 2),
 }
 
 
@@ -195,25 +195,27 @@ def test_rows_and_heads_stay_where_they_are():
 def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
     """NaN times a weight of zero is NaN, so NaN values in a block would appear if the block were computed."""
     query, key, value = arrays(1, 512, 1536, 1, 1)
-    poisoned = value.at[:, hidden].set(jnp.nan)
+    poisoned = np.array(value)
+    poisoned[:, hidden] = np.nan
 
-    def run(kernel, value):
-        return jax.jit(lambda: kernel(query, key, value, AttentionSpec(mask=mask, **PLAIN))[0])()
+    def program(kernel):
+        return jax.jit(lambda value: kernel(query, key, value, AttentionSpec(mask=mask, **PLAIN))[0])
 
-    assert np.isnan(run(reference_attention, poisoned)).any()
-    np.testing.assert_array_equal(run(splash_attention, poisoned), run(splash_attention, value))
+    assert np.isnan(program(reference_attention)(poisoned)).any()
+    splash_program = program(splash_attention)
+    np.testing.assert_array_equal(splash_program(poisoned), splash_program(value))
 
 
 def test_bfloat16_with_a_row_that_sees_nothing():
     given = arrays(2, 130, 130, 4, 2)
-    mask = Mask.causal() & Mask.lengths(jnp.array([130, 0]))
+    mask = Mask.causal() & Mask.lengths(ints([130, 0]))
     expected, expected_grads = value_and_grads(reference_attention, given, mask)
-    out, grads = value_and_grads(splash_attention, [x.astype(jnp.bfloat16) for x in given], mask)
+    out, grads = value_and_grads(splash_attention, [np.asarray(x).astype(jnp.bfloat16) for x in given], mask)
     assert {x.dtype for x in (out, *grads[:3])} == {jnp.dtype(jnp.bfloat16)}
     assert grads[3].dtype == jnp.float32
-    assert (out[1] == 0).all()
-    assert all((x[1] == 0).all() for x in grads[:3])
-    assert_close([x.astype(jnp.float32) for x in (out, *grads)], [expected, *expected_grads], 0.1)
+    got = numbers([out, *grads])
+    assert all((x[1] == 0).all() for x in got[:4])
+    assert_close(got, [expected, *expected_grads], 0.1)
 
 
 @pytest.mark.slow
@@ -222,9 +224,9 @@ def test_a_whole_model_is_the_same():
     period = (LayerKind(), LayerKind(window=5))
     sizes = {"d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 8, "attention.softcap": 5.0}
     config = TransformerConfig(vocab_size=11, position="rotary", stack=StackOptions(period=period), **sizes)
-    tokens = jax.random.randint(KEYS[5], (4, 16), 0, 11)
-    segments = jnp.arange(16)[None] // jnp.array([5, 16, 7, 11])[:, None]
-    params = jax.jit(CausalLM(config).init)(KEYS[4], tokens)
+    tokens = np.random.default_rng(5).integers(0, 11, (4, 16)).astype(np.int32)
+    segments = ints(np.arange(16)[None] // np.array([5, 16, 7, 11])[:, None])
+    params = random_params(CausalLM(config), tokens)
 
     def value_and_grad(attention):
         model = CausalLM(config, Execution(attention=attention, remat="full"))
@@ -270,7 +272,7 @@ def test_what_splash_can_not_do_says_who_can(case):
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(257, 8), (8, 257)])
 def test_the_larger_head_size_decides(head_dim, value_dim):
-    query, value = jnp.zeros((1, 3, 1, head_dim)), jnp.zeros((1, 3, 1, value_dim))
+    query, value = (put(np.zeros((1, 3, 1, size), np.float32)) for size in (head_dim, value_dim))
     with pytest.raises(ConfigError, match="use a head size of 257"):
         dot_product_attention(query, query, value, implementation="splash")
 
@@ -372,7 +374,7 @@ class TestCompiler:
     def test_the_largest_heads_with_all_that_is_served(self, devices, dtype):
         shapes = (2, 1100, 4, 256), (2, 1700, 2, 256), (2, 1700, 2, 256)
         shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-        mask = Mask.causal() & Mask.window(300) & Mask.lengths(jnp.array([9, 0])) & third_segments(1100, 1700)
+        mask = Mask.causal() & Mask.window(300) & Mask.lengths(ints([9, 0])) & third_segments(1100, 1700)
 
         def loss(*arrays):
             extras = PLAIN | {"softcap": 3.0, "sinks": jnp.zeros(4)}
