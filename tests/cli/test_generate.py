@@ -20,30 +20,44 @@ def runs(tmp_path_factory):
     return root
 
 
+def words_for(runs, *words):
+    prompts = ("--prompt", "line", "--prompt", "no more", "--prompt", "of 4")
+    return ["generate", str(runs / "large"), *prompts, "--json", "--step", "newest", "--max-new-tokens", "7", *words]
+
+
+def texts(printed):
+    return [one["output"] for one in json.loads(printed)["results"]]
+
+
+@pytest.fixture(scope="module")
+def plain(runs):
+    """The texts without further options."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(words_for(runs)) == 0
+    return texts(out.getvalue())
+
+
 @pytest.fixture
 def written(runs, capsys):
     """Return the texts of `generate` with these options, and its stderr."""
 
     def call(*words):
-        prompts = ("--prompt", "line", "--prompt", "no more", "--prompt", "of 4")
-        options = ("--json", "--step", "newest", "--max-new-tokens", "7")
-        assert main(["generate", str(runs / "large"), *prompts, *options, *words]) == 0
+        assert main(words_for(runs, *words)) == 0
         printed = capsys.readouterr()
-        return [one["output"] for one in json.loads(printed.out)["results"]], printed.err
+        return texts(printed.out), printed.err
 
     return call
 
 
-def test_slots_and_a_draft_change_no_text(written, runs):
-    plain, _ = written()
-    assert written("--slots", "2")[0] == plain
-    assert written("--draft", str(runs / "small"), "--draft-tokens", "2")[0] == plain
-    assert written("--lookup", "3")[0] == plain
+@pytest.mark.parametrize("words", [("--slots", "2"), ("--draft", "small", "--draft-tokens", "2"), ("--lookup", "3")])
+def test_slots_and_a_draft_change_no_text(written, runs, plain, words):
+    assert written(*(str(runs / word) if word == "small" else word for word in words))[0] == plain
 
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("words", [("--int8",), ("--int4", "--group-size", "64")])
-def test_what_few_bits_save_is_told(written, words):
+@pytest.mark.programs(70, reason="the report of quantized weights is computed outside of jit")
+def test_reports_what_few_bits_save(written, words):
     _, printed = written(*words)
     assert "embedding/embedding: 1 arrays" in printed
     assert "relative error" in printed
@@ -64,6 +78,7 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
+@pytest.mark.programs(10, reason="a stream has own programs, and makes its cache outside of jit")
 @pytest.mark.parametrize(
     ("words", "appears"),
     [
@@ -99,6 +114,6 @@ def test_a_text_appears_on_a_terminal_while_it_is_generated(words, appears, runs
         (("--draft", "x", "--slots", "2"), "--slots and --draft can't be used together. Remove one of them"),
     ],
 )
-def test_what_can_not_be_is_said_before_anything_is_loaded(words, message, capsys):
+def test_reports_what_can_not_be_before_anything_is_loaded(words, message, capsys):
     assert main(["generate", "no-such-directory", "--prompt", "x", *words]) == 2
     assert message in capsys.readouterr().err

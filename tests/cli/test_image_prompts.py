@@ -25,6 +25,7 @@ def pictures(model, *numbers):
     return ["--image", *(str(model.parent / f"{number}.png") for number in numbers)]
 
 
+@pytest.mark.programs(9, reason="a stream has own programs, and makes its cache outside of jit")
 def test_generate_continues_a_prompt_about_images(model, capsys):
     prompt = "<start_of_image> is <start_of_image>A"
     options = ["--prompt", prompt, "--max-new-tokens", "5", "--temperature", "0", "--json"]
@@ -36,6 +37,7 @@ def test_generate_continues_a_prompt_about_images(model, capsys):
     assert json.loads(capsys.readouterr().out)["results"][0]["output"] == opened.tokenizer.decode(row)
 
 
+@pytest.mark.programs(12, reason="a stream has own programs, and makes its cache outside of jit")
 def test_chat_begins_with_images(model, capsys, monkeypatch):
     stdin = io.TextIOWrapper(io.BytesIO(b"is it?\nB?"))
     stdin.isatty = lambda: False

@@ -1,5 +1,6 @@
 """Tests of `inspect --html`: the page of a model, generated text, comparison of two checkpoints, and errors."""
 
+import functools
 import json
 import shlex
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_page_parts import data_of, group_of, weights_of
+from chat_parts import drawn_params
 
 from transformer.__main__ import main
 from transformer.cli._models import ModelCommand
@@ -30,8 +32,7 @@ def opened(kind, tokenizer=LETTERS, *, seed=0, step=7, directory="runs/tiny", at
     """Return a run with random parameters, trained with a kernel that does not store attention weights."""
     config = TransformerConfig(vocab_size=tokenizer.vocab_size, **SIZES | changes)
     model = kind(config, Execution(scan=False, attention=attention))
-    tokens = [jnp.zeros((1, 2), jnp.int32)] * (2 if kind is Seq2Seq else 1)
-    params = jax.jit(model.init)(jax.random.key(seed), *tokens)["params"]
+    params = drawn_params(model, 0.4, seed)
     run = SimpleNamespace(recipe=SimpleNamespace(name="tiny"), step=step)
     return LoadedModel(model, params, Path(directory), tokenizer, 12, tokenizer.bos_id, run=run)
 
@@ -83,10 +84,12 @@ def fails(capsys):
 def weights_when_read(run, *rows):
     """Return the attention weights of a model, computed with the reference kernel."""
     model = run.model.clone(execution=Execution(scan=False, attention="reference", sow_weights=True))
-    tokens = [jnp.asarray([row]) for row in rows]
-    return model.apply({"params": run.params}, *tokens, mutable=["intermediates"])[1]["intermediates"]
+    tokens = [np.array([row]) for row in rows]
+    apply = jax.jit(functools.partial(model.apply, mutable=["intermediates"]))
+    return jax.device_get(apply({"params": run.params}, *tokens)[1]["intermediates"])
 
 
+@pytest.mark.programs(16, reason="masks and maps of attention are computed outside of jit")
 def test_a_prompt_and_what_the_model_writes(runs, inspect):
     """Works with any training kernel; generated tokens are distinguished from the prompt."""
     run = runs["runs/tiny"] = opened(CausalLM)

@@ -1,10 +1,10 @@
 """Tests of `inspect --audio`: pictures and page of the attention of words over time, and errors."""
 
 import dataclasses
+import functools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import soundfile
@@ -28,6 +28,7 @@ def model(tmp_path_factory):
     return path
 
 
+@pytest.mark.programs(26, reason="scores of a window and attention are read outside of jit")
 def test_a_picture_for_the_alignment_heads_and_for_each_layer(model, tmp_path, capsys):
     words = ["inspect", str(model), "--audio", str(model / "a.wav"), "--output", str(tmp_path), "--json"]
     assert main(words) == 0
@@ -39,6 +40,7 @@ def test_a_picture_for_the_alignment_heads_and_for_each_layer(model, tmp_path, c
     assert len(found["words"]) > 1
 
 
+@pytest.mark.programs(28, reason="scores of a window and attention are read outside of jit")
 def test_the_page_has_the_words_and_the_weights(model, tmp_path, capsys):
     page = tmp_path / "a.html"
     assert main(["inspect", str(model), "--audio", str(model / "a.wav"), "--html", str(page)]) == 0
@@ -51,6 +53,7 @@ def test_the_page_has_the_words_and_the_weights(model, tmp_path, capsys):
     assert "A row is a word" in data["rows"]
 
 
+@pytest.mark.programs(51, reason="scores of a window and attention are read outside of jit")
 def test_the_weights_of_a_word_are_the_mean_over_the_queries_that_predict_it(model):
     """Compare with the whole transcript read at once, without a cache."""
     opened = open_model(model)
@@ -62,7 +65,8 @@ def test_the_weights_of_a_word_are_the_mean_over_the_queries_that_predict_it(mod
     read = [speech_parts.START, *window.prompt, *window.best.tokens]
     execution = dataclasses.replace(opened.model.execution, attention="reference", sow_weights=True)
     model, variables = opened.model.clone(execution=execution), {"params": opened.params}
-    _, seen = model.apply(variables, jnp.asarray(frames[None]), jnp.asarray([read]), mutable=["intermediates"])
+    apply = jax.jit(functools.partial(model.apply, mutable=["intermediates"]))
+    _, seen = apply(variables, np.asarray(frames)[None], np.array([read]))
     maps = attention_maps(seen["intermediates"], model.config)
     weights = np.stack([one.weights for one in maps if one.kind == "cross"])[..., :40]
     places = [place - 1 for place, token in enumerate(read) if token < speech_parts.END]

@@ -36,6 +36,7 @@ def call(capsys):
     return run
 
 
+@pytest.mark.programs(19, reason="masks and maps of attention are computed outside of jit")
 def test_the_page_shows_the_conversation_and_the_answer(model, call, tmp_path):
     """The tokens are those that `Chat` reads and generates; the answer begins after the generation prompt."""
     page = tmp_path / "page.html"
@@ -59,6 +60,7 @@ def test_the_page_shows_the_conversation_and_the_answer(model, call, tmp_path):
     assert (code, out) == (0, f"{reply.text}\n{page}\n")
 
 
+@pytest.mark.programs(37, reason="masks and maps of attention are computed outside of jit")
 def test_a_base_model_without_a_template_is_shown_beside_it(model, call, tmp_path):
     base, page = write_chat_model(tmp_path / "base", seed=1), tmp_path / "page.html"
     settings = json.loads((base / "tokenizer_config.json").read_text())

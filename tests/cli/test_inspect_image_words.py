@@ -1,9 +1,10 @@
 """Tests of `inspect --image --prompt`: the attention of generated words to an image."""
 
 import dataclasses
+import functools
 import json
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from attention_page_parts import data_of
@@ -25,6 +26,7 @@ def models(tmp_path_factory):
     return folder, {name: write_vision_model(folder / name, name) for name in FAMILIES}
 
 
+@pytest.mark.programs(29, reason="masks and maps of attention are computed outside of jit")
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", *FAMILIES[:3]])
 def test_the_weights_are_those_of_the_queries_that_predict_the_words(models, family):
@@ -40,15 +42,11 @@ def test_the_weights_are_those_of_the_queries_that_predict_the_words(models, fam
     ids, pixels = encode_with_images(opened, "A is", [str(folder / "a.png")])
     execution = dataclasses.replace(opened.model.execution, attention="reference", sow_weights=True)
     model = opened.model.clone(execution=execution)
-    prefix = {"prefix_lengths": jnp.array([len(ids)])} if family == "paligemma" else {}
+    prefix = {"prefix_lengths": np.array([len(ids)])} if family == "paligemma" else {}
     # The first word needs only the prompt: its first token is predicted by the last token of the prompt.
-    _, seen = model.apply(
-        {"params": opened.params},
-        jnp.array([ids]),
-        images=ImagePatches.of([pixels], dynamic) if dynamic else jnp.asarray(pixels[0])[None, None],
-        mutable=["intermediates"],
-        **prefix,
-    )
+    images = ImagePatches.of([pixels], dynamic) if dynamic else np.asarray(pixels[0])[None, None]
+    apply = jax.jit(functools.partial(model.apply, mutable=["intermediates"]))
+    _, seen = apply({"params": opened.params}, np.array([ids]), images=images, **prefix)
     maps = attention_maps({"decoder": seen["intermediates"]["decoder"]}, config)
     keys = np.flatnonzero(np.array(ids) == config.input.token_id)
     one = image_attention(opened, str(folder / "a.png"), "A is", max_new_tokens=1)
@@ -59,6 +57,7 @@ def test_the_weights_are_those_of_the_queries_that_predict_the_words(models, fam
         np.testing.assert_allclose(one.rollout[layer, 0], shown.weights[0, -1, keys], atol=1e-5)
 
 
+@pytest.mark.programs(12, reason="masks and maps of attention are computed outside of jit")
 def test_pictures_and_a_page_are_written(models, tmp_path, capsys):
     folder, paths = models
     words = [

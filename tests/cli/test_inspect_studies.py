@@ -59,6 +59,7 @@ def tables(out):
 
 
 class TestStudies:
+    @pytest.mark.programs(27, reason="the study makes single measurements outside of jit")
     def test_scale(self, run, small):
         code, out, err = run("--scale")
         assert (code, err) == (0, "")
@@ -68,6 +69,7 @@ class TestStudies:
         assert out.splitlines()[-1] == "inspect-scale.png"
         assert imread(small / "inspect-scale.png").std() > 0.05
 
+    @pytest.mark.programs(27, reason="the study makes single measurements outside of jit")
     def test_scale_as_json(self, run, small):
         code, out, err = run("--scale", "--json", "--output", "here/scale.png")
         found = json.loads(out)
@@ -81,6 +83,7 @@ class TestStudies:
         assert (small / "here" / "scale.png").is_file()
         assert not (small / "inspect-scale.png").exists()
 
+    @pytest.mark.programs(70, reason="the study makes single measurements outside of jit")
     def test_positions(self, run, small):
         code, out, err = run("--positions")
         assert (code, err) == (0, "")
@@ -155,6 +158,7 @@ class TestMistakes:
         assert "latin.txt is not UTF-8 text: byte 3" in fails("--memory", "--lengths-of", "latin.txt")
         assert f"{small} is not a file" in fails("--memory", "--lengths-of", small)
 
+    @pytest.mark.programs(27, reason="the study makes single measurements outside of jit")
     def test_a_folder_as_picture(self, fails, small):
         assert "Pass a file" in fails("--scale", "--output", small)
 

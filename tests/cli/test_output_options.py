@@ -34,6 +34,7 @@ def refused(path):
     )
 
 
+@pytest.mark.programs(26, reason="masks and maps of attention are computed outside of jit")
 def test_a_page_replaces_a_page_and_nothing_else(writer, run, tmp_path):
     page = tmp_path / "page.html"
     words = ("inspect", writer, "--prompt", "the cat", "--html", page)
@@ -47,6 +48,7 @@ def test_a_page_replaces_a_page_and_nothing_else(writer, run, tmp_path):
     assert page.read_text() != first
 
 
+@pytest.mark.programs(15, reason="masks and maps of attention are computed outside of jit")
 def test_pictures_replace_pictures_and_nothing_else(writer, run, tmp_path):
     words = ("inspect", writer, "--prompt", "the cat", "--output", tmp_path)
     assert run(*words) == (0, "")
