@@ -97,18 +97,19 @@ class TestDecode:
         assert latents / 4 <= plan.cache_bytes < 1.2 * latents / 4
 
     def test_a_kernel_for_whole_sequences_is_not_that_of_writing(self):
-        recipe = dataclasses.replace(parallel(TEXT, devices=1), execution=Execution(attention="splash"))
+        recipe = dataclasses.replace(parallel(SMALL, devices=1), execution=Execution(attention="splash"))
         assert make_decode_plan(recipe, Generation(2, 8, 8), CHIPS, jax.devices()).fits
 
     def test_a_longer_text_has_a_larger_cache(self):
         short, long = (
-            make_decode_plan(parallel(TEXT, devices=1), Generation(2, 8, new), CHIPS, jax.devices()) for new in (8, 56)
+            make_decode_plan(parallel(SMALL, devices=1), Generation(2, 8, new), CHIPS, jax.devices()) for new in (8, 56)
         )
         assert long.cache_bytes == pytest.approx(4 * short.cache_bytes, rel=0.01)
         assert long.token.memory_seconds > short.token.memory_seconds
 
     def test_of_a_translation(self):
-        plan = make_decode_plan(PAIRS, Generation(8, 12, 10), CHIPS, jax.devices())
+        pairs = dataclasses.replace(PAIRS, model=PAIRS.model.replace(num_layers=1))
+        plan = make_decode_plan(pairs, Generation(8, 12, 10), CHIPS, jax.devices())
         text = "\n".join(decode_lines("x", CHIPS, ["y"], plan))
         assert "generation (--decode 8:12:10): 8 rows, 12 prompt tokens and 10 new tokens per row" in text
         assert re.search(
@@ -178,10 +179,10 @@ class TestHere:
     def test_figures_of_these_devices_are_timed(self, monkeypatch):
         monkeypatch.setattr("transformer.training.plan._measuring.MATRIX", 128)
         monkeypatch.setattr("transformer.training.plan._measuring.COPIED", 2**16)
-        topology, told = present_topology(jax.devices())
-        assert (str(topology), topology.unit) == ("cpu:8", "device")
+        topology, told = present_topology(jax.devices()[:2])
+        assert (str(topology), topology.unit) == ("cpu:2", "device")
         assert min(topology.chip.flops, topology.chip.hbm_bandwidth, topology.hbm) > 0
-        assert "measured now, per device with 8 in use" in told
+        assert "measured now, per device with 2 in use" in told
 
     @pytest.mark.parametrize(("kind", "count", "name"), [("TPU v5 lite", 4, "v5e:4"), ("TPU v2", 8, "v2:4")])
     def test_figures_of_known_ones_are_published(self, kind, count, name):

@@ -255,12 +255,15 @@ def test_remedies_of_batches_by_tokens_speak_of_tokens():
     recipe = dataclasses.replace(PAIRS, data=data)
     sizes = MeshPlacement(recipe).mesh.shape
     assert batch_rows(data) == 128
+    placed = set()  # many remedies are the same in both cases
     for times, left in {2: [["--training.accumulation", "2"], ["--data.batch-tokens", "4500"]], 16: []}.items():
         flags = [remedy.flags.split() for remedy in remedies(recipe, sizes, times)]
         assert flags[2:-1] == left
         for flag in flags:
             smaller = override(recipe, flag, program="x")
-            MeshPlacement(smaller)
+            if smaller not in placed:
+                placed.add(smaller)
+                MeshPlacement(smaller)
             assert flag[0] != "--data.batch-tokens" or batch_rows(smaller.data) == 64
 
 
