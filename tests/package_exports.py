@@ -1,12 +1,14 @@
 """The names that each package exports, read without importing it."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "transformer"
 
 
+@functools.cache
 def assigned(path: Path, name: str) -> object:
     """Return the value of a constant in a file, or None if the file does not define it."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:

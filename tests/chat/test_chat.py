@@ -28,8 +28,12 @@ def chat(opened):
     return Chat(opened.model, opened.params, opened.tokenizer)
 
 
-def test_a_reply_is_that_of_generate(chat, opened):
-    reply = chat.reply(HELLO, **SOME)
+@pytest.fixture(scope="module")
+def reply(chat):
+    return chat.reply(HELLO, **SOME)
+
+
+def test_a_reply_is_that_of_generate(chat, opened, reply):
     ids = chat.encode(HELLO, add_generation_prompt=True).ids
     options = {"max_new_tokens": 12, "sampling": Sampling(), "seed": 3, "eos_id": chat.eos_ids}
     assert reply.tokens == generate(opened.model, opened.params, [ids], **options)[0]
@@ -39,16 +43,17 @@ def test_a_reply_is_that_of_generate(chat, opened):
     assert reply.message == {"role": "assistant", "content": reply.text}
 
 
-def test_joined_pieces_are_the_reply(chat):
+def test_joined_pieces_are_the_reply(chat, reply):
     stream = chat.stream(HELLO, **SOME)
-    assert "".join(stream) == chat.reply(HELLO, **SOME).text == stream.reply.text
+    assert "".join(stream) == reply.text == stream.reply.text
     partial = chat.stream(HELLO, **SOME)
     first = next(partial)
     assert (partial.reply.text, partial.reply.finish) == (first, "interrupted")
 
 
-def test_a_second_turn_equals_a_new_conversation(chat, opened):
-    turns = [*HELLO, chat.reply(HELLO, **SOME).message, {"role": "user", "content": "And then?"}]
+@pytest.mark.programs(10, reason="two conversations are read in parts of other lengths")
+def test_a_second_turn_equals_a_new_conversation(chat, opened, reply):
+    turns = [*HELLO, reply.message, {"role": "user", "content": "And then?"}]
     fresh = Chat(opened.model, opened.params, opened.tokenizer)
     assert chat.reply(turns, **SOME).tokens == fresh.reply(turns, **SOME).tokens
 
@@ -61,8 +66,8 @@ def test_several_replies(chat):
         chat.replies(HELLO, samples=0)
 
 
-def test_a_stop_string_ends_a_reply(chat):
-    whole = chat.reply(HELLO, **SOME).text
+def test_a_stop_string_ends_a_reply(chat, reply):
+    whole = reply.text
     stop = whole[4:6]
     reply = chat.reply(HELLO, stop=["not in the text", stop], **SOME)
     assert (reply.text, reply.finish) == (whole[: whole.index(stop)], "stop")
@@ -80,6 +85,7 @@ def test_the_end_of_turn_ends_a_reply(opened):
     assert chat.tokenizer.tokens(chat.eos_ids) == ["<|endoftext|>"]
 
 
+@pytest.mark.programs(9, reason="a conversation is read and continued for the first time")
 def test_the_context_is_the_limit(opened):
     ids = Chat(opened.model, opened.params, opened.tokenizer).encode(HELLO, add_generation_prompt=True).ids
     chat = Chat(opened.model, opened.params, opened.tokenizer, context=len(ids) + 3)
@@ -90,6 +96,7 @@ def test_the_context_is_the_limit(opened):
         Chat(opened.model, opened.params, opened.tokenizer, context=len(ids)).reply(HELLO)
 
 
+@pytest.mark.programs(10, reason="a conversation is read and continued, with and without suppressed tokens")
 def test_suppressed_tokens_are_not_generated(opened):
     first = Chat(opened.model, opened.params, opened.tokenizer).reply(HELLO, max_new_tokens=1).tokens
     chat = Chat(opened.model, opened.params, opened.tokenizer, suppress=first)
@@ -138,6 +145,7 @@ def test_invalid_arguments(opened, chat):
         chat.stream(HELLO, stop=[""])
 
 
+@pytest.mark.programs(7, reason="a model is saved and loaded, and saved again")
 def test_an_export_keeps_the_template(tmp_path):
     """Also a template in a separate file, and additional templates."""
     directory = write_chat_model(tmp_path / "model", "qwen2")

@@ -1,6 +1,7 @@
 """The table of layers is correct: imports go strictly downwards, files stay short, and no error is swallowed."""
 
 import ast
+import functools
 import importlib
 import itertools
 import re
@@ -47,6 +48,7 @@ BRANCHES = (
 )
 
 
+@functools.cache
 def python_files() -> list[Path]:
     """Return all Python files of the repository."""
     folders = ("transformer", "configs", "tests", "benchmarks", "reliability", "examples")
@@ -54,19 +56,42 @@ def python_files() -> list[Path]:
     return [*files, *sorted(ROOT.glob("*.py"))]
 
 
-def imports(source: str, package: str = "") -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted name) of every import, including those inside functions; `from a import b` gives a.b."""
+@functools.cache
+def parsed(source: str) -> tuple[list[tuple[int, int, str, str]], list[str]]:
+    """Return the imports (line, level, module, name) and the swallowed errors of a source.
+
+    Several tests check all files, and parsing them takes most of the time. `import a` has the level -1.
+    """
+    found, faults = [], []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
+            found += [(node.lineno, -1, alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parts = package.split(".")
-                base = ".".join([*parts[: len(parts) - node.level + 1], *([base] if base else [])])
-            for alias in node.names:
-                yield node.lineno, f"{base}.{alias.name}"
+            found += [(node.lineno, node.level, node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.ExceptHandler):
+            broad = node.type is None or (
+                isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
+            )
+            idle = all(
+                isinstance(statement, ast.Pass | ast.Continue)
+                or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+                for statement in node.body
+            )
+            if broad and idle:
+                faults.append(f"line {node.lineno}: an exception is swallowed")
+    return found, faults
+
+
+def imports(source: str, package: str = "") -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of every import, including those inside functions; `from a import b` gives a.b."""
+    for line, level, base, name in parsed(source)[0]:
+        if level < 0:
+            yield line, base
+            continue
+        if level:
+            parts = package.split(".")
+            base = ".".join([*parts[: len(parts) - level + 1], *([base] if base else [])])
+        yield line, f"{base}.{name}"
 
 
 def package_of(path: Path) -> str:
@@ -114,20 +139,7 @@ def core_faults(source: str, package: str = "transformer", optional: Set[str] = 
 
 def swallowed_errors(source: str) -> list[str]:
     """Return the handlers of all exceptions, or of Exception, that do nothing."""
-    faults = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ExceptHandler):
-            broad = node.type is None or (
-                isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
-            )
-            idle = all(
-                isinstance(statement, ast.Pass | ast.Continue)
-                or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
-                for statement in node.body
-            )
-            if broad and idle:
-                faults.append(f"line {node.lineno}: an exception is swallowed")
-    return faults
+    return parsed(source)[1]
 
 
 def function_sizes(source: str) -> dict[str, tuple[int, int]]:

@@ -25,7 +25,7 @@ from transformer import CausalLM, TransformerConfig
 
 gpt2 = {"position": "learned", "max_length": 5, "norm_epsilon": 1e-5, "scale_embeddings": False}
 config = TransformerConfig(vocab_size=7, d_model=6, num_heads=2, num_layers=1, activation="gelu_tanh", **gpt2)
-params = CausalLM(config).init(jax.random.key(0), jax.numpy.zeros((1, 1), int))["params"]
+params = jax.jit(CausalLM(config).init)(jax.random.key(0), jax.numpy.zeros((1, 1), int))["params"]
 transformer.save(CausalLM(config), params, "saved")
 again = transformer.load("saved")[1]
 print(jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), params, again)))
@@ -42,8 +42,12 @@ for name in transformer.__all__:
         getattr(transformer, name)
 attention = MultiHeadAttention(num_heads=3, head_dim=5)
 x = jax.numpy.ones((2, 7, 11))
-variables = attention.init(jax.random.key(0), x)
-y, cache = attention.apply(variables, x, mask=Mask.causal())
+
+@jax.jit
+def run(x):
+    return attention.apply(attention.init(jax.random.key(0), x), x, mask=Mask.causal())
+
+y, cache = run(x)
 print(y.shape, cache)
 """
 

@@ -43,6 +43,7 @@ SLOW |= {"reuse", "vectors", "vision"}
 """pages whose blocks train models or compile many programs"""
 
 
+@pytest.mark.programs(150, reason="a reader runs these blocks outside of jax.jit")
 @pytest.mark.parametrize(
     "page", [pytest.param(p, marks=pytest.mark.slow if p.stem in SLOW else (), id=p.stem) for p in PAGES]
 )

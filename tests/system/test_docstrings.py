@@ -6,6 +6,7 @@ module; `setup` belongs to Flax. The docstring of a class can document its metho
 """
 
 import ast
+import functools
 import inspect
 import pydoc
 import re
@@ -81,9 +82,12 @@ def public(path: Path) -> set[str]:
     return {"module", *exporters(path)}
 
 
-def faults(path: str, source: str, check: Check, names: set[str] | None = None) -> list[str]:
-    """Return one line per missing piece of documentation, with its location. `names` restricts the check to these."""
-    chosen = [one for one in members(source) if names is None or one.name.partition(".")[0] in names]
+def faults(path: str, source: str, check: Check) -> list[str]:
+    """Return one line per missing piece of documentation, with its location."""
+    return faults_of(path, members(source), check)
+
+
+def faults_of(path: str, chosen: list[Member], check: Check) -> list[str]:
     found = [(member, check(member)) for member in chosen]
     return [f"{path}:{getattr(member.node, 'lineno', 1)} {member.name}: {fault}" for member, fault in found if fault]
 
@@ -91,12 +95,21 @@ def faults(path: str, source: str, check: Check, names: set[str] | None = None) 
 CHECKS = (missing_docstring, missing_field, missing_constant, missing_errors)
 
 
+@functools.cache
+def faults_of_package() -> dict[Check, list[str]]:
+    """Return the faults of the public names of all files by check, each file parsed once."""
+    found: dict[Check, list[str]] = {check: [] for check in CHECKS}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        names = public(path)
+        chosen = [one for one in members(path.read_text()) if one.name.partition(".")[0] in names]
+        for check in CHECKS:
+            found[check] += faults_of(str(path.relative_to(ROOT)), chosen, check)
+    return found
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_nothing_is_missing_in_the_package(check):
-    paths = sorted(PACKAGE.rglob("*.py"))
-    found = [
-        line for path in paths for line in faults(str(path.relative_to(ROOT)), path.read_text(), check, public(path))
-    ]
+    found = faults_of_package()[check]
     assert not found, "\n".join([check.__doc__, *found])
 
 

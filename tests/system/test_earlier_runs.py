@@ -37,6 +37,7 @@ def recorded(commit):
     return json.loads((FIXTURES / f"{commit}.json").read_text())
 
 
+@pytest.mark.programs(20, reason="it restores a checkpoint of an earlier version")
 def test_it_computes_the_same(workdir, recorded):
     model, params = transformer.load(workdir)
     tokenizer = load_run(workdir, "newest").tokenizer

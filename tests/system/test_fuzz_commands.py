@@ -157,6 +157,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory):
     return open_model(record_drawn_run(recipe, root / "run", [4]), step="newest")
 
 
+@pytest.mark.programs(12, reason="prompts of several lengths are generated")
 def test_generation(fuzz: Fuzz, opened):
     """Actual generation: each request returns text or a clear error."""
 

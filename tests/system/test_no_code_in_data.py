@@ -83,7 +83,8 @@ def called(node: ast.expr) -> str:
 def faults(source: str) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of everything that can execute data as code."""
     names: dict[str, str] = {}
-    for node in ast.walk(ast.parse(source)):
+    nodes = list(ast.walk(ast.parse(source)))
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None)
             for alias in node.names:
@@ -91,7 +92,7 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
                 names[alias.asname or alias.name] = whole
                 if whole.partition(".")[0] in MODULES:
                     yield node.lineno, whole
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         name = called(node.func)

@@ -15,6 +15,7 @@ def test_there_is_something_to_test():
     assert len(BLOCKS) >= 2
 
 
+@pytest.mark.programs(150, reason="a reader runs these blocks outside of jax.jit")
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_python_blocks_run(block, tmp_path):
     if '"gpt2"' in block:  # a tiny model of the same family, which needs no network
