@@ -9,13 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numeric_parts import random_params
 
 import transformer
 from transformer import Mask, compat
 
 SEEDS = range(16)
-KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (2, 5, 12))
+KEY = jax.device_put(np.array([0, 3], np.uint32))
+"""a random key, in the old format, because `jax.random.key` compiles a program"""
+
+
+def normal(seed, *shape):
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+X = normal(0, 2, 5, 12)
 
 
 def drawn(seed):
@@ -24,7 +32,7 @@ def drawn(seed):
     pick = lambda *choices: choices[rng.integers(len(choices))]  # noqa: E731
     lead, queries, heads = pick((2,), (3,), (2, 3), ()), int(rng.integers(1, 8)), pick(1, 2, 3)
     keys = queries if rng.random() < 0.5 else int(rng.integers(1, 8))
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    normal = lambda *shape: jax.device_put(rng.normal(size=shape).astype(np.float32))  # noqa: E731
     fields = {
         "num_heads": heads,
         "qkv_features": pick(None, 6 * heads),
@@ -46,21 +54,23 @@ def drawn(seed):
     inputs = [normal(*lead, queries, 6)]
     inputs += pick([], [normal(*lead, keys, 7)], [normal(*lead, keys, 7), normal(*lead, keys, 3)])
     last = keys if len(inputs) > 1 else queries
-    padding = jnp.asarray(rng.random((*lead, 1, 1, last)) < 0.7)
-    dense = jnp.asarray(rng.random((*lead, heads, queries, last)) < 0.6)  # some queries may see no key
-    mask = pick(None, padding, dense, dense.astype(jnp.float32), dense[..., :1, :, :], jnp.tri(queries, last))
+    padding = rng.random((*lead, 1, 1, last)) < 0.7
+    dense = rng.random((*lead, heads, queries, last)) < 0.6  # some queries may see no key
+    tri = np.tri(queries, last, dtype=np.float32)
+    mask = pick(None, padding, dense, dense.astype(np.float32), dense[..., :1, :, :], tri)
+    mask = mask if mask is None else jax.device_put(mask)
     options = {"mask": mask, "dropout_rng": pick(None, jax.random.key(seed))}
     if fields["dropout_rate"] and "deterministic" not in fields:
         options["deterministic"] = pick(True, False)
     return fields, inputs, options
 
 
-def call(module, params, inputs, options):
+def call(module, params, inputs, options, key=KEY):
     """Return the output, the sown weights and all gradients."""
 
     def loss(params, inputs):
         out, sown = module.apply(
-            params, *inputs, **options, sow_weights=True, mutable="intermediates", rngs={"dropout": jax.random.key(7)}
+            params, *inputs, **options, sow_weights=True, mutable="intermediates", rngs={"dropout": key}
         )
         return jnp.square(out).mean(), (out, sown)
 
@@ -80,8 +90,8 @@ def test_drawn_arguments_give_what_flax_gives(seed):
     fields, inputs, options = drawn(seed)
     theirs, ours = nn.MultiHeadDotProductAttention(**fields), compat.MultiHeadDotProductAttention(**fields)
     rngs = {"params": jax.random.key(seed), "dropout": KEY}
-    params = theirs.init(rngs, *inputs, **options)
-    jax.tree.map(np.testing.assert_array_equal, ours.init(rngs, *inputs, **options), params)
+    params, own = jax.jit(lambda: [one.init(rngs, *inputs, **options) for one in (theirs, ours)])()
+    jax.tree.map(np.testing.assert_array_equal, own, params)
     assert_close(call(ours, params, inputs, options), call(theirs, params, inputs, options))
 
 
@@ -101,10 +111,14 @@ def test_the_signatures_are_those_of_flax():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_types_are_those_of_flax(dtype):
-    for fields, x in [({"dtype": dtype}, X), ({"param_dtype": dtype}, X), ({"param_dtype": dtype}, X.astype(dtype))]:
+    for fields, x in [
+        ({"dtype": dtype}, X),
+        ({"param_dtype": dtype}, X),
+        ({"param_dtype": dtype}, np.asarray(X).astype(dtype)),
+    ]:
         theirs, ours = (m(3, **fields) for m in (nn.MultiHeadDotProductAttention, compat.MultiHeadDotProductAttention))
-        params = theirs.init(KEY, x)
-        expected, got = theirs.apply(params, x), ours.apply(params, x)
+        params = random_params(theirs, x)
+        expected, got = jax.jit(lambda params, x: (theirs.apply(params, x), ours.apply(params, x)))(params, x)  # noqa: B023
         assert got.dtype == expected.dtype
         np.testing.assert_allclose(np.float32(got), np.float32(expected), rtol=0.03, atol=0.03)
 
@@ -113,50 +127,63 @@ def test_types_are_those_of_flax(dtype):
 @pytest.mark.parametrize("lead", [(2,), (2, 3)])
 def test_decoding_step_by_step(lead):
     """A collection `cache` that one implementation fills can be read by the other."""
-    x = jax.random.normal(KEY, (*lead, 4, 6))
-    padding = jnp.arange(4) != 1
+    x = np.asarray(normal(1, *lead, 4, 6))
+    mask = np.broadcast_to(np.arange(4) != 1, (*lead, 1, 1, 4))
     fields = {"num_heads": 2, "decode": True}
     theirs, ours = nn.MultiHeadDotProductAttention(**fields), compat.MultiHeadDotProductAttention(**fields)
-    variables = theirs.init(KEY, x)
-    jax.tree.map(np.testing.assert_array_equal, ours.init(KEY, x), variables)
-    params, cache = variables["params"], dict.fromkeys(("theirs", "ours"), variables["cache"])
+    variables, own = jax.jit(lambda x: (theirs.init(KEY, x), ours.init(KEY, x)))(x)
+    jax.tree.map(np.testing.assert_array_equal, own, variables)
+    params, caches = variables["params"], [variables["cache"]] * 2
+
+    @jax.jit
+    def step(params, x, caches):
+        pairs = zip((theirs, ours), caches, strict=True)
+        return [one.apply({"params": params, "cache": cache}, x, mask=mask, mutable="cache") for one, cache in pairs]
+
     for t in range(4):
-        for name, module in {"theirs": theirs, "ours": ours}.items():
-            step = {"params": params, "cache": cache[name]}
-            mask = jnp.broadcast_to(padding, (*lead, 1, 1, 4))
-            out, new = module.apply(step, x[..., t : t + 1, :], mask=mask, mutable="cache")
-            cache[name] = new["cache"]
-            if name == "theirs":
-                expected = out
+        (expected, first), (out, second) = step(params, x[..., t : t + 1, :], caches)
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
-        cache = {"theirs": cache["ours"], "ours": cache["theirs"]}
+        caches = [second["cache"], first["cache"]]  # each continues with the cache of the other
 
 
+ONES = np.ones((2, 5, 12), np.float32)
 MISUSES = {
-    "heads": ({"num_heads": 5}, (X,), {}),
-    "value without key": ({}, (X, None, X), {}),
-    "both": ({}, (X, X), {"inputs_kv": X}),
-    "batch": ({}, (X, X[:1]), {}),
-    "lengths": ({}, (X, X, X[:, :3]), {}),
-    "axes": ({}, (X, X[0]), {}),
-    "mask": ({}, (X,), {"mask": jnp.ones((2, 1, 5, 4), bool)}),
-    "mask of three axes": ({}, (X,), {"mask": jnp.ones((2, 5, 5), bool)}),
-    "no deterministic": ({"dropout_rate": 0.5}, (X,), {}),
-    "deterministic twice": ({"dropout_rate": 0.5, "deterministic": True}, (X,), {"deterministic": True}),
-    "no rng": ({"dropout_rate": 0.5}, (X,), {"deterministic": False}),
-    "unknown argument": ({}, (X,), {"masks": None}),
-    "unknown field": ({"heads": 2}, (X,), {}),
-    "precision": ({"precision": "exact"}, (X,), {}),
+    "heads": ({"num_heads": 5}, (ONES,), {}),
+    "value without key": ({}, (ONES, None, ONES), {}),
+    "both": ({}, (ONES, ONES), {"inputs_kv": ONES}),
+    "batch": ({}, (ONES, ONES[:1]), {}),
+    "lengths": ({}, (ONES, ONES, ONES[:, :3]), {}),
+    "axes": ({}, (ONES, ONES[0]), {}),
+    "mask": ({}, (ONES,), {"mask": np.ones((2, 1, 5, 4), bool)}),
+    "mask of three axes": ({}, (ONES,), {"mask": np.ones((2, 5, 5), bool)}),
+    "no deterministic": ({"dropout_rate": 0.5}, (ONES,), {}),
+    "deterministic twice": ({"dropout_rate": 0.5, "deterministic": True}, (ONES,), {"deterministic": True}),
+    "no rng": ({"dropout_rate": 0.5}, (ONES,), {"deterministic": False}),
+    "unknown argument": ({}, (ONES,), {"masks": None}),
+    "unknown field": ({"heads": 2}, (ONES,), {}),
+    "precision": ({"precision": "exact"}, (ONES,), {}),
 }
 
 
 @pytest.mark.parametrize(("fields", "inputs", "options"), MISUSES.values(), ids=MISUSES)
 def test_misuse_raises_what_flax_raises(fields, inputs, options):
-    params = nn.MultiHeadDotProductAttention(3).init(KEY, X)
+    params = random_params(nn.MultiHeadDotProductAttention(3), X)
+    deterministic = {name: option for name, option in options.items() if name == "deterministic"}
+    arrays = {name: option for name, option in options.items() if name != "deterministic"}
+
+    def call(kind):
+        module = kind(**({"num_heads": 3} | fields))
+        return jax.eval_shape(
+            lambda params, inputs, arrays: module.apply(params, *inputs, **arrays, **deterministic),
+            params,
+            inputs,
+            arrays,
+        )
+
     raised = []
     for kind in (nn.MultiHeadDotProductAttention, compat.MultiHeadDotProductAttention):
         with pytest.raises(Exception) as info:  # noqa: PT011
-            kind(**({"num_heads": 3} | fields)).apply(params, *inputs, **options)
+            call(kind)
         raised.append(type(info.value))
     assert issubclass(raised[1], raised[0]), raised
 
@@ -164,21 +191,31 @@ def test_misuse_raises_what_flax_raises(fields, inputs, options):
 def test_kernels_that_never_hold_all_weights_give_the_same():
     attention = functools.partial(compat.dot_product_attention, implementation="blockwise")
     ours = compat.MultiHeadDotProductAttention(3, attention_fn=attention)
-    params = ours.init(KEY, X)
     theirs = nn.MultiHeadDotProductAttention(3)
-    mask = nn.make_attention_mask(jnp.arange(5)[None] < 3, jnp.arange(5)[None] < 3)  # some queries see no key
-    np.testing.assert_allclose(ours.apply(params, X, mask=mask), theirs.apply(params, X, mask=mask), atol=1e-5)
-    causal = ours.apply(params, X, mask=Mask.causal())
-    np.testing.assert_allclose(causal, theirs.apply(params, X, mask=nn.make_causal_mask(X[..., 0])), atol=1e-5)
+    params = random_params(theirs, X)
+
+    @jax.jit
+    def run(params):
+        mask = nn.make_attention_mask(jnp.arange(5)[None] < 3, jnp.arange(5)[None] < 3, dtype=bool)  # some see no key
+        causal = nn.make_causal_mask(X[..., 0])
+        return [
+            (ours.apply(params, X, mask=mask), theirs.apply(params, X, mask=mask)),
+            (ours.apply(params, X, mask=Mask.causal()), theirs.apply(params, X, mask=causal)),
+        ]
+
+    for got, expected in run(params):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
     with pytest.raises(ValueError, match="blockwise attention kernel can't return attention weights"):
-        ours.apply(params, X, sow_weights=True, mutable="intermediates")
+        jax.eval_shape(lambda params: ours.apply(params, X, sow_weights=True, mutable="intermediates"), params)
 
 
 def test_a_mask_by_structure_is_refused_while_decoding():
     ours = compat.MultiHeadDotProductAttention(3, decode=True)
-    variables = ours.init(KEY, X)
+    variables = random_params(ours, X)
     with pytest.raises(ValueError, match=r"with decode=True mask must be an array .* got a Mask\. Leave"):
-        ours.apply(variables, X[:, :1], mask=Mask.causal(), mutable="cache")
+        jax.eval_shape(
+            lambda variables, x: ours.apply(variables, x[:, :1], mask=Mask.causal(), mutable="cache"), variables, X
+        )
 
 
 def test_replaced_multiplications_are_computed_by_the_function_of_flax():
@@ -190,18 +227,18 @@ def test_replaced_multiplications_are_computed_by_the_function_of_flax():
     ours = compat.MultiHeadDotProductAttention(
         3, qk_attn_weights_einsum_cls=counted, attn_weights_value_einsum_cls=counted
     )
-    params = ours.init(KEY, X)
-    calls.clear()
-    out = ours.apply(params, X, mask=Mask.causal())
+    theirs = nn.MultiHeadDotProductAttention(3)
+    params = random_params(theirs, X)
+    out = jax.jit(lambda params: ours.apply(params, X, mask=Mask.causal()))(params)
     assert calls == ["...qhd,...khd->...hqk", "...hqk,...khd->...qhd"]
-    expected = nn.MultiHeadDotProductAttention(3).apply(params, X, mask=nn.make_causal_mask(X[..., 0]))
+    expected = jax.jit(lambda params: theirs.apply(params, X, mask=nn.make_causal_mask(X[..., 0])))(params)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_precision_is_that_of_the_products():
     def products(precision):
         jaxpr = jax.make_jaxpr(functools.partial(compat.dot_product_attention, precision=precision))(
-            *[X[:, :, None]] * 3
+            *[np.asarray(X)[:, :, None]] * 3
         )
         return str(jaxpr).count("HIGHEST")
 
@@ -217,33 +254,36 @@ def test_our_function_is_an_attention_fn(lead, broadcast):
     fields = {"num_heads": 2, "dropout_rate": 0.4, "broadcast_dropout": broadcast}
     theirs = nn.MultiHeadDotProductAttention(**fields)
     ours = nn.MultiHeadDotProductAttention(**fields, attention_fn=transformer.dot_product_attention)
-    x = jax.random.normal(KEY, (*lead, 5, 6))
-    params = theirs.init(KEY, x, deterministic=True)
-    mask = nn.make_causal_mask(x[..., 0], dtype=bool)
+    x = normal(2, *lead, 5, 6)
+    params = random_params(theirs, x, deterministic=True)
+    mask = jax.device_put(np.broadcast_to(np.tri(5, dtype=bool), (*lead, 1, 5, 5)))
     for options in ({"deterministic": False, "mask": mask}, {"deterministic": True}):
         assert_close(call(ours, params, [x], options), call(theirs, params, [x], options))
 
 
 def test_flax_module_with_our_function_asks_for_a_boolean_mask_inside_jit():
     ours = nn.MultiHeadDotProductAttention(3, attention_fn=transformer.dot_product_attention)
-    params = ours.init(KEY, X)
-    expected = nn.MultiHeadDotProductAttention(3).apply(params, X, mask=nn.make_causal_mask(X[..., 0]))
-    np.testing.assert_allclose(ours.apply(params, X, mask=nn.make_causal_mask(X[..., 0])), expected, atol=1e-5)
+    theirs = nn.MultiHeadDotProductAttention(3)
+    params = random_params(theirs, X)
+    causal = jax.jit(nn.make_causal_mask)(np.ones((2, 5), np.float32))
+    # A mask of numbers is accepted where its values are known: here it is a constant of the program.
+    got, expected = jax.jit(lambda params: [one.apply(params, X, mask=causal) for one in (ours, theirs)])(params)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
     with pytest.raises(ValueError, match=r"boolean \(True attends\) inside jit, .* got float32 .* mask.astype\(bool\)"):
         jax.jit(lambda x: ours.apply(params, x, mask=nn.make_causal_mask(x[..., 0])))(X)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "query_chunked", "blockwise"])
 def test_broadcast_dropout_drops_the_same_weights_in_all_rows_and_heads(implementation):
-    ones, value = jnp.ones((3, 200, 2, 1)), jnp.eye(200)[None, :, None]
+    ones = np.ones((3, 200, 2, 1), np.float32)
+    value = np.broadcast_to(np.eye(200, dtype=np.float32)[None, :, None], (3, 200, 2, 200))
     attend = functools.partial(
         transformer.dot_product_attention, dropout_rate=0.3, dropout_key=KEY, implementation=implementation
     )
-    value = jnp.broadcast_to(value, (3, 200, 2, 200))
-    kept = attend(ones, ones, value, broadcast_dropout=True) > 0  # (B, T, N, S)
-    np.testing.assert_array_equal(kept, jnp.broadcast_to(kept[:1, :, :1], kept.shape))
+    run = jax.jit(lambda ones, value: (attend(ones, ones, value, broadcast_dropout=True), attend(ones, ones, value)))
+    kept, alone = (np.asarray(out) > 0 for out in run(ones, value))  # (B, T, N, S)
+    np.testing.assert_array_equal(kept, np.broadcast_to(kept[:1, :, :1], kept.shape))
     assert 0.68 < kept[0, :, 0].mean() < 0.72
-    alone = attend(ones, ones, value) > 0
     assert (alone[0] != alone[1]).any()
     with pytest.raises(ValueError, match="dropout_rng is another name of dropout_key: pass only one"):
-        attend(ones, ones, value, dropout_rng=KEY)
+        jax.eval_shape(lambda ones, value: attend(ones, ones, value, dropout_rng=KEY), ones, value)

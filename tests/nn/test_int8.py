@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from numeric_parts import random_params
 
 from transformer.config import MLA, Execution, LayerKind, MoE, TransformerConfig
 from transformer.generate import Sampling, generate
@@ -13,7 +15,11 @@ from transformer.nn._parameter_axes import axes_of
 from transformer.nn.models import CausalLM, Seq2Seq
 
 SIZES = {"vocab_size": 40, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 24}
-TOKENS = jax.random.randint(jax.random.key(1), (2, 7), 0, 40)
+TOKENS = jax.device_put(np.random.default_rng(1).integers(0, 40, (2, 7)).astype(np.int32))
+
+
+def normal(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
 def dequantized(params):
@@ -25,12 +31,20 @@ def dequantized(params):
 
 
 def test_each_number_is_the_nearest_of_255():
-    array = jax.random.normal(jax.random.key(0), (3, 5, 4)).at[:, :, 1].set(0.0)
-    kept = quantized(array, (-3, -2))
+    array = normal(3, 5, 4)
+    array[:, :, 1] = 0.0
+
+    @jax.jit
+    def run(array):
+        kept = quantized(array, (-3, -2))
+        return kept, kept.array()
+
+    kept, found = run(array)
     assert (kept.values.dtype, kept.shape, kept.scale.shape) == (jnp.int8, array.shape, (1, 1, 4))
-    assert (np.abs(kept.array() - array) <= kept.scale / 2 + 1e-7).all()
-    assert (kept.array()[:, :, 1] == 0).all()
-    np.testing.assert_allclose(np.abs(kept.array()).max((0, 1)), np.abs(array).max((0, 1)), rtol=1e-6)
+    found, scale = np.asarray(found), np.asarray(kept.scale)
+    assert (np.abs(found - array) <= scale / 2 + 1e-7).all()
+    assert (found[:, :, 1] == 0).all()
+    np.testing.assert_allclose(np.abs(found).max((0, 1)), np.abs(array).max((0, 1)), rtol=1e-6)
 
 
 @pytest.mark.default_cases(4)
@@ -40,29 +54,42 @@ def test_each_number_is_the_nearest_of_16(axis, size, group):
     """By hand, group by group: the weight of largest magnitude is -8 times the scale; the bytes hold two weights."""
     shape = [3, 2, 4]
     shape[axis] = size
-    array = jax.random.normal(jax.random.key(size), shape).at[0].set(0.0)
-    kept = quantized_int4(array, axis, group)
+    array = normal(*shape)
+    array[0] = 0.0
+
+    @jax.jit
+    def run(array):
+        kept = quantized_int4(array, axis, group)
+        return kept, kept.array()
+
+    kept, whole = run(array)
+    whole = np.asarray(whole)
     assert (kept.shape, kept.codes.dtype, kept.scale.dtype) == (array.shape, jnp.uint8, jnp.bfloat16)
     assert kept.codes.size == array.size // size * ((size + 1) // 2)
     even = size + size % 2
     length = max(length for length in range(2, group + 1, 2) if even % length == 0)
-    found, rows = np.moveaxis(kept.array(), axis, -1), np.moveaxis(np.asarray(array), axis, -1)
+    found, rows = np.moveaxis(whole, axis, -1), np.moveaxis(array, axis, -1)
     for index in np.ndindex(rows.shape[:-1]):
         for start in range(0, size, length):
             weights, got = rows[index][start : start + length], found[index][start : start + length]
-            scale = abs(np.float32(jnp.bfloat16(np.abs(weights).max() / 8)))
+            scale = abs(np.float32(ml_dtypes.bfloat16(np.abs(weights).max() / 8)))
             extreme = weights[np.abs(weights).argmax()]
             sign = -1.0 if extreme > 0 else 1.0
             codes = np.clip(np.round(weights / (sign * scale)), -8, 7) if scale else np.zeros(len(weights))
             np.testing.assert_allclose(got, codes * sign * scale, rtol=1e-6)
             assert (np.abs(got - weights) <= scale * 1.04).all()
-    assert (kept.array()[0] == 0).all()
+    assert (whole[0] == 0).all()
 
 
 def test_quantized_numbers_are_quantized_to_themselves():
-    array = jax.random.normal(jax.random.key(0), (4, 64, 6))
-    once = quantized_int4(array, -2)
-    jax.tree.map(np.testing.assert_array_equal, quantized_int4(once.array(), -2), once)
+
+    @jax.jit
+    def run(array):
+        once = quantized_int4(array, -2)
+        return once, quantized_int4(once.array(), -2)
+
+    once, again = run(normal(4, 64, 6))
+    jax.tree.map(np.testing.assert_array_equal, again, once)
 
 
 MODELS = {
@@ -82,6 +109,7 @@ MODELS = {
 }
 
 
+@pytest.mark.programs(190, reason="quantize computes each shape of a parameter outside of jit")
 @pytest.mark.default_cases(5)
 @pytest.mark.parametrize(("scan", "bits"), [(True, 8), (False, 8), (True, 4)])
 @pytest.mark.parametrize("kind", MODELS)
@@ -89,13 +117,14 @@ def test_a_model_computes_with_what_they_stand_for(kind, scan, bits):
     cls, fields = MODELS[kind]
     model = cls(TransformerConfig(**(SIZES | fields)), Execution(scan=scan))
     inputs = (TOKENS,) * (2 if cls is Seq2Seq else 1)
-    params = jax.jit(model.init)(jax.random.key(0), *inputs)["params"]
+    params = random_params(model, *inputs)["params"]
     small, report = quantize(params, bits=bits)
     assert jax.tree.map(lambda leaf: leaf.shape, small) == jax.tree.map(
         lambda leaf: leaf.shape, quantized_shapes(jax.eval_shape(lambda: params), bits, 32)
     )
     call = jax.jit(lambda params: model.apply({"params": params}, *inputs))
-    found, expected, whole = call(small), call(dequantized(small)), call(params)
+    values = jax.jit(dequantized)(small)
+    found, expected, whole = (np.asarray(call(one), np.float32) for one in (small, values, params))
     tolerance = 0.1 if kind == "bfloat16" else 1e-5
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
     assert 1e-4 < np.abs(found - whole).max() < (0.15 if bits == 8 else 1.0) * np.abs(whole).max()
@@ -132,11 +161,13 @@ def test_it_writes_text():
     assert generate(model, small, [[1, 2], [3]], **options, slots=1) == expected
 
 
-def test_what_is_saved_and_lost_is_told():
-    params = {"embedding": {"embedding": jax.random.normal(jax.random.key(0), (64, 32))}, "other": jnp.ones(3)}
+@pytest.mark.programs(20, reason="quantize computes outside of jit")
+def test_reports_the_bytes_saved_and_the_error():
+    params = {"embedding": {"embedding": jax.device_put(normal(64, 32))}, "other": np.ones(3, np.float32)}
     small, (row,) = quantize(params)
     assert (row.arrays, row.bytes_before, row.bytes_after) == (1, 4 * 64 * 32, 64 * 32 + 4 * 64)
-    lost = small["embedding"]["embedding"].array() - params["embedding"]["embedding"]
+    values = np.asarray(jax.jit(dequantized)(small)["embedding"]["embedding"])
+    lost = values - params["embedding"]["embedding"]
     expected = np.linalg.norm(lost) / np.linalg.norm(params["embedding"]["embedding"])
     assert row.relative_error == pytest.approx(expected, rel=1e-5)
     assert 0 < row.relative_error < 0.01
@@ -144,20 +175,25 @@ def test_what_is_saved_and_lost_is_told():
     assert small["other"] is params["other"]
 
 
+@pytest.mark.programs(20, reason="quantize computes outside of jit")
 def test_rules_of_ones_own():
-    params = {"a": {"kernel": jnp.ones((2, 3))}, "b": {"kernel": jnp.ones((2, 3))}}
+    params = {name: {"kernel": jax.device_put(np.ones((2, 3), np.float32))} for name in "ab"}
     small, _ = quantize(params, [Rule(pattern="b/kernel", inputs=(-1,))])
     assert isinstance(small["b"]["kernel"], Int8)
     assert small["b"]["kernel"].scale.shape == (2, 1)
     assert small["a"]["kernel"] is params["a"]["kernel"]
 
 
-def test_what_can_not_be_quantized_is_said():
-    params = {"embedding": {"embedding": jnp.ones((2, 2))}}
-    with pytest.raises(ValueError, match=r"embedding/embedding is already quantized to 8 bits"):
-        quantize(quantize(params)[0])
-    with pytest.raises(ValueError, match=r"embedding/embedding is already quantized to 4 bits"):
-        quantize(quantize(params, [Rule(pattern="embedding", inputs=(-1,), bits=4)])[0])
+@pytest.mark.programs(20, reason="quantize computes outside of jit")
+def test_rejects_what_can_not_be_quantized():
+    params = {"embedding": {"embedding": jax.device_put(np.ones((2, 2), np.float32))}}
+    for bits, quantize_one in (
+        (8, lambda array: quantized(array, (-1,))),
+        (4, lambda array: quantized_int4(array, -1)),
+    ):
+        small = jax.jit(lambda params, one=quantize_one: jax.tree.map(one, params))(params)
+        with pytest.raises(ValueError, match=rf"embedding/embedding is already quantized to {bits} bits"):
+            quantize(small)
     with pytest.raises(ValueError, match=r"no parameter matches a rule: x/kernel\. Pass rules"):
         quantize(params, [Rule(pattern="x/kernel", inputs=(-1,)), Rule(pattern="embedding", inputs=(-1,))])
     with pytest.raises(ValueError, match=r"bits must be 4 or 8, and group_size one of 32, 64, 128; got 4 and 16"):

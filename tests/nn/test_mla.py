@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from numeric_parts import random_params
 
 from transformer.config import MLA, AttentionOptions, ConfigError, LayerKind, TransformerConfig
 from transformer.generate import Sampling, generate
@@ -32,24 +33,23 @@ TINY = TransformerConfig(
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 def layer(mla=SIZES, **options):
     """Return a layer, random parameters (including biases and scales), and an input."""
     module, x = LatentAttention(num_heads=N, mla=mla, **options), normal(0, B, T, D)
-    params = jax.jit(module.init)(jax.random.key(1), x)["params"]
-    return module, jax.tree.map(lambda leaf: leaf + 0.3 * normal(leaf.size, *leaf.shape), params), x
+    return module, random_params(module, x)["params"], x
 
 
 def language_model(**changes):
     model = CausalLM(TINY.replace(**changes))
-    return model, jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    return model, random_params(model, np.zeros((1, 1), np.int32))["params"]
 
 
 def test_both_orders_give_the_same_values_and_gradients():
     latents = (normal(0, B, T, N, 9), normal(1, B, T, 1, 10), normal(2, 6, N, 5), normal(3, 6, N, 3))
-    mask, wanted = Mask.causal() & Mask.lengths(jnp.array([7, 4])), normal(4, B, T, N, 3)
+    mask, wanted = Mask.causal() & Mask.lengths(jax.device_put(np.array([7, 4]))), normal(4, B, T, N, 3)
 
     @jax.jit
     def run(attend, *arrays):
@@ -82,7 +82,7 @@ def test_it_is_the_formula():
 
     expected = np.zeros((B, T, D))
     for b in range(B):
-        row = np.asarray(x[b], np.float64)
+        row = np.asarray(x, np.float64)[b]
         latents = [rms("latent_norm", one @ p["latent"]["kernel"]) for one in row]
         turned = [turn(one @ p["rotary_key"]["kernel"], s) for s, one in enumerate(row)]
         for t, one in enumerate(row):
@@ -123,13 +123,14 @@ def test_parameters_are_public():
 def test_nothing_depends_on_what_comes_after_and_only_distances_count():
     module, params, x = layer()
     run = jax.jit(lambda x, shift: module.apply({"params": params}, x, mask=Mask.causal(), positions=shift)[0])
-    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    slopes = jax.jacobian(lambda x: run(x, positions)[0].sum(-1))(x)[:, 0]
+    positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    slopes = np.asarray(jax.jit(jax.jacobian(lambda x: run(x, positions)[0].sum(-1)))(x))[:, 0]
     for t in range(T):
         assert np.abs(slopes[t, : t + 1]).max(-1).min() > 1e-4
         np.testing.assert_array_equal(slopes[t, t + 1 :], 0.0)
-    np.testing.assert_allclose(run(x, positions + 40), run(x, positions), atol=1e-5)
-    assert np.abs(run(x, 2 * positions) - run(x, positions)).max() > 1e-2
+    whole = np.asarray(run(x, positions))
+    np.testing.assert_allclose(run(x, positions + 40), whole, atol=1e-5)
+    assert np.abs(np.asarray(run(x, 2 * positions)) - whole).max() > 1e-2
 
 
 def test_a_cache_filled_in_parts_equals_the_whole_and_holds_latents():
@@ -138,16 +139,18 @@ def test_a_cache_filled_in_parts_equals_the_whole_and_holds_latents():
     assert [absorbs(width, T, wide) for width in (1, T - 1, T)] == [True, False, False]
     module, params, x = layer(wide)
     run = jax.jit(lambda x, cache: module.apply({"params": params}, x, mask=Mask.causal(), cache=cache))
-    whole, _ = run(x, None)
+    x = np.asarray(x)
+    whole = np.asarray(run(x, None)[0])
+    empty = jax.jit(lambda: KVCache.create(B, T, 1, 17 + 4, 0, jnp.float32))()
     for widths in ((1, T - 1), (T - 1, 1), (T,)):
-        cache, parts = KVCache.create(B, T, 1, 17 + 4, 0, jnp.float32), []
+        cache, parts = empty, []
         for width in widths:
             start = sum(part.shape[1] for part in parts)
             part, cache = run(x[:, start : start + width], cache)
             parts.append(part)
         np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=1e-5)
-    assert cache_length(cache).tolist() == [T, T]
-    back = set_cache_length(cache, jnp.array([2, 2]))
+    assert jax.jit(cache_length)(cache).tolist() == [T, T]
+    back = set_cache_length(cache, jax.device_put(np.array([2, 2], np.int32)))
     np.testing.assert_allclose(run(x[:, 2:3], back)[0], whole[:, 2:3], atol=1e-5)
 
 
@@ -187,8 +190,8 @@ def test_prompts_of_different_lengths_go_on_as_each_alone():
     for prompt, row in zip(prompts, together, strict=True):
         tokens = list(prompt)
         for _ in row:
-            logits = run({"params": params}, jnp.array([tokens + [0] * (11 - len(tokens))]))
-            tokens.append(int(logits[0, len(tokens) - 1].argmax()))
+            logits = run({"params": params}, np.array([tokens + [0] * (11 - len(tokens))], np.int32))
+            tokens.append(int(np.asarray(logits)[0, len(tokens) - 1].argmax()))
         assert tokens[len(prompt) :] == row
 
 
@@ -202,7 +205,7 @@ def test_weights_are_kept_when_asked_for_and_dropout_drops():
         dropped, _ = module.apply({"params": params}, x, deterministic=False, rngs={"dropout": key})
         return plain, dropped, kept["intermediates"]["weights"][0]
 
-    plain, dropped, weights = run(jax.random.key(3))
+    plain, dropped, weights = map(np.asarray, run(jax.random.key(3)))
     assert weights.shape == (B, N, T, T)
     np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-6)
     assert np.abs(plain - dropped).max() > 1e-2
@@ -210,7 +213,7 @@ def test_weights_are_kept_when_asked_for_and_dropout_drops():
 
 def test_on_a_mesh_the_numbers_are_the_same():
     model, params = language_model(num_layers=1, num_heads=4)
-    tokens = jnp.arange(8).reshape(2, 4)
+    tokens = np.arange(8, dtype=np.int32).reshape(2, 4)
     run = jax.jit(model.apply)
     expected = run({"params": params}, tokens)
     mesh = make_mesh({"fsdp": 2, "tensor": 4})
@@ -223,6 +226,6 @@ def test_on_a_mesh_the_numbers_are_the_same():
 
 
 def test_cross_attention_is_refused():
-    tokens = jnp.zeros((1, 2), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     with pytest.raises(ConfigError, match=r"mla supports only self-attention: leave it out for an encoder-decoder"):
         jax.eval_shape(Seq2Seq(TINY).init, jax.random.key(0), tokens, tokens)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxprs import jaxprs_in_params
+from numeric_parts import random_params
 from training_recipes import VOCABULARY, batch_outputs, change, compiled_step, start, tiny_batch, tiny_recipe
 
 from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
@@ -25,8 +26,19 @@ from transformer.training._step import make_eval_step, training_loss
 
 FIVE = MoE(num_experts=5, top_k=2, load_balance_weight=1.0, router_z_weight=1.0)
 losses = jax.jit(router_losses)
-X = jax.random.normal(jax.random.key(0), (3, 11, 6))
-LONG = jax.random.normal(jax.random.key(0), (1, 83, 6))  # blocks of several rows
+
+
+def best(logits):
+    """Return the two experts with the largest logits."""
+    return np.argsort(-logits, axis=-1)[..., :2].astype(np.int32)
+
+
+def normal(seed, *shape):
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+X = normal(0, 3, 11, 6)
+LONG = normal(0, 1, 83, 6)  # blocks of several rows
 
 
 def layer(moe=FIVE, **changes):
@@ -35,14 +47,7 @@ def layer(moe=FIVE, **changes):
 
 def parameters(module, x=X, seed=1):
     """Return random parameters: biases differ, and experts are selected with different frequency."""
-
-    def make(key):
-        leaves, tree = jax.tree.flatten(module.init(key, x))
-        keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
-        noise = [0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
-        return tree.unflatten(map(jnp.add, leaves, noise))
-
-    return jax.jit(make)(jax.random.key(seed))
+    return random_params(module, x, seed=seed)
 
 
 def by_token(module, params, x, kept=None):
@@ -67,7 +72,7 @@ def by_token(module, params, x, kept=None):
             y = y + there * probabilities[e] / total * feed_forward(expert, token)
         return y
 
-    kept = jnp.ones((*x.shape[:2], moe.top_k)) if kept is None else kept
+    kept = np.ones((*x.shape[:2], moe.top_k), np.float32) if kept is None else kept
     return jax.jit(jax.vmap(jax.vmap(one)))(x, kept)
 
 
@@ -85,7 +90,7 @@ def test_it_is_the_loop_over_tokens(moe, changes):
     """Outputs and gradients with respect to parameters and tokens: no token is dropped, whatever the load."""
     module, x = layer(moe, **changes), LONG
     params = parameters(module, x)
-    slope = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+    slope = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
 
     def run(forward):
         return jax.value_and_grad(lambda params, x: ((y := forward(params, x)) * slope).sum() + (y**2).sum(), (0, 1))
@@ -98,9 +103,10 @@ def test_it_is_the_loop_over_tokens(moe, changes):
 def test_all_tokens_may_choose_one_expert():
     """The most uneven load: every block belongs to one expert, and nothing is dropped."""
     module = layer(MoE(num_experts=5, top_k=1, normalize_weights=False))
-    x = jnp.abs(LONG) + 0.1
+    x = jax.device_put(np.abs(LONG) + np.float32(0.1))
     params = parameters(module)
-    params["params"]["router"]["kernel"] = jnp.zeros((6, 5)).at[:, 3].set(9.0)
+    params["params"]["router"]["kernel"] = np.zeros((6, 5), np.float32)
+    params["params"]["router"]["kernel"][:, 3] = 9.0
     expected = by_token(module, params, x)
     np.testing.assert_allclose(jax.jit(module.apply)(params, x)[0], expected, rtol=1e-4, atol=1e-5)
 
@@ -125,7 +131,7 @@ def test_parameters_and_their_first_values():
         "shared/up/bias": (800,),
         "shared/up/kernel": (6, 800),
     }
-    kernel = params["experts"]["up"]["kernel"]
+    kernel = np.asarray(params["experts"]["up"]["kernel"])
     np.testing.assert_allclose(kernel.std((1, 2)), np.full(5, math.sqrt(6 / 406 / 3)), rtol=0.1)
     assert np.abs(kernel[0] - kernel[1]).max() > 0.1
 
@@ -172,10 +178,14 @@ def test_work_grows_with_top_k_and_not_with_the_number_of_experts(top_k):
 
 
 def test_blocks_beyond_those_used_are_zeros_and_no_gradient():
-    x, kernel = jnp.ones((4, 2, 3)), jnp.ones((2, 3, 5))
-    y, pull = jax.vjp(lambda x, k: grouped_linear(x, k, jnp.array([0, 1, 1, 1]), jnp.array(2)), x, kernel)
+    @jax.jit
+    def run():
+        x, kernel = jnp.ones((4, 2, 3)), jnp.ones((2, 3, 5))
+        y, pull = jax.vjp(lambda x, k: grouped_linear(x, k, jnp.array([0, 1, 1, 1]), jnp.array(2)), x, kernel)
+        return y, *pull(jnp.ones_like(y))
+
+    y, dx, dkernel = map(np.asarray, run())
     np.testing.assert_array_equal(y[:, 0, 0], [3, 3, 0, 0])
-    dx, dkernel = pull(jnp.ones_like(y))
     np.testing.assert_array_equal(dx[:, 0, 0], [5, 5, 0, 0])
     np.testing.assert_array_equal(dkernel[:, 0, 0], [2, 2])
 
@@ -185,18 +195,19 @@ def test_a_row_alone_is_the_row_in_a_batch(capacity_factor):
     module = layer(MoE(num_experts=5, capacity_factor=capacity_factor))
     params = parameters(module)
     apply = jax.jit(module.apply)
-    together, aux = apply(params, X)
+    together, aux = jax.tree.map(np.asarray, apply(params, X))
     for row in range(3):
-        alone, alone_aux = apply(params, X[row : row + 1])
+        alone, alone_aux = jax.tree.map(np.asarray, apply(params, np.asarray(X)[row : row + 1]))
         np.testing.assert_allclose(alone[0], together[row], rtol=1e-5, atol=1e-6)
         for name in aux:
             np.testing.assert_allclose(alone_aux[name][0], aux[name][row], rtol=1e-5)
 
 
 def test_capacity_serves_tokens_in_their_order():
-    chosen = jnp.array([[[0, 1], [0, 2], [1, 0], [0, 1]], [[2, 0], [2, 1], [2, 0], [0, 2]]])
+    chosen = np.array([[[0, 1], [0, 2], [1, 0], [0, 1]], [[2, 0], [2, 1], [2, 0], [0, 2]]])
     expected = [[[0, 1], [0, 2], [1, 3], [3, 3]], [[2, 0], [2, 1], [3, 0], [3, 3]]]
-    np.testing.assert_array_equal(within_capacity(chosen, 3, 2), expected)
+    found = jax.jit(lambda chosen: within_capacity(chosen, 3, 2))(chosen)
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("shared_experts", [0, 1])
@@ -204,8 +215,10 @@ def test_a_dropped_token_has_its_other_experts_and_the_shared_ones(shared_expert
     moe = MoE(num_experts=5, top_k=2, capacity_factor=0.4, shared_experts=shared_experts)
     module = layer(moe)
     params = parameters(module)
-    _, chosen = jax.lax.top_k(X @ params["params"]["router"]["kernel"], 2)
-    kept = within_capacity(chosen, 5, math.ceil(0.4 * 11 * 2 / 5)) < 5
+    logits = np.asarray(X) @ np.asarray(params["params"]["router"]["kernel"])
+    chosen = np.argsort(-logits, axis=-1)[..., :2].astype(np.int32)
+    fill = jax.jit(lambda chosen: within_capacity(chosen, 5, math.ceil(0.4 * 11 * 2 / 5)))
+    kept = np.asarray(fill(chosen)) < 5
     assert (~kept).sum() > 5
     expected = by_token(module, params, X, kept)
     np.testing.assert_allclose(jax.jit(module.apply)(params, X)[0], expected, rtol=1e-4, atol=1e-5)
@@ -213,35 +226,38 @@ def test_a_dropped_token_has_its_other_experts_and_the_shared_ones(shared_expert
 
 def test_losses_of_the_router_are_their_formulas():
     """Over the n real tokens of a row: n E sum f p, which is n for equal experts, and the sum of logsumexp^2."""
-    logits = jax.random.normal(jax.random.key(0), (2, 7, 5))
-    chosen = jax.lax.top_k(logits, 2)[1]
-    balance, z = losses(logits, chosen, Mask.lengths(jnp.array([4, 7])))
+    logits = np.asarray(normal(0, 2, 7, 5))
+    chosen = best(logits)
+    balance, z = map(np.asarray, losses(logits, chosen, Mask.lengths(jax.device_put(np.array([4, 7])))))
     for row, n in enumerate((4, 7)):
-        share = np.bincount(np.asarray(chosen[row, :n]).ravel(), minlength=5) / (2 * n)
-        probability = np.asarray(jax.nn.softmax(logits[row, :n])).mean(0)
+        share = np.bincount(chosen[row, :n].ravel(), minlength=5) / (2 * n)
+        exponentials = np.exp(logits[row, :n].astype(np.float64))
+        probability = (exponentials / exponentials.sum(-1, keepdims=True)).mean(0)
         np.testing.assert_allclose(balance[row], n * 5 * (share * probability).sum(), rtol=1e-5)
-        np.testing.assert_allclose(z[row], (np.log(np.exp(logits[row, :n]).sum(-1)) ** 2).sum(), rtol=1e-5)
-    even = losses(jnp.zeros((1, 5, 5)), jnp.arange(5)[None, :, None])
-    np.testing.assert_allclose((even[0][0], even[1][0]), (5.0, 5 * math.log(5) ** 2), rtol=1e-5)
-    np.testing.assert_array_equal(losses(logits, chosen, Mask.lengths(jnp.array([0, 0])))[0], [0, 0])
+        np.testing.assert_allclose(z[row], (np.log(exponentials.sum(-1)) ** 2).sum(), rtol=1e-5)
+    even = losses(np.zeros((1, 5, 5), np.float32), np.arange(5, dtype=np.int32)[None, :, None])
+    np.testing.assert_allclose([np.asarray(one)[0] for one in even], (5.0, 5 * math.log(5) ** 2), rtol=1e-5)
+    nothing = losses(logits, chosen, Mask.lengths(jax.device_put(np.array([0, 0]))))[0]
+    np.testing.assert_array_equal(nothing, [0, 0])
 
 
 def test_packing_changes_no_loss_of_the_router():
-    logits = jax.random.normal(jax.random.key(0), (1, 9, 5))
-    chosen = jax.lax.top_k(logits, 2)[1]
+    logits = np.asarray(normal(0, 1, 9, 5))
+    chosen = best(logits)
     parts = np.array([losses(logits[:, part], chosen[:, part]) for part in (slice(0, 4), slice(4, 9))])
     for second, expected in ((2, parts.sum(0)), (0, parts[0])):  # segment 0 is padding
-        packed = losses(logits, chosen, Mask.segments(jnp.array([[7] * 4 + [second] * 5])))
+        packed = losses(logits, chosen, Mask.segments(jax.device_put(np.array([[7] * 4 + [second] * 5]))))
         np.testing.assert_allclose(packed, expected, rtol=1e-5)
 
 
 def test_the_balance_loss_balances():
     """Its gradient alone leads a router that sends all tokens to one expert to use all experts."""
-    logits = jnp.zeros((1, 40, 5)).at[:, :, 0].set(2.0) + jax.random.normal(jax.random.key(0), (1, 40, 5))
+    logits = np.array(normal(0, 1, 40, 5))
+    logits[:, :, 0] += 2.0
     loss = jax.jit(jax.value_and_grad(lambda x: router_losses(x, jax.lax.top_k(x, 1)[1])[0].sum() / 40))
     first = loss(logits)[0]
     for _ in range(100):
-        logits = logits - 20.0 * loss(logits)[1]
+        logits = logits - 20.0 * np.asarray(loss(logits)[1])
     assert first > 2.0
     assert loss(logits)[0] < 1.2
 
@@ -249,8 +265,8 @@ def test_the_balance_loss_balances():
 ROUTED, OTHER = LayerKind(moe=FIVE), LayerKind(moe=MoE(num_experts=3, d_ff=4, shared_experts=1))
 SIZES = {"vocab_size": VOCABULARY, "d_model": 6, "num_layers": 5, "num_heads": 3, "d_ff": 7}
 MIXED = TransformerConfig(**SIZES, stack=StackOptions(period=(ROUTED, LayerKind()), suffix=(OTHER,)))
-KEY = jax.random.key(1)
-TOKENS = jax.random.randint(jax.random.key(3), (3, 11), 0, VOCABULARY)
+KEY = jax.device_put(np.array([0, 1], np.uint32))
+TOKENS = jax.device_put(np.random.default_rng(3).integers(0, VOCABULARY, (3, 11)).astype(np.int32))
 
 
 @pytest.mark.parametrize(
@@ -287,9 +303,14 @@ def test_layers_add_up():
     params = parameters(model, TOKENS)
     layers = params["params"]["decoder"]["layers"]["slot_0"]
     for name in ("self_attention", "feed_forward"):
-        layers[name] = jax.tree.map(jnp.zeros_like, layers[name])
-    logits, aux = jax.jit(functools.partial(model.apply, method=CausalLM.with_aux))(params, TOKENS)
-    np.testing.assert_array_equal(logits, jax.jit(model.apply)(params, TOKENS))
+        layers[name] = jax.tree.map(np.zeros_like, layers[name])
+
+    @jax.jit
+    def run(params):
+        return model.apply(params, TOKENS, method=CausalLM.with_aux), model.apply(params, TOKENS)
+
+    (logits, aux), without = run(params)
+    np.testing.assert_array_equal(logits, without)
     np.testing.assert_allclose(aux["load_balance"], np.full(3, 3 * 11.0), rtol=1e-5)
     np.testing.assert_allclose(aux["router_z"], np.full(3, 3 * 11 * math.log(5) ** 2), rtol=1e-5)
 
@@ -379,7 +400,7 @@ def test_spread_over_devices_the_numbers_are_the_same(experts, ambient):
     it, the compiler chooses the sharding.
     """
     module = layer(MoE(num_experts=experts, top_k=1, normalize_weights=False, shared_experts=1), gated=True)
-    x = jax.random.normal(jax.random.key(0), (8, 5, 6))
+    x = normal(0, 8, 5, 6)
     params = parameters(module, x)
     run = jax.value_and_grad(lambda p, x: ((y := module.apply(p, x))[0] ** 2).sum() + y[1]["router_z"].sum(), (0, 1))
     expected = jax.jit(run)(params, x)
@@ -387,10 +408,10 @@ def test_spread_over_devices_the_numbers_are_the_same(experts, ambient):
 
     def place(path, leaf):
         split = "experts" in jax.tree_util.keystr(path) and experts % 4 == 0
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec("expert" if split else None)))
+        return jax.device_put(np.asarray(leaf), NamedSharding(mesh, PartitionSpec("expert" if split else None)))
 
     params = jax.tree_util.tree_map_with_path(place, params)
-    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "expert"))))
+    x = jax.device_put(np.asarray(x), NamedSharding(mesh, PartitionSpec(("data", "expert"))))
     if not ambient:
         chex.assert_trees_all_close(jax.jit(run)(params, x), expected, rtol=1e-4, atol=1e-5)
         return

@@ -15,7 +15,7 @@ from transformer.nn._moe import RoutedFeedForward, choose, router_losses
 from transformer.nn._sharding import parameter_spec
 from transformer.nn.models import CausalLM
 
-X = jax.random.normal(jax.random.key(0), (2, 7, 6))
+X = jax.device_put(np.random.default_rng(0).normal(size=(2, 7, 6)).astype(np.float32))
 GPT_OSS = MoE(num_experts=5, top_k=2, router_bias=True)
 DEEPSEEK = MoE(
     num_experts=12,
@@ -41,9 +41,11 @@ def layer(moe, **changes):
 
 def parameters(module, x=X, scale=1.0):
     """Return random parameters, including biases."""
-    leaves, tree = jax.tree.flatten(jax.eval_shape(module.init, jax.random.key(1), x))
+    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: module.init(jax.random.key(1), x)))
     random = np.random.RandomState(2)
-    return tree.unflatten([jnp.asarray(scale * random.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves])
+    return tree.unflatten(
+        [jax.device_put((scale * random.standard_normal(leaf.shape)).astype(leaf.dtype)) for leaf in leaves]
+    )
 
 
 def sigmoid(x):
@@ -107,7 +109,7 @@ def test_gradients_are_those_of_all_experts_weighted(name):
     module = layer(moe, **changes)
     params = parameters(module)
     chosen = by_hand(module, params, X)[1]
-    one_hot = jnp.asarray(np.eye(moe.num_experts)[chosen].sum(2))
+    one_hot = np.eye(moe.num_experts, dtype=np.float32)[chosen].sum(2)
     dense = FeedForward(module.width, module.activation, module.gated, module.use_bias)
 
     def all_experts(params, x):
@@ -134,38 +136,47 @@ def test_gradients_are_those_of_all_experts_weighted(name):
 
 def test_normalized_weights_are_a_softmax_of_the_chosen_logits():
     """A softmax over all experts, normalized to sum to 1, equals gpt-oss's softmax over the selected ones."""
-    logits = 5 * jax.random.normal(jax.random.key(0), (11, 7))
-    best, chosen = jax.lax.top_k(logits, 3)
-    of_all = jnp.take_along_axis(jax.nn.softmax(logits), chosen, axis=-1)
-    np.testing.assert_allclose(of_all / of_all.sum(-1, keepdims=True), jax.nn.softmax(best), rtol=1e-5)
+    logits = 5 * np.random.default_rng(0).normal(size=(11, 7)).astype(np.float32)
+
+    @jax.jit
+    def run(logits):
+        best, chosen = jax.lax.top_k(logits, 3)
+        of_all = jnp.take_along_axis(jax.nn.softmax(logits), chosen, axis=-1)
+        return of_all / of_all.sum(-1, keepdims=True), jax.nn.softmax(best)
+
+    np.testing.assert_allclose(*run(logits), rtol=1e-5)
 
 
 def test_a_group_is_judged_by_its_two_best():
     """Group 0 has the best expert, group 2 the best pair. Scores may be negative, because a selection bias may."""
-    scores = jnp.array([[[9.0, -9.0, -9.0, 1.0, 2.0, 1.0, 5.0, 4.0, -8.0]]]) - 20.0
+    scores = np.array([[[9.0, -9.0, -9.0, 1.0, 2.0, 1.0, 5.0, 4.0, -8.0]]], np.float32) - 20
     moe = MoE(num_experts=9, top_k=3, num_groups=3, top_groups=1)
-    np.testing.assert_array_equal(choose(moe, scores)[0, 0], [6, 7, 8])
-    two = dataclasses.replace(moe, top_groups=2)
-    np.testing.assert_array_equal(choose(two, scores)[0, 0], [6, 7, 4])
-    every = dataclasses.replace(moe, top_groups=3)
-    np.testing.assert_array_equal(choose(every, scores)[0, 0], [0, 6, 7])
+    of_groups = {1: [6, 7, 8], 2: [6, 7, 4], 3: [0, 6, 7]}
+
+    @jax.jit
+    def run(scores):
+        return [choose(dataclasses.replace(moe, top_groups=groups), scores) for groups in of_groups]
+
+    for found, expected in zip(run(scores), of_groups.values(), strict=True):
+        np.testing.assert_array_equal(np.asarray(found)[0, 0], expected)
 
 
 def test_the_balance_loss_of_sigmoids_is_of_their_shares():
     """n for equal experts; otherwise n E sum f p, where p is a token's scores normalized to sum to 1."""
-    even = router_losses(jnp.zeros((1, 5, 5)), jnp.arange(5)[None, :, None], scoring="sigmoid")[0]
+    losses = jax.jit(lambda logits, chosen: router_losses(logits, chosen, scoring="sigmoid")[0])
+    even = losses(np.zeros((1, 5, 5), np.float32), np.arange(5, dtype=np.int32)[None, :, None])
     np.testing.assert_allclose(even, [5.0], rtol=1e-6)
     logits = np.random.RandomState(0).standard_normal((1, 7, 5)).astype(np.float32)
-    chosen = np.argsort(-logits)[..., :2]
+    chosen = np.argsort(-logits)[..., :2].astype(np.int32)
     share = np.bincount(chosen.ravel(), minlength=5) / 14
     scores = sigmoid(logits[0])
     expected = 7 * 5 * (share * (scores / scores.sum(-1, keepdims=True)).mean(0)).sum()
-    got = router_losses(jnp.asarray(logits), jnp.asarray(chosen), scoring="sigmoid")[0]
-    np.testing.assert_allclose(got, [expected], rtol=1e-5)
+    np.testing.assert_allclose(losses(logits, chosen), [expected], rtol=1e-5)
     # For very negative logits sigmoid(x) is exp(x), so the normalized scores are a softmax.
-    low, chosen = jnp.asarray(logits) - 120, jnp.asarray(chosen)
+    low, chosen = logits - 120, jax.device_put(chosen)
     loss = jax.value_and_grad(lambda logits, scoring: router_losses(logits, chosen, scoring=scoring)[0].sum())
-    for got, expected in zip(loss(low, "sigmoid"), loss(low, "softmax"), strict=True):
+    found, softmaxed = jax.jit(lambda low: (loss(low, "sigmoid"), loss(low, "softmax")))(low)
+    for got, expected in zip(found, softmaxed, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -186,10 +197,12 @@ def test_parameters_of_a_router():
 
 def test_the_clamp_of_a_dense_feed_forward():
     """A dense network uses the same function: one number, computed by hand."""
-    params = {name: {"kernel": jnp.ones((1, 1))} for name in ("gate", "up", "down")}
+    params = {name: {"kernel": np.ones((1, 1), np.float32)} for name in ("gate", "up", "down")}
+    module = FeedForward(1, "swiglu_clamped", True, False)
+    run = jax.jit(lambda x: module.apply({"params": params}, x))
     for x, gate, up in ((9.0, 7.0, 7.0), (-9.0, -9.0, -7.0), (0.5, 0.5, 0.5)):
-        got = FeedForward(1, "swiglu_clamped", True, False).apply({"params": params}, jnp.full((1, 1, 1), x))
-        np.testing.assert_allclose(got[0, 0, 0], (up + 1) * gate * sigmoid(1.702 * gate), rtol=1e-5)
+        got = np.asarray(run(np.full((1, 1, 1), x, np.float32)))[0, 0, 0]
+        np.testing.assert_allclose(got, (up + 1) * gate * sigmoid(1.702 * gate), rtol=1e-5)
 
 
 def test_biases_of_a_router_lie_whole():
