@@ -2,7 +2,7 @@
 
 import json
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 import soundfile
@@ -59,7 +59,7 @@ def test_a_transcript_has_a_segment_per_word(directory):
     assert times[-1] <= 0.7
     assert all(segment.average_log_probability < 0 for segment in found.segments)
     features = np.asarray((samples - samples.mean()) / np.sqrt(samples.var() + 1e-7))
-    logits = opened.model.apply({"params": opened.params}, jnp.asarray(features)[None])
+    logits = jax.jit(opened.model.apply)({"params": opened.params}, features[None])
     tokens = [token for word in VOCABULARY.words(np.asarray(logits[0]).argmax(-1).tolist()) for token, _, _ in word]
     assert [token for segment in found.segments for token in segment.tokens] == tokens
     assert transcribe(opened, samples[:10]).text == ""  # too short for a frame
