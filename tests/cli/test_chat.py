@@ -15,6 +15,8 @@ from transformer.cli import _chat as command
 from transformer.generate import Sampling
 from transformer.inference import open_model
 
+pytestmark = pytest.mark.programs(20, reason="a stream has own programs, and makes its cache outside of jit")
+
 SHORT = ("--max-new-tokens", "6")
 
 

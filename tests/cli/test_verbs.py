@@ -239,8 +239,9 @@ class TestGenerate:
         )
         assert alone == first
 
+    @pytest.mark.programs(12, reason="a stream has own programs, and makes its cache outside of jit")
     @pytest.mark.parametrize("options", [(), ("--stream",)])
-    def test_a_prompt_that_fills_the_context_is_said_to_be_cut(self, run, text, options):
+    def test_reports_that_a_prompt_that_fills_the_context_is_cut(self, run, text, options):
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             code, out, err = run("generate", text, "--prompt", LINE[:24], "--max-new-tokens", 3, *options)
@@ -323,6 +324,7 @@ class TestEvaluate:
         assert "gone.txt" in fails("evaluate", moved)
 
 
+@pytest.mark.programs(36, reason="masks and maps of attention are computed outside of jit")
 class TestInspect:
     def test_a_translation(self, run, pairs, tmp_path):
         words = ("inspect", pairs, "--prompt", "Forty-two", "--output", tmp_path / "maps", "--target")
