@@ -234,7 +234,7 @@ def test_per_layer_embeddings_need_a_model_that_computes_them():
         jax.eval_shape(lambda ids: model.init(jax.random.key(0), ids), np.zeros((1, 2), int))
 
 
-@pytest.mark.programs(13, reason="only calls outside of jax.jit check the values of tokens")
+@pytest.mark.programs(15, reason="only calls outside of jax.jit check the values of tokens")
 def test_a_token_outside_the_table_of_per_layer_embeddings_is_an_error():
     options = EmbeddingOptions(per_layer_width=3, per_layer_vocab_size=5)
     model = CausalLM(TransformerConfig(num_layers=1, **SIZES, embedding=options))
