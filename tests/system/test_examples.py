@@ -258,4 +258,4 @@ def test_the_documented_command():
         [sys.executable, "-m", f"examples.{name}"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("words:  Me  gusta  la  pizza  de  Pepperoni")
-    assert "(1, 8, 6, 6)" in done.stdout
+    assert "1 x 8 x 6 x 6" in done.stdout
