@@ -64,7 +64,7 @@ def test_translations_are_those_of_the_command(client, opened, fields, beam):
 
 def test_many_prompts_are_in_their_order(client):
     """More prompts than are searched together."""
-    prompts = [f"the {word} ran" for word in ("cat", "dog", "mat", "tree")]
+    prompts = [f"the {word} ran" for word in ("cat", "dog", "mat", "tree", "big")]
     got = client.completions.create(model="translator", prompt=prompts, max_tokens=4, best_of=1)
     alone = [client.completions.create(model="translator", prompt=one, max_tokens=4, best_of=1) for one in prompts]
     assert [choice.text for choice in got.choices] == [one.choices[0].text for one in alone]
