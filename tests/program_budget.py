@@ -34,6 +34,15 @@ class ProgramBudget:
         if event == EVENT:
             self.compiled.append((str(details.get("fun_name", "a program")), _place()))
 
+    def pytest_collection_finish(self):
+        """Reject more than a few programs during the import of the test files, which every worker repeats.
+
+        Raises:
+            pytest.UsageError: lists the programs and their places.
+        """
+        if message := over_budget(self.compiled, LIMIT):
+            raise pytest.UsageError(message.replace("The test", "The import of the test files", 1))
+
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef):
         before = len(self.compiled)

@@ -33,8 +33,8 @@ def eager(count):
 """
 
 
-def run(pytester, text):
-    pytester.makepyfile(EAGER + text)
+def run(pytester, text, name="test_a"):
+    pytester.makepyfile(**{name: EAGER + text})
     return pytester.runpytest_inprocess("-p", "no:cacheprovider")
 
 
@@ -71,6 +71,13 @@ def test_rejects_a_mark_without_number_or_reason(pytester_with_budget, mark):
 def test_programs_of_shared_fixtures_do_not_count(pytester_with_budget, scope, outcomes):
     text = f"@pytest.fixture(scope='{scope}')\ndef made():\n    eager(8)\ndef test_a(made):\n    eager(2)\n"
     run(pytester_with_budget, text).assert_outcomes(**outcomes)
+
+
+def test_rejects_programs_compiled_by_an_import(pytester_with_budget):
+    jax.clear_caches()
+    result = run(pytester_with_budget, "eager(7)\ndef test_a():\n    pass\n", "test_of_an_import")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "7 XLA programs" in result.stderr.str() + result.stdout.str()
 
 
 def test_a_failure_of_the_test_itself_is_reported_instead(pytester_with_budget):
