@@ -404,7 +404,8 @@ class TestStoredTogether:
         assert [heads_together(kv_heads, size, 128) for kv_heads, size in ((8, 64), (3, 64), (8, 96), (8, 32))] == [
             *(2, 1, 1, 4)
         ]
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((4,), ("tensor",))):
+        mesh = jax.sharding.AbstractMesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+        with jax.sharding.use_abstract_mesh(mesh):
             assert [heads_together(kv_heads, 64, 128) for kv_heads in (8, 4)] == [2, 1]
 
 

@@ -465,8 +465,7 @@ def example_inputs(model: Any) -> tuple[Any, ...]:
 def abstract_params(model: Any) -> Any:
     """Return the tree of shapes and dtypes of a model's parameters, without computing anything."""
     # The inputs are abstract, too: config.json may specify images of any size.
-    inputs = jax.eval_shape(lambda: example_inputs(model))
-    return jax.eval_shape(lambda key, *inputs: model.init(key, *inputs), jax.random.key(0), *inputs)["params"]
+    return jax.eval_shape(lambda: model.init(jax.random.key(0), *example_inputs(model)))["params"]
 
 
 def _in_names(text: str, codecs: Sequence[Codec]) -> str:
