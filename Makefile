@@ -52,7 +52,7 @@ train: setup
 	@$(IN_VENV) train.py $(RECIPE) $(if $(WORKDIR),--workdir '$(WORKDIR)') $(ARGS)
 
 test: lint
-	@$(IN_VENV) -m pytest -n auto --maxprocesses 4 $(ARGS)
+	@$(IN_VENV) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 # PyTorch is never installed into $(VENV). PIP_ARGS: additional pip options, such as the index of the CPU build of PyTorch.
 PARITY_VENV ?= .venv-parity

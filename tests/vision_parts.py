@@ -96,7 +96,7 @@ def write_vision_model(directory: Path, family: str) -> Path:
     shapes = parameter_shapes(abstract_params(model))
     flat = {tuple(path.split("/")): numbers(path, shape) for path, shape in shapes.items()}
     flat["projector", "projection", "kernel"] *= 20  # so that images change what is generated
-    params = jax.tree.map(jax.numpy.asarray, unflatten_dict(flat))
+    params = jax.tree.map(jax.device_put, unflatten_dict(flat))
     save_pretrained(model, params, directory, tokenizer=made, family=family)
     (directory / "preprocessor_config.json").write_text(json.dumps(PREPROCESSING[family]))
     (directory / "integrity.json").unlink()

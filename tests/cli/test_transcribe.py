@@ -22,6 +22,7 @@ def recordings(tmp_path):
     return [str(tmp_path / "a.wav"), str(tmp_path / "b.flac")]
 
 
+@pytest.mark.programs(24, reason="a transcription measures silence with single operations")
 def test_text_json_and_timestamps(model, recordings, capsys):
     assert main(["transcribe", str(model), *recordings, "--json", "--timestamps"]) == 0
     output = json.loads(capsys.readouterr().out)

@@ -23,7 +23,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6]]
 @pytest.fixture(scope="module")
 def model():
     made = CausalLM(CONFIG)
-    return made, drawn_params(made, 0.4, seed=1)
+    return made, drawn_params(made, 0.4, seed=2)
 
 
 begin = jax.jit(History.of, static_argnums=2)

@@ -75,6 +75,7 @@ def test_segments_of_a_window(opened, tokens, segments, used):
     assert transcriber._segments(decoded(tokens, silent=True), 200, 90, True) == ([], 90)
 
 
+@pytest.mark.programs(16, reason="a transcription measures silence with single operations")
 def test_the_language_is_detected_or_given(opened):
     samples = speech_parts.sound(0.7)
     detected = transcribe(opened, samples, TranscriptionOptions(**PLAIN))

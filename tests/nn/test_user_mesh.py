@@ -123,7 +123,8 @@ def test_explicit_axes_cost_the_same_and_give_the_same(names):
         assert out.sharding.spec[0] == names[0]
     expected, expected_grads = jax.jit(jax.value_and_grad(loss_of(FLAX)))(PARAMS, X)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), grads, expected_grads)
+    # The gradient of a bias of the keys is 0 up to rounding, because it adds the same number to all scores of a query.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), grads, expected_grads)
 
 
 CONFIG = {"vocab_size": 32, "d_model": 16, "num_heads": 4, "d_ff": 24, "num_layers": 2}
