@@ -37,6 +37,7 @@ def test_lengths_are_those_of_sharegpt():
     assert all(len(one.prompt) >= 4 and len(one.prompt) + one.tokens < 512 for one in asks(1_000, 512))
 
 
+@pytest.mark.programs(8, reason="the package computes single operations outside of jit")
 def test_a_character_is_a_token(tmp_path):
     write_model(tmp_path / "model", small=True, longest=512)
     opened = open_model(tmp_path / "model")
@@ -54,6 +55,7 @@ def test_a_server_that_ends_is_reported():
         pytest.fail("it does not answer")
 
 
+@pytest.mark.programs(10, reason="the package computes single operations outside of jit")
 def test_every_new_token_is_a_visible_character(tmp_path):
     """So each is a part of a stream, and llama.cpp's server never waits for the rest of a character."""
     write_model(tmp_path / "model", small=True, longest=512)
@@ -66,6 +68,7 @@ def test_every_new_token_is_a_visible_character(tmp_path):
         assert text.isprintable()
 
 
+@pytest.mark.programs(8, reason="the package computes single operations outside of jit")
 def test_tensors_for_llama_cpp_are_all_named(tmp_path):
     write_model(tmp_path / "model", small=True, longest=512)
     found = tensors(tmp_path / "model" / "model.safetensors")
@@ -76,6 +79,7 @@ def test_tensors_for_llama_cpp_are_all_named(tmp_path):
     assert len(found) == 3 + 2 * 9
 
 
+@pytest.mark.programs(8, reason="the package computes single operations outside of jit")
 def test_tensors_in_bfloat16(tmp_path):
     write_model(tmp_path / "model", small=True, longest=512, kv_heads=1, dtype="bfloat16")
     found = tensors(tmp_path / "model" / "model.safetensors")

@@ -28,7 +28,7 @@ def model(tmp_path_factory):
     return path
 
 
-@pytest.mark.programs(26, reason="scores of a window and attention are read outside of jit")
+@pytest.mark.programs(28, reason="scores of a window and attention are read outside of jit")
 def test_a_picture_for_the_alignment_heads_and_for_each_layer(model, tmp_path, capsys):
     words = ["inspect", str(model), "--audio", str(model / "a.wav"), "--output", str(tmp_path), "--json"]
     assert main(words) == 0

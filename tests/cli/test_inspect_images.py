@@ -48,6 +48,7 @@ def written(directory, family):
 
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize("family", KINDS)
+@pytest.mark.programs(10, reason="the package computes single operations outside of jit")
 def test_every_layer_the_rollout_and_the_pooling_are_drawn(tmp_path, capsys, family):
     path, config = written(tmp_path, family)
     assert main(["inspect", str(path), "--image", str(path / "a.png"), "--json"]) == 0
@@ -61,6 +62,7 @@ def test_every_layer_the_rollout_and_the_pooling_are_drawn(tmp_path, capsys, fam
 
 
 @pytest.mark.parametrize("family", KINDS)
+@pytest.mark.programs(10, reason="the package computes single operations outside of jit")
 def test_the_page_has_every_layer_and_query(tmp_path, capsys, family):
     path, config = written(tmp_path, family)
     assert main(["inspect", str(path), "--image", str(path / "a.png"), "--html", str(tmp_path / "a.html")]) == 0
@@ -85,6 +87,7 @@ def test_the_weights_and_pixels_are_those_of_the_model(tmp_path, family):
     assert ("attention_pooling" in sown) == (family in POOLED)
 
 
+@pytest.mark.programs(11, reason="the package computes single operations outside of jit")
 def test_the_command_does_not_replace_a_picture_of_the_user(tmp_path, capsys):
     path, _ = written(tmp_path / "model", "vit")
     (tmp_path / "out").mkdir()

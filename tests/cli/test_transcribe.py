@@ -22,7 +22,7 @@ def recordings(tmp_path):
     return [str(tmp_path / "a.wav"), str(tmp_path / "b.flac")]
 
 
-@pytest.mark.programs(24, reason="a transcription measures silence with single operations")
+@pytest.mark.programs(25, reason="a transcription measures silence with single operations")
 def test_text_json_and_timestamps(model, recordings, capsys):
     assert main(["transcribe", str(model), *recordings, "--json", "--timestamps"]) == 0
     output = json.loads(capsys.readouterr().out)
@@ -77,6 +77,7 @@ def test_generate_points_to_this_command(model, capsys):
     assert f"transcribe {model} FILE" in capsys.readouterr().err
 
 
+@pytest.mark.programs(26, reason="the package computes single operations outside of jit")
 def test_a_line_for_each_word(model, recordings, capsys):
     assert main(["transcribe", str(model), recordings[0], "--timestamps", "word", "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]

@@ -77,6 +77,7 @@ def test_on_the_command_line(directory, tmp_path, capsys):
     assert "reads sound, not text" in capsys.readouterr().err
 
 
+@pytest.mark.programs(7, reason="the package computes single operations outside of jit")
 def test_export_copies_the_characters(directory, tmp_path):
     opened = open_model(directory)
     export(opened, tmp_path / "out")

@@ -103,6 +103,7 @@ def test_a_row_does_not_depend_on_the_others_and_a_stream_gives_the_same(opened,
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", pytest.param("llava", marks=pytest.mark.slow)])
+@pytest.mark.programs(11, reason="the package computes single operations outside of jit")
 def test_a_conversation_about_an_image(opened, family):
     one = opened[family]
     chat = Chat(one.model, one.params, one.tokenizer, images=image_prompts(one))

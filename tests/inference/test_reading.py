@@ -92,6 +92,7 @@ class TestEmbed:
         )  # the row contains other texts, too
         assert found["pooling"] == "mean"
 
+    @pytest.mark.programs(7, reason="the package computes single operations outside of jit")
     def test_as_the_directory_s_own_files_ask(self, directories, run, tmp_path):
         directory = tmp_path / "sentences"
         export(open_model(directories["encoder"]), directory)

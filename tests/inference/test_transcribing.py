@@ -18,6 +18,7 @@ def opened(tmp_path_factory):
     return open_model(speech_parts.write_whisper(tmp_path_factory.mktemp("whisper"), salt="one", scale=2.0))
 
 
+@pytest.mark.programs(14, reason="the package computes single operations outside of jit")
 def test_windows_continue_at_the_last_timestamp(opened, monkeypatch):
     transcriber = Transcriber(opened, TranscriptionOptions(language="en", **PLAIN))
     samples, windows, used = speech_parts.sound(3.2), [], []
@@ -75,7 +76,7 @@ def test_segments_of_a_window(opened, tokens, segments, used):
     assert transcriber._segments(decoded(tokens, silent=True), 200, 90, True) == ([], 90)
 
 
-@pytest.mark.programs(16, reason="a transcription measures silence with single operations")
+@pytest.mark.programs(24, reason="a transcription measures silence with single operations")
 def test_the_language_is_detected_or_given(opened):
     samples = speech_parts.sound(0.7)
     detected = transcribe(opened, samples, TranscriptionOptions(**PLAIN))
@@ -91,6 +92,7 @@ def test_the_language_is_detected_or_given(opened):
     assert translated.segments[0].average_log_probability != before.average_log_probability
 
 
+@pytest.mark.programs(14, reason="the package computes single operations outside of jit")
 def test_a_result_that_fails_a_threshold_is_sampled_at_the_next_temperature(opened):
     samples = speech_parts.sound(0.7)
     greedy = transcribe(opened, samples, TranscriptionOptions(language="en", **PLAIN)).segments[0]
@@ -105,6 +107,7 @@ def test_a_result_that_fails_a_threshold_is_sampled_at_the_next_temperature(open
     assert transcribe(opened, samples, TranscriptionOptions(**options | passing)).segments == [greedy]
 
 
+@pytest.mark.programs(14, reason="the package computes single operations outside of jit")
 def test_a_window_is_silent_if_no_speech_is_probable_and_the_text_is_not(opened):
     samples = speech_parts.sound(0.7)
     options = {"language": "en", "temperatures": (0.0,), "max_compression_ratio": None}
@@ -118,6 +121,7 @@ def test_a_window_is_silent_if_no_speech_is_probable_and_the_text_is_not(opened)
         assert transcribe(opened, samples, TranscriptionOptions(**options, **limits)).segments
 
 
+@pytest.mark.programs(14, reason="the package computes single operations outside of jit")
 def test_a_model_for_one_language(tmp_path):
     generation = speech_parts.GENERATION | {"is_multilingual": False}
     opened = open_model(speech_parts.write_whisper(tmp_path / "en", generation=generation))

@@ -76,7 +76,7 @@ def test_a_character_that_is_cut_off_at_the_end_belongs_to_the_last_word():
     assert word_slices(library.decode, ids[:-1], "en")[-1].stop == len(ids) - 1
 
 
-@pytest.mark.programs(12, reason="a transcription measures silence with single operations")
+@pytest.mark.programs(16, reason="a transcription measures silence with single operations")
 def test_the_words_of_a_long_recording_are_in_order_and_make_its_text(tmp_path):
     opened = open_model(speech_parts.write_whisper(tmp_path, salt="one", scale=1.0))
     found = transcribe(opened, speech_parts.sound(2.5), TranscriptionOptions(word_timestamps=True, **OPTIONS))

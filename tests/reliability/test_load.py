@@ -118,6 +118,7 @@ def test_memory_and_speed_of_training_are_separate_rows():
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs Linux with glibc 2.33 or later")
+@pytest.mark.programs(8, reason="the package computes single operations outside of jit")
 def test_the_tokenizer_keeps_a_bounded_number_of_words(tmp_path):
     """The cache of the tokenizers library is full after 10,000 words, in the warm-up, and does not grow then."""
     write_model(tmp_path / "llama", small=True, longest=load.LONGEST)
