@@ -66,7 +66,7 @@ def write_tasks(directory):
     return directory
 
 
-def write_model(directory, name, *, context=48, seed=0):
+def write_model(directory, name, *, context=48, seed=100):
     """Write a model of `MODELS` with a context length, and return the directory."""
     family, adds_start = MODELS[name]
     write_chat_model(directory, family, seed=seed)

@@ -138,7 +138,6 @@ WRITER = """
 import sys
 import jax
 import jax.numpy as jnp
-import numeric_parts
 import numpy as np
 import transformer
 from examples import export_stablehlo
@@ -162,7 +161,6 @@ np.save(f"{sys.argv[1]}/expected.npy", result["logits"](jnp.arange(10).reshape(2
 READER = """
 import sys
 import jax.numpy as jnp
-import numeric_parts
 import numpy as np
 from jax import export
 

@@ -278,7 +278,7 @@ def theirs(tmp_path_factory):
     """A directory of weights, and its tokenizer in transformers."""
     pytest.importorskip("trl")
     transformers = pytest.importorskip("transformers")
-    folder = write_chat_model(tmp_path_factory.mktemp("llama"), "documents")
+    folder = write_chat_model(tmp_path_factory.mktemp("llama"), "documents", seed=100)
     return folder, transformers.AutoTokenizer.from_pretrained(folder)
 
 
