@@ -295,6 +295,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.count < 1:
         parser.error(f"--count must be at least 1, got {options.count}")
+    if options.only is not None and options.output:
+        parser.error("--output writes the table of all code: leave out --only")
     if options.only is not None and not (ROOT / options.only).is_file():
         parser.error(f"--only must be a file of the package, relative to {ROOT}, got {options.only}")
     rooms = ROOMS if options.only is None else [room_of(options.only)]

@@ -52,7 +52,7 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 BEGAN = time.monotonic()
 DURATIONS: dict[str, float] = {}
-"""seconds of each test that has passed"""
+"""seconds of each default test that has passed"""
 
 
 def pytest_addoption(parser):
@@ -80,7 +80,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_runtest_logreport(report):
-    if report.when == "call" and report.passed:
+    if report.when == "call" and report.passed and "slow" not in report.keywords:
         DURATIONS[report.nodeid] = round(report.duration, 2)
 
 

@@ -136,7 +136,12 @@ def test_the_table_has_a_row_per_room_and_the_total():
 
 
 @pytest.mark.parametrize(
-    ("words", "named"), [(["--count", "0"], "--count"), (["--only", "transformer/none.py"], "transformer/none.py")]
+    ("words", "named"),
+    [
+        (["--count", "0"], "--count"),
+        (["--only", "transformer/none.py"], "transformer/none.py"),
+        (["--only", "transformer/nn/_masks.py", "--output", "docs/reliability.md"], "--output"),
+    ],
 )
 def test_rejects_options_before_any_test(words, named, capsys):
     with pytest.raises(SystemExit) as stopped:
