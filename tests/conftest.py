@@ -51,6 +51,8 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 BEGAN = time.monotonic()
+SLOW_TESTS = pathlib.Path(__file__).with_name("slow_tests.txt")
+"""node ids of tests that are slow because others execute the same lines (reliability/slow_tests.py)"""
 DURATIONS: dict[str, float] = {}
 """seconds of each default test that has passed"""
 
@@ -64,6 +66,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="clear JAX's caches before each test, so that its number of programs does not depend on earlier tests",
     )
+    parser.addoption("--ignore-slow-list", action="store_true", help="treat the tests in slow_tests.txt as default tests")
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in the random order of this seed")
 
 
@@ -93,7 +96,10 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark cases as slow beyond the number in `default_cases`, which are spaced evenly over the list of cases."""
+    """Mark as slow: tests in slow_tests.txt, and cases beyond the number in `default_cases`.
+
+    The default cases are spaced evenly over the list of cases.
+    """
     cases = {}
     for item in items:
         if item.get_closest_marker("default_cases") and not item.get_closest_marker("slow"):
@@ -104,6 +110,11 @@ def pytest_collection_modifyitems(config, items):
         by_default = {group[place * len(group) // count].nodeid for place in range(count)}
         for item in group:
             if item.nodeid not in by_default:
+                item.add_marker(pytest.mark.slow)
+    if not config.getoption("ignore_slow_list"):
+        listed = {line for line in SLOW_TESTS.read_text().splitlines() if not line.startswith("#")}
+        for item in items:
+            if listed & {item.nodeid, item.nodeid.partition("[")[0]}:
                 item.add_marker(pytest.mark.slow)
     if config.getoption("shuffle") is not None:
         random.Random(config.getoption("shuffle")).shuffle(items)

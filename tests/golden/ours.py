@@ -108,7 +108,7 @@ def _images(patches: Patches) -> jnp.ndarray | ImagePatches:
     """Return two images."""
     if patches.resize_positions:
         values, _ = image_patches(patches.patch_size**2 * patches.channels)
-        return ImagePatches(jax.device_put(values), jax.device_put(GRIDS))
+        return ImagePatches(jax.device_put(values), jax.device_put(np.asarray(GRIDS)))
     shape = (2, patches.channels, patches.image_height, patches.image_width)
     pixels = np.random.RandomState(5).standard_normal(shape).astype(np.float32)
     return jax.device_put(pixels.transpose(0, 2, 3, 1))

@@ -317,7 +317,7 @@ class TestModels:
         check_same(data_of(page_of(maps, target=6)), maps)
         sums = np.stack([one.weights.sum(-1) for one in maps])
         if "attention.sinks" in changes:
-            assert (sums < 0.99).all()
+            assert (sums < 1 - 1e-4).all(), "the sinks get the rest"
         else:
             np.testing.assert_allclose(sums, 1.0, atol=1e-5)
 

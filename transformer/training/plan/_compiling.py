@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from transformer.training._chips import CHIPS
 from transformer.training._memory import GIB, memory_in_error
@@ -47,7 +49,7 @@ def compile_program(lowered: jax.stages.Lowered, held: Mapping[str, int], topolo
         CompilerError: the compiler rejects the program for another reason than too little memory.
     """
     available, state = round(topology.hbm * GIB), sum(held.values())
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _without_cache():
         try:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         except jax.errors.JaxRuntimeError as error:
@@ -80,6 +82,22 @@ def compile_program(lowered: jax.stages.Lowered, held: Mapping[str, int], topolo
     }
     fit = Fit(fits=fits, memory=memory, needed_bytes=needed, available_bytes=available, host_memory=host)
     return fit, text if fits else None
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Disable JAX's compilation cache: it stores a program for a topology, but can't load it without the devices.
+
+    JAX reads its setting only once, so the cache is also reset, which deletes no file.
+    """
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def _text(compiled: jax.stages.Compiled, folder: Path) -> str | None:

@@ -1,0 +1,200 @@
+"""Choose which tests are slow, so that the default tests execute the same lines and branches in less time.
+
+Usage: python -m reliability.slow_tests measure FOLDER    (runs the tests, in about 20 minutes on two cores)
+       python -m reliability.slow_tests choose FOLDER     (writes tests/slow_tests.txt)
+       python -m reliability.slow_tests table FOLDER...   (prints the coverage of each folder of the package)
+
+A costly test whose lines and branches other default tests also execute is listed in tests/slow_tests.txt, and so it is
+slow. Of a test function that costs little, at least one case stays. `measure` needs coverage.py: pip install "coverage>=7.10".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Set
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST = ROOT / "tests" / "slow_tests.txt"
+MEASURED = "TRANSFORMER_MEASURED_TESTS"
+"""environment variable: folder to which the workers of pytest write CPU times"""
+HEADING = """\
+# Default tests that are slow instead, because other default tests execute the same lines and branches of the package.
+# A name without [case] stands for all cases. `python -m reliability.slow_tests` writes this file.
+"""
+
+
+class Arc(NamedTuple):
+    """A step from one line to another, as coverage.py measures branches; a negative line: entry or exit."""
+
+    file: str
+    start: int
+    end: int
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Record the arcs and the CPU seconds of a test. This module is a pytest plugin while `measure` runs."""
+    import coverage
+
+    measurement, before = coverage.Coverage.current(), _cpu_seconds()
+    if measurement:
+        measurement.switch_context(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        if measurement:
+            measurement.switch_context("")
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        with open(Path(os.environ[MEASURED]) / f"seconds.{worker}", "a", encoding="utf-8") as file:
+            file.write(json.dumps([item.nodeid, round(_cpu_seconds() - before, 3)]) + "\n")
+
+
+def measure(folder: Path) -> int:
+    """Run the default tests, including the listed ones, and return the exit status of pytest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = folder / "coveragerc"
+    settings.write_text(
+        "[run]\nbranch = True\nparallel = True\nsource_pkgs = transformer\nsigterm = True\n"
+        f"data_file = {folder / 'data'}\npatch = subprocess\nconcurrency = thread,multiprocessing\n",
+        encoding="utf-8",
+    )
+    environment = os.environ | {
+        MEASURED: str(folder),
+        "COVERAGE_PROCESS_START": str(settings),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    coverage = [sys.executable, "-m", "coverage"]
+    words = ["-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile", "-p", "no:cacheprovider", "--ignore-slow-list"]
+    status = subprocess.run(
+        [*coverage, "run", f"--rcfile={settings}", *words, "-p", "reliability.slow_tests"], cwd=ROOT, env=environment
+    ).returncode
+    return subprocess.run([*coverage, "combine", f"--rcfile={settings}"], cwd=ROOT).returncode or status
+
+
+def arcs_of(folder: Path) -> dict[Arc, frozenset[str]]:
+    """Return the tests that execute each arc; "" stands for imports and for started processes.
+
+    The tests also run copies of the package, so a file is named by its path from `transformer/` on.
+    """
+    import sqlite3  # coverage.py documents the tables of its data file
+
+    found: dict[Arc, set[str]] = defaultdict(set)
+    with closing(sqlite3.connect(folder / "data")) as database:
+        rows = database.execute(
+            "select path, fromno, tono, context from arc join file on file_id = file.id"
+            " join context on context_id = context.id"
+        )
+        for path, start, end, test in rows:
+            name = path.rpartition("/transformer/")[2]
+            if name != path:
+                found[Arc(name, start, end)].add(test)
+    return {arc: frozenset(tests) for arc, tests in found.items()}
+
+
+def seconds_of(folder: Path) -> dict[str, float]:
+    """Return the CPU seconds of each test."""
+    lines = (line for path in folder.glob("seconds.*") for line in path.read_text(encoding="utf-8").splitlines())
+    return dict(json.loads(line) for line in lines)
+
+
+def choose(
+    arcs: Mapping[Arc, Set[str]], seconds: Mapping[str, float], least: float = 0.25, most: float = 1.0
+) -> list[str]:
+    """Return the tests to list, costliest first. Without them, the other tests still execute all arcs.
+
+    Args:
+        arcs: the tests that execute each arc.
+        seconds: CPU seconds of each test.
+        least: a test that takes less time is never listed.
+        most: the last case of a test function is listed only if it takes more time than this.
+    """
+    executed: dict[str, list[Arc]] = defaultdict(list)
+    for arc, tests in arcs.items():
+        for test in tests:
+            executed[test].append(arc)
+    remaining = {arc: len(tests) for arc, tests in arcs.items()}
+    cases = Counter(_function(test) for test in seconds)
+    listed = []
+    for test in sorted(seconds, key=lambda test: (-seconds[test], test)):
+        if seconds[test] < least:
+            break
+        alone = cases[_function(test)] == 1
+        if (alone and seconds[test] <= most) or any(remaining[arc] == 1 for arc in executed[test]):
+            continue
+        for arc in executed[test]:
+            remaining[arc] -= 1
+        cases[_function(test)] -= 1
+        listed.append(test)
+    return listed
+
+
+def written(listed: list[str], seconds: Mapping[str, float]) -> str:
+    """Return the text of the list, in which a function stands for its cases if all of them are listed."""
+    cases, chosen = Counter(map(_function, seconds)), Counter(map(_function, listed))
+    names = {_function(test) if chosen[_function(test)] == cases[_function(test)] else test for test in listed}
+    return HEADING + "".join(f"{name}\n" for name in sorted(names))
+
+
+def _function(test: str) -> str:
+    return test.partition("[")[0]
+
+
+def table(folders: list[Path]) -> str:
+    """Return a Markdown table: executed lines and arcs of each folder of the package, for each measurement."""
+    columns = []
+    for folder in folders:
+        lines: dict[str, set] = defaultdict(set)
+        arcs: Counter[str] = Counter()
+        for arc in arcs_of(folder):
+            room = arc.file.partition("/")[0] if "/" in arc.file else "(top level)"
+            lines[room].update((arc.file, number) for number in arc[1:] if number > 0)
+            arcs[room] += 1
+        columns.append({room: (len(lines[room]), arcs[room]) for room in arcs})
+    rooms = sorted(set().union(*columns))
+    names = "".join(f" {folder.name}: lines | {folder.name}: arcs |" for folder in folders)
+    rows = [f"| Folder |{names}", "|---|" + "--:|--:|" * len(folders)]
+    for room in rooms:
+        cells = (f" {column.get(room, (0, 0))[0]:,} | {column.get(room, (0, 0))[1]:,} |" for column in columns)
+        rows.append(f"| `{room}` |" + "".join(cells))
+    return "\n".join(rows) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["measure", "choose", "table"])
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    folders = [folder.resolve() for folder in options.folders]
+    if options.action == "measure":
+        return measure(folders[0])
+    for folder in folders:
+        if not (folder / "data").exists():
+            parser.error(f"{folder} has no measurement: run `python -m reliability.slow_tests measure {folder}` first")
+    if options.action == "table":
+        print(table(folders), end="")
+        return 0
+    seconds = seconds_of(folders[0])
+    listed = choose(arcs_of(folders[0]), seconds)
+    LIST.write_text(written(listed, seconds), encoding="utf-8")
+    moved, whole = sum(seconds[test] for test in listed), sum(seconds.values())
+    print(f"{LIST}: {len(listed)} of {len(seconds)} tests, with {moved:.0f} of {whole:.0f} CPU seconds")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
