@@ -34,6 +34,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from reliability.imports import nearest_tests
 from reliability.page import put, where
 
@@ -202,7 +204,13 @@ def room_of(path: str) -> str:
 
 
 def run(mutant: Mutant, checkout: Path, most: int, seconds: float) -> dict[str, Any]:
-    """Test a mutant in a copy of the checkout; return `killed` and the test that failed."""
+    """Test a mutant in a copy of the checkout; return its description, the test that failed, and the time.
+
+    The tests include those of tests/slow_tests.txt.
+
+    Raises:
+        RuntimeError: pytest rejects its arguments.
+    """
     path = checkout / mutant.path
     original = path.read_text(encoding="utf-8")
     tests = nearest_tests(checkout, mutant.path, most)
@@ -210,8 +218,11 @@ def run(mutant: Mutant, checkout: Path, most: int, seconds: float) -> dict[str, 
     killer = ""
     path.write_text(mutant.apply(original), encoding="utf-8")
     try:
-        words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
+        words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
+        words += ["--ignore-slow-list", *tests]
         done = subprocess.run(words, cwd=checkout, capture_output=True, text=True, timeout=seconds, check=False)
+        if done.returncode == pytest.ExitCode.USAGE_ERROR:
+            raise RuntimeError(f"pytest did not run: {done.stderr.strip()}")
         if done.returncode:
             lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
             killer = lines[0] if lines else f"exit status {done.returncode}"

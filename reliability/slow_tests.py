@@ -5,7 +5,9 @@ Usage: python -m reliability.slow_tests measure FOLDER    (runs the tests, in ab
        python -m reliability.slow_tests table FOLDER...   (prints the coverage of each folder of the package)
 
 A costly test whose lines and branches other default tests also execute is listed in tests/slow_tests.txt, and so it is
-slow. Of a test function that costs little, at least one case stays. `measure` needs coverage.py: pip install "coverage>=7.10".
+slow. Of a test function that costs little, at least one case stays. A test that is the first to need a shared fixture
+or program takes longer, so the times change with the list: with --add, both actions keep the listed tests and look for
+more. `measure` needs coverage.py: pip install "coverage>=7.10".
 """
 
 from __future__ import annotations
@@ -64,8 +66,14 @@ def pytest_runtest_protocol(item, nextitem):
             file.write(json.dumps([item.nodeid, round(_cpu_seconds() - before, 3)]) + "\n")
 
 
-def measure(folder: Path) -> int:
-    """Run the default tests, including the listed ones, and return the exit status of pytest."""
+def listed_tests() -> list[str]:
+    """Return the names in the list."""
+    lines = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def measure(folder: Path, add: bool) -> int:
+    """Run the default tests, with the listed ones unless `add`, and return the exit status of pytest."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = folder / "coveragerc"
     settings.write_text(
@@ -79,10 +87,9 @@ def measure(folder: Path) -> int:
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     coverage = [sys.executable, "-m", "coverage"]
-    words = ["-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile", "-p", "no:cacheprovider", "--ignore-slow-list"]
-    status = subprocess.run(
-        [*coverage, "run", f"--rcfile={settings}", *words, "-p", "reliability.slow_tests"], cwd=ROOT, env=environment
-    ).returncode
+    words = ["-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile", "-p", "no:cacheprovider"]
+    words += ["-p", "reliability.slow_tests", *([] if add else ["--ignore-slow-list"])]
+    status = subprocess.run([*coverage, "run", f"--rcfile={settings}", *words], cwd=ROOT, env=environment).returncode
     return subprocess.run([*coverage, "combine", f"--rcfile={settings}"], cwd=ROOT).returncode or status
 
 
@@ -143,10 +150,14 @@ def choose(
     return listed
 
 
-def written(listed: list[str], seconds: Mapping[str, float]) -> str:
-    """Return the text of the list, in which a function stands for its cases if all of them are listed."""
+def written(listed: list[str], seconds: Mapping[str, float], before: Set[str] = frozenset()) -> str:
+    """Return the text of the list: the names `before`, and `listed`.
+
+    A function stands for its cases if all that were measured are listed.
+    """
     cases, chosen = Counter(map(_function, seconds)), Counter(map(_function, listed))
     names = {_function(test) if chosen[_function(test)] == cases[_function(test)] else test for test in listed}
+    names |= {name for name in before if _function(name) not in names}
     return HEADING + "".join(f"{name}\n" for name in sorted(names))
 
 
@@ -178,10 +189,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["measure", "choose", "table"])
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument("--add", action="store_true", help="keep the tests that are listed, and look for more")
     options = parser.parse_args(arguments)
     folders = [folder.resolve() for folder in options.folders]
     if options.action == "measure":
-        return measure(folders[0])
+        return measure(folders[0], options.add)
     for folder in folders:
         if not (folder / "data").exists():
             parser.error(f"{folder} has no measurement: run `python -m reliability.slow_tests measure {folder}` first")
@@ -190,7 +202,8 @@ def main(arguments: list[str]) -> int:
         return 0
     seconds = seconds_of(folders[0])
     listed = choose(arcs_of(folders[0]), seconds)
-    LIST.write_text(written(listed, seconds), encoding="utf-8")
+    before = set(listed_tests()) if options.add else set()
+    LIST.write_text(written(listed, seconds, before), encoding="utf-8")
     moved, whole = sum(seconds[test] for test in listed), sum(seconds.values())
     print(f"{LIST}: {len(listed)} of {len(seconds)} tests, with {moved:.0f} of {whole:.0f} CPU seconds")
     return 0

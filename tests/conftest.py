@@ -21,7 +21,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + flags
 
 import jaxtyping  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
+import shape_checks  # noqa: E402
 
 # Modules whose annotations are checked, for array shapes. Modules that validate user input are left out, because their
 # error messages are tested.
@@ -43,7 +43,7 @@ NUMERICS = [
 ]
 NUMERICS += ["generate", "training._losses", "training._optimizers", "training._state", "training._step"]
 NUMERICS += [f"viz.{path.stem}" for path in pathlib.Path(__file__).parents[1].glob("transformer/viz/*.py")]
-_hook = install_import_hook([f"transformer.{name}" for name in NUMERICS], "beartype.beartype")
+shape_checks.install([f"transformer.{name}" for name in NUMERICS])
 
 import jax  # noqa: E402
 import program_budget  # noqa: E402
@@ -66,7 +66,9 @@ def pytest_addoption(parser):
         action="store_true",
         help="clear JAX's caches before each test, so that its number of programs does not depend on earlier tests",
     )
-    parser.addoption("--ignore-slow-list", action="store_true", help="treat the tests in slow_tests.txt as default tests")
+    parser.addoption(
+        "--ignore-slow-list", action="store_true", help="treat the tests in slow_tests.txt as default tests"
+    )
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in the random order of this seed")
 
 

@@ -82,6 +82,7 @@ def checkout(tmp_path):
     """A small project: one tested function, one that no test calls, and a test that never ends for one mutant."""
     for name, text in {
         "pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['.']\n",
+        "conftest.py": "def pytest_addoption(parser):\n    parser.addoption('--ignore-slow-list', action='count')\n",
         "transformer/__init__.py": "",
         "transformer/nn/__init__.py": "from transformer.nn._a import double\n",
         "transformer/nn/_a.py": "def double(x):\n    return 2 * x\n\n\ndef unused(x):\n    return x + 1\n",

@@ -14,6 +14,7 @@ multiplications of a training step). `sharding.with_logical_axes` passes the sam
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ def declare(axes: Mapping[str, str], *, role: Role = "hidden", int8: bool | None
             )
         parsed[end] = found
     _DECLARED.update(parsed)
+    end_of.cache_clear()
     return MappingProxyType(parsed)
 
 
@@ -104,6 +106,7 @@ def axes_of(path: str, ndim: int) -> ParameterAxes | None:
     return found if found is not None and ndim - len(found.names) in (0, 1) else None
 
 
+@functools.lru_cache(maxsize=65_536)
 def end_of(path: str) -> str | None:
     """Return the declared end that applies to a path: most components first, literal ends before wildcards.
 

@@ -7,6 +7,7 @@ attribute `kind` if there is one, otherwise the class name. Decoding follows the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -154,8 +155,13 @@ def _hint(cls: type, name: str) -> Any:
     if name in FORMER_TYPES and name in getattr(cls, "former_names", {}):
         return FORMER_TYPES[name]
     for part in getattr(cls, "former_names", {}).get(name, name).split("."):
-        cls = typing.get_type_hints(cls)[part]
+        cls = _hints(cls)[part]
     return cls
+
+
+@functools.cache
+def _hints(cls: type) -> Mapping[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _decode_union(arguments: tuple, value: Any, where: str) -> Any:
