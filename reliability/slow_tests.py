@@ -120,7 +120,7 @@ def seconds_of(folder: Path) -> dict[str, float]:
 
 
 def choose(
-    arcs: Mapping[Arc, Set[str]], seconds: Mapping[str, float], least: float = 0.25, most: float = 1.0
+    arcs: Mapping[Arc, Set[str]], seconds: Mapping[str, float], least: float = 0.25, most: float = 0.7
 ) -> list[str]:
     """Return the tests to list, costliest first. Without them, the other tests still execute all arcs.
 
@@ -141,6 +141,8 @@ def choose(
         if seconds[test] < least:
             break
         alone = cases[_function(test)] == 1
+        if not executed[test]:  # it checks the source, or another process: nothing to compare
+            continue
         if (alone and seconds[test] <= most) or any(remaining[arc] == 1 for arc in executed[test]):
             continue
         for arc in executed[test]:

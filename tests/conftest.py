@@ -69,11 +69,13 @@ def pytest_addoption(parser):
     parser.addoption(
         "--ignore-slow-list", action="store_true", help="treat the tests in slow_tests.txt as default tests"
     )
+    parser.addoption("--any-programs", action="store_true", help="do not limit the number of programs of a test")
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in the random order of this seed")
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(program_budget.ProgramBudget(config.getoption("fresh_programs")))
+    if not config.getoption("any_programs"):
+        config.pluginmanager.register(program_budget.ProgramBudget(config.getoption("fresh_programs")))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -84,7 +84,7 @@ def drawn_requests(count, grammars):
 @pytest.fixture(scope="module")
 def makers(parts):
     pytest.importorskip("llguidance")
-    return drawn_requests(18, Grammars(parts[2], parts[2].vocab_size))
+    return drawn_requests(15, Grammars(parts[2], parts[2].vocab_size))
 
 
 @pytest.fixture(scope="module")

@@ -102,8 +102,9 @@ def test_activations_are_copied_to_the_host():
 
 @pytest.mark.programs(10, reason="saving a state copies shards of each shape and sharding")
 @pytest.mark.parametrize(("saved", "target"), [("offloaded", "resident"), ("resident", "offloaded")])
-def test_a_checkpoint_does_not_depend_on_the_memory(saved, target, request, tmp_path):
-    (_, state, _), (placement, expected, _) = request.getfixturevalue(saved), request.getfixturevalue(target)
+def test_a_checkpoint_does_not_depend_on_the_memory(saved, target, offloaded, resident, tmp_path):
+    runs = {"offloaded": offloaded, "resident": resident}
+    (_, state, _), (placement, expected, _) = runs[saved], runs[target]
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(3, state, data={}, recipe={"name": "r"})
     with Checkpointer(tmp_path) as checkpointer:
