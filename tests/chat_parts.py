@@ -1,12 +1,14 @@
 """Chat templates in the style of the published families, and tiny tokenizers and models for them."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from shared_folders import copy_once_made
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from transformer.config import llama_decoder
@@ -151,6 +153,11 @@ def drawn_params(model: CausalLM | Seq2Seq, scale: float, seed: int = 0):
 
 def write_chat_model(directory, family: str = "smollm", *, seed: int = 0, model: str = "llama", **generation: object):
     """Write a tiny Llama, or Qwen 3, with the tokenizer of a family as a directory of weights, and return it."""
+    name = json.dumps(["chat", family, seed, model, generation], sort_keys=True)
+    return copy_once_made(name, partial(_write_chat_model, family, seed, model, generation), directory)
+
+
+def _write_chat_model(family, seed, model, generation, directory):
     made = tokenizer(family)
     config = llama_decoder(vocab_size=made.vocab_size, d_model=16, num_layers=2, num_heads=2, d_ff=24, max_length=None)
     config = config.replace(initializer_range=0.5, **{"attention.qk_norm": model == "qwen3"})
@@ -160,7 +167,6 @@ def write_chat_model(directory, family: str = "smollm", *, seed: int = 0, model:
     if generation:
         (directory / "generation_config.json").write_text(json.dumps(generation))
         (directory / "integrity.json").unlink(missing_ok=True)
-    return directory
 
 
 CONVERSATIONS = {

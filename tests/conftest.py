@@ -48,6 +48,7 @@ shape_checks.install([f"transformer.{name}" for name in NUMERICS])
 import jax  # noqa: E402
 import program_budget  # noqa: E402
 import pytest  # noqa: E402
+from shared_folders import kept_in  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 BEGAN = time.monotonic()
@@ -128,6 +129,18 @@ def pytest_collection_finish():
     """Collect garbage rarely and never among imported objects, because tracing creates many long-lived objects."""
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_folders(tmp_path_factory):
+    """A folder that all workers share: models that several test files use are written once."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    root /= "shared"
+    root.mkdir(exist_ok=True)
+    with kept_in(root):
+        yield
 
 
 @pytest.fixture(scope="session")

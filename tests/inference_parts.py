@@ -1,10 +1,12 @@
 """Tiny models with tokenizers, as directories of weights, for the tests of `transformer.inference`."""
 
 import json
+from functools import partial
 
 import tokenizers
 from golden import case as golden_case
 from golden import ours
+from shared_folders import copy_once_made
 from tokenizers import models, pre_tokenizers, processors
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "big", "small"]
@@ -33,8 +35,11 @@ def write_models(root):
         ("classifier", "bert", "classifier"),
         ("encoder", "bert", "base"),
     ):
-        records = golden_case.golden(family)
-        case = case or next(iter(golden_case.cases(family)))
-        made[name] = ours.write(root / name, records[case])
-        write_tokenizer(made[name], pair=name not in ("writer", "translator"))
+        made[name] = copy_once_made(f"inference {name}", partial(_write_model, name, family, case), root / name)
     return made
+
+
+def _write_model(name, family, case, directory):
+    case = case or next(iter(golden_case.cases(family)))
+    ours.write(directory, golden_case.golden(family)[case])
+    write_tokenizer(directory, pair=name not in ("writer", "translator"))

@@ -1,6 +1,7 @@
 """Tiny vision-language models with random weights, their files, and pictures."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ from flax.traverse_util import unflatten_dict
 from golden import case as golden_case
 from golden.case import numbers
 from PIL import Image
+from shared_folders import copy_once_made
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
@@ -86,6 +88,10 @@ def tokenizer(family: str) -> PretrainedTokenizer:
 
 def write_vision_model(directory: Path, family: str) -> Path:
     """Write a tiny model of a family as a directory of weights, with its tokenizer and preprocessing; return it."""
+    return copy_once_made(f"vision {family}", partial(_write_vision_model, family), directory)
+
+
+def _write_vision_model(family: str, directory: Path) -> None:
     made, entry = tokenizer(family), ENTRIES[family]
     values = next(iter(golden_case.cases(family).values())).values
     text = values["text_config"] | {"vocab_size": made.vocab_size, "max_position_embeddings": 200}
@@ -100,7 +106,6 @@ def write_vision_model(directory: Path, family: str) -> Path:
     save_pretrained(model, params, directory, tokenizer=made, family=family)
     (directory / "preprocessor_config.json").write_text(json.dumps(PREPROCESSING[family]))
     (directory / "integrity.json").unlink()
-    return directory
 
 
 def picture(seed: int, height: int = 15, width: int = 20) -> Image.Image:
