@@ -62,7 +62,7 @@ def test_works_of_one_process_take_turns_after_a_first_time_that_does_not_count(
 def test_a_worker_that_ends_early_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "broken_work.py").write_text("raise SystemExit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="broken_work ended with status 3; see its output above"):
+    with pytest.raises(RuntimeError, match=r"broken_work.*3"):
         Worker("broken_work")
 
 

@@ -101,7 +101,7 @@ def test_a_template_that_changes_a_marker_is_refused():
     for source in ("{{ messages[0].content|length }}", "{{ messages[0].content|tojson(ensure_ascii=true) }}"):
         made = ChatEncoder(ChatTemplate(source, "x.jinja"), tokenizer("smollm"))
         encode(made, user("Hello"))
-        with pytest.raises(ConfigError, match=r"message 0 contains '<\|im_end\|>', a marker .*, and x.jinja changes"):
+        with pytest.raises(ConfigError, match=r"0.*'<\|im_end\|>'.*,.*x.jinja"):
             encode(made, user("Hello <|im_end|>"))
 
 

@@ -76,24 +76,22 @@ class TestFiles:
         assert find_template(given).source == "a"
         assert find_template(given, tools=True).source == "b"
         assert find_template(given, "tool_use").source == "b"
-        with pytest.raises(ChatTemplateError, match=r"no chat template 'tool_us'. Did you mean 'tool_use'"):
+        with pytest.raises(ChatTemplateError, match=r"'tool_us'.*'tool_use'"):
             find_template(given, "tool_us")
         given = {"chat_template.jinja": b"c", "additional_chat_templates/tool_use.jinja": b"d"}
         assert (find_template(given).source, find_template(given, tools=True).source) == ("c", "d")
 
     @pytest.mark.parametrize("value", [3, [1], [{"name": "default"}], {"default": 1}, []])
     def test_another_value_is_refused(self, value):
-        with pytest.raises(
-            ChatTemplateError, match=r"chat_template in tokenizer_config.json must be a text, or a list"
-        ):
+        with pytest.raises(ChatTemplateError, match=r"chat_template.*tokenizer_config.json"):
             find_template({"tokenizer_config.json": json.dumps({"chat_template": value}).encode()})
 
     def test_no_template(self):
-        with pytest.raises(ChatTemplateError, match=r"some/dir has no chat template \(chat_template.jinja, chat_temp"):
+        with pytest.raises(ChatTemplateError, match=r"some/dir.*\(chat_template.jinja.*chat_temp"):
             find_template({}, place="some/dir")
 
     def test_bytes_that_are_no_text(self):
-        with pytest.raises(ChatTemplateError, match=r"chat_template.jinja is not UTF-8: byte 1"):
+        with pytest.raises(ChatTemplateError, match=r"chat_template.jinja.*UTF-8.*1"):
             find_template({"chat_template.jinja": b"a\xff"})
 
 
@@ -275,5 +273,5 @@ def test_a_template_gets_copies():
 
 def test_jinja_is_optional(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
-    with pytest.raises(ChatTemplateError, match=r"pip install 'transformer-zoo\[chat\]'"):
+    with pytest.raises(ChatTemplateError, match=r"'transformer-zoo\[chat\]'"):
         ChatTemplate("x")

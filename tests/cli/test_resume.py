@@ -37,7 +37,7 @@ def test_a_run_goes_on_with_its_recipe(run, capsys):
 
 
 def test_another_workdir_is_a_contradiction(run, tmp_path):
-    with pytest.raises(ConfigError, match=r"is the workdir of a run, .* Remove --workdir"):
+    with pytest.raises(ConfigError, match="--workdir"):
         main([str(run), "--workdir", str(tmp_path)])
     assert main([str(run), "--workdir", str(run)]) == 0
 

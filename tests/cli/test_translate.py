@@ -144,9 +144,9 @@ def test_no_more_than_a_chunk_is_read_ahead(weights):
     assert [one.number for one in next(chunks)] == [1, 2]
     assert read == [0, 1]
     assert [[one.number for one in chunk] for chunk in chunks] == [[3, 4], [5, 6], [7]]
-    with pytest.raises(ConfigError, match="chunk_lines must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match=r"chunk_lines.*1.*got 0"):
         translate_lines(opened, [], chunk_lines=0)
-    with pytest.raises(ValueError, match="max_new_tokens must be"):
+    with pytest.raises(ValueError, match="max_new_tokens"):
         next(translate_lines(opened, ["cat"], max_new_tokens=0))
 
 
@@ -224,9 +224,7 @@ def test_what_is_read_of_a_line_at_most(weights, trained, most):
     opened = dataclasses.replace(open_model(weights), context=trained)
     plain = opened.model.config.replace(position="sinusoidal", max_length=None, **{"embedding.source_max_length": None})
     opened = dataclasses.replace(opened, model=opened.model.clone(config=plain))
-    with pytest.warns(
-        UserWarning, match=rf"line 1 has 3002 tokens and is truncated to {most}, the value of max_source_tokens"
-    ):
+    with pytest.warns(UserWarning, match=rf"1.*3002.*{most}.*max_source_tokens"):
         [[line]] = translate_lines(opened, ["cat " * 3000])
     assert line.best[0].text.count("cat") == most - 2
 

@@ -292,14 +292,14 @@ def test_positions_are_resized_only_on_request():
     base = TINY.replace(**IMAGES | {"output.pooling": "mean", "position": "none", "input": plain})
     changed = base.replace(input=dataclasses.replace(plain, resize_positions=True))
     assert program(VisionClassifier, base) != program(VisionClassifier, changed)
-    with pytest.raises(ConfigError, match="needs class_token=False, registers=0 and drop_remainder=False"):
+    with pytest.raises(ConfigError, match=r"class_token=False.*registers=0.*drop_remainder=False"):
         Patches(image_height=6, image_width=4, patch_size=2, resize_positions=True)
-    with pytest.raises(ConfigError, match=r"got position='learned' in addition\. Set position='none'"):
+    with pytest.raises(ConfigError, match=r"got position='learned'.*position='none'"):
         program(VisionClassifier, changed.replace(position="learned", max_length=6))
 
 
 def test_pixels_that_fill_no_patch_are_dropped_only_on_request():
-    with pytest.raises(ConfigError, match=r"image_height \(7\) must be a multiple of patch_size"):
+    with pytest.raises(ConfigError, match=r"image_height \(7\).*patch_size"):
         Patches(image_height=7, image_width=4, patch_size=2)
     patches = Patches(image_height=7, image_width=5, patch_size=2, drop_remainder=True)
     assert patches.count == 6
@@ -443,16 +443,16 @@ def test_sections_are_checked(fields, message):
 
 
 def test_image_tokens_are_checked():
-    with pytest.raises(ConfigError, match=r"unused_layers \(2\) must be below num_layers \(2\)"):
+    with pytest.raises(ConfigError, match=r"unused_layers \(2\).*num_layers \(2\)"):
         dataclasses.replace(BETWEEN, unused_layers=2)
     with pytest.raises(ConfigError, match=r"pool \(3\) must divide the 2 rows and 2 columns"):
         dataclasses.replace(BETWEEN, pool=3)
 
 
 def test_images_without_a_projection_need_the_common_size():
-    with pytest.raises(ConfigError, match=r"features \(5\) must be d_model of the images \(8\)"):
+    with pytest.raises(ConfigError, match=r"\(5\).*d_model.*\(8\)"):
         dataclasses.replace(DUAL, features=5, projections="text")
-    with pytest.raises(ConfigError, match="a DualEncoder needs input=Images"):
+    with pytest.raises(ConfigError, match=r"DualEncoder.*input=Images"):
         _ = TINY.image_encoder
 
 

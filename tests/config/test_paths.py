@@ -67,10 +67,10 @@ OLD = pytest.mark.filterwarnings("ignore:.*The former name works")
 @pytest.mark.parametrize("name", FORMER)
 def test_every_former_name_sets_the_field_that_replaces_it(name):
     path = TransformerConfig.former_names[name]
-    with pytest.warns(DeprecationWarning, match=f"{name!r} is now {path!r}. The former name works for one release"):
+    with pytest.warns(DeprecationWarning, match=rf"{name!r}.*{path!r}"):
         config = CONFIG.replace(**{"position": "rotary", "t5_bias.max_distance": 700} | {name: FORMER[name]})
     assert get_path(config, path) == FORMER[name] != get_path(CONFIG, path)
-    with pytest.warns(DeprecationWarning, match=f"{name!r} is now"):
+    with pytest.warns(DeprecationWarning, match=f"{name!r}"):
         assert getattr(config, name) == FORMER[name]
 
 
@@ -137,7 +137,7 @@ def test_an_impossible_path_says_what_there_is(changes, message):
 
 
 def test_an_unknown_keyword_is_an_error_that_names_the_nearest():
-    with pytest.raises(TypeError, match=r"no field 'norm_epsilom'. Did you mean 'norm_epsilon'\?"):
+    with pytest.raises(TypeError, match=r"'norm_epsilom'.*'norm_epsilon'\?"):
         TransformerConfig(norm_epsilom=1e-5)
 
 
@@ -166,13 +166,13 @@ def test_a_file_of_an_earlier_version_is_read_without_a_warning():
 
 def test_a_former_flag_sets_the_field_and_names_the_new_flag():
     recipe = tiny_recipe(model={"position": "rotary"})
-    with pytest.warns(FutureWarning, match=r"--model.rotary-base is now --model.rotary.base. The former name works"):
+    with pytest.warns(FutureWarning, match=r"--model.rotary-base.*--model.rotary.base"):
         changed = override(recipe, ["--model.rotary-base", "7.0"], program="train.py")
     assert changed.model.rotary.base == 7.0
     assert override(recipe, ["--model.rotary.base=9.0"], program="train.py").model.rotary.base == 9.0
     pictures = dataclasses.replace(
         recipe, model=CONFIG.replace(input=Patches(image_height=4, image_width=4, patch_size=2))
     )
-    with pytest.warns(FutureWarning, match=r"--model.patches.patch-size is now --model.input.patch-size"):
+    with pytest.warns(FutureWarning, match=r"--model.patches.patch-size.*--model.input.patch-size"):
         changed = override(pictures, ["--model.patches.patch-size=4"], program="train.py")
     assert changed.model.patches.patch_size == 4

@@ -58,9 +58,7 @@ def test_a_recipe_builds_on_others_wherever_they_are(configs, tmp_path, monkeypa
     (elsewhere / "near.py").write_text("NAME = 'changed'\n")
     assert load_recipe_file(mine)[0].name == "changed"
     mine.write_text("from configs.number_word import get_config\n")
-    with pytest.raises(
-        ConfigError, match=r"mine.py can't be run: ModuleNotFoundError: No module named 'configs.number"
-    ):
+    with pytest.raises(ConfigError, match=r"mine.py.*ModuleNotFoundError.*'configs.number"):
         load_recipe_file(mine)
 
 
@@ -75,9 +73,7 @@ def test_a_local_recipe_replaces_a_bundled_one(configs, monkeypatch):
 
 
 def test_an_unknown_recipe_names_the_nearest(configs):
-    with pytest.raises(
-        ConfigError, match=r"there is no recipe 'configs/on.py'. Did you mean 'one'\? Available recipes: one"
-    ):
+    with pytest.raises(ConfigError, match=r"'configs/on.py'.*'one'\?"):
         find_recipe("configs/on.py", configs)
 
 

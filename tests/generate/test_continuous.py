@@ -67,7 +67,7 @@ def test_numbers_that_are_not_finite_are_named():
     (table,) = jax.tree.leaves(broken["embedding"])
     table[7] = np.nan
     rows = [row for row in PROMPTS if 7 not in row][:2] + [[7]]
-    with pytest.raises(ValueError, match=r"row \d are not finite at position \d+ .*embedding/embedding"):
+    with pytest.raises(ValueError, match=r"\d+.*embedding/embedding"):
         generate(MODEL, broken, rows, max_new_tokens=5, slots=1)
 
 
@@ -78,7 +78,7 @@ def test_rejects_what_slots_are_not_for():
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=2, slots=2, draft=Draft(model=MODEL, params=PARAMS))
     seq2seq = Seq2Seq(CONFIG)
     params = drawn_params(seq2seq, 0.4)
-    with pytest.raises(ValueError, match=r"slots needs a CausalLM, got a Seq2Seq. Use beam_search_all"):
+    with pytest.raises(ValueError, match=r"CausalLM.*Seq2Seq.*beam_search_all"):
         generate(seq2seq, params, bos_id=1, sources=[[1], [2]], max_new_tokens=2, slots=1)
 
 

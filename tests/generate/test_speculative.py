@@ -86,7 +86,7 @@ def test_a_row_is_what_it_is_alone():
 def test_numbers_that_are_not_finite_are_named():
     broken = jax.tree.map(lambda leaf: leaf, PARAMS)
     broken["decoder"]["final_norm"]["scale"] = broken["decoder"]["final_norm"]["scale"] * np.float32(np.nan)
-    with pytest.raises(ValueError, match=r"row 0 are not finite at position 3 .*decoder/final_norm/scale"):
+    with pytest.raises(ValueError, match=r"0.*3.*decoder/final_norm/scale"):
         generate(MODEL, broken, PROMPTS, max_new_tokens=4, draft=OTHER)
     # A draft whose proposals are always wrong is no error.
     hopeless = Draft(model=MODEL, params=broken)
@@ -98,7 +98,7 @@ def test_rejects_a_draft_that_does_not_fit():
     other = Draft(model=lm(0, vocab_size=12)[0], params=lm(0, vocab_size=12)[1])
     with pytest.raises(
         ValueError,
-        match=r"the vocabulary of the model \(11 tokens\), got .* 12 tokens. Use a draft",
+        match=r"\(11 tokens\).*12",
     ):
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, draft=other)
     short = learned(8)
@@ -106,9 +106,9 @@ def test_rejects_a_draft_that_does_not_fit():
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, draft=short)
     seq2seq = Seq2Seq(MODEL.config)
     params = drawn_params(seq2seq, 0.4)
-    with pytest.raises(ValueError, match=r"draft is only supported for a CausalLM, got a Seq2Seq. Remove draft"):
+    with pytest.raises(ValueError, match=r"CausalLM.*Seq2Seq"):
         generate(seq2seq, params, bos_id=1, sources=[[1]], max_new_tokens=4, draft=OTHER)
-    with pytest.raises(ConfigError, match="a draft must be a CausalLM, got a Seq2Seq"):
+    with pytest.raises(ConfigError, match=r"CausalLM.*Seq2Seq"):
         Draft(model=seq2seq, params=params)
     with pytest.raises(ConfigError, match="tokens of a draft must be an integer of at least 1, got 0"):
         Draft(model=MODEL, params=PARAMS, tokens=0)

@@ -147,7 +147,7 @@ def test_a_text_is_not_continued_after_another_was_started(rotary):
     next(first)
     second = stream.generate(PROMPTS[1], max_new_tokens=30, sampling=GREEDY)
     started = next(second).tokens
-    with pytest.raises(RuntimeError, match="another one was started with the same TokenStream"):
+    with pytest.raises(RuntimeError, match="TokenStream"):
         next(first)
     rest, _ = joined(second)
     assert [*started, *rest] == generate(*rotary, [PROMPTS[1]], max_new_tokens=30, sampling=GREEDY)[0]
@@ -203,7 +203,7 @@ def test_arguments_are_checked_before_the_first_piece(rotary):
     translator = Seq2Seq(BASE)
     ids = jnp.zeros((1, 2), jnp.int32)
     params = jax.eval_shape(lambda: translator.init(jax.random.key(0), ids, ids))["params"]
-    with pytest.raises(ValueError, match="TokenStream needs a CausalLM, got a Seq2Seq"):
+    with pytest.raises(ValueError, match=r"TokenStream.*CausalLM.*Seq2Seq"):
         TokenStream(translator, params)
 
 
@@ -212,5 +212,5 @@ def test_numbers_that_are_not_finite(rotary):
     broken = jax.tree.map(lambda leaf: leaf, params)
     broken["output"] = {"kernel": np.copy(broken["output"]["kernel"])}
     broken["output"]["kernel"][0, 0] = np.nan
-    with pytest.raises(ValueError, match=r"not finite at position 5 .*output/kernel holds NaN"):
+    with pytest.raises(ValueError, match=r"5.*output/kernel.*NaN"):
         joined(TokenStream(model, broken).generate(PROMPTS[0], max_new_tokens=5))

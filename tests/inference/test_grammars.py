@@ -228,12 +228,12 @@ def test_tokenizers_that_have_no_bytes():
 
 def test_a_missing_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ModuleNotFoundError, match=r"Install it: pip install 'transformer-zoo\[serve\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"'transformer-zoo\[serve\]'"):
         Grammars(TOKENIZERS["byte"])
 
 
 def test_constraints_that_do_not_fit_the_call(stream, of_bytes):
-    with pytest.raises(ValueError, match=r"eos_id must be None with a constraint.*got \[2\]"):
+    with pytest.raises(ValueError, match=r"eos_id.*got \[2\]"):
         stream.generate([5], max_new_tokens=2, eos_id=2, constraint=of_bytes.regex("a"))
     with pytest.raises(ValueError, match="for 259 token ids, but the model has 301"):
         stream.generate([5], max_new_tokens=2, constraint=Grammars(TOKENIZERS["byte"]).regex("a"))

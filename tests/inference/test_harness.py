@@ -257,7 +257,7 @@ class TestCommand:
     def test_harness_not_installed(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "lm_eval", None)
         monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
-        with pytest.raises(ConfigError, match=r"not installed.*pip install 'transformer-zoo\[evaluate\]'"):
+        with pytest.raises(ConfigError, match=r"'transformer-zoo\[evaluate\]'"):
             main(["nowhere", "--tasks", "a"])
 
     @pytest.mark.slow
@@ -272,7 +272,7 @@ class TestCommand:
         assert values["n-samples"]["choices"]["effective"] == 3
         main([directory, "--tasks", "choices,texts", *common])
         assert f"{values['results']['texts']['bits_per_byte,none']:.4f}" in capsys.readouterr().out
-        with pytest.raises(ConfigError, match=r"has no task 'choice'.*Did you mean 'choices'"):
+        with pytest.raises(ConfigError, match=r"'choice'.*'choices'"):
             main([directory, "--tasks", "choice", *common])
 
 

@@ -51,14 +51,14 @@ def test_line_breaks_around_an_image_join_those_of_the_text(opened):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_number_of_images_is_that_of_the_markers(opened, family):
     name = marker(family)
-    with pytest.raises(ConfigError, match=rf"2 image markers \({re.escape(name)}\), but 1 images are given"):
+    with pytest.raises(ConfigError, match=rf"2.*\({re.escape(name)}\).*1"):
         encode_with_images(opened[family], f"{name}{name}A", [picture(1)])
     with pytest.raises(ConfigError, match=r"1 image markers .* but 0 images"):
         encode_with_images(opened[family], f"{name}A", [])
 
 
 def test_other_special_tokens_in_a_prompt_are_refused(opened):
-    with pytest.raises(ConfigError, match="contains '<end_of_image>', the name of a special token"):
+    with pytest.raises(ConfigError, match="'<end_of_image>'"):
         encode_with_images(opened["gemma3"], "A <end_of_image>", [picture(1)])
 
 
@@ -135,7 +135,7 @@ def test_images_of_a_conversation_are_checked(opened):
     one = opened["llava"]
     chat = Chat(one.model, one.params, one.tokenizer, images=image_prompts(one), template="{{ messages[0]['role'] }}")
     content = [{"type": "image", "image": picture(1)}]
-    with pytest.raises(ConfigError, match=r"0 image markers \(<image>\), but 1 images"):
+    with pytest.raises(ConfigError, match=r"0.*\(<image>\).*1"):
         chat.encode([{"role": "user", "content": content}])
     with pytest.raises(ConfigError, match="a part of type image must be"):
         chat.encode([{"role": "user", "content": [{"type": "image"}]}])

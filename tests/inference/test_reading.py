@@ -160,7 +160,7 @@ class TestEmbed:
     def test_a_context_that_can_t_be(self, tmp_path, length):
         record = golden_case.golden("llama")["lm"]
         fields = record["config"] | {"max_position_embeddings": length}
-        with pytest.raises(ValueError, match=f"max_position_embeddings in .* at least 1, got {length!r}"):
+        with pytest.raises(ValueError, match=rf"max_position_embeddings.*1.*got {length!r}"):
             open_model(ours.write(tmp_path / "odd", record | {"config": fields}))
 
 
@@ -338,7 +338,7 @@ class TestConvert:
         params = jax.tree.map(lambda leaf: leaf, opened.params)
         params["embedding"]["embedding"] = jnp.asarray(np.asarray(params["embedding"]["embedding"]) * np.float32(1e6))
         opened = dataclasses.replace(opened, params=params)
-        with pytest.raises(ValueError, match="values of embedding/embedding are outside the range of float16"):
+        with pytest.raises(ValueError, match=r"embedding/embedding.*float16"):
             export(opened, directories["encoder"].with_name("narrow"), dtype="float16")
         assert not directories["encoder"].with_name("narrow").exists()
 
@@ -364,7 +364,7 @@ def test_numbers_that_are_not_finite_are_no_result(directories, name, use):
     opened = dataclasses.replace(
         opened, params=jax.tree.map(lambda leaf: np.full(leaf.shape, np.inf, leaf.dtype), opened.params)
     )
-    with pytest.raises(ValueError, match=r"numbers of text 0 that are not finite: .* are float32"):
+    with pytest.raises(ValueError, match=r"0.*float32"):
         use(opened, [SHORT])
 
 

@@ -133,7 +133,7 @@ def test_a_model_for_one_language(tmp_path):
 
 
 def test_an_unknown_language(opened):
-    with pytest.raises(ValueError, match=r"language must be one of de, en, es, got 'english'"):
+    with pytest.raises(ValueError, match="got 'english'"):
         transcribe(opened, speech_parts.sound(0.4), TranscriptionOptions(language="english"))
 
 

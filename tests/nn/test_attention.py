@@ -240,7 +240,7 @@ def test_biases_are_where_they_are_said_to_be():
     assert sorted(biased(biases=("query", "value"), use_bias=False)) == ["query", "value"]
     assert biased(biases=(), use_bias=True) == []
     assert sorted(biased()) == ["key", "out", "query", "value"]
-    with pytest.raises(ValueError, match="biases must be names among query, key, value and out, got 'keys'"):
+    with pytest.raises(ValueError, match="got 'keys'"):
         biased(biases=("keys",))
 
 
@@ -383,7 +383,7 @@ def test_cross_attention_reads_what_its_cache_holds():
 
 
 def test_a_width_that_does_not_divide_says_what_to_give():
-    with pytest.raises(ValueError, match=r"width of x \(13\) must be a multiple of num_heads \(6\) .* Pass head_dim"):
+    with pytest.raises(ValueError, match=r"\(13\).*num_heads \(6\).*head_dim"):
         jax.eval_shape(MultiHeadAttention(num_heads=6).init, jax.random.key(0), X)
 
 
@@ -392,5 +392,5 @@ def test_a_cache_of_self_attention_is_refused_beside_a_context():
         cache = KVCache.create(1, 4, 2, 4, 4, jnp.float32)
         return MultiHeadAttention(num_heads=2).init(key, x, x, cache=cache)
 
-    with pytest.raises(ValueError, match="a KVCache is for self-attention, but a context is given"):
+    with pytest.raises(ValueError, match="KVCache"):
         jax.eval_shape(start, jax.random.key(0), zeros(1, 3, 8))

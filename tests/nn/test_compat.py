@@ -212,7 +212,7 @@ def test_kernels_that_never_hold_all_weights_give_the_same():
 def test_a_mask_by_structure_is_refused_while_decoding():
     ours = compat.MultiHeadDotProductAttention(3, decode=True)
     variables = random_params(ours, X)
-    with pytest.raises(ValueError, match=r"with decode=True mask must be an array .* got a Mask\. Leave"):
+    with pytest.raises(ValueError, match="decode=True"):
         jax.eval_shape(
             lambda variables, x: ours.apply(variables, x[:, :1], mask=Mask.causal(), mutable="cache"), variables, X
         )
@@ -269,7 +269,7 @@ def test_flax_module_with_our_function_asks_for_a_boolean_mask_inside_jit():
     # A mask of numbers is accepted where its values are known: here it is a constant of the program.
     got, expected = jax.jit(lambda params: [one.apply(params, X, mask=causal) for one in (ours, theirs)])(params)
     np.testing.assert_allclose(got, expected, atol=1e-5)
-    with pytest.raises(ValueError, match=r"boolean \(True attends\) inside jit, .* got float32 .* mask.astype\(bool\)"):
+    with pytest.raises(ValueError, match=r"\(True attends\).*got float32.*mask.astype\(bool\)"):
         jax.jit(lambda x: ours.apply(params, x, mask=nn.make_causal_mask(x[..., 0])))(X)
 
 
@@ -285,5 +285,5 @@ def test_broadcast_dropout_drops_the_same_weights_in_all_rows_and_heads(implemen
     np.testing.assert_array_equal(kept, np.broadcast_to(kept[:1, :, :1], kept.shape))
     assert 0.68 < kept[0, :, 0].mean() < 0.72
     assert (alone[0] != alone[1]).any()
-    with pytest.raises(ValueError, match="dropout_rng is another name of dropout_key: pass only one"):
+    with pytest.raises(ValueError, match=r"dropout_rng.*dropout_key"):
         jax.eval_shape(lambda ones, value: attend(ones, ones, value, dropout_rng=KEY), ones, value)

@@ -199,9 +199,7 @@ def test_a_mesh_without_rules_gets_an_error():
 
 
 def test_an_unknown_name():
-    with pytest.raises(
-        ConfigError, match=r"experts must be one of auto, blockwise, ragged, megablox, got 'raged'. Did"
-    ):
+    with pytest.raises(ConfigError, match="got 'raged'"):
         Execution(experts="raged")
 
 

@@ -192,9 +192,9 @@ def test_rejects_what_can_not_be_quantized():
         (4, lambda array: quantized_int4(array, -1)),
     ):
         small = jax.jit(lambda params, one=quantize_one: jax.tree.map(one, params))(params)
-        with pytest.raises(ValueError, match=rf"embedding/embedding is already quantized to {bits} bits"):
+        with pytest.raises(ValueError, match=rf"embedding/embedding.*{bits}"):
             quantize(small)
-    with pytest.raises(ValueError, match=r"no parameter matches a rule: x/kernel\. Pass rules"):
+    with pytest.raises(ValueError, match="x/kernel"):
         quantize(params, [Rule(pattern="x/kernel", inputs=(-1,)), Rule(pattern="embedding", inputs=(-1,))])
-    with pytest.raises(ValueError, match=r"bits must be 4 or 8, and group_size one of 32, 64, 128; got 4 and 16"):
+    with pytest.raises(ValueError, match=r"4.*8.*group_size.*32.*64.*128.*got 4.*16"):
         quantize(params, bits=4, group_size=16)

@@ -110,7 +110,7 @@ class TestPool:
         np.testing.assert_array_equal(copied.pages, expected)
 
     def test_sizes_below_one(self):
-        with pytest.raises(ValueError, match="page_size of a paged cache must be at least 1, got 0"):
+        with pytest.raises(ValueError, match=r"page_size.*1.*got 0"):
             paged_cache(None, rows=1, pages_per_row=1, num_pages=1, page_size=0)
 
 
@@ -291,7 +291,7 @@ class TestKernel:
     )
     def test_what_it_can_not_do(self, options, change, why):
         cache = pool(**{"lanes": 128, "heads": (2, 64, 64)} | change)
-        with pytest.raises(ConfigError, match=f"the ragged_paged attention kernel can't {why}.*Use auto"):
+        with pytest.raises(ConfigError, match=rf"ragged_paged.*{why}"):
             choose_paged(RAGGED_PAGED, spec(**options), cache)
         with computing_on("tpu", "TPU v5 lite"):
             assert choose_paged("auto", spec(**options), cache) == GATHER_PAGES
@@ -370,7 +370,7 @@ class TestPageBlocks:
     )
     def test_what_it_can_not_do(self, heads, options, why):
         cache = pool(lanes=1, heads=heads)
-        with pytest.raises(ConfigError, match=f"the page_blocks attention kernel can't {why}"):
+        with pytest.raises(ConfigError, match=rf"page_blocks.*{why}"):
             choose_paged(PAGE_BLOCKS, spec(**options), cache)
         assert choose_paged("auto", spec(**options), cache) == GATHER_PAGES
 

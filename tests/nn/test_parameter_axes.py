@@ -113,14 +113,14 @@ def test_the_longest_end_counts():
 
 @pytest.mark.parametrize("text", ["", "->", "embed ->", "a: b", ": a -> b", "-> a"])
 def test_axes_that_can_not_be_parsed_are_an_error(text):
-    with pytest.raises(ValueError, match=r"axes must be like 'embed -> heads _', .* got "):
+    with pytest.raises(ValueError, match=r"'embed ->.*_'"):
         declare({"test/kernel": text})
     assert "test/kernel" not in declared()
 
 
 def test_two_declarations_must_agree():
     declare({"query/kernel": "embed -> heads _"})
-    with pytest.raises(ValueError, match=r"axes of 'query/kernel' are declared as 'heads -> embed', but also as"):
+    with pytest.raises(ValueError, match=r"'query/kernel'.*'heads -> embed'"):
         declare({"query/kernel": "heads -> embed"})
 
 

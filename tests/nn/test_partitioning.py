@@ -70,7 +70,7 @@ def test_kinds_of_devices_name_their_platform():
 
 
 def test_names_are_checked():
-    with pytest.raises(ValueError, match=r"unknown logical axis 'bach': use one of batch"):
+    with pytest.raises(ValueError, match="'bach'"):
         constrain(jnp.ones(2), "bach")
     with pytest.raises(ValueError, match=r"one name per axis: got 1 names for an array of shape \(2, 3\)"):
         constrain(jnp.ones((2, 3)), "batch")

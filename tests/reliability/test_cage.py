@@ -55,7 +55,7 @@ def test_what_a_reader_must_not_do(fuzz: Fuzz, outside: Path, offence, message):
         if not (folder / "link").is_symlink():
             (folder / "link").symlink_to(outside)
 
-    with pytest.raises(AssertionError, match=rf"opened or done outside of .*({message})"):
+    with pytest.raises(AssertionError, match=rf"({message})"):
         fuzz("test", 1, ONE, lambda folder, value: offence(folder, outside), put=put)
 
 

@@ -175,7 +175,7 @@ def test_a_failure_ends_the_run_without_an_answer(model, tmp_path, monkeypatch):
     made.start()
     requests, _ = read_batch(write_lines(tmp_path / "requests.jsonl", [line("a", prompt="a"), line("b", prompt="b")]))
     answers = []
-    with pytest.raises(RuntimeError, match=r"has failed \(ZeroDivisionError\)\. Run the command again"):
+    with pytest.raises(RuntimeError, match=r"\(ZeroDivisionError\)"):
         answer_batch(made, requests, answers.append, at_once=2)
     assert answers == []
     made.close()
@@ -184,7 +184,7 @@ def test_a_failure_ends_the_run_without_an_answer(model, tmp_path, monkeypatch):
 def test_the_file_of_answers_is_protected(model, tmp_path, capsys):
     requests = write_lines(tmp_path / "requests.jsonl", [line("a", prompt="a")])
     before = requests.read_bytes()
-    with pytest.raises(ConfigError, match=r"requests.jsonl, line 1: expected an answer with custom_id, response"):
+    with pytest.raises(ConfigError, match=r"requests.jsonl.*1.*custom_id"):
         Answers(requests)
     assert main(["batch", str(model), str(requests), "--output", str(requests)]) == 2
     assert requests.read_bytes() == before

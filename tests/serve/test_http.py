@@ -99,7 +99,7 @@ def test_models(client):
     (card,) = client.models.list().data
     assert card.id == "tiny"
     assert client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="has the model 'tiny'"):
+    with pytest.raises(openai.NotFoundError, match="'tiny'"):
         client.models.retrieve("other")
 
 

@@ -136,7 +136,7 @@ def test_rejects_what_a_mesh_is_not_for(dense, monkeypatch):
             Placement(model, SimpleNamespace(devices=np.array(devices), shape={"tensor": 2}))
     with pytest.raises(ConfigError, match="shards a model over tensor and expert only, got fsdp 2"):
         Placement(model, make_mesh({"fsdp": 2}, jax.devices()[:2]))
-    with pytest.raises(ConfigError, match=r"model.num_heads \(2\) must be a multiple of parallel.tensor \(4\)"):
+    with pytest.raises(ConfigError, match=r"model.num_heads \(2\).*parallel.tensor \(4\)"):
         Engine(*dense, mesh=mesh_of(tensor=4))
     encoded = quantized_shapes(params, bits=8, group_size=32)
     with pytest.raises(ConfigError, match="quantized weights are not sharded over a mesh"):

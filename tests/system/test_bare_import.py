@@ -129,7 +129,7 @@ def test_every_public_name_is_found():
     assert sorted(homes) == transformer.__all__
     assert all(getattr(transformer, name) is getattr(room, name) for name, room in homes.items())
     assert set(transformer.__all__) <= set(dir(transformer))
-    with pytest.raises(AttributeError, match="module 'transformer' has no attribute 'CausalML'"):
+    with pytest.raises(AttributeError, match=r"'transformer'.*'CausalML'"):
         transformer.CausalML  # noqa: B018
 
 

@@ -143,7 +143,7 @@ def test_llama_1b_is_llama_3_2_and_trains_whole_and_by_low_rank_updates(tmp_path
     whole = dataclasses.replace(with_vocabulary(recipe_of("llama_1b"), 128_256), lora=None)
     assert count_parameters(abstract_state(whole).params) == LLAMA.variants["llama-3.2-1b"].parameters
     kv_heads = "--model.num-kv-heads=2"
-    with pytest.raises(ConfigError, match=r"lora updates a pretrained model, .* Pass one with --init DIR"):
+    with pytest.raises(ConfigError, match="--init DIR"):
         train(tiny("llama_1b", tmp_path, kv_heads), tmp_path / "none")
     first = tmp_path / "whole"
     assert train(tiny("llama_1b", tmp_path, kv_heads, "--lora", "None"), first).step == 4
@@ -158,5 +158,5 @@ def test_lora_is_turned_off_by_none():
     recipe = recipe_of("llama_1b")
     assert override(recipe, ["--training.steps", "7", "--lora", "None"], program="x").lora is None
     assert override(recipe, ["--lora.rank", "7"], program="x").lora.targets == recipe.lora.targets
-    with pytest.raises(ConfigError, match=r"--lora None turns LoRA off, but"):
+    with pytest.raises(ConfigError, match=r"--lora.*LoRA"):
         override(recipe, ["--lora.rank", "7", "--lora", "None"], program="x")

@@ -41,7 +41,7 @@ def workdir(finished, tmp_path):
 def test_changes_are_reported_used_and_recorded(folder, workdir, capsys):
     changed = {"optimizer": {"learning_rate": 0.25, "schedule": "constant"}, "training": {"steps": 15}}
     recipe = recipe_of(folder, **changed, data={"batch_size": 6}, logging={"every": 1})
-    with pytest.raises(WorkdirError, match=r"Pass --allow-change \(in Python: allow_change=True\) to resume"):
+    with pytest.raises(WorkdirError, match=r"--allow-change \(in.*allow_change=True\)"):
         train(recipe, workdir)
     assert train(recipe, workdir, allow_change=True).step == 15
     said = capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_a_run_that_ended_before_its_next_checkpoint_says_how_to_resume(folder, 
         patch.setattr("transformer.training._loop._Training.run", end)
         with pytest.raises(KeyboardInterrupt):
             train(recipe, workdir, allow_change=True)
-    with pytest.raises(WorkdirError, match=r"recipe\.json was changed: .*learning_rate.* Pass --allow-change"):
+    with pytest.raises(WorkdirError, match=r"recipe\.json.*learning_rate.*--allow-change"):
         train(recipe, workdir)
     assert train(recipe, workdir, allow_change=True).step == 15
 
@@ -92,7 +92,7 @@ def test_shapes_and_the_order_of_the_data_stay_refused_by_name(groups, named, fo
 
 def test_the_message_names_what_the_flag_would_accept(folder, workdir):
     recipe = recipe_of(folder, model={"d_ff": 7}, optimizer={"learning_rate": 0.5})
-    with pytest.raises(WorkdirError, match=r"Of these, --allow-change accepts only optimizer\.learning_rate\."):
+    with pytest.raises(WorkdirError, match=r"--allow-change.*optimizer\.learning_rate"):
         train(recipe, workdir)
     with pytest.raises(WorkdirError) as caught:
         train(recipe_of(folder, model={"d_ff": 7}), workdir)

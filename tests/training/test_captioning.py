@@ -142,7 +142,7 @@ def test_eight_devices_compute_the_losses_of_one(dataset):
 def test_a_mesh_must_divide_the_encoder_of_images(dataset):
     recipe = decided(captioning_recipe(parallel={"devices": 8, "tensor": 4}), dataset)
     images = dataclasses.replace(recipe.model.image_tokens, num_heads=2)
-    with pytest.raises(ConfigError, match=r"model.input.num_heads \(2\) must be a multiple of parallel.tensor"):
+    with pytest.raises(ConfigError, match=r"model.input.num_heads \(2\).*parallel.tensor"):
         place(change(recipe, model={"input": images}))
 
 
@@ -205,15 +205,11 @@ def test_options_that_the_task_can_not_use_are_errors(groups, message):
 def test_what_the_data_contradicts_is_an_error(dataset, tmp_path):
     recipe = captioning_recipe()
     images = dataclasses.replace(recipe.model.image_tokens, token_id=2)
-    with pytest.raises(
-        ConfigError, match=r"model.input.token_id is 2, but the image token of the tokenizer has the id"
-    ):
+    with pytest.raises(ConfigError, match=r"model.input.token_id.*2"):
         decided(change(recipe, model={"input": images}), dataset)
-    with pytest.raises(ConfigError, match=r"model.input must match the data, but has image_height 32 \(data: 40\)"):
+    with pytest.raises(ConfigError, match=r"model.input.*image_height 32 \(data.*40\)"):
         train(change(recipe, data={"image_size": 40}), tmp_path)
-    with pytest.raises(
-        ValueError, match=r"max_length \(5\) has no room for a caption: the image and the prompt have 5"
-    ):
+    with pytest.raises(ValueError, match=r"max_length \(5\).*5"):
         prepare(ShapesCaptions(**DATA | {"max_length": 5}))
-    with pytest.raises(ConfigError, match=r"input.token_id is not set"):
+    with pytest.raises(ConfigError, match=r"input.token_id"):
         VisionLanguageModel(recipe.model.replace(vocab_size=9)).init(jax.random.key(0), np.zeros((1, 1), int))

@@ -151,7 +151,7 @@ def test_a_damaged_newer_one_does_not_push_out_the_good_ones(tmp_path):
         checkpointer.save(25, make_state(25))
         checkpointer.wait()
         assert 25 in checkpointer.steps()
-        with pytest.warns(CheckpointWarning, match=r"30 existed before this save; renamed it to .*30\.invalid"):
+        with pytest.warns(CheckpointWarning, match=r"30.*30\.invalid"):
             checkpointer.save(30, make_state(31))
         checkpointer.wait()
         same_bits(checkpointer.restore_newest(abstract(make_state())).state, make_state(31))
@@ -337,7 +337,7 @@ def test_all_differences_from_the_model_are_in_one_error(tmp_path):
 def test_nothing_is_cast(tmp_path, dtype):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": jax.device_put(np.full(3, 300.7, np.float32))})
-        with pytest.raises(CheckpointError, match=r"x: float32\[3\] in the checkpoint, expected"):
+        with pytest.raises(CheckpointError, match=r"float32\[3\]"):
             checkpointer.restore_newest({"x": jax.ShapeDtypeStruct((3,), dtype)})
 
 
@@ -345,7 +345,7 @@ def test_float64_is_not_halved_on_the_way(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": np.full(3, 0.1)})
         assert checkpointer.restore_newest({"x": np.zeros(3)}).state["x"].dtype == np.float64
-        with pytest.raises(ValueError, match="x is float64, which JAX would truncate to float32"):
+        with pytest.raises(ValueError, match=r"float64.*JAX.*float32"):
             checkpointer.restore_newest({"x": jax.ShapeDtypeStruct((3,), np.float64)})
 
 
@@ -364,9 +364,7 @@ def test_params_alone(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"No checkpoint of step 4 .* Available steps: 1, 2, 3"):
         load_params(tmp_path, step=4)
     flip(largest(directory(tmp_path, 2)))
-    with pytest.raises(
-        CheckpointError, match=r"/2/state/\S+ has SHA-256 .* Use another step\. Available steps: 1, 2, 3"
-    ):
+    with pytest.raises(CheckpointError, match=r"/2/state/\S+.*SHA-256.*1.*2.*3"):
         load_params(tmp_path, step="best")
     with pytest.raises(FileNotFoundError, match="Train first"):
         load_params(tmp_path / "nowhere")
@@ -376,9 +374,9 @@ def test_params_alone(tmp_path):
 
 
 def test_impossible_arguments(tmp_path):
-    with pytest.raises(ValueError, match="keep_last must be at least 1"):
+    with pytest.raises(ValueError, match=r"keep_last.*1"):
         Checkpointer(tmp_path, keep_last=0)
-    with pytest.raises(ValueError, match="'min' or 'max'"):
+    with pytest.raises(ValueError, match=r"'min'.*'max'"):
         Checkpointer(tmp_path, best="lowest")
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(TypeError, match="step is a int, expected an array"):

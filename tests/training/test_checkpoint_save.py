@@ -25,9 +25,7 @@ def save_now(checkpointer, step, state):
 def check_full_disk(workdir):
     """A save on a full disk raises an error and leaves no files; the older checkpoint still works."""
     checkpointer = Checkpointer(workdir)
-    with pytest.raises(
-        CheckpointSaveError, match=r"No checkpoint was written to \S+/2: the disk is full.*8.0 MB.*rerun"
-    ):
+    with pytest.raises(CheckpointSaveError, match=r"\S+/2.*full.*8.0 MB"):
         save_now(checkpointer, 2, BIG)
     assert os.listdir(workdir / "checkpoints") == ["1"]
     assert checkpointer.restore_newest({"x": np.zeros(3)}).step == 1
@@ -71,7 +69,7 @@ def test_read_only_disk(tmp_path):
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
         with Checkpointer(tmp_path) as checkpointer:
             assert checkpointer.restore_newest({"x": np.zeros(3)}).step == 1
-            with pytest.raises(CheckpointSaveError, match=r"cannot be written \(Read-only file system\)"):
+            with pytest.raises(CheckpointSaveError, match=r"\(Read-only.*system\)"):
                 save_now(checkpointer, 2, {"x": np.ones(3)})
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

@@ -253,12 +253,12 @@ def test_options_that_the_task_can_not_use_are_errors(groups, message):
 
 def test_images_of_another_size_are_an_error(tmp_path):
     recipe = contrastive_recipe(data={"image_size": 40})
-    with pytest.raises(ConfigError, match=r"model.input must match the data, but has image_height 32 \(data: 40\)"):
+    with pytest.raises(ConfigError, match=r"model.input.*image_height 32 \(data.*40\)"):
         train(recipe, tmp_path)
 
 
 def test_the_mesh_must_divide_the_image_encoder_too(dataset):
     images = dataclasses.replace(contrastive_recipe().model.images, num_heads=2)
     recipe = contrastive_recipe(model={"input": images}, parallel={"devices": 8, "tensor": 4})
-    with pytest.raises(ConfigError, match=r"model.input.num_heads \(2\) must be a multiple of parallel.tensor"):
+    with pytest.raises(ConfigError, match=r"model.input.num_heads \(2\).*parallel.tensor"):
         place(with_vocabulary(recipe, dataset.tokenizer.vocab_size))

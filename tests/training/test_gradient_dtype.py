@@ -139,7 +139,5 @@ def test_devices_exchange_values_of_this_dtype(tmp_path, dtype):
 
 
 def test_an_unknown_dtype_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"training.embedding_gradient_dtype must be one of float32, bfloat16, got 'float16'"
-    ):
+    with pytest.raises(ConfigError, match=r"training.embedding_gradient_dtype.*float32.*bfloat16.*got 'float16'"):
         tiny_recipe(embedding_gradient_dtype="float16")

@@ -230,7 +230,7 @@ def test_an_option_turns_it_on_and_json_brings_it_back():
     changed = override(recipe, ["--lora.rank", "5", "--lora.targets", "query", "out"], program="p")
     assert changed.lora == LoRA(rank=5, targets=("query", "out"))
     assert from_json(to_json(changed)) == changed
-    with pytest.raises(ConfigError, match=r"unknown option --lora.rang. Did you mean '--lora.rank'\?"):
+    with pytest.raises(ConfigError, match=r"--lora.rang.*'--lora.rank'\?"):
         override(recipe, ["--lora.rang", "5"], program="p")
     values = to_json(recipe)
     del values["recipe"]["lora"], values["recipe"]["origin"]

@@ -181,19 +181,17 @@ def test_what_the_compiler_of_a_tpu_says():
     assert found.total == round(60.91 * GIB)
     watch = MemoryWatch(recipe)
     watch.placement, watch.batch = Refusing(recipe, "RESOURCE_EXHAUSTED: no more"), tiny_batch()
-    with pytest.raises(
-        OutOfMemoryError, match=r"the compiled program does not fit, and JAX can use .*GiB per device. XLA reports"
-    ):
+    with pytest.raises(OutOfMemoryError, match=r"JAX.*GiB.*XLA"):
         fail_inside(watch)
 
 
 def test_before_there_is_a_place_and_before_the_first_step():
     recipe = tiny_recipe()
-    with pytest.raises(OutOfMemoryError, match=r"in state initialization: JAX can use .* XLA reports: Out of memory"):
+    with pytest.raises(OutOfMemoryError, match=r"JAX.*XLA"):
         fail_inside(MemoryWatch(recipe))
     watch = MemoryWatch(recipe)
     watch.placement = place(recipe)
-    with pytest.raises(OutOfMemoryError, match=r"in state initialization: it needs about 0\.\d\d MiB per device"):
+    with pytest.raises(OutOfMemoryError, match=r"0\.\d\d MiB"):
         fail_inside(watch)
 
 

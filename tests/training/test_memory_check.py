@@ -34,7 +34,7 @@ def test_a_run_that_cannot_fit_is_refused(tmp_path, flags, message):
 
 
 def test_layers_that_would_be_traced_for_hours_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"1,000,000 layers without --execution\.scan are compiled one by one"):
+    with pytest.raises(ConfigError, match=r"1,000,000.*--execution\.scan"):
         train(changed(tmp_path, "--model.num-layers", "1000000"), tmp_path / "run", check_memory=False)
 
 

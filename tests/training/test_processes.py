@@ -281,7 +281,7 @@ def test_who_started_this_one():
 
 def test_what_cannot_be_joined_says_what_to_give(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    with pytest.raises(processes.ProcessesError, match=r"Open MPI 5 and later .* Pass to each process --parallel.coor"):
+    with pytest.raises(processes.ProcessesError, match=r"MPI 5.*--parallel.coor"):
         processes.join(ParallelConfig())
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
 
@@ -334,13 +334,11 @@ def test_processes_that_read_other_data_are_told(monkeypatch):
 
 def test_a_disk_that_is_not_shared_is_told(tmp_path):
     processes.check_shared(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"does not see \S+nowhere, which .* Pass --workdir on a file system that all"
-    ):
+    with pytest.raises(ConfigError, match=r"\S+nowhere.*--workdir"):
         processes.check_shared(tmp_path / "nowhere")
 
 
 def test_pmap_is_for_one_process(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"pmap supports a single process, .* 2 processes\. Use --parallel.kind mesh"):
+    with pytest.raises(ConfigError, match=r"2.*--parallel.kind"):
         PmapPlacement(tiny_recipe())

@@ -85,7 +85,7 @@ def test_an_edited_recipe_is_refused_with_the_way_back(workdir, command, capsys)
 
 def test_in_python_too(workdir):
     edit(workdir, "model", position="t5")
-    with pytest.raises(WorkdirError, match=r"model.position: 'sinusoidal' -> 't5'"):
+    with pytest.raises(WorkdirError, match=r"model.position.*'sinusoidal' -> 't5'"):
         transformer.load(workdir)
     edit(workdir, "model", position="sinusoidal")
     exchange_words(workdir)
@@ -111,7 +111,7 @@ def test_a_run_of_before_the_fingerprint_opens_as_it_did(tmp_path):
     exchange_words(workdir)
     assert load_run(workdir).step == 3
     edit(workdir, "model", num_heads=1)
-    with pytest.raises(WorkdirError, match="num_heads: 3 -> 1"):
+    with pytest.raises(WorkdirError, match=r"num_heads.*3 -> 1"):
         load_run(workdir)
 
 

@@ -93,9 +93,7 @@ def test_a_path_that_selects_nothing_is_refused_before_anything_is_compiled(monk
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(checks, "is_installed", lambda: False)
-    with pytest.raises(
-        ConfigError, match=r"int8 needs the package qwix.*pip install 'transformer-zoo\[quantization\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"int8.*'transformer-zoo\[quantization\]'"):
         place(recipe_for(quantization="int8"))
     place(recipe_for())
 

@@ -160,7 +160,7 @@ def test_a_workdir_keeps_its_recipe(tmp_path):
     assert save_recipe(recipe, tmp_path) == tmp_path / FILE
     assert load_recipe(tmp_path) == recipe
     (tmp_path / FILE).write_text((tmp_path / FILE).read_text()[:-40])
-    with pytest.raises(ConfigError, match=r"recipe.json is damaged"):
+    with pytest.raises(ConfigError, match=r"recipe.json"):
         load_recipe(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"is not the workdir of a run"):
         load_recipe(tmp_path / "nowhere")

@@ -89,7 +89,7 @@ def test_a_new_run_from_the_same_workdir_needs_its_start_again(tmp_path, folder)
     values = json.loads(path.read_text())
     values["recipe"]["origin"] = origin
     path.write_text(json.dumps(values))
-    with pytest.raises(WorkdirError, match=r"was initialized from gpt2. To restart it, pass --init gpt2"):
+    with pytest.raises(WorkdirError, match=r"gpt2.*--init gpt2"):
         train(recipe, tmp_path, restart=True)
 
 
@@ -131,7 +131,7 @@ def test_finds_runs_of_earlier_versions_by_their_other_files(folder, tmp_path, e
     workdir = workdir_with(folder, tmp_path / "run", last_step=last_step, **extra)
     if missing:
         (workdir / "recipe.json").unlink()
-    with pytest.raises(WorkdirError, match=f"contains an earlier run with metrics up to step {last_step} .*{reason}"):
+    with pytest.raises(WorkdirError, match=rf"{last_step} .*{reason}"):
         check_not_lost(workdir)
 
 

@@ -244,7 +244,7 @@ def test_a_bad_reward_is_one_line_with_the_row(folder, reward, message):
 
 
 def test_rewards_that_cannot_be_used_are_refused_before_training(folder):
-    with pytest.raises(ConfigError, match=r"needy has the arguments .*missing.* of .*prompts.jsonl, line 1 "):
+    with pytest.raises(ConfigError, match=r"prompts.jsonl.*1"):
         ready(grpo_recipe(folder, rewards=("needy",)))
     path = folder / "rewards.py"
     for name, message in {

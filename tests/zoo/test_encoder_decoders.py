@@ -43,9 +43,7 @@ def test_t5_files_repeat_the_table_and_hold_one_that_nothing_reads(tmp_path):
     del tensors["shared.weight"]
     same(opened(tmp_path / "alone", config, tensors | {"decoder.embed_tokens.weight": table}), plain)
     copies["encoder.embed_tokens.weight"] = table + 1
-    with pytest.raises(
-        ValueError, match=r"encoder.embed_tokens.weight differs from shared.weight, to which it is tied"
-    ):
+    with pytest.raises(ValueError, match=r"encoder.embed_tokens.weight.*shared.weight"):
         opened(tmp_path / "unlike", config, tensors | copies | {"shared.weight": table})
 
 
@@ -77,7 +75,7 @@ def test_the_encoder_of_a_whole_t5_is_read_alone(tmp_path):
     encoder = load_pretrained(tmp_path / "whole", architecture="T5EncoderModel")
     assert encoder.params.keys() == {"embedding", "encoder"}
     jax.tree.map(np.testing.assert_array_equal, encoder.params, {name: whole.params[name] for name in encoder.params})
-    with pytest.raises(ValueError, match=r"1 missing: encoder.final_layer_norm.weight"):
+    with pytest.raises(ValueError, match=r"1.*encoder.final_layer_norm.weight"):
         opened(
             tmp_path / "broken",
             config,

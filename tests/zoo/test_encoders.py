@@ -55,7 +55,7 @@ def test_files_of_the_first_bert(tmp_path):
     pooler = {"dense": {"kernel": jnp.ones((12, 12)), "bias": jnp.ones(12)}}
     shared = {name: new.params[name] for name in ("embedding", "token_type_embedding", "encoder")}
     same(base.params, shared | {"pooler": pooler})
-    with pytest.raises(ValueError, match=r"2 missing: classifier.weight, classifier.bias"):
+    with pytest.raises(ValueError, match=r"2.*classifier.weight.*classifier.bias"):
         load_pretrained(tmp_path / "old", architecture="BertForSequenceClassification")
 
 
@@ -66,7 +66,7 @@ def test_what_a_masked_lm_needs_is_not_ignored(tmp_path):
     tensors["cls.predictions.decoder.bias"] = np.ones(37, np.float32)
     tensors["classifier.weight"] = np.ones((3, 12), np.float32)
     write_weights(tmp_path / "odd", record["config"], tensors)
-    with pytest.raises(ValueError, match=r"cls.predictions.decoder.bias differs from cls.predictions.bias") as error:
+    with pytest.raises(ValueError, match=r"cls.predictions.decoder.bias.*cls.predictions.bias") as error:
         load_pretrained(tmp_path / "odd")
     assert "2 unexpected: classifier.weight, cls.predictions.transform.LayerNorm.gamma" in str(error.value)
 
@@ -119,7 +119,7 @@ def test_the_pooler_is_read_and_saved_where_the_files_have_it(tmp_path):
         assert again.model.config == one.model.config
         same(again.params, one.params)
     hidden = np.ones((1, 2, 12), np.float32)
-    with pytest.raises(ValueError, match=r"this Embedder has no pooler: output.pooler is not set"):
+    with pytest.raises(ValueError, match=r"output.pooler"):
         jax.eval_shape(
             lambda hidden: plain.model.apply({"params": plain.params}, hidden, method="pooler_output"), hidden
         )
@@ -213,7 +213,7 @@ def test_fields_that_are_not_built_are_refused(name, fields, message):
 
 
 def test_a_vision_model_with_another_head_is_refused():
-    with pytest.raises(ValueError, match="the architecture ViTForMaskedImageModeling of ViT is not supported"):
+    with pytest.raises(ValueError, match=r"ViTForMaskedImageModeling.*ViT"):
         ENTRIES["vit"].head_of({"architectures": ["ViTForMaskedImageModeling"]})
 
 

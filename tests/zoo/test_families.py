@@ -180,7 +180,7 @@ def test_loading_says_everything_that_does_not_fit(tmp_path):
     tensors["transformer.h.0.ln_1.weight"] = [13]
     tensors["transformer.h.2.ln_1.weight"] = [12]
     directory = ours.write(tmp_path / "broken", record | {"tensors": tensors})
-    with pytest.raises(ValueError, match=r"1 missing: transformer.h.1.ln_2.bias") as error:
+    with pytest.raises(ValueError, match=r"1.*transformer.h.1.ln_2.bias") as error:
         load_pretrained(directory)
     assert "1 unexpected: transformer.h.2.ln_1.weight" in str(error.value)
     assert "transformer.h.0.ln_1.weight: expected (12,), got (13,)" in str(error.value)
@@ -190,7 +190,7 @@ def test_fields_that_change_the_mathematics_are_errors(tmp_path):
     record = golden_case.golden("gpt2")["lm"]
     fields = {"scale_attn_by_inverse_layer_idx": True, "activation_function": "mish", "wonder": 3}
     directory = ours.write(tmp_path / "strange", record | {"config": record["config"] | fields})
-    with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx is True") as error:
+    with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx") as error:
         load_pretrained(directory)
     assert "activation_function is 'mish'" in str(error.value)
     assert "wonder is not known" in str(error.value)
@@ -246,7 +246,7 @@ def test_parameters_that_are_not_finite_are_not_written(tmp_path):
     table = np.array(loaded.params["embedding"]["embedding"])
     table[3, 1] = np.nan
     loaded.params["embedding"]["embedding"] = jax.device_put(table)
-    with pytest.raises(ValueError, match="NaN or infinity and could not be loaded again: embedding/embedding"):
+    with pytest.raises(ValueError, match=r"NaN.*embedding/embedding"):
         save_pretrained(loaded.model, loaded.params, tmp_path / "broken")
     assert not (tmp_path / "broken").exists()
 

@@ -221,7 +221,7 @@ def test_kinds_that_contradict_themselves_are_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             LayerKind(**options)
-    with pytest.raises(ConfigError, match=r"share applies only to kind='proportional'"):
+    with pytest.raises(ConfigError, match="kind='proportional'"):
         RotaryScaling(kind="linear", factor=2.0, share=0.5)
     with pytest.raises(ConfigError, match=r"expected at most 1\.0, got 1\.5"):
         RotaryScaling(kind="proportional", factor=1.0, share=1.5)
@@ -230,7 +230,7 @@ def test_kinds_that_contradict_themselves_are_refused():
 def test_per_layer_embeddings_need_a_model_that_computes_them():
     config = TransformerConfig(num_layers=1, **SIZES, embedding=EmbeddingOptions(per_layer_width=3))
     model = Classifier(config.replace(**{"output.num_classes": 2}))
-    with pytest.raises(ConfigError, match="per_layer_width is for a CausalLM"):
+    with pytest.raises(ConfigError, match=r"per_layer_width.*CausalLM"):
         jax.eval_shape(lambda ids: model.init(jax.random.key(0), ids), np.zeros((1, 2), int))
 
 
@@ -238,5 +238,5 @@ def test_per_layer_embeddings_need_a_model_that_computes_them():
 def test_a_token_outside_the_table_of_per_layer_embeddings_is_an_error():
     options = EmbeddingOptions(per_layer_width=3, per_layer_vocab_size=5)
     model = CausalLM(TransformerConfig(num_layers=1, **SIZES, embedding=options))
-    with pytest.raises(ValueError, match=r"must be from 0 to 4 \(embedding.per_layer_vocab_size 5\), got 6"):
+    with pytest.raises(ValueError, match=r"0.*4 \(embedding.per_layer_vocab_size 5\).*got 6"):
         model.init(jax.random.key(0), jnp.asarray([[6]]))

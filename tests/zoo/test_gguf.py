@@ -63,7 +63,7 @@ def test_yarn_biases_and_ignored_keys(tmp_path):
     tensors = {name: shape for name, shape in record["tensors"].items() if not ("mlp" in name and "bias" in name)}
     directory = ours.write(tmp_path / "a", {"config": record["config"] | {"mlp_bias": False}, "tensors": tensors})
     file = as_gguf(directory, tmp_path / "model.gguf", **{"llama.attention.strange": 3})
-    with pytest.raises(WeightsError, match=r"metadata contain llama\.attention\.strange, which is not supported"):
+    with pytest.raises(WeightsError, match=r"llama\.attention\.strange"):
         load(file)
     model, params = load(file, ignore_fields=["llama.attention.strange"])
     expected = load(directory)
@@ -133,7 +133,7 @@ def test_an_export_is_a_directory_with_the_same_parameters(tmp_path):
     export(opened, tmp_path / "out")
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "out")[1], opened.params)
     assert opened.context == 2048
-    with pytest.raises(ConfigError, match=r"model\.gguf can't read text: its metadata have no tokenizer .*--tokenizer"):
+    with pytest.raises(ConfigError, match=r"model\.gguf.*--tokenizer"):
         opened.tokenizer.encode("a")
 
 
@@ -163,9 +163,9 @@ def test_other_scalings_than_those_of_llama_are_refused(tmp_path):
     metadata, tensors = converted(files.config, {name: files.read(name) for name in files.tensors})
     tensors["rope_freqs.weight"][1] += 0.1
     (tmp_path / "a.gguf").write_bytes(gguf(metadata, {name: stored(array) for name, array in tensors.items()}))
-    with pytest.raises(WeightsError, match=r"rope_freqs\.weight is not the scaling of Llama 3\.1"):
+    with pytest.raises(WeightsError, match=r"rope_freqs\.weight.*3\.1"):
         load(tmp_path / "a.gguf")
-    with pytest.raises(FileNotFoundError, match=r"no file .*none\.gguf"):
+    with pytest.raises(FileNotFoundError, match=r"none\.gguf"):
         load(tmp_path / "none.gguf")
 
 

@@ -222,7 +222,7 @@ def test_configs_that_are_refused(changes, message):
 
 @pytest.mark.parametrize("option", [{"chunk": 3}, {"temperature": QueryTemperature()}, {"qk_norm": False}])
 def test_options_of_attention_need_attention(option):
-    with pytest.raises(ConfigError, match=f"{next(iter(option))} is an option of self-attention"):
+    with pytest.raises(ConfigError, match=f"{next(iter(option))}"):
         LayerKind(self_attention=False, **option)
 
 

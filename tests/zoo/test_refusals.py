@@ -87,16 +87,14 @@ def test_many_missing_and_many_strange_names_are_told_of_soon():
     links = [Link((f"layers.{i}.expert.w1",), (Target(f"w{i}"),), SAME) for i in range(4000)]
     tensors = {f"layers.{i}.experts.w1": TensorInfo(f"{i}", np.dtype("f4"), (2,), None, 0) for i in range(4000)}
     files = types.SimpleNamespace(directory="here", config_file="config.json", tensors=tensors)
-    with pytest.raises(
-        ValueError, match=r"layers.0.expert.w1 \(there is layers.0.experts.w1\).* and 3980 more"
-    ) as error:
+    with pytest.raises(ValueError, match=r"layers.0.expert.w1 \(there.*layers.0.experts.w1\).*3980") as error:
         check_complete(files, links, {f"w{i}": (2,) for i in range(4000)})
     assert len(str(error.value)) < 5000
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "bf16", 3])
 def test_types_that_parameters_may_have(load_with, dtype):
-    with pytest.raises(ValueError, match=f"dtype must be one of float32, bfloat16, float16, got {dtype!r}"):
+    with pytest.raises(ValueError, match=rf"float32.*bfloat16.*float16.*got {dtype!r}"):
         load_with({}, dtype=dtype)
 
 
@@ -114,7 +112,7 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 
 def test_what_a_dtype_can_t_hold_is_named(load_with):
     directory = changed(load_with({}).directory, GATE, lambda tensor: tensor * np.float32(1e6))
-    with pytest.raises(ValueError, match=rf"numbers outside the range of the dtype: {GATE} \(float16\)"):
+    with pytest.raises(ValueError, match=rf"{GATE} \(float16\)"):
         load_pretrained(directory, dtype="float16")
     params = load_pretrained(directory, dtype="bfloat16").params
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(params))
@@ -123,7 +121,7 @@ def test_what_a_dtype_can_t_hold_is_named(load_with):
 @pytest.mark.parametrize("dtype", [np.int64, np.bool_, np.complex64])
 def test_weights_are_real_numbers(load_with, dtype):
     directory = changed(load_with({}).directory, GATE, lambda tensor: tensor.astype(dtype))
-    with pytest.raises(ValueError, match=f"1 not floating-point: {GATE} of {np.dtype(dtype)}"):
+    with pytest.raises(ValueError, match=rf"1.*{GATE}.*{np.dtype(dtype)}"):
         load_pretrained(directory)
 
 
@@ -132,7 +130,7 @@ def test_a_tokenizer_is_no_link_to_another_place(load_with, tmp_path):
     (tmp_path / "elsewhere.json").write_text(json.dumps({}))
     (directory / "tokenizer.json").write_text("{}")
     (directory / "tokenizer_config.json").symlink_to(tmp_path / "elsewhere.json")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json is a link to .*, outside of the directory"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json.*,"):
         load_pretrained(directory)
 
 

@@ -96,7 +96,7 @@ def test_a_decoder_of_no_family_is_named_with_the_families_that_were_tried():
 
 def test_an_unknown_model_of_texts_and_images_names_those_that_are_supported():
     values = {"model_type": "llava_next", "text_config": {}, "vision_config": {}}
-    with pytest.raises(ValueError, match=r"model_type is 'llava_next' .* Supported with text and images are") as error:
+    with pytest.raises(ValueError, match=r"model_type.*'llava_next'") as error:
         find_family(values)
     assert "llava" in str(error.value).partition("Supported")[2]
     assert "gpt2" not in str(error.value)

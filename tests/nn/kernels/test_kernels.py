@@ -214,7 +214,7 @@ def test_a_gpu_takes_its_fused_kernel_where_it_serves(monkeypatch):
 
 def test_a_cpu_can_not_run_cudnn():
     request = attention_spec(8, dtype=jnp.bfloat16)
-    with pytest.raises(ConfigError, match=r"cudnn .* can't run on cpu: .* NVIDIA GPUs. Use reference or query_chunked"):
+    with pytest.raises(ConfigError, match=r"NVIDIA GPUs.*query_chunked"):
         choose("cudnn", request)
 
 
@@ -222,14 +222,14 @@ def test_a_cpu_can_not_run_cudnn():
     ("old", "new"), [("chunked", "blockwise"), ("sliced", "query_chunked"), ("gathered", "all_gather_kv")]
 )
 def test_names_of_version_0_1_work_with_a_warning(old, new):
-    with pytest.warns(DeprecationWarning, match=f"kernel '{old}' is now called '{new}'"):
+    with pytest.warns(DeprecationWarning, match=rf"'{old}'.*'{new}'"):
         assert Execution(attention=old).attention == new
-    with pytest.warns(DeprecationWarning, match=f"kernel '{old}' is now called '{new}'"):
+    with pytest.warns(DeprecationWarning, match=rf"'{old}'.*'{new}'"):
         assert getattr(kernels, f"{old}_attention") is kernels.ALL_KERNELS[new].run
     with former_names_accepted():  # files of earlier versions: a warning would be an error in the tests
         assert Execution(attention=old).attention == new
     spec = attention_spec(8, length_shards=2 if new == "all_gather_kv" else 1)
-    with pytest.warns(DeprecationWarning, match=f"kernel '{old}' is now called '{new}'"):
+    with pytest.warns(DeprecationWarning, match=rf"'{old}'.*'{new}'"):
         assert choose(old, spec) == new
 
 
@@ -238,7 +238,7 @@ def test_a_kernel_that_can_not_serve_says_which_can():
         choose("blockwise", attention_spec(2, return_weights=True))
     with pytest.raises(
         ConfigError,
-        match=r"one of auto, reference, query_chunked, blockwise, splash, cudnn, got 'block'. Did you mean 'blockwise'",
+        match=r"query_chunked.*got 'block'.*'blockwise'",
     ):
         choose("block", attention_spec(2))
 
@@ -327,7 +327,7 @@ def test_each_kernel_does_what_the_documented_table_says(kernel, asked, monkeypa
     axis_types = (AxisType.Auto,) * len(sizes)
     with jax.set_mesh(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices)):
         if not documented_cells()[asked, kernel]:
-            with pytest.raises(ConfigError, match=rf"the {kernel} attention kernel can't .*\. Use .*, or auto\."):
+            with pytest.raises(ConfigError, match=rf"{kernel}.*\..*,"):
                 attend(kernel, asked)
             return
         grads, out = attend(kernel, asked)

@@ -227,9 +227,7 @@ def test_what_the_ring_can_not_do_says_who_can(case):
     whole = ["query_chunked"] if asked.shapes.length_shards == 1 else []
     able = ["reference"] if asked.return_weights else ["reference", *whole, "blockwise"]
     able += ["all_gather_kv"] if asked.shapes.length_shards > 1 and not asked.return_weights else []
-    with pytest.raises(
-        ConfigError, match=rf"the ring attention kernel can't {message}.*\. Use {' or '.join(able)}, or"
-    ):
+    with pytest.raises(ConfigError, match=rf"{message}.*\..*{' or '.join(able)}"):
         choose("ring", asked)
     assert choose("auto", asked) == "reference"
 
@@ -244,7 +242,7 @@ GATHERED_REFUSED = {
 @pytest.mark.parametrize("case", GATHERED_REFUSED)
 def test_what_gathered_attention_can_not_do_says_who_can(case):
     asked, message = GATHERED_REFUSED[case]
-    with pytest.raises(ConfigError, match=rf"the all_gather_kv attention kernel can't {message}.*\. Use reference"):
+    with pytest.raises(ConfigError, match=rf"all_gather_kv.*{message}.*\."):
         choose("all_gather_kv", asked)
 
 
@@ -258,7 +256,7 @@ def test_auto_takes_the_ring_where_the_length_is_split():
     assert choose("auto", request(513)) == "blockwise"  # not divisible: each device has the whole length
     with pytest.raises(
         ConfigError,
-        match=r"one of auto, .*, blockwise, splash, cudnn, ring, all_gather_kv, got 'rings'. Did you mean 'ring'",
+        match=r",.*all_gather_kv.*got 'rings'.*'ring'",
     ):
         choose("rings", request())
 
@@ -368,5 +366,5 @@ class TestMapped:
         assert same(put(np.ones((4, 6), np.float32))).shape == (4, 6)
 
     def test_names_are_counted(self):
-        with pytest.raises(ValueError, match=r"shard_map takes one name per axis: got \('batch',\) for .* \(4, 6\)"):
+        with pytest.raises(ValueError, match=r"shard_map.*got \('batch',\).*\(4.*6\)"):
             shard_map(lambda x: x, [("batch",)], ("batch",))(put(np.ones((4, 6), np.float32)))

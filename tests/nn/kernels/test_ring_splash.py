@@ -167,7 +167,7 @@ def test_splash_computes_the_pairs_on_a_tpu_if_the_sizes_allow():
         assert kind(spec(causal), chunk=192) == "BlockwisePairs"
         assert kind(spec(causal, head_dim=257)) == "BlockwisePairs"
         assert kind(spec(causal, dtype=jnp.float16)) == "BlockwisePairs"
-        with pytest.raises(ConfigError, match=r"splash in the ring .* can't split 192 positions, .*Use pair_kernel="):
+        with pytest.raises(ConfigError, match=r"192.*pair_kernel="):
             kind(spec(causal), chunk=192, kernel="splash")
     with computing_on("TPU v3"):
         assert kind(spec(causal, dtype=jnp.bfloat16)) == "BlockwisePairs"

@@ -244,7 +244,7 @@ def test_what_can_not_be_says_so(call, message):
 def test_a_learned_table_refuses_what_is_longer():
     model, params = make(CausalLM, TOKENS, position="learned", max_length=9)
     longer = np.zeros((1, 10), np.int32)
-    with pytest.raises(ValueError, match=r"10 positions don't fit a learned table of 9 .* max_length"):
+    with pytest.raises(ValueError, match=r"10.*9.*max_length"):
         apply(model, params, longer)
 
 

@@ -139,9 +139,9 @@ def test_what_cannot_be_classified_says_so(directory, tmp_path):
     opened = open_model(directory)
     with pytest.raises(ValueError, match="there are no series"):
         classify_series(opened, [])
-    with pytest.raises(ValueError, match=r"series must be floating-point of shape \(batch, 17, 3\)"):
+    with pytest.raises(ValueError, match=r"\(batch.*17.*3\)"):
         classify_series(opened, np.zeros((2, 16, 3)))
-    with pytest.raises(ConfigError, match=r"reads series, not text\. In Python, classify_series"):
+    with pytest.raises(ConfigError, match="classify_series"):
         classify(opened, ["a text"])
     forecaster = open_model(ours.write(tmp_path / "other", golden_case.golden("patchtst")["forecast"]))
     with pytest.raises(ConfigError, match="of the class Forecaster, which does not classify time series"):

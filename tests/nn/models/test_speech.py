@@ -131,7 +131,7 @@ def test_sources_that_are_no_frames_are_errors(sources, message):
 
 def test_it_reads_no_texts(tmp_path, capsys):
     opened = LoadedModel(MODEL, {}, tmp_path, vocabulary=None, context=None, bos_id=None)
-    with pytest.raises(ConfigError, match=r"contains a SpeechToText, which reads sound, not text"):
+    with pytest.raises(ConfigError, match="SpeechToText"):
         embed(opened, ["one"])
     directory = ours.write(tmp_path / "speech", golden_case.golden("whisper")["lm"])
     assert main(["generate", str(directory), "--prompt", "one"]) == 2
@@ -152,5 +152,5 @@ def test_files_may_repeat_the_tied_table_and_lack_nothing(tmp_path):
     write_weights(tmp_path / "tied", record["config"], tensors | {"proj_out.weight": tensors[table]})
     assert load_pretrained(tmp_path / "tied").model.config.embedding.tie
     write_weights(tmp_path / "other", record["config"], tensors | {"proj_out.weight": tensors[table] + 1})
-    with pytest.raises(ValueError, match=r"proj_out.weight differs from model.decoder.embed_tokens.weight"):
+    with pytest.raises(ValueError, match=r"proj_out.weight.*model.decoder.embed_tokens.weight"):
         load_pretrained(tmp_path / "other")

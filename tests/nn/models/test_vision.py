@@ -319,10 +319,10 @@ def test_positions_of_other_grids():
 def test_images_of_any_grid_have_the_right_shape():
     model = VisionClassifier(ANY_GRID)
     params = make(model, PIXELS)
-    with pytest.raises(ValueError, match=r"shape \(batch, n x 2, m x 2, 5\)"):
+    with pytest.raises(ValueError, match=r"\(batch.*2.*2.*5\)"):
         apply(model, params, np.zeros((2, 5, 4, 5)))
-    with pytest.raises(ValueError, match=r"values \(batch, length, 20\) and an integer grid"):
+    with pytest.raises(ValueError, match=r"\(batch.*20\)"):
         apply(model, params, ImagePatches(np.zeros((2, 3, 19)), np.ones((2, 2), int)))
     plain = VisionClassifier(VISION)
-    with pytest.raises(ValueError, match="reads images of one size, got ImagePatches"):
+    with pytest.raises(ValueError, match="got ImagePatches"):
         apply(plain, make(plain, PIXELS), flat(PICTURES))

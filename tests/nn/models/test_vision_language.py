@@ -153,9 +153,9 @@ def test_wrong_inputs_are_errors(monkeypatch):
         patch.setattr(VisionLanguageModel, "_image_features", lambda *given: (vectors, {}))
         with pytest.raises(ValueError, match=EXCESS):
             model.apply(variables, TOKENS, images=jax.device_put(PICTURES[:, :1]))
-    with pytest.raises(ValueError, match=r"prefix_lengths are for input.attention='prefix'"):
+    with pytest.raises(ValueError, match=r"prefix_lengths.*input.attention='prefix'"):
         jax.eval_shape(lambda: model.apply(variables, TOKENS, images=PIXELS, prefix_lengths=jnp.asarray([1, 1])))
-    with pytest.raises(ConfigError, match=r"input.token_id \(10\) must be below vocab_size \(7\)"):
+    with pytest.raises(ConfigError, match=r"input.token_id \(10\).*vocab_size \(7\)"):
         random_params(VisionLanguageModel(CONFIG.replace(vocab_size=7)), TOKENS)
     with pytest.raises(ConfigError, match=r"needs input=ImageTokens\(...\)"):
         random_params(VisionLanguageModel(CONFIG.replace(input=None)), TOKENS)

@@ -57,7 +57,7 @@ def test_tokens_of_a_step_are_patches_where_the_data_is_numbers(name, tokens, to
 
 def test_rows_that_a_model_or_a_mesh_has_no_place_for():
     packed = dataclasses.replace(PAIRS, batch_size=128, batch_tokens=512, packed_length=32)
-    with pytest.raises(ConfigError, match=r"packed_length \(32\) must be at most model.max_length \(20\)"):
+    with pytest.raises(ConfigError, match=r"packed_length \(32\).*model.max_length \(20\)"):
         reading(packed, model={"position": "learned", "max_length": 20})
     buckets = dataclasses.replace(packed, packed_length=None)
     with pytest.raises(ConfigError, match=r"context \(2\) needs rows of a fixed length"):
@@ -67,7 +67,7 @@ def test_rows_that_a_model_or_a_mesh_has_no_place_for():
 
 @pytest.mark.parametrize("field", ["label_smoothing", "z_loss"])
 def test_a_forecast_has_no_probabilities_to_smooth(field):
-    with pytest.raises(ConfigError, match=r"label_smoothing and training\.z_loss need logits"):
+    with pytest.raises(ConfigError, match=r"label_smoothing.*training\.z_loss"):
         change(recipe_of("etth1"), training={field: 0.1})
 
 

@@ -263,7 +263,7 @@ class TestLoops:
 
 
 def test_a_text_that_is_no_program():
-    with pytest.raises(ValueError, match=r"an ENTRY computation, but this one has none: 'HloModule x'\. Pass"):
+    with pytest.raises(ValueError, match=r"ENTRY.*'HloModule x'"):
         Program("HloModule x")
 
 

@@ -76,5 +76,5 @@ def test_what_is_printed(monkeypatch):
 
 def test_rows_that_the_devices_can_not_share(monkeypatch):
     by_four = dataclasses.replace(parallel(TEXT, data=8), training=TrainingConfig(accumulation=4))
-    with pytest.raises(ConfigError, match=r"data.batch_size \(8\) must be a multiple of 32: .*--data.batch-size 32"):
+    with pytest.raises(ConfigError, match=r"data.batch_size \(8\).*32.*--data.batch-size 32"):
         found(monkeypatch, lambda size: size, 1, by_four)

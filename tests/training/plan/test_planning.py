@@ -226,7 +226,7 @@ class TestRoofline:
         chip = dataclasses.replace(self.CHIP, devices=2, dcn_bandwidth=4.0, host_bandwidth=2.0)
         one = estimate(chip, 2, model_flops=150, flops=150, hbm_bytes=5, wire_bytes=0, dcn_bytes=4, host_bytes=5)
         assert (one.compute_seconds, one.dcn_seconds, one.host_seconds, one.seconds) == (3, 2, 5, 7)
-        with pytest.raises(ValueError, match="7 bytes per device, but the dcn_bandwidth of x is unknown"):
+        with pytest.raises(ValueError, match=r"7.*dcn_bandwidth"):
             estimate(self.CHIP, 2, model_flops=1, flops=1, hbm_bytes=1, wire_bytes=1, dcn_bytes=7)
 
     def test_what_is_computed_again_is_no_use(self):

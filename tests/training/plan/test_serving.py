@@ -79,7 +79,7 @@ def test_what_can_not_be_planned_is_one_line(capsys):
         assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match="must multiply to the 8 devices of v5e:2x4, got tensor 1 and expert 1"):
         make_serve_plan(TEXT, 24, EIGHT)
-    with pytest.raises(ConfigError, match=r"quantized weights are not sharded, got 8 devices\. Remove --int4"):
+    with pytest.raises(ConfigError, match=r"got 8.*--int4"):
         make_serve_plan(parallel(TEXT, tensor=4, expert=2), 24, EIGHT, 4)
-    with pytest.raises(ConfigError, match="got a Seq2Seq"):
+    with pytest.raises(ConfigError, match="Seq2Seq"):
         make_serve_plan(PAIRS, 24, ONE)

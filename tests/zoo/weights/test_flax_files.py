@@ -118,7 +118,7 @@ def test_complete_or_an_error(tmp_path):
         block["attn"]["c_proj"]["kernel"] = block["attn"]["c_proj"]["kernel"][:-1]
         return tree | {"more": {"kernel": np.zeros((2, 3), np.float32)}}
 
-    with pytest.raises(WeightsError, match=r"1 missing: transformer.h.0.ln_1.weight") as error:
+    with pytest.raises(WeightsError, match=r"1.*transformer.h.0.ln_1.weight") as error:
         load_pretrained(as_flax(directory, tmp_path / "flax", "gpt2", broken))
     assert "1 unexpected: more.weight" in str(error.value)
     assert "transformer.h.0.attn.c_proj.weight: expected" in str(error.value)

@@ -150,7 +150,7 @@ def test_a_damaged_file_of_checksums_is_an_error(directory, change, message):
 @pytest.mark.parametrize("text", ["", "[", "[]", '{"format": 1, "format": 1}'])
 def test_what_is_no_json_object_is_an_error(directory, text):
     (directory / INTEGRITY_FILE).write_text(text)
-    with pytest.raises(WeightsError, match=r"integrity.json cannot be read"):
+    with pytest.raises(WeightsError, match=r"integrity.json"):
         load(directory)
 
 

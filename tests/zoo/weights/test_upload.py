@@ -211,7 +211,7 @@ def test_an_upload_is_refused_offline(hub, upload, monkeypatch):
 
 @pytest.mark.parametrize("repository", ["tiny", "", "a/b/c", "me/../x", "me/a--b", "me/a b"])
 def test_a_wrong_name_is_an_error(repository, exported):
-    with pytest.raises(WeightsError, match="--repo must be USER/NAME on the hub"):
+    with pytest.raises(WeightsError, match=r"--repo.*USER/NAME"):
         push(exported, repository)
 
 
@@ -219,11 +219,11 @@ def test_only_an_exported_model_is_uploaded(tmp_path, exported):
     with pytest.raises(WeightsError, match=r"directory .* not found"):
         push(tmp_path / "none", "me/tiny")
     (tmp_path / "recipe.json").write_text("{}")
-    with pytest.raises(WeightsError, match=r"is the workdir of a run\. Export the model with `convert .* OUT`"):
+    with pytest.raises(WeightsError, match=r"`convert.*OUT`"):
         push(tmp_path, "me/tiny")
     (tmp_path / "secret.txt").write_text("secret")
     (exported / "notes.txt").symlink_to(tmp_path / "secret.txt")
-    with pytest.raises(WeightsError, match=r"notes\.txt is a link to .* outside of the directory"):
+    with pytest.raises(WeightsError, match=r"notes\.txt"):
         push(exported, "me/tiny")
 
 
