@@ -62,7 +62,7 @@ def test_several_replies(chat):
     found = chat.replies(HELLO, samples=3, **SOME)
     assert len({reply.text for reply in found}) == 3
     assert found[1] == chat.reply(HELLO, **{**SOME, "seed": 4})
-    with pytest.raises(ConfigError, match="samples must be an integer of at least 1"):
+    with pytest.raises(ConfigError, match=r"samples.*1"):
         chat.replies(HELLO, samples=0)
 
 
@@ -90,7 +90,7 @@ def test_the_context_is_the_limit(opened):
     ids = Chat(opened.model, opened.params, opened.tokenizer).encode(HELLO, add_generation_prompt=True).ids
     chat = Chat(opened.model, opened.params, opened.tokenizer, context=len(ids) + 3)
     assert len(chat.reply(HELLO, **SOME).tokens) <= 3
-    with pytest.raises(ConfigError, match=rf"{len(ids)}"):
+    with pytest.raises(ConfigError, match=rf"conversation.*{len(ids)}"):
         Chat(opened.model, opened.params, opened.tokenizer, context=len(ids)).reply(HELLO)
 
 

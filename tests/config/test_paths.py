@@ -121,14 +121,14 @@ def test_paths_set_fields_of_parts_together():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rotary.bass": 5.0}, r"rotary has no field 'bass'. Did you mean 'base'\?"),
-        ({"rotery.base": 5.0}, r"no field 'rotery.base'"),
+        ({"rotary.bass": 5.0}, r"rotary.*'bass'.*'base'\?"),
+        ({"rotery.base": 5.0}, r"'rotery.base'"),
         (
             {"attention.mla.kv_lora_rank": 5},
-            r"attention.mla is None, so its field 'kv_lora_rank' can't be set. Set attent",
+            r"attention.mla.*'kv_lora_rank'",
         ),
-        ({"embedding.tie": "no"}, r"embedding.tie must be true or false, got 'no'"),
-        ({"vocab_size.x": 3}, r"vocab_size is None, so its field 'x' can't be set"),
+        ({"embedding.tie": "no"}, r"embedding.tie.*got 'no'"),
+        ({"vocab_size.x": 3}, r"vocab_size.*'x'"),
     ],
 )
 def test_an_impossible_path_says_what_there_is(changes, message):

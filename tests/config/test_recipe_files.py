@@ -80,11 +80,11 @@ def test_an_unknown_recipe_names_the_nearest(configs):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = ", r"bad.py can't be run: SyntaxError"),
-        ("import nothing_of_this_name", r"bad.py can't be run: ModuleNotFoundError: No module named"),
-        ("x = 1", r"bad.py is not a recipe: it has no function get_config"),
-        ("def get_config(): return 1", r"get_config\(\) must return a transformer.training.Recipe, got int"),
-        ("def get_config(): return {}['x']", r"get_config\(\) failed: KeyError: 'x'"),
+        ("x = ", r"bad.py.*SyntaxError"),
+        ("import nothing_of_this_name", r"bad.py.*ModuleNotFoundError"),
+        ("x = 1", r"bad.py.*get_config"),
+        ("def get_config(): return 1", r"get_config\(\).*transformer.training.Recipe"),
+        ("def get_config(): return {}['x']", r"get_config\(\).*KeyError.*'x'"),
     ],
 )
 def test_a_broken_recipe_file_is_named(tmp_path, text, message):

@@ -52,7 +52,7 @@ def test_json_is_not_deeper_than_python_can_handle(brackets):
     [
         (b'{"a": 1, "a": 1}', "duplicate key 'a'"),
         (b'{"a": {"b": 1, "c": 2, "b": 3}}', "duplicate key 'b'"),
-        (b'{"\xff": 1}', "byte 2 is not valid UTF-8"),
+        (b'{"\xff": 1}', r"2.*UTF-8"),
         (b"{", "Expecting property name"),
         (b"", "Expecting value"),
         (b"9" * 5000, "Exceeds the limit"),
@@ -106,9 +106,9 @@ def test_no_reader_waits_for_a_pipe(folder, read, name, make):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"class": []}, r"recipe\.json has class \[\], which is not one of Recipe"),
+        ({"class": []}, r"recipe\.json.*\[\]"),
         ({"class": {"class": 1}}, "which is not one of Recipe"),
-        ({"model": {"class": ["TransformerConfig"]}}, r"recipe\.json\.model has class \['TransformerConfig'\]"),
+        ({"model": {"class": ["TransformerConfig"]}}, r"recipe\.json\.model.*\['TransformerConfig'\]"),
         ({"name": [1] * 500}, r"recipe\.json\.name must be of type str, got \[1, 1, .{70,80}$"),
         ({"x" * 9000: 1}, r"has an unknown field 'x{70,80}\.$"),
     ],

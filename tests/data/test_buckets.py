@@ -104,11 +104,11 @@ def test_what_is_no_count_is_refused(field):
     [
         (
             {"batch_tokens": 512, "batch_size": 7},
-            r"batch_size \(7\) has no effect with batch_tokens \(512\).*, or pass --data.batch-tokens None",
+            r"batch_size \(7\).*batch_tokens \(512\).*,.*--data.batch-tokens",
         ),
         (
             {"batch_tokens": 512, "packed_length": 50, "buckets": 7},
-            r"buckets \(7\) has no effect with packed_length \(50\)",
+            r"\(7\).*packed_length \(50\)",
         ),
     ],
 )

@@ -134,9 +134,9 @@ def test_flags_templates_and_end_tokens():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "bert"}, r"have a tokenizer of the kind 'bert' \(supported: gpt2, llama\)"),
+        ({"model": "bert"}, r"'bert' \(supported.*gpt2.*llama\)"),
         ({"model": "none"}, r"have no tokenizer"),
-        ({"model": "gpt2", "pre": "tekken"}, r"divides texts by the rule 'tekken'"),
+        ({"model": "gpt2", "pre": "tekken"}, r"'tekken'"),
     ],
 )
 def test_other_kinds_are_named(changes, message):
@@ -151,14 +151,14 @@ def test_other_kinds_are_named(changes, message):
         ({"tokens": ["a", "a"]}, r"tokens must be different from each other"),
         (
             {"tokens": ["a" * 300, "b"], "token_type": np.ones(2, np.int32)},
-            r"must have at most 256 characters, got 300",
+            r"must.*256.*got 300",
         ),
-        ({"scores": np.array([1.0], np.float32)}, r"scores must be 273 finite numbers, one per token, got 1 values"),
-        ({"scores": np.full(273, np.nan, np.float32)}, r"scores must be 273 finite numbers"),
-        ({"token_type": "x"}, r"token_type must be 273 finite numbers, one per token, got 'x'"),
-        ({"bos_token_id": 999}, r"bos_token_id must be an id from 0 to 272, got 999"),
-        ({"unknown_token_id": "a"}, r"unknown_token_id must be an id from 0 to 272, got 'a'"),
-        ({"add_bos_token": 3}, r"add_bos_token must be true or false, got 3"),
+        ({"scores": np.array([1.0], np.float32)}, r"scores.*273.*got 1"),
+        ({"scores": np.full(273, np.nan, np.float32)}, r"scores.*273"),
+        ({"token_type": "x"}, r"token_type.*273.*got 'x'"),
+        ({"bos_token_id": 999}, r"bos_token_id.*0.*272.*got 999"),
+        ({"unknown_token_id": "a"}, r"unknown_token_id.*0.*272.*got 'a'"),
+        ({"add_bos_token": 3}, r"add_bos_token.*got 3"),
         ({"model": "gpt2", "pre": "gpt-2", "merges": ["a b c"]}, r"merges must be a list of two tokens"),
         ({"model": "gpt2", "pre": "gpt-2"}, r"merges must be a list of two tokens"),
     ],

@@ -107,7 +107,7 @@ def test_an_image_s_split_does_not_depend_on_others(tmp_path):
     [
         ({"images": np.zeros((3, 4, 4), np.uint8)}, "is not an .npz file with the arrays"),
         ({"images": np.zeros((3, 4), np.uint8), "labels": np.arange(3)}, "must be bytes or floating-point values of"),
-        ({"images": np.zeros((3, 4, 4), np.int64), "labels": np.arange(3)}, "got int64 of shape"),
+        ({"images": np.zeros((3, 4, 4), np.int64), "labels": np.arange(3)}, r"got int64"),
         ({"images": np.zeros((3, 4, 4), np.uint8), "labels": np.arange(2)}, "one for each of the 3 images"),
         (
             {"images": np.zeros((3, 4, 4), np.uint8), "labels": np.arange(3) - 1},
@@ -142,11 +142,11 @@ def test_files_that_are_not_there_or_something_else(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        (ImageFile, {"path": "x", "max_shift": -1}, "max_shift must be an integer of at least 0, got -1"),
+        (ImageFile, {"path": "x", "max_shift": -1}, r"max_shift.*0.*got -1"),
         (ImageFile, {"path": "x", "labels": ("a",)}, "labels must be at least two"),
         (ImageFile, {"path": "x", "test_share": 0.95}, "must be below 1"),
         (Digits, {"labels": ("a", "b")}, "labels must have ten names"),
-        (Digits, {"batch_size": 0}, "batch_size must be an integer of at least 1"),
+        (Digits, {"batch_size": 0}, r"batch_size.*1"),
     ],
 )
 def test_impossible_settings_say_what_to_change(kind, fields, message):

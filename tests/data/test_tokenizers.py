@@ -55,9 +55,9 @@ def test_bytes_and_bpe_know_every_text(bpe, text):
 
 
 def test_a_closed_vocabulary_names_what_it_lacks():
-    with pytest.raises(ValueError, match=r"the text has characters 'X', 'я' that this tokenizer does not know"):
+    with pytest.raises(ValueError, match=r"text.*'X'.*'я'"):
         make("char").encode("to я X be")
-    with pytest.raises(ValueError, match=r"'questoin'.*'question'\?"):
+    with pytest.raises(ValueError, match=r"text.*'questoin'.*'question'\?"):
         make("word").encode("the questoin")
     with pytest.raises(ValueError, match="lone surrogate"):
         make("byte").encode("a\ud800")
@@ -136,19 +136,19 @@ def test_saved_and_loaded(tmp_path, kind, size):
     ("kind", "change", "message"),
     [
         ("char", {"format": 2}, "expected format 1, got 2"),
-        ("char", {"kind": "chars"}, r"kind must be one of .* got 'chars'\. Did you mean 'char'\?"),
+        ("char", {"kind": "chars"}, r"kind.*got 'chars'.*'char'\?"),
         ("char", {"vocabulary": "abc"}, "vocabulary must be a list of strings"),
         ("char", {"vocabulary": []}, "the vocabulary is empty"),
         ("char", {"vocabulary": ["a", "a"]}, "contains the token 'a' more than once"),
         ("char", {"vocabulary": [*"abcdefgabcdefg"]}, "the tokens 'a', 'b', 'c', 'd', 'e' and 2 more more than once"),
         ("char", {"vocabulary": ["ab"]}, "single characters, got 'ab'"),
-        ("char", {"special_tokens": ["<pad>", "<bos>", "<eos>", "<unk>"]}, "special_tokens must be"),
-        ("char", {"normalization": "number_word"}, r"normalization must be one of .* Did you mean 'number_words'"),
+        ("char", {"special_tokens": ["<pad>", "<bos>", "<eos>", "<unk>"]}, r"special_tokens"),
+        ("char", {"normalization": "number_word"}, r"normalization.*'number_words'"),
         ("char", {"normalization": ["none"]}, "normalization must be a string"),
         ("word", {"vocabulary": ["a b"]}, "words without spaces, got 'a b'"),
-        ("word", {"special_tokens": ["<eos>"]}, "special_tokens must be"),
+        ("word", {"special_tokens": ["<eos>"]}, r"special_tokens"),
         ("bpe", {"vocabulary": ["a"], "merges": []}, "contain all 256 bytes"),
-        ("bpe", {"merges": ["q zzz"]}, "merge 0 .* 'zzz', which is not in the vocabulary"),
+        ("bpe", {"merges": ["q zzz"]}, r"0.*'zzz'"),
         ("bpe", {"merges": ["a b c"]}, "merge 0 must have two parts"),
         ("bpe", {"merges": None}, "merges must be a list of strings"),
     ],

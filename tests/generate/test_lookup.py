@@ -80,7 +80,7 @@ def test_a_repetition_saves_steps():
 def test_rejects_what_a_lookup_is_not_for():
     seq2seq = Seq2Seq(MODEL.config)
     params = drawn_params(seq2seq, 0.4)
-    with pytest.raises(ValueError, match=r"CausalLM.*Seq2Seq"):
+    with pytest.raises(ValueError, match=r"draft.*CausalLM.*Seq2Seq"):
         generate(seq2seq, params, bos_id=1, sources=[[1]], max_new_tokens=4, draft=PromptLookup())
     with pytest.raises(ValueError, match="slots and draft can't be used together"):
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, draft=PromptLookup(), slots=2)

@@ -111,10 +111,10 @@ def test_where_penalties_are_not_supported(model):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be a finite number above 0"),
-        ({"repetition_penalty": float("inf")}, "repetition_penalty must be a finite number above 0"),
-        ({"presence_penalty": float("nan")}, "presence_penalty must be a finite number"),
-        ({"frequency_penalty": float("inf")}, "frequency_penalty must be a finite number"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty.*0"),
+        ({"repetition_penalty": float("inf")}, r"repetition_penalty.*0"),
+        ({"presence_penalty": float("nan")}, r"presence_penalty"),
+        ({"frequency_penalty": float("inf")}, r"frequency_penalty"),
     ],
 )
 def test_values_are_checked(changes, message):

@@ -140,15 +140,15 @@ def test_low_precision_logits_are_drawn_in_float32():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -0.1}, r"temperature must be a finite number of at least 0 \(0 is greedy\), got -0.1"),
+        ({"temperature": -0.1}, r"temperature.*0 \(0.*greedy\).*got -0.1"),
         ({"temperature": float("nan")}, "temperature must be .* got nan"),
         ({"temperature": float("inf")}, "temperature must be .* got inf"),
-        ({"top_k": 0}, "top_k must be an integer of at least 1, or None to keep all tokens, got 0"),
-        ({"top_k": True}, "top_k must be an integer .* got True"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, or None to keep all tokens, got 0.0"),
-        ({"top_p": 1.01}, "top_p must be above 0 and at most 1.* got 1.01"),
-        ({"min_p": -0.5}, "min_p must be at least 0 and at most 1.* got -0.5"),
-        ({"min_p": float("nan")}, "min_p must be at least 0 and at most 1.* got nan"),
+        ({"top_k": 0}, r"top_k.*1.*got 0"),
+        ({"top_k": True}, r"top_k"),
+        ({"top_p": 0.0}, r"top_p.*0.*1.*got 0.0"),
+        ({"top_p": 1.01}, r"top_p.*0.*1.* got 1.01"),
+        ({"min_p": -0.5}, r"min_p.*0.*1.* got -0.5"),
+        ({"min_p": float("nan")}, r"min_p.*0.*1"),
     ],
 )
 def test_values_out_of_range(values, message):

@@ -106,9 +106,9 @@ def test_rejects_a_draft_that_does_not_fit():
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, draft=short)
     seq2seq = Seq2Seq(MODEL.config)
     params = drawn_params(seq2seq, 0.4)
-    with pytest.raises(ValueError, match=r"CausalLM.*Seq2Seq"):
+    with pytest.raises(ValueError, match=r"draft.*CausalLM.*Seq2Seq"):
         generate(seq2seq, params, bos_id=1, sources=[[1]], max_new_tokens=4, draft=OTHER)
-    with pytest.raises(ConfigError, match=r"CausalLM.*Seq2Seq"):
+    with pytest.raises(ConfigError, match=r"draft.*CausalLM.*Seq2Seq"):
         Draft(model=seq2seq, params=params)
     with pytest.raises(ConfigError, match="tokens of a draft must be an integer of at least 1, got 0"):
         Draft(model=MODEL, params=PARAMS, tokens=0)

@@ -88,14 +88,14 @@ def test_export_copies_the_characters(directory, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("vocab.json", {"eng": {"a": 1}}, r"got \{'a': 1\} for 'eng'. The file has a vocabulary per language"),
-        ("vocab.json", {"a": 9}, "must have an id from 0 to 8 for each character, got 9 for 'a'"),
+        ("vocab.json", {"eng": {"a": 1}}, r"got \{'a'.*1\}.*'eng'"),
+        ("vocab.json", {"a": 9}, r"must.*0.*8.*got 9.*'a'"),
         ("vocab.json", {"a": True}, "got True for 'a'"),
-        ("vocab.json", {"a": 1}, "has no token '<pad>', the blank of CTC"),
-        ("vocab.json", [], "must be a JSON object"),
-        ("vocab.json", None, "has no vocab.json"),
-        ("tokenizer_config.json", {"pad_token": 3}, "pad_token in .* must be a text, got 3"),
-        ("preprocessor_config.json", speech_parts.FEATURES, "must describe a Wav2Vec2FeatureExtractor"),
+        ("vocab.json", {"a": 1}, r"'<pad>'.*CTC"),
+        ("vocab.json", [], r"JSON"),
+        ("vocab.json", None, r"vocab.json"),
+        ("tokenizer_config.json", {"pad_token": 3}, r"pad_token.*got 3"),
+        ("preprocessor_config.json", speech_parts.FEATURES, r"Wav2Vec2FeatureExtractor"),
     ],
 )
 def test_files_that_do_not_fit(tmp_path, name, content, message):

@@ -218,7 +218,7 @@ def test_a_tokenizer_that_falls_back_to_bytes(stream):
 def test_tokenizers_that_have_no_bytes():
     with pytest.raises(ValueError, match=r"llguidance can't read this tokenizer .* Constraints need a byte-level"):
         Grammars(CharTokenizer(["a", "b"]))
-    with pytest.raises(ValueError, match="the tokenizer has 259 ids, but the model only 200"):
+    with pytest.raises(ValueError, match=r"tokenizer.*259.*200"):
         Grammars(TOKENIZERS["byte"], 200)
     without_end = as_pretrained(TOKENIZERS["byte"])
     without_end.eos_ids = ()

@@ -243,11 +243,11 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--tasks", "a", "--text", "b"], "--tasks and --text can't be used together"),
-            (["--limit", "3"], "--limit needs --tasks"),
-            (["--tasks", "a", "--split", "test"], "--split is for the data of a run"),
-            (["--tasks", ","], "--tasks is empty"),
-            (["--tasks", "a", "--num-fewshot", "-1"], "--num-fewshot must be at least 0"),
+            (["--tasks", "a", "--text", "b"], r"--tasks.*--text"),
+            (["--limit", "3"], r"--limit.*--tasks"),
+            (["--tasks", "a", "--split", "test"], r"--split"),
+            (["--tasks", ","], r"--tasks"),
+            (["--tasks", "a", "--num-fewshot", "-1"], r"--num-fewshot.*0"),
         ],
     )
     def test_refused(self, arguments, message):

@@ -133,16 +133,16 @@ def test_a_model_for_one_language(tmp_path):
 
 
 def test_an_unknown_language(opened):
-    with pytest.raises(ValueError, match="got 'english'"):
+    with pytest.raises(ValueError, match=r"language.*got 'english'"):
         transcribe(opened, speech_parts.sound(0.4), TranscriptionOptions(language="english"))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperatures": ()}, r"temperatures must be one or more finite numbers of at least 0, got \(\)"),
+        ({"temperatures": ()}, r"temperatures.*0.*got \(\)"),
         ({"temperatures": (-1.0,)}, r"temperatures must be"),
-        ({"max_no_speech": "high"}, r"max_no_speech must be a finite number, or None for no threshold, got 'high'"),
+        ({"max_no_speech": "high"}, r"max_no_speech.*got 'high'"),
     ],
 )
 def test_options_are_checked(options, message):
@@ -154,10 +154,10 @@ def test_options_are_checked(options, message):
     ("files", "message"),
     [
         ({"features": speech_parts.FEATURES | {"chunk_length": 2}}, r"must describe 100 frames of 8 mel bins"),
-        ({"generation": {}}, r"must have token ids from 0 to 315 for no_timestamps_token_id, .*got None\. Download"),
+        ({"generation": {}}, r"must.*0.*315.*no_timestamps_token_id"),
         (
             {"generation": speech_parts.GENERATION | {"lang_to_id": {"<|en|>": 999}}},
-            r"lang_to_id\['<\|en\|>'\], got 999",
+            r"lang_to_id\['<\|en\|>'\].*got 999",
         ),
     ],
 )

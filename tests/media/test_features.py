@@ -68,10 +68,10 @@ def test_settings_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"feature_extractor_type": "ViTImageProcessor"}, r"must be WhisperFeatureExtractor or .*got 'ViTImage"),
+        ({"feature_extractor_type": "ViTImageProcessor"}, r"WhisperFeatureExtractor.*got 'ViTImage"),
         ({"dither": 0.1}, r"dither .* is 0\.1, which changes the features and is not supported"),
-        ({"feature_size": 0}, r"settings in .* are invalid: feature_size must be an integer of at least 1, got 0"),
-        ({"hop_length": 500}, r"hop_length \(500\) must be at most n_fft \(400\)"),
+        ({"feature_size": 0}, r"feature_size.*1.*got 0"),
+        ({"hop_length": 500}, r"hop_length \(500\).*n_fft \(400\)"),
     ],
 )
 def test_settings_that_are_not_supported_are_errors(tmp_path, values, message):

@@ -127,16 +127,16 @@ def test_softcap_and_sinks():
         ({"key": zeros(B, S, K, 3)}, "query and key must have the same head size"),
         ({"query": zeros(B, T, 4, H)}, "query heads must be a multiple of key heads"),
         ({"query": zeros(1, T, N, H)}, "the batch sizes differ"),
-        ({"query": zeros(T, N, H)}, r"query must be \(batch, length, heads, head size\), got shape"),
+        ({"query": zeros(T, N, H)}, r"query.*\(batch.*size\)"),
         ({"sinks": zeros(5)}, "must have one number per query head"),
-        ({"dropout_rate": 0.1}, "dropout_key is None: pass a jax.random.key"),
+        ({"dropout_rate": 0.1}, r"dropout_key.*jax.random.key"),
         ({"dropout_rate": 1.0}, "at least 0 and below 1, got 1.0"),
-        ({"scale": 0.0}, "scale must be above 0, got 0.0. Use scale=1.0"),
+        ({"scale": 0.0}, r"scale.*0.*got 0.0.*scale=1.0"),
         ({"bias": zeros(3, 3)}, "doesn't broadcast to"),
         ({"bias": zeros(7, 1, 1, 1)}, "doesn't broadcast to"),
         ({"bias": zeros(1, 1, 1, 1, 1)}, "doesn't broadcast to"),
         ({"mask": zeros(T, S)}, "must be boolean"),
-        ({"mask": Mask.lengths(jax.device_put(np.ones(3, np.int32)))}, r"key_lengths has shape \(3,\)"),
+        ({"mask": Mask.lengths(jax.device_put(np.ones(3, np.int32)))}, r"key_lengths.*\(3,\)"),
         ({"implementation": "flash"}, "attention kernel must be one of"),
         ({"implementation": "blockwise", "return_weights": True}, "can't return attention weights"),
     ],
@@ -240,7 +240,7 @@ def test_biases_are_where_they_are_said_to_be():
     assert sorted(biased(biases=("query", "value"), use_bias=False)) == ["query", "value"]
     assert biased(biases=(), use_bias=True) == []
     assert sorted(biased()) == ["key", "out", "query", "value"]
-    with pytest.raises(ValueError, match="got 'keys'"):
+    with pytest.raises(ValueError, match=r"biases.*got 'keys'"):
         biased(biases=("keys",))
 
 

@@ -196,5 +196,5 @@ def test_rejects_what_can_not_be_quantized():
             quantize(small)
     with pytest.raises(ValueError, match="x/kernel"):
         quantize(params, [Rule(pattern="x/kernel", inputs=(-1,)), Rule(pattern="embedding", inputs=(-1,))])
-    with pytest.raises(ValueError, match=r"4.*8.*group_size.*32.*64.*128.*got 4.*16"):
+    with pytest.raises(ValueError, match=r"bits.*4.*8.*group_size.*32.*64.*128.*got 4.*16"):
         quantize(params, bits=4, group_size=16)

@@ -120,20 +120,20 @@ def test_a_mask_goes_through_jit_with_its_facts_static():
     ("make", "message"),
     [
         (lambda: Mask.window(0), "at least 1 position, got 0"),
-        (lambda: Mask.chunks(0), "a chunk must contain at least 1 position, got 0"),
+        (lambda: Mask.chunks(0), r"chunk.*1.*got 0"),
         (lambda: Mask.chunks(2) & Mask.chunks(3), "both masks set chunks, of 2 and 3 positions: use one size"),
         (
             lambda: Mask.array(jax.device_put(np.zeros((2, 2), np.float32))),
-            "must be boolean .* got float32 .* pass it as bias=",
+            r"got float32.*bias=",
         ),
         (lambda: Mask.causal().shifted(1) & Mask().shifted(2), "both masks set offset: merge the two"),
         (
             lambda: Mask.lengths(jax.device_put(np.array([1, 2, 3]))).check(2, 1, 4, 4),
-            r"key_lengths has shape \(3,\).*requires \(2,\)",
+            r"key_lengths.*\(3,\).*\(2,\)",
         ),
         (
             lambda: Mask.segments(jax.device_put(np.zeros((2, 3), int))).check(2, 1, 4, 4),
-            r"query_segments has shape \(2, 3\)",
+            r"query_segments.*\(2.*3\)",
         ),
     ],
 )

@@ -39,14 +39,14 @@ pytestmark = pytest.mark.usefixtures("without_type_checks")
 @pytest.mark.parametrize(
     ("position", "message"),
     [
-        (Sinusoidal(), r"Sinusoidal is added to embeddings.*Add it to x before \(Sinusoidal.add\), or use Rotary"),
+        (Sinusoidal(), r"\(Sinusoidal.add\)"),
         (Learned(max_length=9, features=12), r"Learned is added to embeddings"),
-        (T5Bias(num_heads=3), r"T5Bias needs its learned table: pass position_table=, of shape \(32, 3\)"),
-        (ALiBi(num_heads=8), r"ALiBi has a bias for 8 heads, but num_heads is 3\. Create it with num_heads=3"),
+        (T5Bias(num_heads=3), r"T5Bias.*position_table=,.*\(32.*3\)"),
+        (ALiBi(num_heads=8), r"ALiBi.*8.*num_heads.*3.*num_heads=3"),
         (Rotary(size=8), r"can't rotate 8 dimensions of a head of size 4"),
         (Rotary(size=3), r"can't rotate 3 dimensions of a head of size 4"),
-        ("rotary", r"position must be a position scheme such as Rotary\(\).*got 'rotary'"),
-        (Rotary, r"position must be a position scheme such as Rotary\(\)"),
+        ("rotary", r"position.*Rotary\(\).*got 'rotary'"),
+        (Rotary, r"position.*Rotary\(\)"),
     ],
 )
 def test_a_position_scheme_that_attention_cannot_use(position, message):
@@ -55,11 +55,11 @@ def test_a_position_scheme_that_attention_cannot_use(position, message):
 
 
 def test_an_axis_that_is_missing():
-    with pytest.raises(ValueError, match=r"\(batch.*width\).*\(5.*12\).*x\[None\]"):
+    with pytest.raises(ValueError, match=r"x.*\(batch.*width\).*\(5.*12\).*x\[None\]"):
         start(MultiHeadAttention(num_heads=3), np.asarray(X)[0])
-    with pytest.raises(ValueError, match=r"\(batch.*width\).*\(5.*12\)"):
+    with pytest.raises(ValueError, match=r"context.*\(batch.*width\).*\(5.*12\)"):
         start(MultiHeadAttention(num_heads=3), X, np.asarray(X)[0])
-    with pytest.raises(ValueError, match=r"\(batch.*d_model 12\).*\(5.*12\)"):
+    with pytest.raises(ValueError, match=r"embeddings.*\(batch.*d_model 12\).*\(5.*12\)"):
         start(Encoder(CONFIG), np.asarray(X)[0])
     with pytest.raises(ValueError, match=r"d_model 12\).*\(2.*5.*8\)"):
         start(Encoder(CONFIG), np.asarray(X)[..., :8])

@@ -113,7 +113,7 @@ def test_the_longest_end_counts():
 
 @pytest.mark.parametrize("text", ["", "->", "embed ->", "a: b", ": a -> b", "-> a"])
 def test_axes_that_can_not_be_parsed_are_an_error(text):
-    with pytest.raises(ValueError, match=r"'embed ->.*_'"):
+    with pytest.raises(ValueError, match=r"axes.*'embed ->.*_'"):
         declare({"test/kernel": text})
     assert "test/kernel" not in declared()
 

@@ -292,11 +292,11 @@ def test_padding_does_not_count_for_the_length():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kind": "longrope", "short_factors": (1.0,)}, "long_factors has one factor per frequency"),
+        ({"kind": "longrope", "short_factors": (1.0,)}, r"long_factors"),
         ({"kind": "longrope", "short_factors": (1.0,), "long_factors": (1.0, 2.0)}, "same number of factors"),
         ({"kind": "longrope", "short_factors": (-1.0,), "long_factors": (1.0,)}, "above 0"),
         ({"kind": "linear", "short_factors": (1.0,)}, "is empty for other kinds"),
-        ({"kind": "dynamic", "attention_factor": 2.0}, "attention_factor applies only to"),
+        ({"kind": "dynamic", "attention_factor": 2.0}, r"attention_factor"),
     ],
 )
 def test_scaling_by_length_is_checked(options, words):

@@ -95,7 +95,7 @@ def test_answers_are_compared_by_the_quarter_in_which_they_end():
 
 
 def test_a_run_without_answers_gives_no_verdict():
-    with pytest.raises(ValueError, match="second and in the last quarter of the time, got 0 and 0"):
+    with pytest.raises(ValueError, match=r"second.*got 0.*0"):
         requests_measures(samples(), [])
     with pytest.raises(ValueError, match="3 samples in a quarter of the time, got 2 in total"):
         requests_measures(samples()[:2], answered())

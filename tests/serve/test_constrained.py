@@ -139,7 +139,7 @@ def test_a_constraint_that_fails_ends_only_its_own_text(engine, how, count):
 
 
 def test_a_constraint_of_another_vocabulary_is_refused(engine):
-    with pytest.raises(ValueError, match="the constraint is for 7 token ids"):
+    with pytest.raises(ValueError, match=r"constraint.*7"):
         engine.submit([Request(prompt=[5], max_tokens=2, constraint=Stuck(7, "allowed"))], lambda *_: None)
 
 

@@ -113,9 +113,9 @@ def test_token_ids_and_usage(client, directories):
         ({"input": [[-1]]}, "input", "token ids must be from 0"),
         ({"input": ["a"] * 2049}, "input", "at most 2048 texts"),
         ({"input": ["a", "the cat " * 300]}, "input", "text 1 has 602 tokens, but a text can have at most"),
-        ({"encoding_format": "int8"}, "encoding_format", "float or base64"),
+        ({"encoding_format": "int8"}, "encoding_format", r"base64"),
         ({"dimensions": 3}, "dimensions", "the size of this model"),
-        ({"extra_body": {"inputs": "a"}}, "inputs", "Did you mean 'input'?"),
+        ({"extra_body": {"inputs": "a"}}, "inputs", r"'input'?"),
         ({"model": "other"}, "model", "does not exist"),
     ],
 )

@@ -191,10 +191,10 @@ def test_a_run_resumes_bit_for_bit_and_reports_captions(tmp_path):
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({"data": {"image_tokens": 9}}, r"data.image_tokens \(9\) must be the number of image tokens of the model, 4"),
+        ({"data": {"image_tokens": 9}}, r"data.image_tokens \(9\).*4"),
         ({"parallel": {"context": 2}}, "can't split the sequences of the task captioning"),
-        ({"model": {"input": None}}, "model.input describes no image tokens"),
-        ({"data": {"max_length": 4}}, r"max_length \(4\) must be above image_tokens \(4\)"),
+        ({"model": {"input": None}}, r"model.input"),
+        ({"data": {"max_length": 4}}, r"max_length \(4\).*image_tokens \(4\)"),
     ],
 )
 def test_options_that_the_task_can_not_use_are_errors(groups, message):

@@ -310,12 +310,12 @@ def test_sharded_as_on_one_device(name):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: OptimizerConfig(name="schedule_free_adamw", warmup_steps=0), "Pass --optimizer.schedule constant"),
+        (lambda: OptimizerConfig(name="schedule_free_adamw", warmup_steps=0), r"--optimizer.schedule"),
         (
             lambda: tiny_recipe(optimizer={"name": "schedule_free_adamw"}, ema_decay=0.9),
-            "averages the parameters itself. Remove training.ema_decay",
+            r"training.ema_decay",
         ),
-        (lambda: tiny_recipe(optimizer={"name": "sophia"}), "Pass --execution.attention reference"),
+        (lambda: tiny_recipe(optimizer={"name": "sophia"}), r"--execution.attention"),
     ],
 )
 def test_what_an_optimizer_excludes(make, message):

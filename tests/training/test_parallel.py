@@ -272,13 +272,13 @@ def test_a_mesh_may_cut_the_axes_of_a_torus(sizes):
         (lambda: mesh_sizes({"data": 3}, 8), r"the mesh data 3 needs 3 devices, but there are 8\. Sizes must multiply"),
         (lambda: mesh_sizes({"data": -1, "tensor": 3}, 8), r"needs a multiple of 3 devices, .* one of 1, 2, 4, 8"),
         (lambda: mesh_sizes({"data": -1, "fsdp": -1}, 8), r"only one mesh axis can be -1 .* got data and fsdp"),
-        (lambda: mesh_sizes({"dat": 2}, 8), r"there is no mesh axis 'dat': use data, fsdp"),
-        (lambda: ParallelConfig(tensor=0), r"parallel.tensor must be at least 1, or -1 for all remaining .*, got 0"),
-        (lambda: ParallelConfig(kind="pmp"), r"Did you mean 'pmap'\?"),
-        (lambda: ParallelConfig(kind="pmap", tensor=2), r"pmap splits only the rows .* parallel.tensor is 2"),
-        (lambda: ParallelConfig(devices=0), r"parallel.devices must be an integer"),
-        (lambda: place(recipe_for("causal_lm", ParallelConfig(devices=9))), r"devices is 9, but 8 devices are"),
-        (lambda: place(recipe_for("causal_lm", ParallelConfig(tensor=8))), r"num_heads \(4\) .* can be 1, 2, 4;"),
+        (lambda: mesh_sizes({"dat": 2}, 8), r"'dat'"),
+        (lambda: ParallelConfig(tensor=0), r"parallel.tensor.*1.*-1.*, got 0"),
+        (lambda: ParallelConfig(kind="pmp"), r"'pmap'\?"),
+        (lambda: ParallelConfig(kind="pmap", tensor=2), r"parallel.tensor.*2"),
+        (lambda: ParallelConfig(devices=0), r"parallel.devices"),
+        (lambda: place(recipe_for("causal_lm", ParallelConfig(devices=9))), r"devices.*9.*8"),
+        (lambda: place(recipe_for("causal_lm", ParallelConfig(tensor=8))), r"num_heads \(4\).*1.*2.*4"),
         (lambda: PmapPlacement(recipe_for("causal_lm", ParallelConfig(kind="pmap", data=2))), r"pmap runs on all 8"),
     ],
 )
@@ -301,7 +301,7 @@ def test_rows_that_cannot_be_dealt_out(parallel):
 def test_pairs_whose_length_the_mesh_cannot_split():
     placement = place(recipe_for("seq2seq", ParallelConfig(context=4)))
     batch = next(batches("seq2seq", 1)) | {"source": np.ones((8, 6), np.int32)}
-    with pytest.raises(ConfigError, match=r"6.*parallel.context \(4\).*4.*8"):
+    with pytest.raises(ConfigError, match=r"source.*6.*parallel.context \(4\).*4.*8"):
         placement.train_step(placement.abstract_state(), batch)
 
 

@@ -67,9 +67,9 @@ def test_label_smoothing_is_the_mean_over_swapped_pairs():
     ("fields", "message"),
     [
         ({"beta": 0.0}, "beta must be"),
-        ({"loss": "kto"}, "dpo.loss must be one of"),
-        ({"label_smoothing": 0.5}, "dpo.label_smoothing must be at least 0 and below 0.5"),
-        ({"label_smoothing": 0.1, "loss": "ipo"}, "label_smoothing .* is for dpo.loss sigmoid"),
+        ({"loss": "kto"}, r"dpo.loss"),
+        ({"label_smoothing": 0.5}, r"dpo.label_smoothing.*0.*0.5"),
+        ({"label_smoothing": 0.1, "loss": "ipo"}, r"label_smoothing.*dpo.loss"),
     ],
 )
 def test_bad_options_are_refused(fields, message):

@@ -41,12 +41,12 @@ def test_a_window():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("20", "START:STOP, the steps between which to record a trace, such as 20:30, got '20'"),
+        ("20", r"START:STOP.*20:30.*got '20'"),
         ("a:b", "got 'a:b'"),
         ("-1:4", "got '-1:4'"),
-        ("30:20", "START must be below STOP"),
-        ("20:20", "START must be below STOP"),
-        ("20:101", r"STOP must be at most 100, the number of .* \(--training.steps\). Try --profile 20:30"),
+        ("30:20", r"START.*STOP"),
+        ("20:20", r"START.*STOP"),
+        ("20:101", r"STOP.*100.*\(--training.steps\).*--profile 20:30"),
     ],
 )
 def test_what_is_no_window(text, message):

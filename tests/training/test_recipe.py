@@ -101,23 +101,23 @@ def broken(edit):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda v: v["recipe"]["model"].update(d_modell=3), "recipe.model has an unknown field 'd_modell'.*'d_model'"),
+        (lambda v: v["recipe"]["model"].update(d_modell=3), r"recipe.model.*'d_modell'.*'d_model'"),
         (
             lambda v: v["recipe"]["model"].pop("num_heads"),
-            "recipe.model lacks num_heads: it was written by a different",
+            r"recipe.model.*num_heads",
         ),
-        (lambda v: v["recipe"]["model"].update(d_model="x"), "recipe.model.d_model must be of type int, got 'x'"),
-        (lambda v: v["recipe"]["model"].update(d_model=True), "recipe.model.d_model must be of type int, got True"),
-        (lambda v: v["recipe"]["model"].update(norm="rms"), "recipe.model.norm must be one of layer_norm, rms_norm"),
-        (lambda v: v["recipe"]["model"]["stack"].update(period={}), "recipe.model.stack.period must be a list"),
+        (lambda v: v["recipe"]["model"].update(d_model="x"), r"recipe.model.d_model.*got 'x'"),
+        (lambda v: v["recipe"]["model"].update(d_model=True), r"recipe.model.d_model"),
+        (lambda v: v["recipe"]["model"].update(norm="rms"), r"recipe.model.norm.*layer_norm.*rms_norm"),
+        (lambda v: v["recipe"]["model"]["stack"].update(period={}), r"recipe.model.stack.period"),
         (
             lambda v: v["recipe"]["model"]["stack"]["period"][0].update(window="x"),
-            r"recipe.model.stack.period\[0\].window must be",
+            r"recipe.model.stack.period\[0\].window",
         ),
-        (lambda v: v["recipe"]["data"].update({"class": "numbers"}), "class 'numbers'.*Did you mean 'number_words'"),
-        (lambda v: v["recipe"]["data"].pop("class"), "recipe.data must be an object with a 'class'"),
-        (lambda v: v["recipe"].update(training=None), "recipe.training must be an object with a 'class'"),
-        (lambda v: v["recipe"]["optimizer"].update(clip_norm="1"), "recipe.optimizer.clip_norm must be of type float"),
+        (lambda v: v["recipe"]["data"].update({"class": "numbers"}), r"'numbers'.*'number_words'"),
+        (lambda v: v["recipe"]["data"].pop("class"), r"recipe.data.*'class'"),
+        (lambda v: v["recipe"].update(training=None), r"recipe.training.*'class'"),
+        (lambda v: v["recipe"]["optimizer"].update(clip_norm="1"), r"recipe.optimizer.clip_norm"),
         (lambda v: v.update(version=2), "recipe version 2, but this program reads version 1"),
         (lambda v: v.pop("format"), "recipe is not a recipe"),
     ],
@@ -174,42 +174,41 @@ def test_a_workdir_keeps_its_recipe(tmp_path):
     [
         (
             lambda: OptimizerConfig(name="adam"),
-            "optimizer.name must be one of adamw, adafactor, lion, muon, schedule_free_adamw, sophia, got 'adam'. "
-            "Did you mean 'adamw'",
+            r"optimizer.name.*schedule_free_adamw.*got 'adam'.*'adamw'",
         ),
-        (lambda: OptimizerConfig(schedule="cos"), "optimizer.schedule must be one of"),
+        (lambda: OptimizerConfig(schedule="cos"), r"optimizer.schedule"),
         (
             lambda: OptimizerConfig(learning_rate=-1.0),
-            "optimizer.learning_rate must be a number of at least 0, got -1",
+            r"optimizer.learning_rate.*0.*got -1",
         ),
         (
             lambda: OptimizerConfig(beta2=1.0),
-            "optimizer.beta2 must be a number of at least 0 and below 1, got 1.0",
+            r"optimizer.beta2.*0.*1.*got 1.0",
         ),
-        (lambda: OptimizerConfig(clip_norm=0.0), "optimizer.clip_norm must be above 0, got 0.0"),
+        (lambda: OptimizerConfig(clip_norm=0.0), r"optimizer.clip_norm.*0.*got 0.0"),
         (
             lambda: OptimizerConfig(schedule="noam", warmup_steps=0),
-            "optimizer.warmup_steps must be at least 1",
+            r"optimizer.warmup_steps.*1",
         ),
-        (lambda: training.TrainingConfig(steps=0), "training.steps must be an integer of at least 1, got 0"),
+        (lambda: training.TrainingConfig(steps=0), r"training.steps.*1.*got 0"),
         (lambda: training.TrainingConfig(label_smoothing=1.0), "training.label_smoothing"),
         (lambda: training.TrainingConfig(ema_decay=1.0), "training.ema_decay"),
-        (lambda: training.TrainingConfig(nan_policy="go"), "training.nan_policy must be one of stop, skip"),
-        (lambda: training.EvaluationConfig(every=0), "evaluation.every must be an integer of at least 1"),
+        (lambda: training.TrainingConfig(nan_policy="go"), r"training.nan_policy"),
+        (lambda: training.EvaluationConfig(every=0), r"evaluation.every.*1"),
         (lambda: training.EvaluationConfig(temperature=-0.1), "evaluation.temperature"),
         (lambda: training.CheckpointConfig(keep_last=0), "checkpoint.keep_last"),
-        (lambda: training.LoggingConfig(every=None), "logging.every must be an integer of at least 1, got None"),
+        (lambda: training.LoggingConfig(every=None), r"logging.every.*1"),
         (
             lambda: tiny_recipe(accumulation=3),
-            r"data.batch_size \(8\) must be a multiple of training.accumulation \(3\)",
+            r"data.batch_size \(8\).*training.accumulation \(3\)",
         ),
         (
             lambda: tiny_recipe(model={"position": "learned", "max_length": 5}),
-            r"data.sequence_length \(7\) must be at most model.max_length \(5\)",
+            r"data.sequence_length \(7\).*model.max_length \(5\)",
         ),
         (lambda: dataclasses.replace(tiny_recipe(), name="a/b"), "name must be a plain name"),
-        (lambda: build_model(tiny_recipe(model={"vocab_size": None})), "model.vocab_size is not set"),
-        (lambda: with_vocabulary(tiny_recipe(), 14), r"model.vocab_size \(13\) must be at least 14"),
+        (lambda: build_model(tiny_recipe(model={"vocab_size": None})), r"model.vocab_size"),
+        (lambda: with_vocabulary(tiny_recipe(), 14), r"model.vocab_size \(13\).*14"),
     ],
 )
 def test_what_cannot_be_is_said(make, message):
@@ -312,15 +311,15 @@ def test_overrides_have_types():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--model.num-layer 3", "unknown option --model.num-layer. Did you mean '--model.num-layers'"),
-        ("--modle.num-layers 3", "unknown option --modle.num-layers. Did you mean '--model.num-layers'"),
-        ("--data.field x", "unknown option --data.field."),
-        ("--model.num-layers three", "--model.num-layers: invalid literal for int.*'three'"),
+        ("--model.num-layer 3", r"--model.num-layer.*'--model.num-layers'"),
+        ("--modle.num-layers 3", r"--modle.num-layers.*'--model.num-layers'"),
+        ("--data.field x", r"--data.field"),
+        ("--model.num-layers three", r"--model.num-layers.*int.*'three'"),
         ("--training.ema-decay x", "^--training.ema-decay: expected FLOAT, got 'x'"),
-        ("--model.num-layers", "Missing value for argument '--model.num-layers'"),
-        ("--model.norm rms", "invalid choice 'rms' for argument '--model.norm'. Expected one of .*'rms_norm'"),
-        ("--execution.scan yes", "invalid choice 'yes' for argument '--execution.scan'"),
-        ("--model.num-heads 4", r"model: d_model \(6\) must be a multiple of num_heads \(4\)"),
+        ("--model.num-layers", r"'--model.num-layers'"),
+        ("--model.norm rms", r"'rms'.*'--model.norm'.*'rms_norm'"),
+        ("--execution.scan yes", r"'yes'.*'--execution.scan'"),
+        ("--model.num-heads 4", r"d_model \(6\).*num_heads \(4\)"),
         ("--training.steps 0", "^training.steps must be an integer of at least 1, got 0"),
         ("--training.seed 4294967296", "^training.seed must be at most 4294967295, got 4294967296"),
         ("--training.seed 9223372036854775808", "^training.seed must be at most 4294967295, got 9223372036854775808"),
@@ -367,7 +366,7 @@ def test_a_path_that_is_empty_is_an_error():
     """An empty path would mean the current directory, or silently the default."""
     with pytest.raises(ConfigError, match=r"^data.data_dir must name a file or a folder, got ''. Remove it"):
         override(tiny_recipe("seq2seq"), ["--data.data-dir", ""], program="train.py")
-    with pytest.raises(ConfigError, match="path must be a file name, got ''"):
+    with pytest.raises(ConfigError, match=r"path.*got ''"):
         override(tiny_recipe(), ["--data.path", ""], program="train.py")
 
 

@@ -230,9 +230,9 @@ def test_groups_with_equal_rewards_change_nothing(equally_rewarded):
     [
         (
             "broken",
-            r"the reward .*rewards.py:broken must be a finite number, got nan for the prompt of .*jsonl, line \d",
+            r"rewards.py:broken",
         ),
-        ("raising", r"raising raised KeyError \('no such column'\) for the prompt of .*prompts.jsonl, line \d+"),
+        ("raising", r"KeyError \('no.*column'\).*prompts.jsonl.*\d+"),
     ],
 )
 def test_a_bad_reward_is_one_line_with_the_row(folder, reward, message):
@@ -244,7 +244,7 @@ def test_a_bad_reward_is_one_line_with_the_row(folder, reward, message):
 
 
 def test_rewards_that_cannot_be_used_are_refused_before_training(folder):
-    with pytest.raises(ConfigError, match=r"prompts.jsonl.*1"):
+    with pytest.raises(ConfigError, match=r"needy.*prompts.jsonl.*1"):
         ready(grpo_recipe(folder, rewards=("needy",)))
     path = folder / "rewards.py"
     for name, message in {

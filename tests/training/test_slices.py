@@ -103,34 +103,34 @@ def placed(parallel, devices):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DcnConfig(data=-1), r"parallel\.dcn\.data must be an integer of at least 1, got -1"),
+        (lambda: DcnConfig(data=-1), r"parallel\.dcn\.data.*1.*got -1"),
         (
             lambda: ParallelConfig(kind="pmap", dcn=DcnConfig(data=2)),
-            r"pmap splits only .* parallel\.dcn\.data is 2\. Remove that option, or use parallel\.kind mesh",
+            r"parallel\.dcn\.data.*2.*parallel\.kind",
         ),
         (
             lambda: make_mesh({"data": 16}, chips(2)),
-            r"number of slices, which is 2, got 1 \(no --parallel\.dcn options\)\. Pass --parallel\.dcn\.data 2, or",
+            r"2.*got 1 \(no --parallel\.dcn options\).*--parallel\.dcn\.data 2",
         ),
         (
             lambda: make_mesh({"data": 32}, chips(4), DcnConfig(data=2)),
-            r"which is 4, got --parallel\.dcn\.data 2\. Pass --parallel\.dcn\.data 4, or other",
+            r"4.*got --parallel\.dcn\.data 2.*--parallel\.dcn\.data 4",
         ),
         (
             lambda: make_mesh({"fsdp": 8}, chips(1), DcnConfig(fsdp=2)),
-            r"which is 1, got --parallel\.dcn\.fsdp 2\. Remove these options",
+            r"1.*got --parallel\.dcn\.fsdp 2",
         ),
         (
             lambda: make_mesh({"data": 12}, chips(2)[:12], DcnConfig(data=2)),
-            r"same number of devices, but the slices have 8, 4\. Use whole slices: change parallel\.devices",
+            r"8.*4.*parallel\.devices",
         ),
         (
             lambda: make_mesh({"data": 6}, [Gpu(number, number // 2) for number in range(6)], DcnConfig(data=2)),
-            r"3 processes can't be divided evenly into the 2 slices of --parallel\.dcn\.data 2\. .* can be 3\.",
+            r"3.*2.*--parallel\.dcn\.data 2.*3",
         ),
         (
             lambda: make_mesh({"fsdp": 8}, jax.devices(), DcnConfig(data=2)),
-            r"parallel\.dcn\.data \(2\) must divide the size of the mesh axis data \(1\).* Change parallel\.dcn",
+            r"parallel\.dcn\.data \(2\).*\(1\).*parallel\.dcn",
         ),
         (
             lambda: placed(ParallelConfig(data=8, dcn=DcnConfig(data=2)), jax.devices()),

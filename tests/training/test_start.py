@@ -116,11 +116,11 @@ def test_labels_are_those_of_the_training_file_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("text", "fields", "message"),
     [
-        ("text\tlabel\na\tb\n", {}, "has no column 'sentence': its first line has 'text', 'label'"),
+        ("text\tlabel\na\tb\n", {}, r"'sentence'.*'text'.*'label'"),
         ("sentence\tlabel\na\n", {}, "line 2: expected 2 columns as in the first line, with a sentence and a label"),
         ("sentence\tlabel\na\t \n", {}, "line 2: expected 2 columns"),
         ("sentence\tlabel\n", {}, "has only a first line"),
-        ("sentence\tlabel\na\tx\nb\tx\n", {}, "has only the label 'x'"),
+        ("sentence\tlabel\na\tx\nb\tx\n", {}, r"has.*'x'"),
         ("sentence\tlabel\na\tx\nb\ty\n", {"labels": ("x", "z")}, "has the label 'y': expected x, z"),
     ],
 )
@@ -141,11 +141,11 @@ def test_sst2_says_what_to_put_where(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        (LabeledText, {"path": "x", "labels": ("one",)}, "labels must be at least two different names, got 'one'"),
+        (LabeledText, {"path": "x", "labels": ("one",)}, r"labels.*got 'one'"),
         (LabeledText, {"path": "x", "labels": ("a", "a")}, "different names, got 'a', 'a'"),
-        (LabeledText, {"path": "x", "text_column": "label"}, "must be two different columns, got 'label' and 'label'"),
-        (LabeledText, {"path": "x", "max_length": 1}, "max_length must be an integer of at least 2, got 1"),
-        (SST2, {"labels": ("a", "b", "c")}, "labels must have two names, for the classes 0 and 1 in the files, got 3"),
+        (LabeledText, {"path": "x", "text_column": "label"}, r"got 'label'.*'label'"),
+        (LabeledText, {"path": "x", "max_length": 1}, r"max_length.*2.*got 1"),
+        (SST2, {"labels": ("a", "b", "c")}, r"labels.*0.*1.*got 3"),
     ],
 )
 def test_impossible_labeled_data_says_what_to_change(kind, fields, message):

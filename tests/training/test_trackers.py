@@ -188,9 +188,9 @@ def test_a_missing_package_is_an_error_before_the_run(name, folder, monkeypatch,
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"writers": ("wand",)}, r"logging\.writers must be one of wandb, mlflow, trackio, got 'wand'"),
-        ({"writers": ("wandb", "wandb")}, r"logging\.writers must name each tracker once, got wandb wandb"),
-        ({"project": " "}, r"logging\.project must not be empty"),
+        ({"writers": ("wand",)}, r"logging\.writers.*got 'wand'"),
+        ({"writers": ("wandb", "wandb")}, r"logging\.writers"),
+        ({"project": " "}, r"logging\.project"),
     ],
 )
 def test_wrong_fields_are_errors(fields, message, folder):

@@ -82,7 +82,7 @@ def test_a_drawn_file_has_the_color_only_where_weight_is(tmp_path, channels):
     ("image", "positions", "message"),
     [
         ((7, 10, 3), 7, r"expected an image of shape \(7, 11, 3\).* got \(7, 10, 3\)"),
-        ((7, 11, 3), 8, r"expected the weights of 7 positions \(1 learned tokens and 6 patches\), got 8"),
+        ((7, 11, 3), 8, r"7.*\(1.*6 patches\).*got 8"),
     ],
 )
 def test_sizes_that_do_not_fit(tmp_path, image, positions, message):

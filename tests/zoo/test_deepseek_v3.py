@@ -100,16 +100,16 @@ def test_weights_of_the_sharpening_come_back(kind, weights):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_interleave": False}, r"rope_interleave is False, which changes the computation"),
-        ({"scoring_func": "softmax"}, r"scoring_func is 'softmax', which changes"),
-        ({"topk_method": "greedy"}, r"topk_method is 'greedy', which changes"),
-        ({"moe_layer_freq": 2}, r"moe_layer_freq is 2, which changes"),
-        ({"n_shared_experts": 0}, r"n_shared_experts is 0, but this family requires at least one"),
+        ({"rope_interleave": False}, r"rope_interleave"),
+        ({"scoring_func": "softmax"}, r"scoring_func.*'softmax'"),
+        ({"topk_method": "greedy"}, r"topk_method.*'greedy'"),
+        ({"moe_layer_freq": 2}, r"moe_layer_freq.*2"),
+        ({"n_shared_experts": 0}, r"n_shared_experts.*0"),
         (
             {"num_key_value_heads": 1},
-            r"num_key_value_heads is 1, but latent attention has one key for each of the 3 heads",
+            r"num_key_value_heads.*1.*3",
         ),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5, but this family always rotates whole heads"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor.*0.5"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(fields, message):

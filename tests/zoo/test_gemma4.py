@@ -152,26 +152,26 @@ def test_the_decoder_of_a_model_with_images_and_sound(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enable_moe_block": True, "num_experts": 4}, "is True, but top_k_experts, moe_intermediate_size is not set"),
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all', which changes"),
-        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers must be from 0 to 3, got 4"),
-        ({"num_kv_shared_layers": 3}, "no layer before those has the type full_attention"),
-        ({"layer_types": [LOCAL] * 3}, "layer_types has 3 names, but the model has 4 layers"),
-        ({"per_layer_config": {"7": {"head_dim": 8}}}, "per_layer_config has the layers 7, but the model has 4 layers"),
-        ({"per_layer_config": {"1": {"sliding_window": 8}}}, "per_layer_config sets sliding_window, but only head_dim"),
-        ({"per_layer_config": [8]}, r"per_layer_config must be an object .*got \[8\]"),
-        ({"rope_parameters": {"other": {}}}, "rope_parameters has other, but expected an entry for each of full"),
+        ({"enable_moe_block": True, "num_experts": 4}, r"top_k_experts.*moe_intermediate_size"),
+        ({"use_bidirectional_attention": "all"}, r"use_bidirectional_attention.*'all'"),
+        ({"num_kv_shared_layers": 4}, r"num_kv_shared_layers.*0.*3.*got 4"),
+        ({"num_kv_shared_layers": 3}, r"full_attention"),
+        ({"layer_types": [LOCAL] * 3}, r"layer_types.*3.*4"),
+        ({"per_layer_config": {"7": {"head_dim": 8}}}, r"per_layer_config.*7.*4"),
+        ({"per_layer_config": {"1": {"sliding_window": 8}}}, r"per_layer_config.*sliding_window.*head_dim"),
+        ({"per_layer_config": [8]}, r"per_layer_config.*got \[8\]"),
+        ({"rope_parameters": {"other": {}}}, r"rope_parameters"),
         (
             {"rope_parameters": {LOCAL: {"rope_type": "default", "partial_rotary_factor": 0.5}}},
-            "partial_rotary_factor of sliding_attention needs the rope_type proportional",
+            r"partial_rotary_factor.*sliding_attention.*rope_type",
         ),
         (
             {"rope_parameters": {GLOBAL: {"rope_type": "dynamic", "factor": 2.0}}},
-            "rotary scaling is 'dynamic', which is not supported for this family",
+            r"'dynamic'",
         ),
         (
             {"rope_parameters": {GLOBAL: {"rope_type": "proportional", "beta": 2.0}}},
-            "rope_parameters of full_attention has unknown fields: beta",
+            r"rope_parameters.*full_attention",
         ),
     ],
 )
@@ -187,13 +187,13 @@ STORES, READS = LayerKind(stores_kv="a"), LayerKind(reads_kv="a")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stack.period": (STORES, READS)}, "stores_kv='a' must be the name of one layer, in stack.prefix"),
+        ({"stack.period": (STORES, READS)}, r"stores_kv='a'.*stack.prefix"),
         ({"stack.prefix": (STORES, STORES), "stack.period": (READS,)}, "must be the name of one layer"),
-        ({"stack.prefix": (READS, STORES)}, "no earlier layer has stores_kv='a'. Name one of the layers in stack"),
+        ({"stack.prefix": (READS, STORES)}, r"stores_kv='a'"),
         ({"stack.prefix": (STORES,), "stack.period": (LayerKind(reads_kv="b"),)}, "Name one of a"),
         (
             {"stack.prefix": (STORES,), "stack.period": (LayerKind(reads_kv="a", head_dim=6),)},
-            "keys of head_dim 4 by reads_kv='a', but its own is 6",
+            r"head_dim 4.*reads_kv='a'.*6",
         ),
         (
             {
@@ -201,11 +201,11 @@ STORES, READS = LayerKind(stores_kv="a"), LayerKind(reads_kv="a")
                 "stack.period": (READS,),
                 "rotary.scaling": RotaryScaling(kind="dynamic", factor=2.0),
             },
-            "reads_kv does not support rotary scaling by the length",
+            r"reads_kv",
         ),
-        ({"stack.period": (LayerKind(num_kv_heads=3),)}, "must be a multiple of num_kv_heads of each LayerKind"),
-        ({"stack.period": (LayerKind(head_dim=3),)}, r"head_dim \(3\) must be even"),
-        ({"embedding.per_layer_vocab_size": 3}, "per_layer_vocab_size is for per-layer embeddings"),
+        ({"stack.period": (LayerKind(num_kv_heads=3),)}, r"num_kv_heads.*LayerKind"),
+        ({"stack.period": (LayerKind(head_dim=3),)}, r"head_dim \(3\)"),
+        ({"embedding.per_layer_vocab_size": 3}, r"per_layer_vocab_size"),
     ],
 )
 def test_configs_of_layers_that_are_refused(changes, message):
@@ -221,7 +221,7 @@ def test_kinds_that_contradict_themselves_are_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             LayerKind(**options)
-    with pytest.raises(ConfigError, match="kind='proportional'"):
+    with pytest.raises(ConfigError, match=r"share.*kind='proportional'"):
         RotaryScaling(kind="linear", factor=2.0, share=0.5)
     with pytest.raises(ConfigError, match=r"expected at most 1\.0, got 1\.5"):
         RotaryScaling(kind="proportional", factor=1.0, share=1.5)

@@ -256,15 +256,15 @@ def test_images_are_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_1/attn/q_einsum/w": None}, "layer_1/attn/q_einsum/w is missing"),
-        ({"layer_0/mlp/linear/w": None}, "layer_0/mlp/linear is missing"),
-        ({"layer_1/attn/lora/a": np.ones((2, 2))}, "layer_1/attn/lora/a belongs to no part of the model"),
-        ({"layer_3/pre_ffw_norm/scale": np.ones(12)}, "layer_2/pre_attention_norm/scale is missing"),
-        ({"final_norm/scale": np.ones(13)}, r"final_norm/scale: expected shape \(12,\), got \(13,\)"),
-        ({"layer_1/post_ffw_norm/scale": None}, "layer_1/post_ffw_norm/scale is missing"),
+        ({"layer_1/attn/q_einsum/w": None}, r"layer_1/attn/q_einsum/w"),
+        ({"layer_0/mlp/linear/w": None}, r"layer_0/mlp/linear"),
+        ({"layer_1/attn/lora/a": np.ones((2, 2))}, r"layer_1/attn/lora/a"),
+        ({"layer_3/pre_ffw_norm/scale": np.ones(12)}, r"layer_2/pre_attention_norm/scale"),
+        ({"final_norm/scale": np.ones(13)}, r"final_norm/scale.*\(12,\).*got \(13,\)"),
+        ({"layer_1/post_ffw_norm/scale": None}, r"layer_1/post_ffw_norm/scale"),
         ({"stacked_layers/attn/w": np.ones(3)}, "its layers are stacked, which is not supported"),
-        ({"layer_0/mlp/linear/w": np.ones((12, 12))}, r"mlp/linear is square \(12\)"),
-        ({"layer_0/attn/kv_einsum/w": np.ones((2, 3))}, r"kv_einsum/w: expected 4 axes, got shape \(2, 3\)"),
+        ({"layer_0/mlp/linear/w": np.ones((12, 12))}, r"mlp/linear.*\(12\)"),
+        ({"layer_0/attn/kv_einsum/w": np.ones((2, 3))}, r"kv_einsum/w.*4.*\(2.*3\)"),
     ],
 )
 def test_arrays_that_do_not_fit_are_listed(tmp_path, change, message):
@@ -283,7 +283,7 @@ def test_a_damaged_checkpoint_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="broken is not a valid Orbax checkpoint: its metadata can't be read"):
         load_pretrained(broken)
     (directory / "transformer/layer_1/mlp/linear.w/0.0").write_bytes(b"no chunk")
-    with pytest.raises(ValueError, match=": transformer/layer_1/mlp/linear/w"):
+    with pytest.raises(ValueError, match=r"gemma.*: transformer/layer_1/mlp/linear/w"):
         load_pretrained(directory)
 
 

@@ -140,16 +140,16 @@ def test_an_export_is_a_directory_with_the_same_parameters(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "mamba"}, r"its architecture is 'mamba', which is not supported\. .*llama, qwen2"),
+        ({"general.architecture": "mamba"}, r"'mamba'.*qwen2"),
         ({"split.count": 3}, r"it is one of 3 parts: merge them"),
         ({"llama.expert_count": 8}, r"it has 8 experts"),
-        ({"llama.block_count": "two"}, r"llama\.block_count must be one integer above 0, got 'two'"),
-        ({"llama.feed_forward_length": np.array([3, 4], np.int32)}, r"feed_forward_length must be one value"),
-        ({"llama.rope.dimension_count": 16}, r"dimension_count is 16: only the size of a head, 32, is supported"),
-        ({"llama.rope.scaling.type": "longrope"}, r"rope\.scaling\.type is 'longrope'"),
+        ({"llama.block_count": "two"}, r"llama\.block_count.*0.*got 'two'"),
+        ({"llama.feed_forward_length": np.array([3, 4], np.int32)}, r"feed_forward_length"),
+        ({"llama.rope.dimension_count": 16}, r"dimension_count.*16.*32"),
+        ({"llama.rope.scaling.type": "longrope"}, r"rope\.scaling\.type.*'longrope'"),
         ({"llama.block_count": 5000}, r"5000 layers: expected at most 1024"),
-        ({"llama.block_count": 3}, r"don't fit its metadata\. 9 missing: model\.layers\.2\.self_attn\.q_proj\.weight"),
-        ({"llama.embedding_length": 2**31 - 1}, r"larger model than its tensors: d_model is 2147483647"),
+        ({"llama.block_count": 3}, r"9.*model\.layers\.2\.self_attn\.q_proj\.weight"),
+        ({"llama.embedding_length": 2**31 - 1}, r"d_model.*2147483647"),
     ],
 )
 def test_metadata_that_contradict_the_model_are_named(tmp_path, changes, message):

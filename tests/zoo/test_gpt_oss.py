@@ -72,10 +72,10 @@ def test_what_is_not_said_is_as_published():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"swiglu_limit": 6.0}, r"swiglu_limit is 6.0, which changes the computation"),
-        ({"swiglu_alpha": 1.0}, r"swiglu_alpha is 1.0, which changes the computation"),
-        ({"layer_types": ["sliding_attention"] * 23}, r"layer_types has 23 names, but the model has 24 layers"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantization_config is .* not supported"),
+        ({"swiglu_limit": 6.0}, r"swiglu_limit.*6.0"),
+        ({"swiglu_alpha": 1.0}, r"swiglu_alpha.*1.0"),
+        ({"layer_types": ["sliding_attention"] * 23}, r"layer_types.*23.*24"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantization_config"),
     ],
 )
 def test_what_it_does_not_have_is_refused(changes, message):

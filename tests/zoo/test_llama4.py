@@ -186,10 +186,10 @@ def test_the_decoder_of_a_model_with_images(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text_config": None}, "config.json must have the object text_config, got None"),
-        ({"text_config": {"model_type": "llama"}}, "model_type of text_config must be llama4_text, got 'llama'"),
-        ({"tensors": {"sound.weight": np.zeros(2)}}, "tensors belong to no known part of the model: sound.weight"),
-        ({"tensors": {"language_model.model.new.weight": np.zeros(2)}}, "1 unexpected: model.new.weight"),
+        ({"text_config": None}, r"config.json.*text_config"),
+        ({"text_config": {"model_type": "llama"}}, r"model_type.*text_config.*llama4_text.*got 'llama'"),
+        ({"tensors": {"sound.weight": np.zeros(2)}}, r"sound.weight"),
+        ({"tensors": {"language_model.model.new.weight": np.zeros(2)}}, r"1.*model.new.weight"),
     ],
 )
 def test_whole_models_that_are_refused(tmp_path, changes, message):
@@ -200,18 +200,18 @@ def test_whole_models_that_are_refused(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": ["sliding_attention"] * 4}, "layer_types has sliding_attention, but only chunked_attention"),
-        ({"layer_types": ["full_attention"]}, "layer_types has 1 names, but the model has 4 layers"),
-        ({"attention_chunk_size": None}, "layer_types has chunked_attention, but attention_chunk_size is not set"),
-        ({"attention_chunk_size": 0}, "chunk must be an integer of at least 1, got 0"),
-        ({"no_rope_layers": [1, 2, 1, 0]}, "no_rope_layers must have 0 or 1 for each of the 4 layers"),
-        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval must be an integer of at least 1, got 0"),
-        ({"moe_layers": [4]}, r"moe_layers must list indices of the 4 layers, got \[4\]"),
-        ({"moe_layers": None, "interleave_moe_layer_step": 0}, "interleave_moe_layer_step must be an integer of at"),
-        ({"floor_scale": 0}, "length must be an integer of at least 1, got 0"),
+        ({"layer_types": ["sliding_attention"] * 4}, r"layer_types.*sliding_attention.*chunked_attention"),
+        ({"layer_types": ["full_attention"]}, r"layer_types.*1.*4"),
+        ({"attention_chunk_size": None}, r"layer_types.*chunked_attention.*attention_chunk_size"),
+        ({"attention_chunk_size": 0}, r"chunk.*1.*got 0"),
+        ({"no_rope_layers": [1, 2, 1, 0]}, r"no_rope_layers.*0.*1.*4"),
+        ({"no_rope_layer_interval": 0}, r"no_rope_layer_interval.*1.*got 0"),
+        ({"moe_layers": [4]}, r"moe_layers.*4.*got \[4\]"),
+        ({"moe_layers": None, "interleave_moe_layer_step": 0}, r"interleave_moe_layer_step"),
+        ({"floor_scale": 0}, r"length.*1.*got 0"),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
-            "rotary scaling is 'yarn', which is not supported for this family",
+            r"'yarn'",
         ),
     ],
 )

@@ -93,7 +93,7 @@ NORM = "decoder/final_norm/scale"
             lambda tensors: tensors.update({CODES: tensors[CODES][:1]}),
             rf"{CODES}: expected uint8 \(2, 6, 19\), got uint8",
         ),
-        (lambda tensors: tensors.update({CODES: tensors[CODES].view(np.int8)}), r"expected uint8 .* got int8"),
+        (lambda tensors: tensors.update({CODES: tensors[CODES].view(np.int8)}), r"uint8.*got int8"),
         (lambda tensors: tensors.update({NORM: np.full(12, np.nan, np.float32)}), rf"{NORM}\[0\] is not finite"),
         (
             lambda tensors: tensors.update({NORM: np.ones(12, np.int32)}),
@@ -111,7 +111,7 @@ def test_unknown_settings_are_refused(small, tmp_path, settings):
     files = WeightFiles(small)
     config = files.config | {"quantization_config": {"quant_method": "transformer_zoo"} | settings}
     write_weights(tmp_path / "a", config, {name: files.read(name) for name in files.tensors})
-    with pytest.raises(ConfigError, match=r"4.*8.*group_size.*32.*64.*128"):
+    with pytest.raises(ConfigError, match=r"must.*4.*8.*group_size.*32.*64.*128"):
         load(tmp_path / "a")
 
 

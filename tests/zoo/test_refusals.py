@@ -31,28 +31,28 @@ def load_with(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": 3}, r"architectures in config.json must be a list of names such as LlamaForCausalLM, got 3"),
-        ({"architectures": "LlamaModel"}, r"must be a list of names .* got 'LlamaModel'"),
-        ({"architectures": [["LlamaModel"]]}, r"must be a list of names .* got \[\['LlamaModel'\]\]"),
-        ({"model_type": ["llama"]}, r"model_type is \['llama'\] in config.json, which is not supported"),
-        ({"num_hidden_layers": 10**9}, "config.json specifies 1000000000 layers: expected at most 1024"),
-        ({"hidden_size": 10**9}, r"d_model is 1000000000, but the largest tensor has \d+ elements"),
-        ({"head_dim": 10**9}, r"num_heads x head_dim is 3000000000, but the largest"),
-        ({"vocab_size": 10**12}, "vocab_size is above 2147483647, which is too large for any model"),
-        ({"rms_norm_eps": 10**400}, "rms_norm_eps is above 2147483647"),
-        ({"rope_parameters": {"factor": [10**400]}}, "rope_parameters is above"),
-        ({"rope_parameters": {"rope_theta": 0}}, "rotary.base must be a number of at least 5e-324, got 0.0"),
+        ({"architectures": 3}, r"config.json.*LlamaForCausalLM.*got 3"),
+        ({"architectures": "LlamaModel"}, r"got 'LlamaModel'"),
+        ({"architectures": [["LlamaModel"]]}, r"got \[\['LlamaModel'\]\]"),
+        ({"model_type": ["llama"]}, r"model_type.*\['llama'\].*config.json"),
+        ({"num_hidden_layers": 10**9}, r"config.json.*1000000000.*1024"),
+        ({"hidden_size": 10**9}, r"d_model.*1000000000.*\d+"),
+        ({"head_dim": 10**9}, r"num_heads.*head_dim.*3000000000"),
+        ({"vocab_size": 10**12}, r"vocab_size.*2147483647"),
+        ({"rms_norm_eps": 10**400}, r"rms_norm_eps.*2147483647"),
+        ({"rope_parameters": {"factor": [10**400]}}, r"rope_parameters"),
+        ({"rope_parameters": {"rope_theta": 0}}, r"rotary.base.*5e-324.*got 0.0"),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": "no"}},
-            "truncate must be true or false, got 'no'",
+            r"truncate.*got 'no'",
         ),
         (
             {"quantization_config": {"quant_method": [3]}},
-            r"quantized by \[3\], which is not supported \(supported: mxfp4, fp8, gptq, awq\)",
+            r"\[3\].*\(supported.*mxfp4.*fp8.*awq\)",
         ),
         ({f"wonder{i}": 1 for i in range(103)}, "; 3 more are not known"),
-        ({"num_attention_heads": -3}, "num_attention_heads must be an integer of at least 1, got -3"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+        ({"num_attention_heads": -3}, r"num_attention_heads.*1.*got -3"),
+        ({"tie_word_embeddings": "false"}, r"tie_word_embeddings.*got 'false'"),
     ],
 )
 def test_values_that_can_t_be_are_errors_at_once(load_with, changes, message):
@@ -94,7 +94,7 @@ def test_many_missing_and_many_strange_names_are_told_of_soon():
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "bf16", 3])
 def test_types_that_parameters_may_have(load_with, dtype):
-    with pytest.raises(ValueError, match=rf"float32.*bfloat16.*float16.*got {dtype!r}"):
+    with pytest.raises(ValueError, match=rf"dtype.*float32.*bfloat16.*float16.*got {dtype!r}"):
         load_with({}, dtype=dtype)
 
 

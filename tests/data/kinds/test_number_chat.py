@@ -119,5 +119,5 @@ def test_conversations_continue_with_the_tokenizer_of_the_text():
 def test_too_few_questions_are_refused():
     with pytest.raises(ConfigError, match=r"test_examples.*20.*got 3"):
         NumberChat(test_examples=3)
-    with pytest.raises(ValueError, match="got 'product'"):
+    with pytest.raises(ValueError, match=r"topic.*got 'product'"):
         questions("train", 20, ["product"])

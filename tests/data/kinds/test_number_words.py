@@ -147,10 +147,10 @@ def test_other_variants_of_writing():
 
 
 def test_what_can_not_be_written():
-    with pytest.raises(ValueError, match=r", got 'eng'.*'en'\?"):
+    with pytest.raises(ValueError, match=r"language.*, got 'eng'.*'en'\?"):
         number_words.words(1, "eng")
     for number in (-1, 1_000_000):
-        with pytest.raises(ValueError, match=rf"0.*999,999.*got {number}"):
+        with pytest.raises(ValueError, match=rf"number.*0.*999,999.*got {number}"):
             number_words.words(number, "en")
 
 

@@ -83,10 +83,10 @@ def test_held_out_pairs_are_divided_evenly():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"image_size": 16}, "image_size must be an integer of at least 24"),
-        ({"test_examples": 50_000}, "test_examples must be at most 20,000, got 50,000"),
-        ({"batch_size": 1}, "batch_size must be an integer of at least 2"),
-        ({"seed": -1}, "seed must be an integer of at least 0"),
+        ({"image_size": 16}, r"image_size.*24"),
+        ({"test_examples": 50_000}, r"test_examples.*20,000.*got 50,000"),
+        ({"batch_size": 1}, r"batch_size.*2"),
+        ({"seed": -1}, r"seed.*0"),
     ],
 )
 def test_impossible_options_are_errors(fields, message):

@@ -41,7 +41,7 @@ def test_no_held_out_sentence_gives_training_a_word(prepared):
 def test_without_the_files_it_says_which(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"sst2_train\.tsv.*sst2_train\.tsv \(720,259"):
         prepare(SST2Sentences(data_dir=str(tmp_path / "tfds"), manual_dir=str(tmp_path)))
-    with pytest.raises(ConfigError, match="labels must have two names, for the classes 0 and 1 in the files, got 3"):
+    with pytest.raises(ConfigError, match=r"labels.*0.*1.*got 3"):
         SST2Sentences(labels=("a", "b", "c"))
 
 

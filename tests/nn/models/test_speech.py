@@ -93,20 +93,20 @@ def test_text_from_frames_is_what_the_uncached_model_would_write(variables):
 @pytest.mark.parametrize(
     ("model", "frames", "message"),
     [
-        (MODEL, NUMBERS[0], r"of shape \(batch, 14, 5\): batch, frames, mel bins; got float32 of shape \(14, 5\)"),
-        (MODEL, NUMBERS[:, :12], r"got float32 of shape \(2, 12, 5\). Pad the audio with silence"),
-        (MODEL, NUMBERS.swapaxes(1, 2), r"got float32 of shape \(2, 5, 14\). .* swap the two axes"),
-        (MODEL, NUMBERS.astype(np.int32), r"frames must be floating-point .* got int32"),
-        (SpeechToText(CONFIG), NUMBERS[:, :, :3], r"of shape \(batch, any, 5\)"),
+        (MODEL, NUMBERS[0], r"\(batch.*14.*5\).*got float32.*\(14.*5\)"),
+        (MODEL, NUMBERS[:, :12], r"got float32.*\(2.*12.*5\)"),
+        (MODEL, NUMBERS.swapaxes(1, 2), r"got float32.*\(2.*5.*14\)"),
+        (MODEL, NUMBERS.astype(np.int32), r"frames.*got int32"),
+        (SpeechToText(CONFIG), NUMBERS[:, :, :3], r"\(batch.*5\)"),
         (
             SpeechToText(CONFIG.replace(input=None)),
             FRAMES,
-            r"input is not speech: a SpeechToText needs input=Speech",
+            r"input.*SpeechToText.*input=Speech",
         ),
         (
             SpeechToText(CONFIG.replace(**{"embedding.source_vocab_size": 9})),
             FRAMES,
-            r"source_vocab_size is for sources of tokens, .*",
+            r"source_vocab_size",
         ),
     ],
 )
@@ -118,8 +118,8 @@ def test_what_cannot_be_heard_says_so(model, frames, message):
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ([[3, 4], [5]], r"sources of a SpeechToText must be frames, an array \(batch, frames, mel bins\)"),
-        ([[3, 4], [5, 6]], r"frames must be floating-point of shape \(batch, 14, 5\)"),
+        ([[3, 4], [5]], r"SpeechToText.*\(batch.*bins\)"),
+        ([[3, 4], [5, 6]], r"frames.*\(batch.*14.*5\)"),
         (NUMBERS[:1], r"as many prompts as sources, got 2 and 1"),
         (None, r"sources is missing"),
     ],

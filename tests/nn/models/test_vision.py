@@ -241,25 +241,25 @@ def test_every_parameter_has_axes(model, inputs):
         (
             VisionEmbedder(VISION.replace(input=dataclasses.replace(PATCHES, class_token=False), max_length=6)),
             (PIXELS,),
-            r"output.pooling='first' reads the class token, but input.class_token is False",
+            r"output.pooling='first'.*input.class_token",
         ),
-        (VisionEmbedder(CONFIG), (PIXELS,), "input is not set: a VisionEmbedder needs image patches"),
+        (VisionEmbedder(CONFIG), (PIXELS,), r"input.*VisionEmbedder"),
         (
             DistilledVisionClassifier(VISION),
             (PIXELS,),
-            "needs input.distillation_token=True and output",
+            r"input.distillation_token=True",
         ),
-        (Embedder(CONFIG.replace(**{"output.pooling": "attention"})), (TOKENS,), "output.pooling='attention' is for"),
+        (Embedder(CONFIG.replace(**{"output.pooling": "attention"})), (TOKENS,), r"output.pooling='attention'"),
         (
             Classifier(VISION.replace(**{"output.pooling": "first_and_mean"})),
             (TOKENS,),
-            "output.pooling='first_and_mean' is for images",
+            r"output.pooling='first_and_mean'",
         ),
-        (DualEncoder(CONFIG), (TOKENS, PIXELS), "a DualEncoder needs input=Images"),
+        (DualEncoder(CONFIG), (TOKENS, PIXELS), r"DualEncoder.*input=Images"),
         (
             DualEncoder(DUAL.replace(**{"output.normalize": True})),
             (TOKENS, PIXELS),
-            "has no output.transform and no output.normalize",
+            r"output.transform.*output.normalize",
         ),
     ],
 )

@@ -66,13 +66,13 @@ class TestDecode:
     def test_more_than_there_are_positions(self):
         learned = dataclasses.replace(TEXT, model=TEXT.model.replace(position="learned", max_length=30))
         assert parse_generation("1:20:10", learned)
-        with pytest.raises(ConfigError, match="the model has only 30 positions"):
+        with pytest.raises(ConfigError, match=r"model.*30"):
             parse_generation("1:20:11", learned)
         sources = PAIRS.model.replace(position="learned", max_length=30, **{"embedding.source_max_length": 90})
         pairs = dataclasses.replace(PAIRS, model=sources)
         assert parse_generation("1:90:30", pairs)
         for text, longest in (("1:91:30", 90), ("1:90:31", 30)):
-            with pytest.raises(ConfigError, match=f"{longest}"):
+            with pytest.raises(ConfigError, match=rf"model.*{longest}"):
                 parse_generation(text, pairs)
 
     @pytest.mark.parametrize("scan", [True, False])
@@ -164,7 +164,7 @@ class TestDecode:
             (
                 TEXT,
                 6,
-                r"--decode 6:8:8: the number of rows must be a multiple of 8.*Pass 8 rows, or --parallel",
+                r"--decode 6:8:8.*8.*8.*--parallel",
             ),
             (parallel(TEXT, kind="pmap"), 8, r"Remove --parallel\.kind"),
             (parallel(TEXT, tensor=8, data=1), 8, "num_heads"),

@@ -78,17 +78,17 @@ class TestTopology:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("v5ee:4x4", "unknown TPU 'v5ee'.*Did you mean 'v5e:4x4'.*v5p:2x2x2"),
-            ("abacus", "unknown TPU 'abacus' in --topology 'abacus'. Known"),
-            ("v5e", "v5e:AxB, with the number of chips along 2 axes, got 'v5e'. Did you mean 'v5e:4x4'"),
+            ("v5ee:4x4", r"TPU 'v5ee'.*'v5e:4x4'.*v5p:2x2x2"),
+            ("abacus", r"TPU 'abacus'.*--topology 'abacus'"),
+            ("v5e", r"v5e:AxB.*2.*got 'v5e'.*'v5e:4x4'"),
             ("v5e:4", "got 'v5e:4'"),
             ("v5e:2x2x2", "chips along 2 axes"),
             ("v5e:4x0", "got 'v5e:4x0'"),
             ("v5p:4x4", "v5p:AxBxC"),
             ("v5e:16x17", "v5e:16x17 has 272 chips, but a pod of v5e has only 256"),
             ("2*v5e:16x17", "v5e:16x17 has 272 chips, but a pod"),
-            ("two*v5e:4x4", "number of slices .* integer of at least 1, got 'two'. For two slices, .* '2[*]v5e:4x4'"),
-            ("2*v3:4x4", "v3 does not support several slices, .* Pass one slice, v3:4x4, or another TPU: v4, v5e, v5p"),
+            ("two*v5e:4x4", r"1.*got 'two'.*'2[*]v5e:4x4'"),
+            ("2*v3:4x4", r"v3.*v3:4x4.*TPU.*v4.*v5e.*v5p"),
         ],
     )
     def test_what_is_none_is_an_error_that_names_one(self, text, message):

@@ -98,18 +98,17 @@ class TestSearch:
             (
                 dataclasses.replace(TEXT, data=dataclasses.replace(TEXT.data, batch_size=1)),
                 parse_topology("v5e:1x7"),
-                r"no mesh for 7 chips: --data.batch-size 1 is not a multiple of 7, --model.d-model 32 is not a "
-                r"multiple of 7, --model.num-heads 4 .* Change one of them, preferably the rows, or",
+                r"7.*--data.batch-size 1.*7.*--model.d-model 32.*7.*--model.num-heads 4",
             ),
             (
                 BY_TOKENS,
                 parse_topology("v5e:1x3"),
-                r"no mesh for 3 chips: --data.row-multiple 8 is not a multiple of 3, ",
+                r"3.*--data.row-multiple 8.*3",
             ),
             (
                 TEXT,
                 Topology(dataclasses.replace(CHIPS.chip, hbm=1e-5), (1, 7)),
-                r"state alone need more than the 1e-05 GiB of a chip, however .* another --topology ",
+                r"1e-05 GiB.*--topology",
             ),
         ],
     )

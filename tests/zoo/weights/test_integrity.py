@@ -132,11 +132,11 @@ def test_it_lists_all_files_and_other_programs_see_one_more_json(saved):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda values: values.pop("format"), "format must be 1, got None"),
-        (lambda values: values.update(files=[]), r"files must be an object with names and checksums, got \[\]"),
+        (lambda values: values.pop("format"), r"format.*1"),
+        (lambda values: values.update(files=[]), r"files.*got \[\]"),
         (lambda values: values["files"].update({"../x": "0" * 64}), "files must name files of the directory"),
-        (lambda values: values["files"].update({"config.json": "0"}), "config.json must be 64 hexadecimal digits"),
-        (lambda values: values.update(example=3), "example must be an object, got 3"),
+        (lambda values: values["files"].update({"config.json": "0"}), r"config.json.*64"),
+        (lambda values: values.update(example=3), r"example.*got 3"),
     ],
 )
 def test_a_damaged_file_of_checksums_is_an_error(directory, change, message):
@@ -187,12 +187,12 @@ def test_other_numerics_are_found(directory, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        ({"inputs": []}, r"inputs must be a list of length 1, got \[\]"),
-        ({"inputs": [{"tokens": [10**6]}]}, "tokens must be at most 8 ids below"),
-        ({"places": [10**9], "logits": [1.0]}, r"places must be below \d+, got 1000000000"),
+        ({"dtype": "int8"}, r"dtype.*float32.*bfloat16.*float16.*got 'int8'"),
+        ({"inputs": []}, r"inputs.*1.*got \[\]"),
+        ({"inputs": [{"tokens": [10**6]}]}, r"tokens.*8"),
+        ({"places": [10**9], "logits": [1.0]}, r"places.*\d+, got 1000000000"),
         ({"places": [-1], "logits": [1.0]}, "places must be a list of non-negative integers"),
-        ({"logits": ["a"]}, r"logits must be \d+ numbers"),
+        ({"logits": ["a"]}, r"logits.*\d+"),
     ],
 )
 def test_an_example_that_can_not_be_is_an_error(directory, changes, message):
