@@ -153,7 +153,7 @@ def test_a_command_names_files_without_folders_and_what_it_starts_from():
         ("image_classifier", {"held_out": {"loss": 1.25, "accuracy": 0.75, "mae": None}}, {"accuracy": 75.0}),
     ],
 )
-def test_each_task_is_told_by_its_own_figures(task, more, expected):
+def test_each_task_reports_its_own_metrics(task, more, expected):
     """Metrics are those of the evaluation with the lowest loss, here the second to last."""
     assert figures(task, SUMMARY | more, EVALUATED) == expected
 
@@ -216,6 +216,6 @@ def test_spread_is_the_sample_s_standard_deviation():
     assert spread([1.0]) == "1.000"
 
 
-def test_the_machine_is_told_in_words():
+def test_describes_the_machine_in_words():
     assert " cores of " in machine()
     assert machine().endswith(" GiB")

@@ -74,7 +74,7 @@ def test_a_gpu_counts_when_nvidia_smi_lists_it(tmp_path, script, found):
     assert accelerator_present(tmp_path, {"PATH": str(program.parent)}) == found
 
 
-def test_an_unused_accelerator_is_said_aloud():
+def test_warns_about_an_unused_accelerator():
     assert unused_warning("cpu", "cpu", {}) is None
     assert unused_warning("gpu", "gpu", {}) is None
     message = unused_warning("gpu", "cpu", {})

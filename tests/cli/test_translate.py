@@ -173,7 +173,7 @@ def test_a_line_too_long_for_the_table_is_cut_aloud(translate, weights):
 
 
 @pytest.mark.slow
-def test_what_is_not_as_it_should_be_is_said_and_keeps_its_line(translate, workdir):
+def test_reports_invalid_lines_with_their_number(translate, workdir):
     content, options = b"two\nsevn\n,-\ntwenty one two three\n", AS_TWO
     code, out, err = translate(workdir, content, *options)
     assert code == 0

@@ -126,7 +126,7 @@ def test_mistakes_exit_2_with_one_line():
         (["text_file", "--fast"], "your-text.txt"),
     ],
 )
-def test_what_is_missing_is_said_in_one_line(arguments, words):
+def test_reports_missing_files_in_one_line(arguments, words):
     done = run_train(*arguments)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr

@@ -91,7 +91,7 @@ def test_every_file_of_a_kind_is_in_the_registry():
     assert all(getattr(data, config.__name__) is config for config in DATA.values())
 
 
-def test_every_field_is_told_to_the_user():
+def test_every_field_is_documented():
     """The docstring of a field is its text in --help: none may be missing."""
     folder = Path(kinds.__file__).parent
     files = [*folder.glob("*.py"), *folder.parent.glob("*.py")]

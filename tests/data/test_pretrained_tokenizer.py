@@ -91,7 +91,7 @@ def test_every_text_goes_there_and_back(made, text):
 
 
 @pytest.mark.parametrize("name", ["<end>", "$"])
-def test_a_name_that_cannot_be_written_is_told(tmp_path, name):
+def test_reports_a_name_that_cannot_be_written(tmp_path, name):
     library = Library(models.WordLevel({"a": 0, name: 1}, unk_token=name))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = load_pretrained_tokenizer(save(tmp_path, library, tokenizer_config={"eos_token": name}))
@@ -165,7 +165,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_file_is_told(tmp_path, case):
+def test_reports_a_broken_file(tmp_path, case):
     text, message = BROKEN[case]
     with pytest.raises(ValueError, match=message) as caught:
         load_pretrained_tokenizer(save(tmp_path, text))
@@ -191,7 +191,7 @@ def test_a_broken_file_is_told(tmp_path, case):
         ("config", {"eos_token_id": True}, r"config\.json.*eos_token_id"),
     ],
 )
-def test_a_broken_neighbor_is_told(tmp_path, name, content, message):
+def test_reports_a_broken_neighbor(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message):
         load_pretrained_tokenizer(save(tmp_path, unigram(), **{name: content}))
 

@@ -57,6 +57,6 @@ def test_one_text_or_several_are_embedded_and_classified(opened):
         ("writer", lambda model: model.classify("the"), "which is not a classifier"),
     ],
 )
-def test_what_a_model_cannot_do_is_said(opened, name, call, message):
+def test_reports_unsupported_options_of_a_model(opened, name, call, message):
     with pytest.raises((ConfigError, ValueError), match=message):
         call(opened[name])

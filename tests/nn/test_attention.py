@@ -232,7 +232,7 @@ def test_qk_norm_over_all_heads_together(kind):
     np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_biases_are_where_they_are_said_to_be():
+def test_biases_are_where_the_config_puts_them():
     def biased(**options):
         shapes = jax.eval_shape(MultiHeadAttention(num_heads=N, head_dim=H, **options).init, jax.random.key(0), X)
         return [name for name, leaf in shapes["params"].items() if "bias" in leaf]

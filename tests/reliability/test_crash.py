@@ -51,7 +51,7 @@ def test_a_scenario_draws_the_same_with_the_same_seed(tmp_path):
     assert worlds[0].rng("b").random() != same
 
 
-def test_what_a_call_was_doing_is_told_by_what_it_left():
+def test_the_files_of_a_call_show_its_state():
     assert phase("", [], 0, 60) == "at the start"
     assert phase(TOLD.partition("compiled")[0], [], 40, 60) == "in compilation"
     assert phase(TOLD, [], 40, 60) == "in training"
@@ -63,7 +63,7 @@ def test_what_a_call_was_doing_is_told_by_what_it_left():
 # What is read of a call
 
 
-def test_steps_are_read_from_what_is_told():
+def test_steps_are_read_from_the_output():
     assert reached(TOLD, 60) == 42
     assert reached("device: 1 x cpu\nstep by step\nstep 7: eval loss 2.0\n", 60) == 0
 
@@ -81,7 +81,7 @@ def test_where_a_call_went_on_is_checked():
     assert "a newer one is damaged" in fault
 
 
-def test_a_save_that_is_new_is_told_from_one_left_over(tmp_path):
+def test_distinguishes_a_new_save_from_one_left_over(tmp_path):
     assert (newest(tmp_path), unfinished(tmp_path)) == (0, {})
     folder = tmp_path / "checkpoints"
     for name in ("10", "9", "20.tmp", "notes.tmp"):
@@ -103,7 +103,7 @@ def test_bits_types_and_shapes_are_compared():
     assert len({digest(other) for other in [array, *others]}) == 5
 
 
-def test_differences_of_two_runs_are_told():
+def test_reports_differences_of_two_runs():
     state = RunState(9, {"a": "1", "b": "2"}, {"x": 1}, [{"step": 9}], "text")
     assert state.differences(state) == []
     assert RunState(8, {}, {}, [], "").differences(state) == ["the newest checkpoint is of step 8, expected 9"]
@@ -258,7 +258,7 @@ def test_the_page_is_what_the_command_makes_of_the_results():
         ("--output docs/nowhere.json", "an existing .md file of the same name"),
     ],
 )
-def test_what_cannot_be_is_said(words, message, capsys):
+def test_rejects_invalid_options(words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         crash.main(words.split())
     assert message in capsys.readouterr().err

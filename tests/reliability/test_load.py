@@ -183,7 +183,7 @@ def test_what_was_seen_is_kept_whatever_the_verdict(tmp_path, monkeypatch, capsy
     assert ("failed: " in printed.err) == bool(code)
 
 
-def test_a_run_too_short_for_a_verdict_is_said(monkeypatch, capsys):
+def test_reports_a_run_too_short_for_a_verdict(monkeypatch, capsys):
     seen = load.Seen(lost=["no end"])
     monkeypatch.setattr(load, "serve", lambda *given: (samples()[:2], [], seen, ["exit code 1"]))
     assert load.main([]) == 1
@@ -208,7 +208,7 @@ def test_a_page_without_marks_is_refused_before_the_run(tmp_path, monkeypatch, c
         ("--output docs/load.txt", "--output must be a .json file in the directory of reliability.md"),
     ],
 )
-def test_what_cannot_be_is_said(words, message, capsys):
+def test_rejects_invalid_options(words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         load.main(words.split())
     assert message in capsys.readouterr().err

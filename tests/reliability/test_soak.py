@@ -271,7 +271,7 @@ def test_what_was_seen_is_kept_whatever_the_verdict(tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("looks", [0, 2])
-def test_a_run_too_short_for_a_verdict_is_said(tmp_path, monkeypatch, capsys, looks):
+def test_reports_a_run_too_short_for_a_verdict(tmp_path, monkeypatch, capsys, looks):
     seen = samples()[:looks]
     monkeypatch.setattr(soak, "soak", lambda folder, hours: soak.Soaked(seen, [], ["exit codes [1]"], 0, 0, 0))
     assert soak.main(["--folder", str(tmp_path)]) == 1
@@ -304,7 +304,7 @@ def test_the_page_is_what_the_command_makes_of_the_results():
         ("--output nowhere/soak.json", "--output must be a .json file in the directory of reliability.md"),
     ],
 )
-def test_what_cannot_be_is_said(words, message, capsys):
+def test_rejects_invalid_options(words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         soak.main(words.split())
     assert message in capsys.readouterr().err

@@ -323,7 +323,7 @@ def test_processes_may_differ_in_who_they_are_and_where_their_data_lies():
     assert facts(seed=1) != facts()
 
 
-def test_processes_that_read_other_data_are_told(monkeypatch):
+def test_reports_processes_that_read_different_data(monkeypatch):
     processes.check_alike("data", "a")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(processes, "first_decides", lambda function: "a")
@@ -332,7 +332,7 @@ def test_processes_that_read_other_data_are_told(monkeypatch):
         processes.check_alike("data", "b")
 
 
-def test_a_disk_that_is_not_shared_is_told(tmp_path):
+def test_reports_a_disk_that_is_not_shared(tmp_path):
     processes.check_shared(tmp_path)
     with pytest.raises(ConfigError, match=r"\S+nowhere.*--workdir"):
         processes.check_shared(tmp_path / "nowhere")

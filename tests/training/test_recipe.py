@@ -211,7 +211,7 @@ def test_a_workdir_keeps_its_recipe(tmp_path):
         (lambda: with_vocabulary(tiny_recipe(), 14), r"model.vocab_size \(13\).*14"),
     ],
 )
-def test_what_cannot_be_is_said(make, message):
+def test_rejects_invalid_options(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 

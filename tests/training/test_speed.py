@@ -103,7 +103,7 @@ def test_rows_of_other_processes_count(known):
     assert together.flops(batch) == 2 * alone.flops(batch)
 
 
-def test_without_a_peak_there_is_no_mfu_and_that_is_said():
+def test_reports_that_mfu_needs_a_known_peak():
     recipe = tiny_recipe()
     speed = Speed(recipe, shapes_of(recipe), place(recipe))
     assert speed.measures(100, 4.0) == {"perf/flops_per_s": 25.0}
@@ -139,7 +139,7 @@ def test_every_line_has_speed_and_memory(tmp_path, monkeypatch, known):
     assert [line.get("perf/compile_s") for line in lines] == [10.0, None, None]
 
 
-def test_compilation_is_told_and_is_not_training(tmp_path, monkeypatch):
+def test_reports_compilation_apart_from_training(tmp_path, monkeypatch):
     """A batch of a new size during a run, which is compiled, does not reduce the reported speed."""
     (tmp_path / "a").mkdir()
     plain, _ = journal_lines(tmp_path / "a", monkeypatch, compiled_at=(1,))

@@ -100,7 +100,7 @@ class TestData:
             shown = np.nan_to_num(weights_of(data, "decoder", "self", 0, number))
             np.testing.assert_allclose(shown, one.weights, atol=1 / 400)
 
-    def test_what_is_said_about_it(self):
+    def test_reports_its_description(self):
         texts, facts = {"Prompt": "a b", "Generated": "c"}, {"Command": "python -m transformer inspect x"}
         data = data_of(page_of([random_map()], target=5, written_from=3, texts=texts, facts=facts))
         assert (data["title"], dict(data["texts"]), dict(data["facts"])) == ("A page", texts, facts)

@@ -129,7 +129,7 @@ def test_pointing_at_a_word_shows_its_weights(one, kind, stack):
     np.testing.assert_array_equal(hatched[: len(seen)], ~seen)
 
 
-def test_cross_attention_is_told_from_both_sides(one):
+def test_cross_attention_names_both_lengths(one):
     page, data = one
     choose(page, "decoder cross", layer=1, head=4)
     weights = weights_of(data, "decoder", "cross", 0)[3]

@@ -59,7 +59,7 @@ def test_the_published_config():
     }
 
 
-def test_what_is_not_said_is_as_published():
+def test_defaults_are_the_published_values():
     """Defaults of the reference: local layers first, YaRN, biases and head sizes."""
     named = ("layer_types", "rope_scaling", "rope_theta", "attention_bias", "head_dim", "num_key_value_heads")
     named += ("num_experts_per_tok", "sliding_window", "rms_norm_eps", "swiglu_limit", "tie_word_embeddings")

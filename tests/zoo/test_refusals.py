@@ -82,7 +82,7 @@ def test_many_layers_without_a_pattern_are_folded_soon():
     assert fold([LayerKind()] * 1024) == {"stack.prefix": (), "stack.period": (LayerKind(),), "stack.suffix": ()}
 
 
-def test_many_missing_and_many_strange_names_are_told_of_soon():
+def test_reports_many_missing_and_unknown_names_early():
     """The file of another model with many experts: comparing all pairs of names would take hours."""
     links = [Link((f"layers.{i}.expert.w1",), (Target(f"w{i}"),), SAME) for i in range(4000)]
     tensors = {f"layers.{i}.experts.w1": TensorInfo(f"{i}", np.dtype("f4"), (2,), None, 0) for i in range(4000)}

@@ -119,7 +119,7 @@ def test_known_right_forms(language):
 
 
 @pytest.mark.parametrize("language", Language.__args__)
-def test_numbers_are_told_apart_after_normalization(language):
+def test_distinguishes_numbers_after_normalization(language):
     normalize = NORMALIZERS[NORMALIZATION_OF.get(language, "number_words")]
     numbers = {*range(400), *range(0, 1_000_000, 3_701), *random.Random(0).sample(range(1_000_000), 400)}
     assert len({normalize(number_words.words(number, language)) for number in numbers}) == len(numbers)

@@ -160,7 +160,7 @@ def test_seq2seq_decodes_from_its_cache():
     np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_one_table_serves_source_target_and_logits_unless_told_otherwise():
+def test_source_target_and_logits_share_a_table_by_default():
     _, params = make(Seq2Seq, TOKENS, TOKENS)
     tables = [leaf.shape for leaf in jax.tree.leaves(params) if 17 in leaf.shape]
     assert tables == [(17, 12)]

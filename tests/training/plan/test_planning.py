@@ -120,7 +120,7 @@ def test_a_compiler_that_crashes_is_an_error_that_names_the_version_to_install(m
 
 
 class TestWithoutData:
-    def test_what_the_data_would_decide_is_told(self):
+    def test_reports_options_that_the_data_decides(self):
         data = ParallelText(source_path="nowhere.tsv", max_target_length=29)
         recipe, told = without_data(dataclasses.replace(with_model(TEXT, vocab_size=None), data=data))
         assert recipe.model.vocab_size == 8192

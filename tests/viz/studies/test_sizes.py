@@ -39,7 +39,7 @@ def test_attention_step_by_step():
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_layers_that_repeat_are_told_once_with_their_number(scan):
+def test_reports_repeated_layers_once_with_their_number(scan):
     found = sizes(CausalLM(CONFIG, Execution(scan=scan)), TOKENS)
     layers = [size for size in found if "layers" in size.place]
     assert {size.repeats for size in layers} == {3}

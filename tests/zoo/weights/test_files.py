@@ -156,7 +156,7 @@ def test_nothing_is_overwritten_and_nothing_half_written_opens(tmp_path):
         ({"a": float("nan")}, {}, r"config.*JSON"),
     ],
 )
-def test_what_cannot_be_written_is_told_before_anything_is(tmp_path, config, tensors, message):
+def test_reports_unwritable_outputs_before_writing(tmp_path, config, tensors, message):
     with pytest.raises(WeightsError, match=message):
         write_weights(tmp_path / "out", config, tensors)
     assert not (tmp_path / "out").exists()
@@ -198,7 +198,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_a_broken_header_is_told(tmp_path, case):
+def test_reports_a_broken_header(tmp_path, case):
     tensors, message = HEADERS[case]
     fault(put(tmp_path, file_of(tensors)), message)
 
@@ -209,7 +209,7 @@ def test_all_faults_are_in_one_message(tmp_path):
     fault(tmp_path, r"(?s)config\.json must contain an object, got list.*tensor 't0'.*tensor 't18'.*and 4 more")
 
 
-def test_a_file_cut_short_is_told_before_memory_is_taken(tmp_path):
+def test_reports_a_truncated_file_before_allocating_memory(tmp_path):
     fault(put(tmp_path, b"abc"), "expected at least 8 bytes, got 3")
     fault(
         put(tmp_path, struct.pack("<Q", 2**63) + b"{}"),
@@ -221,7 +221,7 @@ def test_a_file_cut_short_is_told_before_memory_is_taken(tmp_path):
     fault(tmp_path, "expected at most 100000000")
 
 
-def test_a_file_changed_after_opening_is_told(tmp_path):
+def test_reports_a_file_changed_after_opening(tmp_path):
     files = WeightFiles(put(tmp_path, file_of({"a": entry()})))
     assert files.read("a").shape == (2, 3)
     put(tmp_path, file_of({"a": entry()}, data=23))

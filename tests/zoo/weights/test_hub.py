@@ -108,7 +108,7 @@ def test_what_hinders_is_one_line(snapshot, error, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_without_safetensors_is_told(snapshot):
+def test_reports_a_model_without_safetensors(snapshot):
     snapshot.files = ["config.json"]
     with pytest.raises(WeightsError, match=r"gpt2.*model\.safetensors"):
         fetch("gpt2")
