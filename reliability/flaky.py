@@ -70,7 +70,8 @@ def main(arguments: list[str]) -> int:
     failed = 0
     try:
         for time in range(options.times):
-            words = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--shuffle", str(options.seed + time), *tests]
+            words = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--ignore-slow-list"]
+            words += ["--shuffle", str(options.seed + time), *tests]
             failed += subprocess.run(words, cwd=ROOT, check=False).returncode != 0
     finally:
         busy.terminate()

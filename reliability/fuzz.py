@@ -93,6 +93,7 @@ def main(arguments: list[str]) -> int:
         tests = sorted(str(path) for path in (ROOT / "tests").rglob("test_fuzz_*.py"))
         words = [sys.executable, "-m", "pytest", *tests, f"--hypothesis-seed={options.seed}", f"--junitxml={report}"]
         words += ["-o", "junit_family=xunit1", "-n", options.workers, "--maxprocesses", "4", "-p", "no:cacheprovider"]
+        words += ["--ignore-slow-list"]
         status = subprocess.run(words, cwd=ROOT, env={**os.environ, "FUZZ_CASES": str(options.cases)}).returncode
         found = records(report)
         suites = ElementTree.parse(report).iter("testsuite")
