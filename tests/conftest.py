@@ -50,10 +50,10 @@ import program_budget  # noqa: E402
 import pytest  # noqa: E402
 from shared_folders import kept_in  # noqa: E402
 
+from reliability.slow_tests import listed_tests  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 BEGAN = time.monotonic()
-SLOW_TESTS = pathlib.Path(__file__).with_name("slow_tests.txt")
-"""node ids of tests that are slow because others execute the same lines (reliability/slow_tests.py)"""
 DURATIONS: dict[str, float] = {}
 """seconds of each default test that has passed"""
 
@@ -117,7 +117,7 @@ def pytest_collection_modifyitems(config, items):
             if item.nodeid not in by_default:
                 item.add_marker(pytest.mark.slow)
     if not config.getoption("ignore_slow_list"):
-        listed = {line for line in SLOW_TESTS.read_text().splitlines() if not line.startswith("#")}
+        listed = set(listed_tests())
         for item in items:
             if listed & {item.nodeid, item.nodeid.partition("[")[0]}:
                 item.add_marker(pytest.mark.slow)

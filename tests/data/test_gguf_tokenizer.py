@@ -151,7 +151,7 @@ def test_other_kinds_are_named(changes, message):
         ({"tokens": ["a", "a"]}, r"tokens must be different from each other"),
         (
             {"tokens": ["a" * 300, "b"], "token_type": np.ones(2, np.int32)},
-            r"must.*256.*got 300",
+            r"256 characters.*got 300",
         ),
         ({"scores": np.array([1.0], np.float32)}, r"scores.*273.*got 1"),
         ({"scores": np.full(273, np.nan, np.float32)}, r"scores.*273"),

@@ -294,7 +294,7 @@ def test_what_cannot_be_joined_says_what_to_give(monkeypatch):
     ):
         processes.join(ParallelConfig(coordinator="auto"))
     here = ParallelConfig(coordinator="localhost:1", num_processes=2, process_id=0)
-    with pytest.raises(processes.ProcessesError, match=r"port.*\."):
+    with pytest.raises(processes.ProcessesError, match="port is in use"):
         processes.join(here)
 
 

@@ -136,7 +136,7 @@ def test_an_adapter_for_another_model_names_the_modules_and_sizes(tmp_path):
     [
         ({"peft_type": "IA3"}, r"peft_type.*'LORA'.*got 'IA3'.*PEFT"),
         ({"r": 0}, "r in .* must be a number of at least 1, got 0"),
-        ({"bias": "all"}, r"PEFT"),
+        ({"bias": "all"}, r"bias.*PEFT"),
         ({"target_parameters": ["experts"]}, "sets target_parameters"),
         ({"rank_pattern": {"q_proj": 3}}, r"q_proj.*lora_A \(3.*12\).*got \(2.*12\)"),
         ({"rank_pattern": {"q_proj": "2"}}, r"rank_pattern.*got .*'2'"),
