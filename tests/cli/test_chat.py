@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import sys
 
@@ -217,4 +218,4 @@ def test_a_template_that_is_no_file_is_an_error_and_not_read(talk, tmp_path):
     for path in (tmp_path / "pipe", tmp_path):
         code, _, err = talk("Hi", options=(*SHORT, "--template", str(path)))
         assert code == 2
-        assert err == f"error: {path} must be a file with a chat template; a directory, pipe or device is not read.\n"
+        assert re.fullmatch(rf"error: {re.escape(str(path))} must be a file.*\n", err)

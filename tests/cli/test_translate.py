@@ -234,12 +234,14 @@ def test_wrong_input(translate, weights, tmp_path):
         "error: stdin is a terminal, so that there is nothing to translate. Pipe lines"
     )
     code, _, err = translate(weights, b"", "--n-best", 5)
-    assert (code, err) == (2, "error: --n-best must be an integer from 1 to --beam-size (4), got 5.\n")
+    assert code == 2
+    assert re.fullmatch(r"error: --n-best .*1 to --beam-size \(4\), got 5\b.*\n", err)
     code, _, err = translate(weights, b"", "--max-ratio", 0, "--max-extra", 0)
     assert code == 2
     assert err.startswith("error: --max-ratio and --max-extra are both 0: no target could have a token.")
     code, _, err = translate(weights, b"", "--batch-tokens", 0)
-    assert (code, err) == (2, "error: --batch-tokens must be at least 1, got 0.\n")
+    assert code == 2
+    assert re.fullmatch(r"error: --batch-tokens .* 1, got 0\b.*\n", err)
     assert SPEED.match(translate(weights, b"")[2])[1] == "0"
     (tmp_path / "gpt2").mkdir()
     writer = ours.write(tmp_path / "gpt2", golden_case.golden("gpt2")["lm"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import numpy as np
@@ -93,7 +94,7 @@ def test_mfu_is_a_share_of_all_devices(known):
     one, four = (Speed(recipe, shapes_of(recipe), Spread(devices)) for devices in (1, 4))
     assert one.measures(3_000_000, 6.0) == {"perf/flops_per_s": 5e5, "perf/mfu": 0.5}
     assert four.measures(3_000_000, 6.0)["perf/mfu"] == 0.125
-    assert str(four) == "MFU: FLOP/s of the model as a fraction of 0 TFLOP/s x 4 devices, the bfloat16 peak of cpu"
+    assert re.fullmatch(r"MFU: .* 0 TFLOP/s x 4 devices, the bfloat16 peak of cpu", str(four))
 
 
 def test_rows_of_other_processes_count(known):
@@ -107,7 +108,7 @@ def test_reports_that_mfu_needs_a_known_peak():
     recipe = tiny_recipe()
     speed = Speed(recipe, shapes_of(recipe), place(recipe))
     assert speed.measures(100, 4.0) == {"perf/flops_per_s": 25.0}
-    assert str(speed) == "MFU is unavailable: the peak of cpu is unknown; logging FLOP/s only"
+    assert re.match(r"MFU is unavailable: .*\bcpu\b", str(speed))
 
 
 def journal_lines(tmp_path, monkeypatch, *, compiled_at=(), **kwargs):
