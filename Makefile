@@ -58,7 +58,7 @@ test: lint
 PARITY_VENV ?= .venv-parity
 PARITY_PYTHON ?= $(PYTHON)
 parity: peers
-	@'$(PARITY_VENV)/bin/python' -m pytest -m parity -n auto --maxprocesses 4 $(ARGS)
+	@'$(PARITY_VENV)/bin/python' -m pytest -m parity -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 peers:
 	@$(MAKE) --no-print-directory setup VENV='$(PARITY_VENV)' ACCELERATOR=cpu PYTHON='$(PARITY_PYTHON)'

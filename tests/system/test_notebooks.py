@@ -218,31 +218,50 @@ assert answers(trained) == after
     assert "to step 2" in printed(again["tune"])
 
 
-@pytest.mark.slow
-def test_train_as_committed_with_a_disconnect(tmp_path, folder):
-    """The unchanged notebook, except for the path of the Drive: its kernel is killed, and then all cells run again."""
+def mount_drive(tmp_path, folder):
+    """Write a module that mounts Google Drive, and return (the path to mount, the workdir of the notebook)."""
     drive = tmp_path / "modules" / "google" / "colab" / "drive.py"
     drive.parent.mkdir(parents=True)
     (drive.parent / "__init__.py").touch()
     drive.write_text(
         "import pathlib\n\ndef mount(path):\n    (pathlib.Path(path) / 'MyDrive').mkdir(parents=True, exist_ok=True)"
     )
-    place = str(folder / "drive")
-    workdir = folder / "drive" / "MyDrive" / "transformer-zoo" / "number_words"
+    return str(folder / "drive"), folder / "drive" / "MyDrive" / "transformer-zoo" / "number_words"
+
+
+@pytest.mark.slow
+def test_train_as_committed(tmp_path, folder):
+    """The unchanged notebook, except for the path of the Drive, and for fewer additional steps."""
+    place, workdir = mount_drive(tmp_path, folder)
+    notebook = with_parameters(read(TRAINING), DRIVE=place, MORE_STEPS=20)
+    out = execute(check(notebook, TRAINING_CHECK), tmp_path, folder)
+    assert "to step 300" in printed(out["train"])
+    assert "from step 300, to step 320" in printed(out["resume"])
+    assert printed(out["generate"]) == printed(out["resumed"]) == "setecientos cuarenta y dos\n"
+    assert (workdir / "checkpoints" / "320").is_dir()
+
+
+@pytest.mark.slow
+def test_disconnect(tmp_path, folder):
+    """The kernel is killed between two checkpoints, and then all cells run again on a machine with an empty disk."""
+    place, workdir = mount_drive(tmp_path, folder)
+    changes = [*QUICK, "--checkpoint.every", "20"]
+    changes[changes.index("--training.steps") + 1] = changes[changes.index("--evaluation.every") + 1] = "400"
+    values = {"DRIVE": place, "CHANGES": changes, "MORE_STEPS": 20, "PROMPT": "forty-two"}
 
     def disconnect():
-        while not (workdir / "checkpoints" / "100").exists():
-            time.sleep(0.2)
+        while not (workdir / "checkpoints" / "20").exists():
+            time.sleep(0.02)
         holder = json.loads((workdir / ".lock").read_text())
         os.kill(holder["pid"], signal.SIGKILL)
         (workdir / ".lock").write_text(json.dumps(holder | {"host": "gone"}))
 
     threading.Thread(target=disconnect, daemon=True).start()
     with pytest.raises(DeadKernelError):
-        execute(with_parameters(read(TRAINING), DRIVE=place), tmp_path, folder)
-    shutil.rmtree(tmp_path / "tfds")  # a new machine has an empty disk
-    out = execute(check(with_parameters(read(TRAINING), DRIVE=place), TRAINING_CHECK), tmp_path, folder)
+        execute(with_parameters(read(TRAINING), **values), tmp_path, folder)
+    shutil.rmtree(tmp_path / "tfds")
+    out = execute(check(with_parameters(read(TRAINING), **values), TRAINING_CHECK), tmp_path, folder)
     assert "on host gone" in printed(out["train"])
-    assert re.search(r"from step [12]00, to step 300", printed(out["train"]))
-    assert "from step 300, to step 400" in printed(out["resume"])
-    assert printed(out["generate"]) == printed(out["resumed"]) == "setecientos cuarenta y dos\n"
+    assert re.search(r"from step [1-9]\d*, to step 400", printed(out["train"]))
+    assert "from step 400, to step 420" in printed(out["resume"])
+    assert printed(out["generate"]) == printed(out["resumed"]) == "cuarenta y dos\n"

@@ -191,12 +191,12 @@ def check(call: Call) -> None:
     assert_close(got, expected, 1e-5 if dtype == jnp.float32 else 0.03)
 
 
-@often(3, 40, calls("blockwise", "query_chunked"))
+@often(3, 15, calls("blockwise", "query_chunked"))
 def test_kernels_for_any_device_equal_the_reference(call):
     check(call)
 
 
-@often(0, 25, calls("ring", "all_gather_kv"))
+@often(0, 10, calls("ring", "all_gather_kv"))
 def test_kernels_for_a_split_length_equal_the_reference(call):
     check(call)
 
@@ -206,6 +206,6 @@ def test_splash_equals_the_reference(call):
     check(call)
 
 
-@often(0, 25, calls("cudnn"))
+@often(0, 10, calls("cudnn"))
 def test_the_call_of_cudnn_equals_the_reference(call):
     check(call)

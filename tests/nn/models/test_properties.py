@@ -29,7 +29,7 @@ def reach(case: Case, layers: int, causal: bool) -> np.ndarray:
     return seen
 
 
-@often(1, 25, st.tuples(cases(capacity=True), st.integers(0, LENGTH - 1)))
+@often(1, 10, st.tuples(cases(capacity=True), st.integers(0, LENGTH - 1)))
 def test_an_output_depends_on_what_it_may_see_and_on_nothing_else(drawn):
     """Check the Jacobian of a random mixture of the logits at t with respect to the embeddings at s.
 
@@ -74,7 +74,7 @@ def test_an_output_depends_on_what_it_may_see_and_on_nothing_else(drawn):
         assert_close(others[: place + 1], logits[: place + 1])
 
 
-@often(1, 25, st.tuples(cases(), st.sampled_from(["lengths", "right", "left"]), st.integers(1, 3)))
+@often(1, 10, st.tuples(cases(), st.sampled_from(["lengths", "right", "left"]), st.integers(1, 3)))
 def test_padding_changes_nothing(drawn):
     """Masked tokens at either end change neither logits nor router losses, whatever their ids."""
     case, way, more = drawn
@@ -118,7 +118,7 @@ def packings(draw):
     return lengths, [[first, second], [third], []]
 
 
-@often(1, 25, st.tuples(cases(), packings()))
+@often(1, 10, st.tuples(cases(), packings()))
 def test_texts_in_one_row_give_what_each_gives_alone(drawn):
     """Compare logits, router losses, and gradients of their sum."""
     case, (lengths, packed) = drawn
@@ -165,7 +165,7 @@ def full_batch(case: Case, rows: int, lengths: tuple[int, int] = (LENGTH, SOURCE
     return made | {"weights": weights.astype(np.float32)}
 
 
-@often(1, 25, st.tuples(cases(capacity=True), st.sampled_from([(1, 2, 0), (2, 0, 1)])))
+@often(1, 10, st.tuples(cases(capacity=True), st.sampled_from([(1, 2, 0), (2, 0, 1)])))
 def test_rows_of_a_batch_are_on_their_own(drawn):
     """A permutation of the rows permutes the outputs."""
     case, order = drawn
@@ -182,7 +182,7 @@ EXECUTIONS = [
 
 @often(
     1,
-    20,
+    8,
     st.tuples(
         cases("decoder", "encoder", repeats=2, capacity=True),
         st.sampled_from(EXECUTIONS[:4] + EXECUTIONS[5:]),
@@ -217,7 +217,7 @@ def chunks(draw):
     return prompts, [one] * (rest // one)
 
 
-@often(1, 25, st.tuples(cases("decoder", "encoder-decoder"), chunks()))
+@often(1, 10, st.tuples(cases("decoder", "encoder-decoder"), chunks()))
 def test_with_a_cache_logits_are_those_of_the_whole(drawn):
     """Read padded prompts of different lengths, then single tokens or all remaining tokens in one call."""
     case, (prompts, widths) = drawn
@@ -246,14 +246,14 @@ def test_with_a_cache_logits_are_those_of_the_whole(drawn):
 
 
 @pytest.mark.programs(110, reason="compares jit with the single operations")
-@often(1, 20, cases(capacity=True))
+@often(1, 8, cases(capacity=True))
 def test_compiled_or_not_it_is_the_same(case):
     read, batch = reader(case), full_batch(case, 2)
     run = jax.jit(read)
     assert_close(run(case.params, batch), read(case.params, batch), noise=rounding(run, case.params, batch))
 
 
-@often(0, 20, st.tuples(cases(capacity=True), st.lists(st.sampled_from(AXES), min_size=3, max_size=3)))
+@often(0, 8, st.tuples(cases(capacity=True), st.lists(st.sampled_from(AXES), min_size=3, max_size=3)))
 def test_over_eight_devices_it_is_the_same(drawn):
     """Values and gradients are the same if a mesh splits rows, length, heads, parameters or experts."""
     case, axes = drawn
