@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
+import re
+from collections import Counter
 from pathlib import Path
 
 
@@ -34,21 +37,51 @@ def distances(path: Path, root: Path, most: int = 3) -> dict[Path, int]:
     return found
 
 
-def nearest_tests(root: Path, changed: str, most: int) -> list[str]:
-    """Return at most `most` test files that import a file, nearest first, as paths relative to the root.
+def nearest_tests(root: Path, changed: str, most: int, code: str = "") -> list[str]:
+    """Return at most `most` test files that import a file, as paths relative to the root.
 
-    Among files at the same distance, one in a folder with the name of the changed file's folder comes first, and one
-    whose name contains the name of the file first of all.
+    They are taken in turn from two orders. Nearest first: among files at the same distance, one in a folder with the
+    name of the changed file's folder comes first, and one whose name contains the name of the file first of all. Most
+    similar first: the words that a test shares with `code`, each with the weight log(number of tests / number of tests
+    with this word) (Sparck Jones 1972), as a test names the options and functions that it tests.
+
+    Args:
+        root: folder of the checkout.
+        changed: path of the file, relative to the root.
+        most: maximum number of files.
+        code: the changed function.
     """
     target = root / changed
-    found = []
+    nearest, similar = [], []
+    words = _words_of(code)
     for test in _test_files(root):
         distance = _distances(test, root).get(target)
         if distance is not None:
             named = target.stem.strip("_") in test.stem
             same_folder = target.parent.name in test.parts
-            found.append((not named, distance, not same_folder, test))
-    return [str(test.relative_to(root)) for *_, test in sorted(found)[:most]]
+            nearest.append((not named, distance, not same_folder, test))
+            shared = words & _words(test)
+            similar.append((-sum(map(_weights(root).__getitem__, sorted(shared))), test))
+    both = zip(sorted(nearest), sorted(similar), strict=True)
+    tests = dict.fromkeys(test for pair in both for *_, test in pair)
+    return [str(test.relative_to(root)) for test in [*tests][:most]]
+
+
+def _words_of(text: str) -> frozenset[str]:
+    return frozenset(re.findall(r"[A-Za-z][A-Za-z_]{3,}", text))
+
+
+@functools.cache
+def _words(test: Path) -> frozenset[str]:
+    return _words_of(test.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _weights(root: Path) -> dict[str, float]:
+    """Return the weight of each word in the tests."""
+    tests = _test_files(root)
+    found = Counter(word for test in tests for word in _words(test))
+    return {word: math.log(len(tests) / count) for word, count in found.items()}
 
 
 @functools.cache
@@ -58,7 +91,8 @@ def _distances(test: Path, root: Path) -> dict[Path, int]:
 
 @functools.cache
 def _test_files(root: Path) -> list[Path]:
-    return sorted((root / "tests").rglob("test_*.py"))
+    """Return the test files, without those of `make parity`, which run in another environment."""
+    return sorted(path for path in (root / "tests").rglob("test_*.py") if not path.stem.endswith("parity"))
 
 
 @functools.cache

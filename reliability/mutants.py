@@ -5,9 +5,9 @@ Usage: python -m reliability.mutants --count 200 --seed 0
        python -m reliability.mutants --output docs/reliability.md       also write the table into the page
 
 Each mutant has one changed comparison, operator, constant or condition, or lacks one call. It runs in a copy of the
-checkout against the test files that import the changed file, nearest first, until a test fails. A mutant that no test
-notices is a survivor: write a test, or give the reason in `reliability/surviving_mutants.json` if no test can exist,
-because the changed program does the same.
+checkout against test files that import the changed file, nearest and most similar first, until a test fails. A mutant
+that no test notices is a survivor: write a test, or give the reason in `reliability/surviving_mutants.json` if no test
+can exist, because the changed program does the same.
 
 The exit code is 1 if a survivor has no reason.
 """
@@ -203,6 +203,21 @@ def room_of(path: str) -> str:
     )
 
 
+def enclosing(text: str, line: int) -> str:
+    """Return the code of the innermost function around a line, or the line itself."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    around = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds) and _reaches(node, line)]
+    lines = text.splitlines()
+    if not around:
+        return lines[line - 1]
+    function = max(around, key=lambda node: node.lineno)
+    return "\n".join(lines[function.lineno - 1 : function.end_lineno])
+
+
+def _reaches(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
 def run(mutant: Mutant, checkout: Path, most: int, seconds: float) -> dict[str, Any]:
     """Test a mutant in a copy of the checkout; return its description, the test that failed, and the time.
 
@@ -213,7 +228,7 @@ def run(mutant: Mutant, checkout: Path, most: int, seconds: float) -> dict[str, 
     """
     path = checkout / mutant.path
     original = path.read_text(encoding="utf-8")
-    tests = nearest_tests(checkout, mutant.path, most)
+    tests = nearest_tests(checkout, mutant.path, most, enclosing(original, mutant.line))
     start = time.monotonic()
     killer = ""
     path.write_text(mutant.apply(original), encoding="utf-8")
@@ -295,7 +310,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="random seed of the sample (default: 0)")
     parser.add_argument("--only", help="mutate this file only, such as transformer/nn/_masks.py")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="mutants at a time (default: one per core)")
-    parser.add_argument("--tests", type=int, default=12, help="most test files per mutant (default: 12)")
+    parser.add_argument("--tests", type=int, default=16, help="most test files per mutant (default: 16)")
     parser.add_argument("--seconds", type=float, default=300, help="time limit of a mutant (default: 300)")
     parser.add_argument("--record", type=Path, help="also write the mutants and failed tests into this file")
     parser.add_argument(

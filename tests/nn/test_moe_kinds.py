@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from numeric_parts import random_params
 
 from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
 from transformer.generate import Beam, Draft, Sampling, beam_search, generate
+from transformer.nn._blocks import LayerInputs, PreNormBlock
 from transformer.nn._layers import FeedForward
 from transformer.nn._moe import RoutedFeedForward, choose, router_losses
 from transformer.nn._sharding import parameter_spec
@@ -203,6 +205,32 @@ def test_the_clamp_of_a_dense_feed_forward():
     for x, gate, up in ((9.0, 7.0, 7.0), (-9.0, -9.0, -7.0), (0.5, 0.5, 0.5)):
         got = np.asarray(run(np.full((1, 1, 1), x, np.float32)))[0, 0, 0]
         np.testing.assert_allclose(got, (up + 1) * gate * sigmoid(1.702 * gate), rtol=1e-5)
+
+
+def test_experts_beside_a_dense_layer_are_added_and_the_router_reads_the_residual():
+    """x + norm(dense(norm(x))) + norm(experts(norm(x))), as in Gemma 4."""
+    moe = MoE(num_experts=5, top_k=2, d_ff=5, beside_dense=True)
+    config = TransformerConfig(vocab_size=11, d_model=6, num_layers=1, num_heads=2, d_ff=7, norm="rms_norm")
+    block = PreNormBlock(config, LayerKind(self_attention=False, moe=moe))
+    params = random_params(block, X, LayerInputs())["params"]
+    got, _, aux = jax.jit(block.apply)({"params": params}, X, LayerInputs())
+    options = {"activation": config.activation, "gated": config.gated, "use_bias": config.use_bias}
+
+    def norm(name, x):
+        scale = np.float64(params[name]["scale"])
+        return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + config.norm_epsilon) * scale
+
+    def applied(module, name, x, **more):
+        run = jax.jit(lambda params, x, more: module.apply({"params": params}, x, **more))
+        return jax.device_get(run(params[name], np.float32(x), jax.tree.map(np.float32, more)))
+
+    x = np.float64(X)
+    dense = applied(FeedForward(width=7, **options), "feed_forward", norm("feed_forward_norm", x))
+    experts = RoutedFeedForward(moe, width=5, **options)
+    routed, expected_aux = applied(experts, "experts_beside", norm("experts_norm", x), router_input=x)
+    expected = x + norm("dense_post_norm", dense) + norm("experts_post_norm", routed)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), aux, expected_aux)
 
 
 def test_biases_of_a_router_lie_whole():

@@ -114,6 +114,25 @@ def test_imports_lead_through_packages_to_the_defining_file(checkout):
     assert nearest_tests(checkout, "transformer/nn/_b.py", 9) == []
 
 
+def test_tests_that_share_rare_words_with_the_code_come_early(checkout):
+    for name, word in {"one": "common", "other": "common", "rare": "rare_word", "rare_parity": "rare_word"}.items():
+        text = f"import parts\ndef test_{name}():\n    assert parts.{word}\n"
+        (checkout / f"tests/test_{name}.py").write_text(text)
+    code = "def rare_word(common):\n    return common"
+    assert nearest_tests(checkout, "transformer/nn/_a.py", 2, code) == ["tests/nn/test_a.py", "tests/test_rare.py"]
+    assert len(nearest_tests(checkout, "transformer/nn/_a.py", 9, code)) == 5  # parity tests run elsewhere
+
+
+def test_the_innermost_function_is_compared_with_the_tests():
+    text = "x = 1\ndef f():\n    def g():\n        return x\n    return g\n"
+    assert [mutants.enclosing(text, line).strip().partition("\n")[0] for line in (1, 2, 4, 5)] == [
+        "x = 1",
+        "def f():",
+        "def g():",
+        "def f():",
+    ]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["transformer/nn/_a.py", "transformer/chat/_b.py"]), st.integers(0, 2))))
 def test_every_mutant_is_in_one_column_of_the_table(kinds):
     results = [

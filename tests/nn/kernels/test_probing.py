@@ -96,6 +96,12 @@ def test_what_a_kernel_can_not_do_is_an_error_without_compiling(rejected):
     assert rejected == []
 
 
+def test_a_device_of_this_process_is_preferred_to_that_of_the_mesh():
+    mesh = Mesh(np.array(jax.devices()[2:4]), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        assert probing._device() is jax.local_devices()[0]
+
+
 def test_without_a_device_to_compile_for_nothing_is_rejected(monkeypatch):
     monkeypatch.setattr(probing, "_compile", lambda *_: pytest.fail("compiled for a device that does not exist"))
     with computing_on("tpu", "TPU that does not exist"):

@@ -111,6 +111,14 @@ def test_blocks_that_divide_need_no_padding():
     assert LIMITS.dividing(1536).forward == (768, 512)
 
 
+def test_segment_ids_hide_keys_behind_the_end_of_a_row():
+    assert splash.segment_ids(Mask.causal(), 2, (4, 4), (4, 4)) == ()
+    rows = jax.jit(lambda lengths: splash.segment_ids(Mask.lengths(lengths), 2, (4, 4), (4, 4)))
+    queries, keys = jax.device_get(rows(np.array([1, 3])))
+    seen = np.arange(4) < np.array([[1], [3]])
+    np.testing.assert_array_equal(queries[:, :, None] == keys[:, None, :], np.repeat(seen[:, None], 4, axis=1))
+
+
 def test_blocks_that_are_no_multiple_of_the_lanes_are_refused():
     with pytest.raises(ConfigError, match=r"128.*got forward=\(512.*300\).*256.*384.*300"):
         splash.SplashBlocks(forward=(512, 300))
