@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numeric_parts import random_params
 
 from transformer.config import ConfigError, Execution, MoE
-from transformer.nn import _grouped
+from transformer.nn import _grouped, _moe
 from transformer.nn._grouped import Call, choose_experts, megablox_linear, ragged_linear, tile_rows
 from transformer.nn._moe import RoutedFeedForward
 from transformer.nn._sharding import batch_sharding, make_mesh, state_shardings
@@ -123,6 +123,23 @@ def test_over_a_mesh_the_layer_is_the_same(implementation, sizes, rows):
     with jax.set_mesh(mesh):
         found = run(dataclasses.replace(module, implementation=implementation), placed, x)
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"fsdp": 2, "tensor": 2, "expert": 2}, (("data", "fsdp", "expert"), (), ("expert",), ("tensor",), ("fsdp",))),
+        ({"data": 2, "context": 2, "tensor": 2}, (("data",), ("context",), (), ("tensor",), ())),
+    ],
+    ids=["experts", "length"],
+)
+def test_axes_that_split_the_layer(sizes, expected):
+    """Kernels stay split over fsdp until they are needed, so that a device never stores whole kernels."""
+    experts = {"up": {"kernel": jax.ShapeDtypeStruct((8, 6, 8), jnp.float32)}}
+    with jax.set_mesh(make_mesh(sizes)):
+        split = _moe._split(jax.device_put(np.zeros((8, 8, 6), np.float32)), experts, 8)
+    present = {axis for axis, size in sizes.items() if size > 1}
+    assert [{*axes} & present for axes in split] == [{*axes} & present for axes in expected]
 
 
 def test_with_explicit_axes_the_layer_is_the_same():

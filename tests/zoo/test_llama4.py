@@ -111,7 +111,7 @@ def test_the_temperature_is_a_factor_on_the_queries():
     params = numeric_parts.random_params(plain, x)["params"]
     out = jax.jit(heated.apply)({"params": params}, x)[0]
     run = jax.jit(plain.apply)
-    for position in (0, 2, 6):  # one query at a time: multiply its projection
+    for position in (0, 1, 2, 6):  # one query at a time: multiply its projection
         factor = np.float32(1 + 0.5 * np.log(1 + (position + 1) // 3))
         query = jax.tree.map(lambda leaf, factor=factor: np.asarray(leaf) * factor, params["query"])
         expected = run({"params": params | {"query": query}}, x)[0]

@@ -1,5 +1,6 @@
 """Attention kernels: each supports what the documented table says; the blockwise kernel skips blocks and is linear."""
 
+import dataclasses
 import functools
 import logging
 import re
@@ -23,6 +24,7 @@ from transformer.nn.kernels import (
     GPU_KERNELS,
     SPLIT_KERNELS,
     AttentionSpec,
+    _query_chunked,
     blockwise_attention,
     choose,
     reference_attention,
@@ -177,6 +179,22 @@ def test_dropout_drops_its_share_and_its_gradient_fits(kernel, options):
     np.testing.assert_allclose(first, np.where(first == 0, 0, whole / 0.75), rtol=1e-5)
     assert (first == 0).mean() == pytest.approx(0.25, abs=0.02)
     np.testing.assert_allclose(*slopes(QUERY, normal(8, *QUERY.shape), OUT_GRAD), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("num_keys", [4, 11])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("size", "make"), [(11, Mask.window), (3, Mask.window), (3, Mask.chunks)])
+def test_a_chunk_of_queries_gets_the_keys_that_it_may_attend_to(num_keys, causal, size, make):
+    """Exactly these keys, or the last one if there are none, so that no part of the scores is computed in vain."""
+    mask = dataclasses.replace(make(size), is_causal=causal)
+    queries, keys = np.arange(11)[:, None], np.arange(num_keys)
+    near = queries // size == keys // size if make == Mask.chunks else np.abs(queries - keys) < size
+    seen = near & (keys <= queries) if causal else near
+    for start in range(11):
+        for stop in range(start + 1, 12):
+            (found,) = np.nonzero(seen[start:stop].any(0))
+            expected = (found[0], found[-1] + 1) if found.size else (num_keys - 1, num_keys)
+            assert _query_chunked._key_range(mask, start, stop, num_keys) == expected, (start, stop)
 
 
 def test_the_choice_is_by_length_and_demand():

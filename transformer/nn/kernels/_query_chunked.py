@@ -88,4 +88,4 @@ def _key_range(mask: Mask, start: int, stop: int, num_keys: int) -> tuple[int, i
         if mask.chunk_size is not None:  # from the chunk of the first query to that of the last one
             size = mask.chunk_size
             first, end = max(first, start // size * size), min(end, ((stop - 1) // size + 1) * size)
-    return (min(first, num_keys - 1), end) if first < end else (num_keys - 1, num_keys)
+    return (first, end) if first < end else (num_keys - 1, num_keys)
