@@ -128,6 +128,8 @@ def _executed(node: ast.AST) -> Iterator[ast.AST]:
         return
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         return
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: an assertion
+        return
     yield node
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "type_params"):
@@ -201,6 +203,16 @@ def room_of(path: str) -> str:
     return next(
         room for room, names in ROOMS.items() if any(path == name or path.startswith(f"{name}/") for name in names)
     )
+
+
+def same_mutant(result: Mapping[str, Any]) -> Mutant | None:
+    """Return the mutant of an earlier result; None if the code has changed so that there is no such mutant."""
+    same = [
+        one
+        for one in file_mutants(ROOT / result["path"])
+        if (one.before, one.after) == (result["before"], result["after"])
+    ]
+    return min(same, key=lambda one: abs(one.line - result["line"]), default=None)
 
 
 def enclosing(text: str, line: int) -> str:
@@ -314,6 +326,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=300, help="time limit of a mutant (default: 300)")
     parser.add_argument("--record", type=Path, help="also write the mutants and failed tests into this file")
     parser.add_argument(
+        "--again",
+        type=Path,
+        help="a file of --record: test only its survivors again, after new tests were written for them",
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         help="page with the marks <!-- mutants --> and <!-- end of mutants -->, such as docs/reliability.md",
@@ -326,10 +343,16 @@ def main(arguments: list[str]) -> int:
     if options.only is not None and not (ROOT / options.only).is_file():
         parser.error(f"--only must be a file of the package, relative to {ROOT}, got {options.only}")
     rooms = ROOMS if options.only is None else [room_of(options.only)]
-    drawn = sample(rooms, options.count, options.seed, options.only)
+    before = 0.0
+    results: list[dict[str, Any]] = []
+    if options.again:
+        record = json.loads(options.again.read_text(encoding="utf-8"))
+        before, results = record["seconds"], [one for one in record["mutants"] if one["killer"]]
+        drawn = [found for one in record["mutants"] if not one["killer"] if (found := same_mutant(one))]
+    else:
+        drawn = sample(rooms, options.count, options.seed, options.only)
     reasons = json.loads((ROOT / REASONS).read_text(encoding="utf-8"))
     start = time.monotonic()
-    results = []
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
         free = [copy_checkout(Path(folder) / str(worker)) for worker in range(options.workers)]
 
@@ -347,7 +370,8 @@ def main(arguments: list[str]) -> int:
                 f"{'killed' if result['killer'] else 'SURVIVED'} {result['seconds']:.0f} s {result['name']}", flush=True
             )
             if options.record:
-                options.record.write_text(json.dumps(results, indent=1), encoding="utf-8")
+                record = {"seconds": before + time.monotonic() - start, "mutants": results}
+                options.record.write_text(json.dumps(record, indent=1), encoding="utf-8")
 
     from benchmarks.machine import machine
 
@@ -355,9 +379,9 @@ def main(arguments: list[str]) -> int:
         "date": date.today().isoformat(),
         "machine": machine(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("pytest", "jax")},
-        "count": options.count,
+        "count": len(results),
         "seed": options.seed,
-        "seconds": time.monotonic() - start,
+        "seconds": before + time.monotonic() - start,
         "rows": rows(results, reasons),
     }
     print(f"\n{table(result)}")

@@ -268,6 +268,10 @@ def test_batches_are_searched_in_one_order_where_others_have_to_agree(monkeypatc
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     beam_search_all(model, params, [[1]] * 7, **options)
     assert seen[3:] == [(threading.get_ident(), ())] * 3
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    for cores, number in ((1, 1), (3, 3), (64, batches.MAX_PARALLEL_BATCHES)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        assert batches._num_parallel_batches() == number
 
 
 def test_batches_have_few_sizes():

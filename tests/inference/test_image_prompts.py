@@ -8,7 +8,7 @@ from vision_parts import MARKERS, TOKENS, marker, picture, write_vision_model
 
 from transformer.chat import Chat
 from transformer.config import ConfigError
-from transformer.generate import Sampling, generate
+from transformer.generate import Sampling, _streaming, generate
 from transformer.generate._streaming import TokenStream
 from transformer.inference import encode_with_images, image_prompts, open_model
 
@@ -100,6 +100,27 @@ def test_a_row_does_not_depend_on_the_others_and_a_stream_gives_the_same(opened,
         for pixels in (given[1][1], given[0][1][:1])
     ]
     assert abs(first[0] - first[1]) > 2e-5  # the picture matters, also for equal tokens
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("llava", marks=pytest.mark.slow)])
+@pytest.mark.programs(20, reason="a stream makes its cache outside of jit")
+def test_a_stream_reads_an_image_once(opened, family, monkeypatch):
+    one, read = opened[family], []
+    compute = _streaming.read_tokens
+
+    def record(model, params, part, before, count, cache, pixels):
+        read.append((int(count[0]), pixels is not None))
+        return compute(model, params, part, before, count, cache, pixels)
+
+    monkeypatch.setattr(_streaming, "read_tokens", record)
+    stream = TokenStream(one.model, one.params)
+    question = f"A{marker(family)}is it"
+    for prompt, image in ((question, 1), (question + ", is it?", 1), (question + ", is it?", 2)):
+        ids, pixels = encode_with_images(one, prompt, [picture(image)])
+        read.clear()
+        list(stream.generate(ids, images=pixels, max_new_tokens=1, sampling=GREEDY))
+        assert [has_pixels for _, has_pixels in read] == [(prompt, image) != (question + ", is it?", 1)]
+        assert (read[0][0] == len(ids)) == read[0][1]
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", pytest.param("llava", marks=pytest.mark.slow)])

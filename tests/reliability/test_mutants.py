@@ -32,6 +32,10 @@ def changes(text):
     return {(one.before, one.after) for one in mutants.mutants("a.py", text)}
 
 
+def test_the_assertion_of_a_zip_is_not_changed():
+    assert changes("zip(a, b, strict=True)\n") == {("zip(a, b, strict=True)", "pass")}
+
+
 def test_changes_are_those_of_the_executed_code():
     assert changes(TEXT) == {
         ("2", "(3)"),
@@ -121,6 +125,15 @@ def test_tests_that_share_rare_words_with_the_code_come_early(checkout):
     code = "def rare_word(common):\n    return common"
     assert nearest_tests(checkout, "transformer/nn/_a.py", 2, code) == ["tests/nn/test_a.py", "tests/test_rare.py"]
     assert len(nearest_tests(checkout, "transformer/nn/_a.py", 9, code)) == 5  # parity tests run elsewhere
+
+
+def test_a_survivor_is_found_again_after_its_code_has_moved(monkeypatch, tmp_path):
+    (tmp_path / "file.py").write_text("a = 1\nb = 1\nc = 1\n")
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    earlier = {"path": "file.py", "before": "1", "after": "(2)", "line": 3}
+    assert mutants.same_mutant(earlier | {"line": 4}).line == 3
+    assert mutants.same_mutant(earlier | {"line": 1}).line == 1
+    assert mutants.same_mutant(earlier | {"before": "5"}) is None
 
 
 def test_the_innermost_function_is_compared_with_the_tests():

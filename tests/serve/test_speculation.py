@@ -123,6 +123,16 @@ def test_proposals_save_steps(tight, plain):
     assert f"transformer_proposed_tokens_total {tight.metrics.proposed_tokens}\n" in text
 
 
+def test_a_draft_that_is_the_model_samples_the_tokens_of_the_model(parts):
+    """It samples with the noise of the model at the same position, so proposals are accepted at any temperature."""
+    draft = Draft(model=parts[0], params=parts[1], tokens=TOKENS)
+    with started_engine(parts, POSITIONS, cache_tokens=POSITIONS + 4 * PAGE_SIZE, draft=draft) as engine:
+        answers(
+            engine, [Request(prompt=[11, 12], max_tokens=1 + 15 * (TOKENS + 1), sampling=Sampling(temperature=2.0))]
+        )
+        assert engine.metrics.accepted_tokens >= 0.95 * engine.metrics.proposed_tokens > 0
+
+
 def test_after_the_warm_up_nothing_is_compiled(parts):
     engine = Engine(*parts, slots=2, positions=32, draft=PromptLookup(tokens=2))
     engine.warm_up()

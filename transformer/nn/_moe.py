@@ -515,7 +515,7 @@ def _blocks(x: Array, expert: Array, experts: Any, num_experts: int, schemes: Ma
     ends = jnp.cumsum(-(-sizes // rows))  # expert e has the blocks starts[e], ..., ends[e] - 1
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])  # the last entry is the number of used blocks
     # Row of each copy: after the earlier copies of its expert. Copies without a local expert get a row out of range.
-    slot = jnp.where(expert < num_local, starts[expert] * rows + _ranks(expert[None], num_local)[0], blocks * rows)
+    slot = jnp.where(expert < num_local, starts[expert] * rows + _ranks(expert[None], num_local).squeeze(0), blocks * rows)
     expert_of_block = jnp.searchsorted(ends, jnp.arange(blocks), side="right").clip(0, num_local - 1)
 
     def project(name, hidden):
@@ -542,7 +542,7 @@ def _rows(x: Array, expert: Array, experts: Any, num_experts: int, implementatio
     rows = padded_rows(copies, tile)
     sizes = (expert[:, None] == jnp.arange(num_local)[None, :]).sum(0, dtype=jnp.int32)  # n_e, copies per expert
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes)])  # the last entry is their sum
-    row_of_copy = jnp.where(expert < num_local, starts[expert] + _ranks(expert[None], num_local)[0], rows)
+    row_of_copy = jnp.where(expert < num_local, starts[expert] + _ranks(expert[None], num_local).squeeze(0), rows)
     copy_of_row = jnp.pad(jnp.argsort(expert, stable=True), (0, rows - copies))
     # Rows of no group get a zero bias, and give it no gradient.
     expert_of_row = jnp.where(jnp.arange(rows) < starts[-1], expert[copy_of_row], num_local)
