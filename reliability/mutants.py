@@ -259,6 +259,7 @@ def run(mutant: Mutant, checkout: Path, most: int, seconds: float) -> dict[str, 
         path.write_text(original, encoding="utf-8")
     return asdict(mutant) | {
         "name": mutant.name,
+        "code": original.splitlines()[mutant.line - 1].strip(),
         "killer": killer,
         "seconds": time.monotonic() - start,
         "files": len(tests),
@@ -291,8 +292,8 @@ def rows(results: Iterable[Mapping[str, Any]], reasons: Mapping[str, str]) -> di
 
 
 def reason(result: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
-    """Return why no test can kill a mutant, or an empty text. The line number may have changed since."""
-    return reasons.get(f"{result['path']}: {result['before']} -> {result['after']}", "")
+    """Return why no test can kill a mutant, or an empty text."""
+    return reasons.get(f"{result['path']}: {result['code']}: {result['before']} -> {result['after']}", "")
 
 
 def table(result: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from transformer.config import ConfigError
 from transformer.generate import Sampling, sample
+from transformer.generate._rows import RowSampling
 
 ROWS = 4096
 LOGITS = np.random.default_rng(0).normal(0.0, 1.5, 23).astype(np.float32)
@@ -167,3 +168,13 @@ def test_suppressed_tokens_are_never_chosen(temperature):
         sampled(logits, 0, Sampling(suppress=(4,)))
     with pytest.raises(ConfigError, match="suppress must be token ids"):
         Sampling(suppress=(-1,))
+
+
+def test_settings_of_a_row_without_filters_filter_nothing():
+    row = RowSampling.of(Sampling(temperature=0.0), 11, top=True)
+    assert (row.greedy, row.is_sorted, row.top) == (True, False, True)
+    assert (row.temperature, row.top_k, row.top_p, row.log_min_p) == (1, 11, math.inf, -math.inf)
+    row = RowSampling.of(Sampling(temperature=0.5, top_k=3, min_p=0.25), 11, top=False)
+    assert (row.greedy, row.is_sorted, row.top) == (False, True, False)
+    assert (row.temperature, row.top_k, row.top_p) == (0.5, 3, math.inf)
+    assert row.log_min_p == pytest.approx(math.log(0.25))

@@ -6,10 +6,11 @@ import threading
 import jax
 import numpy as np
 import pytest
-from serve_parts import answers, prompts, tiny_parts
+from serve_parts import answers, prompts, started_engine, tiny_parts
 
 from transformer.config._checks import ConfigError
 from transformer.generate import Sampling, generate
+from transformer.generate._rows import MOST_STEPS
 from transformer.serve import Engine, EngineClosedError, QueueFullError, Request
 
 POSITIONS = 100  # widths 16, 32 and 64: chunks of 64 tokens
@@ -145,6 +146,16 @@ def test_prompts_of_at_most_one_chunk_are_read_between_steps(parts):
         done.get(timeout=60)
     engine.close()
     assert calls[: calls.index("steps", 6)] == [10, 54, "steps", 64, "steps", 6, 5]
+
+
+def test_a_call_fills_its_output(parts, monkeypatch):
+    """The number of steps per call doubles, as long as a call is quick, to the size of its output."""
+    monkeypatch.setattr("transformer.serve._engine.SECONDS", 1e9)
+    with started_engine(parts, POSITIONS) as engine:
+        advance, made = engine._device.advance, []
+        engine._device.advance = lambda *given: (made.append(advance(*given)), made[-1])[1]
+        answers(engine, [Request(prompt=[5, 6], max_tokens=60)])
+    assert [int(out.steps) for out in made][:5] == [1, 2, 4, 8, MOST_STEPS]
 
 
 def test_a_full_queue_refuses(parts):

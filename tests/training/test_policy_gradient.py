@@ -85,6 +85,23 @@ def test_micro_batches_and_filling_rows_do_not_change_the_loss(normalization):
     assert [float(x) for x in jax.tree.leaves(filled[:2])] == pytest.approx([float(x) for x in whole[:2]])
 
 
+@pytest.mark.parametrize(("advantage", "ratios"), [(0.5, [1.3]), (0.0, []), (-0.5, [0.8])])
+def test_a_token_is_clipped_if_its_loss_has_no_gradient(advantage, ratios):
+    """With a clip of 0.1 and 0.25; an advantage of 0 has no gradient for any ratio, and does not count."""
+    all_ratios = np.array([[0.8, 1.0, 1.3]], np.float32)
+    batch = {
+        "weights": np.ones((1, 3), np.float32),
+        "advantages": np.array([advantage], np.float32),
+        "old": -np.log(all_ratios),
+    }
+    how = options(beta=0.0, clip=0.1, clip_high=0.25)
+    _, _, measures = jax.jit(lambda scores: policy_loss(scores, batch, how))(np.zeros((1, 3), np.float32))
+    assert measures["clipped"] == len(ratios)
+    slopes = jax.jit(jax.grad(lambda scores: policy_loss(scores, batch, how)[0]))(np.zeros((1, 3), np.float32))
+    flat = all_ratios[np.asarray(slopes) == 0].tolist()
+    assert flat == pytest.approx(ratios if advantage else [0.8, 1.0, 1.3])
+
+
 def test_without_an_old_policy_the_gradient_is_that_of_the_policy():
     logits, batch = example(far=0.0)
     batch = {name: array for name, array in batch.items() if name != "old"}
@@ -105,6 +122,16 @@ def test_advantages_are_those_of_the_group():
     assert not found[1].any()  # 0.1 + 0.1 + 0.1 is not 3 x 0.1 in floating-point numbers
     np.testing.assert_allclose(advantages(rewards, scale=False)[0], [-2, -1, 3])
     assert equal_rewards(rewards).tolist() == [False, True]
+
+
+def test_scores_are_log_probabilities_and_entropies_of_the_scaled_logits():
+    logits, batch = example()
+    scaled = logits.astype(np.float64) / 0.7
+    log_p = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
+    scores, entropy = jax.jit(lambda logits: token_scores(logits, batch["targets"], 0.7))(logits)
+    expected = np.take_along_axis(log_p, batch["targets"][..., None], -1)[..., 0]
+    np.testing.assert_allclose(scores, expected, rtol=1e-4)
+    np.testing.assert_allclose(entropy, -(np.exp(log_p) * log_p).sum(-1), rtol=1e-4)
 
 
 @pytest.mark.slow

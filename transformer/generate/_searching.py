@@ -146,12 +146,12 @@ def start_search(
         tokens=jnp.zeros((new_slots, batch, size), jnp.int32),
         parents=jnp.zeros((new_slots, batch, size), jnp.int32),
         live=none.at[:, 0].set(0.0),  # at first one hypothesis per row: the prompt
-        steps_taken=zeros[:, 0],
+        steps_taken=jnp.zeros((batch,), jnp.int32),
         scores=none,
         totals=none,
         steps=zeros,
         beam_indices=zeros,
-        failed_at=zeros[:, 0] - 1,
+        failed_at=jnp.full((batch,), -1, jnp.int32),
     )
     # All Z hypotheses get the same logits, but only the first has a finite log-probability, so the first step chooses Z
     # different tokens and not Z copies of the best one.

@@ -515,7 +515,8 @@ def _blocks(x: Array, expert: Array, experts: Any, num_experts: int, schemes: Ma
     ends = jnp.cumsum(-(-sizes // rows))  # expert e has the blocks starts[e], ..., ends[e] - 1
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])  # the last entry is the number of used blocks
     # Row of each copy: after the earlier copies of its expert. Copies without a local expert get a row out of range.
-    slot = jnp.where(expert < num_local, starts[expert] * rows + _ranks(expert[None], num_local).squeeze(0), blocks * rows)
+    rank = _ranks(expert[None], num_local).squeeze(0)
+    slot = jnp.where(expert < num_local, starts[expert] * rows + rank, blocks * rows)
     expert_of_block = jnp.searchsorted(ends, jnp.arange(blocks), side="right").clip(0, num_local - 1)
 
     def project(name, hidden):

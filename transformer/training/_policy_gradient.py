@@ -148,7 +148,7 @@ def token_scores(
     # -sum_v p_v ln p_v = ln Z - sum_v p_v z_v; no gradient flows through the entropy, which is only reported.
     fixed = jax.lax.stop_gradient(logits)
     log_z = jax.nn.logsumexp(fixed, axis=-1, keepdims=True)
-    entropy = log_z[..., 0] - (jnp.exp(fixed - log_z) * fixed).sum(-1)
+    entropy = log_z.squeeze(-1) - (jnp.exp(fixed - log_z) * fixed).sum(-1)
     return chosen_log_probabilities(logits, targets), entropy
 
 
