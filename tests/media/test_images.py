@@ -200,7 +200,7 @@ def test_old_files_without_a_type(tmp_path):
 
 
 def test_new_files_nest_the_fields(tmp_path):
-    inner = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 5, "width": 7}}
+    inner = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 5, "width": 7}, "_note": "any"}
     got = described(tmp_path, {"processor_class": "SiglipProcessor", "image_processor": inner}, "processor_config.json")
     assert got == ImageProcessor(height=5, width=7, resample="bicubic")
 

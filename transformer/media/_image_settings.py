@@ -66,11 +66,11 @@ _READ = (
     *("do_normalize", "image_mean", "image_std"),
 )
 _UNREAD = {
-    *("image_processor_type", "feature_extractor_type", "processor_class", "_processor_class", "auto_map"),
+    *("image_processor_type", "feature_extractor_type", "processor_class", "auto_map"),
     *("do_convert_rgb", "default_to_square", "data_format", "input_data_format", "return_tensors", "device"),
-    *("disable_grouping", "_valid_processor_keys", "valid_processor_keys", "pad_size", "image_seq_length"),
+    *("disable_grouping", "valid_processor_keys", "pad_size", "image_seq_length"),
     *("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate"),
-    *("num_channels", "image_processor", "backend", "_name_or_path", "transformers_version"),
+    *("num_channels", "image_processor", "backend", "transformers_version"),
 }
 _PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 _OF_PIXELS = {*_PATCHES, "min_pixels", "max_pixels"}
@@ -152,7 +152,8 @@ def from_settings(values: Mapping[str, Any], kind: str) -> ImageProcessor:
         if values.get(name) not in choices:
             raise ConfigError(f"{name} is {values[name]!r:.80}, which is not supported. Remove it if it has no effect.")
     known = {*_READ, *_UNREAD, *_FIXED} | {"Qwen2VL": _OF_PIXELS, "Siglip2": {*_OF_GRID}}.get(kind, set())
-    if unknown := sorted(values.keys() - known):
+    # A name that starts with an underscore is a note of the program that wrote the file.
+    if unknown := sorted(name for name in values.keys() - known if not name.startswith("_")):
         raise ConfigError(
             f"unknown field {unknown[0]!r:.80}.{nearest(unknown[0], known)} Remove it if it does not change the pixels."
         )

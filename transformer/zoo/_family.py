@@ -420,8 +420,11 @@ def read_fields(
 
 
 def _unknown_fields(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Return one sentence for each unknown field of config.json, with the most similar known name."""
-    unknown = sorted(values.keys() - set(known) - FIXED_EVERYWHERE.keys())
+    """Return one sentence for each unknown field of config.json, with the most similar known name.
+
+    Fields that start with an underscore are notes of the program that wrote the file, such as `_name_or_path`.
+    """
+    unknown = sorted(name for name in values.keys() - set(known) - FIXED_EVERYWHERE.keys() if not name.startswith("_"))
     sentences = [f"{name} is not known{nearest(name, known)}" for name in unknown[:MAX_UNKNOWN]]
     return sentences + ([f"{len(unknown) - MAX_UNKNOWN} more are not known"] if len(unknown) > MAX_UNKNOWN else [])
 

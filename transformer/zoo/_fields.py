@@ -23,8 +23,8 @@ REQUIRED = object()
 
 NEUTRAL = frozenset(
     (
-        *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "auto_map"),
-        *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "use_bfloat16", "torchscript"),
+        *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map"),
+        *("attn_implementation", "use_bfloat16", "torchscript"),
         *("use_cache", "cache_implementation", "gradient_checkpointing", "return_dict", "output_attentions"),
         *("output_hidden_states", "output_router_logits", "return_dict_in_generate", "output_scores"),
         *("task_specific_params", "prefix", "tokenizer_class", "finetuning_task", "problem_type", "tf_legacy_loss"),
