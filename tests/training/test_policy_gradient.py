@@ -161,6 +161,9 @@ def test_pieces_of_logits_do_not_change_scores_or_gradients():
         ({"beta": -0.1}, r"grpo.beta"),
         ({"normalization": "bnpo"}, r"grpo.normalization"),
         ({"temperature": 0.0}, "grpo.temperature"),
+        ({"top_k": 0}, r"grpo.top_k.* 1, got 0"),
+        ({"epochs": 0}, r"grpo.epochs.* 1, got 0"),
+        ({"clip_high": 0.0}, r"grpo.clip_high.*got 0"),
     ],
 )
 def test_bad_options_are_refused(fields, message):

@@ -76,13 +76,9 @@ class GRPO:
 
     def __post_init__(self):
         check_choice("grpo.normalization", self.normalization, Normalization.__args__)
-        check_whole(self, "max_new_tokens", "epochs")
+        check_whole(self, "max_new_tokens", "epochs", "top_k")
         check_whole(self, "group_size", least=2)
-        if self.top_k is not None:
-            check_whole(self, "top_k")
-        check_positive(self, "temperature", "clip")
-        if self.clip_high is not None:
-            check_positive(self, "clip_high")
+        check_positive(self, "temperature", "clip", "clip_high")
         if not (isinstance(self.beta, int | float) and 0 <= self.beta < math.inf):
             raise ConfigError(f"grpo.beta must be a number of at least 0, got {self.beta!r}. Use 0 for no KL term.")
         count = len(self.rewards) + (self.reward_model is not None)
