@@ -1,6 +1,7 @@
 """Descriptions of Python functions. The parity tests compare them with transformers."""
 
 import enum
+from typing import Literal
 
 import pytest
 from chat_parts import weather
@@ -75,6 +76,57 @@ def undefined(x: "Missing"):
     Args:
         x: a value
     """
+
+
+class Unit(enum.Enum):
+    """Units."""
+
+    SMALL = "mm"
+    LARGE = "km"
+
+
+@pytest.mark.parametrize(
+    ("hint", "schema"),
+    [
+        (int, {"type": "integer"}),
+        (list, {"type": "array"}),
+        (list[int], {"type": "array", "items": {"type": "integer"}}),
+        (tuple[int, str], {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]}),
+        (dict[str, float], {"type": "object", "additionalProperties": {"type": "number"}}),
+        (Literal["a", "b"], {"type": "string", "enum": ["a", "b"]}),
+        (Literal[1, "a"], {"type": ["integer", "string"], "enum": [1, "a"]}),
+        (Unit, {"type": "string", "enum": ["mm", "km"]}),
+        (bool | None, {"type": "boolean", "nullable": True}),
+        (str | int, {"type": ["integer", "string"]}),
+        (list | tuple, {"type": "array"}),
+        (int | list[int], {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]}),
+    ],
+)
+def test_types_of_an_argument(hint, schema):
+    def tool(x):
+        """Do it.
+
+        Args:
+            x: a value
+        """
+
+    tool.__annotations__ = {"x": hint}
+    found = function_schema(tool)["function"]["parameters"]
+    assert found == {"type": "object", "properties": {"x": schema | {"description": "a value"}}, "required": ["x"]}
+
+
+@pytest.mark.parametrize("hint", [list[object], tuple[int, ...], dict[str, object], int | object, Literal[b"a"]])
+def test_types_without_a_schema_are_refused(hint):
+    def tool(x):
+        """Do it.
+
+        Args:
+            x: a value
+        """
+
+    tool.__annotations__ = {"x": hint}
+    with pytest.raises(ConfigError, match=r"of x of the tool tool has no JSON schema"):
+        function_schema(tool)
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,7 @@ class Distill:
 
     def __post_init__(self):
         check_positive(self, "temperature")
-        if self.top_k is not None:
-            check_whole(self, "top_k")
+        check_whole(self, "top_k")
         if not isinstance(self.weight, int | float) or not 0 <= self.weight < 1:
             raise ConfigError(
                 f"distill.weight must be at least 0 and below 1, got {self.weight!r}: 1 leaves nothing of the teacher."
