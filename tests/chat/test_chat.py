@@ -66,6 +66,11 @@ def test_several_replies(chat):
         chat.replies(HELLO, samples=0)
 
 
+def test_seeds_of_replies_wrap_around(monkeypatch):
+    monkeypatch.setattr(Chat, "reply", lambda self, messages, seed: seed)
+    assert Chat.replies(object.__new__(Chat), HELLO, samples=3, seed=2**32 - 2) == [2**32 - 2, 2**32 - 1, 0]
+
+
 def test_a_stop_string_ends_a_reply(chat, reply):
     whole = reply.text
     stop = whole[4:6]

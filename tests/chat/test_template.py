@@ -275,3 +275,10 @@ def test_jinja_is_optional(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     with pytest.raises(ChatTemplateError, match=r"'transformer-zoo\[chat\]'"):
         ChatTemplate("x")
+
+
+def test_the_length_of_a_template_is_limited(monkeypatch):
+    monkeypatch.setattr("transformer.chat._template.MAX_CHARACTERS", 20)
+    assert ChatTemplate("x" * 20).render(HELLO) == "x" * 20
+    with pytest.raises(ChatTemplateError, match=r"21 .*at most 20\b"):
+        ChatTemplate("x" * 21)

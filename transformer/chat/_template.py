@@ -199,7 +199,7 @@ def _check_jinja() -> None:
         import jinja2
     except ModuleNotFoundError:
         raise ChatTemplateError(f"chat templates need the package jinja2. {remedy}") from None
-    version = tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdecimal())
+    version = tuple(int(part) for part in jinja2.__version__.split(".") if part.isdecimal())
     if version < _OLDEST:
         raise ChatTemplateError(f"chat templates need jinja2 3.1.6 or newer, found {jinja2.__version__}. {remedy}")
 
