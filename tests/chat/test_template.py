@@ -282,3 +282,13 @@ def test_the_length_of_a_template_is_limited(monkeypatch):
     assert ChatTemplate("x" * 20).render(HELLO) == "x" * 20
     with pytest.raises(ChatTemplateError, match=r"21 .*at most 20\b"):
         ChatTemplate("x" * 21)
+
+
+def test_tabs_expand_to_at_most_eight_spaces(monkeypatch):
+    """The limit allows for the longest result, and no more."""
+    source = "{{ '" + 10 * "\\t" + "'.expandtabs()|length }}"
+    monkeypatch.setattr(sandbox, "LARGEST", 90)  # 10 tabs and 10 x 8 spaces
+    assert ChatTemplate(source).render(HELLO) == "80"
+    monkeypatch.setattr(sandbox, "LARGEST", 89)
+    with pytest.raises(ChatTemplateError, match=r"\b89\b"):
+        ChatTemplate(source).render(HELLO)
