@@ -1,12 +1,14 @@
 """Prompts with images: their tokens, generation, and conversations."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from vision_parts import MARKERS, TOKENS, marker, picture, write_vision_model
 
 from transformer.chat import Chat
+from transformer.chat._image_prompts import expanded
 from transformer.config import ConfigError
 from transformer.generate import Sampling, _streaming, generate
 from transformer.generate._streaming import TokenStream
@@ -74,6 +76,15 @@ def test_generate_checks_images_before_it_computes(opened):
         generate(one.model, one.params, [ids], images=[pixels, pixels], **call)
     with pytest.raises(ValueError, match="images can't be used with slots or a draft"):
         generate(one.model, one.params, [ids], images=[pixels], slots=1, **call)
+
+
+def test_places_in_a_text_move_with_its_images():
+    images = SimpleNamespace(marker="<i>", expansion="[image]")
+    text = "ab<i>cd<i><i>ef"
+    breaks = [place for place, character in enumerate(text) if character in "abcdef"]
+    found, moved = expanded(text, [2, 7, 10], breaks, images)
+    assert found == "ab[image]cd[image][image]ef"
+    assert "".join(found[place] for place in moved) == "abcdef"
 
 
 @pytest.mark.slow

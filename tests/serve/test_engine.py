@@ -12,6 +12,7 @@ from transformer.config._checks import ConfigError
 from transformer.generate import Sampling, generate
 from transformer.generate._rows import MOST_STEPS
 from transformer.serve import Engine, EngineClosedError, QueueFullError, Request
+from transformer.serve._metrics import Metrics
 
 POSITIONS = 100  # widths 16, 32 and 64: chunks of 64 tokens
 
@@ -156,6 +157,19 @@ def test_a_call_fills_its_output(parts, monkeypatch):
         engine._device.advance = lambda *given: (made.append(advance(*given)), made[-1])[1]
         answers(engine, [Request(prompt=[5, 6], max_tokens=60)])
     assert [int(out.steps) for out in made][:5] == [1, 2, 4, 8, MOST_STEPS]
+
+
+def test_the_warm_up_reports_each_program(parts):
+    engine, reports = Engine(*parts, slots=3, positions=POSITIONS), []
+    engine.warm_up(lambda done, total: reports.append((done, total)))
+    assert reports == [(done, len(reports)) for done in range(1, len(reports) + 1)]
+    assert len(reports) == len(engine._device.widths) + 2
+
+
+def test_counters_start_at_zero():
+    lines = [line for line in Metrics().text(running=0, waiting=0, slots=0).splitlines() if line[0] != "#"]
+    assert len(lines) > 20
+    assert {float(line.rpartition(" ")[2]) for line in lines} == {0.0}
 
 
 def test_a_full_queue_refuses(parts):
