@@ -160,7 +160,7 @@ def test_a_call_fills_its_output(parts, monkeypatch):
 
 
 def test_the_warm_up_reports_each_program(parts):
-    engine, reports = Engine(*parts, slots=3, positions=POSITIONS), []
+    engine, reports = Engine(*parts, slots=2, positions=32), []
     engine.warm_up(lambda done, total: reports.append((done, total)))
     assert reports == [(done, len(reports)) for done in range(1, len(reports) + 1)]
     assert len(reports) == len(engine._device.widths) + 2
