@@ -12,6 +12,7 @@ from transformer.config._checks import ConfigError
 from transformer.generate import Sampling, generate
 from transformer.generate._rows import MOST_STEPS
 from transformer.serve import Engine, EngineClosedError, QueueFullError, Request
+from transformer.serve._lockstep import PING
 from transformer.serve._metrics import Metrics
 
 POSITIONS = 100  # widths 16, 32 and 64: chunks of 64 tokens
@@ -170,6 +171,26 @@ def test_counters_start_at_zero():
     lines = [line for line in Metrics().text(running=0, waiting=0, slots=0).splitlines() if line[0] != "#"]
     assert len(lines) > 20
     assert {float(line.rpartition(" ")[2]) for line in lines} == {0.0}
+
+
+def test_an_idle_engine_sends_signs_of_life_to_other_processes(parts, monkeypatch):
+    """They wait for its next call in a collective operation, which times out."""
+    sent, arrived = [], threading.Event()
+
+    class Others:
+        is_shared = True
+
+        def send(self, name, arrays=None):
+            sent.append(name)
+            arrived.set()
+
+    monkeypatch.setattr("transformer.serve._engine.PING_SECONDS", 0.01)
+    engine = Engine(*parts, slots=2, positions=32)
+    engine._device._lockstep = Others()
+    engine.start()
+    assert arrived.wait(timeout=60)
+    engine.close()
+    assert sent[0] == PING
 
 
 def test_a_full_queue_refuses(parts):
