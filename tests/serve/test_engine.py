@@ -193,6 +193,19 @@ def test_an_idle_engine_sends_signs_of_life_to_other_processes(parts, monkeypatc
     assert sent[0] == PING
 
 
+def test_a_prompt_that_is_preempted_keeps_what_was_read(parts):
+    """The calls of the engine's thread, one by one: the second time, its pages are found as those of a prefix."""
+    engine = Engine(*parts, slots=3, positions=POSITIONS)
+    engine.submit([Request(prompt=[5 + i % 9 for i in range(90)], max_tokens=4)], lambda number, delta: None)
+    engine._take_next()
+    engine._read_part()
+    assert engine._reading.done == 64  # one chunk
+    engine._preempt_youngest()
+    assert (engine.metrics.preemptions, engine.running, engine.waiting) == (1, 0, 1)
+    engine._take_next()
+    assert engine._reading.done == engine.metrics.shared_tokens == 64
+
+
 def test_a_full_queue_refuses(parts):
     """Before its start an engine only queues: 2 slots and 1 place in the queue."""
     engine = Engine(*parts, slots=2, positions=32, queue=1)
