@@ -1,5 +1,7 @@
 """The attention of an answer over HTTP: the page of `inspect`, and its limits."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from attention_page_parts import data_of, weights_of
@@ -11,6 +13,7 @@ from transformer.cli._services import make_service
 from transformer.inference import open_model
 from transformer.inference._text_attention import sown_weights
 from transformer.serve import _attention as module
+from transformer.serve._attention import AnswerAttention
 from transformer.viz import attention_maps
 from transformer.viz._attention_weights import printable
 
@@ -65,6 +68,15 @@ def test_the_page_has_the_weights_of_the_conversation(client, opened, conversati
 def test_a_completion_without_a_template(client):
     data = data_of(client.post("/v1/attention", json={"prompt": "How are", "answer": " you?"}).text)
     assert 0 < data["writtenFrom"] < len(data["words"]["decoder"])
+
+
+def test_an_answer_begins_with_the_first_token_that_differs():
+    """The end of the prompt and the beginning of the answer may be one token, which belongs to the answer."""
+    tokenizer = SimpleNamespace(encode_source=lambda text: [ord(c) for c in text.replace("lo", "\u1111")])
+    service = AnswerAttention.__new__(AnswerAttention)
+    service.chat, service.opened = None, SimpleNamespace(tokenizer=tokenizer)
+    assert service._tokens({"prompt": "hel", "answer": "lo!"}) == (3, [104, 101, 108, 0x1111, 33])
+    assert service._tokens({"prompt": "hell", "answer": "o!"}) == (3, [104, 101, 108, 0x1111, 33])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from serve_parts import answers, prompts, started_engine, tiny_parts
 from transformer.config._checks import ConfigError
 from transformer.generate import Sampling, generate
 from transformer.generate._rows import MOST_STEPS
-from transformer.serve import Engine, EngineClosedError, QueueFullError, Request
+from transformer.serve import Engine, EngineClosedError, QueueFullError, Request, _metrics
 from transformer.serve._lockstep import PING
 from transformer.serve._metrics import Metrics
 
@@ -165,6 +165,14 @@ def test_the_warm_up_reports_each_program(parts):
     engine.warm_up(lambda done, total: reports.append((done, total)))
     assert reports == [(done, len(reports)) for done in range(1, len(reports) + 1)]
     assert len(reports) == len(engine._device.widths) + 2
+
+
+def test_bounds_of_a_histogram_are_close_together():
+    """A bucket ends at most 3.34 times as high as the one before."""
+    bounds = np.array(_metrics.SECONDS)
+    assert (bounds[0], bounds[-1]) == (0.01, 100)
+    assert (np.diff(bounds) > 0).all()
+    assert (bounds[1:] / bounds[:-1] < 3.34).all()
 
 
 def test_counters_start_at_zero():

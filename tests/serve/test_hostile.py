@@ -165,3 +165,8 @@ def test_sigterm_ends_within_a_bound(ending_service, monkeypatch):
     assert b"[DONE]" not in text, "it was cut"
     assert service.failure is None, "by the end of the time, and not by a fault"
     assert service.load.running == 0
+
+
+def test_integers_that_a_float_can_represent():
+    assert all(map(_bodies._is_small, (0, 2**53, -(2**53))))
+    assert not any(map(_bodies._is_small, (2**53 + 1, True, 1.0)))

@@ -341,6 +341,8 @@ def test_sigterm_finishes_what_runs(server, client):
 def test_addresses_need_a_key():
     assert check_address("127.0.0.1", None, False)
     assert check_address("::1", None, False)
+    assert check_address("localhost", None, False)
+    assert not check_address("example.org", KEY, False)
     assert not check_address("0.0.0.0", KEY, False)
     assert not check_address("0.0.0.0", None, True)
     with pytest.raises(ConfigError, match="expected --api-key"):

@@ -13,11 +13,12 @@ import time
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 from chat_parts import write_chat_model
 from training_recipes import xla_flags
 
-from transformer.serve._lockstep import Lockstep
+from transformer.serve._lockstep import PING, STOP, Lockstep
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,3 +105,21 @@ def test_answers_are_those_of_one_process(tmp_path):
 def test_one_process_sends_nothing():
     lockstep = Lockstep(is_shared=False)
     lockstep.send("read", {})
+
+
+def test_calls_arrive_in_order_with_their_arrays(monkeypatch):
+    """Without other processes: what process 0 broadcasts is kept, and then followed."""
+    kept, calls = [], []
+    monkeypatch.setattr("transformer.serve._lockstep._broadcast", lambda value: (kept.append(value), value)[1])
+    lockstep = Lockstep(is_shared=True)
+    arrays = {"tokens": np.arange(3000), "flag": np.bool_(True)}
+    for name, given in (("read", arrays), (PING, None), ("start", {"slot": np.int32(2)}), (STOP, None), ("late", {})):
+        lockstep.send(name, given)
+    waiting = iter(kept)
+    monkeypatch.setattr("transformer.serve._lockstep._broadcast", lambda value: next(waiting))
+    Lockstep(is_shared=True).follow(lambda name, arrays: calls.append((name, arrays)))
+    assert [name for name, _ in calls] == ["read", "start"]
+    np.testing.assert_equal(calls[0][1], arrays)
+    assert calls[1][1] == {"slot": 2}
+    assert next(waiting, None) is None  # nothing is sent after the stop
+    assert {len(value) for value in kept if np.ndim(value)} == {4096, 32768}  # few sizes: few programs
