@@ -1,5 +1,6 @@
 """The attention of an answer over HTTP: the page of `inspect`, and its limits."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -103,5 +104,8 @@ def test_it_is_behind_the_key_and_bounded(service, client, monkeypatch):
     monkeypatch.setattr(service.attention, "_calls", module.MOST_WAITING + 1)
     assert client.post("/v1/attention", json={"messages": MESSAGES}).status_code == 429
     monkeypatch.setattr(service.attention, "_calls", 0)
-    monkeypatch.setattr(module, "MOST_WEIGHTS", 100)
-    assert "got" in client.post("/v1/attention", json={"messages": MESSAGES}).json()["error"]["message"]
+    config = service.attention.opened.model.config
+    monkeypatch.setattr(module, "LENGTH_STEP", 8)
+    monkeypatch.setattr(module, "MOST_WEIGHTS", config.num_layers * config.num_heads * 21**2)
+    message = client.post("/v1/attention", json={"messages": MESSAGES}).json()["error"]["message"]
+    assert re.search(r"at most 16 tokens.*, got \d+", message)

@@ -173,6 +173,7 @@ HEADERS = {
     "long": ({"a": entry(shape=(1,), offsets=(0, 4))}, "its tensors take 4 bytes, got 24: there is extra data"),
     "size": ({"a": entry(shape=(2, 2))}, r"F32 of shape \[2, 2\] takes 16 bytes, got 24"),
     "wrap": ({"a": entry(shape=(2**32, 2**32, 1), offsets=(0, 0))}, "is too large"),
+    "63 bits": ({"a": entry(shape=(2**61,), offsets=(0, 0))}, "is too large"),
     "wrap0": ({"a": entry(shape=(0, 2**62), offsets=(0, 0))}, "is too large"),
     "minus": ({"a": entry(shape=(-2, -3))}, r"shape must be at most 32 non-negative integers, got \[-2, -3\]"),
     "rank": ({"a": entry(shape=[1] * 33)}, "shape must be at most 32"),

@@ -193,3 +193,9 @@ def test_a_header_is_read(tmp_path):
     assert found.metadata["list"] == ["a", "b"]
     np.testing.assert_array_equal(found.metadata["numbers"], [0, 1, 2])
     assert (found.tensors["a"].shape, found.tensors["a"].format.name) == ((8,), "F32")
+
+
+def test_long_texts_and_vocabularies_are_read(tmp_path):
+    metadata = {"template": "x" * 2_000_000, "tokens": [f"token {i}" for i in range(60_000)]}
+    (tmp_path / "long.gguf").write_bytes(gguf(metadata, {}))
+    assert read_gguf(tmp_path / "long.gguf").metadata == metadata

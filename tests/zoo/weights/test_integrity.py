@@ -19,7 +19,8 @@ from transformer.nn.models import CausalLM
 from transformer.zoo import build, load_pretrained, save_pretrained, verify
 from transformer.zoo._example import MAX_EXAMPLE_BYTES, TOLERANCES, make_example
 from transformer.zoo.weights import WeightFiles, WeightsError
-from transformer.zoo.weights._integrity import INTEGRITY_FILE, read_integrity
+from transformer.zoo.weights._files import SHOWN
+from transformer.zoo.weights._integrity import INTEGRITY_FILE, read_integrity, write_integrity
 
 SQUARE = "transformer.h.0.attn.c_proj.weight"
 
@@ -103,6 +104,21 @@ def test_what_was_changed_is_one_error_that_names_the_file(directory, name):
     with pytest.raises(WeightsError, match=message) as error:
         load(directory)
     assert f"delete {directory / INTEGRITY_FILE} to accept them" in str(error.value)
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_of_many_changes_the_first_ones_are_listed(directory, more):
+    names = [f"{number:02}.txt" for number in range(SHOWN + more)]
+    for name in names:
+        (directory / name).write_text("a")
+    write_integrity(directory)
+    for name in names:
+        (directory / name).unlink()
+    with pytest.raises(WeightsError, match=rf"{SHOWN - 1:02}\.txt is missing") as error:
+        load(directory)
+    assert f"{SHOWN:02}.txt" not in str(error.value)
+    assert (f"and {more} more" in str(error.value)) == bool(more)
+    assert "and 0 more" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["a transposed matrix", "a flipped bit", "other heads"])
