@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Set
 from contextlib import closing
@@ -29,6 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "slow_tests.txt"
 MEASURED = "TRANSFORMER_MEASURED_TESTS"
 """environment variable: folder to which the workers of pytest write CPU times"""
+COUNTS = ("covered_lines", "num_statements", "covered_branches", "num_branches")
+"""counts of a file in the JSON report of coverage.py"""
 HEADING = """\
 # Default tests that are slow instead, because other default tests execute the same lines and branches of the package.
 # A name without [case] stands for all cases. `python -m reliability.slow_tests` writes this file.
@@ -78,7 +81,8 @@ def measure(folder: Path, add: bool) -> int:
     settings = folder / "coveragerc"
     settings.write_text(
         "[run]\nbranch = True\nparallel = True\nsource_pkgs = transformer\nsigterm = True\n"
-        f"data_file = {folder / 'data'}\npatch = subprocess\nconcurrency = thread,multiprocessing\n",
+        f"data_file = {folder / 'data'}\npatch = subprocess\nconcurrency = thread,multiprocessing\n"
+        f"[paths]\nsource =\n    {ROOT / 'transformer'}\n    */transformer\n",  # the tests also run copies of it
         encoding="utf-8",
     )
     environment = os.environ | {
@@ -168,23 +172,39 @@ def _function(test: str) -> str:
 
 
 def table(folders: list[Path]) -> str:
-    """Return a Markdown table: executed lines and arcs of each folder of the package, for each measurement."""
-    columns = []
-    for folder in folders:
-        lines: dict[str, set] = defaultdict(set)
-        arcs: Counter[str] = Counter()
-        for arc in arcs_of(folder):
-            room = arc.file.partition("/")[0] if "/" in arc.file else "(top level)"
-            lines[room].update((arc.file, number) for number in arc[1:] if number > 0)
-            arcs[room] += 1
-        columns.append({room: (len(lines[room]), arcs[room]) for room in arcs})
-    rooms = sorted(set().union(*columns))
-    names = "".join(f" {folder.name}: lines | {folder.name}: arcs |" for folder in folders)
-    rows = [f"| Folder |{names}", "|---|" + "--:|--:|" * len(folders)]
-    for room in rooms:
-        cells = (f" {column.get(room, (0, 0))[0]:,} | {column.get(room, (0, 0))[1]:,} |" for column in columns)
-        rows.append(f"| `{room}` |" + "".join(cells))
+    """Return a Markdown table: executed lines and branches of each folder of the package, for each measurement."""
+    columns = [_shares(folder) for folder in folders]
+    names = "".join(f" {folder.name}: lines | {folder.name}: branches |" for folder in folders)
+    rows = [f"| folder |{names}", "| --- |" + " ---: | ---: |" * len(folders)]
+    for room in sorted(set().union(*columns), key=lambda room: (room == "all", room)):
+        cells = (f" {part:.2f} % |" for column in columns for part in column.get(room, (0.0, 0.0)))
+        rows.append(f"| {room} |" + "".join(cells))
     return "\n".join(rows) + "\n"
+
+
+def _shares(folder: Path) -> dict[str, tuple[float, float]]:
+    """Return the executed lines and branches of each folder of the package, in percent."""
+    import coverage
+
+    measurement = coverage.Coverage(data_file=str(folder / "data"), config_file=False)
+    measurement.load()
+    with tempfile.TemporaryDirectory() as place:
+        report = Path(place) / "report.json"
+        measurement.json_report(outfile=str(report), ignore_errors=True)
+        files = json.loads(report.read_text(encoding="utf-8"))["files"]
+    sums: dict[str, Counter[str]] = defaultdict(Counter)
+    for path, found in files.items():
+        name = path.rpartition("transformer/")[2]
+        for room in (name.partition("/")[0] if "/" in name else "top level", "all"):
+            sums[room].update({key: found["summary"][key] for key in COUNTS})
+    return {
+        room: (
+            100 * found[lines] / found[all_lines],
+            100 * found[branches] / found[all_branches] if found[all_branches] else 100.0,
+        )
+        for lines, all_lines, branches, all_branches in [COUNTS]
+        for room, found in sums.items()
+    }
 
 
 def main(arguments: list[str]) -> int:

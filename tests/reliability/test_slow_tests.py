@@ -69,7 +69,24 @@ def test_measured_tests_are_read_and_counted_by_folder(tmp_path):
     assert found[Arc("nn/_a.py", 1, 2)] == {"t::a", "t::b"}
     assert found.keys() == {Arc("nn/_a.py", 1, 2), Arc("nn/_a.py", 2, -1), Arc("nn/_a.py", 2, 3)}
     assert slow_tests.seconds_of(tmp_path) == {"t::a": 1.5, "t::b": 0.5}
-    assert "| `nn` | 3 | 3 |" in table([tmp_path])
+
+
+def test_the_table_has_the_share_of_lines_and_branches_of_each_folder(tmp_path):
+    pytest.importorskip("coverage")
+    import coverage
+
+    package = tmp_path / "transformer"
+    (package / "nn").mkdir(parents=True)
+    (package / "nn" / "_a.py").write_text("def f(x):\n    if x:\n        return 1\n    return 2\n")
+    (package / "compat.py").write_text("x = 1\n")
+    data = coverage.CoverageData(str(tmp_path / "data"))
+    seen = {(-1, 1), (1, -1), (-1, 2), (2, 3), (3, -1)}  # f(True) alone
+    data.add_arcs({str(package / "nn" / "_a.py"): seen, str(package / "compat.py"): {(-1, 1), (1, -1)}})
+    data.write()
+    rows = table([tmp_path]).splitlines()
+    assert "| nn | 75.00 % | 50.00 % |" in rows
+    assert rows[-1] == "| all | 80.00 % | 50.00 % |"
+    assert "| top level | 100.00 % | 100.00 % |" in rows
 
 
 def test_a_folder_without_a_measurement_is_refused(tmp_path, capsys):
