@@ -206,11 +206,14 @@ def room_of(path: str) -> str:
 
 
 def same_mutant(result: Mapping[str, Any]) -> Mutant | None:
-    """Return the mutant of an earlier result; None if the code has changed so that there is no such mutant."""
+    """Return the mutant of an earlier result; None if its line has changed, or is no longer mutated in this way."""
+    path = ROOT / result["path"]
+    lines = path.read_text(encoding="utf-8").splitlines()
     same = [
         one
-        for one in file_mutants(ROOT / result["path"])
+        for one in file_mutants(path)
         if (one.before, one.after) == (result["before"], result["after"])
+        and lines[one.line - 1].strip() == result["code"]
     ]
     return min(same, key=lambda one: abs(one.line - result["line"]), default=None)
 
@@ -329,7 +332,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--again",
         type=Path,
-        help="a file of --record: test only its survivors again, after new tests were written for them",
+        help="a file of --record: test only its survivors without a reason again, after new tests were written",
     )
     parser.add_argument(
         "--output",
@@ -346,13 +349,14 @@ def main(arguments: list[str]) -> int:
     rooms = ROOMS if options.only is None else [room_of(options.only)]
     before = 0.0
     results: list[dict[str, Any]] = []
+    reasons = json.loads((ROOT / REASONS).read_text(encoding="utf-8"))
     if options.again:
         record = json.loads(options.again.read_text(encoding="utf-8"))
-        before, results = record["seconds"], [one for one in record["mutants"] if one["killer"]]
-        drawn = [found for one in record["mutants"] if not one["killer"] if (found := same_mutant(one))]
+        survivors = [one for one in record["mutants"] if not one["killer"] and not reason(one, reasons)]
+        before, results = record["seconds"], [one for one in record["mutants"] if one not in survivors]
+        drawn = [found for one in survivors if (found := same_mutant(one))]
     else:
         drawn = sample(rooms, options.count, options.seed, options.only)
-    reasons = json.loads((ROOT / REASONS).read_text(encoding="utf-8"))
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
         free = [copy_checkout(Path(folder) / str(worker)) for worker in range(options.workers)]

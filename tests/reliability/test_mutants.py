@@ -128,12 +128,12 @@ def test_tests_that_share_rare_words_with_the_code_come_early(checkout):
 
 
 def test_a_survivor_is_found_again_after_its_code_has_moved(monkeypatch, tmp_path):
-    (tmp_path / "file.py").write_text("a = 1\nb = 1\nc = 1\n")
+    (tmp_path / "file.py").write_text("a = 1\nb = 1\nc = 1\n\nb = 1\n")
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    earlier = {"path": "file.py", "before": "1", "after": "(2)", "line": 3}
-    assert mutants.same_mutant(earlier | {"line": 4}).line == 3
-    assert mutants.same_mutant(earlier | {"line": 1}).line == 1
-    assert mutants.same_mutant(earlier | {"before": "5"}) is None
+    earlier = {"path": "file.py", "code": "b = 1", "before": "1", "after": "(2)"}
+    assert [mutants.same_mutant(earlier | {"line": line}).line for line in (1, 4)] == [2, 5]
+    assert mutants.same_mutant(earlier | {"line": 2, "code": "b = 1 + 1"}) is None
+    assert mutants.same_mutant(earlier | {"line": 2, "before": "5"}) is None
 
 
 def test_the_innermost_function_is_compared_with_the_tests():
