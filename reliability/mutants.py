@@ -384,7 +384,7 @@ def main(arguments: list[str]) -> int:
         "date": date.today().isoformat(),
         "machine": machine(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("pytest", "jax")},
-        "count": len(results),
+        "count": options.count,
         "seed": options.seed,
         "seconds": before + time.monotonic() - start,
         "rows": rows(results, reasons),

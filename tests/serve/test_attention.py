@@ -1,6 +1,7 @@
 """The attention of an answer over HTTP: the page of `inspect`, and its limits."""
 
 import re
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -69,6 +70,18 @@ def test_the_page_has_the_weights_of_the_conversation(client, opened, conversati
 def test_a_completion_without_a_template(client):
     data = data_of(client.post("/v1/attention", json={"prompt": "How are", "answer": " you?"}).text)
     assert 0 < data["writtenFrom"] < len(data["words"]["decoder"])
+
+
+def test_the_end_of_the_server_cancels_the_calls_that_wait():
+    service = AnswerAttention(opened=None, chat=None, longest=1)
+    started, end = threading.Event(), threading.Event()
+    running = service._thread.submit(lambda: (started.set(), end.wait(60)))
+    waiting = service._thread.submit(lambda: None)
+    assert started.wait(60)
+    service.close()
+    assert waiting.cancelled()
+    assert not running.done()
+    end.set()
 
 
 def test_an_answer_begins_with_the_first_token_that_differs():
