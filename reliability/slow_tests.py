@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Set
 from contextlib import closing
@@ -188,7 +189,8 @@ def _shares(folder: Path) -> dict[str, tuple[float, float]]:
 
     measurement = coverage.Coverage(data_file=str(folder / "data"), config_file=False)
     measurement.load()
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # for copies of the package that tests made and deleted
         report = Path(place) / "report.json"
         measurement.json_report(outfile=str(report), ignore_errors=True)
         files = json.loads(report.read_text(encoding="utf-8"))["files"]
