@@ -37,6 +37,16 @@ def theirs(tmp_path_factory):
     return load
 
 
+def with_joined_texts(messages):
+    """Return the messages as a template must get them that writes a content as it is; transformers does not do this."""
+    return [
+        {**one, "content": "\n".join(part["text"] for part in one["content"])}
+        if isinstance(one["content"], list)
+        else one
+        for one in messages
+    ]
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_and_ids(family, option, theirs):
@@ -48,10 +58,11 @@ def test_text_and_ids(family, option, theirs):
     for messages in CONVERSATIONS.values():
         given = dict(OPTIONS[option])
         generated = "generation %}" in template.source and "continue_final_message" not in given
+        asked = messages if family == "gemma3" else with_joined_texts(messages)
         try:
-            expected = reference.apply_chat_template(messages, tokenize=False, **given)
+            expected = reference.apply_chat_template(asked, tokenize=False, **given)
             ids = reference.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=generated, **given
+                asked, tokenize=True, return_dict=True, return_assistant_tokens_mask=generated, **given
             )
         except Exception:  # many kinds of errors
             with pytest.raises(ChatTemplateError):

@@ -4,7 +4,7 @@ import json
 import threading
 
 import pytest
-from chat_parts import CONVERSATIONS, FAMILIES, files, template, weather
+from chat_parts import CONVERSATIONS, FAMILIES, TEMPLATES, files, template, weather
 from fuzz_parts import check_refusal
 
 from transformer.chat import ChatTemplate, ChatTemplateError, find_template, function_schema
@@ -292,3 +292,51 @@ def test_tabs_expand_to_at_most_eight_spaces(monkeypatch):
     monkeypatch.setattr(sandbox, "LARGEST", 89)
     with pytest.raises(ChatTemplateError, match=r"\b89\b"):
         ChatTemplate(source).render(HELLO)
+
+
+PARTS = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+@pytest.mark.parametrize("family", sorted({path.stem for path in TEMPLATES.glob("*.jinja")} - {"gemma3"}))
+def test_parts_of_a_text_are_joined_for_templates_that_write_the_content_as_it_is(family, role):
+    made = ChatTemplate(template(family), special_tokens=(("bos_token", "<s>"), ("eos_token", "</s>")))
+    before = [{"role": "user", "content": PARTS}] if role == "assistant" else []
+    after = [{"role": "user", "content": PARTS}] if role == "system" else []
+
+    def rendered(content):
+        joined = [[{**one, "content": content} for one in group] for group in (before, after)]
+        return made.render([*joined[0], {"role": role, "content": content}, *joined[1]])
+
+    try:
+        expected = rendered("Hello\nthere")
+    except ChatTemplateError:  # no such role
+        with pytest.raises(ChatTemplateError):
+            rendered(PARTS)
+        return
+    assert rendered(PARTS) == expected
+
+
+def test_templates_that_iterate_over_parts_get_parts():
+    made = ChatTemplate(template("gemma3"), special_tokens=(("bos_token", "<bos>"),))
+    text = made.render([{"role": "user", "content": PARTS}])
+    assert text == "<bos><start_of_turn>user\nHellothere<end_of_turn>\n"
+    only = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    assert ChatTemplate(only).render([{"role": "user", "content": PARTS}]) == "<Hello><there>"
+    assert ChatTemplate(only).render([{"role": "user", "content": "Hello"}]) == "<Hello>"
+
+
+def test_an_image_for_a_template_of_texts_is_refused():
+    messages = [*HELLO, {"role": "user", "content": [{"type": "image"}, *PARTS]}]
+    for family in ("llama3", "gemma3"):  # a template that writes contents, and one that iterates over parts
+        with pytest.raises(ConfigError, match=r"message 1 has an image.*role user"):
+            ChatTemplate(template(family)).render(messages)
+    reading = "{% for m in messages %}{% for p in m.content %}{{ p.text or '<image>' }}{% endfor %}{% endfor %}"
+    assert ChatTemplate(reading).render(messages) == "Hello<image>Hellothere"
+
+
+def test_results_of_a_function_stay_data():
+    """A list that is not one of texts is given to the template as it is."""
+    messages = [*HELLO, {"role": "tool", "content": [{"temperature": 3}]}, {"role": "tool", "content": PARTS}]
+    found = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}").render(messages)
+    assert found == "user: Hello\ntool: [{'temperature': 3}]\ntool: Hello\nthere\n"

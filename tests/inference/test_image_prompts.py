@@ -165,10 +165,15 @@ def test_a_marker_in_a_message_is_text(opened):
 
 def test_images_of_a_conversation_are_checked(opened):
     one = opened["llava"]
-    chat = Chat(one.model, one.params, one.tokenizer, images=image_prompts(one), template="{{ messages[0]['role'] }}")
     content = [{"type": "image", "image": picture(1)}]
-    with pytest.raises(ConfigError, match=r"0.*\(<image>\).*1"):
-        chat.encode([{"role": "user", "content": content}])
+    other = "{% for part in messages[0].content %}{{ part.text or 'a picture' }}{% endfor %}"
+    for template, message in (
+        ("{{ messages[0].role }}", r"message 0 has an image.*role user"),
+        (other, r"0.*\(<image>\).*1"),
+    ):
+        chat = Chat(one.model, one.params, one.tokenizer, images=image_prompts(one), template=template)
+        with pytest.raises(ConfigError, match=message):
+            chat.encode([{"role": "user", "content": content}])
     with pytest.raises(ConfigError, match="a part of type image must be"):
         chat.encode([{"role": "user", "content": [{"type": "image"}]}])
     only_text = Chat(one.model, one.params, one.tokenizer)
