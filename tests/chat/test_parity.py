@@ -1,5 +1,6 @@
 """Rendered conversations, token ids and descriptions of functions equal those of transformers, to the character."""
 
+import contextlib
 import enum
 from datetime import datetime
 from typing import Any, Literal
@@ -59,12 +60,17 @@ def test_text_and_ids(family, option, theirs):
         given = dict(OPTIONS[option])
         generated = "generation %}" in template.source and "continue_final_message" not in given
         asked = messages if family == "gemma3" else with_joined_texts(messages)
-        try:
-            expected = reference.apply_chat_template(asked, tokenize=False, **given)
-            ids = reference.apply_chat_template(
-                asked, tokenize=True, return_dict=True, return_assistant_tokens_mask=generated, **given
-            )
-        except Exception:  # many kinds of errors
+        # A template may fail without the content of a message with calls; then ours gets an empty one.
+        filled = [{**one, "content": "" if one["content"] is None else one["content"]} for one in asked]
+        expected = ids = None
+        for messages_there in (asked, filled):
+            with contextlib.suppress(Exception):  # many kinds of errors
+                expected = reference.apply_chat_template(messages_there, tokenize=False, **given)
+                ids = reference.apply_chat_template(
+                    messages_there, tokenize=True, return_dict=True, return_assistant_tokens_mask=generated, **given
+                )
+                break
+        if ids is None:
             with pytest.raises(ChatTemplateError):
                 template.render(messages, **given)
             continue

@@ -340,3 +340,43 @@ def test_results_of_a_function_stay_data():
     messages = [*HELLO, {"role": "tool", "content": [{"temperature": 3}]}, {"role": "tool", "content": PARTS}]
     found = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}").render(messages)
     assert found == "user: Hello\ntool: [{'temperature': 3}]\ntool: Hello\nthere\n"
+
+
+def called(arguments, content=None):
+    call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [*HELLO, {"role": "assistant", "content": content, "tool_calls": [call]}]
+
+
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+END = "{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        CALLS + "{{ c.function.arguments | tojson }}" + END,
+        CALLS + "{{ '' ~ c.function.arguments }}" + END,
+        CALLS + "{{ '' + c.function.arguments }}" + END,  # fails with an object
+        CALLS + "{{ c.function.arguments }}" + END,
+        CALLS + '{"city": "{{ c.function.arguments.city }}"}' + END,
+        CALLS
+        + "{{ (c.function.arguments if c.function.arguments is string else c.function.arguments | tojson) }}"
+        + END,
+    ],
+)
+@pytest.mark.parametrize("arguments", [{"city": "Köln"}, '{"city": "Köln"}', ' {"city":"Köln"}\n'])
+def test_arguments_of_a_call_are_written_once_as_json(source, arguments):
+    """As an object or as its JSON text, whatever the template reads."""
+    assert ChatTemplate(source).render(called(arguments)) == '{"city": "Köln"}'
+
+
+@pytest.mark.parametrize("arguments", ["Köln", "[1]", '{"city": ', 3])
+def test_arguments_that_are_no_object_are_refused(arguments):
+    with pytest.raises(ConfigError, match=r"arguments of a tool call of message 1.* got "):
+        ChatTemplate(CALLS + "{{ c.function.arguments | tojson }}" + END).render(called(arguments))
+
+
+@pytest.mark.parametrize("family", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+def test_a_call_without_content_is_a_call_with_an_empty_one(family):
+    made = ChatTemplate(template(family), special_tokens=(("bos_token", "<s>"), ("eos_token", "</s>")))
+    assert made.render(called({"city": "Köln"})) == made.render(called({"city": "Köln"}, content=""))

@@ -8,8 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from transformer.chat._fitting import fitted
 from transformer.chat._functions import tool_schemas
 from transformer.chat._messages import check_documents, check_messages, plain
 from transformer.config._checks import ConfigError, nearest
@@ -27,8 +28,6 @@ _OLDEST = (3, 1, 6)
 """oldest version of jinja2; the sandbox of older ones has known holes"""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """marks the end of the message that `continue_final_message` continues"""
-_PROBE = "text of a message"
-"""content of the messages that show how a template reads them"""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """special tokens that a template reads as `bos_token` and so on"""
@@ -120,7 +119,7 @@ class ChatTemplate:
                 "only one of them."
             )
         values = {
-            "messages": [self._fitted(number, one) for number, one in enumerate(check_messages(messages))],
+            "messages": [fitted(self, number, one) for number, one in enumerate(check_messages(messages))],
             "tools": tool_schemas(tools),
             "documents": check_documents(documents),
             "add_generation_prompt": bool(add_generation_prompt),
@@ -132,30 +131,13 @@ class ChatTemplate:
             )
         return {**plain(switches, "switches"), **values}
 
-    def _fitted(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with its content in the form that the template reads: a text, or a list of parts.
-
-        Most templates write `message.content` as it is, so that a list would become the text of a Python list. For
-        them, the texts of the parts are joined by line breaks, as vLLM and llama.cpp do.
-
-        Raises:
-            ConfigError: the message has an image, and the template reads only texts.
-        """
-        content, role = message.get("content"), message["role"]
-        if isinstance(content, str) and not _reads(self, role, "text") and _reads(self, role, "parts"):
-            return {**message, "content": [{"type": "text", "text": content}]}
-        if not _is_parts(content):
-            return message
-        reads_parts = _reads(self, role, "parts")
-        has_images = any(part["type"] == "image" for part in content)
-        if has_images and not (reads_parts and _reads(self, role, "images")):
-            raise ConfigError(
-                f"message {number} has an image, but {self.name} reads only texts in messages of the role {role}. "
-                "Remove the image."
-            )
-        if reads_parts:
-            return message
-        return {**message, "content": "\n".join(part["text"] for part in content)}
+    def attempt(self, *messages: dict[str, Any]) -> str | None:
+        """Return checked messages as text; None: the template refuses them, or fails."""
+        values = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": False}
+        try:
+            return self.run(values).text
+        except ChatTemplateError:
+            return None
 
     @property
     def marks_generated(self) -> bool:
@@ -218,45 +200,6 @@ def _compile(source: str) -> jinja2.Template:
 
     with sandbox.during_compilation():
         return sandbox.environment().from_string(source)
-
-
-def _is_parts(content: Any) -> bool:
-    """Return whether a content is a list of texts and images."""
-    return isinstance(content, list) and all(
-        isinstance(part, dict) and (part == {"type": "image"} or part.get("type") == "text") for part in content
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _reads(template: ChatTemplate, role: str, form: Literal["text", "parts", "images"]) -> bool:
-    """Return whether a template reads the content of messages of a role in a form, tried with a short conversation.
-
-    It reads a text or a list of parts if the text appears, and the list around it does not; it reads images if an image
-    changes the result.
-    """
-    part = {"type": "text", "text": _PROBE}
-    if form == "images":
-        with_image, without = (_tried(template, role, content) for content in ([{"type": "image"}, part], [part]))
-        return with_image not in (None, without)
-    text = _tried(template, role, _PROBE if form == "text" else [part])
-    return text is not None and _PROBE in text and "'type'" not in text and '"type"' not in text
-
-
-def _tried(template: ChatTemplate, role: str, content: Any) -> str | None:
-    """Return a short conversation with a message of this role and content; None: the template refuses it."""
-    question = {"role": "user", "content": "a"}
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    before: dict[str, list[dict[str, Any]]] = {
-        "assistant": [question],
-        "tool": [question, {"role": "assistant", "content": "", "tool_calls": [call]}],
-    }
-    after = [question] if role in ("system", "developer") else []
-    messages = [*before.get(role, []), {"role": role, "content": content}, *after]
-    values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False}
-    try:
-        return template.run(values).text
-    except ChatTemplateError:
-        return None
 
 
 def _check_jinja() -> None:
