@@ -52,8 +52,8 @@ def conversation(record: Record) -> Conversation:
     elif "conversations" in row:
         messages, given = [_from_sharegpt(place, message) for message in _listed(record, "conversations")], 0
     elif "prompt" in row and "completion" in row:
-        prompt = _one_or_list(record, "prompt", "user")
-        messages, given = [*prompt, *_one_or_list(record, "completion", "assistant")], len(prompt)
+        prompt = one_or_list(record, "prompt", "user")
+        messages, given = [*prompt, *one_or_list(record, "completion", "assistant")], len(prompt)
     else:
         raise ValueError(
             f"{place}: expected the columns {_COLUMNS}, got {', '.join(map(repr, row))[:100] or 'none'}. Rename the "
@@ -83,7 +83,7 @@ def _listed(record: Record, column: str) -> list[Any]:
     return value
 
 
-def _one_or_list(record: Record, column: str, role: str) -> list[Any]:
+def one_or_list(record: Record, column: str, role: str) -> list[Any]:
     value = record.values[column]
     return [{"role": role, "content": value}] if isinstance(value, str) else _listed(record, column)
 

@@ -77,6 +77,28 @@ def test_without_a_prompt_it_is_the_common_beginning(tmp_path):
     assert dataset.prompts() == ["is 3 odd? "]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ([said("system", "s"), said("user", "q")], []),  # TRL's form: the responses begin with a message in common
+        ([said("system", "s"), said("user", "q")], [said("system", "s"), said("user", "q")]),  # they repeat it
+        ("q", []),
+        ("q", [said("user", "q")]),
+        ("q", [said("system", "s"), said("user", "q")]),
+        (None, [said("system", "s"), said("user", "q")]),
+    ],
+)
+def test_no_message_of_the_prompt_is_lost_or_written_twice(tmp_path, prompt, before):
+    same = [said("assistant", "same"), said("user", "again")]
+    row = {name: [*before, *same, said("assistant", text)] for name, text in (("chosen", "yes"), ("rejected", "no"))}
+    row |= {} if prompt is None else {"prompt": prompt}
+    (found,) = Preferences(path=written(tmp_path, [row, row]), validation_share=0.5).read()["train"]
+    system = [said("system", "s")] if isinstance(prompt, list) or len(before) == 2 else []
+    for response, text in ((found.chosen, "yes"), (found.rejected, "no")):
+        assert response.messages == [*system, said("user", "q"), *same, said("assistant", text)]
+    assert found.chosen.given == found.rejected.given > 0
+
+
 def test_long_responses_are_truncated_and_long_prompts_left_out(tmp_path):
     rows = [*TEXTS, {"prompt": "is 1 odd? " * 9, "chosen": " yes", "rejected": " no"}]
     dataset = prepared(tmp_path, [rows[-1], *rows[:-1]], max_length=13)
@@ -106,7 +128,7 @@ BOTH = {"chosen": [said("assistant", "a")], "rejected": [said("assistant", "b")]
         ({"prompt": ["a"]}, "line 2: prompt must be a text like chosen"),
         ({"chosen": [], "rejected": []}, r"line 2: chosen must be a list of messages, got \[\]"),
         ({"prompt": None} | BOTH, "line 2: the prompt is empty"),
-        ({"chosen": [ASKED, *BOTH["chosen"]], "rejected": [ASKED]}, "rejected has no message after"),
+        ({"prompt": "a", "chosen": [ASKED, *BOTH["chosen"]], "rejected": [ASKED]}, "rejected has no message after"),
         ({"chosen": [ASKED], "rejected": [ASKED]}, "line 2: chosen and rejected are equal"),
         (BOTH, "line 2 has messages, and .* line 3 has texts"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerpri
 from transformer.data._records import Record, parsed, read_splits
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer
-from transformer.data._turns import Conversation, chat_encoders, conversation, encode
+from transformer.data._turns import Conversation, chat_encoders, conversation, encode, one_or_list
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Preferences(HeldOutEnd, PreferenceConfig):
     """Your own preferences: a prompt, a chosen and a rejected response per row, for direct preference optimization.
 
     The file is JSON lines, Parquet, Arrow, or a folder that `datasets` saved. Its columns are `prompt`, `chosen` and
-    `rejected`, with texts, or with lists of messages. Without `prompt`, the common beginning of both responses is the
-    prompt.
+    `rejected`, with texts, or with lists of messages, which may repeat the prompt. Without `prompt`, the common
+    beginning of both responses is the prompt.
     """
 
     kind: ClassVar[str] = "preferences"
@@ -148,17 +148,12 @@ def _of_texts(record: Record) -> Preference:
 
 
 def _of_messages(record: Record) -> Preference:
-    """Return the preference of a row with lists of messages.
-
-    If chosen and rejected begin with the same messages, these are the prompt; otherwise the column prompt is.
-    """
+    """Return the preference of a row with lists of messages; its prompt is that of the row, or their beginning."""
     given = {column: parsed(record, column) for column in ("chosen", "rejected")}
     for column, messages in given.items():
         if not isinstance(messages, list) or not messages:
             raise ValueError(f"{record.place}: {column} must be a list of messages, got {messages!r:.60}. Correct it.")
-    pairs = zip(*given.values(), strict=False)
-    shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, given.values())))
-    before = given["chosen"][:shared] if shared else record.values.get("prompt")
+    before, shared = _prompt_of(record, *given.values())
     if not before:
         raise ValueError(
             f"{record.place}: the prompt is empty: chosen and rejected have no first message in common, and there is "
@@ -175,6 +170,26 @@ def _of_messages(record: Record) -> Preference:
     last = both[0].messages[both[0].given - 1]
     content = last.get("content") if isinstance(last, Mapping) else None
     return Preference(record.place, "".join(texts_in(content)), *both)
+
+
+def _prompt_of(record: Record, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], int]:
+    """Return the messages of the prompt, and how many of them chosen and rejected repeat at their beginning.
+
+    The column prompt has messages, or the text of a message of the user; many files repeat it in both responses. Without
+    it, the messages that both responses begin with are the prompt.
+    """
+    both = zip(chosen, rejected, strict=False)
+    shared = next((i for i, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
+    beginning = chosen[:shared]
+    if not record.values.get("prompt"):
+        return beginning, shared
+    prompt = one_or_list(record, "prompt", "user")
+    if beginning[: len(prompt)] == prompt:
+        return prompt, len(prompt)
+    is_text = len(prompt) == 1 and isinstance(record.values["prompt"], str)
+    if is_text and any(isinstance(one, Mapping) and one.get("content") == prompt[0]["content"] for one in beginning):
+        return beginning, shared  # behind a system message, for example
+    return prompt, 0
 
 
 def _response(one: str | Conversation) -> str:
