@@ -175,8 +175,8 @@ def _of_messages(record: Record) -> Preference:
 def _prompt_of(record: Record, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], int]:
     """Return the messages of the prompt, and how many of them chosen and rejected repeat at their beginning.
 
-    The column prompt has messages, or the text of a message of the user; many files repeat it in both responses. Without
-    it, the messages that both responses begin with are the prompt.
+    The column prompt has messages, or the text of a message of the user; many files repeat it in both responses.
+    Without it, the messages that both responses begin with are the prompt.
     """
     both = zip(chosen, rejected, strict=False)
     shared = next((i for i, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
