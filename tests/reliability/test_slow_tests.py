@@ -64,7 +64,7 @@ def test_measured_tests_are_read_and_counted_by_folder(tmp_path):
         data.set_context(test)
         data.add_arcs({"/copy/transformer/nn/_a.py": arcs, "/copy/other/_b.py": {(1, 2)}})
     data.write()
-    (tmp_path / "seconds.gw0").write_text('["t::a", 1.5]\n["t::b", 0.5]\n')
+    (tmp_path / "seconds.gw0").write_text('["t::a", 1.5, 0]\n["t::b", 0.5, 0.0]\n["t::process", 0.5, 2.0]\n')
     found = slow_tests.arcs_of(tmp_path)
     assert found[Arc("nn/_a.py", 1, 2)] == {"t::a", "t::b"}
     assert found.keys() == {Arc("nn/_a.py", 1, 2), Arc("nn/_a.py", 2, -1), Arc("nn/_a.py", 2, 3)}
