@@ -37,6 +37,10 @@ class ChatTemplateError(ConfigError):
     """A chat template is missing, invalid, or refuses the messages. The message names its file."""
 
 
+class _StoppedError(ChatTemplateError):
+    """A chat template takes too long, or builds too much text."""
+
+
 @dataclass(frozen=True)
 class Rendered:
     """A conversation as one text."""
@@ -132,10 +136,16 @@ class ChatTemplate:
         return {**plain(switches, "switches"), **values}
 
     def attempt(self, *messages: dict[str, Any]) -> str | None:
-        """Return checked messages as text; None: the template refuses them, or fails."""
+        """Return checked messages as text; None: the template refuses them, or fails.
+
+        Raises:
+            ChatTemplateError: the template takes too long, so that it is not tried again.
+        """
         values = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": False}
         try:
             return self.run(values).text
+        except _StoppedError:
+            raise
         except ChatTemplateError:
             return None
 
@@ -171,7 +181,7 @@ class ChatTemplate:
         except sandbox.Refused as error:
             self._refuse(f"refuses the messages: {_line(error)}", "Change the messages")
         except sandbox.TooMuchWork as error:
-            self._refuse(f"was stopped, because {_line(error)}")
+            self._refuse(f"was stopped, because {_line(error)}", kind=_StoppedError)
         except Exception as error:  # templates call methods of any value, which can raise anything
             line = sandbox.line_of(error)
             where = "" if line is None else f" in line {line}"
@@ -188,8 +198,10 @@ class ChatTemplate:
             where = "" if line is None else f" in line {line}"
             self._refuse(f"does not parse{where}: {_line(error) or type(error).__name__}")
 
-    def _refuse(self, what: str, remedy: str = "Correct it") -> NoReturn:
-        raise ChatTemplateError(
+    def _refuse(
+        self, what: str, remedy: str = "Correct it", kind: type[ChatTemplateError] = ChatTemplateError
+    ) -> NoReturn:
+        raise kind(
             f"{self.name}: the chat template {what}. {remedy}, or use another template ({self.option})."
         ) from None
 
