@@ -214,7 +214,7 @@ def _shares(folder: Path) -> dict[str, tuple[float, float]]:
     }
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["measure", "choose", "table"])
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
