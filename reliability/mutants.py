@@ -346,6 +346,8 @@ def main(arguments: list[str]) -> int:
         parser.error("--output writes the table of all code: leave out --only")
     if options.only is not None and not (ROOT / options.only).is_file():
         parser.error(f"--only must be a file of the package, relative to {ROOT}, got {options.only}")
+    if options.again is not None and (options.only is not None or not options.again.is_file()):
+        parser.error(f"--again must be a file of --record, without --only, got {options.again}")
     rooms = ROOMS if options.only is None else [room_of(options.only)]
     before = 0.0
     results: list[dict[str, Any]] = []

@@ -370,7 +370,7 @@ def test_arguments_of_a_call_are_written_once_as_json(source, arguments):
     assert ChatTemplate(source).render(called(arguments)) == '{"city": "Köln"}'
 
 
-@pytest.mark.parametrize("arguments", ["Köln", "[1]", '{"city": ', 3])
+@pytest.mark.parametrize("arguments", ["Köln", "[1]", '{"city": ', 3, '{"a": ' * 100_000])
 def test_arguments_that_are_no_object_are_refused(arguments):
     with pytest.raises(ConfigError, match=r"arguments of a tool call of message 1.* got "):
         ChatTemplate(CALLS + "{{ c.function.arguments | tojson }}" + END).render(called(arguments))

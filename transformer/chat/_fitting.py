@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Hashable
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
+from transformer.chat._messages import plain
 from transformer.config._checks import ConfigError
+from transformer.config._untrusted import parse_json
+
+if TYPE_CHECKING:
+    from transformer.chat._template import ChatTemplate
 
 _PROBE = "text of a message"
 """content of the messages that show how a template reads them"""
 _QUESTION = {"role": "user", "content": "a"}
 
 
-class Template(Hashable, Protocol):
-    """The part of a `ChatTemplate` that is needed here."""
-
-    @property
-    def name(self) -> str:
-        """Name of its file."""
-
-    def attempt(self, *messages: dict[str, Any]) -> str | None:
-        """Return checked messages as text; None: the template refuses them, or fails."""
-
-
-def fitted(template: Template, number: int, message: dict[str, Any]) -> dict[str, Any]:
+def fitted(template: ChatTemplate, number: int, message: dict[str, Any]) -> dict[str, Any]:
     """Return a message in the form that a template reads.
 
     Most templates write `message.content` as it is, so that a list would become the text of a Python list. For them,
@@ -70,14 +63,14 @@ def _is_parts(content: Any) -> bool:
     )
 
 
-def _fitted_call(template: Template, number: int, call: dict[str, Any]) -> dict[str, Any]:
+def _fitted_call(template: ChatTemplate, number: int, call: dict[str, Any]) -> dict[str, Any]:
     """Return a call of a tool with its arguments in the form that a template reads."""
     function = call.get("function")
     if not isinstance(function, dict) or function.get("arguments") is None:
         return call
     arguments = function["arguments"]
     try:
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+        found = parse_json(arguments.encode()) if isinstance(arguments, str) else arguments
     except ValueError:
         found = None
     if not isinstance(found, dict):
@@ -85,12 +78,13 @@ def _fitted_call(template: Template, number: int, call: dict[str, Any]) -> dict[
             f"the arguments of a tool call of message {number} must be an object or its JSON text, got "
             f"{arguments!r:.80}. Correct them."
         )
+    found = plain(found, f"the arguments of a tool call of message {number}")
     given = json.dumps(found, ensure_ascii=False) if _reads_arguments_as_text(template) else found
     return {**call, "function": {**function, "arguments": given}}
 
 
 @functools.lru_cache(maxsize=256)
-def reads(template: Template, role: str, form: Literal["text", "parts", "images"]) -> bool:
+def reads(template: ChatTemplate, role: str, form: Literal["text", "parts", "images"]) -> bool:
     """Return whether a template reads the content of messages of a role in a form, tried with a short conversation.
 
     It reads a text or a list of parts if the text appears, and the list around it does not; it reads images if an image
@@ -104,7 +98,7 @@ def reads(template: Template, role: str, form: Literal["text", "parts", "images"
     return text is not None and _PROBE in text and "'type'" not in text and '"type"' not in text
 
 
-def _tried(template: Template, role: str, content: Any) -> str | None:
+def _tried(template: ChatTemplate, role: str, content: Any) -> str | None:
     """Return a short conversation with a message of this role and content; None: the template refuses it."""
     call = _call({"key": "value"})
     before: dict[str, list[dict[str, Any]]] = {
@@ -117,7 +111,7 @@ def _tried(template: Template, role: str, content: Any) -> str | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _reads_arguments_as_text(template: Template) -> bool:
+def _reads_arguments_as_text(template: ChatTemplate) -> bool:
     """Return whether a template needs the arguments of a call as JSON text: an object fails, or becomes Python text."""
 
     def text_of(arguments: Any) -> str:
