@@ -29,39 +29,51 @@ LINE = "ROMEO: But soft, what light for $5 through yonder window breaks?\n"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+SIZES = {"d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 8}
+
+
+def _trained(root, name, model, data):
+    """Train a short run in a folder, and return its workdir."""
+    recipe = Recipe(
+        name=name,
+        model=model,
+        data=data,
+        training=TrainingConfig(steps=40),
+        optimizer=OptimizerConfig(learning_rate=3e-2, warmup_steps=5),
+        evaluation=EvaluationConfig(every=None, samples=0, sample_tokens=4, batches=1, exact_match_examples=0),
+        logging=LoggingConfig(tensorboard=False, progress="none"),
+        execution=Execution(scan=False),  # fast to compile, as one device is
+        parallel=ParallelConfig(devices=1),
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(recipe, root / name)
+    return root / name
+
+
 @pytest.fixture(scope="session")
-def workdirs(tmp_path_factory):
-    """Workdirs of two short runs: translation of number words, and a causal character model."""
+def pairs_run(tmp_path_factory):
+    """The workdir of a short run that translates number words."""
+    root = tmp_path_factory.mktemp("runs")
+    return _trained(root, "pairs", TransformerConfig(**SIZES), few_number_words(root / "prepared", eval_batch_size=10))
+
+
+@pytest.fixture(scope="session")
+def text_run(tmp_path_factory):
+    """The workdir of a short run of a causal character model."""
     root = tmp_path_factory.mktemp("runs")
     (root / "text.txt").write_text(LINE * 40)
-    common = {
-        "training": TrainingConfig(steps=40),
-        "optimizer": OptimizerConfig(learning_rate=3e-2, warmup_steps=5),
-        "evaluation": EvaluationConfig(every=None, samples=0, sample_tokens=4, batches=1, exact_match_examples=0),
-        "logging": LoggingConfig(tensorboard=False, progress="none"),
-    }
-    pairs = few_number_words(root / "prepared", eval_batch_size=10)
-    common["execution"], common["parallel"] = Execution(scan=False), ParallelConfig(devices=1)  # fast to compile
     text = TextFile(path=str(root / "text.txt"), sequence_length=24, batch_size=8, eval_batch_size=4)
-    sizes = {"d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 8}
-    learned = TransformerConfig(position="learned", max_length=24, **sizes)
-    with contextlib.redirect_stdout(io.StringIO()):
-        train(
-            Recipe(name="pairs", model=TransformerConfig(**sizes), data=pairs, **common),
-            root / "pairs",
-        )
-        train(Recipe(name="text", model=learned, data=text, **common), root / "text")
-    return root
+    return _trained(root, "text", TransformerConfig(position="learned", max_length=24, **SIZES), text)
 
 
 @pytest.fixture
-def pairs(workdirs):
-    return str(workdirs / "pairs")
+def pairs(pairs_run):
+    return str(pairs_run)
 
 
 @pytest.fixture
-def text(workdirs):
-    return str(workdirs / "text")
+def text(text_run):
+    return str(text_run)
 
 
 @pytest.fixture
@@ -136,15 +148,15 @@ class TestVerbs:
         assert message in fails(*words)
 
     @pytest.mark.parametrize("verb", ["generate", "evaluate", "inspect"])
-    def test_a_place_that_is_no_workdir(self, verb, fails, tmp_path, workdirs):
+    def test_a_place_that_is_no_workdir(self, verb, fails, tmp_path, pairs_run):
         prompt = ("--prompt", "one") if verb != "evaluate" else ()
         missing, empty, bare = tmp_path / "missing", tmp_path / "empty", tmp_path / "bare"
         assert f"directory {missing} not found. Pass the workdir" in fails(verb, missing, *prompt)
         empty.mkdir()
         assert "contains neither a run (recipe.json) nor weights (config.json)" in fails(verb, empty, *prompt)
         bare.mkdir()
-        shutil.copy(workdirs / "pairs" / "recipe.json", bare)
-        shutil.copytree(workdirs / "pairs" / "tokenizer", bare / "tokenizer")
+        shutil.copy(pairs_run / "recipe.json", bare)
+        shutil.copytree(pairs_run / "tokenizer", bare / "tokenizer")
         assert "No checkpoint in" in fails(verb, bare, *prompt)
 
     def test_a_broken_recipe(self, fails, tmp_path):
@@ -314,12 +326,12 @@ class TestEvaluate:
         assert (found["split"], found["exact_match"]) == ("validation", {})
         assert found["targets"] == len(LINE) * 4 - 1
 
-    def test_data_that_is_gone(self, fails, workdirs, tmp_path):
+    def test_data_that_is_gone(self, fails, text_run, tmp_path):
         moved = tmp_path / "moved"
         moved.mkdir()
         for name in ("tokenizer", "checkpoints"):
-            (moved / name).symlink_to(workdirs / "text" / name)
-        recipe = (workdirs / "text" / "recipe.json").read_text()
+            (moved / name).symlink_to(text_run / name)
+        recipe = (text_run / "recipe.json").read_text()
         (moved / "recipe.json").write_text(recipe.replace("text.txt", "gone.txt"))
         assert "gone.txt" in fails("evaluate", moved)
 

@@ -11,12 +11,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from training_recipes import change, short_recipe, text_recipe, xla_flags
+from training_recipes import change, few_number_words, short_recipe, text_recipe, xla_flags
 
 import transformer
 from transformer.config import TransformerConfig
 from transformer.config._invocation import python
-from transformer.data import NumberWords
 from transformer.training import Recipe
 from transformer.training import _loop as loop
 from transformer.training._evaluation import evaluate_loss
@@ -42,7 +41,7 @@ def translated(tmp_path_factory):
     recipe = short_recipe(
         "pairs",
         TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5),
-        NumberWords(max_digits=2, train_examples=200, batch_size=8, data_dir=str(folder / "tfds")),
+        few_number_words(folder / "tfds"),
         optimizer={"warmup_steps": 2},
         training={"steps": 3},
         evaluation={"samples": 2, "exact_match_examples": 5, "translations": 3},
@@ -241,7 +240,7 @@ def test_texts_are_drawn_whatever_the_seed(tmp_path, seed):
 
 
 def test_rejects_a_learned_table_too_short_for_the_data(tmp_path):
-    pairs = NumberWords(max_digits=2, train_examples=200, data_dir=str(tmp_path / "tfds"))
+    pairs = few_number_words(tmp_path / "tfds")
     model = TransformerConfig(d_model=6, num_heads=3, num_layers=1, position="learned", max_length=2)
     with pytest.raises(ValueError, match=r"model.max_length \(2\)"):
         train(Recipe(name="pairs", model=model, data=pairs), tmp_path / "run")

@@ -101,19 +101,25 @@ def test_activations_are_copied_to_the_host():
 
 
 @pytest.mark.programs(10, reason="saving a state copies shards of each shape and sharding")
-@pytest.mark.parametrize(("saved", "target"), [("offloaded", "resident"), ("resident", "offloaded")])
-def test_a_checkpoint_does_not_depend_on_the_memory(saved, target, offloaded, resident, tmp_path):
-    runs = {"offloaded": offloaded, "resident": resident}
-    (_, state, _), (placement, expected, _) = runs[saved], runs[target]
+@pytest.mark.parametrize(
+    ("saved", "target"), [(HOST, ON_DEVICES), (ON_DEVICES, HOST)], ids=["from host memory", "from device memory"]
+)
+def test_a_checkpoint_does_not_depend_on_the_memory(saved, target, tmp_path):
+    before, after = (place(recipe_for("none", parallel)) for parallel in (saved, target))
+    state = before.new_state()
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(3, state, data={}, recipe={"name": "r"})
     with Checkpointer(tmp_path) as checkpointer:
-        restored = checkpointer.restore_newest(placement.abstract_state()).state
+        restored = checkpointer.restore_newest(after.abstract_state()).state
     assert same_bits(restored, state)
-    assert memory_kinds(restored.opt_state) == memory_kinds(expected.opt_state)
-    batch = {name: np.asarray(array) for name, array in tiny_batch(seed=9).items()}
-    again, _ = placement.train_step(restored, batch)
-    assert memory_kinds(again.opt_state) == memory_kinds(expected.opt_state)
+    assert memory_kinds(restored.opt_state) == memory_kinds(after.new_state().opt_state)
+    assert memory_kinds(restored.opt_state) != memory_kinds(state.opt_state)
+
+
+def test_a_step_keeps_the_optimizer_state_in_host_memory():
+    placement = place(recipe_for("none", HOST))
+    state, _ = placement.train_step(placement.new_state(), {k: np.asarray(v) for k, v in tiny_batch(seed=9).items()})
+    assert memory_kinds(state.opt_state) == ({HOST_MEMORY}, {"device"})
 
 
 class WithoutHostMemory:
