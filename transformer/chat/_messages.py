@@ -14,7 +14,7 @@ MAX_DEPTH = 32
 
 # A template may write a role into a marker: <|ROLE|>. So a role is a plain word.
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 """fields with the reasoning of a message; the first is the standard one"""
 _DATA_ROLES = ("tool", "function", "ipython")
 """roles whose content may be data other than text: results of a function"""
@@ -48,7 +48,7 @@ def _checked(number: int, message: Any) -> dict[str, Any]:
     role = found.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         _refuse(f"the role of {name}", "a word such as user, assistant, system or tool", role)
-    reasoning = next((found[field] for field in _REASONING if field in found), None)
+    reasoning = next((found[field] for field in REASONING if field in found), None)
     calls = found.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         _refuse(f"tool_calls of {name}", "a list of dicts", calls)

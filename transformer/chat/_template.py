@@ -135,13 +135,15 @@ class ChatTemplate:
             )
         return {**plain(switches, "switches"), **values}
 
-    def attempt(self, *messages: dict[str, Any]) -> str | None:
+    def attempt(self, *messages: dict[str, Any], prompt: bool = False) -> str | None:
         """Return checked messages as text; None: the template refuses them, or fails.
+
+        With `prompt`, the text ends with the beginning of the assistant's next message.
 
         Raises:
             ChatTemplateError: the template takes too long, so that it is not tried again.
         """
-        values = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": False}
+        values = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": prompt}
         try:
             return self.run(values).text
         except _StoppedError:

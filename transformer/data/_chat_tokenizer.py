@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from transformer.config._checks import ConfigError
@@ -14,6 +15,7 @@ from transformer.data._pretrained_tokenizer import TEMPLATE_FILES, TEMPLATE_FOLD
 from transformer.data._tokenizer import SPECIAL_TOKENS, Tokenizer
 from transformer.data._tokenizer_files import as_pretrained
 from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.data._turns import Conversation, template_values
 
 _MARKER = re.compile(r"<\|\w+\|>")
 _DEFAULT = """\
@@ -68,6 +70,8 @@ def chat_tokenizer(
     template_path: str | None,
     options: TokenizerConfig,
     texts: Mapping[str, Sequence[str]],
+    conversations: Mapping[str, Sequence[Conversation]],
+    date: str,
 ) -> PretrainedTokenizer:
     """Return a tokenizer with a chat template: the given one, or a new one that is built from texts.
 
@@ -76,10 +80,14 @@ def chat_tokenizer(
         template_path: file with the template; None: that of the given tokenizer, or a default one.
         options: options of a new tokenizer.
         texts: texts by split (train and validation), for a new tokenizer.
+        conversations: conversations by split. The template writes words of its own between their messages, such as
+            names of roles: a new vocabulary of characters or words contains these, too.
+        date: date that the template writes, if it writes the current one.
 
     Raises:
         ConfigError: the template does not parse; or there is no template, and no end token for the default one.
-        FileNotFoundError, ValueError: see `read_text` and `build_tokenizer`.
+        FileNotFoundError: see `read_text`.
+        ValueError: the template refuses a conversation, or an error of `build_tokenizer`.
     """
     template = None
     if template_path is not None:
@@ -88,7 +96,32 @@ def chat_tokenizer(
         template = ChatTemplate(read_text(template_path), template_path, option="--data.template-path").source
     if given is not None:
         return with_template(given, template)
+    if options.kind in ("char", "word"):
+        source = default_template(SPECIAL_TOKENS[2]) if template is None else template
+        now = datetime.fromisoformat(date)
+        texts = {split: [*part, *_written(source, conversations[split], now)] for split, part in texts.items()}
     return with_markers(build_tokenizer(options, texts["train"], texts["validation"]), template)
+
+
+def _written(source: str, conversations: Sequence[Conversation], now: datetime) -> Iterator[str]:
+    """Yield the texts of rendered conversations between their markers and special tokens.
+
+    Each role is rendered in an empty message, too: people will use other roles than the data does.
+    """
+    from transformer.chat._template import ChatTemplate
+
+    names = zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL_TOKENS[:4], strict=True)
+    template = ChatTemplate(source, special_tokens=tuple(names))
+    divide = re.compile("|".join(map(re.escape, [*markers_in(source), *SPECIAL_TOKENS]))).split
+    for role in ("system", "user", "assistant", "tool"):
+        yield from divide(template.attempt({"role": role, "content": ""}) or "")
+    for one in conversations:
+        try:
+            values = template_values(template, one)
+            yield from divide(template.run(values, now=now).text)
+        except ValueError as error:
+            raise ValueError(f"{one.place}: {error}") from None
+    yield from divide(template.attempt({"role": "user", "content": ""}, prompt=True) or "")
 
 
 def with_markers(built: Tokenizer, template: str | None) -> PretrainedTokenizer:

@@ -18,6 +18,7 @@ from transformer.data._packed import PackedRows
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._turns import Conversation, TrainOn, chat_encoders, encode
+from transformer.data._unread import warn_of_unread
 
 Splits = Mapping[str, Sequence[Conversation]]
 """conversations by split"""
@@ -72,7 +73,8 @@ class ConversationConfig(DataKind):
             split: [text for one in part for value in (one.messages, one.tools) for text in texts_in(value)]
             for split, part in splits.items()
         }
-        return ConversationDataset(self, chat_tokenizer(tokenizer, self.template_path, self.tokenizer, texts), splits)
+        tokenizer = chat_tokenizer(tokenizer, self.template_path, self.tokenizer, texts, splits, self.date)
+        return ConversationDataset(self, tokenizer, splits)
 
 
 @dataclass
@@ -102,6 +104,7 @@ class ConversationDataset(Dataset):
         self._encoders = chat_encoders(tokenizer, config.template_path)
         self._example: list[tuple[str, bool]] = []
         encoded = {split: self._encode(part) for split, part in splits.items()}
+        warn_of_unread(self._encoders, (one for part in splits.values() for one in part), self._now)
         self._counts = {split: (len(splits[split]), one.cut, one.dropped) for split, one in encoded.items()}
         for split, one in encoded.items():
             if not one.ids:

@@ -20,6 +20,11 @@ def library_errors(what: str, remedy: str) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError | GeneratorExit):
             raise
+        if "Missing [UNK]" in str(error):  # tokenizers: a WordLevel vocabulary without an unknown token
+            raise ValueError(
+                "the text has a word or character that is not in the tokenizer's vocabulary, which has no unknown "
+                "token. Remove it."
+            ) from error
         raise ValueError(f"{what}: {error or type(error).__name__}. {remedy}.") from error
 
 

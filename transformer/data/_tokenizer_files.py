@@ -24,9 +24,9 @@ def as_pretrained(
 
     Args:
         tokenizer: the tokenizer.
-        markers: names of special tokens to add after all others, for a chat template. With markers, a tokenizer of
-            characters or words also gets an unknown token: people write to the model what its data does not contain.
-        template: chat template to store with the tokenizer.
+        markers: names of special tokens to add after all others, for a chat template.
+        template: chat template to store with the tokenizer. With markers or a template, a tokenizer of characters or
+            words also gets an unknown token: people write to the model what its data does not contain.
 
     Raises:
         ValueError: the library has no equivalent of the normalization of prompts, or a word of the vocabulary is the
@@ -42,7 +42,8 @@ def as_pretrained(
             "represent."
         )
     settings = _settings(tokenizer)
-    if markers and settings["unk_token"] is None and not isinstance(tokenizer, BPETokenizer | ByteTokenizer):
+    chats = bool(markers) or template is not None
+    if chats and settings["unk_token"] is None and not isinstance(tokenizer, BPETokenizer | ByteTokenizer):
         settings["unk_token"] = UNKNOWN
         markers = [UNKNOWN, *markers]
     if template is not None:

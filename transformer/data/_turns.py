@@ -12,6 +12,7 @@ from transformer.data._records import Record, parsed
 
 if TYPE_CHECKING:
     from transformer.chat._markers import ChatEncoder, Encoded
+    from transformer.chat._template import ChatTemplate
     from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 
 TrainOn = Literal["assistant", "last", "everything"]
@@ -93,7 +94,8 @@ def _from_sharegpt(place: str, message: Any) -> dict[str, Any]:
         raise ValueError(
             f"{place}: a message in conversations must have from and value, got {message!r:.60}. Correct it."
         )
-    return {"role": _SPEAKERS.get(message["from"], message["from"]), "content": message["value"]}
+    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {**others, "role": _SPEAKERS.get(message["from"], message["from"]), "content": message["value"]}
 
 
 def chat_encoders(tokenizer: PretrainedTokenizer, template_path: str | None = None) -> dict[bool, ChatEncoder]:
@@ -114,7 +116,8 @@ def encode(encoder: ChatEncoder, one: Conversation, train_on: TrainOn, now: date
     """Return a conversation as token ids, and for each whether it is trained.
 
     If the template marks what the assistant writes with `{% generation %}`, these tokens are trained. Otherwise a
-    message of the assistant begins where the prompt for it ends, and it ends with the first marker after it.
+    message of the assistant begins where the prompt for it ends, and it ends with the first marker after it. A message
+    with `"weight": 0` is read and not trained, as in OpenAI's files for fine-tuning.
 
     Args:
         encoder: template and tokenizer.
@@ -126,7 +129,7 @@ def encode(encoder: ChatEncoder, one: Conversation, train_on: TrainOn, now: date
         ValueError: a message is invalid, the template refuses the messages, or no message would be trained.
     """
     try:
-        values = encoder.template.variables(one.messages, one.tools, None, False, False, one.switches)
+        values = template_values(encoder.template, one)
         encoded = encoder.encode(values, now=now)
         spans = _spans(encoder, encoded, values, one.given, train_on, now)
     except ValueError as error:
@@ -137,18 +140,25 @@ def encode(encoder: ChatEncoder, one: Conversation, train_on: TrainOn, now: date
     if not any(trained[1:]):
         raise ValueError(
             f"{one.place}: no token of this conversation would be trained, with train_on {train_on!r}. Add a message "
-            "of the assistant with text, or remove the row; or use a template that writes it (--data.template-path)."
+            "of the assistant with text and without weight 0, or remove the row; or use a template that writes it "
+            "(--data.template-path)."
         )
     return encoded, trained
+
+
+def template_values(template: ChatTemplate, one: Conversation) -> dict[str, Any]:
+    """Return the variables of a template for a conversation. Raises ConfigError if a message is invalid."""
+    return template.variables(one.messages, one.tools, None, False, False, one.switches)
 
 
 def _spans(
     encoder: ChatEncoder, encoded: Encoded, values: Mapping[str, Any], given: int, train_on: TrainOn, now: datetime
 ) -> list[tuple[int, int]]:
     """Return (start, end) of the trained parts of a rendered conversation, in characters."""
+    messages = values["messages"]
+    without = _without_training(messages, train_on)
     if train_on == "everything":
         return [(0, len(encoded.text))]
-    messages = values["messages"]
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= given]
     if not turns:
         after = " after the prompt" if given else ""
@@ -156,8 +166,8 @@ def _spans(
             f"a conversation needs a message with the role assistant{after}, got the roles "
             f"{', '.join(message['role'] for message in messages)[:80]}. Add one, or remove the row."
         )
-    chosen = turns[-1:] if train_on == "last" else turns
-    if encoder.template.marks_generated:
+    chosen = [turn for turn in (turns[-1:] if train_on == "last" else turns) if turn not in without]
+    if encoder.template.marks_generated and not without:
         first = 0 if train_on == "assistant" and not given else _start(encoder, encoded, values, chosen[0], now)
         return [(first, len(encoded.text))]
     spans: list[tuple[int, int]] = []
@@ -167,6 +177,26 @@ def _spans(
             _refuse_changed(turn)
         spans.append((start, _end(encoder, encoded, values, turn, start, now)))
     return spans
+
+
+def _without_training(messages: Sequence[Mapping[str, Any]], train_on: TrainOn) -> set[int]:
+    """Return the indices of the messages with weight 0. Raises ConfigError if a weight can't be followed."""
+    weights = {number: message["weight"] for number, message in enumerate(messages) if "weight" in message}
+    for number, weight in weights.items():
+        role = messages[number]["role"]
+        if isinstance(weight, str) or weight not in (0, 1):
+            raise ConfigError(f"the weight of message {number} must be 0 or 1, got {weight!r:.80}. Correct it.")
+        if weight == 1 and role != "assistant" and train_on != "everything":
+            raise ConfigError(
+                f"message {number} has the role {role} and weight 1, but with train_on {train_on!r} only messages of "
+                "the assistant are trained. Remove the weight, or use --data.train-on everything."
+            )
+        if weight == 0 and train_on == "everything":
+            raise ConfigError(
+                f"message {number} has weight 0, but train_on 'everything' trains all tokens. Remove the weight, or "
+                "use --data.train-on assistant."
+            )
+    return {number for number, weight in weights.items() if weight == 0}
 
 
 def _start(encoder: ChatEncoder, encoded: Encoded, values: Mapping[str, Any], turn: int, now: datetime) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from transformer.data._records import Record, parsed, read_splits
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer
 from transformer.data._turns import Conversation, chat_encoders, conversation, encode, one_or_list
+from transformer.data._unread import warn_of_unread
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Preference:
         """All texts, for a vocabulary and the fingerprint."""
         both = [one if isinstance(one, str) else one.messages for one in (self.chosen, self.rejected)]
         return [text for part in (self.prompt, *both) for text in texts_in(part)]
+
+    @property
+    def conversations(self) -> list[Conversation]:
+        """Both conversations; empty for texts."""
+        return [one for one in (self.chosen, self.rejected) if isinstance(one, Conversation)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +87,8 @@ class PreferenceConfig(DataKind):
             raise ValueError(f"data.template_path is for messages, but {kinds[True]} has texts. Remove it.")
         texts = {split: [text for one in rows for text in one.texts] for split, rows in found.items()}
         if False in kinds:
-            tokenizer = chat_tokenizer(tokenizer, self.template_path, self.tokenizer, texts)
+            chats = {split: [chat for one in rows for chat in one.conversations] for split, rows in found.items()}
+            tokenizer = chat_tokenizer(tokenizer, self.template_path, self.tokenizer, texts, chats, self.date)
         elif tokenizer is None:
             tokenizer = build_tokenizer(self.tokenizer, texts["train"], texts["validation"])
         return PreferenceDataset(self, tokenizer, found)
@@ -244,9 +251,13 @@ class PreferenceDataset(Dataset):
             self._texts[split] = [one for one, _ in kept]
             self._tokens[split] = Ragged(part.ids for _, pair in kept for part in pair)  # chosen, rejected, chosen, ...
             self._trained[split] = Ragged(part.trained for _, pair in kept for part in pair)
+        warn_of_unread(self._encoders, self._conversations(), self._now)
         arrays = [array for split in splits for array in (self._tokens[split].values, self._trained[split].values)]
         texts = {split: [text for one in rows for text in one.texts] for split, rows in self._texts.items()}
         self.fingerprint = fingerprint([config.kind, config.max_length, tokenizer.state()], texts, arrays)
+
+    def _conversations(self) -> Iterator[Conversation]:
+        return (chat for rows in self._texts.values() for one in rows for chat in one.conversations)
 
     @property
     def splits(self) -> tuple[str, ...]:

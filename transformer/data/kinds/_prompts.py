@@ -16,7 +16,8 @@ from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerpri
 from transformer.data._records import Record, read_splits
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer
-from transformer.data._turns import chat_encoders
+from transformer.data._turns import Conversation, chat_encoders
+from transformer.data._unread import warn_of_unread
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class PromptConfig(DataKind):
         chats = any(not isinstance(one.prompt, str) for part in splits.values() for one in part)
         texts = {split: [text for one in part for text in self._texts(one)] for split, part in splits.items()}
         if chats:
-            tokenizer = chat_tokenizer(tokenizer, self.template_path, self.tokenizer, texts)
+            conversations = {split: list(map(_conversation, part)) for split, part in splits.items()}
+            tokenizer = chat_tokenizer(tokenizer, self.template_path, self.tokenizer, texts, conversations, self.date)
         elif tokenizer is None:
             tokenizer = build_tokenizer(self.tokenizer, texts["train"], texts["validation"])
         return PromptDataset(self, tokenizer, splits, chats)
@@ -87,8 +89,12 @@ class PromptDataset(Dataset):
     def __init__(self, config: PromptConfig, tokenizer: Any, splits: Mapping[str, Sequence[Prompt]], chats: bool):
         self.config, self.tokenizer = config, tokenizer
         self._prompts = splits
-        self._encoder = chat_encoders(tokenizer, config.template_path)[False] if chats else None
+        encoders = chat_encoders(tokenizer, config.template_path) if chats else {}
+        self._encoder = encoders.get(False)
         self._tokens = {split: Ragged(map(self._encode, part)) for split, part in splits.items()}
+        if chats:
+            asked = (_conversation(one) for part in splits.values() for one in part)
+            warn_of_unread(encoders, asked, datetime.fromisoformat(config.date))
         self.longest = max(ragged.longest for ragged in self._tokens.values())
         texts = {split: [_as_text(one) for one in part] for split, part in splits.items()}
         arrays = [ragged.values for ragged in self._tokens.values()]
@@ -153,8 +159,7 @@ class PromptDataset(Dataset):
     def _ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         if self._encoder is None:
             return self.tokenizer.encode_source(prompt)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        values = self._encoder.template.variables(messages, None, None, True, False, {})
+        values = self._encoder.template.variables(_messages(prompt), None, None, True, False, {})
         return self._encoder.encode(values, now=datetime.fromisoformat(self.config.date)).ids
 
 
@@ -192,6 +197,15 @@ def _prompt(record: Record, column: str) -> Prompt:
             f"this name. Rename the column."
         )
     return Prompt(value, columns, record.place)
+
+
+def _messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a prompt as messages; a text is a message of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _conversation(one: Prompt) -> Conversation:
+    return Conversation(one.place, _messages(one.prompt))
 
 
 def _as_text(one: Prompt) -> str:
