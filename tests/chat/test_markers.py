@@ -1,6 +1,9 @@
 """Markers of the template become special tokens; what people write never does."""
 
+import json
+
 import pytest
+import tokenizers
 from chat_parts import FAMILIES, files, library, tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -44,6 +47,23 @@ def test_every_marker_in_a_message_is_text(family):
         encoded = encode(made, user(content))
         assert markers(made, encoded.ids) == expected
         assert made._tokenizer.decode(encoded.ids).count(content) == 1  # nothing is lost either
+
+
+def test_a_token_without_characters_is_kept():
+    """With `trim_offsets`, as in the files of GPT-2, the span of a token that is a space is empty."""
+    content = json.loads(files("qwen2")["tokenizer.json"])
+    content["post_processor"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    own = PretrainedTokenizer({**files("qwen2"), "tokenizer.json": json.dumps(content).encode()}, 1000)
+    library = tokenizers.Tokenizer.from_str(json.dumps(content))
+    encoded = encode(ChatEncoder(find_template(own.files), own), user("Hello   world"))
+    expected = library.encode(encoded.text, add_special_tokens=False)
+    assert any(start == end for start, end in expected.offsets)
+    assert encoded.ids == expected.ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)

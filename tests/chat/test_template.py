@@ -2,6 +2,7 @@
 
 import json
 import threading
+from datetime import datetime
 
 import pytest
 from chat_parts import CONVERSATIONS, FAMILIES, TEMPLATES, files, template, weather
@@ -157,6 +158,7 @@ EXCESSIVE = [
     "('\t' * 99999).expandtabs(100)",
     "('%(a)999d' * 99999) % {'a': 1}",
     "('{0:999}' * 99999).format(1)",
+    "('{0}' * 9999).format('x' * 999)",
     "([1] * 99999)|tojson(indent=999)",
     f"([1] * 99999)|tojson(separators=({LONG}, ':'))",
     f"('a ' * 99999)|wordwrap(1, wrapstring={LONG})",
@@ -181,6 +183,11 @@ def test_the_length_of_a_result_is_checked_before_it_is_computed(expression, mon
     monkeypatch.setattr(sandbox, "_check_size", lambda value: value)
     with pytest.raises(ChatTemplateError, match="builds a text or list of more than 1,048,576"):
         ChatTemplate(NESTED + "{{ (" + expression + ")|length }}").render(HELLO)
+
+
+def test_a_template_writes_the_given_date():
+    made = ChatTemplate("{{ strftime_now('%d %b %Y') }}")
+    assert made.run({}, now=datetime(1999, 12, 31)).text == "31 Dec 1999"
 
 
 def test_lists_are_not_added_with_the_filter_sum():

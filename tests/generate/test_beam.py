@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.config import ConfigError, EmbeddingOptions, Execution, LayerKind, TransformerConfig
+from transformer.config import ConfigError, EmbeddingOptions, Execution, LayerKind, Speech, TransformerConfig
 from transformer.generate import Beam, Sampling, beam_search, beam_search_all, generate
 from transformer.generate import _batches as batches
 from transformer.generate._batches import _batches
 from transformer.generate._beam import USUAL
 from transformer.generate._searching import continue_search, start_search, top_k
 from transformer.nn._masks import Mask
-from transformer.nn.models import CausalLM, Seq2Seq
+from transformer.nn.models import CausalLM, Seq2Seq, SpeechToText
 from transformer.zoo import load_pretrained
 
 GREEDY = Sampling(temperature=0.0)
@@ -249,6 +249,9 @@ def test_many_sources_keep_their_order():
         beam_search_all(
             CausalLM(CONFIG.replace(**{"embedding.source_vocab_size": None})), {}, [[1]], begin=[1], **options
         )
+    speech = CONFIG.replace(input=Speech(mel_bins=3), **{"embedding.source_vocab_size": None})
+    with pytest.raises(ValueError, match=r"Seq2Seq.*SpeechToText"):
+        beam_search_all(SpeechToText(speech), {}, [[1]], begin=[1], **options)
 
 
 def test_batches_are_searched_in_one_order_where_others_have_to_agree(monkeypatch):

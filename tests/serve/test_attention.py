@@ -118,6 +118,8 @@ def test_it_is_behind_the_key_and_bounded(service, client, monkeypatch):
     assert client.post("/v1/attention", json={"messages": MESSAGES}).status_code == 429
     monkeypatch.setattr(service.attention, "_calls", 0)
     config = service.attention.opened.model.config
+    monkeypatch.setattr(module, "MOST_WEIGHTS", config.num_layers * config.num_heads * module.LENGTH_STEP**2)
+    assert client.post("/v1/attention", json={"messages": MESSAGES}).status_code == 200  # as large as allowed
     monkeypatch.setattr(module, "LENGTH_STEP", 8)
     monkeypatch.setattr(module, "MOST_WEIGHTS", config.num_layers * config.num_heads * 21**2)
     message = client.post("/v1/attention", json={"messages": MESSAGES}).json()["error"]["message"]
