@@ -65,6 +65,18 @@ def test_a_text_after_a_prompt(name):
     assert tokenizer.decode(prompt) + got == tokenizer.decode([*prompt, *ids])
 
 
+@pytest.mark.parametrize("name", ["byte level", "byte fallback", "byte"])
+def test_a_text_after_half_a_character_arrives_at_once(name):
+    """Token ids can divide a character between the prompt and the text, whose first bytes are invalid then."""
+    tokenizer = build(name)
+    prompt, ids = tokenizer.encode("to 🙂"), tokenizer.encode("you are")
+    pieces = Detokenizer(tokenizer, prompt[:-2])
+    got = "".join(pieces.add([i]) for i in [*prompt[-2:], *ids])
+    assert got.startswith("\ufffd\ufffd")
+    assert got[2:].strip() == "you are"
+    assert pieces.finish() == ""
+
+
 def test_characters_arrive_as_soon_as_they_are_complete():
     tokenizer = build("byte")
     pieces = Detokenizer(tokenizer)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 from transformer.config._checks import ConfigError
+from transformer.data._pretrained_tokenizer import BYTE_TOKEN
 from transformer.data._tokenizer import Tokenizer
 
 _BROKEN = "\ufffd"
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-"""name of a token that is one byte of a character (byte fallback of SentencePiece)"""
 
 
 class Detokenizer:
@@ -29,6 +27,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._special = tokenizer.special_ids
         self._ids = [i for i in prompt if i not in self._special]
+        # A character that the text would complete changes the text of the prompt, to which pieces are added.
+        while self._ids and tokenizer.decode(self._ids[-4:]).endswith(_BROKEN):
+            self._ids.pop()
         # The text of ids[:_done] has been returned. Only ids from _start on are decoded again, where a complete
         # character begins; so the time per token does not grow.
         self._start, self._done = 0, len(self._ids)
@@ -36,7 +37,7 @@ class Detokenizer:
     def add(self, ids: Iterable[int]) -> str:
         """Return the text that these tokens complete; it can be empty."""
         self._ids += [i for i in ids if i not in self._special]
-        if len(self._ids) == self._done or _BYTE.fullmatch(self._tokenizer.tokens(self._ids[-1:])[0]):
+        if len(self._ids) == self._done or BYTE_TOKEN.fullmatch(self._tokenizer.tokens(self._ids[-1:])[0]):
             return ""
         before, text = self._texts()
         if len(text) <= len(before) or text.endswith(_BROKEN) or not text.startswith(before):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from transformer.data._byte_level import byte_level_bytes
 from transformer.data._tokenizer import VISIBLE, Tokenizer, check_vocabulary, listed, utf8
 
 
@@ -70,6 +71,10 @@ class BPETokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; bytes that are not valid UTF-8 become U+FFFD."""
         return self._library.decode(list(self._entries(ids)), skip_special_tokens=False)
+
+    def token_bytes(self, i: int) -> bytes | None:
+        """Return the bytes of a token; None: a special token."""
+        return b"".join(byte_level_bytes(self.vocabulary[entry]) for entry in self._entries([i])) or None
 
     def state(self) -> dict[str, Any]:
         """Return the complete state of this tokenizer as JSON values."""

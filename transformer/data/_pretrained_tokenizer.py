@@ -6,12 +6,14 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformer.config._untrusted import MAX_JSON_BYTES, parse_json, read_bounded
+from transformer.data._byte_level import byte_level_bytes
 from transformer.data._library_errors import held_stderr, library_errors
 from transformer.data._tokenizer import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
 
@@ -26,6 +28,8 @@ _MOST_TEMPLATES = 20
 _FILES = (TOKENIZER_FILE, *_NAMING, *_NUMBERING, *TEMPLATE_FILES)
 # Tokenizer files that are not supported here; transformers converts them.
 _OTHERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt")
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+"""name of a token that is one byte of a character (byte fallback of SentencePiece)"""
 
 
 class PretrainedTokenizer(Tokenizer):
@@ -77,6 +81,7 @@ class PretrainedTokenizer(Tokenizer):
         content = _object(TOKENIZER_FILE, files)
         self._hold = held_stderr if _has_patterns(content) else contextlib.nullcontext
         self._is_byte_level = (content.get("decoder") or {}).get("type") == "ByteLevel"
+        self._decoders = _decoder_types(content.get("decoder"))
         model = content["model"]
         _check_one_token_per_id(model["vocab"], content.get("added_tokens") or [])
         _check_added_ids(content.get("added_tokens") or [], self._library.token_to_id)
@@ -205,6 +210,16 @@ class PretrainedTokenizer(Tokenizer):
         """
         return [self._label(i) for i in self._checked(ids)]
 
+    def token_bytes(self, i: int) -> bytes | None:
+        """Return the bytes of a token of a byte-level vocabulary, or of byte fallback; None: another token."""
+        token = self._library.id_to_token(i)
+        if token is None or i in self._special:
+            return None
+        if "ByteLevel" in self._decoders:
+            return byte_level_bytes(token)
+        is_byte = "ByteFallback" in self._decoders and BYTE_TOKEN.fullmatch(token)
+        return bytes([int(token[3:5], 16)]) if is_byte else None
+
     def byte_level_lengths(self) -> dict[int, int] | None:
         """Return the number of bytes of each token without the special ones; None unless the tokenizer is byte-level.
 
@@ -311,6 +326,14 @@ class PretrainedTokenizer(Tokenizer):
                     f"{TOKENIZER_FILE} has a post_processor that adds the id {i}, which has no token. "
                     f"Download the file again."
                 )
+
+
+def _decoder_types(decoder: Any) -> set[str]:
+    """Return the types of a decoder of the file, and of those in a sequence."""
+    if not isinstance(decoder, dict):
+        return set()
+    parts = decoder["decoders"] if decoder.get("type") == "Sequence" else []
+    return {str(decoder.get("type"))}.union(*map(_decoder_types, parts))
 
 
 def _has_patterns(content: dict[str, Any]) -> bool:

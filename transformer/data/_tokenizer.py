@@ -115,6 +115,13 @@ class Tokenizer(ABC):
         special = self.special_tokens
         return [special[i] if i < len(special) else self._label(i - len(special)) for i in self._checked(ids)]
 
+    def token_bytes(self, i: int) -> bytes | None:
+        """Return the UTF-8 bytes of a token that can be a part of a character.
+
+        None: a special token, or a token that always is whole characters, which `decode` returns.
+        """
+        return None
+
     def save(self, directory: str | os.PathLike) -> None:
         """Write `tokenizer.json` into a directory, which is created if missing."""
         path = Path(directory) / TOKENIZER_FILE

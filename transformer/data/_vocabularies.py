@@ -98,6 +98,10 @@ class ByteTokenizer(Tokenizer):
         """Return the text of the bytes; bytes that are not valid UTF-8 become U+FFFD."""
         return bytes(self._entries(ids)).decode("utf-8", errors="replace")
 
+    def token_bytes(self, i: int) -> bytes | None:
+        """Return the byte of a token; None: a special token."""
+        return bytes(self._entries([i])) or None
+
     def state(self) -> dict[str, Any]:
         """Return the state of this tokenizer as JSON values, without the vocabulary, which is always the same."""
         return {key: value for key, value in super().state().items() if key != "vocabulary"}

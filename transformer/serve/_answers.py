@@ -10,6 +10,10 @@ from typing import Any
 
 from transformer.data._tokenizer import Tokenizer
 from transformer.serve._requests import Delta, Token
+from transformer.serve._token_texts import TokenTexts
+
+_PARTIAL = "bytes:"
+"""what a text completion writes before a token that is a part of a character"""
 
 
 @dataclass
@@ -37,17 +41,27 @@ class Answer:
         tokenizer: its tokenizer.
         is_chat: a chat completion; otherwise a text completion.
         prompts: number of tokens of each prompt.
+        contexts: tokens of each prompt, if the texts continue them; the space before a text is a part of it, then.
         n: number of texts per prompt.
         top: number of alternatives of each token; None: no log-probabilities.
     """
 
     def __init__(
-        self, name: str, tokenizer: Tokenizer, *, is_chat: bool, prompts: Sequence[int], n: int, top: int | None
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        *,
+        is_chat: bool,
+        prompts: Sequence[int],
+        n: int,
+        top: int | None,
+        contexts: Sequence[Sequence[int]] = (),
     ):
-        self._tokenizer, self._is_chat, self._top = tokenizer, is_chat, top
+        self._is_chat, self._top = is_chat, top
         self._prompts = sum(prompts)
         self.choices = [Choice() for _ in range(len(prompts) * n)]
-        self._offsets = [0] * len(self.choices)
+        before = [context for context in contexts or [()] * len(prompts) for _ in range(n)] if top is not None else []
+        self._texts = [TokenTexts(tokenizer, context) for context in before]
         self._head = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": "chat.completion" if is_chat else "text_completion",
@@ -108,32 +122,30 @@ class Answer:
         return {**self._stream_head, "choices": [choice]}
 
     def _log_probabilities(self, number: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        """Describe the next tokens of a text; each token once, in their order."""
         if self._top is None:
             return None
+        texts = self._texts[number]
         if self._is_chat:
-            return {"content": [self._described(token) for token in tokens]}
-        names = [self._name(token.id) for token in tokens]
-        offsets = []
-        for name in names:
-            offsets.append(self._offsets[number])
-            self._offsets[number] += len(name)
-        return {
-            "tokens": names,
-            "token_logprobs": [token.log_probability for token in tokens],
-            "top_logprobs": [{self._name(one): value for one, value in token.top} for token in tokens],
-            "text_offset": offsets,
-        }
+            content = []
+            for token in tokens:
+                top = [_named(texts, one, value) for one, value in token.top]
+                content.append({**_named(texts, token.id, token.log_probability), "top_logprobs": top})
+                texts.add(token.id)
+            return {"content": content}
+        names, tops, offsets = [], [], []
+        for token in tokens:
+            names.append(texts.name_of(token.id, _PARTIAL))
+            # Tokens with the same text share a key: the generated one has it, otherwise the most probable one.
+            top = {names[-1]: token.log_probability}
+            for one, value in token.top:
+                top.setdefault(texts.name_of(one, _PARTIAL), value)
+            tops.append(top)
+            offsets.append(texts.offset)
+            texts.add(token.id)
+        values = [token.log_probability for token in tokens]
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
-    def _described(self, token: Token) -> dict[str, Any]:
-        top = [self._named(one, value) for one, value in token.top]
-        return {**self._named(token.id, token.log_probability), "top_logprobs": top}
 
-    def _named(self, token: int, value: float) -> dict[str, Any]:
-        name = self._name(token)
-        # A token can be a part of a character, which has no text of its own.
-        content = None if "\ufffd" in name else list(name.encode("utf-8", "replace"))
-        return {"token": name, "logprob": value, "bytes": content}
-
-    def _name(self, token: int) -> str:
-        """Return the text of a token; of a special token, its name."""
-        return self._tokenizer.decode([token]) or self._tokenizer.tokens([token])[0]
+def _named(texts: TokenTexts, token: int, value: float) -> dict[str, Any]:
+    return {"token": texts.name_of(token), "logprob": value, "bytes": list(texts.bytes_of(token))}

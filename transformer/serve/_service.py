@@ -173,7 +173,10 @@ class Service(HTTPService):
 
         tickets = self._submit(requests, deliver)
         sizes = [len(prompt) for prompt in prompts]
-        answer = Answer(self.name, self.engine.tokenizer, is_chat=is_chat, prompts=sizes, n=body.n, top=body.top)
+        continued = {"contexts": () if is_chat else prompts}
+        answer = Answer(
+            self.name, self.engine.tokenizer, is_chat=is_chat, prompts=sizes, n=body.n, top=body.top, **continued
+        )
         parts = _parts(answer, arrived, tickets)
         if body.stream:
             return _Stream(_events(answer, parts, body.include_usage), tickets)

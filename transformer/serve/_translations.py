@@ -29,7 +29,7 @@ TOGETHER = 4
 search can end early"""
 _FIELDS = {"prompt", "model", "n", "best_of", "num_beams", "length_penalty", "max_tokens", "stream", "stream_options"}
 _WITHOUT_EFFECT = {"user", "seed"}
-_ONLY = {"temperature": 0, "top_p": 1, "logprobs": 0, "echo": False, "suffix": "", "stop": []}
+_ONLY = {"temperature": 0, "top_p": 1, "logprobs": None, "echo": False, "suffix": "", "stop": []}
 """fields of sampling that beam search does not have, and the one value that they may have"""
 
 
