@@ -1,17 +1,22 @@
-"""A tiny model with random weights for tests of the server's engine, and its answers to requests."""
+"""A tiny model with random weights for tests of the server's engine, its answers, and a service without a model."""
 
 import contextlib
 import functools
 import queue
 import random
 import time
+from types import SimpleNamespace
 
 from chat_parts import drawn_params
 from chat_parts import tokenizer as make_tokenizer
 
 from transformer.config import llama_decoder
+from transformer.generate import Sampling
 from transformer.nn.models import CausalLM
 from transformer.serve import Engine
+from transformer.serve._metrics import Metrics
+from transformer.serve._requests import AnswerText, Delta, Token
+from transformer.serve._service import Service
 
 
 @functools.cache
@@ -66,3 +71,24 @@ def slow_down(monkeypatch, engine, seconds=0.05):
         return advance(1, *rest)
 
     monkeypatch.setattr(engine, "_call_advance", slowly)
+
+
+def scripted_service(tokenizer, texts, chat=None):
+    """Return a service whose engine "generates" given token ids, and the list of the requests that reach the engine.
+
+    Each token has a log-probability of minus its place, and one alternative.
+    """
+    seen = []
+
+    def submit(requests, deliver):
+        seen.extend(requests)
+        for number, request in enumerate(requests):
+            ids = texts[number]
+            text = AnswerText(tokenizer, request)
+            tokens = [Token(i, -float(place), [(i + 1, -9.0)][: request.top]) for place, i in enumerate(ids)]
+            deliver(number, Delta(text.add(ids) + text.finish(), tokens, finish="stop"))
+        return [SimpleNamespace(cancel=lambda: None) for _ in requests]
+
+    engine = SimpleNamespace(tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, positions=99, submit=submit)
+    engine.metrics = Metrics()
+    return Service(engine=engine, name="tiny", sampling=Sampling(), eos_ids=(), chat=chat), seen

@@ -67,6 +67,17 @@ def test_a_token_without_characters_is_kept():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_rendered_conversation_as_a_prompt(family):
+    """A client that renders a conversation and completes the text gets the tokens of the conversation."""
+    made = encoder(family)
+    encoded = encode(made, user("Hello world"))
+    assert made._tokenizer.encode_prompt(encoded.text, add_special_tokens=False) == encoded.ids
+    as_text = made._tokenizer.encode_prompt(encoded.text, add_special_tokens=False, parse_special=False)
+    assert len(as_text) > len(encoded.ids)
+    assert markers(made, as_text) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_texts_made_of_parts_of_markers(family):
     """Whatever is typed, the special tokens are those of a conversation with plain words."""
     made = encoder(family)

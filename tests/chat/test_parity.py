@@ -197,3 +197,14 @@ def test_descriptions_of_functions(function):
     from transformers.utils import get_json_schema
 
     assert function_schema(function) == get_json_schema(function)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_of_a_prompt(family, theirs):
+    """A text with special tokens that is continued as it is: the ids that a call of the tokenizer returns."""
+    ours, reference = PretrainedTokenizer(files(family)), theirs(family)
+    special = "".join(reference.all_special_tokens)
+    for text in (special, f"Hello {special} world", "a<|im_end|>\n<s> b", "def f(<|fim_suffix|>)"):
+        assert ours.encode_prompt(text) == reference(text)["input_ids"]
+        unadded = reference(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode_prompt(text, add_special_tokens=False) == unadded

@@ -5,9 +5,15 @@ import io
 import json
 
 import pytest
+from chat_parts import write_chat_model
+from inference_parts import write_models
+from tokenizers import processors
 from training_recipes import record_drawn_run, text_recipe
 
 from transformer.__main__ import main
+from transformer.generate._streaming import Piece, TokenStream
+from transformer.inference import _generating as generating
+from transformer.inference import open_model
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +117,72 @@ def test_a_text_appears_on_a_terminal_while_it_is_generated(words, appears, runs
         (("--lookup", "0"), "--lookup must be at least 1, got 0"),
         (("--lookup", "2", "--draft", "x"), "--draft and --lookup can't be used together. Remove one of them"),
         (("--lookup", "2", "--stream"), "--lookup and --stream can't be used together. Remove one of them"),
+        (("--no-parse-special", "--chat"), "--no-parse-special can't be used with --chat"),
+        (("--no-parse-special", "--image", "x"), "--no-parse-special can't be used with --image"),
         (("--draft", "x", "--slots", "2"), "--slots and --draft can't be used together. Remove one of them"),
     ],
 )
 def test_reports_what_can_not_be_before_anything_is_loaded(words, message, capsys):
     assert main(["generate", "no-such-directory", "--prompt", "x", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+RENDERED = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture
+def prompts_of(monkeypatch):
+    """Return the ids of the prompts that reach the decoding loops; each generates one token."""
+    seen = []
+
+    def generated(model, params, prompts, **options):
+        seen.extend(map(list, prompts))
+        return [[7]] * len(prompts)
+
+    def streamed(self, prompt, **options):
+        seen.append(list(prompt))
+        yield Piece([7], [0.0], ended=True)
+
+    monkeypatch.setattr(generating, "generate", generated)
+    monkeypatch.setattr(TokenStream, "generate", streamed)
+    return seen
+
+
+@pytest.mark.parametrize("words", [(), ("--stream",), ("--slots", "2")])
+def test_special_tokens_of_a_prompt(words, prompts_of, tmp_path, capsys):
+    """They are tokens, as in a conversation, unless the option makes them text."""
+    model = write_chat_model(tmp_path / "smollm")
+    tokenizer = open_model(model).tokenizer
+    for switch, parsed in (((), True), (("--no-parse-special",), False)):
+        prompts_of.clear()
+        assert main(["generate", str(model), "--prompt", RENDERED, *words, *switch]) == 0
+        assert prompts_of == [tokenizer.encode_prompt(RENDERED, parse_special=parsed)]
+    assert tokenizer.encode_prompt(RENDERED) != tokenizer.encode_source(RENDERED)
+
+
+def test_special_tokens_of_a_prompt_in_python(prompts_of, tmp_path):
+    opened = open_model(write_chat_model(tmp_path / "smollm"))
+    for parsed in (True, False):
+        prompts_of.clear()
+        opened.generate(RENDERED, parse_special=parsed, max_new_tokens=1)
+        assert prompts_of == [opened.tokenizer.encode_prompt(RENDERED, parse_special=parsed)]
+
+
+def test_warns_of_a_prompt_with_two_start_tokens(tmp_path):
+    opened = open_model(write_chat_model(tmp_path / "mistral", "mistral"))
+    library = opened.tokenizer._parsing_library
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", opened.tokenizer.bos_id)]
+    )
+    with pytest.warns(UserWarning, match="begins with <s>, which the tokenizer also adds"):
+        generating.encode_prompt(opened, "<s>Hello")
+    assert generating.encode_prompt(opened, "Hello")[0] == opened.tokenizer.bos_id
+
+
+def test_a_source_is_text(tmp_path, capsys):
+    model = write_models(tmp_path)["translator"]
+    assert main(["generate", str(model), "--prompt", "a dog", "--no-parse-special"]) == 2
+    assert "--no-parse-special needs a causal model" in capsys.readouterr().err
+    opened = open_model(model)
+    text = f"a {opened.tokenizer.special_tokens[0]} dog"
+    assert generating.encode_prompt(opened, text) == opened.tokenizer.encode_source(text)

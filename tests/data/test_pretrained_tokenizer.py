@@ -84,6 +84,23 @@ def test_no_special_token_comes_out_of_a_text(made, kind, reserved, text, back):
     assert len(added) == len(types)
 
 
+@pytest.mark.parametrize(("kind", "make"), [("gpt", byte_level), ("bert", word_piece), ("t5", unigram)])
+def test_special_tokens_of_a_prompt_are_tokens(made, kind, make):
+    """As the library encodes them, unless the caller switches this off; other texts are never parsed."""
+    library, tokenizer = make(), made[kind]
+    library.no_truncation()
+    library.no_padding()
+    for text in ("to <eos> be<eos><think>", "[CLS] to be [SEP]not", "a</s> be", "to <mask>", "a", ""):
+        for added in (True, False):
+            parsed = tokenizer.encode_prompt(text, add_special_tokens=added)
+            assert parsed == library.encode(text, add_special_tokens=added).ids
+            unparsed = tokenizer.encode_prompt(text, add_special_tokens=added, parse_special=False)
+            assert unparsed == (tokenizer.encode_source(text) if added else tokenizer.encode(text))
+    assert tokenizer.encode_prompt("<eos>[CLS]</s>") != tokenizer.encode_source("<eos>[CLS]</s>")
+    with pytest.raises(ValueError, match="surrogate"):
+        tokenizer.encode_prompt("\ud800")
+
+
 @given(st.text())
 @settings(max_examples=100, deadline=None)
 def test_every_text_goes_there_and_back(made, text):

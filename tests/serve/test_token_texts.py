@@ -1,7 +1,6 @@
 """Bytes, names and offsets of generated tokens are those of the text, for each kind of tokenizer."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -9,6 +8,7 @@ from chat_parts import library
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from library_tokenizers import byte_level, unigram, word_piece
+from serve_parts import scripted_service
 from starlette.testclient import TestClient
 from tokenizers import decoders, models, normalizers
 
@@ -16,11 +16,8 @@ from transformer.chat import Detokenizer
 from transformer.data import TokenizerConfig
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer
-from transformer.generate import Sampling
 from transformer.serve._answers import Answer
-from transformer.serve._metrics import Metrics
-from transformer.serve._requests import AnswerText, Delta, Token
-from transformer.serve._service import Service
+from transformer.serve._requests import Delta, Token
 from transformer.serve._token_texts import TokenTexts
 
 TEXT = "to be or not to be: that is the question, ¿qué pasa, niño? 你好 🙂"
@@ -181,29 +178,12 @@ def test_parts_of_a_stream_describe_their_tokens_as_the_whole_answer(is_chat):
     assert found == [choice["logprobs"] for choice in whole.whole()["choices"]]
 
 
-def scripted_service(tokenizer, texts):
-    """A service whose engine "generates" given texts, with a log-probability per token and one alternative."""
-
-    def submit(requests, deliver):
-        for number, request in enumerate(requests):
-            assert request.top == 1
-            ids = texts[number]
-            text = AnswerText(tokenizer, request)
-            tokens = [Token(i, -float(place), [(i + 1, -9.0)]) for place, i in enumerate(ids)]
-            deliver(number, Delta(text.add(ids) + text.finish(), tokens, finish="stop"))
-        return [SimpleNamespace(cancel=lambda: None) for _ in requests]
-
-    engine = SimpleNamespace(tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, positions=99, submit=submit)
-    engine.metrics = Metrics()
-    return Service(engine=engine, name="tiny", sampling=Sampling(), eos_ids=(), chat=None)
-
-
 @pytest.mark.parametrize("name", ["byte level", "byte fallback", "word pieces"])
 def test_joined_names_of_a_completion_are_its_text(name):
     """Each text continues its own prompt: after one of a special token alone, the first word has no space before it."""
     tokenizer = build(name)
     texts = [tokenizer.encode(text) for text in ("to be", "not", "be", "to")]
-    client = TestClient(scripted_service(tokenizer, texts).application(), base_url="http://localhost")
+    client = TestClient(scripted_service(tokenizer, texts)[0].application(), base_url="http://localhost")
     body = {
         "prompt": [[min(tokenizer.special_ids)], tokenizer.encode("not to be")],
         "n": 2,

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from transformer.config._checks import ConfigError
-from transformer.data._library_errors import held_stderr, library_errors
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer import TOKENIZER_FILE, utf8
+from transformer.data._tokenizer import utf8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,20 +105,7 @@ class ImagePrompts:
                 f"contain. Remove it."
             )
         text = prompt.replace(self.marker, self.expansion)
-        return _marked_ids(text, tokenizer, add_special_tokens=not self.text.begin_after_images)
-
-
-def _marked_ids(text: str, tokenizer: PretrainedTokenizer, *, add_special_tokens: bool) -> list[int]:
-    """Return the ids of a text whose special tokens are recognized, as transformers does."""
-    import tokenizers
-
-    with library_errors(f"{TOKENIZER_FILE} is not a valid tokenizer", "Download the file again"), held_stderr():
-        library = tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER_FILE].decode("utf-8"))
-        library.no_truncation()
-        library.no_padding()
-    remedy = "Shorten it, or download the tokenizer's file again"
-    with library_errors("the tokenizers library failed on this prompt", remedy), held_stderr():
-        return list(library.encode(text, add_special_tokens=add_special_tokens).ids)
+        return tokenizer.encode_prompt(text, add_special_tokens=not self.text.begin_after_images)
 
 
 def without_sources(messages: Any) -> tuple[Any, list[Any]]:

@@ -53,6 +53,8 @@ class Generate(SamplingCommand):
     """with --chat: variable of the template as NAME=VALUE, such as enable_thinking=false; repeat for several"""
     image: tuple[str, ...] = ()
     """vision-language model: paths of images that each prompt is about: --image a.jpg b.png"""
+    no_parse_special: bool = False
+    """continuation: encode the name of a special token in a prompt, such as <|im_end|>, as text, not as that token"""
     stream: bool = False
     """causal model: print the text while it is generated, also into a pipe; on a terminal, a single prompt always is"""
     samples: int = 1
@@ -84,6 +86,8 @@ def main(arguments: Sequence[str]) -> None:
     translates = isinstance(run.model, Seq2Seq)
     if translates and (used := _causal_options(command)):
         raise ConfigError(f"{used[0]} needs a causal model, but this model is an encoder-decoder. Remove it.")
+    if translates and command.no_parse_special:
+        raise ConfigError("--no-parse-special needs a causal model: a source is always text. Remove it.")
     options = _decoding_options(command, translates)
     run = command.quantized(run)
     prompts = texts.read_prompts(command.prompt, lines=translates)
@@ -128,6 +132,10 @@ def _check_pieces(command: Generate) -> None:
     if fast and used:
         raise ConfigError(f"--{fast[0]} and {used[0]} can't be used together. Remove one of them.")
     check_chat_options(command)
+    if command.no_parse_special and (command.chat or command.image):
+        reason = "messages are always text" if command.chat else "the markers of images are special tokens"
+        other = "--chat" if command.chat else "--image"
+        raise ConfigError(f"--no-parse-special can't be used with {other}: {reason}. Remove it.")
     if command.stream and command.json:
         raise ConfigError("--stream and --json can't be used together. Remove one of them.")
     if command.log_probabilities and not command.json:
@@ -178,7 +186,7 @@ def _print_pieces(command: Generate, run: LoadedModel, prompts: Sequence[str]) -
         else:
             limit, sampling = command.max_new_tokens or 200, command.sampling(greedy=False)
             options = {"sampling": sampling, "seed": seed, "stop": command.stop, "show": show}
-            options |= {"images": command.image, "reader": images}
+            options |= {"images": command.image, "reader": images, "parse_special": not command.no_parse_special}
             results.append(generating.stream_text(run, stream, prompt, max_new_tokens=limit, **options))
     if command.stream:
         print()
@@ -209,5 +217,9 @@ def _decoding_options(command: Generate, translates: bool) -> dict[str, Any]:
     if translates and fast:
         raise ConfigError(f"{fast[0]} needs a causal model, but this model is an encoder-decoder. Remove it.")
     draft = open_draft(command.draft, command.draft_tokens, command.lookup)
-    options = {"slots": command.slots, "draft": draft}
+    options = {
+        "slots": command.slots,
+        "draft": draft,
+        "parse_special": None if translates else not command.no_parse_special,
+    }
     return {name: value for name, value in options.items() if value is not None}

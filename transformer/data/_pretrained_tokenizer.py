@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -10,12 +11,15 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformer.config._untrusted import MAX_JSON_BYTES, parse_json, read_bounded
 from transformer.data._byte_level import byte_level_bytes
 from transformer.data._library_errors import held_stderr, library_errors
 from transformer.data._tokenizer import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # Files next to tokenizer.json with the names of special tokens, and with their ids.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
@@ -35,9 +39,9 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class PretrainedTokenizer(Tokenizer):
     """A tokenizer from `tokenizer.json`. As in all tokenizers of this package, user text can't contain special tokens.
 
-    The name of a special token in a text is encoded as the tokens of its characters. (The library has an option for
-    this, but it has no effect if the vocabulary of the model itself contains the name, as that of T5.) Truncation and
-    padding settings of the file are disabled.
+    The name of a special token in a text is encoded as the tokens of its characters, except by `encode_prompt`. (The
+    library has an option for this, but it has no effect if the vocabulary of the model itself contains the name, as
+    that of T5.) Truncation and padding settings of the file are disabled.
 
     `bos_id`, `eos_id`, `unk_id` and `mask_id` are None if the files don't define them. `eos_ids` are all end tokens:
     those in generation_config.json, else the one in the tokenizer files; `eos_id` is the first of them. Without a
@@ -57,13 +61,9 @@ class PretrainedTokenizer(Tokenizer):
             files: file contents by name, including tokenizer.json.
             vocab_size: number of rows of the embedding table; None: determined by the ids.
         """
-        import tokenizers
-
         self._files = dict(files)
         with library_errors(f"{TOKENIZER_FILE} is not a valid tokenizer", "Download the file again"), held_stderr():
-            self._library = tokenizers.Tokenizer.from_str(files[TOKENIZER_FILE].decode("utf-8"))
-            self._library.no_truncation()
-            self._library.no_padding()
+            self._library = _library_tokenizer(files[TOKENIZER_FILE])
             self._library.encode_special_tokens = True
             ids = self._library.get_vocab(with_added_tokens=True)
             added = self._library.get_added_tokens_decoder()
@@ -192,6 +192,30 @@ class PretrainedTokenizer(Tokenizer):
     def encode_source(self, text: str) -> list[int]:
         """Return the ids of a source or prompt, with the special tokens used in training."""
         return self.encode_model(text)[0]
+
+    def encode_prompt(self, text: str, *, parse_special: bool = True, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text that a model continues; see `Tokenizer.encode_prompt`.
+
+        By default, they are the ids that a tokenizer of transformers returns.
+        """
+        if not parse_special:
+            return self._encoded(text, None, special=add_special_tokens)[0]
+        utf8(text)
+        with self._library_errors():
+            return self._parsing_library.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @functools.cached_property
+    def _parsing_library(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer that recognizes special tokens in a text.
+
+        It is another object, because the option to recognize them applies to all threads that use one.
+        """
+        with held_stderr():
+            library = _library_tokenizer(self._files[TOKENIZER_FILE])
+            known = library.get_added_tokens_decoder()
+            # Roles that only other files give to tokens of the vocabulary.
+            library.add_special_tokens([str(library.id_to_token(i)) for i in sorted(self._special - known.keys())])
+            return library
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, without special tokens and ids without a token.
@@ -326,6 +350,16 @@ class PretrainedTokenizer(Tokenizer):
                     f"{TOKENIZER_FILE} has a post_processor that adds the id {i}, which has no token. "
                     f"Download the file again."
                 )
+
+
+def _library_tokenizer(content: bytes) -> tokenizers.Tokenizer:
+    """Return the library's tokenizer of a file, without truncation and padding."""
+    import tokenizers
+
+    library = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    library.no_truncation()
+    library.no_padding()
+    return library
 
 
 def _decoder_types(decoder: Any) -> set[str]:

@@ -98,6 +98,22 @@ class Tokenizer(ABC):
         """Return `encode(normalize(text))`: the ids of a source or prompt, in training and inference."""
         return self.encode(self.normalize(text))
 
+    def encode_prompt(self, text: str, *, parse_special: bool = True, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text that a model continues.
+
+        In contrast to `encode_source`, the name of a special token in the text is that token, if the tokenizer spells
+        its special tokens, as those of pretrained models do.
+
+        Args:
+            text: the prompt.
+            parse_special: False: names of special tokens are text.
+            add_special_tokens: add the special tokens used in training, such as a start token.
+
+        Raises:
+            ValueError: the tokenizer can't encode the text.
+        """
+        return self.encode_source(text)
+
     def unknown_parts(self, text: str) -> list[str]:
         """Return the words or characters of a text, in order, that `encode` omits or replaces by the unknown token."""
         return []

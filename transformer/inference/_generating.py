@@ -42,33 +42,45 @@ class GeneratedText:
     """the model generated an end token; False: it reached max_new_tokens"""
 
 
-def encode_prompt(run: LoadedModel, prompt: str) -> list[int]:
-    """Return the token ids of a prompt.
+def encode_prompt(run: LoadedModel, prompt: str, *, parse_special: bool = True) -> list[int]:
+    """Return the token ids of a prompt of a causal model, or of a source of an encoder-decoder.
+
+    Args:
+        run: the model and its tokenizer.
+        prompt: the text.
+        parse_special: in a prompt, the name of a special token is that token. In a source it is always text.
 
     Raises:
         ValueError: the prompt is empty, the tokenizer can't encode it, or it is too long for the model.
     """
-    ids = encode(run, prompt, "prompt")
+    ids = encode(run, prompt, "prompt", parse_special=parse_special)
     if not ids:
         left = "" if not prompt.strip() else f" (nothing is left of {prompt!r} after normalization)"
         raise ValueError(f"the prompt is empty{left}. Pass at least one word or character.")
     return ids
 
 
-def encode(run: LoadedModel, text: str, what: str) -> list[int]:
+def encode(run: LoadedModel, text: str, what: str, *, parse_special: bool = True) -> list[int]:
     """Return the token ids of a text, which may be empty.
 
     Args:
         run: the model and its tokenizer.
         text: the text.
-        what: name of the text in error messages; "prompt" encodes it as a source.
+        what: name of the text in error messages; "prompt" encodes it as a prompt or source.
+        parse_special: see `encode_prompt`.
 
     Raises:
         ValueError: the tokenizer can't encode the text, or it is too long for the model.
     """
     tokenizer = run.tokenizer
     try:
-        ids = tokenizer.encode_source(text) if what == "prompt" else tokenizer.encode(text)
+        if what != "prompt":
+            ids = tokenizer.encode(text)
+        elif isinstance(run.model, Seq2Seq):
+            ids = tokenizer.encode_source(text)
+        else:
+            ids = tokenizer.encode_prompt(text, parse_special=parse_special)
+            _warn_of_two_starts(tokenizer, ids)
     except ValueError as error:
         raise ValueError(f"the {what} can't be encoded: {error}") from error
     config = run.model.config
@@ -84,6 +96,17 @@ def encode(run: LoadedModel, text: str, what: str) -> list[int]:
             f"(model.max_length), got {len(ids)}. Shorten it."
         )
     return ids
+
+
+def _warn_of_two_starts(tokenizer: Tokenizer, ids: Sequence[int]) -> None:
+    """Warn of a prompt that begins with the start token, which the tokenizer adds as well."""
+    if tokenizer.bos_id is not None and list(ids[:2]) == [tokenizer.bos_id] * 2:
+        (name,) = tokenizer.tokens([tokenizer.bos_id])
+        warnings.warn(
+            f"the prompt begins with {name}, which the tokenizer also adds: the model reads it twice. Remove it from "
+            "the prompt.",
+            stacklevel=4,
+        )
 
 
 def translate(
@@ -147,16 +170,26 @@ class _Text:
 
 
 def continue_texts(
-    run: LoadedModel, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int, **options: Any
+    run: LoadedModel,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    parse_special: bool = True,
+    **options: Any,
 ) -> list[GeneratedText]:
     """Continue each prompt with a causal model; `options` are the `draft` or `slots` of `generate`.
+
+    With `parse_special`, the name of a special token in a prompt is that token, otherwise text.
 
     A model with a context of n tokens can't use later positions. A longer text is generated in pieces, each from the
     last half context of the text so far. If a prompt fills the context, only its end is used, with a warning. Presence
     and frequency penalties count the tokens of one piece only.
     """
     context, tokenizer = run.context or UNBOUNDED, run.tokenizer
-    texts = [_Text(prompt, encode_prompt(run, prompt), max_new_tokens) for prompt in prompts]
+    encoded = [encode_prompt(run, prompt, parse_special=parse_special) for prompt in prompts]
+    texts = [_Text(prompt, ids, max_new_tokens) for prompt, ids in zip(prompts, encoded, strict=True)]
     _warn_of_full_context(texts, context)
     while any(text.left for text in texts):
         # Texts that generate the same number of tokens next form one batch.
@@ -242,9 +275,11 @@ def stream_text(
     show: Callable[[str], None] = lambda piece: None,
     images: Sequence[str] = (),
     reader: ImagePrompts | None = None,
+    parse_special: bool = True,
 ) -> StreamedText:
     """Continue a prompt with a causal model, and pass each piece of the text to `show` when it is generated.
 
+    With `parse_special`, the name of a special token in the prompt is that token, otherwise text.
     Without stop strings, the text equals that of `continue_texts` for one prompt, up to rounding. A prompt with images
     (paths, and how the model reads them) ends where it fills the context.
 
@@ -256,7 +291,7 @@ def stream_text(
 
     context, more = run.context or UNBOUNDED, {}
     if reader is None:
-        text = _Text(prompt, encode_prompt(run, prompt), max_new_tokens)
+        text = _Text(prompt, encode_prompt(run, prompt, parse_special=parse_special), max_new_tokens)
         _warn_of_full_context([text], context)
     else:
         text, more = _text_with_images(run, prompt, images, reader, max_new_tokens)

@@ -28,6 +28,7 @@ class TextMethods:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
+        parse_special: bool = True,
     ) -> str:
         """Return the text that a causal model generates after the prompt; an encoder-decoder translates the prompt.
 
@@ -40,6 +41,8 @@ class TextMethods:
             top_k: sample from the k most likely tokens; None: all.
             top_p: sample from the smallest set of most likely tokens with this total probability; None: all.
             seed: random seed.
+            parse_special: the name of a special token in the prompt, such as `<|im_end|>`, is that token; False: it is
+                text. For an encoder-decoder it always is text.
 
         Raises:
             ValueError: the model generates no text, or the prompt is empty or too long.
@@ -52,8 +55,10 @@ class TextMethods:
         check_text_model("generate", self.model, self.params)
         translates = isinstance(self.model, Seq2Seq)
         sampling = Sampling(temperature=0.0 if translates else temperature, top_k=top_k, top_p=top_p)
-        written = translate if translates else continue_texts
-        return written(self, [prompt], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)[0].output
+        options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
+        if translates:
+            return translate(self, [prompt], **options)[0].output
+        return continue_texts(self, [prompt], parse_special=parse_special, **options)[0].output
 
     def chat(self: LoadedModel, messages: str | Sequence[dict[str, Any]], **options: Any) -> str:
         """Return the reply of a chat model.

@@ -107,7 +107,7 @@ class AnswerAttention:
             texts = values.get("prompt"), values.get("answer")
             if not all(isinstance(text, str) for text in texts):
                 raise APIError(400, f"prompt and answer must be texts, got {json.dumps(texts)[:80]}.", "prompt")
-            encode = self.opened.tokenizer.encode_source
+            encode = self.opened.tokenizer.encode_prompt
             before, ids = list(encode(texts[0])), list(encode("".join(texts)))
         else:
             messages, switches = values.get("messages"), template_switches(values)

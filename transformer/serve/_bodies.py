@@ -31,7 +31,7 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _COMMON = {"model", "stream", "stream_options", "n", "seed", "stop", "stop_token_ids", *_FILTERS, *_PENALTIES, *FIELDS}
 _CHAT = _COMMON | {"messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tools"}
 _CHAT |= {"tool_choice", "reasoning_effort", "chat_template_kwargs"}
-_TEXT = _COMMON | {"prompt", "max_tokens", "logprobs"}
+_TEXT = _COMMON | {"prompt", "max_tokens", "logprobs", "parse_special", "add_special_tokens"}
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
 _WITHOUT_EFFECT |= {"prompt_cache_key", "verbosity"}
 _ONLY = {
@@ -160,6 +160,11 @@ def text_prompts(values: Mapping[str, Any], field: str = "prompt") -> list[str |
         if all(isinstance(one, list) and one and all(type(i) is int for i in one) for one in prompt):
             return prompt
     raise APIError(400, f"{field} must be a text, a list of texts, or lists of token ids that are not empty.", field)
+
+
+def prompt_options(values: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the options of `Tokenizer.encode_prompt` that a body sets."""
+    return {name: _typed(values, name, bool, True) for name in ("parse_special", "add_special_tokens")}
 
 
 def template_switches(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from transformer.serve._bodies import (
     MOST_CHOICES,
     Body,
     check_fields,
+    prompt_options,
     read_json,
     sampling_of,
     template_switches,
@@ -129,7 +131,7 @@ class Service(HTTPService):
         if len(given) * body.n > MOST_CHOICES:
             raise APIError(400, f"a call can have at most {MOST_CHOICES} texts: prompts times n.", "prompt")
         sampling = sampling_of(values, self.sampling, self.suppress)
-        encode = self.engine.tokenizer.encode_source
+        encode = functools.partial(self.engine.tokenizer.encode_prompt, **prompt_options(values))
         prompts = [
             await self._encoded(lambda text=one: list(encode(text)), "prompt") if isinstance(one, str) else one
             for one in given
