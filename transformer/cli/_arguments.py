@@ -7,21 +7,25 @@ import dataclasses
 import io
 import re
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import tyro
 
 from transformer.config._checks import ConfigError, boxed_message, nearest
 from transformer.config._invocation import program
+from transformer.config._local_paths import local_path
 
 Command = TypeVar("Command")
+
+PathText: TypeAlias = str
+"""type of an option with a path whose text is kept as given; `Path` is the type of any other path"""
 
 
 def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Command:
     """Parse arguments into a command; `--help` prints the docstrings of the class and its fields.
 
     Raises:
-        ConfigError: an unknown option (the error suggests the nearest one), or a missing or wrong value.
+        ConfigError: an unknown option (the error suggests the nearest one), a missing or wrong value, or a remote path.
         SystemExit: --help was printed (code 0).
     """
     options = [*_options(command), "--help"]
@@ -37,11 +41,13 @@ def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Comman
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            return tyro.cli(tyro.conf.FlagCreatePairsOff[command], args=list(arguments), prog=program(verb))
+            parsed = tyro.cli(tyro.conf.FlagCreatePairsOff[command], args=list(arguments), prog=program(verb))
     except SystemExit as stop:
         if stop.code in (None, 0):
             raise
         raise ConfigError(f"{boxed_message(captured.getvalue())} --help describes each option.") from None
+    _refuse_remote_paths(parsed)
+    return parsed
 
 
 def _options(command: type, prefix: str = "--") -> Iterator[str]:
@@ -54,10 +60,30 @@ def _options(command: type, prefix: str = "--") -> Iterator[str]:
             yield name
 
 
+def _path_fields(command: Any) -> list[dataclasses.Field]:
+    """Return the fields of a command that contain paths: those of the types `Path` and `PathText`."""
+    return [field for field in dataclasses.fields(command) if "Path" in str(field.type)]
+
+
+def _is_positional(field: dataclasses.Field) -> bool:
+    return "Positional" in str(field.type)
+
+
+def _refuse_remote_paths(command: Any) -> None:
+    """Raise ConfigError for a path that starts with a scheme, such as s3://."""
+    for field in _path_fields(command):
+        value = getattr(command, field.name)
+        metavar = re.search(r"metavar=['\"](\w+)", str(field.type))
+        name = metavar[1] if metavar else f"--{field.name.replace('_', '-')}"
+        for path in value if isinstance(value, tuple) else (value,):
+            if path is not None:
+                local_path(path, name)
+
+
 def _refuse_empty_paths(command: type, verb: str, arguments: Sequence[str]) -> None:
     """Raise ConfigError for an empty path: pathlib would read it as the current directory."""
-    fields = [field for field in dataclasses.fields(command) if "Path" in str(field.type)]
-    options = {f"--{field.name.replace('_', '-')}" for field in fields if "Positional" not in str(field.type)}
+    fields = _path_fields(command)
+    options = {f"--{field.name.replace('_', '-')}" for field in fields if not _is_positional(field)}
     before, leading = "", True  # after an option, an empty argument may be one of several texts
     for word in arguments:
         option, separator, value = word.partition("=")

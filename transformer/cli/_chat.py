@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from transformer.cli._arguments import parse
+from transformer.cli._arguments import PathText, parse
 from transformer.cli._errors import describe
 from transformer.cli._models import check_images
 from transformer.cli._sampling import SamplingCommand, switches
 from transformer.cli._streams import decode_argument
 from transformer.config._checks import ConfigError, nearest
+from transformer.config._local_paths import local_path
 
 if TYPE_CHECKING:
     from transformer.chat._chat import Chat, ReplyStream
@@ -53,7 +54,7 @@ class ChatCommand(SamplingCommand):
     """file with the chat template; None: that of the model"""
     switch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """variable of the template as NAME=VALUE, such as enable_thinking=false; repeat for several"""
-    image: tuple[str, ...] = ()
+    image: tuple[PathText, ...] = ()
     """vision-language model: paths of images at the beginning of the first message: --image a.jpg b.png"""
 
 
@@ -228,7 +229,7 @@ class Conversation:
     def _save(self, name: str) -> None:
         if not name:
             raise ConfigError("/save needs the name of a file, such as /save conversation.json.")
-        path = Path(name).expanduser()
+        path = local_path(name, "the file of /save").expanduser()
         if path.exists() and path.resolve() not in self._saved:
             raise ConfigError(f"{path} exists, and this conversation did not write it. Use another name.")
         partial = path.with_name(f"{path.name}.partial")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from transformer.cli._arguments import parse
+from transformer.cli._arguments import PathText, parse
 from transformer.cli._chat import answer, check_chat_options, image_reader, open_chat
 from transformer.cli._models import check_images
 from transformer.cli._sampling import SamplingCommand
@@ -51,7 +51,7 @@ class Generate(SamplingCommand):
     """with --chat: file with the chat template; None: that of the model"""
     switch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """with --chat: variable of the template as NAME=VALUE, such as enable_thinking=false; repeat for several"""
-    image: tuple[str, ...] = ()
+    image: tuple[PathText, ...] = ()
     """vision-language model: paths of images that each prompt is about: --image a.jpg b.png"""
     no_parse_special: bool = False
     """continuation: encode the name of a special token in a prompt, such as <|im_end|>, as text, not as that token"""
@@ -63,7 +63,7 @@ class Generate(SamplingCommand):
     """causal model: with --json, also print the tokens and their log-probabilities"""
     slots: int | None = None
     """continuation: number of slots for continuous batching, refilled as prompts end; None: one per prompt"""
-    draft: str | None = None
+    draft: PathText | None = None
     """continuation: draft model for speculative decoding, with the same tokenizer; it does not change the text"""
     draft_tokens: int | None = None
     """number of tokens that the draft model proposes per step; None: 4"""

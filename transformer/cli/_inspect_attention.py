@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from transformer.cli import _inspect_audio, _inspect_images
-from transformer.cli._arguments import parse
+from transformer.cli._arguments import PathText, parse
 from transformer.cli._chat import check_chat_options, conversation, open_chat
 from transformer.cli._models import ModelCommand
 from transformer.cli._sampling import switches
@@ -38,10 +38,10 @@ class Inspect(ModelCommand):
 
     prompt: str | None = None
     """input text of the model; - reads stdin"""
-    image: str | None = None
+    image: PathText | None = None
     """path of an image: for an encoder of images, draw its attention to the patches on the image; for a vision-language
     model, that of the words which it generates after --prompt"""
-    audio: str | None = None
+    audio: PathText | None = None
     """path of an audio file instead of a text, for Whisper: draw the attention of each word over time"""
     target: str | None = None
     """encoder-decoder: target text; None: the text that the model generates"""
@@ -58,7 +58,7 @@ class Inspect(ModelCommand):
     """with --chat: variable of the template as NAME=VALUE, such as enable_thinking=false; repeat for several"""
     html: Path | None = None
     """write one self-contained HTML file instead of PNG files, such as attention.html"""
-    compare: str | None = None
+    compare: PathText | None = None
     """with --html: also show another step of the workdir (500, best, newest) or another DIR with the same tokenizer"""
     sizes: bool = False
     """also print the shape of every array from the tokens to the logits"""

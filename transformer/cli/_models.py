@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from transformer.cli._arguments import PathText
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._invocation import program
+from transformer.config._local_paths import local_path
 from transformer.config._recipe_files import SAVED_RECIPE
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ class TextsCommand(ModelCommand):
 class InputsCommand(TextsCommand):
     """Options of a command whose model reads texts or images."""
 
-    image: tuple[str, ...] = ()
+    image: tuple[PathText, ...] = ()
     """paths of images: --image a.jpg b.png"""
 
     def check_inputs(self) -> None:
@@ -142,9 +144,9 @@ class InputsCommand(TextsCommand):
 
 
 def check_images(names: Sequence[str]) -> None:
-    """Raise FileNotFoundError for a missing image, before the model is loaded."""
+    """Raise FileNotFoundError for a missing image, and ConfigError for a remote path, before the model is loaded."""
     for name in names:
-        if "://" not in name and not Path(name).exists():
+        if not local_path(name, "--image").exists():
             raise FileNotFoundError(f"image {name} not found. Pass the path of an image file.")
 
 

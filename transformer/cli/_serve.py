@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformer.cli._arguments import parse
+from transformer.cli._arguments import PathText, parse
 from transformer.cli._models import ModelCommand
 from transformer.cli._parallel import ONE_DEVICE, Parallel
 from transformer.cli._services import make_service
@@ -41,7 +41,7 @@ class Serve(ModelCommand):
     cache_tokens: int | None = None
     """number of tokens of all texts together whose keys and values fit into memory, in pages that texts share; None:
     --slots times --max-tokens"""
-    draft: str | None = None
+    draft: PathText | None = None
     """causal model: draft model for speculative decoding, with the same tokenizer; it does not change the texts"""
     draft_tokens: int | None = None
     """number of tokens that the draft model proposes per step; None: 4"""

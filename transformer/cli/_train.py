@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from transformer.cli._own_options import HELP, split_options
 from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
+from transformer.config._local_paths import local_path
 from transformer.config._recipe_files import SAVED_RECIPE, find_recipe, recipe_files
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _teacher(recipe: Recipe, workdir: str, restart: bool) -> Start | None:
 
 
 def _check_given(own: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Raise ConfigError if the recipe is missing, or a directory is the empty string."""
+    """Raise ConfigError if the recipe is missing, or a directory is the empty string or remote."""
     if not rest or rest[0].startswith("-"):
         got = f"got {rest[0]}" if rest else "got nothing"
         raise ConfigError(
@@ -205,6 +206,9 @@ def _check_given(own: argparse.Namespace, rest: Sequence[str]) -> None:
     for option, value in (("workdir", own.workdir), ("init", own.init)):
         if value == "":
             raise ConfigError(f"--{option} must name a directory, got ''. Remove the option, or pass a name.")
+        if value is not None:
+            local_path(value, f"--{option}")
+    local_path(rest[0], "the recipe")
 
 
 def _command_to_resume(arguments: Sequence[str], own: argparse.Namespace, workdir: str) -> str:

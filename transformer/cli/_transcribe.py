@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_type_hints
 
 import tyro
 
-from transformer.cli._arguments import option_names_in_errors, parse
+from transformer.cli._arguments import PathText, option_names_in_errors, parse
 from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
 
@@ -26,7 +26,7 @@ class Transcribe(ModelCommand):
     seconds) are transcribed window by window.
     """
 
-    files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE")]
+    files: Annotated[tyro.conf.Positional[tuple[PathText, ...]], tyro.conf.arg(metavar="FILE")]
     """audio files"""
     timestamps: Literal["none", "segment", "word"] = "none"
     """print a line for each segment (with CTC: for each word) or for each word: start, end and text; --timestamps alone

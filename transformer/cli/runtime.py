@@ -20,6 +20,7 @@ from typing import Any
 
 from transformer.cli._devices import TPU_VARIABLES, accelerator_present
 from transformer.cli._errors import describe, one_line
+from transformer.config._local_paths import local_path
 
 __all__ = ["RuntimeProblem", "check_devices", "check_versions", "missing", "one_line_errors", "storage"]
 
@@ -220,14 +221,14 @@ def storage(drive: str, local: str | os.PathLike = "runs", room: int = _ROOM) ->
     except ImportError:
         colab = None
     if colab is None or not drive or "KAGGLE_KERNEL_RUN_TYPE" in os.environ:  # Kaggle's image descends from Colab's
-        folder = Path(local).resolve()
+        folder = local_path(local, "local").resolve()
     else:
         otherwise = 'Run all again and allow the access, or set DRIVE = "" to keep the run on this machine.'
         try:
             colab.mount(drive)
         except Exception as error:  # colab raises ValueError, MessageError and others
             raise RuntimeProblem(f"Google Drive is not mounted ({one_line(str(error))}). {otherwise}") from error
-        if not (Path(drive) / "MyDrive").is_dir():
+        if not (local_path(drive, "drive") / "MyDrive").is_dir():
             raise RuntimeProblem(f"Google Drive is not mounted: {drive} has no folder MyDrive. {otherwise}")
         folder = Path(drive) / "MyDrive" / _PROJECT
     _check_room(folder, room)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from transformer.config._checks import ConfigError, nearest
+from transformer.config._local_paths import local_path
 
 SAVED_RECIPE = "recipe.json"
 """name of the file with the recipe of a run, by which the workdir of a run is recognized"""
@@ -30,7 +31,8 @@ def recipe_files(*directories: str | os.PathLike) -> dict[str, Path]:
             given, search the current directory, then the bundled recipes. Files whose names start with an underscore
             are ignored.
     """
-    folders = [Path(directory) / "configs" for directory in directories] or [Path.cwd() / "configs", bundled()]
+    folders = [local_path(directory, "the directory") / "configs" for directory in directories]
+    folders = folders or [Path.cwd() / "configs", bundled()]
     found: dict[str, Path] = {}
     for folder in folders:
         for path in sorted(folder.glob("*.py")):
@@ -49,6 +51,7 @@ def find_recipe(name: str, *directories: str | os.PathLike) -> Path:
     Raises:
         ConfigError: the file does not exist; the message suggests the most similar name and lists all names.
     """
+    local_path(name, "the recipe")
     known = recipe_files(*directories)
     for path in (Path(name), Path(f"{name}.py")):
         if os.path.isfile(path):  # Path.is_file raises for a name that is too long

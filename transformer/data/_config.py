@@ -55,6 +55,11 @@ def check_path(config: object, *fields: str) -> None:
             raise ConfigError(f"{field} must be a file name, got {getattr(config, field)!r}.")
 
 
+def is_path_field(name: str) -> bool:
+    """Return whether a field of a kind of data contains paths of files or folders."""
+    return name.endswith(("path", "paths", "dir"))
+
+
 def check_date(config: object, field: str) -> None:
     """Raise ConfigError if a field is not a date in ISO format."""
     try:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformer.config._local_paths import local_path
 from transformer.data._corpus_files import Segment, Source
 from transformer.data._corpus_shard import Facts, ShardJob, tokenize_shard
 from transformer.data._tokenizer import Tokenizer
@@ -32,7 +33,8 @@ def cache_root(folder: str | None) -> Path:
     """Return the folder of tokenized texts: `folder`, else `transformer-zoo/text` in the user's cache folder."""
     if folder is not None:
         return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "transformer-zoo" / "text"
+    caches = local_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "XDG_CACHE_HOME")
+    return caches.expanduser() / "transformer-zoo" / "text"
 
 
 def cache_key(*facts: Any) -> str:

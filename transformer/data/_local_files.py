@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from transformer.config._checks import nearest
+from transformer.config._local_paths import local_path
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """an escape in JSON for one half of a pair of surrogates"""
@@ -25,7 +25,7 @@ def read_text(path: str) -> str:
         FileNotFoundError: the file does not exist.
         ValueError: it is a folder, empty, or not UTF-8 text; the message has the position of the invalid byte.
     """
-    file = Path(path).expanduser()
+    file = local_path(path, "the file").expanduser()
     if not file.exists():
         siblings = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []
         raise FileNotFoundError(f"no file {path}.{nearest(file.name, siblings)} Check the path.")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import numpy as np
 
-from transformer.data._config import DataKind
+from transformer.config._local_paths import local_path
+from transformer.data._config import DataKind, is_path_field
 from transformer.data._dataset import Batch, Dataset
 from transformer.data._tokenizer import Tokenizer
 from transformer.data.kinds import DATA
@@ -27,10 +29,20 @@ def prepare(config: DataKind, tokenizer: Tokenizer | None = None) -> Dataset:
     """
     if not isinstance(config, DataKind):
         raise ValueError(f"data must be one of {', '.join(DATA)}, got {type(config).__name__}.")
+    check_local_paths(config)
     try:
         return config.prepare(tokenizer)
     except FileNotFoundError as error:
         raise FileNotFoundError(_with_option(config, str(error))) from None if error.errno is None else error
+
+
+def check_local_paths(config: DataKind) -> None:
+    """Raise ConfigError if a path of the data starts with a scheme, such as s3://."""
+    for field in dataclasses.fields(config):
+        if is_path_field(field.name):
+            value = getattr(config, field.name)
+            for path in (value,) if isinstance(value, str | os.PathLike) else value or ():
+                local_path(path, f"--data.{field.name.replace('_', '-')}")
 
 
 def _with_option(config: DataKind, text: str) -> str:

@@ -14,10 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from transformer.config._local_paths import local_path
+
 
 def data_dir(folder: str | None) -> Path:
     """Return the directory of prepared TFDS data: `folder`, else $TFDS_DATA_DIR, else the default of TFDS."""
-    return Path(folder or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+    if not folder and (default := os.environ.get("TFDS_DATA_DIR")):
+        return local_path(default, "TFDS_DATA_DIR").expanduser()
+    return local_path(folder or "~/tensorflow_datasets", "--data.data-dir").expanduser()
 
 
 @dataclass(frozen=True)

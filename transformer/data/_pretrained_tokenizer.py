@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformer.config._local_paths import local_path
 from transformer.config._untrusted import MAX_JSON_BYTES, parse_json, read_bounded
 from transformer.data._byte_level import byte_level_bytes
 from transformer.data._library_errors import held_stderr, library_errors
@@ -264,13 +265,14 @@ class PretrainedTokenizer(Tokenizer):
 
         config.json is not written: it belongs to the model.
         """
-        Path(directory).mkdir(parents=True, exist_ok=True)
+        directory = local_path(directory, "directory")
+        directory.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
             if name != "config.json":
-                partial = Path(directory) / f"{name}.partial"
+                partial = directory / f"{name}.partial"
                 partial.parent.mkdir(exist_ok=True)
                 partial.write_bytes(content)
-                partial.replace(Path(directory) / name)
+                partial.replace(directory / name)
 
     def save_alone(self, directory: str | os.PathLike) -> None:
         """Write the tokenizer files, and a config.json with only the tokenizer fields, into a directory that has no
@@ -478,7 +480,7 @@ def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | No
         FileNotFoundError: there is no tokenizer.json; the message says how to convert other tokenizer files.
         ValueError: a file is damaged or too large, or does not match the others or `vocab_size`.
     """
-    directory = Path(directory)
+    directory = local_path(directory, "directory")
     files = {}
     for name in (*_FILES, *_further_templates(directory)):
         if os.path.lexists(directory / name):

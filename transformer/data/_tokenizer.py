@@ -7,10 +7,10 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from transformer.config._checks import nearest
+from transformer.config._local_paths import local_path
 from transformer.data._normalization import NORMALIZERS
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<mask>")
@@ -140,7 +140,7 @@ class Tokenizer(ABC):
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write `tokenizer.json` into a directory, which is created if missing."""
-        path = Path(directory) / TOKENIZER_FILE
+        path = local_path(directory, "directory") / TOKENIZER_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         # Replacing the file is atomic: an interrupted save never leaves a damaged file.
         partial = path.with_suffix(".partial")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer.config._checks import nearest
+from transformer.config._local_paths import local_path
 from transformer.config._untrusted import parse_json, read_bounded
 from transformer.data._bpe import BPETokenizer
 from transformer.data._config import TokenizerConfig
@@ -68,7 +69,7 @@ def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
         FileNotFoundError: the directory has no tokenizer.
         ValueError: the file is damaged.
     """
-    path = Path(directory) / TOKENIZER_FILE
+    path = local_path(directory, "directory") / TOKENIZER_FILE
     if not os.path.lexists(path):
         raise FileNotFoundError(
             f"no tokenizer in {directory}: expected a file {path}. Pass the folder that save() wrote."

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer.config._checks import ConfigError
+from transformer.config._local_paths import local_path
 from transformer.config._recipe_files import SAVED_RECIPE
 from transformer.inference._text_methods import TextMethods
 from transformer.media._image_settings import image_processor, save_image_processor
@@ -94,6 +95,7 @@ class LoadedModel(TextMethods):
         """
         from transformer.zoo._adapters import adapter_for
 
+        directory = local_path(directory, "directory")
         base = self.params if self.base is None else self.base
         found = self.pretrained
         family, architecture = (None, None) if found is None else (found.family, found.architecture)
@@ -225,7 +227,7 @@ class LoadedModel(TextMethods):
 
 def is_workdir(path: str | os.PathLike) -> bool:
     """Return whether this directory is the workdir of a training run."""
-    return (Path(path) / SAVED_RECIPE).exists()
+    return (local_path(path, "path") / SAVED_RECIPE).exists()
 
 
 def open_model(
@@ -246,6 +248,7 @@ def open_model(
         ConfigError: the directory is neither a workdir nor a directory of weights, or the options do not apply to it.
         ValueError: a file is invalid or not supported.
     """
+    local_path(source, "source")
     if is_workdir(source):
         from transformer.training._runs import load_run
         from transformer.training._tasks import TASKS
@@ -397,6 +400,7 @@ def export(
     tokenizer, written = opened.vocabulary, None
     if tokenizer is not None:
         try:
+    directory = local_path(directory, "directory")
             written = as_pretrained(tokenizer)
         except ValueError as error:
             warnings.warn(f"the tokenizer was not saved: {error}", stacklevel=2)
@@ -444,7 +448,8 @@ def export_adapter(
     from transformer.zoo._entries import ENTRIES
     from transformer.zoo.weights._adapters import Adapter
 
-    if not is_workdir(workdir):
+    directory = local_path(directory, "directory")
+    if not is_workdir(local_path(workdir, "workdir")):
         raise ConfigError(f"{workdir} is not the workdir of a run, so that it has no adapter. Pass a run with lora.")
     recipe, model, trained, base = load_updates(workdir, step)
     config, origin = recipe.lora, recipe.origin

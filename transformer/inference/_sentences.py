@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer.config._checks import ConfigError
+from transformer.config._local_paths import local_path
 from transformer.config._options import Pooling
 from transformer.zoo.weights._flax_files import open_files
 
@@ -43,7 +44,7 @@ def sentence_settings(directory: Path) -> SentenceSettings:
         ConfigError: an unsupported module or kind of pooling, or an invalid value.
         WeightsError: a file can't be read.
     """
-    files = open_files(directory)
+    files = open_files(local_path(directory, "directory"))
     modules = files.json("modules.json", list)
     if modules is None:
         return SentenceSettings()

@@ -13,6 +13,7 @@ import jax
 
 from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError
+from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
 from transformer.inference._image_starting import image_classifier
 from transformer.inference._images import with_size_of
@@ -55,6 +56,7 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
     from transformer.training._tasks import TASKS
     from transformer.training.lora import host_memory
 
+    local_path(source, "source")
     wanted = TASKS[recipe.task].model
     options = {} if is_workdir(source) else {"dtype": recipe.model.param_dtype}
     with host_memory():  # on an accelerator, the training state has a copy of the initial parameters

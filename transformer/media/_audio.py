@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from transformer.config._checks import ConfigError
+from transformer.config._local_paths import local_path
 
 LOWEST_RATE, HIGHEST_RATE = 1_000, 768_000
 """Sampling rates in Hz that are supported. Below the lowest, a small file could become a very long one."""
@@ -72,10 +73,8 @@ def read_audio(path: str | os.PathLike, rate: int) -> np.ndarray:
 
 
 def check_file(path: str | os.PathLike) -> Path:
-    """Return the path of a local file; raise FileNotFoundError or ConfigError for a missing file, a URL or a folder."""
-    if "://" in os.fspath(path):
-        raise ConfigError(f"{path} is a URL, and only local files are read. Download it, and pass the file.")
-    file = Path(path)
+    """Return the path of a local file; raise FileNotFoundError if it is missing, ConfigError for a URL or a folder."""
+    file = local_path(path, "the audio file")
     if not file.exists():
         raise FileNotFoundError(f"no file {file}. Check the path.")
     if not file.is_file():

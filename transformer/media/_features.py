@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from transformer.config._checks import ConfigError, check_whole
+from transformer.config._local_paths import local_path
 from transformer.config._untrusted import parse_json, read_bounded
 
 FILES = ("preprocessor_config.json", "processor_config.json")
@@ -180,7 +181,7 @@ def load_features(directory: str | os.PathLike) -> LogMel | Waveform:
         FileNotFoundError: there is no such file.
         ConfigError: the file is damaged, or describes features that are not supported.
     """
-    directory = Path(directory)
+    directory = local_path(directory, "directory")
     values = _settings(directory)
     kind = values.get("feature_extractor_type")
     fixed = {"padding_value": 0.0, "dither": 0.0}

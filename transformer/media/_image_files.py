@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://|data:")
+from transformer.config._local_paths import is_remote
 
 
 def open_image(source: Any, channels: int = 3) -> np.ndarray:
@@ -45,7 +44,7 @@ def open_image(source: Any, channels: int = 3) -> np.ndarray:
 
 
 def _from_file(name: str, channels: int) -> np.ndarray:
-    if _URL.match(name):
+    if is_remote(name) or name.startswith("data:"):
         raise ValueError(f"{name:.200} is a URL, and URLs are not downloaded. Download the file, and pass its path.")
     path = Path(name)
     if not path.exists():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer.config._checks import ConfigError, nearest
+from transformer.config._local_paths import local_path
 from transformer.config._untrusted import parse_json, read_bounded
 from transformer.media._images import ImageProcessor
 
@@ -91,7 +92,7 @@ def image_processor(directory: str | os.PathLike) -> ImageProcessor:
         ConfigError: the files are missing or invalid, or describe a preprocessing that is not supported; the message
             names the fields.
     """
-    directory = Path(directory)
+    directory = local_path(directory, "directory")
     name = next((name for name in SETTINGS_FILES if (directory / name).exists()), None)
     if name is None:
         raise ConfigError(
@@ -251,8 +252,8 @@ def save_image_processor(processor: ImageProcessor, directory: str | os.PathLike
     Returns:
         The path of the file.
     """
+    path = local_path(directory, "directory") / SETTINGS_FILES[0]
     values = to_settings(processor)
-    path = Path(directory) / SETTINGS_FILES[0]
     partial = path.with_suffix(".json.partial")
     partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)

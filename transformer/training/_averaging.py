@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._checks import ConfigError
+from transformer.config._local_paths import local_path
 from transformer.training import lora
 from transformer.training._checkpoint import Checkpointer, CheckpointError
 from transformer.training._manifest import CheckpointWarning, find_steps, sync, sync_tree
@@ -53,12 +54,12 @@ def average(workdir: str | os.PathLike, last: int, to: str | os.PathLike | None 
         ConfigError: `to` contains something other than an average, `workdir` is itself an average, or its recipe or
             tokenizer was changed.
     """
-    workdir = Path(workdir)
+    workdir = local_path(workdir, "workdir")
     recipe = load_recipe(workdir)
     if to is None:
         named = workdir if workdir.name not in ("", "..") else Path(os.path.abspath(workdir))
         to = named.with_name(f"{named.name}-average-{last}")
-    to = Path(to)
+    to = local_path(to, "to")
     _check_places(workdir, to)
     params, steps = _mean(recipe, workdir, last)
     reference = load_reference(recipe, workdir, steps[-1])

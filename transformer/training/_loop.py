@@ -16,9 +16,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from transformer.config._local_paths import local_path
 from transformer.data._config import shared_rows
 from transformer.data._dataset import Batch, Dataset, padding
-from transformer.data._pipeline import check_batch
+from transformer.data._pipeline import check_batch, check_local_paths
 from transformer.nn.models._base import count_parameters
 from transformer.training import _processes as processes
 from transformer.training._checkpoint import Checkpointer
@@ -110,9 +111,9 @@ def train(
         ProcessesError: other processes of the run cannot be reached, or have ended.
         OutOfMemoryError: the run does not fit into device memory. The message has the required memory and remedies.
     """
-    began, workdir = time.perf_counter(), Path(workdir)
+    began, workdir = time.perf_counter(), local_path(workdir, "workdir")
     command = command or f"transformer.training.train(recipe, {str(workdir)!r})"
-    check_installed(recipe.logging.writers)
+    _check_given(recipe)
     with processes.together(recipe.parallel), contextlib.ExitStack() as resources:
         # Workdir: only the first process writes to it. A signal to any process stops all of them.
         lock = WorkdirLock(workdir, take_over)
@@ -182,6 +183,12 @@ def train(
         )
         training.run()
         return training.finish(summary)
+
+
+def _check_given(recipe: Recipe) -> None:
+    """Raise an error for a recipe that can't be trained here, before anything is created."""
+    check_local_paths(recipe.data)
+    check_installed(recipe.logging.writers)
 
 
 def placed(recipe: Recipe, dataset: Dataset, check: bool) -> Placement:

@@ -17,8 +17,10 @@ from pathlib import Path
 import tyro
 
 from transformer.config._checks import ConfigError, boxed_message
+from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
 from transformer.config._recipe_files import bundled, find_recipe, recipe_files
+from transformer.data._pipeline import check_local_paths
 from transformer.training._distillation import Distill
 from transformer.training._option_hints import suggestion
 from transformer.training._policy_gradient import GRPO
@@ -41,7 +43,7 @@ def load_recipe_file(path: str | os.PathLike) -> tuple[Recipe, str]:
     Raises:
         ConfigError: the file can't be run, has no get_config, or get_config does not return a recipe.
     """
-    path = Path(path)
+    path = local_path(path, "the recipe")
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     if spec is None:
         raise ConfigError(f"{path} is not a Python file. Pass a recipe such as configs/number_words.py.")
@@ -99,7 +101,8 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
         description: first text of --help.
 
     Raises:
-        ConfigError: an unknown option (the error suggests the nearest one), an invalid value, or contradictory fields.
+        ConfigError: an unknown option (the error suggests the nearest one), an invalid value, contradictory fields, or
+            a remote path.
         SystemExit: --help was printed (code 0).
     """
     recipe, arguments = _with_groups(recipe, [_current_option(argument) for argument in arguments])
@@ -109,7 +112,7 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
         raise ConfigError(f"unknown option {unknown}.{suggestion(unknown, _options(recipe))} --help-all lists all.")
     try:
         with contextlib.redirect_stderr(captured):
-            return tyro.cli(
+            recipe = tyro.cli(
                 tyro.conf.FlagConversionOff[tyro.conf.AvoidSubcommands[Recipe]],
                 default=recipe,
                 args=list(arguments),
@@ -120,6 +123,8 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
         if stop.code in (None, 0):
             raise
         raise ConfigError(_with_group_options(boxed_message(captured.getvalue()), recipe)) from None
+    check_local_paths(recipe.data)
+    return recipe
 
 
 def _with_group_options(message: str, recipe: Recipe) -> str:

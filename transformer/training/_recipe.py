@@ -12,6 +12,7 @@ from typing import Any
 import flax.linen as nn
 
 from transformer.config._checks import ConfigError
+from transformer.config._local_paths import local_path
 from transformer.config._model import Execution, TransformerConfig
 from transformer.config._recipe_files import SAVED_RECIPE
 from transformer.config._untrusted import parse_json, read_bounded
@@ -337,7 +338,7 @@ def load_recipe(workdir: str | os.PathLike) -> Recipe:
         FileNotFoundError: the workdir does not exist, or has no recipe.
         ConfigError: recipe.json can't be read.
     """
-    path = Path(workdir) / FILE
+    path = local_path(workdir, "workdir") / FILE
     if not os.path.lexists(path):
         raise FileNotFoundError(
             f"{path} does not exist: {workdir} is not the workdir of a run. Pass one, such as runs/number_words."

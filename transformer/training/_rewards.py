@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from transformer.config._checks import ConfigError, nearest
+from transformer.config._local_paths import local_path
 from transformer.data.kinds._prompts import Prompt
 from transformer.training._policy_gradient import GRPO, reward_names
 
@@ -99,7 +100,7 @@ def load_function(name: str) -> Callable[..., Any]:
     if not colon or not place or not attribute:
         raise ConfigError(f"a reward must be 'module:function' or 'file.py:function', got {name!r}. Name both.")
     try:
-        module = _file(Path(place).expanduser()) if place.endswith(".py") else _module(place)
+        module = _file(local_path(place, "grpo.rewards").expanduser()) if place.endswith(".py") else _module(place)
     except ConfigError:
         raise
     except Exception as error:  # the file runs code of the user, which can raise anything

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import flax.linen as nn
 
 from transformer.config._checks import ConfigError
+from transformer.config._local_paths import local_path
 from transformer.config._paths import get_path
 from transformer.data._dataset import Dataset
 from transformer.data._pipeline import prepare as prepare_data
@@ -98,7 +99,7 @@ def load_run(workdir: str | os.PathLike, step: Literal["best", "newest"] | int =
         WorkdirError: the recipe or the tokenizer is not the one that the checkpoint was trained with.
         ValueError: the recipe, tokenizer or checkpoint can't be read; the message names it.
     """
-    recipe = load_recipe(workdir)
+    recipe = load_recipe(local_path(workdir, "workdir"))
     tokenizer = load_own_tokenizer(recipe, workdir)
     if step == "best" and is_average(workdir):
         step = "newest"
@@ -211,7 +212,7 @@ def open_run(
             model to compare with, or a teacher that is missing or has another tokenizer.
         ValueError: the data can't be read, or doesn't fit the model.
     """
-    workdir = Path(workdir)
+    workdir = local_path(workdir, "workdir")
     resumes = has_checkpoints(workdir) and not restart
     if not restart:
         _check_resumable(workdir)

@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import optax.contrib
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer.config._checks import ConfigError
+from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
 from transformer.config._paths import get_path
 from transformer.data._config import DataKind
@@ -101,7 +101,7 @@ def check_options(before: Recipe, after: Recipe, source: str) -> None:
 
 def origin_of(workdir: str | os.PathLike) -> str | None:
     """Return the model that the run in a workdir was initialized from; None for no run, or random initialization."""
-    if not (Path(workdir) / FILE).exists():
+    if not (local_path(workdir, "--workdir") / FILE).exists():
         return None
     origin = load_recipe(workdir).origin
     return None if origin is None else origin.source

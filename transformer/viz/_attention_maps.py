@@ -20,6 +20,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from transformer.config._local_paths import local_path
 from transformer.config._progress import counting
 from transformer.viz._attention_weights import AttentionMap, printable
 from transformer.viz._output_files import PNG_METADATA, check_replaceable
@@ -60,7 +61,7 @@ def save_attention_maps(
         ValueError: the numbers of labels and positions differ, or the images have more than `MOST_PIXELS` together.
         FileExistsError: without `overwrite`, a file exists that this package did not write.
     """
-    directory = Path(directory)
+    directory = local_path(directory, "directory")
     fonts, missing = fonts_for([*map(printable, source), *map(printable, target)])
     words = {
         stack: [short_label(word, missing) for word in labels]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
+from transformer.config._local_paths import local_path
 from transformer.viz._attention_weights import AttentionMap, attention_rollout, printable
 from transformer.viz._page_parts import encoded, fill_page, part
 
@@ -97,7 +98,7 @@ def save_attention_page(path: str | os.PathLike, panels: Sequence[Panel], **opti
     Raises:
         ValueError: see `attention_page`.
     """
-    path, page = Path(path), attention_page(panels, **options)
+    path, page = local_path(path, "path"), attention_page(panels, **options)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="ascii")
     return path

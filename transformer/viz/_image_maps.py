@@ -12,6 +12,7 @@ from jaxtyping import Float
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from transformer.config._local_paths import local_path
 from transformer.config._parts import Patches
 from transformer.viz._attention_weights import AttentionMap, attention_rollout
 from transformer.viz._output_files import PNG_METADATA, check_replaceable
@@ -55,6 +56,7 @@ def save_image_attention(
         ValueError: the sizes of the image, the maps and the patches do not fit together, or weights are not finite.
         FileExistsError: without `overwrite`, a file exists that this package did not write.
     """
+    directory = local_path(directory, "directory")
     expected = (patches.image_height, patches.image_width, patches.channels)
     if image.shape != expected:
         raise ValueError(f"expected an image of shape {expected}, as the model reads it, got {image.shape}. Resize it.")
@@ -74,7 +76,6 @@ def save_image_attention(
         weights = patch_weights(pooling, patches)
         names = [f"head {head + 1}" for head in range(len(weights))]
         planned.append(("image_pooling.png", "attention of the pooling", names, weights))
-    directory = Path(directory)
     paths = [directory / file for file, *_ in planned]
     if not overwrite:
         check_replaceable(paths)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.image import imsave
 
+from transformer.config._local_paths import local_path
 from transformer.config._parts import Patches
 from transformer.viz._attention_page import check_weights, quantize
 from transformer.viz._attention_weights import AttentionMap, attention_rollout
@@ -51,6 +52,7 @@ def save_image_page(
         ValueError: there are no maps; the sizes of the image, the maps and the patches do not fit together; weights are
             not finite; or there are more weights than a page can hold.
     """
+    path = local_path(path, "path")
     expected = (patches.image_height, patches.image_width, patches.channels)
     if image.shape != expected:
         raise ValueError(f"expected an image of shape {expected}, as the model reads it, got {image.shape}. Resize it.")
@@ -79,7 +81,6 @@ def save_image_page(
         "rollout": [packed(one.weights) for one in rollouts],
         "pooling": None if pooling is None else packed(pooling),
     }
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(fill_page("image_page", title, part("image_page.js"), data), encoding="ascii")
     return path

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+
+from transformer.config._local_paths import local_path
 
 _WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
@@ -25,7 +26,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 def metrics_lines(path: str | os.PathLike) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each line, without its line end, and its record. Raises the errors of `read_metrics`."""
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = local_path(path, "path").read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line, parse_constant=_refuse)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from transformer.config._local_paths import local_path
 from transformer.viz._output_files import HTML_MARK, check_replaceable
 from transformer.viz._report_curves import (
     CHARTS,
@@ -128,7 +129,7 @@ def save_report(
         ValueError: see `report_page`.
         FileExistsError: without `overwrite`, a file exists that this package did not write.
     """
-    path, charts = Path(html_path), charts_of(runs)
+    path, charts = local_path(html_path, "html_path"), charts_of(runs)
     if not overwrite:
         check_replaceable([path, *(_picture(path, chart) for chart, _ in charts)])
     page = _page(runs, charts, title, made)

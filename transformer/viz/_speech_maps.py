@@ -13,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from transformer.config._local_paths import local_path
 from transformer.viz._attention_maps import MOST_PIXELS, fonts_for, short_label
 from transformer.viz._attention_weights import printable
 from transformer.viz._output_files import PNG_METADATA, check_replaceable
@@ -57,6 +58,7 @@ def save_speech_attention(
             pictures have more than `MOST_PIXELS` together.
         FileExistsError: without `overwrite`, a file exists that this package did not write.
     """
+    directory = local_path(directory, "directory")
     if not len(words) == len(times) == weights.shape[2] or not words:
         raise ValueError(
             f"expected at least one word, and a time and a row of weights for each, got {len(words)} words, "
@@ -88,7 +90,6 @@ def save_speech_attention(
             f"{pixels / 1e6:,.0f} million in {len(planned):,} images. Shorten the recording, or write one page: --html "
             f"FILE."
         )
-    directory = Path(directory)
     paths = [directory / file for file, *_ in planned]
     if not overwrite:
         check_replaceable(paths)

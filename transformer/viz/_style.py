@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from transformer.config._local_paths import local_path
 from transformer.viz._output_files import PNG_METADATA
 
 BLUE, RED, GREEN, AMBER, VIOLET, INK = "#3b6fb6", "#d1495b", "#3f8f5f", "#e0912f", "#7a5ba6", "#333333"
@@ -34,5 +34,5 @@ def dress(axes: Axes, title: str, x: str, y: str = "") -> None:
 
 def save(figure: Figure, png_path: str | os.PathLike) -> None:
     """Write a PNG file with this program's name in its metadata; a missing directory is created."""
-    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
+    local_path(png_path, "png_path").parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(os.fspath(png_path), metadata=PNG_METADATA)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
+from transformer.config._local_paths import local_path
 from transformer.config._parts import Patches
 from transformer.viz._attention_maps import fonts_for, short_label
 from transformer.viz._attention_page import check_weights
@@ -53,6 +54,7 @@ def save_word_images(
         ValueError: the sizes do not fit together, weights are not finite, or there are more than `MOST_WORDS`.
         FileExistsError: without `overwrite`, a file exists that this package did not write.
     """
+    directory = local_path(directory, "directory")
     _check(image, weights, rollout, words, patches)
     if len(words) > MOST_WORDS:
         raise ValueError(
@@ -67,7 +69,6 @@ def save_word_images(
     for layer, one in enumerate(weights):
         title = f"layer {layer + 1} of {total}: attention of each word to the image, mean over heads"
         planned.append((f"image_words_layer{layer + 1:0{digits}}.png", title, one.mean(0)))
-    directory = Path(directory)
     paths = [directory / file for file, *_ in planned]
     if not overwrite:
         check_replaceable(paths)
@@ -107,6 +108,7 @@ def save_word_page(
     Raises:
         ValueError: the sizes do not fit together, weights are not finite, or there are more weights than a page holds.
     """
+    path = local_path(path, "path")
     _check(image, weights, rollout, words, patches)
     check_weights(weights.size + rollout.size)
     data = {
@@ -127,7 +129,6 @@ def save_word_page(
         "rollout": [packed(one[None]) for one in rollout],
         "pooling": None,
     }
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(fill_page("image_page", title, part("image_page.js"), data), encoding="ascii")
     return path

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from transformer.config._checks import ConfigError, nearest
+from transformer.config._local_paths import local_path
 from transformer.config._model import Execution, TransformerConfig
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.nn._adapted import has_encoded
@@ -153,6 +154,9 @@ def load_pretrained(
     options |= {"execution": execution, "tokenizer": tokenizer}
     if is_gguf(source):
         return _load(open_weights(source, ignore_fields), **options)
+    local_path(source, "source")
+    if tokenizer is not None:
+        local_path(tokenizer, "tokenizer")
     variant = find_variant(str(source)) if not Path(source).is_dir() else None
     variants = [name for family in ENTRIES.values() for name in family.variants]
     directory = fetch(source if variant is None else variant[1].hub, revision, known=variants)
@@ -208,7 +212,7 @@ def verify(directory: str | os.PathLike) -> float:
         ConfigError: the directory has no example.
         WeightsError: files have changed, or logits differ by more than the tolerance of their dtype.
     """
-    values = read_integrity(directory)
+    values = read_integrity(local_path(directory, "directory"))
     example = None if values is None else values.get("example")
     if example is None:
         raise ConfigError(
@@ -397,6 +401,7 @@ def save_pretrained(
     if chosen.heads[architecture].base:
         links = rename(links, chosen.without_prefix)
     dtypes = Counter(str(leaf.dtype) for leaf in jax.tree.leaves(params))
+    directory = local_path(directory, "directory")
     values = values | {"dtype": dtypes.most_common(1)[0][0]} | dict(fields or {})
     if canonical(chosen.read_back(values, chosen.heads[architecture], model.config)) != canonical(model.config):
         raise ConfigError(f"the fields {', '.join(fields or {})} change the model config. Leave them out.")

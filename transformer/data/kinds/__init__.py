@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Union
 
-from transformer.data._config import DataKind
+from transformer.data._config import DataKind, is_path_field
 from transformer.data.kinds._conversations import Conversations
 from transformer.data.kinds._digits import Digits
 from transformer.data.kinds._etth1 import ETTh1
@@ -68,10 +68,7 @@ DataConfig = Union[tuple(DATA.values())]  # noqa: UP007 - built from the registr
 """type of the field `data` of a recipe"""
 
 PLACES = frozenset(
-    field.name
-    for kind in DATA.values()
-    for field in dataclasses.fields(kind)
-    if field.name.endswith(("path", "paths", "dir"))
+    field.name for kind in DATA.values() for field in dataclasses.fields(kind) if is_path_field(field.name)
 )
 """Fields with paths of files and folders. They may change when a run is resumed, because the fingerprint identifies the
 data."""

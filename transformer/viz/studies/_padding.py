@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from transformer.config._local_paths import local_path
 from transformer.data._buckets import bucket_bounds
 from transformer.data._local_files import read_lines
 from transformer.data.kinds._number_words import training_numbers, words
@@ -117,7 +118,7 @@ def text_lengths(path: Path, most: int = 4 * SEQUENCES, seed: int = 0) -> np.nda
         FileNotFoundError: the file does not exist.
         ValueError: the file is empty or not UTF-8 text.
     """
-    lengths = np.array([len(line.split()) for line in read_lines(str(path))])
+    lengths = np.array([len(line.split()) for line in read_lines(str(local_path(path, "path")))])
     lengths = lengths[lengths > 0]
     return lengths if len(lengths) <= most else np.random.default_rng(seed).permutation(lengths)[:most]
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._checks import ConfigError
+from transformer.config._local_paths import local_path
 from transformer.nn._adapted import Adapted, dense, output_norms
 from transformer.nn._parameter_axes import axes_of
 from transformer.zoo.weights._files import AdapterFiles, WeightsError, first_non_finite, write_weights
@@ -172,6 +173,7 @@ def write_adapter(
         ConfigError: an update that PEFT's format can't express; the message names the layers.
         WeightsError: the directory is not empty.
     """
+    directory = local_path(directory, "directory")
     flat = flax.traverse_util.flatten_dict(params, sep="/")
     shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
     tensors, modules, ranks = _low_rank_tensors(adapter, _modules(links, shapes), flat)

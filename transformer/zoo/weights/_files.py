@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 
 from transformer.config._checks import nearest
+from transformer.config._local_paths import local_path
 from transformer.config._progress import counting
 from transformer.config._untrusted import MAX_JSON_BYTES, parse_json, read_bounded, regular_file
 from transformer.zoo.weights._header import DTYPE_NAMES, TensorInfo, WeightsError, check_name, header_bytes, read_header
@@ -69,7 +70,7 @@ class WeightFiles:
     tensors: dict[str, TensorInfo]
 
     def __init__(self, directory: str | os.PathLike):
-        self.directory = Path(directory)
+        self.directory = local_path(directory, "directory")
         if not self.directory.is_dir():
             raise FileNotFoundError(
                 f"no directory {directory}. Pass a directory with {self.config_file} and {self.weights_file}."
@@ -273,7 +274,7 @@ def write_weights(
     Raises:
         WeightsError: the directory is not empty, or a name, dtype or the config can't be written.
     """
-    directory = Path(directory)
+    directory = local_path(directory, "directory")
     if directory.is_dir() and any(directory.iterdir()):
         raise WeightsError(
             f"{directory} is not empty, and files are never overwritten. Pass a new directory, or empty this one."

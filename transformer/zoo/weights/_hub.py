@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from transformer.config._checks import nearest
+from transformer.config._local_paths import local_path
 from transformer.zoo.weights._files import INDEX_FILE, WEIGHTS_FILE, WeightsError
 from transformer.zoo.weights._flax_files import FLAX_FILE
 
@@ -34,7 +35,7 @@ def fetch(name_or_path: str | os.PathLike, revision: str | None = None, known: C
         WeightsError: no network, unknown name or revision, no permission, no safetensors, or huggingface_hub is not
             installed.
     """
-    path = Path(name_or_path).expanduser()
+    path = local_path(name_or_path, "the model").expanduser()
     if path.is_dir():
         if revision is not None:
             raise WeightsError(f"{path} is a directory, which has no revision {revision!r}. Omit the revision.")

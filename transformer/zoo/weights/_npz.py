@@ -10,12 +10,12 @@ import math
 import os
 import zipfile
 import zlib
-from pathlib import Path
 from typing import BinaryIO, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
+from transformer.config._local_paths import local_path
 from transformer.zoo.weights._header import MAX_RANK, TensorInfo, WeightsError, check_name
 
 MAX_ARRAYS = 100_000
@@ -40,7 +40,7 @@ class NpzFile:
     """What determines the tensors that the file must have, for error messages."""
 
     def __init__(self, path: str | os.PathLike):
-        self.directory = Path(path)
+        self.directory = local_path(path, "path")
         if not self.directory.is_file():
             raise FileNotFoundError(f"no file {path}. Pass an .npz file of big_vision.")
         self.tensors: dict[str, TensorInfo] = {}
