@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gguf_parts import converted, gguf, metadata_of, random_blocks, stored
+from gguf_parts import converted, gguf, metadata_of, name_in_gguf, random_blocks, stored
 from golden import case as golden_case
 from golden import ours
 from golden.case import numbers
@@ -17,6 +17,7 @@ from transformer.__main__ import main
 from transformer.config import ConfigError
 from transformer.inference._loading import export, open_model
 from transformer.zoo import load_pretrained
+from transformer.zoo._gguf import GGUFFiles, unpermuted
 from transformer.zoo.weights._files import WeightFiles, WeightsError
 
 CASES = [("llama", "lm"), ("llama", "grouped_llama3"), ("llama", "linear"), ("qwen2", "lm"), ("qwen3", "lm")]
@@ -135,6 +136,53 @@ def test_an_export_is_a_directory_with_the_same_parameters(tmp_path):
     assert opened.context == 2048
     with pytest.raises(ConfigError, match=r"model\.gguf.*--tokenizer"):
         opened.tokenizer.encode("a")
+
+
+def reference_values(file):
+    """Return the tensors of a file by name, in float32, as the package gguf dequantizes them."""
+    reader = pytest.importorskip("gguf").GGUFReader(file)
+    dequantize = pytest.importorskip("gguf.quants").dequantize
+    return {
+        one.name: np.asarray(dequantize(one.data, one.tensor_type), np.float32).reshape(one.shape[::-1])
+        for one in reader.tensors
+    }
+
+
+@pytest.mark.programs(80, reason="`convert` computes the logits of a short input outside of jax.jit")
+def test_convert_asks_the_reader_for_the_dtype(tmp_path):
+    """No value is rounded on the way to float32: the matrices are those of the file, which bfloat16 can't represent."""
+    file = quantized_file(tmp_path / "model.gguf")
+    assert main(["convert", str(file), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    expected, found = GGUFFiles(file), WeightFiles(tmp_path / "out")
+    assert all(expected.dtype_read(name) == expected.read(name).dtype for name in expected.tensors)
+    assert {str(found.tensors[name].dtype) for name in found.tensors} == {"float32"}
+    for name in expected.tensors:
+        np.testing.assert_array_equal(found.read(name), expected.read(name), err_msg=name)
+    rounded = expected.read("model.layers.0.mlp.up_proj.weight")
+    assert (rounded != rounded.astype(jnp.bfloat16)).mean() > 0.5
+
+
+@pytest.mark.parity
+def test_converted_values_are_those_of_the_package_gguf(tmp_path):
+    """The tensors of every quantized format, in float32, bit for bit; queries and keys are permuted in the file."""
+    file = quantized_file(tmp_path / "model.gguf")
+    theirs = reference_values(file)
+    assert main(["convert", str(file), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    found = WeightFiles(tmp_path / "out")
+    assert len(theirs) == len(wide_shapes())
+    for name in wide_shapes():
+        array = theirs[name_in_gguf(name, "llama")]
+        if heads := {"q_proj": 8, "k_proj": 4}.get(name.split(".")[-2]):
+            array = unpermuted(array, heads)
+        np.testing.assert_array_equal(found.read(name), array, err_msg=name)
+
+
+def test_an_export_does_not_widen_rounded_values(tmp_path):
+    """The values were lost when the model was loaded."""
+    file = quantized_file(tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match=r"rounded to bfloat16.*load the model with dtype='float32'"):
+        export(open_model(file), tmp_path / "out", dtype="float32")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

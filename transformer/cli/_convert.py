@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
             )
         _verify(command, command.directory)
         return
-    from transformer.inference._loading import export
+    from transformer.inference._loading import export, is_workdir
 
     if command.output.is_dir() and any(command.output.iterdir()):  # check before the model is loaded, which takes time
         raise ConfigError(
@@ -65,7 +65,9 @@ def main(arguments: Sequence[str]) -> None:
     if command.adapter_only:
         _write_adapter(command)
         return
-    opened = command.load()
+    # The reader converts to the dtype: quantized weights were rounded already if it were changed afterwards.
+    keeps = command.dtype is None or is_workdir(command.directory)
+    opened = command.load() if keeps else command.load(dtype=command.dtype)
     chosen = export(
         opened,
         command.output,

@@ -343,6 +343,18 @@ def _cast(model: nn.Module, params: Any) -> Any:
     return result
 
 
+def _check_not_rounded(opened: LoadedModel, dtype: str) -> None:
+    """Raise ConfigError if loading rounded the values of the files, and `dtype` could represent them."""
+    if opened.pretrained is None:
+        return
+    loaded = opened.model.config.param_dtype
+    if jnp.finfo(loaded).nmant < min(opened.pretrained.mantissa_bits, jnp.finfo(dtype).nmant):
+        raise ConfigError(
+            f"the weights in {opened.directory} were rounded to {loaded} when they were loaded, so that {dtype} must "
+            f"be requested before: load the model with dtype={dtype!r}, then export it."
+        )
+
+
 def _copy_companions(source: Path, target: Path, more: Sequence[str]) -> None:
     """Copy the settings files of the authors: for sentence embeddings, images and audio, and the files `more`."""
     files = open_weights(source)
@@ -370,7 +382,8 @@ def export(
         opened: the model.
         directory: new or empty directory.
         family: family in whose format the model is saved; None: its own family, or the first that can describe it.
-        dtype: dtype of the saved parameters; None: unchanged.
+        dtype: dtype of the saved parameters; None: unchanged. Load the model with the same dtype if it has more bits
+            than the loaded parameters.
         max_shard_bytes: maximum size of a safetensors file.
         quantization: bits and group size with which the weights are saved (`zoo.save_pretrained`). None: the weights
             are saved as they are, and dequantized if they are quantized.
@@ -379,19 +392,22 @@ def export(
         The family.
 
     Raises:
-        ConfigError: no family can describe the model (the message names the unsupported fields), or values are outside
-            the range of the dtype.
+        ConfigError: no family can describe the model (the message names the unsupported fields), values are outside
+            the range of the dtype, or they were rounded to fewer bits when they were loaded.
         WeightsError: the directory is not empty.
     """
     from transformer.data._tokenizer_files import as_pretrained
     from transformer.zoo._equivalents import with_equivalent
     from transformer.zoo._pretrained import choose_family, save_pretrained
 
+    directory = local_path(directory, "directory")
     model, params = opened.model, opened.params
-    if quantization is None and has_encoded(params):
-        params = _cast(model, opened.merged().params)
     if dtype is not None:
+        _check_not_rounded(opened, dtype)
         model = model.clone(config=model.config.replace(dtype=dtype, param_dtype=dtype))
+    if quantization is None and has_encoded(params):
+        params = _cast(model, opened.merged().params)  # from float32, in one step
+    elif dtype is not None:
         params = _cast(model, params)
     if opened.run is not None:
         model, params = with_equivalent(model, params, family, opened.context)
@@ -400,7 +416,6 @@ def export(
     tokenizer, written = opened.vocabulary, None
     if tokenizer is not None:
         try:
-    directory = local_path(directory, "directory")
             written = as_pretrained(tokenizer)
         except ValueError as error:
             warnings.warn(f"the tokenizer was not saved: {error}", stacklevel=2)
@@ -416,7 +431,7 @@ def export(
     )
     if opened.pretrained is not None and opened.directory.is_dir():
         more = CTC_FILES if isinstance(model, SpeechRecognizer) else ()
-        _copy_companions(opened.directory, Path(directory), more)
+        _copy_companions(opened.directory, directory, more)
     elif (opened.directory / PREPROCESSING).exists():
         save_image_processor(image_processor(opened.directory), directory)
     return choose_family(model, family)[0]

@@ -162,6 +162,11 @@ class GGUFFiles(WeightFiles):
             array = array - np.asarray(1, array.dtype)
         return array
 
+    def dtype_read(self, name: str) -> np.dtype:
+        """Return the dtype of the array that `read` returns: float32 if the tensor is quantized."""
+        form = self._tensors[self._info(name).name].format
+        return form.dtype if form.dequantized is None else np.dtype(np.float32)
+
     def place(self, filename: str) -> None:
         """Return None: a GGUF file has no files next to it."""
 

@@ -70,6 +70,8 @@ class Pretrained:
     """None: the directory has no tokenizer.json, or the GGUF file no tokenizer of a supported kind."""
     generation: Mapping[str, Any]
     """Generation options of the authors: generation_config.json, or config.json if it is missing."""
+    mantissa_bits: int = 0
+    """Largest number of mantissa bits of the tensors that were read; `params` of a dtype with fewer are rounded."""
 
 
 def find_family(values: Mapping[str, Any]) -> Family:
@@ -152,11 +154,11 @@ def load_pretrained(
     """
     options = {"dtype": dtype, "mesh": mesh, "architecture": architecture, "ignore_fields": ignore_fields}
     options |= {"execution": execution, "tokenizer": tokenizer}
-    if is_gguf(source):
-        return _load(open_weights(source, ignore_fields), **options)
     local_path(source, "source")
     if tokenizer is not None:
         local_path(tokenizer, "tokenizer")
+    if is_gguf(source):
+        return _load(open_weights(source, ignore_fields), **options)
     variant = find_variant(str(source)) if not Path(source).is_dir() else None
     variants = [name for family in ENTRIES.values() for name in family.variants]
     directory = fetch(source if variant is None else variant[1].hub, revision, known=variants)
@@ -197,7 +199,9 @@ def _load(
             f"load the original weights."
         )
     params = _read_params(files, family, name, model, mesh) if packed is None else load_quantized(files, model, *packed)
-    return Pretrained(model, params, family, name, files.config, files.directory, read, generation)
+    return Pretrained(
+        model, params, family, name, files.config, files.directory, read, generation, mantissa_bits(files)
+    )
 
 
 def verify(directory: str | os.PathLike) -> float:
@@ -316,6 +320,12 @@ def usual_dtype(tensors: Mapping[str, TensorInfo]) -> str:
     return usual[0] if usual else "float32"
 
 
+def mantissa_bits(files: WeightFiles) -> int:
+    """Return the largest number of mantissa bits of the floating-point tensors, after dequantization."""
+    dtypes = {files.dtype_read(name) for name in files.tensors}
+    return max((jnp.finfo(dtype).nmant for dtype in dtypes if dtype.kind not in "biuc"), default=0)
+
+
 def choose_family(model: nn.Module, family: str | None = None) -> tuple[Family, str, dict[str, Any]]:
     """Return the family, architecture and config.json that describe this model.
 
@@ -391,6 +401,7 @@ def save_pretrained(
             `fields` contains a field that affects the computation.
         WeightsError: the directory is not empty.
     """
+    directory = local_path(directory, "directory")
     chosen, architecture, values = choose_family(model, family)
     if strange := sorted(set(fields or {}) - NEUTRAL - {"max_position_embeddings"}):
         raise ConfigError(f"fields must not affect the computation, got {', '.join(strange)}. Leave them out.")
@@ -401,7 +412,6 @@ def save_pretrained(
     if chosen.heads[architecture].base:
         links = rename(links, chosen.without_prefix)
     dtypes = Counter(str(leaf.dtype) for leaf in jax.tree.leaves(params))
-    directory = local_path(directory, "directory")
     values = values | {"dtype": dtypes.most_common(1)[0][0]} | dict(fields or {})
     if canonical(chosen.read_back(values, chosen.heads[architecture], model.config)) != canonical(model.config):
         raise ConfigError(f"the fields {', '.join(fields or {})} change the model config. Leave them out.")
@@ -414,7 +424,7 @@ def save_pretrained(
     if tokenizer is not None:
         tokenizer.save(directory)
     write_integrity(directory, make_example(model, params, values["dtype"]))
-    return Path(directory)
+    return directory
 
 
 def _check_params(model: nn.Module, params: Any) -> dict[str, tuple[int, ...]]:

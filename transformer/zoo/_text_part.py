@@ -86,6 +86,10 @@ class TextPartFiles(WeightFiles):
         self._info(name)
         return self._files.read(self._names[name])
 
+    def dtype_read(self, name: str) -> np.dtype:
+        """Return the dtype of the array that `read` returns."""
+        return self._files.dtype_read(self._names[name])
+
 
 def text_part(files: WeightFiles) -> WeightFiles:
     """Return the decoder of opened files if the whole model is in `TEXT_PARTS`, otherwise the files.

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from transformer.__main__ import main
 from transformer.zoo import load_pretrained
 from transformer.zoo.weights._files import WeightFiles, WeightsError, write_weights
 from transformer.zoo.weights._packed import from_awq, from_gptq
@@ -119,6 +120,19 @@ def test_a_quantized_directory_loads_as_the_plain_one(tmp_path, method):
     found, expected = (load_pretrained(tmp_path / name, dtype="float32") for name in ("small", "whole"))
     assert found.model.config == expected.model.config
     jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+@pytest.mark.programs(90, reason="`convert` computes the logits of a short input outside of jax.jit")
+@pytest.mark.parametrize("method", ["gptq, act order", "awq"])
+def test_convert_asks_the_reader_for_the_dtype(tmp_path, method):
+    """The products of integers and scales in float32 have digits that float16, the default, would round."""
+    small, whole = llama(METHODS[method])
+    write_weights(tmp_path / "small", LLAMA | {"quantization_config": METHODS[method]}, small)
+    assert main(["convert", str(tmp_path / "small"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    expected, found = plain_files(WeightFiles(tmp_path / "small")), WeightFiles(tmp_path / "out")
+    assert all(expected.dtype_read(name) == expected.read(name).dtype for name in expected.tensors)
+    for name, array in whole.items():
+        np.testing.assert_array_equal(found.read(name), array.astype(np.float32), err_msg=name)
 
 
 GPTQ = METHODS["gptq, act order"]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from transformer.__main__ import main
 from transformer.config import ConfigError
 from transformer.zoo import load_pretrained
 from transformer.zoo.weights._files import WeightFiles, WeightsError, write_weights
@@ -149,6 +150,22 @@ def test_a_directory_in_fp8_blocks(tmp_path):
     name = "model.layers.0.mlp.down_proj.weight"
     kernel = loaded.params["decoder"]["layers"]["slot_0"]["feed_forward"]["down"]["kernel"][0]
     np.testing.assert_array_equal(kernel, from_fp8(tensors[name], tensors[f"{name}_scale_inv"], (4, 3)).T)
+
+
+@pytest.mark.programs(90, reason="`convert` computes the logits of a short input outside of jax.jit")
+@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+def test_convert_asks_the_reader_for_the_dtype(tmp_path, form):
+    """The matrices in float32 are the dequantized ones, and a plain tensor in float32 keeps all digits."""
+    config, tensors = (LLAMA | FP8, llama_tensors()) if form == "fp8" else (OSS | MXFP4, oss_tensors())
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32) + np.float32(2**-20)
+    write_weights(tmp_path / "packed", config, tensors)
+    assert load_pretrained(tmp_path / "packed").model.config.param_dtype == "bfloat16"
+    assert main(["convert", str(tmp_path / "packed"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    expected, found = plain_files(WeightFiles(tmp_path / "packed")), WeightFiles(tmp_path / "out")
+    assert all(expected.dtype_read(name) == expected.read(name).dtype for name in expected.tensors)
+    assert {str(found.tensors[name].dtype) for name in found.tensors} == {"float32"}
+    for name in expected.tensors:
+        np.testing.assert_array_equal(found.read(name), expected.read(name).astype(np.float32), err_msg=name)
 
 
 def opened(tmp_path, config, tensors):

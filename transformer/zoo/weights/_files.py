@@ -113,6 +113,14 @@ class WeightFiles:
             np.not_equal(raw, 0, out=array.reshape(-1))
         return array
 
+    def dtype_read(self, name: str) -> np.dtype:
+        """Return the dtype of the array that `read` returns.
+
+        For a dequantized tensor, it can represent more values than the dtype in `tensors`, which is the one that such
+        weights usually have.
+        """
+        return self._info(name).dtype
+
     def _info(self, name: str) -> TensorInfo:
         """Return the description of a tensor."""
         if name not in self.tensors:

@@ -27,7 +27,7 @@ FIELD = "quantization_config"
 _HALF_BYTES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 # Numbers that share one scale in mxfp4.
 _GROUP = 32
-_BFLOAT16 = np.dtype(jnp.bfloat16)
+_BFLOAT16, _FLOAT32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 _BYTES = np.arange(256, dtype=np.uint8)
 _FLOAT8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 _GROUP_SCALES = (np.dtype("float16"), np.dtype(jnp.bfloat16), np.dtype("float32"))
@@ -94,6 +94,8 @@ class _Made:
     make: Callable[..., np.ndarray]
     dtype: np.dtype = _BFLOAT16
     """Dtype for which the files are made."""
+    read: np.dtype = _FLOAT32
+    """Dtype that `make` returns."""
 
 
 def _mxfp4(tensors: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> tuple[dict[str, _Made], list[str]]:
@@ -112,7 +114,7 @@ def _mxfp4(tensors: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> tu
             )
             continue
         experts, out, groups, _ = blocks.shape
-        made[name] = _Made(parts, (experts, groups * _GROUP, out), from_mxfp4)
+        made[name] = _Made(parts, (experts, groups * _GROUP, out), from_mxfp4, read=_BFLOAT16)
     return made, problems
 
 
@@ -298,6 +300,10 @@ class PlainFiles(WeightFiles):
             return self._files.read(name)
         one = self._made[name]
         return one.make(*map(self._files.read, one.parts))
+
+    def dtype_read(self, name: str) -> np.dtype:
+        """Return the dtype of the array that `read` returns."""
+        return self._made[name].read if name in self._made else self._files.dtype_read(name)
 
 
 def plain_files(files: WeightFiles) -> WeightFiles:
