@@ -1,8 +1,10 @@
 """Texts of a form: JSON schemas and regular expressions in the engine and over HTTP."""
 
+import asyncio
 import json
 import random
 import re
+import time
 
 import jsonschema
 import numpy as np
@@ -11,9 +13,10 @@ from serve_parts import answers, prompts, tiny_parts
 from starlette.testclient import TestClient
 
 from transformer.generate import Sampling
-from transformer.inference import Grammars
-from transformer.serve import Engine, Request
-from transformer.serve._constraints import MOST_GRAMMAR
+from transformer.inference import Grammars, _grammar_checks
+from transformer.serve import Engine, Request, _constraints
+from transformer.serve._constraints import MOST_GRAMMAR, Constraints, TextForm
+from transformer.serve._errors import APIError
 from transformer.serve._service import Service
 
 pytest.importorskip("llguidance")
@@ -211,3 +214,66 @@ def test_invalid_forms_are_one_line(client, fields, param, message):
     assert message in error["message"]
     assert "\n" not in error["message"]
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+HUGE = {"type": "integer", "multipleOf": 123456789, "minimum": -(10**18), "maximum": 10**18}
+"""needs gigabytes and minutes"""
+
+
+class Client:
+    """The request of a client that leaves after some seconds."""
+
+    def __init__(self, seconds):
+        self._seconds = seconds
+
+    async def receive(self):
+        await asyncio.sleep(self._seconds)
+        return {"type": "http.disconnect"}
+
+
+def test_a_schema_that_needs_gigabytes(client):
+    response = client.post("/v1/completions", json={"prompt": "a", "guided_json": HUGE})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "guided_json")
+    assert "does not compile within" in error["message"]
+    fields = {"guided_json": {"type": "boolean"}, "max_tokens": 9}
+    assert client.post("/v1/completions", json={"prompt": "a", **fields}).status_code == 200
+
+
+@pytest.fixture
+def unlimited(parts, monkeypatch):
+    """Constraints whose schemas may take all time and memory."""
+    monkeypatch.setattr(_grammar_checks, "SECONDS", 60.0)
+    monkeypatch.setattr(_grammar_checks, "MOST_BYTES", 2**40)
+    made = Constraints(parts[2], parts[2].vocab_size)
+    yield made
+    made.close()
+
+
+def test_a_client_that_leaves_ends_the_compilation_of_its_schema(unlimited):
+    async def leave():
+        with pytest.raises(APIError, match="the client has left"):
+            await unlimited.make(Client(0.5), TextForm("guided_json", schema=HUGE), 1)
+        return time.monotonic()
+
+    left = asyncio.run(leave())
+    unlimited._threads.shutdown(wait=True)  # its thread ends when its process has
+    assert time.monotonic() - left < 20  # alone, the schema takes minutes
+
+
+def test_schemas_are_compiled_beside_a_costly_one(unlimited):
+    async def both():
+        costly = asyncio.ensure_future(unlimited.make(Client(60), TextForm("guided_json", schema=HUGE), 1))
+        ordinary = [unlimited.make(Client(60), TextForm("guided_regex", pattern=p), 2) for p in ("a", "b")]
+        assert [len(made) for made in await asyncio.gather(*ordinary)] == [2, 2]
+        assert not costly.done()
+        costly.cancel()
+
+    asyncio.run(both())
+
+
+def test_too_many_schemas_wait(unlimited, monkeypatch):
+    monkeypatch.setattr(_constraints, "MOST_WAITING", -_constraints.AT_A_TIME)
+    with pytest.raises(APIError, match="wait already") as caught:
+        asyncio.run(unlimited.make(Client(60), TextForm("guided_regex", pattern="a"), 1))
+    assert caught.value.status == 429

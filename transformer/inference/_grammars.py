@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,14 @@ from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer import TOKENIZER_FILE, Tokenizer
 from transformer.data._tokenizer_files import as_pretrained
 from transformer.generate._constraints import WORD
+from transformer.inference._grammar_checks import LIMITS, Cancellation, GrammarChecks
 
 if TYPE_CHECKING:
     import llguidance
 
 
 class GrammarError(ValueError):
-    """A JSON schema or regular expression is invalid, not supported, or too complex."""
+    """A JSON schema or regular expression is invalid, not supported, or too costly."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class _Vocabulary:
 class Grammars:
     """Creates constraints for the texts of one tokenizer.
 
-    Reading a vocabulary takes up to a second, so keep the instance.
+    Reading a vocabulary takes up to a second, so keep the instance. Each schema and expression is compiled in another
+    process first, with limits of time (2 s) and memory (24 MiB), because a short one can need hours and gigabytes. This
+    process starts with the first one, reads the vocabulary, and is kept.
 
     Args:
         tokenizer: a byte-level tokenizer, or one that falls back to bytes, with an end token.
@@ -69,16 +73,35 @@ class Grammars:
                 f"the tokenizer has {pretrained.vocab_size} ids, but the model only {self.vocab_size}. Use the "
                 f"tokenizer of the model."
             )
-        self._tokenizer = self._read_vocabulary(pretrained)
+        vocabulary = self._read_vocabulary(pretrained)
+        wrapped = llguidance.TokenizerWrapper(vocabulary)
+        self._tokenizer = llguidance.LLTokenizer(wrapped, self.vocab_size, list(self.end_ids))
+        # One thread: what several compile at a time would add up, and each thread's heap keeps its peak.
+        self._thread = ThreadPoolExecutor(1, "grammar")
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        special_ids, bos_id = vocabulary.special_token_ids, vocabulary.bos_token_id
+        self._checks = GrammarChecks(vocabulary.tokens, special_ids, bos_id, self.end_ids)
 
-    def json_schema(self, schema: Mapping[str, Any] | bool) -> GrammarConstraint:
+    def close(self) -> None:
+        """End the processes that check grammars and wait. This also happens when the instance is deleted."""
+        self._checks.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def json_schema(
+        self, schema: Mapping[str, Any] | bool, cancellation: Cancellation | None = None
+    ) -> GrammarConstraint:
         """Return a constraint to JSON that matches a schema, written with one space after `,` and `:`, on one line.
 
         Without free white space, a model can't write white space until the limit of tokens.
 
+        Args:
+            schema: the JSON schema.
+            cancellation: ends the check of the schema from another thread; None: nothing does.
+
         Raises:
-            GrammarError: the schema is invalid, contradicts itself, or has keywords that are not supported. None of
-                them is ignored.
+            GrammarError: the schema is invalid, contradicts itself, has keywords that are not supported (none of them
+                is ignored), or does not compile within the limits.
+            OSError: the process that checks the schema can't be started.
         """
         if not isinstance(schema, Mapping | bool):
             raise GrammarError(f"a JSON schema must be an object, true or false, got {type(schema).__name__}.")
@@ -88,21 +111,28 @@ class Grammars:
             raise GrammarError(f"the JSON schema can't be written as JSON: {_first_line(str(error))}.") from None
         # `defaults` and not `overrides`: a schema can allow white space with "x-guidance".
         options = {"whitespace_flexible": False}
-        return self._constraint("JSON schema", self._library.LLMatcher.grammar_from_json_schema(given, options))
+        grammar = self._library.LLMatcher.grammar_from_json_schema(given, options)
+        return self._constraint("JSON schema", grammar, cancellation)
 
-    def regex(self, pattern: str) -> GrammarConstraint:
+    def regex(self, pattern: str, cancellation: Cancellation | None = None) -> GrammarConstraint:
         """Return a constraint to texts that match a regular expression as a whole.
 
         The syntax is that of Rust's regex crate, without look-around and back-references.
 
+        Args:
+            pattern: the regular expression.
+            cancellation: ends the check of the expression from another thread; None: nothing does.
+
         Raises:
-            GrammarError: the expression is invalid, or no text matches it.
+            GrammarError: the expression is invalid, no text matches it, or it does not compile within the limits.
+            OSError: the process that checks the expression can't be started.
         """
         if not isinstance(pattern, str):
             raise GrammarError(f"a regular expression must be a text, got {type(pattern).__name__}.")
-        return self._constraint("regular expression", self._library.LLMatcher.grammar_from_regex(pattern))
+        grammar = self._library.LLMatcher.grammar_from_regex(pattern)
+        return self._constraint("regular expression", grammar, cancellation)
 
-    def _read_vocabulary(self, tokenizer: PretrainedTokenizer) -> llguidance.LLTokenizer:
+    def _read_vocabulary(self, tokenizer: PretrainedTokenizer) -> _Vocabulary:
         """Return the vocabulary in the form of llguidance."""
         content = tokenizer.files[TOKENIZER_FILE].decode("utf-8")
         try:
@@ -114,7 +144,7 @@ class Grammars:
             ) from None
         # `read` recognizes special tokens in a text: the expression "<eos>" would give the end token, and a client
         # could write the markers of a conversation. So only the bytes of the tokens are taken from it.
-        vocabulary = _Vocabulary(
+        return _Vocabulary(
             eos_token_id=self.end_ids[0],
             bos_token_id=tokenizer.bos_id,
             tokens=[read.decode_bytes([i]) for i in range(self.vocab_size)],
@@ -123,17 +153,21 @@ class Grammars:
             ),
             encode=tokenizer.encode,
         )
-        wrapped = self._library.TokenizerWrapper(vocabulary)
-        return self._library.LLTokenizer(wrapped, self.vocab_size, list(self.end_ids))
 
-    def _constraint(self, what: str, grammar: str) -> GrammarConstraint:
+    def _constraint(self, what: str, grammar: str, cancellation: Cancellation | None) -> GrammarConstraint:
+        reason = self._checks.reason_against(grammar, cancellation or Cancellation())
+        if reason is not None:
+            raise GrammarError(f"the {what} can't be used: {reason}.")
         try:
-            matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0)
+            matcher = self._thread.submit(self._compile, grammar).result()
         except ValueError as error:  # a grammar with too many levels
             raise GrammarError(f"the {what} can't be used: {_first_line(str(error))}.") from None
         if matcher.is_error():
             raise GrammarError(f"the {what} can't be used: {_first_line(matcher.get_error())}.")
         return GrammarConstraint(matcher, self.vocab_size, self.end_ids)
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        return self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
 
 class GrammarConstraint:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request as HTTPRequest
 
 from transformer.data._tokenizer import Tokenizer
+from transformer.inference._grammar_checks import Cancellation
 from transformer.inference._grammars import GrammarConstraint, Grammars
 from transformer.serve._errors import APIError
+from transformer.serve._http import until_gone
 
 FIELDS = ("response_format", "guided_json", "guided_regex")
 """at most one of them has an effect in a body"""
 MOST_GRAMMAR = 64 * 2**10
 """maximum size of a schema or an expression, in characters: reading one takes time in the number of its parts"""
+AT_A_TIME = 4
+"""maximum number of schemas and expressions that are compiled at a time: one that takes long holds up no others"""
+MOST_WAITING = 64
+"""maximum number of calls that wait for that"""
 
 
 @dataclass(frozen=True)
@@ -101,29 +109,50 @@ class Constraints:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._grammars: Grammars | None = None
-        self._one_at_a_time = asyncio.Lock()
+        self._reading = threading.Lock()
+        self._threads = ThreadPoolExecutor(AT_A_TIME, "grammar")
+        self._calls = 0
 
-    async def make(self, form: TextForm | None, count: int) -> list[GrammarConstraint | None]:
+    def close(self) -> None:
+        """Cancel the calls that wait, and end the processes that compile."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._grammars is not None:
+            self._grammars.close()
+
+    async def make(self, request: HTTPRequest, form: TextForm | None, count: int) -> list[GrammarConstraint | None]:
         """Return constraints for `count` texts.
 
         Raises:
-            APIError: the schema or expression is invalid or not supported, or the tokenizer is not.
+            APIError: the schema or expression is invalid, not supported or too costly, or the tokenizer is not
+                supported; too many calls wait, or the client has left.
         """
         if form is None:
             return [None] * count
+        if self._calls >= AT_A_TIME + MOST_WAITING:
+            message = f"{MOST_WAITING} calls with a schema or an expression wait already. Try again later."
+            raise APIError(429, message, code="queue_full")
+        cancellation = Cancellation()
         try:
-            async with self._one_at_a_time:  # a schema can take seconds: in another thread, so that others are served
-                first = await run_in_threadpool(self._first, form)
+            work = asyncio.get_running_loop().run_in_executor(self._threads, self._first, form, cancellation)
+        except RuntimeError:  # `close` was called
+            raise APIError(503, "the server is shutting down.") from None
+        self._calls += 1
+        try:
+            first = await until_gone(request, work)
         except (ValueError, ModuleNotFoundError) as error:
             raise APIError(400, " ".join(str(error).split())[:500], form.field) from None
+        finally:
+            self._calls -= 1
+            cancellation.cancel()
         return [first, *(first.copy() for _ in range(count - 1))]
 
-    def _first(self, form: TextForm) -> GrammarConstraint:
-        if self._grammars is None:
-            self._grammars = Grammars(self._tokenizer, self._vocab_size)
+    def _first(self, form: TextForm, cancellation: Cancellation) -> GrammarConstraint:
+        with self._reading:
+            if self._grammars is None:
+                self._grammars = Grammars(self._tokenizer, self._vocab_size)
         if form.pattern is None:
-            made = self._grammars.json_schema(form.schema)
+            made = self._grammars.json_schema(form.schema, cancellation)
         else:
-            made = self._grammars.regex(form.pattern)
+            made = self._grammars.regex(form.pattern, cancellation)
         made.allowed()  # some grammars are found to be unusable only here
         return made

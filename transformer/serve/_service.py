@@ -91,6 +91,7 @@ class Service(HTTPService):
         """Cancel what runs, and end the engine."""
         self.engine.close()
         self._encoder.shutdown(wait=False, cancel_futures=True)
+        self._constraints.close()
         if self.attention is not None:
             self.attention.close()
 
@@ -151,7 +152,7 @@ class Service(HTTPService):
     async def _answer(
         self, request: HTTPRequest, body: Body, sampling: Sampling, prompts: list[list[int]], *, is_chat: bool
     ) -> Response:
-        constraints = await self._constraints.make(body.form, len(prompts) * body.n)
+        constraints = await self._constraints.make(request, body.form, len(prompts) * body.n)
         requests = [
             Request(
                 prompt=prompt,
