@@ -1,13 +1,18 @@
 """Tests of exit codes and of the error line on stderr."""
 
+import argparse
 import errno
+import os
 import sys
+import types
 import warnings
 
 import pytest
 from flax.errors import ScopeParamShapeError
 
+from transformer import __main__ as program
 from transformer.cli._errors import run_command
+from transformer.cli._train import _remove_temporary, _workdir
 from transformer.config import ConfigError
 from transformer.training._lock import WorkdirInUseError
 
@@ -116,6 +121,42 @@ class TestRunCommand:
         assert capsys.readouterr().err == "warning: step 3 is broken\n"
         assert warnings.showwarning is before
 
+    def test_a_closed_reader_of_stdout_is_no_error(self, monkeypatch, capsys):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w") as stdout:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            assert run_command(lambda: print("text"), False) == 141
+        assert capsys.readouterr().err == ""
+
     def test_help_goes_through(self):
         with pytest.raises(SystemExit):
             run_command(lambda: sys.exit(0), False)
+
+
+def test_the_main_program_leaves_a_run_of_several_processes_with_its_exit_code(monkeypatch):
+    left = []
+    name = "transformer.training._processes"
+    for unused in ("keep_compiled", "keep_freed_memory"):
+        monkeypatch.setattr(program, unused, lambda: None)
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(leave=left.append))
+    with pytest.raises(SystemExit) as ended:
+        program.console(["no-such-command"])
+    assert left == [ended.value.code] == [2]
+
+
+def test_only_a_fast_run_without_workdir_is_temporary(tmp_path, capsys):
+    own = argparse.Namespace(fast=True, workdir=None, dry_run=False)
+    recipe = types.SimpleNamespace(name="number_words")
+    workdir = _workdir(recipe, own)
+    assert os.path.isdir(workdir)
+    _remove_temporary(workdir, own, 1)
+    assert os.path.isdir(workdir)  # a run that failed keeps its files
+    _remove_temporary(workdir, own, 0)
+    assert not os.path.exists(workdir)
+    assert workdir in capsys.readouterr().out
+    for other in ({"workdir": str(tmp_path)}, {"fast": False}, {"dry_run": True}):
+        kept = argparse.Namespace(**{**vars(own), **other})
+        assert _workdir(recipe, kept) == (kept.workdir or "runs/number_words")
+        _remove_temporary(str(tmp_path), kept, 0)
+        assert tmp_path.is_dir()

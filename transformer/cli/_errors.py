@@ -225,9 +225,7 @@ def _flush_stdout() -> None:
         return
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
+    except OSError as error:  # for a closed reader, this makes a BrokenPipeError again
         raise OSError(error.errno, error.strerror, "stdout") from error
 
 
