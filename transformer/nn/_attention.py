@@ -18,6 +18,7 @@ from transformer.config._parts import QueryTemperature
 from transformer.nn._axes import (
     Array,
     Attended,
+    Bool,
     Context,
     Coordinates,
     DType,
@@ -368,6 +369,19 @@ class StoredKV:
         return cached_attention, (query, self.cache), mask, self.positions
 
 
+def nan_without_room(out: Hidden, fits: Bool[Array, "B T"], mask: Mask) -> Hidden:
+    """Return the result (B, T, D) of attention with a cache, NaN where keys are missing because the cache is full.
+
+    Args:
+        out: (B, T, D).
+        fits: (B, T), which tokens have a slot (`SelfAttentionCache.fits`).
+        mask: the mask of the tokens. If it is causal, a token that fits reads no token that doesn't.
+    """
+    if not mask.is_causal or mask.query_groups is not None or mask.query_places is not None:
+        fits = fits.all(1, keepdims=True)
+    return jnp.where(fits[:, :, None], out, jnp.nan)
+
+
 def count_tokens(x: Hidden, cache: SelfAttentionCache | None) -> SelfAttentionCache | None:
     """Advance the cache of a layer without own keys by the T tokens of x (B, T, D): it only counts tokens."""
     if cache is None:
@@ -471,13 +485,15 @@ class MultiHeadAttention(AttentionModule):
                 "intermediates". This needs a kernel that computes them: "reference", which "auto" then selects.
 
         Returns:
-            The output (B, T, out_features), and the updated cache.
+            The output (B, T, out_features), and the updated cache. Inside jit, the output of tokens that don't fit the
+            cache is NaN.
 
         Raises:
-            ValueError: sizes that don't fit.
+            ValueError: sizes that don't fit; outside jit, tokens that don't fit the cache.
         """
         self._check(x, context, cache)
         mask, head_dim, attend = Mask.of(mask), self._head_dim(x), dot_product_attention
+        given, fits = mask, None
         # Q = x W_Q for all heads: (B, T, D) x (D, N, H) -> (B, T, N, H)
         query = constrain(self._project("query", x, (self.num_heads, head_dim)), "batch", "length", "heads", "head_dim")
         if self.qk_norm:
@@ -494,7 +510,7 @@ class MultiHeadAttention(AttentionModule):
             if stored is None:
                 # Self-attention: keys and values come from x, K = x W_K (B, T, K, H) and V = x W_V (B, T, K, Hv).
                 key, value = self._keys_and_values(x, None, head_dim)
-                start = None if cache is None else cache.row_lengths
+                start, fits = (None, None) if cache is None else (cache.row_lengths, cache.fits(x.shape[1]))
                 attend, arrays, mask, key_positions, cache = self._with_cache(
                     query, key, value, coordinates, mask, cache
                 )
@@ -530,7 +546,8 @@ class MultiHeadAttention(AttentionModule):
         features = x.shape[-1] if self.out_features is None else self.out_features
         cache = (cache, stored) if self.stores_kv else cache
         # Concat(head_1, ..., head_N) W_O: (B, T, N, Hv) x (N, Hv, Do) -> (B, T, Do), contracting both N and Hv.
-        return self._project("out", out, (features,), contract=2), cache
+        out = self._project("out", out, (features,), contract=2)
+        return out if fits is None else nan_without_room(out, fits, given), cache
 
     @nn.nowrap
     def _with_cache(
@@ -605,6 +622,8 @@ class MultiHeadAttention(AttentionModule):
                 raise ValueError(f"{name} must be (batch, length, width), {got}")
         if isinstance(cache, SelfAttentionCache) and context is not None:
             raise ValueError("a KVCache is for self-attention, but a context is given. Pass a ContextCache.")
+        if isinstance(cache, SelfAttentionCache):
+            cache.check_room(x.shape[1])
         if isinstance(cache, ContextCache) and context is None and cache.key is None:
             raise ValueError("this cross-attention cache is empty: pass context in the first call.")
         if not isinstance(self.position, PositionScheme):

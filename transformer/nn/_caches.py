@@ -1,4 +1,7 @@
-"""Caches of a decoder: keys and values of self-attention for previous tokens, and those of the context."""
+"""Caches of a decoder: keys and values of self-attention for previous tokens, and those of the context.
+
+A call that doesn't fit its cache is an error outside jit. Inside jit, where lengths are unknown, its result is NaN.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from transformer.nn._axes import Array, Attended, Bool, DType, Float, Int, Key, Leaf, Lengths, Positions, Query, Value
+from transformer.nn._axes import (
+    Array,
+    Attended,
+    Bool,
+    DType,
+    Float,
+    Int,
+    Key,
+    Leaf,
+    Lengths,
+    Positions,
+    Query,
+    Value,
+)
 
 
 class SelfAttentionCache:
@@ -27,6 +44,19 @@ class SelfAttentionCache:
     def key_positions(self) -> Positions:
         """Position of each key of this layer, (B, S)."""
         raise NotImplementedError(f"{type(self).__name__} does not define the positions of its keys.")
+
+    def fits(self, num_tokens: int) -> Bool[Array, "B T"]:
+        """Return which of the next T tokens of each row of this layer have a slot; padding needs none."""
+        raise NotImplementedError(f"{type(self).__name__} does not define which tokens fit.")
+
+    def check_room(self, num_tokens: int) -> None:
+        """Check that the next T tokens of each row fit, if the lengths are known, as they are outside jit.
+
+        A cache for all layers has the same lengths in each layer.
+
+        Raises:
+            ValueError: a row without room.
+        """
 
     def append(self, key: Key, value: Value, positions: Positions) -> SelfAttentionCache:
         """Return the cache with T more keys and values in each row."""
@@ -100,21 +130,41 @@ class KVCache(SelfAttentionCache):
         """Position of each key of this layer, (B, S)."""
         return of_layer(self.positions, self.layer)
 
+    def fits(self, num_tokens: int) -> Bool[Array, "B T"]:
+        """Return which of the next T tokens of each row of this layer have a slot."""
+        return self._next_slots(num_tokens) < self.positions.shape[-1]
+
+    def check_room(self, num_tokens: int) -> None:
+        """Check that the next T tokens of each row fit, as far as the lengths are known.
+
+        Raises:
+            ValueError: T is larger than the number of slots, or than that of the free slots of a row.
+        """
+        slots = self.positions.shape[-1]
+        if num_tokens > slots:
+            raise ValueError(
+                f"{num_tokens} tokens don't fit a cache of {slots} slots: create a longer cache (init_cache)."
+            )
+        (length,) = known_rows(self.length) or (np.zeros(1, np.int32),)
+        if length.max(initial=0) + num_tokens > slots:
+            row = int(length.argmax())
+            raise ValueError(
+                f"the KV cache is full: expected room for {num_tokens} more tokens in each row, but row {row} has "
+                f"{length[row]} tokens in {slots} slots. Create a cache of at least {length[row] + num_tokens} slots "
+                f"(init_cache), or generate fewer tokens."
+            )
+
     def append(self, key: Key, value: Value, positions: Positions) -> KVCache:
         """Return the cache with T more keys and values in each row, from slot `length[b]` on.
 
-        Tokens past the last slot are dropped: inside jit the length is not known, so this can't be an error.
+        Inside jit the length is not known: tokens past the last slot are dropped there, and counted. Attention makes
+        its result NaN with `_attention.nan_without_room`.
 
         Raises:
-            ValueError: T is larger than the number of slots.
+            ValueError: T is larger than the number of slots; outside jit, than that of the free slots of a row.
         """
-        if key.shape[1] > self.positions.shape[-1]:
-            raise ValueError(
-                f"{key.shape[1]} tokens don't fit a cache of {self.positions.shape[-1]} slots: create a longer cache "
-                f"(init_cache)."
-            )
-        # Rows may have different lengths, so each row writes to its own slots, (B, T).
-        slots = self.row_lengths[:, None] + jnp.arange(key.shape[1])[None, :]
+        self.check_room(key.shape[1])
+        slots = self._next_slots(key.shape[1])
         layer, rows = () if self.layer is None else (self.layer,), jnp.arange(key.shape[0])
         # With `:` for the heads, XLA for TPUs would put heads last but one in memory, to write all heads of a token at
         # once, and copy the cache of each layer into the order that attention reads. Each axis is (B, T, K').
@@ -128,6 +178,10 @@ class KVCache(SelfAttentionCache):
             positions=self.positions.at[*layer, rows[:, None], slots].set(positions, mode="drop"),
             length=self.length.at[*layer, :].add(key.shape[1]),
         )
+
+    def _next_slots(self, num_tokens: int) -> Int[Array, "B T"]:
+        # Rows may have different lengths, so each row writes to its own slots.
+        return self.row_lengths[:, None] + jnp.arange(num_tokens)[None, :]
 
     def stored(self) -> tuple[Key, Value]:
         """Return all slots of the stored heads, twice (B, S, K', W), in the axis order of `dot_product_attention`."""
@@ -171,6 +225,31 @@ def _own_place(num_heads: int, kv_heads: int, together: int) -> Bool[Array, "N n
 def of_layer(array: Array, layer: Int[Array, ""] | None) -> Array:
     """Return the part of one layer, (...), of an array (L, ...) for all layers; None: the array has no such axis."""
     return array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+
+
+def known_rows(*arrays: Int[Array, "*L B ..."]) -> tuple[np.ndarray, ...] | None:
+    """Return arrays of a cache for one layer, (B, ...), on the host; None if a value is unknown, as inside jit.
+
+    Args:
+        *arrays: (B, ...), or with a leading axis of layers, which have equal values. The first is (B,) or (L, B).
+    """
+    layers = arrays[0].ndim - 1
+    if any(isinstance(one, jax.core.Tracer) or not getattr(one, "is_fully_addressable", True) for one in arrays):
+        return None
+    return tuple(np.asarray(one)[(0,) * layers] for one in arrays)
+
+
+def check_room(cache: Any, num_tokens: int) -> None:
+    """Check that T more tokens fit a (nested) cache, before a stack computes anything with it.
+
+    Inside the loop over layers, lengths are unknown even outside jit.
+
+    Raises:
+        ValueError: a row without room.
+    """
+    for node in jax.tree.leaves(cache, is_leaf=_is_cache):
+        if _is_cache(node):
+            node.check_room(num_tokens)
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from transformer.config._parts import MLA
 from transformer.nn._adapted import dense, kernel_parameter
-from transformer.nn._attention import AttentionModule, dot_product_attention
+from transformer.nn._attention import AttentionModule, dot_product_attention, nan_without_room
 from transformer.nn._axes import Array, DType, Float, Hidden, Positions
 from transformer.nn._caches import SelfAttentionCache
 from transformer.nn._layers import Initializer, Linear, RMSNorm, as_matrix, glorot_uniform, linear
@@ -84,12 +84,15 @@ class LatentAttention(AttentionModule):
             sow_weights: as in `MultiHeadAttention`.
 
         Returns:
-            The output (B, T, D), and the updated cache.
+            The output (B, T, D), and the updated cache. Inside jit, the output of tokens that don't fit the cache is
+            NaN.
 
         Raises:
-            ValueError: tokens that don't fit the cache.
+            ValueError: outside jit, tokens that don't fit the cache.
         """
         mla, mask = self.mla, Mask.of(mask)
+        if cache is not None:
+            cache.check_room(x.shape[1])
         if positions is None:
             positions = jnp.arange(x.shape[1])[None, :]
             positions = positions if cache is None else positions + cache.row_lengths[:, None]
@@ -110,9 +113,10 @@ class LatentAttention(AttentionModule):
         latent = self._norm("latent_norm")(self._project("latent", x, mla.kv_lora_rank))
         rotary_key = self._project("rotary_key", x, mla.qk_rope_head_dim)[:, :, None]
         kv_latent = jnp.concatenate([latent[:, :, None], self.position.rotate(rotary_key, positions)], axis=-1)
+        fits, given = None, mask
         if cache is not None:
             # W = R + Hr numbers per token instead of N (H + Hv): this is why MLA has a small cache.
-            start = cache.row_lengths
+            start, fits = cache.row_lengths, cache.fits(x.shape[1])
             cache = cache.append(kv_latent, kv_latent[..., :0], positions)
             kv_latent, mask = cache.whole()[0].astype(self.dtype), mask.shifted(start) & Mask.lengths(cache.row_lengths)
 
@@ -131,7 +135,8 @@ class LatentAttention(AttentionModule):
             sow_weights=sow_weights,
         )
         init = self.output_init or self.kernel_init
-        return self._linear("out", x.shape[-1], init, contract=2)(out), cache
+        out = self._linear("out", x.shape[-1], init, contract=2)(out)
+        return out if fits is None else nan_without_room(out, fits, given), cache
 
     def _project(self, name: str, x: Array, features: int) -> Array:
         return self._linear(name, features, self.kernel_init)(x)

@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from transformer.nn._axes import Array, DType, Float, Int, Key, Leaf, Lengths, Positions, Value
-from transformer.nn._caches import KVCache, SelfAttentionCache, of_layer
+from transformer.nn._axes import Array, Bool, DType, Float, Int, Key, Leaf, Lengths, Positions, Value
+from transformer.nn._caches import KVCache, SelfAttentionCache, known_rows, of_layer
 from transformer.nn._partitioning import num_shards, own_part, platform, shard_map
 
 NO_PAGE = -1
@@ -133,27 +134,59 @@ class PagedKVCache(SelfAttentionCache):
             return jnp.full(self.page_table.shape[-2:-1], num_tokens, jnp.int32)
         return jnp.clip(of_layer(self.chunk_length, self.layer), 0, num_tokens)
 
+    def fits(self, num_tokens: int) -> Bool[Array, "B T"]:
+        """Return which of the next T tokens of each row of this layer have a page, or are padding."""
+        _, pages = self._next_places(num_tokens)
+        padding = jnp.arange(num_tokens)[None, :] >= self.chunk_lengths(num_tokens)[:, None]
+        return padding | (pages != NO_PAGE)
+
+    def check_room(self, num_tokens: int) -> None:
+        """Check that the next T tokens of each row have pages, as far as tables and lengths are known.
+
+        Raises:
+            ValueError: a row without a page for a token.
+        """
+        arrays = (self.length, self.page_table)
+        arrays = arrays if self.chunk_length is None else (*arrays, self.chunk_length)
+        if (known := known_rows(*arrays)) is None:
+            return
+        length, table, *counts = known
+        counts = np.clip(counts[0], 0, num_tokens) if counts else np.full(length.shape, num_tokens)
+        first, end = (length // self.page_size)[:, None], length + counts
+        number = np.arange(-(-int(end.max(initial=0)) // self.page_size))[None, :]  # of each page of a row, (1, n)
+        needed = (number >= first) & (number * self.page_size < end[:, None])
+        named = np.zeros(needed.shape, bool)
+        named[:, : table.shape[1]] = table[:, : number.shape[1]] != NO_PAGE
+        if (missing := (needed & ~named).any(1)).any():
+            row = int(missing.argmax())
+            raise ValueError(
+                f"the paged KV cache is full: expected a page for each of {counts[row]} more tokens, but row {row} has "
+                f"{length[row]} tokens, and its table names {int((table[row] != NO_PAGE).sum())} pages of "
+                f"{self.page_size} tokens. Add pages to its table (set_rows), of which it can have {table.shape[1]}, "
+                f"or create the cache with more pages_per_row."
+            )
+
     def append(self, key: Key, value: Value, positions: Positions) -> PagedKVCache:
         """Return the cache with T more keys and values in each row, without those of padding (`chunk_length`).
 
-        Tokens for which the table has no page are dropped: inside jit that can't be an error.
+        Inside jit, tables and lengths are not known: tokens for which the table has no page are dropped there, and
+        counted. Attention makes its result NaN with `_attention.nan_without_room`.
 
         Args:
             key: (B, T, K, H).
             value: (B, T, K, Hv).
             positions: (B, T); not used, because the position of a token is its index in the row.
+
+        Raises:
+            ValueError: outside jit, a token for which the table has no page.
         """
         del positions
         num_tokens = key.shape[1]
-        counts, table = self.chunk_lengths(num_tokens), of_layer(self.page_table, self.layer)
-        length = self.length.at[*self._at, :].add(counts)
+        length = self.length.at[*self._at, :].add(self.chunk_lengths(num_tokens))
         if self.kv_heads == 0:  # a layer without self-attention only counts tokens
             return dataclasses.replace(self, length=length)
-        chunk = jnp.arange(num_tokens)[None, :]
-        slots = self.row_lengths[:, None] + chunk  # (B, T), index of each token in its row
-        places = slots // self.page_size
-        pages = jnp.take_along_axis(table, jnp.minimum(places, table.shape[1] - 1), axis=1)
-        pages = jnp.where((chunk < counts[:, None]) & (places < table.shape[1]), pages, NO_PAGE)
+        self.check_room(num_tokens)
+        slots, pages = self._next_places(num_tokens)
         stored = self._pack(key, value).astype(self.pages.dtype)
 
         own_pages = own_part("batch", self.num_pages)
@@ -167,6 +200,15 @@ class PagedKVCache(SelfAttentionCache):
         arrays = self.stacked_pool, pages, slots % self.page_size, stored, self.layer_index
         pool = shard_map(write, names, _POOL)(*arrays)
         return dataclasses.replace(self, pages=pool.reshape(self.pages.shape), length=length)
+
+    def _next_places(self, num_tokens: int) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+        """Return the index of each of the next T tokens in its row, and its page; `NO_PAGE` for padding."""
+        counts, table = self.chunk_lengths(num_tokens), of_layer(self.page_table, self.layer)
+        chunk = jnp.arange(num_tokens)[None, :]
+        slots = self.row_lengths[:, None] + chunk
+        places = slots // self.page_size
+        pages = jnp.take_along_axis(table, jnp.minimum(places, table.shape[1] - 1), axis=1)
+        return slots, jnp.where((chunk < counts[:, None]) & (places < table.shape[1]), pages, NO_PAGE)
 
     def whole(self) -> tuple[Key, Value]:
         """Return keys (B, S, K, H) and values (B, S, K, Hv) of all pages of each row, gathered; 0 after its length."""

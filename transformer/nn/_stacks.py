@@ -14,7 +14,7 @@ from transformer.config._model import Execution, TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.nn._axes import Array, Context, Coordinates, Float, Hidden, Int
 from transformer.nn._blocks import BLOCKS, Aux, LayerCache, LayerInputs, make_norm, position_scheme, table_parameter
-from transformer.nn._caches import cache_length
+from transformer.nn._caches import cache_length, check_room
 from transformer.nn._layers import is_deterministic
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import LAYERS, declare
@@ -167,10 +167,12 @@ class Stack(nn.Module):
             segments: (B, T), segment of each token for layers with `within_segments`; None: one segment.
 
         Returns:
-            Hidden states (B, T, D), the updated cache, and aux.
+            Hidden states (B, T, D), the updated cache, and aux. Inside jit, the hidden states of tokens that don't fit
+            the cache are NaN.
 
         Raises:
-            ValueError: embeddings of another rank or width, or `deterministic` is missing.
+            ValueError: embeddings of another rank or width, `deterministic` is missing, or, outside jit, tokens don't
+                fit the cache.
         """
         config = self.config
         if x.ndim != 3 or x.shape[-1] != config.d_model:
@@ -178,6 +180,7 @@ class Stack(nn.Module):
                 f"embeddings must be (batch, length, d_model {config.d_model}), got shape {x.shape}. Project them to "
                 f"d_model, or change it; for a single sequence pass x[None]."
             )
+        check_room(cache, x.shape[1])
         deterministic = is_deterministic(self, deterministic, config.dropout_rate, config.attention.dropout_rate)
         if positions is None:
             # With a cache, rows may have different lengths: each row continues at its own position.

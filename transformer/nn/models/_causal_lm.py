@@ -50,8 +50,8 @@ class CausalLM(Model):
             Logits (B, T, V), float32; with a cache, (logits, cache).
 
         Raises:
-            ValueError: if ids are outside the vocabulary (only for concrete values: under jit the result is NaN
-                instead).
+            ValueError: if ids are outside the vocabulary, or tokens don't fit the cache (only for concrete values:
+                under jit the result is NaN instead).
         """
         x, cache, _ = self.run_stacks(tokens, positions, mask, cache, deterministic)
         return self.head(x) if cache is None else (self.head(x), cache)

@@ -150,8 +150,8 @@ class VisionLanguageModel(CausalLM):
             Logits (B, T, V), float32; with a cache, (logits, cache).
 
         Raises:
-            ValueError: if ids are outside the vocabulary, or a row does not have the tokens of its images (only for
-                concrete values: under jit the result is NaN for an id outside of the vocabulary).
+            ValueError: if ids are outside the vocabulary, tokens don't fit the cache, or a row does not have the tokens
+                of its images (only for concrete values: under jit the result is NaN in the first two cases).
         """
         x, cache, _ = self.run_stacks(tokens, positions, mask, cache, deterministic, images, prefix_lengths)
         return self.head(x) if cache is None else (self.head(x), cache)
