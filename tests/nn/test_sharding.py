@@ -115,7 +115,7 @@ def test_leaves_that_are_no_parameters_are_replicated():
             [("embed", ("none", "a")), ("heads", "none"), ("heads", "b")],
             (None, "a", "b", None),
         ),  # axes that the mesh lacks are ignored
-        ([("layers", "a"), ("batch", "b"), ("their_own", "b")], ("a", None, None, None)),
+        ([("layers", "a"), ("batch", "b")], ("a", None, None, None)),
         ([], (None, None, None, None)),
     ],
 )
@@ -146,6 +146,34 @@ def test_rules_of_another_form_are_an_error(rules):
     message = r"rules must be pairs of a logical axis and a mesh axis, .* got .* pass tuple\(rules\.items\(\)\)"
     with pytest.raises(ConfigError, match=message):
         parameter_spec(KERNEL, (2, 16, 4, 4), {"a": 2}, rules)
+
+
+PLACED = {
+    "state": lambda rules: state_shardings({KERNEL: np.ones((2, 16, 4, 4))}, mesh(dp=2, tp=4), rules),
+    "batch": lambda rules: batch_sharding(mesh(dp=2, tp=4), 2, rules),
+    "parameter": lambda rules: parameter_spec(KERNEL, (2, 16, 4, 4), {"dp": 2, "tp": 4}, rules),
+}
+
+
+@pytest.mark.parametrize("place", PLACED.values(), ids=PLACED)
+def test_rules_that_would_have_no_effect_are_an_error(place):
+    """A misspelled name would replicate everything. A logical axis is checked as by `axis_rules`."""
+    with pytest.raises(ValueError, match=r"unknown logical axis 'embd': use one of .*embed") as found:
+        place([("batch", "dp"), ("embd", "dp")])
+    with pytest.raises(ValueError, match="'embd'") as expected, axis_rules([("embd", "dp")]):
+        pass
+    assert str(found.value) == str(expected.value)
+    with pytest.raises(ConfigError, match=r"the mesh, which has dp, tp, got only 'fsdp', 'tensor'\. "):
+        place([("embed", "fsdp"), ("batch", ("fsdp", "tensor"))])
+    for rules in ([], [("embed", None)], [("embed", "fsdp"), ("heads", "tp")]):  # rules for several meshes
+        place(rules)
+
+
+def test_rules_may_name_the_axes_of_boxes():
+    boxed = {"w": nn.LogicallyPartitioned(np.ones((4, 8)), ("mine", None))}
+    assert state_shardings(boxed, mesh(dp=2), [("mine", "dp")])["w"].spec == PartitionSpec("dp", None)
+    with pytest.raises(ValueError, match="unknown logical axis 'other'"):
+        state_shardings(boxed, mesh(dp=2), [("other", "dp")])
 
 
 def test_every_logical_axis_is_in_the_table():

@@ -63,13 +63,27 @@ def axis_rules(rules: AxisRules) -> Iterator[None]:
     Raises:
         ValueError: a name that is not a logical axis of activations or of declared parameters.
     """
-    for name, _ in rules:
-        _check(name, (*ACTIVATION_RULES, *sorted(axis_names() - ACTIVATION_RULES.keys())))
+    check_rules(rules)
     token = _RULES.set(tuple(rules))
     try:
         yield
     finally:
         _RULES.reset(token)
+
+
+def check_rules(rules: AxisRules, more: Iterable[str] = ()) -> None:
+    """Check the names of rules, of which an unknown one would have no effect.
+
+    Args:
+        rules: the rules.
+        more: names in addition to the logical axes of activations and of declared parameters.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    names = (*ACTIVATION_RULES, *sorted((axis_names() | set(more)) - ACTIVATION_RULES.keys()))
+    for name, _ in rules:
+        _check(name, names)
 
 
 def _check(name: str, names: Iterable[str] = ACTIVATION_RULES) -> None:

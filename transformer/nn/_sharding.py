@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ import transformer.nn.models  # noqa: F401 - declares the axes of their paramete
 from transformer.config._checks import ConfigError, check_choice
 from transformer.config._model import TransformerConfig
 from transformer.nn._parameter_axes import parameter_axes
-from transformer.nn._partitioning import AxisRules, current_rules, split_axes
+from transformer.nn._partitioning import AxisRules, check_rules, current_rules, split_axes
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 """mesh axes; those with the most communication come last, because neighbors in the list of devices have the fastest
@@ -363,26 +363,33 @@ def parameter_spec(
 
     A parameter whose axes are not declared is replicated.
     """
-    return _spec(parameter_axes(path, shape), shape, sizes, rules)
+    return _spec(parameter_axes(path, shape), shape, sizes, rules_in_force(rules, sizes))
 
 
 def _spec(
     names: Sequence[str | None], shape: Sequence[int], sizes: Mapping[str, int], rules: AxisRules | None
 ) -> PartitionSpec:
-    axes = split_axes(names, sizes, PARAMETER_AXES.items() if (found := rules_in_force(rules)) is None else found)
+    axes = split_axes(names, sizes, PARAMETER_AXES.items() if rules is None else rules)
     axes = [split or () for split in axes]
     fits = [size % math.prod(sizes[axis] for axis in split) == 0 for split, size in zip(axes, shape, strict=False)]
     return PartitionSpec(*(_entry(split) if fit else None for split, fit in zip(axes, fits, strict=True)))
 
 
-def rules_in_force(rules: AxisRules | None) -> AxisRules | None:
+def rules_in_force(rules: AxisRules | None, sizes: Mapping[str, int], names: Iterable[str] = ()) -> AxisRules | None:
     """Return `rules`, or else the rules of activations (`partitioning.axis_rules` or `nn.logical_axis_rules`), or None.
 
+    Args:
+        rules: the argument of a function of this module.
+        sizes: sizes of the axes of the mesh.
+        names: logical axes of boxes, in addition to those of this library and of declared parameters.
+
     Raises:
-        ConfigError: rules that are not pairs.
+        ConfigError: rules that are not pairs, or whose mesh axes are all unknown.
+        ValueError: an unknown logical axis.
     """
     if rules is None:
         return current_rules()
+    wanted: list[str] = []
     for rule in [rules] if isinstance(rules, Mapping | str) else rules:
         target = rule[1] if isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str) else 0
         if not (target is None or isinstance(target, str | tuple | list)):
@@ -390,6 +397,14 @@ def rules_in_force(rules: AxisRules | None) -> AxisRules | None:
                 f"rules must be pairs of a logical axis and a mesh axis, a tuple of them or None, such as "
                 f"[('embed', 'fsdp'), ('heads', None)], got {rule!r}. For a dict, pass tuple(rules.items())."
             )
+        wanted += [target] if isinstance(target, str) else target or []
+    check_rules(rules, names)
+    # Rules for several meshes may name axes that this one lacks, but without any of its axes they replicate everything.
+    if wanted and not set(wanted) & set(sizes):
+        raise ConfigError(
+            f"rules must name at least one axis of the mesh, which has {', '.join(sizes) or 'none'}, got only "
+            f"{', '.join(map(repr, dict.fromkeys(wanted)))}. Correct the names, or pass rules=[] to replicate."
+        )
     return rules
 
 
@@ -429,20 +444,24 @@ def state_shardings(state: Any, mesh: Mesh, rules: AxisRules | None = None) -> A
     Args:
         state: parameters, a `flax.training.train_state.TrainState`, or any tree that contains the paths of parameters,
             of arrays or `jax.ShapeDtypeStruct`s; `jax.eval_shape` creates one without allocating arrays.
-        mesh: any mesh. Axes that occur only in the rules are ignored.
+        mesh: any mesh. Axes that occur only in the rules are ignored, but the rules must name one of its axes.
         rules: which mesh axes split the logical axes "embed", "heads", "feed_forward", "vocab", "expert", "norm",
             "layers" and those declared by your own modules (`parameter_axes.declare`), such as `[("embed", "fsdp"),
             ("heads", ("tp", "sp"))]`, in the form of `nn.logical_axis_rules`. None: the current rules
             (`partitioning.axis_rules` or `nn.logical_axis_rules`), or else `PARAMETER_AXES`.
 
     Raises:
-        ConfigError: rules of another form.
+        ConfigError: rules of another form, or without any axis of the mesh.
+        ValueError: rules with an unknown logical axis.
     """
+    boxes = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_box) if isinstance(leaf, nn.Partitioned)]
+    rules = rules_in_force(rules, mesh.shape, {name for box in boxes for name in box.names if name is not None})
 
     def sharding(path, leaf):
         if isinstance(leaf, nn.Partitioned):
             return NamedSharding(mesh, _spec(leaf.names, leaf.value.shape, mesh.shape, rules))
-        return NamedSharding(mesh, parameter_spec(_name(path), getattr(leaf, "shape", ()), mesh.shape, rules))
+        shape = getattr(leaf, "shape", ())
+        return NamedSharding(mesh, _spec(parameter_axes(_name(path), shape), shape, mesh.shape, rules))
 
     return jax.tree_util.tree_map_with_path(sharding, state, is_leaf=_is_box)
 
@@ -476,9 +495,10 @@ def batch_sharding(mesh: Mesh, ndim: int, rules: AxisRules | None = None) -> Nam
     """Return the sharding of a batch array with `ndim` axes.
 
     The first axis has the logical name "batch", the second, if there is one, "length". By default rows are split over
-    data, fsdp and expert, and the length over context; `rules` as for `state_shardings`.
+    data, fsdp and expert, and the length over context; `rules` as for `state_shardings`, with its errors.
     """
-    given = (("batch", BATCH_AXES), ("length", "context")) if (found := rules_in_force(rules)) is None else found
+    found = rules_in_force(rules, mesh.shape)
+    given = (("batch", BATCH_AXES), ("length", "context")) if found is None else found
     rows, *length = split_axes(("batch", "length")[:ndim], mesh.shape, given)
     return NamedSharding(mesh, PartitionSpec(rows or None, *(_entry(split or ()) for split in length)))
 
