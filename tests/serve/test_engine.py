@@ -132,6 +132,23 @@ def test_cancelled_requests_free_their_slots(engine):
     assert (engine.running, engine.waiting) == (0, 0)
 
 
+def test_a_request_whose_client_can_not_be_reached_is_cancelled(engine):
+    """As when the event loop of the client is closed: its slot is free for others at once."""
+    finished = threading.Event()
+
+    def deliver(number, delta):
+        if delta.finish is not None:
+            finished.set()
+        raise RuntimeError("Event loop is closed")
+
+    before = dict(engine.metrics.finished)
+    engine.submit([Request(prompt=[5], max_tokens=90)], deliver)
+    assert finished.wait(60)
+    assert engine.metrics.finished["cancelled"] == before["cancelled"] + 1
+    assert engine.metrics.finished["length"] == before["length"]
+    assert answers(engine, [Request(prompt=[6], max_tokens=2)])[0][0][2] == "length"
+
+
 def test_prompts_of_at_most_one_chunk_are_read_between_steps(parts):
     """Before its start the engine queues all; chunks have 64 tokens."""
     engine = Engine(*parts, slots=4, positions=POSITIONS, queue=9)
