@@ -138,3 +138,9 @@ def test_a_layer_alone_checks_its_cache_outside_jit():
         cache = dataclasses.replace(cache, length=ints(BEFORE))
         with pytest.raises(ValueError, match=r"3 more tokens.*row 1 has 6 tokens in 8 slots"):
             layer.apply({"params": {}}, x, cache=cache)
+
+
+@pytest.mark.parametrize("heads_per_stored", [1, 2, 4])
+def test_heads_that_are_stored_together_take_no_more_memory(heads_per_stored):
+    cache = KVCache.create(3, 5, 4, 2, 2, jnp.float32, heads_per_stored)
+    assert cache.key.size == cache.value.size == 3 * 5 * 4 * 2

@@ -1,17 +1,23 @@
 """The engine: the text of a request does not depend on the other requests, the queue, or shared prefixes."""
 
+import itertools
 import queue
 import threading
+import time
+import types
 
 import jax
 import numpy as np
 import pytest
 from serve_parts import answers, prompts, started_engine, tiny_parts
 
+from transformer import CausalLM, TransformerConfig
 from transformer.config._checks import ConfigError
 from transformer.generate import Sampling, generate
 from transformer.generate._rows import MOST_STEPS
 from transformer.serve import Engine, EngineClosedError, QueueFullError, Request, _metrics
+from transformer.serve import _engine as module
+from transformer.serve._engine import _check_sizes
 from transformer.serve._lockstep import PING
 from transformer.serve._metrics import Metrics
 
@@ -175,6 +181,30 @@ def test_a_call_fills_its_output(parts, monkeypatch):
         engine._device.advance = lambda *given: (made.append(advance(*given)), made[-1])[1]
         answers(engine, [Request(prompt=[5, 6], max_tokens=60)])
     assert [int(out.steps) for out in made][:5] == [1, 2, 4, 8, MOST_STEPS]
+
+
+def test_steps_per_call_grow_while_a_call_is_short(parts, monkeypatch):
+    """With a call of 0.03 s, whatever its number of steps: they grow by 1.7 per call, up to the limit."""
+    seconds = itertools.count(0, 0.03)
+    clock = types.SimpleNamespace(perf_counter=lambda: next(seconds), monotonic=time.monotonic)
+    monkeypatch.setattr(module, "time", clock)
+    engine, steps = Engine(*parts, slots=1, positions=POSITIONS, queue=2), []
+    advance = engine._device.advance
+    engine._device.advance = lambda *given: (steps.append(given[3]), advance(*given))[1]
+    engine.start()
+    answers(engine, [Request(prompt=[5], max_tokens=90)])
+    engine.close()
+    assert steps[:5] == [1, 2, 3, 5, 8]
+    assert steps[-1] == MOST_STEPS
+
+
+def test_a_learned_table_has_room_for_as_many_positions():
+    model = CausalLM(
+        TransformerConfig(vocab_size=7, d_model=6, num_heads=3, num_layers=1, position="learned", max_length=32)
+    )
+    _check_sizes(model, 1, 32, 32, 0)
+    with pytest.raises(ConfigError, match=r"32 positions.*33"):
+        _check_sizes(model, 1, 33, 33, 0)
 
 
 def test_the_warm_up_reports_each_program(parts):

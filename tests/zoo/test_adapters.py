@@ -193,6 +193,17 @@ def test_a_parameter_of_one_of_several_stacked_layers_is_refused(tmp_path):
         adapter_for(model, params, tmp_path / "adapter", *entry("llama"))
 
 
+def test_a_whole_parameter_of_another_size_is_refused(tmp_path):
+    """`modules_to_save` of PEFT: a parameter that the adapter replaces."""
+    from safetensors.numpy import load_file, save_file
+
+    model, params = written(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file(load_file(file) | {"base_model.model.model.norm.weight": np.ones(13, np.float32)}, file)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight.*\(12,\).*\(13,\)"):
+        adapter_for(model, params, tmp_path / "adapter", *entry("llama"))
+
+
 def test_experts_have_no_module_in_the_transformers_library(tmp_path):
     family = ENTRIES["mixtral"]
     head = next(iter(family.heads.values()))
