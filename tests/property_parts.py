@@ -124,11 +124,8 @@ def _short_repr(value: object) -> str:
     return f"{type(value).__name__}({', '.join(changes)})"
 
 
-def routers(capacity: bool) -> st.SearchStrategy[MoE]:
-    """Return a strategy of routed feed-forward layers.
-
-    With `capacity`, experts may have a limited capacity, so that outputs depend on the length of a row.
-    """
+def routers() -> st.SearchStrategy[MoE]:
+    """Return a strategy of routed feed-forward layers."""
 
     def make(groups, size, top_k, top_groups, **fields):
         top_groups = min(top_groups, groups)
@@ -146,7 +143,7 @@ def routers(capacity: bool) -> st.SearchStrategy[MoE]:
         d_ff=st.sampled_from([None, 3]),
         shared_experts=st.integers(0, 2),
         normalize_weights=st.booleans(),
-        capacity_factor=st.sampled_from([None, 0.5, 1.0]) if capacity else st.none(),
+        capacity_factor=st.sampled_from([None, 0.5, 1.0]),
         router_bias=st.booleans(),
         scoring=st.sampled_from(["softmax", "sigmoid"]),
         e_score_correction_bias=st.booleans(),
@@ -163,10 +160,10 @@ SCALINGS = [
 
 
 @st.composite
-def layer_kinds(draw, rotary: bool, first_norm: bool, capacity: bool) -> LayerKind:
+def layer_kinds(draw, rotary: bool, first_norm: bool) -> LayerKind:
     """Draw a kind of layer, for a config with rotary positions (`rotary`) or with pre-norm layers (`first_norm`)."""
     routed = draw(st.sampled_from([False, False, True]))
-    moe = draw(routers(capacity)) if routed else None
+    moe = draw(routers()) if routed else None
     if draw(st.sampled_from([True] * 7 + [False])):
         return LayerKind(
             window=draw(st.sampled_from([None, 2, 1, 3, 5])),
@@ -193,7 +190,7 @@ takes a second to compile"""
 
 
 @st.composite
-def configs(draw, kind: str, repeats: int = 0, capacity: bool = False) -> TransformerConfig:
+def configs(draw, kind: str, repeats: int = 0) -> TransformerConfig:
     """Draw a small config of any model of this kind."""
 
     def one(*choices):
@@ -207,7 +204,7 @@ def configs(draw, kind: str, repeats: int = 0, capacity: bool = False) -> Transf
     rotary, first_norm = position == "rotary", norm_position not in ("post", "reordered")
     latent = rotary and kind != "encoder-decoder" and one(False, False, True)
 
-    kinds = layer_kinds(rotary, first_norm, capacity)
+    kinds = layer_kinds(rotary, first_norm)
     prefix, period, suffix, times = one(*(shape for shape in SHAPES if shape[3] >= repeats))
     ends = prefix + suffix
     stacks = {"num_layers": ends + period * times}
@@ -343,6 +340,8 @@ def pack_rows(rows: list[np.ndarray], groups: list[list[int]], length: int) -> d
 def reader(case: Case, execution: Execution = Execution(), **options) -> Callable:
     """Return a function (params, batch) -> logits (B, T, V) and auxiliary outputs.
 
+    It computes what a training step computes, in which experts can have a capacity.
+
     A batch has the arrays of `pack_rows`, or `lengths` instead of segments. An encoder-decoder also needs those of the
     source, with the prefix `source_`.
     """
@@ -354,7 +353,7 @@ def reader(case: Case, execution: Execution = Execution(), **options) -> Callabl
         return Mask.segments(batch[f"{side}segments"])
 
     def read(params, batch):
-        inputs, more = {"positions": batch["positions"], "mask": mask(batch)}, dict(options)
+        inputs, more = {"positions": batch["positions"], "mask": mask(batch)}, {"deterministic": False, **options}
         tokens = [batch["tokens"]]
         if case.kind == "encoder-decoder":
             tokens.insert(0, batch["source_tokens"])

@@ -16,6 +16,7 @@ from numeric_parts import random_params
 from transformer.config import ConfigError, Execution, MoE
 from transformer.nn import _grouped, _moe
 from transformer.nn._grouped import Call, choose_experts, megablox_linear, ragged_linear, tile_rows
+from transformer.nn._masks import Mask
 from transformer.nn._moe import RoutedFeedForward
 from transformer.nn._sharding import batch_sharding, make_mesh, state_shardings
 from transformer.training.plan import Program, parse_topology
@@ -73,11 +74,11 @@ CASES = [
 ]
 
 
-def run(module, params, x):
+def run(module, params, x, mask=Mask()):
     slope = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
 
     def loss(params, x):
-        y = module.apply(params, x)[0].astype(jnp.float32)
+        y = module.apply(params, x, mask, deterministic=False)[0].astype(jnp.float32)
         return (y * slope).sum() + (y**2).sum(), y
 
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
@@ -142,15 +143,18 @@ def test_axes_that_split_the_layer(sizes, expected):
     assert [{*axes} & present for axes in split] == [{*axes} & present for axes in expected]
 
 
-def test_with_explicit_axes_the_layer_is_the_same():
-    module = RoutedFeedForward(MoE(num_experts=4), width=8, implementation="blockwise")
+@pytest.mark.parametrize("moe", [MoE(num_experts=4), MoE(num_experts=4, capacity_factor=0.6)])
+def test_with_explicit_axes_the_layer_is_the_same(moe):
+    module = RoutedFeedForward(moe, width=8, implementation="blockwise")
     params = random_params(module, X)
-    expected = run(module, params, X)
+    segments = np.repeat([[1, 2, 0]], [4, 3, 2], axis=1).repeat(4, 0).astype(np.int32)
+    expected = run(module, params, X, Mask.segments(jax.device_put(segments)))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
         placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-        found = run(dataclasses.replace(module, implementation="ragged"), placed, x)
+        mask = Mask.segments(jax.device_put(segments, NamedSharding(mesh, PartitionSpec("data"))))
+        found = run(dataclasses.replace(module, implementation="ragged"), placed, x, mask)
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

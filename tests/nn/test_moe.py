@@ -1,6 +1,7 @@
 """Mixture of experts: compared with a loop over tokens; work grows only with top_k; rows are independent."""
 
 import functools
+import itertools
 import json
 import math
 
@@ -194,7 +195,7 @@ def test_blocks_beyond_those_used_are_zeros_and_no_gradient():
 def test_a_row_alone_is_the_row_in_a_batch(capacity_factor):
     module = layer(MoE(num_experts=5, capacity_factor=capacity_factor))
     params = parameters(module)
-    apply = jax.jit(module.apply)
+    apply = jax.jit(functools.partial(module.apply, deterministic=False))
     together, aux = jax.tree.map(np.asarray, apply(params, X))
     for row in range(3):
         alone, alone_aux = jax.tree.map(np.asarray, apply(params, np.asarray(X)[row : row + 1]))
@@ -206,8 +207,50 @@ def test_a_row_alone_is_the_row_in_a_batch(capacity_factor):
 def test_capacity_serves_tokens_in_their_order():
     chosen = np.array([[[0, 1], [0, 2], [1, 0], [0, 1]], [[2, 0], [2, 1], [2, 0], [0, 2]]])
     expected = [[[0, 1], [0, 2], [1, 3], [3, 3]], [[2, 0], [2, 1], [3, 0], [3, 3]]]
-    found = jax.jit(lambda chosen: within_capacity(chosen, 3, 2))(chosen)
+    found = jax.jit(functools.partial(within_capacity, num_experts=3, factor=0.75))(chosen)  # 2 of 8 choices
     np.testing.assert_array_equal(found, expected)
+
+
+def kept(chosen, num_experts, factor):
+    """Return which choices (n, k) of the tokens of one sequence an expert has room for, token by token."""
+    room = np.full(num_experts, math.ceil(factor * len(chosen) * chosen.shape[1] / num_experts))
+    found = np.zeros(chosen.shape, bool)
+    for place, expert in np.ndenumerate(chosen):
+        found[place] = room[expert] > 0
+        room[expert] -= 1
+    return found
+
+
+def padding_array(segments):
+    return Mask.causal() & Mask.array((segments > 0)[:, None, None])
+
+
+@pytest.mark.parametrize("way", ["segments", "lengths", "array"])
+def test_capacity_is_that_of_each_sequence_and_of_no_padding(way):
+    """The drops of a sequence are those of the sequence alone; padding gets no expert."""
+    random, experts, length = np.random.default_rng(0), 5, 30
+    limit = jax.jit(functools.partial(within_capacity, num_experts=experts), static_argnames="factor")
+    for factor in (0.5, 1.0, 1.25):
+        chosen = np.argsort(random.random((4, length, experts)), axis=-1)[..., :2].astype(np.int32)
+        ends = random.integers(3, length - 3, (4, 2))
+        places, segments = np.arange(length)[None], np.zeros((4, length), np.int32)
+        if way == "segments":  # padding, 1 sequence, padding, 1 to 3 sequences
+            segments = np.sort(random.integers(0, 4, segments.shape), 1)
+            segments[places == ends.min(1, keepdims=True)] = 0
+            mask = Mask.segments(jax.device_put(segments))
+        else:
+            segments[places < ends[:, :1]] = 1
+            mask = Mask.lengths(jax.device_put(ends[:, 0])) if way == "lengths" else padding_array(segments)
+        found = np.asarray(limit(chosen, mask, factor=factor))
+        expected = np.full_like(found, experts)
+        for row in range(4):
+            borders = np.flatnonzero(np.diff(segments[row], prepend=-1, append=-1))
+            for first, last in itertools.pairwise(borders):
+                if segments[row, first]:
+                    part = chosen[row, first:last]
+                    expected[row, first:last] = np.where(kept(part, experts, factor), part, experts)
+        np.testing.assert_array_equal(found, expected)
+        assert (expected[segments > 0] == experts).any() or factor > 0.5
 
 
 @pytest.mark.parametrize("shared_experts", [0, 1])
@@ -216,12 +259,72 @@ def test_a_dropped_token_has_its_other_experts_and_the_shared_ones(shared_expert
     module = layer(moe)
     params = parameters(module)
     logits = np.asarray(X) @ np.asarray(params["params"]["router"]["kernel"])
-    chosen = np.argsort(-logits, axis=-1)[..., :2].astype(np.int32)
-    fill = jax.jit(lambda chosen: within_capacity(chosen, 5, math.ceil(0.4 * 11 * 2 / 5)))
-    kept = np.asarray(fill(chosen)) < 5
-    assert (~kept).sum() > 5
-    expected = by_token(module, params, X, kept)
-    np.testing.assert_allclose(jax.jit(module.apply)(params, X)[0], expected, rtol=1e-4, atol=1e-5)
+    there = np.stack([kept(row, 5, 0.4) for row in best(logits)])
+    assert (~there).sum() > 5
+    expected = by_token(module, params, X, there)
+    apply = jax.jit(functools.partial(module.apply, deterministic=False))
+    np.testing.assert_allclose(apply(params, X)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def put_in_a_row(tokens, others, padding):
+    """Return tokens (n,) after other tokens, and before padding: tokens, positions and segments, (1, T)."""
+    parts = others, tokens, np.zeros(padding, np.int32)
+    row, positions = np.concatenate(parts), np.concatenate([np.arange(len(part)) for part in parts])
+    segments = np.repeat([1, 2, 0], [len(part) for part in parts])
+    return jax.tree.map(lambda array: jax.device_put(array[None].astype(np.int32)), (row, positions, segments))
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, pytest.param(1.25, marks=pytest.mark.slow)])
+def test_neighbors_and_padding_and_decoding_change_no_result(factor):
+    """In training and evaluation, a text alone has the logits of the text beside others; decoding is evaluation."""
+    kind = LayerKind(moe=MoE(num_experts=4, capacity_factor=factor))
+    model = CausalLM(
+        TransformerConfig(vocab_size=19, d_model=8, num_layers=2, num_heads=2, position="rotary").replace(
+            **{"stack.period": (kind,)}
+        )
+    )
+    random = np.random.default_rng(0)
+    first, other, text = (random.integers(1, 19, n).astype(np.int32) for n in (12, 12, 9))
+    params = random_params(model, np.zeros((1, 2), np.int32))
+
+    @functools.partial(jax.jit, static_argnames="deterministic")
+    def run(row, deterministic):
+        tokens, positions, segments = row
+        return model.apply(params, tokens, positions, mask=Mask.segments(segments), deterministic=deterministic)
+
+    @jax.jit
+    def decode(chunks):
+        def step(cache, chunk):
+            logits, cache = model.apply(params, chunk[None], cache=cache, deterministic=False)
+            return cache, logits[0]
+
+        return jax.lax.scan(step, model.init_cache(1, chunks.size), chunks)[1].reshape(chunks.size, -1)
+
+    found = {}
+    for deterministic in (True, False):
+        alone = np.asarray(run(put_in_a_row(text, first[:0], 0), deterministic))[0]
+        for others in (first, other):
+            beside = np.asarray(run(put_in_a_row(text, others, 5), deterministic))[0, 12 : 12 + len(text)]
+            np.testing.assert_allclose(beside, alone, rtol=1e-4, atol=1e-5)
+        found[deterministic] = alone
+    np.testing.assert_allclose(decode(text.reshape(3, 3)), found[True], rtol=1e-4, atol=1e-5)
+    drops = np.abs(found[True] - found[False]).max() > 0.01
+    assert drops == (factor is not None), "a capacity limits training, and only training"
+
+
+def test_a_training_step_drops_tokens_also_without_dropout():
+    recipe = tiny_recipe(model={"stack.period": (LayerKind(moe=MoE(num_experts=3, capacity_factor=0.4)),)})
+    state, step = start(recipe)
+    batch = tiny_batch()
+    _, metrics = step(state, batch)
+    sums = jax.jit(make_eval_step(recipe))(state.params, batch)
+    assert abs(float(metrics["loss_sum"]) - float(sums["loss_sum"])) > 1e-3
+    model = recipes.build_model(recipe)
+
+    def without(params):
+        return training_loss("causal_lm", model, params, batch, recipe.training, None)[0]
+
+    np.testing.assert_allclose(jax.jit(without)(state.params), sums["loss_sum"], rtol=1e-5)
 
 
 def test_losses_of_the_router_are_their_formulas():

@@ -133,8 +133,9 @@ class MoE:
     normalize_weights: bool = True
     """divide the weights of the selected experts by their sum"""
     capacity_factor: float | None = None
-    """c: an expert processes at most c times its even share of the tokens of a sequence, first come, first served,
-    and drops the rest; None: no limit"""
+    """c: in training, an expert processes at most c times its even share of the tokens of a sequence, first come,
+    first served, and drops the rest. A sequence is a row, or a segment of a packed row, without padding. Evaluation and
+    decoding drop nothing; None: no limit"""
     load_balance_weight: float = 0.01
     """weight of the load-balancing term in the training loss (Fedus et al. 2021, arXiv 2101.03961)"""
     router_z_weight: float = 0.001

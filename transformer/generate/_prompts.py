@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, SupportsIndex, TypeAlias
@@ -12,7 +11,6 @@ import numpy as np
 from transformer.config._checks import ConfigError
 from transformer.config._image_tokens import DynamicImageTokens, ImageTokens
 from transformer.config._model import TransformerConfig
-from transformer.config._parts import LayerKind
 from transformer.generate._decoding import Batch
 from transformer.nn.kernels import portable
 from transformer.nn.models._causal_lm import CausalLM
@@ -49,20 +47,8 @@ def check_text_model(verb: str, model: Any, params: Any) -> int:
 
 
 def decoding_model(model: Any) -> Any:
-    """Return the model for inference: with a kernel that supports a KV cache, and with unlimited expert capacity.
-
-    With a capacity relative to the length (`MoE.capacity_factor`), the experts of a token would depend on the padding
-    and on the other rows.
-    """
-
-    def without_capacity(kind: LayerKind) -> LayerKind:
-        moe = kind.moe and dataclasses.replace(kind.moe, capacity_factor=None)
-        return dataclasses.replace(kind, moe=moe)
-
-    stack = model.config.stack
-    kinds = {part: tuple(map(without_capacity, getattr(stack, part))) for part in ("prefix", "period", "suffix")}
-    config = model.config.replace(stack=dataclasses.replace(stack, **kinds))
-    return model.clone(config=config, execution=portable(model.execution))
+    """Return the model for inference: with a kernel that supports a KV cache."""
+    return model.clone(execution=portable(model.execution))
 
 
 def end_ids(eos_id: SupportsIndex | Sequence[SupportsIndex] | None, vocab_size: int) -> list[int]:

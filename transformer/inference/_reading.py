@@ -410,9 +410,7 @@ _OTHERS = {VisionEncoder: "images", SpeechToText: "sound", SpeechEncoder: "sound
 
 
 def text_model(opened: LoadedModel) -> Any:
-    """Return the model for inference, with a kernel for any length and experts with capacity for every token.
-
-    With limited expert capacity, the result of a text would depend on the other texts of its batch.
+    """Return the model for inference, with a kernel for any length.
 
     Raises:
         ConfigError: the model does not read text.

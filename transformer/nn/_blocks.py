@@ -60,7 +60,8 @@ class LayerInputs:
     stored: Leaf | None = None
     """name -> `StoredKV`, keys and values of earlier layers with `stores_kv`; None: there are none"""
     deterministic: bool | None = field(default=None, metadata={"static": True})
-    """True: disable dropout; False: enable it (rng "dropout"). Required if the config has a dropout rate above 0"""
+    """True: disable dropout and the capacity of experts; False: enable them (rng "dropout"). Required if the config has
+    a dropout rate above 0"""
 
 
 @jax.tree_util.register_dataclass
@@ -272,9 +273,9 @@ class Block(nn.Module):
     ) -> tuple[Hidden, Aux]:
         """Apply the feed-forward network to each position separately: (B, T, D) -> (B, T, D).
 
-        If the kind of layer has a `moe`, tokens pass through the experts that a router selects. `cache` is not used,
-        because no other position is read. `residual` (B, T, D) is the input of the sublayer before its norm, for
-        experts beside a dense layer; None: x.
+        If the kind of layer has a `moe`, tokens pass through the experts that a router selects. `cache` is not read,
+        because no other position is; with a cache, experts have no capacity. `residual` (B, T, D) is the input of the
+        sublayer before its norm, for experts beside a dense layer; None: x.
 
         Returns:
             (B, T, D), and aux: the losses of the router, if any.
@@ -295,15 +296,18 @@ class Block(nn.Module):
             dense = FeedForward(width=width, **options, name="feed_forward")(x)
         if moe is None:
             return dense, {}
-        # The mask excludes padding from the router's losses; it does not change the output.
+        # The mask excludes padding from the router's losses and, in training, from the capacity of experts. A decoding
+        # step does not see the other tokens of its sequence, so it could not drop the same ones.
+        training = inputs.deterministic is False and cache is None
         width = config.feed_forward_width if moe.d_ff is None else moe.d_ff
         options |= {"implementation": self.execution.experts, "norm_epsilon": config.norm_epsilon}
         if not moe.beside_dense:
-            return RoutedFeedForward(moe, width=width, **options, name="feed_forward")(x, inputs.mask)
+            routed = RoutedFeedForward(moe, width=width, **options, name="feed_forward")
+            return routed(x, inputs.mask, deterministic=not training)
         # norm(dense(norm(x))) + norm(experts(norm(x))), each with norms of its own; the router reads x itself.
         residual = x if residual is None else residual
         experts = RoutedFeedForward(moe, width=width, **options, name="experts_beside")
-        routed, aux = experts(self.norm("experts_norm")(residual), inputs.mask, residual)
+        routed, aux = experts(self.norm("experts_norm")(residual), inputs.mask, residual, deterministic=not training)
         return self.norm("dense_post_norm")(dense) + self.norm("experts_post_norm")(routed), aux
 
     def _linear_attention(self, delta: GatedDelta) -> GatedDeltaNet:

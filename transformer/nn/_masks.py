@@ -338,6 +338,8 @@ class Mask:
 def real_tokens(mask: Mask, shape: tuple[int, int], start: Int[Array, " B"] | None = None) -> Bool[Array, "B T"]:
     """Return which tokens are not padding, by the lengths and segments of a mask; segment 0 is padding.
 
+    Without a cache, a padding array (B, 1, 1, T) marks it too.
+
     Args:
         mask: the mask.
         shape: number of rows B and of tokens T.
@@ -349,6 +351,9 @@ def real_tokens(mask: Mask, shape: tuple[int, int], start: Int[Array, " B"] | No
         real = real & (index < mask.key_lengths[:, None])
     if mask.query_segments is not None:
         real = real & (mask.query_segments != 0)
+    part = mask.dense_part
+    if start is None and part is not None and part.shape[1:] == (1, 1, shape[1]):
+        real = real & part[:, 0, 0]
     return real
 
 

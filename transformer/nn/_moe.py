@@ -3,13 +3,12 @@
 Shapes in addition to those of `_axes.py`: E experts, of which each token is sent to k; M = B T k copies of tokens.
 Copies are sorted by expert: into P blocks of Q rows, where all rows of a block belong to one expert and unused rows are
 zero, or, for the kernels of `_grouped.py`, into R rows without padding between the experts. The work therefore grows
-with the number of copies, whatever E is, and only a capacity can drop tokens.
+with the number of copies, whatever E is, and only a capacity can drop tokens, in training.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -25,7 +25,7 @@ from transformer.nn._adapted import dense, kernel_parameter
 from transformer.nn._axes import Array, DType, Hidden
 from transformer.nn._grouped import GROUPED, Call, choose_experts, collect, dispatch, padded_rows, tile_rows
 from transformer.nn._layers import FeedForward, Initializer, Linear, activate, glorot_uniform, linear, unscaled_rms_norm
-from transformer.nn._masks import Mask
+from transformer.nn._masks import Mask, real_tokens
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import (
     auto_axes,
@@ -48,8 +48,9 @@ class RoutedFeedForward(nn.Module):
     w is softmax(x W_r), or sigmoid(x W_r) with `moe.scoring`, restricted to the selected experts. With
     `moe.normalize_weights` it is divided by its sum; the softmax weights then equal the softmax over the logits of the
     selected experts (Jiang et al. 2024, arXiv 2401.04088). Shared experts, through which every token passes, are added
-    (Dai et al. 2024, arXiv 2401.06066). With a capacity, a copy of a token that exceeds the capacity of an expert is
-    dropped; the token keeps its other experts. With `moe.scale_inputs` the sum is that of FeedForward_e(w_e x).
+    (Dai et al. 2024, arXiv 2401.06066). In training with a capacity, a copy of a token that exceeds the capacity of an
+    expert is dropped; the token keeps its other experts (`within_capacity`). With `moe.scale_inputs` the sum is that of
+    FeedForward_e(w_e x).
 
     Parameters: `router/kernel` (D, E) and, depending on `moe`, `router/bias`, `router/selection_bias` and
     `router/expert_scale` (E,), and `router/input_scale` (D,);
@@ -78,11 +79,16 @@ class RoutedFeedForward(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Hidden, mask: Mask = Mask(), router_input: Hidden | None = None
+        self, x: Hidden, mask: Mask = Mask(), router_input: Hidden | None = None, deterministic: bool = True
     ) -> tuple[Hidden, dict[str, Array]]:
-        """Apply the layer to x (B, T, D). `mask` marks padding and packed sequences; only the losses use it.
+        """Apply the layer to x (B, T, D).
 
-        The router reads `router_input` (B, T, D), by default x.
+        Args:
+            x: (B, T, D).
+            mask: marks padding and packed sequences, for the losses and for the capacity.
+            router_input: (B, T, D), the input of the router; None: x.
+            deterministic: False: training, which drops what exceeds `moe.capacity_factor`. True: evaluation and
+                decoding, which drop nothing.
 
         Returns:
             y (B, T, D), and the losses of the router, (B,) each, multiplied by their weights.
@@ -96,10 +102,9 @@ class RoutedFeedForward(nn.Module):
         balance, z = router_losses(logits, chosen, mask, moe.scoring)
         aux = {"load_balance": moe.load_balance_weight * balance, "router_z": moe.router_z_weight * z}
 
-        # Capacity of an expert: c times its even share of the T k choices of a row (arXiv 2101.03961, equation 3).
-        if moe.capacity_factor is not None:
-            capacity = math.ceil(moe.capacity_factor * x.shape[1] * moe.top_k / moe.num_experts)
-            chosen = within_capacity(chosen, moe.num_experts, capacity)
+        if moe.capacity_factor is not None and not deterministic:
+            limited = functools.partial(within_capacity, num_experts=moe.num_experts, factor=moe.capacity_factor)
+            chosen = in_auto_axes(limited, explicit_spec(chosen))(chosen, mask)
         settings = (self.gated, self.use_bias, self.kernel_init, self.output_init, self.dtype, self.param_dtype)
         experts = _Experts(moe.num_experts, self.width, *settings, name="experts")(x.shape[-1])
         schemes = self._schemes(experts)
@@ -285,21 +290,10 @@ def router_losses(logits: Array, chosen: Array, mask: Mask = Mask(), scoring: st
         scoring: as in `MoE`.
     """
     batch, length, experts = logits.shape
-    real = jnp.ones((batch, length), jnp.float32)  # 1 for tokens, 0 for padding
-    if mask.key_lengths is not None:
-        real = real * (jnp.arange(length)[None, :] < mask.key_lengths[:, None])
-    if mask.query_segments is not None:
-        real = real * (mask.query_segments != 0)
-    # `total` sums over the tokens of each sequence: (B, T, ...) -> (B, sequences of a row, ...). A row contains one
-    # sequence or, if packed, up to T segments; sums of segments that do not exist are 0.
-    if mask.query_segments is None:
-        total = functools.partial(jnp.sum, axis=1, keepdims=True)
-    else:
-        # Number the segments of a row 0, 1, 2, ... by counting the changes of the segment id.
-        begins = jnp.diff(mask.query_segments, axis=1, prepend=mask.query_segments[:, :1]) != 0
-        number = jnp.broadcast_to(jnp.cumsum(begins, axis=1), (batch, length))
-        total = jax.vmap(functools.partial(jax.ops.segment_sum, num_segments=length))
-        total = functools.partial(total, segment_ids=number)
+    real, number = _sequences(mask, batch, length)
+    real = real.astype(jnp.float32)
+    # `total` sums over the tokens of each sequence: (B, T, ...) -> (B, sequences of a row, ...).
+    total = functools.partial(_sums, number=number)
     share = total(jax.nn.one_hot(chosen, experts).mean(2) * real[:, :, None])  # n f_e
     # sigmoid_e / sum of sigmoids = softmax of the log-sigmoids, which is finite even if all sigmoids round to 0.
     shares = jax.nn.softmax(jax.nn.log_sigmoid(logits) if scoring == "sigmoid" else logits)
@@ -309,15 +303,58 @@ def router_losses(logits: Array, chosen: Array, mask: Mask = Mask(), scoring: st
     return balance, (real * jnp.square(jax.nn.logsumexp(logits, axis=2))).sum(1)
 
 
-def within_capacity(chosen: Array, num_experts: int, capacity: int) -> Array:
-    """Drop choices (B, T, k) that exceed the `capacity` of an expert in their row: they become `num_experts`.
+def within_capacity(chosen: Array, mask: Mask = Mask(), *, num_experts: int, factor: float) -> Array:
+    """Drop choices (B, T, k) that exceed the capacity of an expert: they become `num_experts`, as those of padding.
 
-    Tokens are served in order, so a later token never displaces an earlier one. This also keeps a causal model causal
-    (Fedus et al. 2021, arXiv 2101.03961, section 2.2, per row instead of per batch).
+    The capacity is `factor` times the even share of an expert in the n k choices of a sequence of n tokens, rounded up
+    (Fedus et al. 2021, arXiv 2101.03961, equation 3). There it is that of all tokens of a batch; here each row, or each
+    segment of a packed row, is a sequence of its own. So neither other sequences nor padding change what is dropped.
+    Tokens are served in order: a later token never displaces an earlier one, which keeps a causal model causal. What a
+    token gets still depends on the earlier tokens of its sequence, and on the number of all its tokens.
+
+    Args:
+        chosen: selected experts (B, T, k), all different for a token.
+        mask: marks padding and packed sequences.
+        num_experts: E.
+        factor: c.
     """
-    batch = chosen.shape[0]
-    rank = _ranks(chosen.reshape(batch, -1), num_experts).reshape(chosen.shape)
-    return jnp.where(rank < capacity, chosen, num_experts)
+    batch, length, top_k = chosen.shape
+    real, number = _sequences(mask, batch, length)
+    chosen = jnp.where(real[:, :, None], chosen, num_experts)
+    taken = jax.nn.one_hot(chosen, num_experts, dtype=jnp.int32).sum(2)  # (B, T, E); 0 for the index num_experts
+    before = jnp.cumsum(taken, axis=1) - taken  # choices of each expert by earlier tokens of the row
+    sizes = _sums(real.astype(jnp.int32), number)
+    if number is None:
+        sizes = jnp.broadcast_to(sizes, (batch, length))
+    else:
+        begins = jnp.diff(number, axis=1, prepend=-1) != 0
+        first = jax.lax.cummax(jnp.where(begins, jnp.arange(length)[None, :], 0), axis=1)  # index in the row, (B, T)
+        before = before - jnp.take_along_axis(before, first[:, :, None], axis=1)  # ... of the same sequence
+        sizes = jnp.take_along_axis(sizes, number, axis=1)
+    # A table for every n, computed in float64: rounding must not depend on how many tokens the row has.
+    capacity = np.ceil(factor * np.arange(length + 1) * top_k / num_experts).astype(np.int32)
+    rank = jnp.take_along_axis(before, jnp.minimum(chosen, num_experts - 1), axis=2)
+    return jnp.where(rank < jnp.asarray(capacity)[sizes][:, :, None], chosen, num_experts)
+
+
+def _sequences(mask: Mask, batch: int, length: int) -> tuple[Array, Array | None]:
+    """Return which tokens are not padding, (B, T), and the number of the sequence of each token in its row, (B, T).
+
+    Without segments a row is one sequence, and the second result is None. With segments, a row has up to T sequences.
+    """
+    real = real_tokens(mask, (batch, length))
+    if mask.query_segments is None:
+        return real, None
+    # Number the segments of a row 0, 1, 2, ... by counting the changes of the segment id.
+    begins = jnp.diff(mask.query_segments, axis=1, prepend=mask.query_segments[:, :1]) != 0
+    return real, jnp.broadcast_to(jnp.cumsum(begins, axis=1), (batch, length))
+
+
+def _sums(values: Array, number: Array | None) -> Array:
+    """Sum (B, T, ...) over the tokens of each sequence: (B, sequences of a row, ...); 0 for one that does not exist."""
+    if number is None:
+        return values.sum(1, keepdims=True)
+    return jax.vmap(functools.partial(jax.ops.segment_sum, num_segments=values.shape[1]))(values, number)
 
 
 def _ranks(expert: Array, num_experts: int) -> Array:

@@ -161,8 +161,8 @@ class Stack(nn.Module):
             mask: mask of self-attention.
             context_mask: mask of cross-attention.
             cache: the result of `init_cache`, or the cache that an earlier call returned; None: no cache.
-            deterministic: True disables dropout; False enables it (rng "dropout"). Required if the config has a dropout
-                rate above 0.
+            deterministic: False: training, with dropout (rng "dropout") and a capacity of experts, if the config has
+                them. True: without both. Required if the config has a dropout rate above 0; else None means True.
             layer_embeddings: (L, B, T, P), the embeddings of the tokens for each layer, if the config has them.
             segments: (B, T), segment of each token for layers with `within_segments`; None: one segment.
 

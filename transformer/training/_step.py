@@ -129,6 +129,7 @@ def _summed_loss(recipe: Recipe) -> Callable[..., tuple[jax.Array, Metrics]]:
     """
     model, kind = build_model(recipe), TASKS[recipe.task]
     dropout = recipe.model.dropout_rate > 0 or recipe.model.attention.dropout_rate > 0
+    drops_tokens = any(one.moe is not None and one.moe.capacity_factor is not None for one in recipe.model.kinds)
 
     teacher = None if recipe.distill is None else build_teacher(recipe)
 
@@ -138,7 +139,7 @@ def _summed_loss(recipe: Recipe) -> Callable[..., tuple[jax.Array, Metrics]]:
 
     def summed(trained, state, batch, key):
         params = model_params(recipe, trained, state.base)
-        key, others = key if dropout else None, {}
+        key, others = key if dropout or drops_tokens else None, {}
         if kind.needs_reference:
             loss_sum, weight, others, router_loss = kind.compared(
                 model, params, state.base, batch, kind.options(recipe), recipe.training.loss_tokens, **_dropped(key)
@@ -157,7 +158,7 @@ def _summed_loss(recipe: Recipe) -> Callable[..., tuple[jax.Array, Metrics]]:
 
 
 def _dropped(key: PRNGKey | None) -> dict[str, Any]:
-    """Return the arguments of a model for dropout with this key; None: without dropout."""
+    """Return the arguments of a model for training with this key: dropout, and a capacity of experts; None: neither."""
     return {"deterministic": key is None, "rngs": None if key is None else {"dropout": key}}
 
 
@@ -178,7 +179,7 @@ def training_loss(
         params: tree of its parameters.
         batch: arrays (B, ...) by name.
         training: label smoothing, z-loss and the number of tokens per chunk.
-        dropout_key: random key of dropout; None: no dropout.
+        dropout_key: random key of dropout; None: no dropout, and no capacity of experts.
         teaching: a teacher whose predictions the model learns too; None: the targets alone.
 
     Returns:

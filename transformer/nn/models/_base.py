@@ -174,7 +174,7 @@ class TokenEncoder(Model):
             tokens: (B, T), token ids.
             positions: (B, T); None: 0, 1, 2, ...
             mask: which tokens are padding, or which segments are packed into a row.
-            deterministic: False enables dropout (rng "dropout").
+            deterministic: False: training, with dropout (rng "dropout") and a capacity of experts, if any.
             token_types: (B, T), such as the number of the sentence in a pair; None: type 0 everywhere.
 
         Raises:

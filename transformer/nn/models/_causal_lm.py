@@ -44,7 +44,7 @@ class CausalLM(Model):
             positions: (B, T); None: 0, 1, 2, ..., continued after the tokens in the cache.
             mask: restrictions in addition to the causal mask, which always applies.
             cache: a KV cache from `init_cache` or from the previous call.
-            deterministic: False enables dropout (rng "dropout").
+            deterministic: False: training, with dropout (rng "dropout") and a capacity of experts, if any.
 
         Returns:
             Logits (B, T, V), float32; with a cache, (logits, cache).

@@ -69,7 +69,7 @@ class Seq2Seq(Model):
             source_mask: which source tokens are not padding, `Mask.lengths(...)`; also needed in later calls.
             mask: restrictions for the target in addition to the causal mask.
             cache: a KV cache from `init_cache` or from the previous call.
-            deterministic: False enables dropout (rng "dropout").
+            deterministic: False: training, with dropout (rng "dropout") and a capacity of experts, if any.
             context_mask: which source tokens a target token may attend to; None: those of `source_mask`.
 
         Returns:

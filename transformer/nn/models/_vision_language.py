@@ -139,7 +139,7 @@ class VisionLanguageModel(CausalLM):
             mask: restrictions in addition to the causal mask. Where tokens attend to later ones
                 (`input.attention`), it must hide padding: `Mask.lengths(...)`.
             cache: a KV cache from `init_cache` or from the previous call.
-            deterministic: False enables dropout (rng "dropout").
+            deterministic: False: training, with dropout (rng "dropout") and a capacity of experts, if any.
             images: (B, I, height, width, channels), floating-point, I images for each row in the order of their tokens;
                 rows with fewer images have any values for the rest. For `DynamicImageTokens`: `ImagePatches`. None: no
                 images.
