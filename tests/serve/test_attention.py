@@ -86,9 +86,9 @@ def test_the_end_of_the_server_cancels_the_calls_that_wait():
 
 def test_an_answer_begins_with_the_first_token_that_differs():
     """The end of the prompt and the beginning of the answer may be one token, which belongs to the answer."""
-    tokenizer = SimpleNamespace(encode_source=lambda text: [ord(c) for c in text.replace("lo", "\u1111")])
+    tokenizer = SimpleNamespace(encode_prompt=lambda text: [ord(c) for c in text.replace("lo", "\u1111")])
     service = AnswerAttention.__new__(AnswerAttention)
-    service.chat, service.opened = None, SimpleNamespace(tokenizer=tokenizer)
+    service.chat, service.opened, service.longest = None, SimpleNamespace(tokenizer=tokenizer), 9
     assert service._tokens({"prompt": "hel", "answer": "lo!"}) == (3, [104, 101, 108, 0x1111, 33])
     assert service._tokens({"prompt": "hell", "answer": "o!"}) == (3, [104, 101, 108, 0x1111, 33])
 

@@ -22,7 +22,8 @@ from transformer.chat._image_prompts import ImagePrompts, expanded
 from transformer.chat._template import ChatTemplate
 from transformer.config._checks import ConfigError
 from transformer.data._library_errors import held_stderr, library_errors
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data._long_texts import check_length
+from transformer.data._pretrained_tokenizer import PretrainedTokenizer, encode_one
 from transformer.data._tokenizer import TOKENIZER_FILE
 
 _FIXED = ("role", "type")
@@ -47,13 +48,20 @@ class ChatEncoder:
     The special tokens of the tokenizer are markers, and so are its other added tokens that the template names, such as
     `<tool_call>`. A special token in a message is always text. The other markers are text in messages of people and
     tools, but tokens in messages of the assistant, which writes them itself. Markers of images are replaced by the
-    tokens of the images (`images`).
+    tokens of the images (`images`). A conversation that surely has more than `longest` tokens is refused (None: none
+    is) before the work that takes long.
     """
 
-    def __init__(self, template: ChatTemplate, tokenizer: PretrainedTokenizer, images: ImagePrompts | None = None):
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: PretrainedTokenizer,
+        images: ImagePrompts | None = None,
+        longest: int | None = None,
+    ):
         import tokenizers
 
-        self.template, self._tokenizer, self._images = template, tokenizer, images
+        self.template, self._tokenizer, self._images, self._longest = template, tokenizer, images, longest
         # A second library object: its option to recognize special tokens applies to all threads that use it.
         with library_errors(f"{TOKENIZER_FILE} is not a valid tokenizer", "Download the file again"), held_stderr():
             self._library = tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER_FILE].decode("utf-8"))
@@ -80,10 +88,13 @@ class ChatEncoder:
         Raises:
             ChatTemplateError: the template refuses the messages, fails, or takes too long.
             ConfigError: a message contains a marker, and the template changes it, so that it can't be recognized.
+            TooManyTokensError: the conversation has more than `longest` tokens.
             ValueError: the tokenizer can't encode the text.
         """
         now = now or datetime.now()  # both renderings have the same time
         plain = self.template.run(values, continue_final_message, now)
+        if self._longest is not None:
+            check_length(self._tokenizer, [plain.text], self._longest)
         character = _unused_character(self.template.source, values)
         marked, touched = self._marked(values, character)
         breaks: list[int] = []
@@ -186,7 +197,7 @@ class ChatEncoder:
         cuts = sorted({self._cut(start, end, breaks) for start, end in self._all.spans(text)} - {-1})
         remedy = "Shorten the conversation, or download the tokenizer's file again"
         with library_errors("the tokenizers library failed on this conversation", remedy):
-            encoding = self._library.encode(_inserted(text, cuts, character), add_special_tokens=False)
+            encoding = encode_one(self._library, _inserted(text, cuts, character), special=False)
         inserted = [cut + number for number, cut in enumerate(cuts)]
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []

@@ -26,6 +26,8 @@ class ChatPrompts:
         tokenizer: tokenizer of the model.
         template: a `ChatTemplate`, or the text of one; None: that of the tokenizer's files.
         images: how a `VisionLanguageModel` reads images; None: it reads only text.
+        longest: maximum number of tokens of a conversation. A much longer one is refused before all of it is encoded,
+            which takes seconds; the caller checks the exact number. None: none is refused.
 
     Raises:
         ChatTemplateError: the tokenizer has no template, or the template is invalid.
@@ -37,9 +39,10 @@ class ChatPrompts:
         tokenizer: Tokenizer,
         template: ChatTemplate | str | None = None,
         images: ImagePrompts | None = None,
+        longest: int | None = None,
     ):
         self.tokenizer = _with_markers(tokenizer)
-        self._files, self._images = self.tokenizer.files, images
+        self._files, self._images, self._longest = self.tokenizer.files, images, longest
         self._given = ChatTemplate(template) if isinstance(template, str) else template
         self._encoders: dict[ChatTemplate, ChatEncoder] = {}
         encoder = self._encoder(tools=False)  # an invalid template is an error now
@@ -69,7 +72,7 @@ class ChatPrompts:
         Raises:
             ChatTemplateError: the template refuses the messages, fails, or takes too long.
             ConfigError: messages, tools, documents or switches are invalid.
-            ValueError: the tokenizer can't encode the text.
+            ValueError: the tokenizer can't encode the text, or the conversation is too long.
         """
         encoder = self._encoder(tools=bool(tools))
         messages, sources = without_sources(messages)
@@ -98,7 +101,7 @@ class ChatPrompts:
             names = special_tokens(self._files)
             template = dataclasses.replace(template, special_tokens=tuple(names.items()))
         if template not in self._encoders:
-            self._encoders[template] = ChatEncoder(template, self.tokenizer, self._images)
+            self._encoders[template] = ChatEncoder(template, self.tokenizer, self._images, self._longest)
         return self._encoders[template]
 
 

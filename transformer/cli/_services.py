@@ -96,8 +96,7 @@ def _causal_service(
     from transformer.serve._engine import FEWEST_POSITIONS, Engine
     from transformer.serve._service import Service
 
-    tokenizer, chat = opened.tokenizer, _chat_prompts(opened)
-    suppressed = opened.suppressed
+    tokenizer, suppressed = opened.tokenizer, opened.suppressed
     positions = _longest(max_tokens, opened.context)
     if positions < FEWEST_POSITIONS:
         raise ConfigError(
@@ -109,6 +108,7 @@ def _causal_service(
             f"--cache-tokens must be at least {positions}, the tokens of one request, got {cache_tokens}. Pass a "
             "larger number, or a smaller --max-tokens."
         )
+    chat = _chat_prompts(opened, positions)
     sizes = {"slots": slots, "positions": positions, "cache_tokens": cache_tokens, "queue": queue}
     engine = Engine(opened.model, opened.params, tokenizer, **sizes, suppress=suppressed, draft=draft, mesh=mesh)
     return Service(
@@ -157,10 +157,10 @@ def _longest(max_tokens: int | None, context: int | None) -> int:
     return max_tokens
 
 
-def _chat_prompts(opened: LoadedModel) -> ChatPrompts | None:
-    """Return the chat template of a model; None: it has none."""
+def _chat_prompts(opened: LoadedModel, longest: int) -> ChatPrompts | None:
+    """Return the chat template of a model, for conversations of at most `longest` tokens; None: it has none."""
     from transformer.chat._prompts import ChatPrompts
     from transformer.chat._template import has_template
 
     files = getattr(opened.tokenizer, "files", {})
-    return ChatPrompts(opened.tokenizer) if has_template(files) else None
+    return ChatPrompts(opened.tokenizer, longest=longest) if has_template(files) else None

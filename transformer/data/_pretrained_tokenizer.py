@@ -30,6 +30,8 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 TEMPLATE_FOLDER = "additional_chat_templates"
 """folder of further templates"""
 _MOST_TEMPLATES = 20
+LONG_TEXT = 2000
+"""number of characters from which a text is long: encoding a shorter one takes at most a few milliseconds"""
 _FILES = (TOKENIZER_FILE, *_NAMING, *_NUMBERING, *TEMPLATE_FILES)
 # Tokenizer files that are not supported here; transformers converts them.
 _OTHERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt")
@@ -203,7 +205,7 @@ class PretrainedTokenizer(Tokenizer):
             return self._encoded(text, None, special=add_special_tokens)[0]
         utf8(text)
         with self._library_errors():
-            return self._parsing_library.encode(text, add_special_tokens=add_special_tokens).ids
+            return encode_one(self._parsing_library, text, add_special_tokens).ids
 
     @functools.cached_property
     def _parsing_library(self) -> tokenizers.Tokenizer:
@@ -298,7 +300,7 @@ class PretrainedTokenizer(Tokenizer):
         for part in (text, pair or ""):
             utf8(part)
         with self._library_errors():
-            encoding = self._library.encode(text, pair, add_special_tokens=special)
+            encoding = encode_one(self._library, text if pair is None else (text, pair), special)
         ids, types = encoding.ids, encoding.type_ids
         # Common case: no special tokens, neither added by the post-processor nor found in the text.
         if self._reserved.isdisjoint(ids):
@@ -370,6 +372,17 @@ def _decoder_types(decoder: Any) -> set[str]:
         return set()
     parts = decoder["decoders"] if decoder.get("type") == "Sequence" else []
     return {str(decoder.get("type"))}.union(*map(_decoder_types, parts))
+
+
+def encode_one(library: Any, given: str | tuple[str, str], special: bool) -> Any:
+    """Return the encoding of one text or of a pair, by the library.
+
+    A long one is encoded as a batch, because only for batches does the library release Python's global lock: otherwise
+    no other thread would run, for seconds.
+    """
+    if isinstance(given, str) and len(given) < LONG_TEXT:
+        return library.encode(given, add_special_tokens=special)
+    return library.encode_batch([given], add_special_tokens=special)[0]
 
 
 def _has_patterns(content: dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from transformer.chat._prompts import ChatPrompts
 from transformer.config._checks import nearest
+from transformer.data._long_texts import check_length
 from transformer.generate._prompts import decoding_model
 from transformer.inference._loading import LoadedModel
 from transformer.inference._text_attention import sown_weights
@@ -107,6 +108,7 @@ class AnswerAttention:
             texts = values.get("prompt"), values.get("answer")
             if not all(isinstance(text, str) for text in texts):
                 raise APIError(400, f"prompt and answer must be texts, got {json.dumps(texts)[:80]}.", "prompt")
+            check_length(self.opened.tokenizer, ["".join(texts)], self.longest)
             encode = self.opened.tokenizer.encode_prompt
             before, ids = list(encode(texts[0])), list(encode("".join(texts)))
         else:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,10 @@ from transformer.serve._errors import APIError
 
 MOST_BYTES = 4 * 2**20
 """maximum size of a body"""
+LARGE_BODY = 2**17
+"""size of a body from which it is parsed in a thread"""
+MOST_BRACKETS = 250_000
+"""maximum number of lists and objects of a body, which cost more than texts and numbers"""
 BODY_SECONDS = 30.0
 """time in which a body must arrive"""
 MOST_CHOICES = 16
@@ -26,6 +31,7 @@ MOST_CHOICES = 16
 MOST_STOPS = 16
 """maximum number of stop strings"""
 
+_PARSER = ThreadPoolExecutor(1, "parser")
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _COMMON = {"model", "stream", "stream_options", "n", "seed", "stop", "stop_token_ids", *_FILTERS, *_PENALTIES, *FIELDS}
@@ -86,8 +92,14 @@ async def read_json(request: HTTPRequest) -> dict[str, Any]:
         raise APIError(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds.") from None
     except ClientDisconnect:
         raise APIError(400, "the client has left.") from None
+    content = b"".join(parts)
+    if content.count(b"[") + content.count(b"{") > MOST_BRACKETS:  # nothing else runs while they are parsed
+        raise APIError(413, f"the body must have at most {MOST_BRACKETS} characters [ and {{. Send a smaller one.")
     try:
-        values = json.loads(b"".join(parts))
+        if size < LARGE_BODY:
+            values = json.loads(content)
+        else:  # one at a time in a thread, so that others are answered between two of them
+            values = await asyncio.get_running_loop().run_in_executor(_PARSER, json.loads, content)
     except (ValueError, RecursionError):
         raise APIError(400, "the body is not valid JSON.") from None
     if not isinstance(values, dict):
@@ -152,13 +164,11 @@ def text_prompts(values: Mapping[str, Any], field: str = "prompt") -> list[str |
         APIError: the field is missing or has another type.
     """
     prompt = values.get(field)
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(i) is int for i in prompt)):
+    kinds = set(map(type, prompt)) if isinstance(prompt, list) else set()
+    if isinstance(prompt, str) or kinds == {int}:
         return [prompt]
-    if isinstance(prompt, list) and prompt:
-        if all(isinstance(one, str) for one in prompt):
-            return prompt
-        if all(isinstance(one, list) and one and all(type(i) is int for i in one) for one in prompt):
-            return prompt
+    if kinds == {str} or (kinds == {list} and all(set(map(type, one)) == {int} for one in prompt)):
+        return prompt
     raise APIError(400, f"{field} must be a text, a list of texts, or lists of token ids that are not empty.", field)
 
 

@@ -12,6 +12,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from transformer.config._checks import nearest
+from transformer.data._long_texts import TooManyTokensError, check_length
 from transformer.inference._batching import slots_at_once
 from transformer.inference._loading import LoadedModel
 from transformer.inference._reading import Columns, embed_encoded, encode_sentences
@@ -80,7 +81,12 @@ class EmbeddingService(ThreadService):
         """Return token ids and token types of texts, or of token ids."""
         if isinstance(texts[0], str):
             try:
+                for text in texts:
+                    check_length(self.opened.tokenizer, [text], self.longest)
+                check_length(self.opened.tokenizer, texts, MOST_INPUT_TOKENS, usual=1)
                 rows = encode_sentences(self.opened, texts, self.settings, truncate=False)
+            except TooManyTokensError as error:
+                raise APIError(400, str(error), "input", "context_length_exceeded") from None
             except (ValueError, TypeError) as error:
                 raise APIError(400, str(error)[:500], "input") from None
         else:

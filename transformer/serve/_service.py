@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from transformer.chat._prompts import ChatPrompts
 from transformer.config._checks import ConfigError
+from transformer.data._long_texts import TooManyTokensError, check_length
 from transformer.generate._rows import MOST_ENDS
 from transformer.generate._sampling import Sampling
 from transformer.serve._answers import Answer
@@ -39,6 +39,9 @@ from transformer.serve._http import Handler, HTTPService, Load, until_gone
 from transformer.serve._metrics import Metrics
 from transformer.serve._requests import Delta, Request, Ticket
 
+MOST_ENCODED = 64
+"""maximum number of calls that wait until their texts are encoded"""
+
 
 @dataclass(kw_only=True)
 class Service(HTTPService):
@@ -55,6 +58,8 @@ class Service(HTTPService):
     attention: AnswerAttention | None = None
     """attention of answers; None: the server does not show it"""
     _encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "encoder"))
+    _encoding: int = 0
+    """number of calls whose texts are encoded, or wait for that"""
 
     def __post_init__(self):
         self._constraints = Constraints(self.engine.tokenizer, self.engine.vocab_size)
@@ -118,11 +123,12 @@ class Service(HTTPService):
         switches, tools = template_switches(values), tools_of(values)
         chat = self.chat
 
-        def encode() -> list[int]:
+        def encode() -> list[list[int]]:
             found = chat.encode(values.get("messages"), tools=tools, add_generation_prompt=True, **switches)
-            return list(found.ids)
+            return [list(found.ids)]
 
-        return await self._answer(request, body, sampling, [await self._encoded(encode, "messages")], is_chat=True)
+        prompts = await self._encoded(request, encode, "messages")
+        return await self._answer(request, body, sampling, prompts, is_chat=True)
 
     async def _text_completion(self, request: HTTPRequest) -> Response:
         values = await read_json(request)
@@ -132,22 +138,44 @@ class Service(HTTPService):
         if len(given) * body.n > MOST_CHOICES:
             raise APIError(400, f"a call can have at most {MOST_CHOICES} texts: prompts times n.", "prompt")
         sampling = sampling_of(values, self.sampling, self.suppress)
-        encode = functools.partial(self.engine.tokenizer.encode_prompt, **prompt_options(values))
-        prompts = [
-            await self._encoded(lambda text=one: list(encode(text)), "prompt") if isinstance(one, str) else one
-            for one in given
-        ]
+        tokenizer, longest = self.engine.tokenizer, self.engine.positions
+        options = prompt_options(values)
+
+        def encode() -> list[list[int]]:
+            for one in given:
+                check_length(tokenizer, [one], longest)
+            return [list(tokenizer.encode_prompt(one, **options)) for one in given]
+
+        prompts = await self._encoded(request, encode, "prompt") if isinstance(given[0], str) else given
         return await self._answer(request, body, sampling, prompts, is_chat=False)
 
-    async def _encoded(self, encode: Callable[[], list[int]], param: str) -> list[int]:
-        """Return token ids. A long text takes a while: in another thread, one at a time, so that others are served."""
+    async def _encoded(
+        self, request: HTTPRequest, encode: Callable[[], list[list[int]]], param: str
+    ) -> list[list[int]]:
+        """Return token ids. A long text takes a while: in another thread, one at a time, so that others are served.
+
+        Raises:
+            APIError: the texts are invalid or too long, too many calls wait, or the client has left.
+        """
+        if self._encoding > MOST_ENCODED:
+            message = f"{MOST_ENCODED} calls wait until their texts are encoded. Try again later."
+            raise APIError(429, message, code="queue_full")
         try:
-            ids = await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
+            work = asyncio.get_running_loop().run_in_executor(self._encoder, encode)
+        except RuntimeError:  # `close` was called
+            raise APIError(503, "the server is shutting down.") from None
+        self._encoding += 1
+        try:
+            prompts = await until_gone(request, work)
+        except TooManyTokensError as error:
+            raise APIError(400, f"{param}: {error}", param, "context_length_exceeded") from None
         except (ValueError, TypeError) as error:
             raise APIError(400, str(error)[:500], param) from None
-        if not ids:
+        finally:
+            self._encoding -= 1
+        if not all(prompts):
             raise APIError(400, f"{param} must have at least one token.", param)
-        return ids
+        return prompts
 
     async def _answer(
         self, request: HTTPRequest, body: Body, sampling: Sampling, prompts: list[list[int]], *, is_chat: bool

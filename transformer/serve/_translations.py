@@ -11,6 +11,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 
 from transformer.config._checks import ConfigError, nearest
+from transformer.data._long_texts import TooManyTokensError, check_length
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import USUAL, Beam, Hypothesis
 from transformer.inference._loading import LoadedModel
@@ -101,7 +102,11 @@ class TranslationService(ThreadService):
             if isinstance(text, str):
                 try:
                     text.encode()
+                    check_length(self.opened.tokenizer, [text], self.longest)
                     ids = list(self.opened.tokenizer.encode_source(text)) if text.strip() else []
+                except TooManyTokensError as error:
+                    message = f"prompt {number}: {error}"
+                    raise APIError(400, message, "prompt", "context_length_exceeded") from None
                 except ValueError as error:
                     raise APIError(400, f"prompt {number} can't be encoded: {error}"[:500], "prompt") from None
             else:
