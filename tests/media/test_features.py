@@ -34,6 +34,15 @@ def test_a_tone_is_in_its_mel_bin_and_silence_is_the_floor():
     np.testing.assert_allclose(frames[200:], frames.max() - 2.0, atol=1e-6)
 
 
+def test_the_window_is_periodic():
+    """The Fourier transform of a periodic Hann window has three frequencies; a symmetric one has a bit of all."""
+    samples = 0.5 * np.cos(2 * np.pi * 4000 * np.arange(480_000) / 16_000)  # Fourier frequency 100
+    frames = LogMel().frames(samples)[2:-2]
+    without = mel_filters(80, 400, 16_000)[99:102].sum(0) == 0
+    assert 70 < without.sum() < 80
+    np.testing.assert_allclose(frames[:, without], frames.max() - 2.0, atol=1e-6)  # the floor
+
+
 def test_long_recordings_are_transformed_in_blocks(monkeypatch):
     samples = np.random.default_rng(0).normal(size=4_000)
     whole = TINY.frames(samples)

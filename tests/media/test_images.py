@@ -152,6 +152,17 @@ def test_formula():
     assert gray.max() > 100
 
 
+@pytest.mark.parametrize(("size", "first"), [(3, 1), (4, 0), (2, 1), (1, 2), (5, 0)])
+def test_a_crop_of_an_odd_difference_begins_at_the_smaller_half(size, first):
+    """As transformers does: (height - crop_height) // 2."""
+    image = np.arange(25, dtype=np.uint8).reshape(5, 5, 1).repeat(3, 2)
+    plain = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "rescale_factor": 1.0}
+    (found,) = ImageProcessor(crop_height=size, crop_width=5, **plain)([image])
+    np.testing.assert_array_equal(found, image[first : first + size])
+    (found,) = ImageProcessor(crop_height=5, crop_width=size, **plain)([image])
+    np.testing.assert_array_equal(found, image[:, first : first + size])
+
+
 def test_batches_need_one_size():
     with pytest.raises(ValueError, match="got 5 x 5, 6 x 5"):
         ImageProcessor()([photo(5, 5), photo(6, 5)])

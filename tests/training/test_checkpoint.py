@@ -232,6 +232,12 @@ def damage_manifest_flipped(path):
     (path / "manifest.json").write_text(json.dumps(manifest | {"metric": -1.0}))
 
 
+def damage_manifest_without_hash(path):
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["manifest_sha256"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
 def damage_other_format(path):
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
@@ -253,6 +259,7 @@ DAMAGES = [
     (damage_empty, r"/30 is empty"),
     (damage_manifest_torn, r"/30/manifest.json is not valid JSON: truncated"),
     (damage_manifest_flipped, r"/30/manifest.json does not match its own SHA-256"),
+    (damage_manifest_without_hash, r"/30/manifest.json does not match its own SHA-256"),
     (damage_other_format, r"/30/manifest.json has format 99, expected format 1"),
     (damage_foreign, r"/30/manifest.json was not written by this program"),
     (damage_renamed, r"/1000/manifest.json is of step 30, but its directory is 1000"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import statistics
 
 import chex
 import jax
@@ -332,6 +333,16 @@ def test_nf4_rounds_each_weight_to_the_nearest_level_of_its_block():
     levels = np.array(NF4_LEVELS, np.float32)
     nearest = np.abs((blocks / largest)[..., None] - levels).argmin(-1)
     np.testing.assert_allclose(found, (levels[nearest] * largest).reshape(weights.shape), rtol=1e-6)
+
+
+def test_the_levels_of_nf4_are_quantiles():
+    """Computed as bitsandbytes does: 8 positive and 7 negative quantiles from 1/2 to 0.9677083, and 0."""
+    outermost, quantile = 0.9677083, statistics.NormalDist().inv_cdf
+    positive, negative = (
+        [quantile(outermost + (0.5 - outermost) * i / count) for i in range(count)] for count in (8, 7)
+    )
+    levels = sorted([*positive, 0.0, *(-level for level in negative)])
+    np.testing.assert_allclose(NF4_LEVELS, np.array(levels) / positive[0], atol=2e-7)
 
 
 @pytest.mark.default_cases(2)

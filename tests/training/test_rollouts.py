@@ -150,7 +150,9 @@ def test_a_stopped_run_equals_an_uninterrupted_one_bit_for_bit(folder, epochs):
 
 def test_a_batch_is_that_of_the_completions(folder):
     recipe, dataset, state, made = ready(
-        grpo_recipe(folder, rewards=("share", "short"), grpo={"epochs": 2}, evaluation={"every": None})
+        grpo_recipe(
+            folder, rewards=("share", "short"), grpo={"epochs": 2, "temperature": 1.6}, evaluation={"every": None}
+        )
     )
     prompts = dataset.train_batches(0)
     batch = made.batch(state, 0, prompts)
@@ -169,9 +171,9 @@ def test_a_batch_is_that_of_the_completions(folder):
         expected = [text.count("a") / max(len(text), 1), -len(text) / 10]
         np.testing.assert_allclose(batch["rewards"][row], expected, rtol=1e-6)
         np.testing.assert_allclose(batch["reward"][row], sum(expected), rtol=1e-6)
-    # The model writes what it finds probable: `old` has the log-probabilities of its own tokens.
+    # `old` has the log-probabilities of the tokens of the model, at the temperature of sampling.
     model = build_model(recipe)
-    log_probabilities = jax.jit(lambda params, tokens: jax.nn.log_softmax(model.apply({"params": params}, tokens)))
+    log_probabilities = jax.jit(lambda params, ids: jax.nn.log_softmax(model.apply({"params": params}, ids) / 1.6))
     scores = log_probabilities(state.params, batch["tokens"])
     chosen = np.take_along_axis(np.asarray(scores), batch["targets"][..., None], -1)[..., 0]
     np.testing.assert_allclose(batch["old"][batch["weights"] > 0], chosen[batch["weights"] > 0], atol=1e-5)

@@ -9,6 +9,7 @@ from flax.traverse_util import flatten_dict
 
 from transformer.config import ConfigError
 from transformer.inference import open_model
+from transformer.nn._adapted import Adapted
 from transformer.training import lora
 from transformer.training.lora import LoRA
 from transformer.zoo import ENTRIES, abstract_params, save_pretrained
@@ -180,6 +181,30 @@ def test_an_adapter_that_was_read_is_written_with_its_scales(tmp_path):
     found, expected = map(flatten_dict, flat(params))
     for path, leaf in found.items():
         np.testing.assert_allclose(leaf, expected[path], rtol=1e-5, atol=1e-6, err_msg="/".join(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale"),
+    [({}, 3 / 4), ({"use_rslora": True}, 3 / 2), ({"lora_alpha": 7}, 7 / 4), ({"use_rslora": None}, 3 / 4)],
+)
+def test_the_factor_of_an_adapter_is_that_of_its_settings(changes, scale, tmp_path):
+    """The factor is alpha / r, or alpha / sqrt(r) (Kalajdzievski 2023, arXiv 2312.03732), with rank 4."""
+    model, params = tiny("llama")
+    _, adapter = updated(params, LoRA(rank=4, alpha=3.0, targets=("query",)))
+    save_adapter(model, adapter, params, tmp_path / "adapter", "llama", "base")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    found = adapter_for(model, params, tmp_path / "adapter", *entry("llama"))
+    kernels = [leaf for leaf in jax.tree.leaves(found.applied_to(params), is_leaf=is_adapted) if is_adapted(leaf)]
+    assert {kernel.scale for kernel in kernels} == {scale}
+    save_adapter(model, found, params, tmp_path / "again", "llama")
+    again = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    fields = ("r", "lora_alpha", "use_rslora")
+    assert [again[name] for name in fields] == [4, changes.get("lora_alpha", 3.0), bool(changes.get("use_rslora"))]
+
+
+def is_adapted(leaf):
+    return isinstance(leaf, Adapted)
 
 
 def test_a_parameter_of_one_of_several_stacked_layers_is_refused(tmp_path):
