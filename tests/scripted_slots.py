@@ -19,6 +19,11 @@ def next_token(text, seed):
     return FIRST_ID + int.from_bytes(digest[:4], "little") % (LAST_ID - FIRST_ID)
 
 
+def among(ids, text, seed):
+    """Return the token after a text if only some ids are allowed."""
+    return int(ids[next_token(text, seed) % len(ids)])
+
+
 def log_probability(text, token):
     return -len(text) - token / 1024
 
@@ -52,6 +57,7 @@ class ScriptedSlots:
 
     def __init__(self, model, params, *, slots, positions, num_pages, suppressed, draft, mesh):
         self.pages = SlotPages(slots, positions, num_pages, CHUNK)
+        self.suppressed, self.draft, self.mesh = suppressed, draft, mesh
         self.chunk, self.widths, self._slots = CHUNK, (PAGE_SIZE, CHUNK), slots
         self._stored = np.full((num_pages, PAGE_SIZE), -1)
         self._rows, self._read_length = {}, 0
@@ -78,7 +84,7 @@ class ScriptedSlots:
             if not running or (until_free and len(running) < len(started)):
                 break
             for slot in running:
-                self._step(slot, known.get(slot, []), out)
+                self._step(slot, known.get(slot, []), masks, out)
             taken += 1
         out.steps[...] = taken
         return out
@@ -89,12 +95,20 @@ class ScriptedSlots:
     def stop(self):
         pass
 
-    def _step(self, slot, known, out):
+    def _step(self, slot, known, masks, out):
         row, count = self._rows[slot], out.counts[slot]
         text = [self._stored[self._place(slot, i)] for i in range(row.length)]
         token = next_token(text, row.request.seed)
+        if masks.constrained[slot]:
+            assert count >= len(known), "a mask is for the first token that is not known"
+            token = among(
+                np.flatnonzero(np.unpackbits(masks.allowed[slot].view(np.uint8), bitorder="little")),
+                text,
+                row.request.seed,
+            )
         if count < len(known):
-            assert token == known[count], "a token that is computed again is another one"
+            assert row.request.constraint or token == known[count], "a token that is computed again is another one"
+            token = known[count]
         if token in row.request.ends:
             out.ended[slot], row.running = True, False
             return

@@ -4,12 +4,24 @@ The slots are scripted (`scripted_slots`), and the turns of the engine's thread 
 """
 
 import collections
+import dataclasses
 import random
 
+import numpy as np
 import pytest
-from scripted_slots import CHUNK, ScriptedSlots, log_probability, most_probable, next_token, text_of
+from scripted_slots import (
+    CHUNK,
+    LAST_ID,
+    ScriptedSlots,
+    among,
+    log_probability,
+    most_probable,
+    next_token,
+    text_of,
+)
 from serve_parts import tiny_parts
 
+from transformer.generate._constraints import packed
 from transformer.serve import Engine, QueueFullError, Request
 from transformer.serve._slots import PAGE_SIZE
 
@@ -25,6 +37,25 @@ def parts():
 def make(parts, monkeypatch):
     monkeypatch.setattr("transformer.serve._engine.Slots", ScriptedSlots)
     return lambda **options: Engine(*parts, **({"slots": 3, "positions": POSITIONS} | options))
+
+
+class Counting:
+    """A constraint that depends on the number of tokens: the remainder of each id by 3, and the end after `length`."""
+
+    def __init__(self, vocab_size, length):
+        self.vocab_size, self.end_ids, self._left = vocab_size, (2,), length
+        self.length = length
+
+    def ids(self):
+        return np.arange(6 + self._left % 3, LAST_ID, 3) if self._left else np.array(self.end_ids)
+
+    def allowed(self):
+        return packed(self.ids(), self.vocab_size)
+
+    def accept(self, token):
+        if token not in self.ids():
+            raise ValueError("a token that was not allowed")
+        self._left -= 1
 
 
 class Client:
@@ -61,14 +92,20 @@ class Client:
         raise AssertionError("the engine makes no progress")
 
 
+def fresh(request):
+    """Return a request whose constraint, if it has one, was not used."""
+    given = request.constraint
+    return dataclasses.replace(request, constraint=given and Counting(given.vocab_size, given.length))
+
+
 def alone(make, request):
     client = Client(make())
-    client.submit(request)
+    client.submit(fresh(request))
     client.finished()
     return client.texts[0], client.tokens[0], client.finish[0]
 
 
-def drawn_request(draw):
+def drawn_request(draw, vocab_size):
     prefix = [11 + i % 200 for i in range(CHUNK * draw.choice([0, 0, 1, 2]))]
     prompt = [*prefix, *(draw.randrange(5, 280) for _ in range(draw.choice([1, 3, PAGE_SIZE, CHUNK + 5])))]
     return Request(
@@ -78,6 +115,7 @@ def drawn_request(draw):
         eos_ids=tuple(draw.sample(range(5, 280), draw.choice([0, 2]))),
         stop=(draw.choice(["e", "a", " t"]),) * (draw.random() < 0.3),
         top=draw.choice([0, 1, 3]),
+        constraint=Counting(vocab_size, draw.randint(3, 60)) if draw.random() < 0.3 else None,
     )
 
 
@@ -86,12 +124,17 @@ def test_each_text_is_that_of_its_request_alone(make, seed):
     """With few pages, shared prefixes, and clients that leave while their text waits, is read or is generated."""
     draw = random.Random(seed)
     engine = make(cache_tokens=POSITIONS + 3 * PAGE_SIZE, queue=60)
-    client, requests, left, states = Client(engine), [drawn_request(draw) for _ in range(40)], set(), set()
+    client, requests, left, states = (
+        Client(engine),
+        [drawn_request(draw, engine.vocab_size) for _ in range(40)],
+        set(),
+        set(),
+    )
     waiting = list(requests)
     while waiting or engine._has_work():
         if waiting and draw.random() < 0.4:
             group = [waiting.pop(0) for _ in range(min(len(waiting), draw.randint(1, 4)))]
-            client.submit(*group)
+            client.submit(*map(fresh, group))
         if draw.random() < 0.15 and (ongoing := [i for i in range(len(client.tickets)) if i not in client.finish]):
             reading = engine._reading and client.tickets.index(engine._reading.ticket)
             number = draw.choice(ongoing) if reading is None or draw.random() < 0.2 else reading
@@ -120,13 +163,17 @@ def test_each_text_is_that_of_its_request_alone(make, seed):
 
 def _check_tokens(request, tokens, finish):
     """Compare tokens and their log-probabilities with the script of the slots."""
-    wanted, reason = text_of(request)
     ids = [token.id for token in tokens]
-    assert ids == wanted[: len(ids)]
-    if not request.stop:
-        assert finish == reason
+    if request.constraint is None:
+        wanted, reason = text_of(request)
+        assert ids == wanted[: len(ids)]
+        assert request.stop or finish in (reason, "cancelled")
+    constraint = fresh(request).constraint
     for i, token in enumerate(tokens):
         text = [*request.prompt, *ids[:i]]
+        if constraint is not None:
+            assert token.id == among(constraint.ids(), text, request.seed)
+            constraint.accept(token.id)
         assert token.log_probability == log_probability(text, token.id)
         assert token.top == most_probable(text, request.top)
 
