@@ -65,12 +65,14 @@ class ScriptedSlots:
     def read(self, slot, prompt, done):
         part = prompt[done : done + CHUNK]
         for place, token in enumerate(part, done):
-            self._store(slot, place, token)
+            if token:  # not of the warm-up, whose slot has no pages
+                self._store(slot, place, token)
         self._read_length = done + len(part)
         return len(part)
 
     def start(self, slot, request):
-        assert self._read_length == len(request.prompt)
+        if any(request.prompt):
+            assert self._read_length == len(request.prompt)
         self._rows[slot] = _Row(request, self._read_length)
 
     def advance(self, keep, known, masks, steps, until_free):
