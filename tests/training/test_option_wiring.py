@@ -1,18 +1,29 @@
 """Options of training reach the place where they act, also in combination: dropout, averages, skipped steps."""
 
 import dataclasses
+from types import SimpleNamespace
 
+import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from training_recipes import VOCABULARY, short_recipe, start, tiny_batch, tiny_recipe
 
-from transformer.config import TransformerConfig
+from transformer.config import Execution, TransformerConfig
 from transformer.data import Preferences
-from transformer.training import DPO
-from transformer.training._optimizers import make_schedule
+from transformer.nn._adapted import NF4, Adapted
+from transformer.nn._int8 import Int8
+from transformer.training import DPO, GRPO, CheckpointConfig, EvaluationConfig, LoRA, OptimizerConfig
+from transformer.training import _loop as loop
+from transformer.training import _report as report
+from transformer.training._optimizers import make_optimizer, make_schedule
+from transformer.training._policy_gradient import policy_loss
 from transformer.training._recipe import build_model
-from transformer.training._state import make_state
+from transformer.training._settings import OptimizerName
+from transformer.training._state import TrainState, make_state, merged_params, model_params
+from transformer.training._step import make_eval_step, make_train_step
 from transformer.training._tasks import TASKS
 
 LENGTH = 7
@@ -52,3 +63,232 @@ def test_the_reference_of_dpo_has_no_dropout():
     first, second = (float(rewards(jax.random.key(seed))) for seed in (0, 1))
     assert abs(first) > 1e-3
     assert abs(first - second) > 1e-3
+
+
+# The optimizer
+
+
+EVERYWHERE = {"learning_rate": 0.02, "weight_decay": 0.3, "decay_embeddings": True, "clip_norm": None}
+ADAM = {"beta1": 0.5, "beta2": 0.6, "epsilon": 0.3}
+READ = {
+    "adamw": ADAM,
+    "adafactor": {},
+    "lion": {"beta1": 0.5, "beta2": 0.6},
+    "muon": ADAM | {"momentum": 0.5},
+    "schedule_free_adamw": ADAM,
+    "sophia": ADAM,
+}
+"""fields that each optimizer reads besides `EVERYWHERE`, with another value"""
+
+
+def three_updates(**optimizer):
+    """Return the parameters after three updates of a matrix, an embedding table and a scale."""
+    recipe = tiny_recipe(optimizer={"learning_rate": 0.1})
+    recipe = dataclasses.replace(recipe, execution=Execution(attention="reference"))  # which sophia needs
+    recipe = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, **optimizer))
+    random = np.random.default_rng(0)
+    shapes = {"decoder/up/kernel": (6, 5), "embedding/embedding": (7, 6), "final_norm/scale": (6,)}
+    flat = {tuple(path.split("/")): random.normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
+    params, optimizer = flax.traverse_util.unflatten_dict(flat), make_optimizer(recipe)
+
+    def loss(params):
+        return sum(jnp.square(leaf + jnp.sin(3 * leaf)).sum() for leaf in jax.tree.leaves(params))
+
+    @jax.jit
+    def run(params):
+        state = optimizer.init(params)
+        for factor in (1.0, 10.0, 0.1):  # the direction of some optimizers does not depend on a common factor
+            gradients = jax.tree.map(lambda leaf, factor=factor: factor * leaf, jax.grad(loss)(params))
+            updates, state = optimizer.update(gradients, state, params, obj_fn=loss)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    return jax.tree.leaves(jax.device_get(run(params)))
+
+
+@pytest.mark.programs(16, reason="one program for each field of the optimizer")
+@pytest.mark.parametrize("name", READ)
+def test_an_optimizer_reads_its_fields_and_no_others(name):
+    assert set(READ) == set(OptimizerName.__args__)
+    plain = {"name": name, "schedule": "constant"}
+    before = three_updates(**plain)
+    fields = EVERYWHERE | ADAM | {"momentum": 0.5}
+    schedule = {"name", "schedule", "warmup_steps", "decay_steps", "final_fraction", "decay_fraction"}
+    assert set(fields) | schedule == {field.name for field in dataclasses.fields(OptimizerConfig)}
+    for field, value in fields.items():
+        after = three_updates(**plain, **{field: value})
+        changed = any(np.abs(a - b).max() > 1e-6 for a, b in zip(before, after, strict=True))
+        assert changed == (field in EVERYWHERE | READ[name]), field
+
+
+SCHEDULES = {
+    "constant": {"learning_rate", "warmup_steps"},
+    "cosine": {"learning_rate", "warmup_steps", "decay_steps", "final_fraction", "training.steps"},
+    "wsd": {"learning_rate", "warmup_steps", "decay_steps", "final_fraction", "decay_fraction", "training.steps"},
+    "rsqrt": {"learning_rate", "warmup_steps"},
+    "noam": {"learning_rate", "warmup_steps", "model.d_model"},
+}
+"""fields that each schedule reads"""
+
+
+@pytest.mark.programs(12, reason="one program for each field of the schedule")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_reads_its_fields_and_no_others(name):
+    plain = {"schedule": name, "warmup_steps": 10}
+    changes = {
+        "learning_rate": 0.5,
+        "warmup_steps": 20,
+        "decay_steps": 60,
+        "final_fraction": 0.4,
+        "decay_fraction": 0.5,
+    }
+    recipes = {field: tiny_recipe(optimizer=plain | {field: value}, steps=80) for field, value in changes.items()}
+    recipes["training.steps"] = tiny_recipe(optimizer=plain, steps=70)
+    recipes["model.d_model"] = tiny_recipe(model={"d_model": 12}, optimizer=plain, steps=80)
+    before = rates(tiny_recipe(optimizer=plain, steps=80))
+    found = {field for field, recipe in recipes.items() if np.abs(rates(recipe) - before).max() > 1e-9}
+    assert found == SCHEDULES[name]
+
+
+def rates(recipe):
+    return np.asarray(jax.jit(lambda: jax.vmap(make_schedule(recipe))(jnp.arange(80)))())
+
+
+# Preferences and rewards
+
+
+def preference_recipe(**options):
+    model = TransformerConfig(vocab_size=VOCABULARY, d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.0)
+    data = Preferences(path="none", max_length=LENGTH)
+    return dataclasses.replace(short_recipe("dpo", model, data), dpo=DPO(**options))
+
+
+@pytest.mark.programs(20, reason="the loss of evaluation for each option, and one of training")
+def test_each_option_of_preferences_changes_the_loss_of_training_and_evaluation():
+    random = np.random.default_rng(0)
+    ids = random.integers(3, VOCABULARY, (4, 2, LENGTH + 1)).astype(np.int32)
+    batch = {"tokens": ids[..., :-1], "targets": ids[..., 1:], "weights": np.ones(ids[..., 1:].shape, np.float32)}
+    batch = jax.device_put(batch)
+    base = jax.jit(lambda: make_state(preference_recipe()).params)()
+    params = jax.tree.map(
+        lambda leaf: np.asarray(leaf) + 0.1 * np.cos(np.arange(leaf.size, dtype=np.float32)).reshape(leaf.shape), base
+    )
+    changes = {"beta": 0.7, "loss": "ipo", "label_smoothing": 0.2}
+    assert set(changes) == {field.name for field in dataclasses.fields(DPO)}
+    losses = []
+    for options in ({}, *({name: value} for name, value in changes.items())):
+        recipe = preference_recipe(**options)
+        losses.append(float(jax.jit(make_eval_step(recipe))(params, batch, base)["loss_sum"]))
+    _, trained = jax.jit(make_train_step(recipe))(initial_state_of(recipe, params, base), batch)
+    assert float(trained["loss_sum"]) == pytest.approx(losses[-1], rel=1e-5)
+    assert len({round(loss, 4) for loss in losses}) == len(losses)
+
+
+def initial_state_of(recipe, params, base):
+    opt_state = jax.jit(make_optimizer(recipe).init)(params)
+    return TrainState(step=np.int32(0), params=params, opt_state=opt_state, ema=None, skipped=np.int32(0), base=base)
+
+
+@pytest.mark.programs(12, reason="the loss for each option")
+def test_each_option_of_the_policy_loss_changes_it():
+    random = np.random.default_rng(0)
+    own, old, reference = (-np.abs(random.normal(size=(6, 5))).astype(np.float32) for _ in range(3))
+    advantages, weights = random.normal(size=6).astype(np.float32), (random.random((6, 5)) < 0.7).astype(np.float32)
+    weights[:, 0] = 1.0
+    batch = {"old": old, "reference": reference, "advantages": advantages, "weights": weights}
+
+    def loss(**options):
+        given = GRPO(rewards=("a:b",), **options)
+        total, weight, _ = jax.jit(lambda own, batch: policy_loss(own, batch, given))(own, batch)
+        return float(total) / float(weight)
+
+    plain = loss()
+    changes = {"beta": 0.0, "clip": 0.05, "clip_high": 1.0, "normalization": "dapo"}
+    found = {name: loss(**{name: value}) for name, value in changes.items()}
+    found["max_new_tokens"] = loss(normalization="dr_grpo", max_new_tokens=9)
+    found["dr_grpo"] = loss(normalization="dr_grpo")
+    assert len({round(value, 5) for value in (plain, *found.values())}) == 1 + len(found)
+
+
+# Evaluation and checkpoints
+
+
+def test_evaluation_options_reach_generation_and_beam_search(monkeypatch):
+    calls = {}
+
+    def recorder(name, result):
+        return lambda *given, **named: (calls.update({name: (given, named)}), result)[1]
+
+    monkeypatch.setattr(report, "write_texts", recorder("texts", ["text"]))
+    monkeypatch.setattr(report, "generate", recorder("answers", [[3]]))
+    monkeypatch.setattr(report, "_translations", recorder("translations", None))
+    options = EvaluationConfig(
+        sample_tokens=3, temperature=0.3, beam_size=2, beam_alpha=1.5, exact_match_examples=17, samples=1
+    )
+    recipe = dataclasses.replace(tiny_recipe(), evaluation=options)
+    tokenizer = SimpleNamespace(decode=str)
+    openings = [("question", [5, 6])]
+    dataset = SimpleNamespace(tokenizer=tokenizer, end_ids=[1], openings=lambda wanted: openings, splits=("test",))
+    report._continued(recipe, None, None, dataset, ["prompt"], 0)
+    assert (calls["texts"][1]["new_tokens"], calls["texts"][1]["temperature"]) == (3, 0.3)
+    report._answers(recipe, None, None, dataset, 1, 0)
+    assert (calls["answers"][1]["max_new_tokens"], calls["answers"][1]["sampling"].temperature) == (3, 0.3)
+    report._translation_report(recipe, None, None, dataset, None, lambda: False)
+    wanted, beam = calls["translations"][0][5:7]
+    assert (wanted, beam.size, beam.alpha) == (17, 2, 1.5)
+    greedy = dataclasses.replace(recipe, evaluation=dataclasses.replace(options, beam_size=1))
+    report._translation_report(greedy, None, None, dataset, None, lambda: False)
+    assert calls["translations"][0][6] is None
+
+
+def test_a_run_keeps_as_many_checkpoints_as_its_recipe_says(tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr(loop, "Checkpointer", lambda workdir, **options: given.update(options))
+    recipe = dataclasses.replace(tiny_recipe(), checkpoint=CheckpointConfig(keep_last=5, keep_best=3))
+    loop._checkpointer(recipe, tmp_path)
+    assert given == {"keep_last": 5, "keep_best": 3}
+
+
+# Adapters
+
+
+def adapted_recipe(base=None, dtype="bfloat16", **options):
+    model = {"d_model": 12, "dtype": dtype, "param_dtype": "float32"}
+    return dataclasses.replace(tiny_recipe(model=model), lora=LoRA(base=base, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        ({}, 2.0),
+        ({"rank": 4, "alpha": 3.0}, 0.75),
+        ({"rank": 4, "alpha": 3.0, "rslora": True}, 1.5),
+        ({"rank": 4, "alpha": 3.0, "rslora": True, "dora": True, "targets": ("up", "query")}, 1.5),
+    ],
+)
+def test_rank_scale_and_targets_reach_the_kernels(options, scale):
+    """By shapes alone, which computes nothing."""
+    recipe = adapted_recipe(**options)
+    state = jax.eval_shape(lambda: make_state(recipe))
+    params = jax.eval_shape(lambda state: model_params(recipe, state.params, state.base), state)
+    flat = jax.tree.flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, Adapted))[0]
+    adapted = {path[-2].key: leaf for path, leaf in flat if isinstance(leaf, Adapted)}
+    assert set(adapted) == set(recipe.lora.targets)
+    for kernel in adapted.values():
+        assert kernel.scale == scale
+        assert kernel.a.shape[-1] == kernel.b.shape[-2] == recipe.lora.rank
+        assert (kernel.magnitude is not None) == recipe.lora.dora
+
+
+@pytest.mark.parametrize(("base", "kind"), [("int8", Int8), ("nf4", NF4), ("bfloat16", None), ("float32", None)])
+def test_the_frozen_base_has_the_format_of_the_recipe(base, kind):
+    """Kernels in `lora.base`, tables in the dtype of the computation; merged parameters in that of the parameters."""
+    recipe = adapted_recipe(base, "bfloat16")
+    state = jax.eval_shape(lambda: make_state(recipe))
+    up, table = state.base["decoder"], state.base["embedding"]["embedding"]
+    kernels = jax.tree.leaves(up, is_leaf=lambda leaf: isinstance(leaf, Int8 | NF4))
+    assert table.dtype == (base if kind is None else "bfloat16")
+    if kind is not None:
+        assert sum(isinstance(leaf, kind) for leaf in kernels) == 6
+    merged = jax.eval_shape(lambda state: merged_params(recipe, state.params, state.base), state)
+    assert {leaf.dtype for leaf in jax.tree.leaves(merged)} == {np.dtype("float32")}

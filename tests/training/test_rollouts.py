@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -14,6 +15,7 @@ from transformer.__main__ import main
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.data import TokenizerConfig, prepare
 from transformer.data.kinds._prompts import Prompts
+from transformer.inference import _reward_model as inference_reward_model
 from transformer.inference import start_from
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import (
@@ -33,6 +35,7 @@ from transformer.training._parallel import place
 from transformer.training._recipe import build_model, with_vocabulary
 from transformer.training._rewards import RewardError, Rewards, load_function
 from transformer.training._summary import read_summary
+from transformer.training._tasks import TASKS
 from transformer.training.lora import LoRA
 
 REWARDS = """
@@ -293,6 +296,62 @@ def test_a_reward_model_judges_prompt_and_completion(folder):
     assert rewards.names == ("share", "reward_model")
     assert seen == [f"{prompt.prompt}aa", f"{prompt.prompt}ab"]
     np.testing.assert_allclose(rewards.total(values), [6, 5.5])
+
+
+@pytest.mark.parametrize(("wanted", "value"), [(None, 0.25), ("bad", 0.75), ("good", 0.25)])
+def test_the_reward_is_the_probability_of_the_class_of_the_recipe(folder, monkeypatch, wanted, value):
+    probabilities = {"bad": 0.75, "good": 0.25}
+    monkeypatch.setattr(inference_reward_model, "open_model", lambda name: name)
+    found = SimpleNamespace(probabilities=probabilities)
+    monkeypatch.setattr(inference_reward_model, "classify", lambda opened, texts: [found] * len(texts))
+    recipe = grpo_recipe(folder, grpo={"reward_model": "dir", "reward_class": wanted})
+    assert inference_reward_model.reward_model(recipe)(["a", "b"]) == [value, value]
+
+
+@pytest.mark.programs(14, reason="sampling with other static settings, and the initial states")
+def test_sampling_and_rewards_follow_the_recipe(folder):
+    """Temperature, top_k, seed, the weights of the rewards, and the advantages of a normalization."""
+
+    def batch(**grpo):
+        seed = grpo.pop("seed", 0)
+        options = {"reward_weights": (2.0, -1.0), **grpo}
+        recipe = grpo_recipe(
+            folder, rewards=("share", "short"), grpo=options, training={"seed": seed}, evaluation={"every": None}
+        )
+        _, dataset, state, made = ready(recipe)
+        if not states:
+            states.append(state)
+        return made.batch(states[0], 0, dataset.train_batches(0))
+
+    states = []
+    plain = batch(normalization="dr_grpo")
+    np.testing.assert_allclose(plain["reward"], plain["rewards"] @ [2.0, -1.0], rtol=1e-6)
+    groups = plain["reward"].reshape(-1, 4)
+    np.testing.assert_allclose(plain["advantages"], (groups - groups.mean(1, keepdims=True)).ravel(), atol=1e-5)
+    scaled = batch()
+    assert (scaled["tokens"] == plain["tokens"]).all()
+    deviations = np.repeat(groups.std(1, ddof=1), 4)
+    np.testing.assert_allclose(scaled["advantages"] * (deviations + 1e-4), plain["advantages"], atol=1e-5)
+    assert (batch(seed=1)["tokens"] != plain["tokens"]).any()
+    greedy = [batch(**options) for options in ({"top_k": 1}, {"temperature": 1e-4})]
+    assert (greedy[0]["tokens"] == greedy[1]["tokens"]).all()
+    assert (greedy[0]["equal_rewards"] == 1).all()
+    assert (plain["equal_rewards"] == 0).any()
+
+
+@pytest.mark.programs(8, reason="the initial state, a rollout, and the loss")
+def test_the_first_step_has_the_ratio_1(folder):
+    """Rollout and loss use one temperature: no token is clipped, and the loss is minus the sum of the advantages."""
+    recipe, dataset, state, made = ready(
+        grpo_recipe(folder, grpo={"epochs": 2, "temperature": 1.6}, evaluation={"every": None})
+    )
+    batch = jax.device_put(made.batch(state, 0, dataset.train_batches(0)))
+    model, task = build_model(recipe), TASKS["grpo"]
+    compared = jax.jit(lambda params: task.compared(model, params, None, batch, recipe.grpo, deterministic=True)[:3])
+    loss, weight, sums = compared(state.params)
+    assert float(sums["clipped"]) == 0
+    assert float(loss) == pytest.approx(-float(np.sum(batch["advantages"])), abs=1e-4)
+    assert float(weight) == 16
 
 
 def test_prompts_that_cannot_be_used_name_file_and_row(folder, tmp_path):
