@@ -8,7 +8,9 @@ from chat_parts import write_chat_model
 from inference_parts import write_models
 from starlette.testclient import TestClient
 
+from transformer.chat import _markers
 from transformer.cli._services import make_service
+from transformer.data import _pretrained_tokenizer
 from transformer.inference import open_model
 from transformer.serve import _bodies, _service
 from transformer.serve._errors import APIError
@@ -42,16 +44,15 @@ def client_of(service):
     return TestClient(service.application(), base_url="http://localhost")
 
 
-def refuse_to_encode(monkeypatch, service, most):
-    """Fail if the tokenizer is given a text of more than `most` characters."""
-    tokenizer = service.opened.tokenizer if hasattr(service, "opened") else service.engine.tokenizer
-    encode = type(tokenizer)._encoded
+def refuse_to_encode(monkeypatch, most):
+    """Fail if the library is given a text of more than `most` characters."""
+    for module in (_pretrained_tokenizer, _markers):
 
-    def checked(self, text, *args, **kwargs):
-        assert len(text) <= most
-        return encode(self, text, *args, **kwargs)
+        def checked(library, given, special, encode=module.encode_one):
+            assert len(given) <= most
+            return encode(library, given, special)
 
-    monkeypatch.setattr(type(tokenizer), "_encoded", checked)
+        monkeypatch.setattr(module, "encode_one", checked)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def refuse_to_encode(monkeypatch, service, most):
 )
 def test_a_long_text_is_refused_before_it_is_encoded(serve, monkeypatch, kind, path, body):
     service = serve(kind)
-    refuse_to_encode(monkeypatch, service, 2**16)
+    refuse_to_encode(monkeypatch, 2**16)
     response = client_of(service).post(path, json=body)
     error = response.json()["error"]
     assert response.status_code == 400
@@ -83,7 +84,7 @@ def test_a_long_text_is_refused_before_it_is_encoded(serve, monkeypatch, kind, p
 def test_many_texts_of_one_call_are_refused_before_they_are_encoded(serve, monkeypatch):
     service = serve("encoder")
     monkeypatch.setattr("transformer.serve._embeddings.MOST_INPUT_TOKENS", 100)
-    refuse_to_encode(monkeypatch, service, 2**16)
+    refuse_to_encode(monkeypatch, 2**16)
     response = client_of(service).post(
         "/v1/embeddings", json={"input": ["the big cat sat on the small mat the"] * 2000}
     )
