@@ -16,6 +16,7 @@ from transformer.generate import Beam, Sampling, beam_search, beam_search_all, g
 from transformer.generate import _batches as batches
 from transformer.generate._batches import _batches
 from transformer.generate._beam import USUAL
+from transformer.generate._rules import Rules
 from transformer.generate._searching import BeamParams, BeamState, choose, continue_search, start_search, top_k
 from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq, SpeechToText
@@ -78,6 +79,40 @@ def test_a_beam_of_one_without_penalty_is_greedy():
     assert [row[0].tokens for row in found] == greedy
     assert [row[0].ended for row in found] == [len(row) < 9 for row in greedy]
     assert len({len(row) < 9 for row in greedy}) == 2, "all rows end in the same way: choose another seed"
+
+
+def test_rules_hold_for_every_hypothesis():
+    """Also for one that was forked from others. A score is that of the tokens under the rules, with any formula."""
+    rules = Rules(fewest=3, force_end=True, no_repeat_ngram=2, repetition_penalty=1.5, ranks_cut=True)
+    beam = Beam(size=4, n_best=4, alpha=0.5, norm=(1, 1), early_stop=False, estimated=True, rules=rules)
+    found = search(beam, max_new_tokens=6)
+    for source, row in zip(SOURCES, found, strict=True):
+        assert len(row) == 4
+        for one in row:
+            text = [1, *one.tokens]
+            assert one.ended
+            assert len(one.tokens) >= 3
+            assert len(set(itertools.pairwise(text))) == len(text) - 1, "two tokens occur twice in this order"
+            total, whole = 0.0, [*one.tokens, END]
+            for place, token in enumerate(whole[:5]):  # the sixth is forced
+                known = log_probability(source, [1], whole[:place], [])
+                step = log_probability(source, [1], whole[: place + 1], []) - known
+                total += step * (1.5 if token in text[: place + 1] else 1.0)
+            assert one.log_probability == pytest.approx(total, abs=1e-4)
+            assert one.score == pytest.approx(total / (1 + len(whole)) ** 0.5, abs=1e-4)
+    assert any(len(one.tokens) == 5 for row in found for one in row)
+    assert any(len(one.tokens) < 5 for row in found for one in row)
+
+
+def test_a_hypothesis_that_was_cut_is_ranked_by_its_score():
+    """With long targets preferred, it is the best although others have ended."""
+    plain = Beam(size=4, n_best=4, alpha=1.0, norm=(0, 1), early_stop=False)
+    after = search(plain, max_new_tokens=5)
+    together = search(dataclasses.replace(plain, rules=Rules(ranks_cut=True)), max_new_tokens=5)
+    assert any(not row[0].ended and any(one.ended for one in row) for row in together)
+    for one, other in zip(after, together, strict=True):
+        assert [hypothesis.score for hypothesis in other] == sorted((h.score for h in other), reverse=True)
+        assert [hypothesis.ended for hypothesis in one] == sorted((h.ended for h in one), reverse=True)
 
 
 def test_a_beam_as_large_as_the_space_finds_the_best():

@@ -39,7 +39,8 @@ class Generate(SamplingCommand):
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """prompt; repeat the option to pass several; - reads stdin"""
     max_new_tokens: int | None = None
-    """maximum new tokens per prompt; None: 128 for a translation, 200 for a continuation, 1024 with --chat"""
+    """maximum new tokens per prompt; None: for a translation that of generation_config.json or 128, for a continuation
+    200, with --chat 1024"""
     temperature: float | None = None
     """sampling temperature (0: greedy); None: translation 0, continuation 0.8, with --top-k, --top-p or --min-p 1, with
     --chat the value of generation_config.json"""
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str]) -> None:
     written = (generating.translate if translates else generating.continue_texts)(
         run,
         prompts,
-        max_new_tokens=command.max_new_tokens or (128 if translates else 200),
+        max_new_tokens=command.max_new_tokens or (None if translates else 200),
         sampling=command.sampling(greedy=translates),
         seed=command.seed,
         **options,

@@ -6,6 +6,7 @@ from transformer.generate._constraints import Constraint
 from transformer.generate._generation import generate
 from transformer.generate._lookup import PromptLookup
 from transformer.generate._pages import OutOfPagesError, PageAllocator
+from transformer.generate._rules import Rules
 from transformer.generate._sampling import Sampling, sample
 from transformer.generate._speculative import Draft
 from transformer.generate._streaming import Piece, TokenStream
@@ -19,6 +20,7 @@ __all__ = [
     "PageAllocator",
     "Piece",
     "PromptLookup",
+    "Rules",
     "Sampling",
     "TokenStream",
     "beam_search",

@@ -28,6 +28,7 @@ from transformer.generate._prompts import (
     source_rows,
     target_rows,
 )
+from transformer.generate._rules import NO_RULES, RuleParams, Rules
 from transformer.generate._searching import BeamParams, BeamState, search
 
 
@@ -47,17 +48,26 @@ class Beam:
     alpha: float = 0.6
     """exponent of the length penalty: the score of a hypothesis Y is log P(Y | X) / ((5 + |Y|) / 6)^alpha, where |Y|
     counts its tokens with the end token (Wu et al. 2016, arXiv 1609.08144, equation 14); 0 means log P(Y | X)"""
+    norm: tuple[int, int] = (5, 6)
+    """5 and 6 of the length penalty; (0, 1): the score is log P(Y | X) / |Y|^alpha, as in transformers"""
     n_best: int = 1
     """number of hypotheses to return, at most `size`"""
     early_stop: bool = True
     """whether a row stops as soon as `size` hypotheses have ended. False: it stops when no live hypothesis can reach a
     better score than the worst of the `n_best`, even if it kept its probability up to the maximum length"""
+    estimated: bool = False
+    """with `early_stop=False`: whether a row stops when no live hypothesis has a better score at its present length
+    than the worst of `size` finished ones, as in transformers; then a better, longer hypothesis can be missed"""
+    rules: Rules = NO_RULES
+    """rules for the hypotheses"""
     length_ratio: float = 1.0
     length_extra: int = 50
 
     def __post_init__(self):
         self._check("size", Integral, "an integer of at least 1", lambda x: x >= 1)
         self._check("alpha", Real, "a finite number of at least 0 (0: no length penalty)", lambda x: 0 <= x < math.inf)
+        if len(self.norm) != 2 or self.norm[0] < 0 or self.norm[1] < 1:
+            raise ConfigError(f"norm must be two integers, of at least 0 and 1, got {self.norm!r}.")
         self._check("n_best", Integral, f"an integer from 1 to size ({self.size})", lambda x: 1 <= x <= self.size)
         self._check("length_ratio", Real, "a finite number of at least 0", lambda x: 0 <= x < math.inf)
         self._check("length_extra", Integral, "an integer of at least 0", lambda x: x >= 0)
@@ -71,7 +81,7 @@ class Beam:
 
     def penalty(self, length: int) -> float:
         """Return the divisor of the log-probability of `length` tokens, including the end token."""
-        return ((5 + length) / 6) ** self.alpha
+        return ((self.norm[0] + length) / self.norm[1]) ** self.alpha
 
     def longest(self, source_tokens: int) -> int:
         """Return the maximum number of target tokens, including the end token, for a source; at least 1."""
@@ -130,7 +140,7 @@ def beam_search(
 
     Returns:
         For each row up to `n_best` hypotheses: first those that ended, then those that were cut, both by decreasing
-        score.
+        score; with `Rules.ranks_cut` together.
 
     Raises:
         ValueError: as `generate`, or if `max_new_tokens` is missing without sources.
@@ -154,13 +164,16 @@ def beam_search(
         np.array(suppress, np.int32),
         limits,
         np.float32(beam.alpha),
+        np.array(beam.norm, np.float32),
+        RuleParams.of(beam.rules),
         size=int(beam.size),
-        n_best=None if beam.early_stop else int(beam.n_best),
+        n_best=None if beam.early_stop else int(beam.size if beam.estimated else beam.n_best),
+        estimated=beam.estimated,
     )
     found = search(model, params, pad(rows, prompt_slots), source, beam_params, bucket(longest))
     found = jax.device_get(found)
     check_finite(found.failed_at, rows, params, model.config.dtype)
-    return [_hypotheses(found, row, beam) for row in range(len(rows))]
+    return [_hypotheses(found, row, beam, int(limit)) for row, limit in enumerate(limits)]
 
 
 def _limits(beam: Beam, rows: Sequence[np.ndarray], source: Batch | None, most: int | None, config: Any) -> tuple:
@@ -177,8 +190,8 @@ def _limits(beam: Beam, rows: Sequence[np.ndarray], source: Batch | None, most: 
     return np.array(limits, np.int32), int(min(most, max(room), beam.longest(slots)))
 
 
-def _hypotheses(found: BeamState, row: int, beam: Beam) -> list[Hypothesis]:
-    """Return the hypotheses of a row."""
+def _hypotheses(found: BeamState, row: int, beam: Beam, limit: int) -> list[Hypothesis]:
+    """Return the hypotheses of a row, which has at most `limit` new tokens."""
 
     # Each step stores, for each beam index, the chosen token and the index of the parent hypothesis one step before. A
     # hypothesis of `step` tokens is read from its end to its start by following the parents.
@@ -202,4 +215,6 @@ def _hypotheses(found: BeamState, row: int, beam: Beam) -> list[Hypothesis]:
         for index, total in enumerate(found.live[row])
         if np.isfinite(total)
     ]
+    if beam.rules.ranks_cut and step == limit:  # sorted keeps the order of equal scores
+        return sorted(ended + cut, key=lambda one: -one.score)[: beam.n_best]
     return (ended + cut)[: beam.n_best]

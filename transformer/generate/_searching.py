@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from transformer.generate._decoding import Batch, decode_hypotheses, prefill
 from transformer.generate._layers import decoding_params, unstack_layers, unstacked_model, uses_unstacked_layers
+from transformer.generate._rules import RuleParams, extended, ruled
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
 from transformer.nn._caches import lengthen_cache
 from transformer.nn._masks import Mask
@@ -38,10 +39,16 @@ class BeamParams:
     """(B,), maximum number of new tokens, including the end token"""
     alpha: Leaf
     """(), exponent of the length penalty"""
+    norm: Leaf
+    """(2,), a and b of the length penalty ((a + length) / b)^alpha"""
+    rules: RuleParams
+    """rules for the texts"""
     size: int = field(metadata={"static": True})
     """Z, the beam size"""
     n_best: int | None = field(metadata={"static": True})
     """a row stops when no live hypothesis can beat the n_best-th finished one; None: when `size` have ended"""
+    estimated: bool = field(metadata={"static": True})
+    """whether a live hypothesis is compared by its present score, rather than by the best that it can reach"""
 
 
 @jax.tree_util.register_dataclass
@@ -83,15 +90,17 @@ class Search:
     """(B, Z, C), which of the C cache slots hold the tokens of each hypothesis that was live one step before"""
     cache: Any
     """KV cache with each row's prompt, then Z tokens for each step, including those of dropped hypotheses"""
+    texts: Leaf | None
+    """(B, Z, L), prompt and new tokens of each live hypothesis; None: no rule reads them"""
 
     def unfinished(self) -> Bool[Array, ""]:
         """Return whether another step is needed."""
         return self.running.any() & (self.found.failed_at < 0).all()
 
 
-def length_penalty(length: Float[Array, "..."], alpha: Float[Array, ""]) -> Float[Array, "..."]:
-    """Return ((5 + length) / 6)^alpha (Wu et al. 2016, arXiv 1609.08144, equation 14, where 6 is 5 + 1)."""
-    return ((5.0 + length) / 6.0) ** alpha
+def length_penalty(length: Float[Array, "..."], beam_params: BeamParams) -> Float[Array, "..."]:
+    """Return ((a + length) / b)^alpha (Wu et al. 2016, arXiv 1609.08144, equation 14, with a = 5 and b = 6)."""
+    return ((beam_params.norm[0] + length) / beam_params.norm[1]) ** beam_params.alpha
 
 
 def search(
@@ -139,7 +148,7 @@ def start_search(
     logits, cache = prefill(model, params, prompts, source, cache_slots)
     if uses_unstacked_layers(model, params):
         cache = unstack_layers(model, cache)
-    batch, size = prompts.lengths.shape[0], beam_params.size
+    (batch, slots), size = prompts.tokens.shape, beam_params.size
     none = jnp.full((batch, size), IMPOSSIBLE, jnp.float32)
     zeros = jnp.zeros((batch, size), jnp.int32)
     found = BeamState(
@@ -156,10 +165,15 @@ def start_search(
     # All Z hypotheses get the same logits, but only the first has a finite log-probability, so the first step chooses Z
     # different tokens and not Z copies of the best one.
     logits, step = jnp.broadcast_to(logits[:, None], (batch, size, logits.shape[1])), jnp.int32(0)
-    found, running = choose(found, jnp.ones((batch,), bool), logits, step, prompts.lengths, beam_params)
+    texts = None
+    if beam_params.rules.reads_targets:
+        room = ((0, 0), (0, new_slots))
+        texts = jnp.broadcast_to(jnp.pad(prompts.tokens, room)[:, None], (batch, size, slots + new_slots))
+    running = jnp.ones((batch,), bool)
+    found, running = choose(found, running, logits, step, prompts.lengths, beam_params, texts)
     # Every hypothesis sees the slots of its row's prompt, but not its padding.
     prompt = jnp.arange(cache_slots)[None, None, :] < prompts.lengths[:, None, None]
-    return Search(found, step + 1, running, jnp.broadcast_to(prompt, (batch, size, cache_slots)), cache)
+    return Search(found, step + 1, running, jnp.broadcast_to(prompt, (batch, size, cache_slots)), cache, texts)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "cache_slots"))
@@ -211,8 +225,10 @@ def continue_search(
         # The token positions, not the slots, determine causality, windows and relative biases.
         mask = Mask.array(visible[:, None]) & Mask.places(positions, slot_positions)
         logits, cache = decode_hypotheses(model, params, tokens, positions, mask, now.cache, source)
-        found, running = choose(now.found, now.running, logits, now.step, lengths + now.step, beam_params)
-        return Search(found, now.step + 1, running, visible, cache)
+        places = lengths + now.step
+        texts = None if now.texts is None else extended(now.texts, parents, tokens, places - 1)
+        found, running = choose(now.found, now.running, logits, now.step, places, beam_params, texts)
+        return Search(found, now.step + 1, running, visible, cache, texts)
 
     # The last step whose tokens still fit in the cache of every row.
     last = (cache_slots - lengths.max()) // size
@@ -226,6 +242,7 @@ def choose(
     step: Int[Array, ""],
     positions: Int[Array, " B"],
     beam_params: BeamParams,
+    texts: Int[Array, "B Z L"] | None = None,
 ) -> tuple[BeamState, Bool[Array, " B"]]:
     """Choose the next token of the hypotheses of each row.
 
@@ -236,6 +253,7 @@ def choose(
         step: (), number of completed steps.
         positions: (B,), positions of the tokens to choose.
         beam_params: settings of the search.
+        texts: (B, Z, L), tokens of the live hypotheses, if a rule reads them.
 
     Returns:
         The new hypotheses, and which rows continue, (B,).
@@ -252,6 +270,7 @@ def choose(
     if ends.size > 1:  # several end tokens: one continuation whose probability is their sum
         together = jax.nn.logsumexp(logits[:, :, ends], -1)
         logits = logits.at[:, :, ends].set(IMPOSSIBLE).at[:, :, ends[0]].set(together)
+    logits = ruled(logits, norms, texts, positions, step, beam_params)
 
     # The best 2 Z continuations of a row are enough: each hypothesis has only one that ends, so at most Z of the 2 Z
     # end, and at least Z are left to extend. A top-k per hypothesis first leaves 2 Z^2 candidates of the Z V per row.
@@ -266,9 +285,9 @@ def choose(
 
     # Finished: continuations that end and are among the first Z, merged with the earlier ones by penalized score. Live:
     # the best Z that don't end, by log-probability. The length counts the end token.
-    length, alpha = (step + 1).astype(jnp.float32), beam_params.alpha
+    length = (step + 1).astype(jnp.float32)
     ended = jnp.where(ending, totals, IMPOSSIBLE)[:, :size]
-    scores = jnp.concatenate([found.scores, ended / length_penalty(length, alpha)], 1)
+    scores = jnp.concatenate([found.scores, ended / length_penalty(length, beam_params)], 1)
     scores, order = jax.lax.top_k(scores, size)
     live, extended = jax.lax.top_k(jnp.where(ending, IMPOSSIBLE, totals), size)
 
@@ -283,8 +302,8 @@ def choose(
     else:
         # An upper bound for live hypotheses: further tokens only lower log P, which is negative, and it is largest when
         # divided by the largest penalty, that of the maximum length.
-        longest = length_penalty(beam_params.limits.astype(jnp.float32), alpha)
-        enough = live[:, 0] / longest <= scores[:, beam_params.n_best - 1]
+        bound = length if beam_params.estimated else beam_params.limits.astype(jnp.float32)
+        enough = live[:, 0] / length_penalty(bound, beam_params) <= scores[:, beam_params.n_best - 1]
     of_rows = {
         "live": live,
         "steps_taken": jnp.full((batch,), step + 1),

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transformer.config._checks import ConfigError
+from transformer.generate._batches import beam_search_all
+from transformer.generate._beam import Beam
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
+from transformer.inference._generation_settings import longest_target, recommended_beam
 from transformer.nn.models._seq2seq import Seq2Seq
 
 if TYPE_CHECKING:
@@ -26,6 +29,10 @@ UNBOUNDED = 2**30
 
 MOST_SOURCE_TOKENS = 16_384
 """maximum number of source tokens; a tiny model takes 15 s for such a source on two cores"""
+
+
+USUAL_TARGET = 128
+"""maximum number of tokens of a translation, if neither the caller nor generation_config.json limits it"""
 
 
 MOST_PROMPTS = 10_000
@@ -110,9 +117,12 @@ def _warn_of_two_starts(tokenizer: Tokenizer, ids: Sequence[int]) -> None:
 
 
 def translate(
-    run: LoadedModel, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
+    run: LoadedModel, prompts: Sequence[str], *, max_new_tokens: int | None, sampling: Sampling, seed: int
 ) -> list[GeneratedText]:
     """Translate each prompt with an encoder-decoder.
+
+    Without sampling and penalties, the text is that of the beam search and the rules that generation_config.json
+    recommends, otherwise greedy. `max_new_tokens` of None is the limit in that file, or `USUAL_TARGET`.
 
     Raises:
         ConfigError: the model defines no start token of targets.
@@ -126,6 +136,18 @@ def translate(
     begin = run.target_start
     tokenizer, limit = run.tokenizer, run.model.config.max_length
     sources = [encode_prompt(run, prompt) for prompt in prompts]
+    beam = recommended_beam(run, size=1)
+    if beam != Beam(size=1) and sampling.temperature == 0 and not sampling.has_penalties:
+        if max_new_tokens is not None or beam.length_ratio > 0:
+            most = longest_target(run, max_new_tokens or USUAL_TARGET)
+            beam = dataclasses.replace(beam, length_ratio=0.0, length_extra=most)
+        options = {"begin": begin, "eos_id": run.eos_ids, "suppress": run.suppressed, "beam": beam}
+        found = [row[0] for row in beam_search_all(run.model, run.params, sources, **options)]
+        return [
+            GeneratedText(prompt, tokenizer.decode(one.tokens), one.ended)
+            for prompt, one in zip(prompts, found, strict=True)
+        ]
+    max_new_tokens = max_new_tokens or USUAL_TARGET
     most = max_new_tokens if limit is None else min(max_new_tokens, limit - len(begin))
     rows = generate(
         run.model,

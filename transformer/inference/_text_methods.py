@@ -23,7 +23,7 @@ class TextMethods:
         self: LoadedModel,
         prompt: str,
         *,
-        max_new_tokens: int = 200,
+        max_new_tokens: int | None = None,
         temperature: float = 0.8,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -36,8 +36,10 @@ class TextMethods:
 
         Args:
             prompt: text to continue.
-            max_new_tokens: maximum number of new tokens.
-            temperature: sampling temperature; 0 is greedy. An encoder-decoder always decodes greedily.
+            max_new_tokens: maximum number of new tokens; None: 200 for a continuation, and for a translation the limit
+                in generation_config.json, or 128.
+            temperature: sampling temperature; 0 is greedy. An encoder-decoder decodes greedily, unless its
+                generation_config.json recommends a beam search.
             top_k: sample from the k most likely tokens; None: all.
             top_p: sample from the smallest set of most likely tokens with this total probability; None: all.
             seed: random seed.
@@ -55,9 +57,10 @@ class TextMethods:
         check_text_model("generate", self.model, self.params)
         translates = isinstance(self.model, Seq2Seq)
         sampling = Sampling(temperature=0.0 if translates else temperature, top_k=top_k, top_p=top_p)
-        options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
+        options = {"sampling": sampling, "seed": seed}
         if translates:
-            return translate(self, [prompt], **options)[0].output
+            return translate(self, [prompt], max_new_tokens=max_new_tokens, **options)[0].output
+        options |= {"max_new_tokens": 200 if max_new_tokens is None else max_new_tokens}
         return continue_texts(self, [prompt], parse_special=parse_special, **options)[0].output
 
     def chat(self: LoadedModel, messages: str | Sequence[dict[str, Any]], **options: Any) -> str:

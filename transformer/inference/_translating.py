@@ -11,7 +11,8 @@ from typing import Any
 from transformer.config._checks import ConfigError
 from transformer.config._progress import counting
 from transformer.generate._batches import beam_search_all
-from transformer.generate._beam import USUAL, Beam, Hypothesis
+from transformer.generate._beam import Beam, Hypothesis
+from transformer.inference._generation_settings import longest_target, recommended_beam
 from transformer.inference._loading import LoadedModel
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import SpeechToText
@@ -49,7 +50,7 @@ def translate_lines(
     opened: LoadedModel,
     lines: Iterable[str],
     *,
-    beam: Beam = USUAL,
+    beam: Beam | None = None,
     max_new_tokens: int | None = None,
     max_source_tokens: int | None = None,
     batch_tokens: int = 1024,
@@ -64,8 +65,9 @@ def translate_lines(
     Args:
         opened: the model.
         lines: texts. Invalid UTF-8 may be represented by lone surrogates (`errors="surrogateescape"`).
-        beam: beam search options, see `beam_search_all`.
-        max_new_tokens: see `beam_search_all`.
+        beam: beam search options, see `beam_search_all`; None: as the authors of the model recommend in
+            generation_config.json, otherwise the default ones.
+        max_new_tokens: see `beam_search_all`; a start token that generation_config.json forces counts as one.
         max_source_tokens: maximum number of source tokens per line, because time grows with the square of the length;
             None: 1,024, or the maximum source length of the training data if that is larger.
         batch_tokens: see `beam_search_all`.
@@ -94,7 +96,9 @@ def translate_lines(
         "eos_id": opened.eos_ids,
         "suppress": opened.suppressed,
     }  # evaluated now, so that errors are raised by the call instead of the first iteration
-    options |= {"beam": beam, "max_new_tokens": max_new_tokens, "batch_tokens": batch_tokens}
+    beam = recommended_beam(opened) if beam is None else beam
+    most = longest_target(opened, max_new_tokens)
+    options |= {"beam": beam, "max_new_tokens": most, "batch_tokens": batch_tokens}
     return _chunks(opened, lines, chunk_lines, max_source_tokens, options)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from transformer.config._checks import ConfigError, nearest
 from transformer.data._long_texts import TooManyTokensError, check_length
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import USUAL, Beam, Hypothesis
+from transformer.inference._generation_settings import longest_target, recommended_beam
 from transformer.inference._loading import LoadedModel
 from transformer.inference._translating import text_of
 from transformer.serve._answers import Answer
@@ -42,6 +45,11 @@ class TranslationService(ThreadService):
     longest: int
     """maximum number of tokens of a source"""
 
+    @functools.cached_property
+    def _beam(self) -> Beam:
+        """Beam search of calls that say nothing."""
+        return recommended_beam(self.opened)
+
     @property
     def most_tokens(self) -> int:
         """Maximum number of tokens of a source."""
@@ -58,13 +66,14 @@ class TranslationService(ThreadService):
 
     def warm_up(self, report: Callable[[int, int], None]) -> None:
         """Compile the program for a short source and the usual beam size. Others are compiled when they are needed."""
-        self._search([[0]], USUAL, None)
+        self._search([[0]], self._beam, None)
         report(1, 1)
 
     async def _completion(self, request: HTTPRequest) -> Response:
         values = await read_json(request)
         self.check_model(values.get("model", self.name))
-        beam, most = _beam(values)
+        beam, most = _beam_of(values, self._beam)
+        most = longest_target(self.opened, most)
         texts = text_prompts(values)
         if len(texts) * beam.n_best > MOST_CHOICES:
             raise APIError(400, f"a call can have at most {MOST_CHOICES} texts: prompts times n.", "prompt")
@@ -144,8 +153,10 @@ def _one(source: list[int]) -> int:
     return 1
 
 
-def _beam(values: Mapping[str, Any]) -> tuple[Beam, int | None]:
+def _beam_of(values: Mapping[str, Any], recommended: Beam) -> tuple[Beam, int | None]:
     """Return the beam search that a body asks for, and its maximum number of new tokens.
+
+    Fields that it lacks are those of `recommended`.
 
     Raises:
         APIError: a field is unknown, or has an invalid value.
@@ -161,13 +172,16 @@ def _beam(values: Mapping[str, Any]) -> tuple[Beam, int | None]:
     given = {name: size for name, size in sizes.items() if size is not None}
     if len(set(given.values())) > 1:
         raise APIError(400, "num_beams and best_of are names of the same value. Send one of them.", "num_beams")
-    name, size = next(iter(given.items()), ("num_beams", max(USUAL.size, next(s for s in BEAM_SIZES if s >= n))))
-    if size not in BEAM_SIZES or n > size:
+    name, size = next(iter(given.items()), ("num_beams", max(recommended.size, next(s for s in BEAM_SIZES if s >= n))))
+    if size not in (*BEAM_SIZES, recommended.size) or n > size:
         sizes_text = ", ".join(map(str, BEAM_SIZES))
         raise APIError(400, f"{name} must be one of {sizes_text}, and at least n ({n}), got {size}.", name)
-    alpha = values.get("length_penalty", USUAL.alpha)
+    given: dict[str, Any] = {"size": size, "n_best": n}
+    if "length_penalty" in values:
+        alpha = values["length_penalty"]
+        given |= {"alpha": float(alpha) if type(alpha) is int else alpha, "norm": USUAL.norm}
     try:
-        beam = Beam(size=size, n_best=n, alpha=float(alpha) if type(alpha) is int else alpha)
+        beam = dataclasses.replace(recommended, **given)
     except (ConfigError, TypeError):
         raise APIError(400, "length_penalty must be a finite number of at least 0.", "length_penalty") from None
     return beam, integer(values, "max_tokens", None, 1, 2**31 - 1)
