@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.generate import Sampling
 from transformer.inference import SentenceSettings, classify, embed, export, open_model, score, sentence_settings
 from transformer.inference._generating import continue_texts
+from transformer.inference._reading import encode_sentences, encode_texts
 from transformer.zoo import load_pretrained
 
 LONG, SHORT = "the big cat sat on the small mat under a tree", "a dog ran"
@@ -123,6 +125,81 @@ class TestEmbed:
         (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
         code, _, err = run("embed", directory, "--text", SHORT)
         assert "requires pooling by pooling_mode_max_tokens" in err
+
+    @pytest.mark.parametrize(
+        ("limits", "expected"),
+        [
+            ({"tokenizer_config.json": {"model_max_length": 7}}, 7),
+            ({"tokenizer_config.json": {"model_max_length": 7}, "sentence_bert_config.json": {"max_seq_length": 9}}, 9),
+            ({"tokenizer_config.json": {"model_max_length": 10**30}}, None),
+            ({"tokenizer_config.json": {"model_max_length": 1e30}}, None),
+            ({"sentence_bert_config.json": {"transformer_task": "feature-extraction"}}, None),
+        ],
+    )
+    @pytest.mark.parametrize("modules", [True, False])
+    def test_the_limit_is_in_either_file(self, directories, tmp_path, modules, limits, expected):
+        """sentence-transformers 6 writes it into tokenizer_config.json; a model without modules.json has only that."""
+        directory = shutil.copytree(directories["encoder"], tmp_path / "limited")
+        if modules:
+            kinds = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1"}]
+            (directory / "modules.json").write_text(json.dumps(kinds))
+            (directory / "1").mkdir()
+            (directory / "1" / "config.json").write_text('{"pooling_mode": "mean"}')
+        for name, values in limits.items():
+            old = json.loads((directory / name).read_text()) if (directory / name).exists() else {}
+            (directory / name).write_text(json.dumps(old | values))
+        if not modules:
+            expected = 7 if expected == 9 else expected
+        assert sentence_settings(directory).max_length == expected
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_a_long_text_loses_its_start_or_its_end(self, directories, side):
+        """The special tokens around the text stay, as in transformers."""
+        opened = open_model(directories["encoder"])
+        files = dict(opened.tokenizer.files)
+        content = json.loads(files["tokenizer.json"])
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "B", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+            + [{"SpecialToken": {"id": "E", "type_id": 0}}] * 2,
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {
+                name: {"id": name, "ids": [i], "tokens": [opened.tokenizer.vocabulary[i]]}
+                for name, i in (("B", 0), ("E", 1))
+            },
+        }
+        config = json.loads(files.get("tokenizer_config.json", "{}")) | {"truncation_side": side}
+        files |= {"tokenizer.json": json.dumps(content).encode(), "tokenizer_config.json": json.dumps(config).encode()}
+        tokenizer = PretrainedTokenizer(files, opened.tokenizer.vocab_size)
+        inner = tokenizer.encode(LONG)
+        with pytest.warns(UserWarning, match="is truncated to 7"):
+            ((ids, kinds),) = encode_texts(dataclasses.replace(opened, vocabulary=tokenizer), [LONG], 7)
+        assert ids == [0, *(inner[:4] if side == "right" else inner[-4:]), 1, 1]
+        assert len(kinds) == len(ids)
+
+    def test_the_first_dimensions_are_kept(self, directories, tmp_path):
+        """Matryoshka embeddings: the vector is cut after its normalization, as in sentence-transformers."""
+        file, values = "config_sentence_transformers.json", {"truncate_dim": 5}
+        directory = changed(directories["encoder"], tmp_path, file, values)
+        kinds = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1"}, {"type": "a.Normalize"}]
+        (directory / "modules.json").write_text(json.dumps(kinds))
+        (directory / "1").mkdir()
+        (directory / "1" / "config.json").write_text('{"pooling_mode": "mean"}')
+        opened, settings = open_model(directory), sentence_settings(directory)
+        whole = embed(opened, [SHORT], dataclasses.replace(settings, dimensions=None))
+        assert np.linalg.norm(whole) == pytest.approx(1, abs=1e-5)
+        np.testing.assert_array_equal(embed(opened, [SHORT], settings), whole[:, :5])
+        (directory / file).write_text('{"truncate_dim": 0}')
+        with pytest.raises(ValueError, match=r"truncate_dim .* integer of at least 1, got 0"):
+            sentence_settings(directory)
+
+    def test_lower_case_applies_to_the_prompt_and_to_single_characters(self, directories):
+        """The library of the tokenizers writes a sigma at the end of a word as any other."""
+        opened, settings = open_model(directories["encoder"]), SentenceSettings(lower_case=True, prompt="THE ")
+        seen = []
+        watched = types.SimpleNamespace(encode_source=lambda text: seen.append(text) or [1])
+        encode_sentences(dataclasses.replace(opened, vocabulary=watched), ["ΟΔΟΣ Cat"], settings)
+        assert seen == ["the οδοσ cat"]
 
     @pytest.mark.parametrize(
         ("file", "values", "message"),

@@ -59,14 +59,9 @@ class ChatEncoder:
         images: ImagePrompts | None = None,
         longest: int | None = None,
     ):
-        import tokenizers
-
         self.template, self._tokenizer, self._images, self._longest = template, tokenizer, images, longest
-        # A second library object: its option to recognize special tokens applies to all threads that use it.
         with library_errors(f"{TOKENIZER_FILE} is not a valid tokenizer", "Download the file again"), held_stderr():
-            self._library = tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER_FILE].decode("utf-8"))
-            self._library.no_truncation()
-            self._library.no_padding()
+            self._library = tokenizer.library_copy()
             added = self._library.get_added_tokens_decoder()
         names = {i: self._library.id_to_token(i) for i in tokenizer.special_ids}
         special = {i: name for i, name in names.items() if name and not name.isspace()}

@@ -14,6 +14,7 @@ from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerpri
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.data._tokenizer_settings import truncated
 
 
 @dataclass(frozen=True)
@@ -162,21 +163,20 @@ def encode_within(tokenizer: Tokenizer, text: str, max_length: int) -> tuple[lis
     """Encode a text that a model reads as a whole, with at most `max_length` tokens.
 
     Returns:
-        (ids, token types, whether the text was truncated). An end token such as [SEP] is kept.
+        (ids, token types, whether the text was truncated). Special tokens around the text are kept.
 
     Raises:
         ValueError: the text has no tokens.
     """
     if not isinstance(tokenizer, PretrainedTokenizer):
         ids = tokenizer.encode_source(text)
-        types, last = [0] * len(ids), max_length - 1
+        types = [0] * len(ids)
     else:
-        # The last id is an end token such as [SEP] if the text alone does not end with it.
         ids, types = tokenizer.encode_model(text)
-        ends = ids[-1:] != tokenizer.encode(text)[-1:]
-        last = len(ids) - 1 if ends else max_length - 1
     if not ids:
         raise ValueError(f"the text {text!r} has no tokens after normalization. Remove it.")
     if len(ids) <= max_length:
         return ids, types, False
-    return [*ids[: max_length - 1], ids[last]], types[:max_length], True
+    if isinstance(tokenizer, PretrainedTokenizer):
+        ids = truncated(ids, tokenizer.encode(text), max_length, tokenizer.truncation_side)
+    return ids[:max_length], types[:max_length], True

@@ -18,6 +18,10 @@ from transformer.config._untrusted import MAX_JSON_BYTES, parse_json, read_bound
 from transformer.data._byte_level import byte_level_bytes
 from transformer.data._library_errors import held_stderr, library_errors
 from transformer.data._tokenizer import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
+from transformer.data._tokenizer_settings import Side, truncation_side, with_settings
+
+if TYPE_CHECKING:
+    import tokenizers
 
 if TYPE_CHECKING:
     import tokenizers
@@ -56,6 +60,8 @@ class PretrainedTokenizer(Tokenizer):
 
     kind = "pretrained"
     eos_ids: tuple[int, ...]
+    truncation_side: Side
+    """side at which a text is cut that has too many tokens"""
 
     def __init__(self, files: Mapping[str, bytes], vocab_size: int | None = None):
         """Load the tokenizer.
@@ -65,11 +71,10 @@ class PretrainedTokenizer(Tokenizer):
             vocab_size: number of rows of the embedding table; None: determined by the ids.
         """
         self._files = dict(files)
-        with library_errors(f"{TOKENIZER_FILE} is not a valid tokenizer", "Download the file again"), held_stderr():
-            self._library = _library_tokenizer(files[TOKENIZER_FILE])
-            self._library.encode_special_tokens = True
-            ids = self._library.get_vocab(with_added_tokens=True)
-            added = self._library.get_added_tokens_decoder()
+        self._library, self._source, content, self._changed = _opened(files)
+        self._library.encode_special_tokens = True
+        ids = self._library.get_vocab(with_added_tokens=True)
+        added = self._library.get_added_tokens_decoder()
         if not ids:
             raise ValueError(f"{TOKENIZER_FILE} has no tokens. Download the file again.")
         super().__init__(sorted(ids, key=ids.__getitem__))
@@ -81,7 +86,7 @@ class PretrainedTokenizer(Tokenizer):
             )
         self._check_post_processor()
 
-        content = _object(TOKENIZER_FILE, files)
+        self.truncation_side = truncation_side(content, _object("tokenizer_config.json", files))
         self._hold = held_stderr if _has_patterns(content) else contextlib.nullcontext
         self._is_byte_level = (content.get("decoder") or {}).get("type") == "ByteLevel"
         self._decoders = _decoder_types(content.get("decoder"))
@@ -209,16 +214,21 @@ class PretrainedTokenizer(Tokenizer):
 
     @functools.cached_property
     def _parsing_library(self) -> tokenizers.Tokenizer:
-        """The library's tokenizer that recognizes special tokens in a text.
-
-        It is another object, because the option to recognize them applies to all threads that use one.
-        """
+        """The library's tokenizer that recognizes special tokens in a text."""
         with held_stderr():
-            library = _library_tokenizer(self._files[TOKENIZER_FILE])
+            library = self.library_copy()
             known = library.get_added_tokens_decoder()
             # Roles that only other files give to tokens of the vocabulary.
             library.add_special_tokens([str(library.id_to_token(i)) for i in sorted(self._special - known.keys())])
             return library
+
+    def library_copy(self) -> tokenizers.Tokenizer:
+        """Return a new tokenizer of the library with the settings of the files, which recognizes special tokens.
+
+        It is another object than that of `encode`, because the option to recognize them applies to all threads that use
+        one.
+        """
+        return _library_of(self._source)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, without special tokens and ids without a token.
@@ -294,7 +304,7 @@ class PretrainedTokenizer(Tokenizer):
             "sha256": hashlib.sha256(self._files[TOKENIZER_FILE]).hexdigest(),
             "vocab_size": self._size,
             "special_tokens": [self.pad_id, self.bos_id, self.unk_id, self.mask_id, list(self.eos_ids)],
-        }
+        } | ({"settings": self._changed} if self._changed else {})
 
     def _encoded(self, text: str, pair: str | None, special: bool) -> tuple[list[int], list[int]]:
         for part in (text, pair or ""):
@@ -356,11 +366,30 @@ class PretrainedTokenizer(Tokenizer):
                 )
 
 
-def _library_tokenizer(content: bytes) -> tokenizers.Tokenizer:
+def _opened(files: Mapping[str, bytes]) -> tuple[tokenizers.Tokenizer, str, dict[str, Any], dict[str, Any]]:
+    """Return the library's tokenizer, its source, the content of the source, and what tokenizer_config.json changes.
+
+    Raises:
+        ValueError: the library can't read tokenizer.json.
+    """
+    with library_errors(f"{TOKENIZER_FILE} is not a valid tokenizer", "Download the file again"), held_stderr():
+        source = files[TOKENIZER_FILE].decode("utf-8")
+        library = _library_of(source)
+    given, config = _object(TOKENIZER_FILE, files), _object("tokenizer_config.json", files)
+    name = config.get("tokenizer_class") or _object("config.json", files).get("tokenizer_class")
+    content = with_settings(given, config, name if isinstance(name, str) else None)
+    changed = {part: value for part, value in content.items() if value != given.get(part)}
+    if changed:
+        source = json.dumps(content)
+        library = _library_of(source)
+    return library, source, content, changed
+
+
+def _library_of(source: str) -> tokenizers.Tokenizer:
     """Return the library's tokenizer of a file, without truncation and padding."""
     import tokenizers
 
-    library = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    library = tokenizers.Tokenizer.from_str(source)
     library.no_truncation()
     library.no_padding()
     return library

@@ -23,7 +23,6 @@ from jax.sharding import Mesh
 from transformer.chat._template import ChatTemplateError, find_template, json_object
 from transformer.config._checks import ConfigError, nearest
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer import TOKENIZER_FILE
 from transformer.generate._generation import generate
 from transformer.generate._prompts import bucket, decoding_model
 from transformer.generate._sampling import Sampling
@@ -422,7 +421,7 @@ class _Tokens:
 
     def __init__(self, opened: LoadedModel):
         self._tokenizer = tokenizer = opened.tokenizer
-        self._library = _library(tokenizer) if isinstance(tokenizer, PretrainedTokenizer) else None
+        self._library = tokenizer.library_copy() if isinstance(tokenizer, PretrainedTokenizer) else None
         self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
         prefix = self.eos_id if self.bos_id is None else self.bos_id
         if prefix is None:
@@ -473,16 +472,6 @@ class _Tokens:
         if self._library is None:
             return self._tokenizer.encode_source(text)
         return self._library.encode(text, add_special_tokens=special).ids
-
-
-def _library(tokenizer: PretrainedTokenizer) -> Any:
-    """Return the library's tokenizer with its usual behavior: names of special tokens in a text are special tokens."""
-    import tokenizers
-
-    library = tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER_FILE].decode("utf-8"))
-    library.no_truncation()
-    library.no_padding()
-    return library
 
 
 @functools.cache

@@ -17,6 +17,7 @@ import numpy as np
 from transformer.config._checks import ConfigError
 from transformer.config._options import Pooling
 from transformer.data._byte_counts import bytes_after_first
+from transformer.data._tokenizer_settings import truncated
 from transformer.generate._prompts import decoding_model
 from transformer.inference._batching import Batch, Columns, pool_texts, run_batches, run_pairs, scored_at_once
 from transformer.inference._loading import LoadedModel
@@ -84,7 +85,12 @@ def encode_sentences(
         ValueError: a text that the tokenizer can't encode or that has no tokens.
     """
     text_model(opened)
-    prepared = [settings.prompt + (text.lower() if settings.lower_case else text) for text in texts]
+    prepared = [settings.prompt + text for text in texts]
+    if settings.lower_case:
+        from tokenizers import normalizers
+
+        # Character by character, as sentence-transformers; str.lower writes the last sigma of a word differently.
+        prepared = [normalizers.Lowercase().normalize_str(text) for text in prepared]
     return encode_texts(opened, prepared, settings.max_length, truncate=truncate)
 
 
@@ -92,7 +98,7 @@ def embed_encoded(opened: LoadedModel, rows: Sequence[Columns], settings: Senten
     """Compute embeddings of texts that `encode_sentences` has encoded.
 
     Returns:
-        (n, D) float32, one vector per text.
+        (n, D) float32, one vector per text; D is at most `settings.dimensions`.
 
     Raises:
         ConfigError: the model does not read text.
@@ -100,7 +106,7 @@ def embed_encoded(opened: LoadedModel, rows: Sequence[Columns], settings: Senten
     """
     options = {"pooling": settings.pooling, "normalize": settings.normalize}
     compute = functools.partial(_vectors, text_model(opened), opened.params, **options)
-    return np.stack(_run(opened, rows, compute))
+    return np.stack(_run(opened, rows, compute))[:, : settings.dimensions]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "pooling", "normalize"))
@@ -447,9 +453,7 @@ def encode_texts(
             raise ValueError(f"text {number} is empty ({text!r}). Pass at least one word or character.")
         if truncate and len(ids) > limit:
             warnings.warn(f"text {number} has {len(ids)} tokens and is truncated to {limit}.", stacklevel=3)
-            # Keep a special token that the tokenizer adds at the end, such as [SEP].
-            last = len(ids) - 1 if both and ids[-1] not in tokenizer.encode(text)[-1:] else limit - 1
-            ids = [*ids[: limit - 1], ids[last]]
-            types = types[:limit]
+            side = getattr(tokenizer, "truncation_side", "right")
+            ids, types = truncated(ids, tokenizer.encode(text) if both else ids, limit, side), types[:limit]
         encoded.append((ids, types))
     return encoded

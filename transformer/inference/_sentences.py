@@ -19,6 +19,10 @@ _POOLINGS: dict[str, Pooling] = {
 _NAMED: dict[str, Pooling] = {"cls": "first", "mean": "mean", "lasttoken": "last"}
 
 
+_UNLIMITED = 10**20
+"""Values of model_max_length above this number mean no limit, as in transformers."""
+
+
 @dataclass(frozen=True)
 class SentenceSettings:
     """Settings for computing embeddings of texts."""
@@ -33,12 +37,17 @@ class SentenceSettings:
     """Whether texts are converted to lower case."""
     prompt: str = ""
     """Text in front of every text."""
+    dimensions: int | None = None
+    """Number of dimensions to keep, the first ones, after the normalization (Kusupati et al. 2022, arXiv 2205.13147);
+    None: all."""
 
 
 def sentence_settings(directory: Path) -> SentenceSettings:
     """Read the settings of modules.json and the files that it lists.
 
-    Without modules.json, the result is the default: the mean over all non-padding tokens.
+    Without modules.json, the result is the default: the mean over all non-padding tokens. The maximum length is
+    max_seq_length in sentence_bert_config.json, else model_max_length in tokenizer_config.json, where version 6 of
+    sentence-transformers writes it.
 
     Raises:
         ConfigError: an unsupported module or kind of pooling, or an invalid value.
@@ -46,9 +55,10 @@ def sentence_settings(directory: Path) -> SentenceSettings:
     """
     files = open_files(local_path(directory, "directory"))
     modules = files.json("modules.json", list)
+    longest = _documented_length(files.json("tokenizer_config.json") or {})
     if modules is None:
-        return SentenceSettings()
-    settings: dict[str, Any] = {}
+        return SentenceSettings(max_length=longest)
+    settings: dict[str, Any] = {"max_length": longest}
     for module in modules:
         named = module if isinstance(module, dict) else {}
         kind, path = named.get("type"), named.get("path", "")
@@ -60,7 +70,7 @@ def sentence_settings(directory: Path) -> SentenceSettings:
         kind = kind.rpartition(".")[2]
         match kind:
             case "Transformer":
-                settings |= _transformer(files.json(f"{path}/sentence_bert_config.json".lstrip("/")) or {})
+                settings |= _transformer(files.json(f"{path}/sentence_bert_config.json".lstrip("/")) or {}, longest)
             case "Pooling":
                 values = files.json(f"{path}/config.json") or {}
                 settings |= {"pooling": _pooling(values, path), "include_prompt": values.get("include_prompt", True)}
@@ -71,7 +81,11 @@ def sentence_settings(directory: Path) -> SentenceSettings:
                     f"modules.json in {directory} requires a module {kind}, which is not supported (supported: "
                     f"Transformer, Pooling, Normalize). The embeddings would differ from those of the authors."
                 )
-    settings["prompt"] = _prompt(files.json("config_sentence_transformers.json") or {})
+    outer = files.json("config_sentence_transformers.json") or {}
+    settings |= {
+        "prompt": _prompt(outer),
+        "dimensions": _positive(outer, "truncate_dim", "config_sentence_transformers"),
+    }
     if settings["prompt"] and not settings.pop("include_prompt", True):
         raise ConfigError(
             f"{directory} excludes its prompt from the pooling (include_prompt is false), which is not supported. The "
@@ -81,14 +95,25 @@ def sentence_settings(directory: Path) -> SentenceSettings:
     return SentenceSettings(**settings)
 
 
-def _transformer(values: dict[str, Any]) -> dict[str, Any]:
-    length = values.get("max_seq_length")
-    if length is not None and (type(length) is not int or length < 1):
-        raise ConfigError(
-            f"max_seq_length in sentence_bert_config.json must be an integer of at least 1, got {length!r:.80}. "
-            f"Correct it."
-        )
-    return {"max_length": length, "lower_case": bool(values.get("do_lower_case"))}
+def _transformer(values: dict[str, Any], longest: int | None) -> dict[str, Any]:
+    length = _positive(values, "max_seq_length", "sentence_bert_config")
+    return {"max_length": longest if length is None else length, "lower_case": bool(values.get("do_lower_case"))}
+
+
+def _documented_length(values: dict[str, Any]) -> int | None:
+    """Return model_max_length of tokenizer_config.json; None: none, or the huge number that means unlimited."""
+    length = values.get("model_max_length")
+    if isinstance(length, int | float) and not isinstance(length, bool) and length > _UNLIMITED:
+        return None
+    return _positive(values, "model_max_length", "tokenizer_config")
+
+
+def _positive(values: dict[str, Any], field: str, file: str) -> int | None:
+    """Return a field that is a positive integer, if present."""
+    value = values.get(field)
+    if value is not None and (type(value) is not int or value < 1):
+        raise ConfigError(f"{field} in {file}.json must be an integer of at least 1, got {value!r:.80}. Correct it.")
+    return value
 
 
 def _pooling(values: dict[str, Any], path: str) -> Pooling:
