@@ -19,7 +19,7 @@ from transformer.training._optimizers import make_optimizer
 from transformer.training._provenance import tokenizer_fingerprint
 from transformer.training._recipe import load_recipe, with_vocabulary
 from transformer.training._runs import record_run
-from transformer.training._state import TrainState, abstract_state, keeps_average, make_state
+from transformer.training._state import TrainState, abstract_state, initial_average, make_state
 from transformer.training._step import make_train_step
 from transformer.training._tasks import TASKS
 
@@ -83,11 +83,12 @@ def batch_outputs(task, model, params, batch, dropout_key=None):
 def initial_state(recipe):
     """Return the initial state, whose parameters are those of `initial_params`."""
     params = initial_params(recipe.task, recipe.model)
+    opt_state, ema = jax.jit(lambda tree: (make_optimizer(recipe).init(tree), initial_average(recipe, tree)))(params)
     return TrainState(
         step=jax.device_put(np.int32(0)),
         params=params,
-        opt_state=jax.jit(make_optimizer(recipe).init)(params),
-        ema=params if keeps_average(recipe) else None,
+        opt_state=opt_state,
+        ema=ema,
         skipped=jax.device_put(np.int32(0)),
     )
 

@@ -356,6 +356,24 @@ def test_float64_is_not_halved_on_the_way(tmp_path):
             checkpointer.restore_newest({"x": jax.ShapeDtypeStruct((3,), np.float64)})
 
 
+def test_the_average_has_more_bits_than_the_parameters(tmp_path):
+    """An average is stored in float32; a model gets it in its own dtypes. Version 0.1 stored it in these dtypes."""
+    params = {"kernel": np.arange(3).astype(jnp.bfloat16)}
+    third = np.full(3, 1 / 3, np.float32)
+    for dtype in (np.dtype(np.float32), jnp.dtype(jnp.bfloat16)):
+        with Checkpointer(tmp_path / str(dtype)) as checkpointer:
+            checkpointer.save(1, jax.device_put({"params": params, "ema": {"kernel": third.astype(dtype)}}))
+        average, _ = load_params(tmp_path / str(dtype), names=("ema", "params"))
+        np.testing.assert_array_equal(average["kernel"], third.astype(jnp.bfloat16), strict=True)
+        wide = {"params": params, "ema": {"kernel": jax.ShapeDtypeStruct((3,), jnp.float32)}}
+        with Checkpointer(tmp_path / str(dtype)) as checkpointer:
+            restored = checkpointer.restore_newest(wide).state
+        expected = third.astype(dtype).astype(np.float32)
+        np.testing.assert_array_equal(restored["ema"]["kernel"], expected, strict=True)
+    with Checkpointer(tmp_path / "float32") as checkpointer, pytest.raises(CheckpointError, match="ema/kernel"):
+        checkpointer.restore_newest({"params": params, "ema": {"kernel": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}})
+
+
 def test_params_alone(tmp_path):
     with Checkpointer(tmp_path, keep_last=3) as checkpointer:
         for step, metric in [(1, 0.3), (2, 0.1), (3, 0.2)]:

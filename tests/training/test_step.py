@@ -196,11 +196,40 @@ def test_the_average_follows_its_formula():
         decay = min(0.5, (1 + number) / (10 + number))
         mean = jax.tree.map(lambda old, new, d=decay: d * old + (1 - d) * np.asarray(new), mean, state.params)
     chex.assert_trees_all_close(state.ema, mean, rtol=1e-5)
-    assert state.averaged is state.ema
+    chex.assert_trees_all_equal(state.averaged, state.ema)
     assert decay == 0.5
     without, _ = start(tiny_recipe())
     assert without.ema is None
     assert without.averaged is without.params
+
+
+def test_the_average_of_bfloat16_parameters_follows_them():
+    """One update of a slow average is less than one step of bfloat16, so that it must not be rounded away."""
+    recipe = tiny_recipe(model={"param_dtype": "bfloat16"}, optimizer={"learning_rate": 1e-2}, ema_decay=0.999)
+    state, step = start(recipe)
+    state = state.replace(step=jax.device_put(np.int32(10**6)))  # the decay has reached its final value
+    mean = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.params)
+    for number in range(20):
+        state, _ = step(state, tiny_batch(seed=number))
+        mean = jax.tree.map(lambda old, new: 0.999 * old + 0.001 * np.asarray(new, np.float64), mean, state.params)
+    chex.assert_type(jax.tree.leaves(state.ema), jnp.float32)
+    for got, expected in zip(jax.tree.leaves(state.ema), jax.tree.leaves(mean), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+    chex.assert_type(jax.tree.leaves(jax.eval_shape(lambda one: one.averaged, state)), jnp.bfloat16)
+
+
+def test_the_sum_of_many_bfloat16_gradients_does_not_stop_growing():
+    """256 + 1 is 256 in bfloat16: the mean over 512 equal micro-batches would be half of the gradient of one."""
+    rows, model = 512, {"param_dtype": "bfloat16"}
+    one = tiny_batch(rows=1, padding=False)
+    many = {name: np.repeat(np.asarray(array), rows, axis=0) for name, array in one.items()}
+    recipe = change(tiny_recipe(model=model), data={"batch_size": rows})
+    recipe = change(recipe, training={"accumulation": rows})
+    state, step = start(recipe)
+    _, expected = start(tiny_recipe(model=model))[1](state, one)
+    new, metrics = step(state, many)
+    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-2)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new.opt_state, state.opt_state)
 
 
 def test_bfloat16_computes_and_float32_masters():

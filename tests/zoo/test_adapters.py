@@ -148,6 +148,8 @@ def test_an_adapter_for_another_model_names_the_modules_and_sizes(tmp_path):
         ),
         ({"alpha_pattern": {"(" * 5000: 2}}, r"alpha_pattern"),
         ({"use_dora": True}, r"use_dora"),
+        ({"init_lora_weights": "pissa_niter_4"}, r"init_lora_weights.*'pissa_niter_4'.*base model.*PEFT"),
+        ({"init_lora_weights": "olora"}, r"init_lora_weights.*'olora'"),
     ],
 )
 def test_options_that_would_change_the_function_are_refused(changes, message, tmp_path):
@@ -227,6 +229,35 @@ def test_a_whole_parameter_of_another_size_is_refused(tmp_path):
     save_file(load_file(file) | {"base_model.model.model.norm.weight": np.ones(13, np.float32)}, file)
     with pytest.raises(ConfigError, match=r"model\.norm\.weight.*\(12,\).*\(13,\)"):
         adapter_for(model, params, tmp_path / "adapter", *entry("llama"))
+
+
+@pytest.mark.parametrize("tensors", [("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")], ids=len)
+def test_tied_embeddings_and_head_are_saved_and_replaced_together(tensors, tmp_path):
+    """PEFT trains tied modules apart; the model has one parameter for both, which only equal tensors can replace."""
+    from safetensors.numpy import load_file, save_file
+
+    model, params = tiny("gemma3_text")
+    names = {"embed_tokens": "base_model.model.model.embed_tokens.weight", "lm_head": "base_model.model.lm_head.weight"}
+    table = np.random.default_rng(3).normal(size=(37, 12)).astype(np.float32)
+    a, b = np.ones((1, 12), np.float32), np.ones((18, 1), np.float32)
+    place = "decoder/layers/slot_0/self_attention/query"
+    path = next(path for path in flatten_dict(params, sep="/") if path.startswith("embed"))
+    update = {"a": np.stack([a.T, a.T]), "b": np.stack([b.T, b.T])}
+    adapter = Adapter(updates={place: update}, rank=1, alpha=1.0, new={path: table})
+    save_adapter(model, adapter, params, tmp_path / "adapter", "gemma3_text")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    stored = load_file(file)
+    for name in names.values():
+        np.testing.assert_array_equal(stored[name], table)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["lm_head", "model.embed_tokens"]
+    read = adapter_for(model, params, tmp_path / "adapter", *entry("gemma3_text"))
+    np.testing.assert_array_equal(read.new[path], table)
+
+    others = {name: array for name, array in stored.items() if name not in names.values()}
+    save_file(others | {names[tensor]: table + (tensor == "lm_head") for tensor in tensors}, file)
+    with pytest.raises(ConfigError, match=r"(embed_tokens|lm_head).weight: trained (without|apart from)"):
+        adapter_for(model, params, tmp_path / "adapter", *entry("gemma3_text"))
 
 
 def test_experts_have_no_module_in_the_transformers_library(tmp_path):

@@ -322,7 +322,7 @@ def load_params(
         workdir: directory of a run.
         step: a step, "newest" for the newest valid checkpoint, or "best" for the one with the best metric.
         names: field of the state to load, or several fields, of which the first one that was saved is loaded:
-            `("ema", "params")`.
+            `("ema", "params")`. The average `ema` is returned in the dtypes of `params`.
         best: "min" or "max": whether the lowest or the highest metric is the best.
 
     Returns:
@@ -362,7 +362,11 @@ def load_params(
     for name in names:
         chosen = {path: leaf for path, leaf in leaves.items() if path[0] == name}
         if chosen:
-            return arrays.nest(arrays.restore(directory / "state", chosen))[name], manifest["step"]
+            restored = arrays.restore(directory / "state", chosen)
+            if name == "ema":  # stored in float32 if the parameters have fewer bits
+                dtypes = {path[1:]: leaf.dtype for path, leaf in leaves.items() if path[0] == "params"}
+                restored = {path: array.astype(dtypes.get(path[1:], array.dtype)) for path, array in restored.items()}
+            return arrays.nest(restored)[name], manifest["step"]
     saved = sorted({path[0] for path in leaves})
     raise CheckpointError(f"{directory} has no field {' or '.join(names)}. Its fields: {', '.join(saved)}.")
 
@@ -395,13 +399,27 @@ def _root(workdir: str | os.PathLike) -> Path:
 
 def _restore(directory: Path, manifest: dict[str, Any], abstract: PyTree) -> PyTree:
     wanted, saved = arrays.flatten(abstract), arrays.described(manifest["state"])
-    if lines := arrays.differences(saved, wanted):
+    narrow = _narrow_averages(saved, wanted)
+    if lines := arrays.differences(saved, wanted | narrow):
         listed = "\n  ".join(lines)
         raise CheckpointError(
             f"{directory} does not match this model and optimizer, {len(lines)} difference(s):\n  {listed}\n"
             "Use the recipe of this run, or another workdir."
         )
-    return jax.tree.unflatten(jax.tree.structure(abstract), arrays.restore(directory / "state", wanted).values())
+    restored = arrays.restore(directory / "state", wanted | narrow)
+    restored |= {path: restored[path].astype(wanted[path].dtype) for path in narrow}
+    return jax.tree.unflatten(jax.tree.structure(abstract), restored.values())
+
+
+def _narrow_averages(
+    saved: dict[arrays.LeafPath, Any], wanted: dict[arrays.LeafPath, Any]
+) -> dict[arrays.LeafPath, Any]:
+    """Return the leaves of `ema` that version 0.1 saved in the dtype of the parameters, with this dtype."""
+    return {
+        path: jax.ShapeDtypeStruct(leaf.shape, saved[path].dtype, sharding=getattr(leaf, "sharding", None))
+        for path, leaf in wanted.items()
+        if path[0] == "ema" and path in saved and jnp.promote_types(saved[path].dtype, leaf.dtype) == leaf.dtype
+    }
 
 
 def _named(name: str, value: Any) -> tuple[str, bytes]:

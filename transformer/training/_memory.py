@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
 from transformer.data._config import shared_rows
@@ -24,6 +25,7 @@ from transformer.nn._sharding import HOST_MEMORY, check_model, num_row_shards
 from transformer.training._chunked_loss import most_at_once
 from transformer.training._flops import Shapes, batch_field, batch_rows, sequences
 from transformer.training._recipe import Recipe
+from transformer.training._state import wide_dtype
 from transformer.training._tasks import TASKS
 
 if TYPE_CHECKING:
@@ -100,7 +102,7 @@ class Need:
     state: int
     """parameters, optimizer state, parameter averages and the batch"""
     gradients: int
-    """gradients; twice with micro-batches: their sum, and those of one micro-batch"""
+    """gradients; with micro-batches their sum, in float32, and those of one micro-batch"""
     activations: int
     """everything else: activations for the backward pass, logits, and temporary arrays"""
 
@@ -162,9 +164,10 @@ def remedies(
             add("--execution.remat full", "recomputes activations, about a third more FLOPs", activations=kept)
         if shared_rows(data)[1] % (ways * accumulation * times) == 0:
             more = f"--training.accumulation {accumulation * times}"
-            # The first accumulation adds a second copy of the gradients: the sum over micro-batches.
-            two_sums = 2.0 if accumulation == 1 else 1.0
-            add(more, "smaller micro-batches, same result", gradients=two_sums, activations=1 / times)
+            # The first accumulation adds the sum over micro-batches, in at least float32.
+            narrow = jnp.dtype(recipe.model.param_dtype).itemsize
+            more_sums = 1.0 + max(4 / narrow, 1.0) if accumulation == 1 else 1.0
+            add(more, "smaller micro-batches, same result", gradients=more_sums, activations=1 / times)
         smaller = dataclasses.replace(data, **{field: max(1, getattr(data, field) // times)})
         fewer = 0 < batch_rows(smaller) < batch_rows(data)
         if fewer and shared_rows(smaller)[1] % (ways * accumulation) == 0:
@@ -238,7 +241,9 @@ def step_need(recipe: Recipe, placement: Placement, batch: Shapes) -> Need:
         name: jax.ShapeDtypeStruct((placement.whole_rows(array.shape[0]), *array.shape[1:]), array.dtype)
         for name, array in batch.items()
     }
-    gradients = shard_bytes(state.params) * (1 if recipe.training.accumulation == 1 else 2)
+    gradients = shard_bytes(state.params)
+    if recipe.training.accumulation > 1:
+        gradients += shard_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=wide_dtype(leaf.dtype)), state.params))
     try:
         stats = placement.lower(whole).compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:

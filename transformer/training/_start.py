@@ -149,7 +149,7 @@ def initialize_from(start: Start, state: TrainState) -> TrainState:
         params = state.params | {"updates": updates}
     else:
         params = _filled(state.params, start.params)
-    ema = None if state.ema is None else _copied(params)
+    ema = None if state.ema is None else _copied(params, like=state.ema)
     return state.replace(params=params, ema=ema, opt_state=_with_iterate(state.opt_state, params))
 
 
@@ -231,10 +231,15 @@ def _filled(tree: Any, given: Any) -> Any:
     return unflatten_dict(leaves | _copied(taken), sep="/")
 
 
-def _copied(tree: Any) -> Any:
-    """Return a copy of each array, with its sharding."""
+def _copied(tree: Any, like: Any = None) -> Any:
+    """Return a copy of each array, with its sharding, and with the dtypes of the tree `like` (None: its own)."""
     places = jax.tree.map(lambda leaf: leaf.sharding, tree)
-    return jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays), out_shardings=places)(tree)
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, tree if like is None else like)
+
+    def copies(arrays: Any) -> Any:
+        return jax.tree.map(lambda array, dtype: jnp.array(array, dtype, copy=True), arrays, dtypes)
+
+    return jax.jit(copies, out_shardings=places)(tree)
 
 
 def _placed_like(array: Any, like: jax.Array) -> jax.Array:

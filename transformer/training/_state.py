@@ -34,7 +34,8 @@ class TrainState:
     opt_state: Any
     """state of the optax optimizer for `params`"""
     ema: Any
-    """average of `params`: an exponential moving average, or that of the optimizer; None without one"""
+    """average of `params`: an exponential moving average, in at least float32, or that of the optimizer; None without
+    one"""
     skipped: Any
     """(), number of skipped batches (non-finite or a loss spike), int32; -1: with nan_policy "stop" a batch was not
     finite, and no later step changes the state"""
@@ -46,8 +47,10 @@ class TrainState:
 
     @property
     def averaged(self) -> Any:
-        """The moving average of the trained parameters if there is one, otherwise the trained parameters."""
-        return self.params if self.ema is None else self.ema
+        """The moving average of the trained parameters, in their dtypes, if there is one, otherwise the trained
+        parameters.
+        """
+        return self.params if self.ema is None else in_dtypes_of(self.params, self.ema)
 
 
 def make_state(recipe: Recipe) -> TrainState:
@@ -57,11 +60,33 @@ def make_state(recipe: Recipe) -> TrainState:
         step=jnp.zeros((), jnp.int32),
         params=params,
         opt_state=make_optimizer(recipe).init(params),
-        ema=jax.tree.map(jnp.copy, params) if keeps_average(recipe) else None,
+        ema=initial_average(recipe, params),
         skipped=jnp.zeros((), jnp.int32),
         base=base,
         teacher=None if recipe.distill is None else _initialized(recipe, build_teacher(recipe)),
     )
+
+
+def initial_average(recipe: Recipe, params: Any) -> Any:
+    """Return a copy of the parameters, the first value of `TrainState.ema`; None without an average.
+
+    An exponential moving average changes by (1 - decay) of its distance from the parameters. In bfloat16, which has 8
+    significant bits, such a change is rounded to nothing for usual decays, so the average is stored in float32.
+    """
+    if not keeps_average(recipe):
+        return None
+    own = recipe.optimizer.name in AVERAGED  # the optimizer computes its average from its state
+    return jax.tree.map(lambda leaf: jnp.array(leaf, None if own else wide_dtype(leaf.dtype), copy=True), params)
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Return the dtype in which many values are summed or averaged: this one, or float32 if it has fewer bits."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def in_dtypes_of(params: Any, wide: Any) -> Any:
+    """Return a tree such as an average or a gradient with the dtypes of the parameters."""
+    return jax.tree.map(lambda leaf, own: own if own.dtype == leaf.dtype else own.astype(leaf.dtype), params, wide)
 
 
 def keeps_average(recipe: Recipe) -> bool:

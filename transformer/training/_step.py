@@ -24,7 +24,7 @@ from transformer.training._losses import Batch, Scalar
 from transformer.training._optimizers import AVERAGED, make_optimizer, make_schedule
 from transformer.training._recipe import Recipe, build_model, build_teacher
 from transformer.training._settings import TrainingConfig
-from transformer.training._state import TrainState, model_params
+from transformer.training._state import TrainState, in_dtypes_of, model_params, wide_dtype
 from transformer.training._task_base import Outputs, Sums
 from transformer.training._tasks import TASKS
 
@@ -261,9 +261,14 @@ def _summed_gradients(
     parts = jnp.arange(accumulation), jax.tree.map(split_rows, dict(batch))
     first = jax.tree.map(lambda array: array[0], parts[1])
     sums = jax.eval_shape(loss, state.params, state, first, key)  # shapes of (loss sum, other sums)
-    # The carry: sums and gradients, which are added in the dtype of the parameters.
-    zero = jax.tree.map(jnp.zeros_like, (sums, state.params))
-    return jax.lax.scan(micro_batch, zero, parts)[0]
+    # Gradients are added in at least float32: in bfloat16, which has 8 significant bits, 256 + 1 is 256, so that the
+    # later of many micro-batches would change the sum too little, or not at all.
+    zero = (
+        jax.tree.map(jnp.zeros_like, sums),
+        jax.tree.map(lambda leaf: jnp.zeros_like(leaf, wide_dtype(leaf.dtype)), state.params),
+    )
+    sums, total = jax.lax.scan(micro_batch, zero, parts)[0]
+    return sums, in_dtypes_of(state.params, total)
 
 
 def _over_replicas(gradients: Any, axis_name: str, vocabulary_dtype: str) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._encoders import MaskedLM
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo._family import Family, abstract_params
 from transformer.zoo._pretrained import choose_family
@@ -37,8 +39,9 @@ def adapter_for(
     """
     if family is None:
         family, architecture, _ = choose_family(model)
-    title = f"this {family.title} model"
-    return read_adapter(directory, _links(model, family, architecture), params, prefix=family.prefix, title=title)
+    links, title = _links(model, family, architecture), f"this {family.title} model"
+    copies = _copies(model, family, links)
+    return read_adapter(directory, links, params, prefix=family.prefix, title=title, copies=copies)
 
 
 def save_adapter(
@@ -65,9 +68,19 @@ def save_adapter(
     """
     chosen, architecture, _ = choose_family(model, family)
     task = {CausalLM: "CAUSAL_LM", Seq2Seq: "SEQ_2_SEQ_LM"}.get(type(model))
-    write_adapter(directory, adapter, _links(model, chosen, architecture), params, base=base, task=task)
+    links = _links(model, chosen, architecture)
+    copies = _copies(model, chosen, links)
+    write_adapter(directory, adapter, links, params, base=base, task=task, copies=copies)
     return chosen
 
 
 def _links(model: nn.Module, family: Family, architecture: str) -> list[Link]:
     return family.links(model, architecture, parameter_shapes(abstract_params(model)))
+
+
+def _copies(model: nn.Module, family: Family, links: Sequence[Link]) -> dict[str, str]:
+    """Return the tensors of modules that are tied to others: copy -> the tensor of `links` with the same values."""
+    if not isinstance(model, CausalLM | MaskedLM | Seq2Seq) or not model.config.embedding.tie:
+        return {}
+    names = {name for link in links for name in link.tensors}
+    return {copy: name for copy, name in family.copies.items() if name in names and copy not in names}

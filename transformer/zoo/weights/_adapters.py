@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import flax.traverse_util
@@ -34,6 +35,10 @@ _UNSUPPORTED = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config", "monteclora_config"),
 )
 """fields of adapter_config.json that change the function of an adapter; PEFT's defaults for them are empty"""
+
+_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""values of init_lora_weights that leave the weights of the base model unchanged. Others (pissa, olora, corda, loftq,
+lora_ga) subtract the initial update from them, so that the stored update belongs to weights that no file contains."""
 
 _PATTERN = r"(.*\.)?({})$"
 """how a key of rank_pattern and alpha_pattern matches the name of a module, as in PEFT"""
@@ -157,6 +162,7 @@ def write_adapter(
     *,
     base: str | None = None,
     task: str | None = None,
+    copies: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write an adapter for a model in the format of PEFT.
 
@@ -168,6 +174,8 @@ def write_adapter(
             with updated ones.
         base: name or directory of the model that the adapter is for.
         task: PEFT's task type, such as "CAUSAL_LM".
+        copies: tensors of other torch modules with the same values -> the tensor of `links`. PEFT trains and loads each
+            module on its own, so that an adapter needs all of them.
 
     Raises:
         ConfigError: an update that PEFT's format can't express; the message names the layers.
@@ -183,7 +191,7 @@ def write_adapter(
             f"PEFT's format has no place for the updates of {_listed(missing)}: the transformers library has no linear "
             f"module there (it stores the experts of a layer as one parameter). Export merged weights instead."
         )
-    whole, saved = _whole_tensors(adapter.new, links, shapes)
+    whole, saved = _whole_tensors(adapter.new, links, shapes, copies)
     scales = {name: math.sqrt(rank) if adapter.rslora else rank for name, rank in ranks.items()}
     config = {
         "peft_type": "LORA",
@@ -258,9 +266,9 @@ def _magnitudes(module: _Module, parts: Sequence[Any], flat: Mapping[str, Any]) 
 
 
 def _whole_tensors(
-    new: Mapping[str, Any], links: Sequence[Link], shapes: Mapping[str, Shape]
+    new: Mapping[str, Any], links: Sequence[Link], shapes: Mapping[str, Shape], copies: Mapping[str, str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Return the tensors of parameters that were trained whole, and the names of their modules."""
+    """Return the tensors of parameters that were trained whole, with their copies, and the names of their modules."""
     tensors, written = {}, set()
     for one in links:
         if any(target.path in new for target in one.targets):
@@ -275,11 +283,18 @@ def _whole_tensors(
             written |= {target.path for target in one.targets}
     if missing := sorted(set(new) - written):
         raise ConfigError(f"the family has no tensors for {_listed(missing)}. Export merged weights instead.")
+    tensors |= {PREFIX + copy: tensors[PREFIX + name] for copy, name in copies.items() if PREFIX + name in tensors}
     return tensors, sorted({name.removeprefix(PREFIX).rpartition(".")[0] for name in tensors})
 
 
 def read_adapter(
-    directory: str | os.PathLike, links: Sequence[Link], params: Any, *, prefix: str = "", title: str = "the model"
+    directory: str | os.PathLike,
+    links: Sequence[Link],
+    params: Any,
+    *,
+    prefix: str = "",
+    title: str = "the model",
+    copies: Mapping[str, str] = MappingProxyType({}),
 ) -> Adapter:
     """Read an adapter that PEFT or `write_adapter` wrote, for a model.
 
@@ -289,6 +304,7 @@ def read_adapter(
         params: parameters of the model.
         prefix: prefix of tensor names that files of the family may omit.
         title: name of the model for error messages.
+        copies: as in `write_adapter`.
 
     Raises:
         FileNotFoundError: the directory does not exist or has no adapter_config.json.
@@ -310,8 +326,9 @@ def read_adapter(
             problems.append(fault)
         else:
             _collect(updates, modules[name], arrays, _scale_of(name, arrays, files.config))
+    apart = _trained_apart(whole, copies, prefix)
     new, faults = _replaced(whole, links, shapes, prefix)
-    if problems := problems + faults:
+    if problems := problems + apart + faults:
         more = f"\n- and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         listed = "".join(f"\n- {problem}" for problem in problems[:_SHOWN])
         raise ConfigError(
@@ -353,6 +370,13 @@ def _check_config(files: AdapterFiles) -> None:
     given = [name for name in _UNSUPPORTED if config.get(name)]
     if given or config.get("bias", "none") != "none":
         raise WeightsError(f"{where} sets {', '.join(given) or 'bias'}, which is not supported. {_MERGE}")
+    if (start := config.get("init_lora_weights")) not in _STARTS:
+        raise WeightsError(
+            f"init_lora_weights in {where} is {start!r:.40}: the update belongs to changed weights of the base model, "
+            f"which the adapter does not contain; expected one of {', '.join(map(repr, _STARTS[1:]))}. Save the "
+            f"adapter with PEFT's path_initial_model_for_weight_conversion, or merge it (merge_and_unload) and load "
+            f"the merged weights."
+        )
 
 
 def _check_patterns(patterns: Any, title: str) -> None:
@@ -448,6 +472,30 @@ def _over_layers(layers: Mapping[tuple[int, ...], Any], kernel: Any) -> dict[str
         for index, update in layers.items():
             arrays["magnitude"][index] = update["magnitude"]
     return arrays
+
+
+def _trained_apart(whole: dict[str, np.ndarray], copies: Mapping[str, str], prefix: str) -> list[str]:
+    """Remove the copies of tensors from `whole`; return one line for each copy that does not equal its tensor.
+
+    The model has one parameter for both, for example for the embeddings and the output. PEFT trains the modules in
+    modules_to_save on their own, so that they can differ, and a module that is not saved has the base model's values.
+    """
+    problems = []
+    for copy, name in copies.items():
+        found = [next((n for n in (one, one.removeprefix(prefix)) if n in whole), None) for one in (copy, name)]
+        if found == [None, None]:
+            continue
+        arrays = [None if one is None else whole[one] for one in found]
+        if None in found:
+            missing = copy if found[0] is None else name
+            problems.append(
+                f"{found[0] or found[1]}: trained without {missing}, although the model has one parameter for both"
+            )
+        elif not np.array_equal(*arrays):
+            problems.append(f"{found[0]}: trained apart from {found[1]}, although the model has one parameter for both")
+        if found[0] is not None:
+            del whole[found[0]]
+    return problems
 
 
 def _replaced(
