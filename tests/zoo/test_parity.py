@@ -89,6 +89,23 @@ def test_what_we_save_the_reference_computes_the_same(pair, reference, tmp_path)
         np.testing.assert_array_equal(reference.run(again, case, "none")[name], expected)
 
 
+def test_clip_pools_the_same_position_without_a_mask(pair):
+    """Of texts that the reference pads with their end token, or with another one."""
+    import torch
+
+    _, theirs, loaded, _ = pair
+    if theirs.config.model_type != "clip":
+        pytest.skip("another way of pooling")
+    end = loaded.model.config.vocab_size - 1
+    ids = np.random.RandomState(0).randint(1, end, (3, 9)).astype(np.int32)
+    ids[0, 8], ids[1, 4:], ids[2, 2] = end, end, end
+    expected = theirs.get_text_features(input_ids=torch.tensor(ids, dtype=torch.long))
+    expected = getattr(expected, "pooler_output", expected).detach().numpy()
+    expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    got = loaded.model.apply({"params": loaded.params}, jnp.asarray(ids), method="embed_texts")
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_greedy_generation(pair, reference):
     case, theirs, loaded, _ = pair
     if not isinstance(loaded.model, CausalLM | Seq2Seq) or not theirs.can_generate():

@@ -183,9 +183,9 @@ def _load(
     if architecture is not None:
         values = values | {"architectures": [architecture]}
     name, head = family.head_of(values)
+    if _is_untied(files, family, head):
+        values = values | {"tie_word_embeddings": False}
     config = family.with_optional(family.read(values, head), head, files.tensors)
-    if config.embedding.tie and _is_untied(files, family, head):
-        config = config.replace(**{"embedding.tie": False})
     usual = usual_dtype(files.tensors) if packed is None else values.get("dtype", "float32")
     dtype = check_dtype(usual if dtype is None else dtype)
     config = config.replace(dtype=dtype, param_dtype=dtype)
@@ -228,6 +228,11 @@ def verify(directory: str | os.PathLike) -> float:
 
 
 def _is_untied(files: WeightFiles, family: Family, head: Head) -> bool:
+    """Return whether the files have an output map of their own, whatever config.json says.
+
+    transformers 5 writes `tie_word_embeddings: true` for all models of T5, mT5 and umT5. An output map of its own is
+    that of version 1.1, whose inputs are not scaled, unless config.json has a field for the scaling.
+    """
     name = head.untied_by
     if name not in files.tensors or family.copies[name] not in files.tensors:
         return False

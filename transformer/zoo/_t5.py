@@ -104,7 +104,8 @@ class DecoderOutputs(Codec):
     """Weight tying and scaling of the output map.
 
     With `tie_word_embeddings`, the output map is the embedding table, and its inputs are divided by sqrt(d_model)
-    (Raffel et al. 2019, section 2.1). The field `scale_field` overrides the scaling.
+    (Raffel et al. 2019, section 2.1). The field `scale_field` overrides the scaling. If the files have an output map of
+    their own, `tie_word_embeddings` is false here, whatever config.json says (`_pretrained._is_untied`).
     """
 
     scale_field: str | None = None

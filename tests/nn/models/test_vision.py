@@ -219,6 +219,24 @@ def test_a_dual_encoder_compares_all_pairs(config):
     np.testing.assert_allclose(np.exp(logit_scale), 10 if config is SIGMOID else 1 / 0.07, rtol=1e-5)
 
 
+def test_without_a_mask_a_causal_encoder_of_texts_ends_a_text_at_its_end_token():
+    """The padding can be the end token or any other one. Without an end token, the last position is pooled."""
+    causal = DualEncoder(DUAL.replace(**{"attention.causal": True}))
+    params, end = make(causal, TOKENS, PIXELS), CONFIG.vocab_size - 1
+    texts = NUMBERS % end
+    texts[0, 3], texts[1, [1, 3, 4]] = end, [end, end, 2]
+    lengths = jax.device_put(np.array([4, 2, 5]))
+    got = run(causal, params, texts, method="embed_texts")
+    expected = run(causal, params, texts, Mask.lengths(lengths), method="embed_texts")
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    both = SIGMOID.replace(**{"output.pooling": "last"})
+    model = DualEncoder(both)  # not causal: SigLIP reads the last position
+    params = make(model, TOKENS, PIXELS)
+    full = Mask.lengths(jax.device_put(np.full(3, 5)))
+    got, expected = (run(model, params, texts, *given, method="embed_texts") for given in ((), (full,)))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("model", "inputs"),
     [

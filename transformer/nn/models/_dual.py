@@ -81,7 +81,9 @@ class DualEncoder(nn.Module):
         """Compute the logits of all pairs of an image and a text.
 
         Args:
-            tokens: (C, T), C texts; the vector of a text is that of its last non-padding token.
+            tokens: (C, T), C texts; the vector of a text is that of its last non-padding token. Without a mask, a
+                causal encoder of texts (CLIP) takes the first token with the largest id of the vocabulary, which ends
+                a text (Radford et al. 2021, section 2.4), if there is one.
             images: (B, height, width, channels), floating-point; or `ImagePatches` with `Patches.resize_positions`.
             mask: marks the padding of the texts, `Mask.lengths(...)`.
             deterministic: False enables dropout (rng "dropout").
@@ -102,15 +104,28 @@ class DualEncoder(nn.Module):
     ) -> tuple[PairLogits, Aux]:
         """Return the output of a call and aux, the text layers' terms of the training loss; arguments as in a call."""
         hidden, _, aux = self.text.run_stacks(tokens, None, mask, deterministic)
-        texts = self._project_texts(self.text.pool(hidden, mask))
+        texts = self._project_texts(self.text.pool(hidden, self._ends(tokens, mask)))
         logits = self.logits(self.embed_images(images, deterministic), texts)
         return PairLogits(logits, self.config.images.similarity), aux
 
     def embed_texts(
         self, tokens: Int[Array, "C T"], mask: Mask | None = None, deterministic: bool = True
     ) -> Float[Array, "C Do"]:
-        """Return the vectors (C, features) of texts (C, T), float32, of length 1."""
-        return self._project_texts(self.text.pool(self.text.hidden(tokens, None, mask, deterministic), mask))
+        """Return the vectors (C, features) of texts (C, T), float32, of length 1; arguments as in a call."""
+        hidden = self.text.hidden(tokens, None, mask, deterministic)
+        return self._project_texts(self.text.pool(hidden, self._ends(tokens, mask)))
+
+    @nn.nowrap
+    def _ends(self, tokens: Int[Array, "C T"], mask: Mask | None) -> Mask | None:
+        """Return the mask with which texts are pooled: without one, up to the first end token of a causal encoder.
+
+        The end token has the largest id of the vocabulary. Files of CLIP use it for the padding too. What follows it
+        changes no vector before it, because the encoder is causal.
+        """
+        if mask is not None or not self.config.attention.causal:
+            return mask
+        ends = tokens == self.config.vocab_size - 1
+        return Mask.lengths(jnp.where(ends.any(1), jnp.argmax(ends, axis=1) + 1, tokens.shape[1]))
 
     def _project_texts(self, pooled: Float[Array, "C D"]) -> Float[Array, "C Do"]:
         return normalized(self.text_projection(pooled).astype(jnp.float32))
