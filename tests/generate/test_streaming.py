@@ -58,6 +58,7 @@ def test_pieces_are_the_tokens_of_generate(name):
         assert joined(stream.generate(prompt, max_new_tokens=9, sampling=GREEDY))[0] == expected
 
 
+@pytest.mark.filterwarnings("ignore:a text grew past 20 tokens")
 @pytest.mark.programs(16, reason="three lengths of text, which decide the rotation, by a stream, generate and apply")
 def test_a_prompt_above_the_original_length_is_read_together(monkeypatch):
     """Rotary scaling by the length rotates all keys of a prompt by its whole length, and other ones in a next turn."""

@@ -10,6 +10,7 @@ from serve_parts import answers, started_engine, tiny_parts
 from transformer.config import RotaryScaling
 from transformer.config._checks import ConfigError
 from transformer.generate import OutOfPagesError, Sampling, generate
+from transformer.generate._prompts import _warn_once
 from transformer.inference import Grammars
 from transformer.serve import Engine, Request
 from transformer.serve._slots import PAGE_SIZE, SlotPages
@@ -236,7 +237,9 @@ def test_a_long_prompt_is_rotated_by_its_whole_length(kind):
     rows = [[*prefix, *range(20, 20 + more)] for more in (5, 12, 15, 50, 51)]
     greedy = Sampling(temperature=0.0)
     with started_engine((model, params, tokenizer), 400) as engine:
-        got = [answers(engine, [Request(prompt=row, max_tokens=9, sampling=greedy)])[0][0][1] for row in rows]
+        _warn_once.cache_clear()
+        with pytest.warns(UserWarning, match="grew past 270 tokens"):
+            got = [answers(engine, [Request(prompt=row, max_tokens=9, sampling=greedy)])[0][0][1] for row in rows]
         shared = engine.metrics.shared_tokens
     assert got == [generate(model, params, [row], max_new_tokens=9, sampling=greedy)[0] for row in rows]
     assert shared == 256, "only the second prompt takes over a prefix"

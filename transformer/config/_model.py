@@ -27,7 +27,7 @@ from transformer.config._options import (
     StackOptions,
     T5BiasOptions,
 )
-from transformer.config._parts import FeedForwardActivation, Images, Layer, LayerKind, Patches, Series
+from transformer.config._parts import FeedForwardActivation, Images, Layer, LayerKind, Patches, RotaryScaling, Series
 from transformer.config._paths import Convert, reads_former_names, with_paths
 
 Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm"]
@@ -412,9 +412,13 @@ class TransformerConfig:
     @property
     def unscaled_length(self) -> int | None:
         """Maximum number of tokens of a text in which no rotary scaling depends on the length; None: unlimited."""
+        return min((one.original_length for one in self.rotary_scalings if one.by_length), default=None)
+
+    @property
+    def rotary_scalings(self) -> tuple[RotaryScaling, ...]:
+        """The rotary scaling of the config, and those of its kinds of layers."""
         scalings = (self.rotary.scaling, *(kind.rotary_scaling for kind in self.kinds))
-        lengths = [one.original_length for one in scalings if one is not None and one.by_length]
-        return min(lengths, default=None)
+        return tuple(one for one in scalings if one is not None)
 
     def repeats(self, num_layers: int | None = None) -> int:
         """Return how often the period repeats in a stack of `num_layers` layers (None: `num_layers` of the config)."""

@@ -27,6 +27,7 @@ from transformer.generate._prompts import (
     slots_of_prompts,
     source_rows,
     target_rows,
+    warn_if_rescaled,
 )
 from transformer.generate._rules import NO_RULES, RuleParams, Rules
 from transformer.generate._searching import BeamParams, BeamState, search
@@ -173,6 +174,8 @@ def beam_search(
     found = search(model, params, pad(rows, prompt_slots), source, beam_params, bucket(longest))
     found = jax.device_get(found)
     check_finite(found.failed_at, rows, params, model.config.dtype)
+    lengths = np.array(list(map(len, rows)))
+    warn_if_rescaled(model.config, lengths, lengths + found.steps_taken - 1)  # the last token is not read
     return [_hypotheses(found, row, beam, int(limit)) for row, limit in enumerate(limits)]
 
 

@@ -28,6 +28,7 @@ from transformer.generate._prompts import (
     slots_of_prompts,
     source_rows,
     target_rows,
+    warn_if_rescaled,
 )
 from transformer.generate._sampling import PLAIN, SamplerParams, Sampling
 from transformer.generate._speculative import Draft, decode_with_draft
@@ -119,6 +120,8 @@ def generate(
         result = decode(model, params, rows, source, keys, *how, **room)
     result = jax.device_get(result)
     check_finite(result.failed_at, prompt_rows, params, model.config.dtype)
+    lengths = np.array(list(map(len, prompt_rows)))
+    warn_if_rescaled(model.config, lengths, lengths + np.minimum(result.counts, limit - 1))  # the last one is not read
     return [row[:count].tolist() for row, count in zip(result.tokens, result.counts, strict=True)]
 
 

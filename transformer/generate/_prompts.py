@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, SupportsIndex, TypeAlias
@@ -308,6 +310,30 @@ def check_lengths(config: TransformerConfig, prompts: Sequence[np.ndarray], max_
                 f"prompt {number} has {len(row)} tokens, {total} with {max_new_tokens} new ones, but "
                 f"{_table('max_length', config.max_length)}. {remedy}"
             )
+
+
+def warn_if_rescaled(config: TransformerConfig, prompt: int | np.ndarray, read: int | np.ndarray) -> None:
+    """Warn, once per process, if a text has grown past the length where the rotary scaling of the model changes.
+
+    Args:
+        config: config of the model.
+        prompt: number of tokens of the prompt, or of each prompt (B,).
+        read: number of tokens of the text that the model has read, with those of the prompt; or of each text (B,).
+    """
+    longest = config.unscaled_length
+    if longest is not None and ((np.asarray(prompt) <= longest) & (np.asarray(read) > longest)).any():
+        kinds = {one.kind for one in config.rotary_scalings if one.by_length}
+        _warn_once(
+            f"a text grew past {longest} tokens while it was generated. There the rotary scaling of the model "
+            f"({', '.join(sorted(kinds))}, original_length {longest}) rotates by other frequencies: keys and values in "
+            f"the cache were computed with the former ones, so the text may differ from one that continues a longer "
+            f"prompt. To compute them again, pass the text so far as a new prompt."
+        )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
 
 
 def vocabulary(config: TransformerConfig) -> int:

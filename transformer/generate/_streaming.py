@@ -35,6 +35,7 @@ from transformer.generate._prompts import (
     end_ids,
     image_rows,
     row_seeds,
+    warn_if_rescaled,
 )
 from transformer.generate._sampling import PLAIN, SamplerParams, Sampling, choose
 from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey
@@ -169,6 +170,7 @@ class TokenStream:
             if out.failed_at >= 0:
                 check_finite(np.array([out.failed_at]), [prompt], self._original, self._model.config.dtype)
             self._read, self._cache = [*read, *out.tokens[: out.steps].tolist()], state.cache
+            warn_if_rescaled(self._model.config, len(prompt), len(self._read) - 1)  # the last one has no effect yet
             ended, left = bool(out.ended), left - int(out.count)
             if constraint is not None and not ended:
                 constraint.accept(int(out.tokens[0]))

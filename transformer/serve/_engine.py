@@ -19,7 +19,7 @@ from transformer.data._tokenizer import Tokenizer
 from transformer.generate._constraints import Constraint
 from transformer.generate._generation import check_draft
 from transformer.generate._lookup import PromptLookup
-from transformer.generate._prompts import check_rows, check_text_model, decoding_model
+from transformer.generate._prompts import check_rows, check_text_model, decoding_model, warn_if_rescaled
 from transformer.generate._row_steps import Steps
 from transformer.generate._rows import MOST_ENDS, MOST_STEPS, MOST_TOP, RowMasks, RowSampling
 from transformer.generate._speculative import Draft
@@ -114,6 +114,7 @@ class Engine:
         if draft is not None:
             draft = _checked_draft(model, self.vocab_size, draft, positions)
         self.slots, self.positions, self.queue_size, self.tokenizer = slots, positions, queue, tokenizer
+        self._config = model.config
         num_pages = -(-cache_tokens // PAGE_SIZE)
         sizes = {"slots": slots, "positions": positions, "num_pages": num_pages}
         suppressed = np.array(sorted(set(suppress)), np.int32)
@@ -417,6 +418,8 @@ class Engine:
         ticket.computed += count
         text, tokens = _until_stop(ticket.text, tokens)
         ticket.tokens += [token.id for token in tokens]
+        size = len(ticket.request.prompt)
+        warn_if_rescaled(self._config, size, size + len(ticket.tokens) - 1)  # the last token is not read yet
         self.metrics.generated_tokens += len(tokens)
         self.metrics.recomputed_tokens += again
         if tokens and ticket.first is None:
