@@ -152,8 +152,8 @@ def test_a_terminal_continues_after_an_error(model, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("chat", "MODEL", "--temperature", "-1"), "--temperature must be a finite number of at least 0"),
-        (("chat", "MODEL", "--repetition-penalty", "0"), "--repetition-penalty must be a finite number above 0"),
+        (("chat", "MODEL", "--temperature", "-1"), "--temperature must be a number from 0 to 1000"),
+        (("chat", "MODEL", "--repetition-penalty", "0"), "--repetition-penalty must be a number from 0.001 to 1000"),
         (("chat", "MODEL", "--switch", "x"), "--switch must be NAME=VALUE, such as enable_thinking=false, got 'x'"),
         (("chat", "MODEL", "--template", "no-such-file"), "no-such-file"),
         (("generate", "MODEL", "--prompt", "x", "--system", "y"), "--system needs --chat"),

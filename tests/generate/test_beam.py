@@ -17,7 +17,7 @@ from transformer.generate import _batches as batches
 from transformer.generate._batches import _batches
 from transformer.generate._beam import USUAL
 from transformer.generate._rules import Rules
-from transformer.generate._searching import BeamParams, BeamState, choose, continue_search, start_search, top_k
+from transformer.generate._searching import continue_search, start_search, top_k
 from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq, SpeechToText
 from transformer.zoo import load_pretrained
@@ -186,22 +186,6 @@ def test_stopping_early_may_lose_what_ends_later():
     assert pairs
     assert all(exact >= early - 1e-5 for exact, early in pairs)
     assert any(exact > early + 1e-3 for exact, early in pairs), "both rules find the same: choose another seed"
-
-
-def test_a_live_hypothesis_can_win_until_the_maximum_length():
-    """The bound of a search that does not stop early is the live score at the length limit, not at the present one."""
-    live, finished, alpha = -6.0, -4.0, 1.0  # -6 / penalty(2) < -4 < -6 / penalty(40)
-    assert live / penalty(2, alpha) < finished < live / penalty(40, alpha)
-    logits = np.zeros((2, 2, 7), np.float32)
-    logits[..., 5] = 40.0  # the next token is certain, so that the log-probability stays
-    first, whole, ones = np.array([[1, 0], [1, 0]], bool), np.zeros((2, 2), np.int32), np.ones(2, np.int32)
-    scores = [np.where(first, np.float32(value), np.float32(-np.inf)) for value in (live, finished)]
-    steps = np.zeros((3, 2, 2), np.int32)
-    state = BeamState(steps, steps, scores[0], ones, scores[1], scores[1], whole, whole, -ones)
-    limits, nothing = np.array([40, 3], np.int32), np.zeros(0, np.int32)
-    params = BeamParams(np.array([3], np.int32), nothing, limits, np.float32(alpha), size=2, n_best=1)
-    _, running = jax.jit(choose)(state, np.ones(2, bool), logits, np.int32(1), ones, params)
-    assert running.tolist() == [True, False]
 
 
 def test_a_row_is_as_long_as_its_source_allows():

@@ -2,22 +2,31 @@
 
 import contextlib
 import os
+import re
+import resource
 import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 import uvicorn
 from chat_parts import write_chat_model
 from serve_parts import slow_down
 
 from transformer.cli._services import make_service
+from transformer.generate import Beam, Sampling
+from transformer.generate._rows import RowSampling
 from transformer.inference import open_model
-from transformer.serve import _bodies, _server
+from transformer.serve import _bodies, _server, _translations
+from transformer.serve._errors import APIError
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
 BODY = b'{"prompt": "a", "max_tokens": 2}'
+NUMBERS = [1e300, -1e300, 1e-300, float("inf"), float("nan")]
 SHORT = 0.5
 """seconds, instead of 10 and 30"""
 
@@ -102,23 +111,107 @@ def test_a_body_that_never_ends_is_refused(address):
     assert exchange(address, request(b"{", length=1000)).startswith(b"HTTP/1.1 408")
 
 
-def test_too_many_connections_are_closed(address):
-    """Others are served as soon as there is room."""
+def opened_connections(stack, address, count, sent=b""):
+    made = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(count)]
+    for one in made:
+        one.sendall(sent)
+    return made
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /health HTT", request(b"{", length=1000)], ids=["silent", "part of a head", "part of a body"]
+)
+def test_connections_without_a_request_make_room_for_others(address, monkeypatch, sent):
+    """The oldest is closed. Another client is served at once, not when their time ends."""
+    monkeypatch.setattr(_server, "HEAD_SECONDS", 60.0)
+    monkeypatch.setattr(_bodies, "BODY_SECONDS", 60.0)
     with contextlib.ExitStack() as stack:
-        for _ in range(8):
-            stack.enter_context(socket.create_connection(address, timeout=30))
+        silent = opened_connections(stack, address, 8, sent)
         time.sleep(0.1)
-        assert exchange(address, request()) == b""
-    deadline = time.monotonic() + 20
-    while not is_served(address):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        assert is_served(address)
+        silent[-1].settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            silent[-1].recv(1)
+        with contextlib.suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b""
 
 
-def test_a_large_head_is_refused(address):
-    got = exchange(address, HEAD.encode() + b"X: " + b"x" * 2 * _server.MOST_HEAD_BYTES + b"\r\n\r\n")
-    assert got[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431", b""), got[:100]
-    assert is_served(address)
+def test_a_request_that_is_answered_makes_no_room(address, opened, monkeypatch):
+    """If all are answered, a further connection is closed."""
+    monkeypatch.setattr(_server, "HEAD_SECONDS", 60.0)
+    with contextlib.ExitStack() as stack:
+        busy = request(b'{"prompt": "a", "max_tokens": 100, "stream": true, "temperature": 0}')
+        answered = opened_connections(stack, address, 2, busy)
+        for one in answered:
+            assert one.recv(1)  # its answer has begun
+        opened_connections(stack, address, 20)
+        for one in answered:
+            parts = b""
+            while part := one.recv(65536):
+                parts += part
+            assert b"[DONE]" in parts
+
+
+class Connected:
+    """A connection of a client with an address, which waits for its client or not."""
+
+    def __init__(self, address, since, waits=True):
+        self.client, self._waits_since, self.waits_for_client = (address, 1), since, waits
+        self.aborted = []
+        self.transport = SimpleNamespace(abort=lambda: self.aborted.append(True))
+
+
+@pytest.mark.parametrize(
+    ("others", "closed"),
+    [
+        ([("a", 1), ("b", 2), ("b", 3)], 1),  # of the address with the most, the oldest
+        ([("a", 1), ("b", 2, False), ("b", 3, False)], 0),
+        ([("a", 1, False), ("b", 2, False)], None),  # itself
+    ],
+)
+def test_the_connection_that_makes_room(others, closed):
+    made = [Connected(*one) for one in others]
+    itself = Connected("c", 9)
+    itself.connections = {*made, itself}
+    _server._Protocol._make_room(itself)
+    assert [bool(one.aborted) for one in made] == [number == closed for number in range(len(made))]
+    assert bool(itself.aborted) == (closed is None)
+
+
+def test_the_maximum_of_connections_leaves_files_for_the_server(monkeypatch):
+    for files, expected in ((300, 172), (1024, 896), (20_000, 1000), (10, 1), (resource.RLIM_INFINITY, 1000)):
+        monkeypatch.setattr(_server, "MOST_CONNECTIONS", 1000)
+        monkeypatch.setattr(resource, "getrlimit", lambda which, files=files: (files, files))
+        assert _server.most_connections() == expected
+
+
+@pytest.mark.parametrize("size", [_server.MOST_HEAD_BYTES + 100, 2 * _server.MOST_HEAD_BYTES])
+def test_a_large_head_is_refused(address, size):
+    """Also if it arrives at once, and one below the limit is not."""
+    got = exchange(address, HEAD.encode() + b"X: " + b"x" * size + b"\r\n\r\n")
+    assert got.startswith(b"HTTP/1.1 431"), got[:100]
+    assert b"at most 65536 bytes" in got
+    padding = f"X: {'x' * (_server.MOST_HEAD_BYTES - 300)}\r\n".encode()
+    assert exchange(address, request().replace(b"Host", padding + b"Host")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(BODY)}\r\n",
+        "POST /v1/completions HTTP/1.0\r\nHost: localhost\r\n",
+    ],
+)
+def test_an_ambiguous_end_of_a_request_is_refused_and_the_connection_closed(address, head):
+    """Content-Length beside Transfer-Encoding: a proxy could see another request behind it (RFC 9112, section 6.1)."""
+    chunks = f"{len(BODY):x}\r\n".encode() + BODY + b"\r\n0\r\n\r\n"
+    rest = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    got = exchange(address, head.encode() + rest + chunks + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert got.startswith(b"HTTP/1.1 400"), got[:100]
+    assert b"Transfer-Encoding" in got
+    assert got.count(b"HTTP/1.1") == 1
+    usual = f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode() + chunks
+    assert exchange(address, usual).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(
@@ -170,3 +263,34 @@ def test_sigterm_ends_within_a_bound(ending_service, monkeypatch):
 def test_integers_that_a_float_can_represent():
     assert all(map(_bodies._is_small, (0, 2**53, -(2**53))))
     assert not any(map(_bodies._is_small, (2**53 + 1, True, 1.0)))
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+)
+def test_numbers_of_a_body_are_used_or_refused_with_their_range(name, value):
+    """Whatever the number is, the sampling that it gives is finite in float32."""
+    try:
+        sampling = _bodies.sampling_of({name: value}, Sampling(), ())
+    except APIError as error:
+        refused = error
+    else:
+        refused = None
+    if refused is not None:
+        assert (refused.status, refused.param) == (400, name)
+        assert re.search(r"must be .*(from|above|at least) -?[0-9.]+", str(refused))
+        return
+    with np.errstate(all="raise"):
+        row = RowSampling.of(sampling, 11, top=False)
+    assert float(row.temperature) > 0
+    assert float(row.top_p) > 0
+    assert all(np.isfinite(float(one)) for one in jax.tree.leaves(row.penalties))
+    assert abs(value) < 1000
+
+
+@pytest.mark.parametrize("value", [*NUMBERS[3:], -1.0], ids=lambda value: str(value)[:9])
+def test_a_length_penalty_is_refused_with_its_range(value):
+    with pytest.raises(APIError, match="length_penalty must be a number from 0 to 8") as caught:
+        _translations._beam_of({"length_penalty": value}, Beam())
+    assert caught.value.param == "length_penalty"

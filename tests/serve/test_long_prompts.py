@@ -12,7 +12,7 @@ from transformer.chat import _markers
 from transformer.cli._services import make_service
 from transformer.data import _pretrained_tokenizer
 from transformer.inference import open_model
-from transformer.serve import _bodies, _service
+from transformer.serve import _bodies
 from transformer.serve._errors import APIError
 
 LONG = "the quick brown fox " * 100_000
@@ -106,7 +106,7 @@ class Client:
 def test_the_queue_of_the_encoder_is_bounded(serve, monkeypatch):
     """A call beyond the bound is refused, one that its client leaves makes room, and the others are answered."""
     service, release = serve("chat"), threading.Event()
-    monkeypatch.setattr(_service, "MOST_ENCODED", 2)
+    monkeypatch.setattr(service.engine, "queue_size", 2)
 
     def slow():
         release.wait(60)

@@ -130,7 +130,7 @@ def test_a_stream_is_the_whole_answer(client):
         ({"best_of": 100}, "best_of", "from 1 to 8"),
         ({"best_of": 1, "n": 2}, "best_of", r"at least n \(2\), got 1"),
         ({"best_of": 1, "extra_body": {"num_beams": 2}}, "num_beams", "Send one of them"),
-        ({"extra_body": {"length_penalty": "long"}}, "length_penalty", "finite number"),
+        ({"extra_body": {"length_penalty": "long"}}, "length_penalty", "number from 0 to 8"),
         ({"extra_body": {"beams": 2}}, "beams", "unknown field"),
         ({"logprobs": 0}, "logprobs", "must be null: this model translates"),
         ({"temperature": 0.7}, "temperature", "must be 0: this model translates"),

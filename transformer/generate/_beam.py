@@ -32,6 +32,11 @@ from transformer.generate._prompts import (
 from transformer.generate._rules import NO_RULES, RuleParams, Rules
 from transformer.generate._searching import BeamParams, BeamState, search
 
+MOST_ALPHA = 8
+"""largest exponent of the length penalty: of 100,000 tokens, the penalty is then 6e33"""
+MOST_RATIO = 10_000
+"""largest factor of the length of a source"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Beam:
@@ -66,11 +71,12 @@ class Beam:
 
     def __post_init__(self):
         self._check("size", Integral, "an integer of at least 1", lambda x: x >= 1)
-        self._check("alpha", Real, "a finite number of at least 0 (0: no length penalty)", lambda x: 0 <= x < math.inf)
+        expected = f"a number from 0 to {MOST_ALPHA} (0: no length penalty)"  # the penalty must be a float32
+        self._check("alpha", Real, expected, lambda x: 0 <= x <= MOST_ALPHA)
         if len(self.norm) != 2 or self.norm[0] < 0 or self.norm[1] < 1:
             raise ConfigError(f"norm must be two integers, of at least 0 and 1, got {self.norm!r}.")
         self._check("n_best", Integral, f"an integer from 1 to size ({self.size})", lambda x: 1 <= x <= self.size)
-        self._check("length_ratio", Real, "a finite number of at least 0", lambda x: 0 <= x < math.inf)
+        self._check("length_ratio", Real, f"a number from 0 to {MOST_RATIO}", lambda x: 0 <= x <= MOST_RATIO)
         self._check("length_extra", Integral, "an integer of at least 0", lambda x: x >= 0)
         if self.length_ratio == self.length_extra == 0:
             raise ConfigError("length_ratio and length_extra are both 0: no target could have a token. Increase one.")

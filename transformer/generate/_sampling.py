@@ -14,6 +14,9 @@ from transformer.config._checks import ConfigError
 from transformer.generate._penalties import History, Penalties, penalized
 from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey
 
+LARGEST = 1000.0
+"""largest temperature and penalty"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -49,13 +52,15 @@ class Sampling:
     def __post_init__(self):
         if any(not isinstance(i, Integral) or isinstance(i, bool) or i < 0 for i in self.suppress):
             raise ConfigError(f"suppress must be token ids (integers of at least 0), got {self.suppress!r}.")
-        self._check("temperature", Real, "a finite number of at least 0 (0 is greedy)", lambda x: 0 <= x < math.inf)
+        most, least = LARGEST, 1 / LARGEST  # in float32, a larger value overflows, and gives logits of inf or NaN
+        self._check("temperature", Real, f"a number from 0 to {most:g} (0 is greedy)", lambda x: 0 <= x <= most)
         self._check("top_k", Integral, "an integer of at least 1, or None to keep all tokens", lambda x: x >= 1)
         self._check("top_p", Real, "above 0 and at most 1, or None to keep all tokens", lambda x: 0 < x <= 1)
         self._check("min_p", Real, "at least 0 and at most 1, or None to keep all tokens", lambda x: 0 <= x <= 1)
-        self._check("repetition_penalty", Real, "a finite number above 0 (1 is no penalty)", lambda x: 0 < x < math.inf)
+        expected = f"a number from {least:g} to {most:g} (1 is no penalty)"
+        self._check("repetition_penalty", Real, expected, lambda x: least <= x <= most)
         for name in ("presence_penalty", "frequency_penalty"):
-            self._check(name, Real, "a finite number (0 is no penalty)", math.isfinite)
+            self._check(name, Real, f"a number from {-most:g} to {most:g} (0 is no penalty)", lambda x: abs(x) <= most)
 
     @property
     def has_penalties(self) -> bool:
@@ -112,14 +117,13 @@ class SamplerParams:
         if sampling.temperature == 0:
             return SamplerParams(None, None, None, None, suppressed, penalties)
         top_k = None if sampling.top_k is None or sampling.top_k >= vocab_size else int(sampling.top_k)
-        top_p = None if sampling.top_p is None or sampling.top_p == 1 else np.float32(sampling.top_p)
+        top_p = None if sampling.top_p is None or sampling.top_p == 1 else _not_zero(sampling.top_p)
         candidates = None if top_p is None else vocab_size
         if top_k is not None:
             # Top-k needs only the k highest logits, and so does a top-p after it. A power of two: few sizes to compile.
             candidates = min(vocab_size, max(16, 1 << (top_k - 1).bit_length()))
         return SamplerParams(
-            # A tiny temperature must not round to 0 in float32: 0 / 0 would be NaN.
-            temperature=np.maximum(np.float32(sampling.temperature), np.finfo(np.float32).tiny),
+            temperature=_not_zero(sampling.temperature),
             top_k=None if top_k is None else np.int32(top_k),
             top_p=top_p,
             log_min_p=np.float32(math.log(sampling.min_p)) if sampling.min_p else None,
@@ -127,6 +131,13 @@ class SamplerParams:
             penalties=penalties,
             candidates=candidates,
         )
+
+
+def _not_zero(value: float) -> np.float32:
+    """Return a positive value in float32, where a tiny one must not round to 0: a temperature of 0 would divide 0 by 0,
+    and a top-p of 0 would remove all tokens.
+    """
+    return np.maximum(np.float32(value), np.finfo(np.float32).tiny)
 
 
 def sample(logits: Float[Array, "B V"], key: PRNGKey, sampling: Sampling = PLAIN) -> Int[Array, " B"]:

@@ -24,8 +24,6 @@ MOST_GRAMMAR = 64 * 2**10
 """maximum size of a schema or an expression, in characters: reading one takes time in the number of its parts"""
 AT_A_TIME = 4
 """maximum number of schemas and expressions that are compiled at a time: one that takes long holds up no others"""
-MOST_WAITING = 64
-"""maximum number of calls that wait for that"""
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,16 @@ def _short(value: Any) -> str:
 
 
 class Constraints:
-    """Makes the constraints of texts, for the tokenizer of one model, which is read when it is needed first."""
+    """Makes the constraints of texts, for the tokenizer of one model, which is read when it is needed first.
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    Args:
+        tokenizer: the tokenizer.
+        vocab_size: number of token ids of the model.
+        queue: maximum number of calls that wait until their schema or expression is compiled.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, queue: int):
+        self._tokenizer, self._vocab_size, self._queue = tokenizer, vocab_size, queue
         self._grammars: Grammars | None = None
         self._reading = threading.Lock()
         self._threads = ThreadPoolExecutor(AT_A_TIME, "grammar")
@@ -128,8 +132,8 @@ class Constraints:
         """
         if form is None:
             return [None] * count
-        if self._calls >= AT_A_TIME + MOST_WAITING:
-            message = f"{MOST_WAITING} calls with a schema or an expression wait already. Try again later."
+        if self._calls >= AT_A_TIME + self._queue:
+            message = f"{self._queue} calls with a schema or an expression wait already. Try again later."
             raise APIError(429, message, code="queue_full")
         cancellation = Cancellation()
         try:

@@ -39,9 +39,6 @@ from transformer.serve._http import Handler, HTTPService, Load, until_gone
 from transformer.serve._metrics import Metrics
 from transformer.serve._requests import Delta, Request, Ticket
 
-MOST_ENCODED = 64
-"""maximum number of calls that wait until their texts are encoded"""
-
 
 @dataclass(kw_only=True)
 class Service(HTTPService):
@@ -62,7 +59,7 @@ class Service(HTTPService):
     """number of calls whose texts are encoded, or wait for that"""
 
     def __post_init__(self):
-        self._constraints = Constraints(self.engine.tokenizer, self.engine.vocab_size)
+        self._constraints = Constraints(self.engine.tokenizer, self.engine.vocab_size, self.engine.queue_size)
 
     @property
     def failure(self) -> str | None:
@@ -157,8 +154,8 @@ class Service(HTTPService):
         Raises:
             APIError: the texts are invalid or too long, too many calls wait, or the client has left.
         """
-        if self._encoding > MOST_ENCODED:
-            message = f"{MOST_ENCODED} calls wait until their texts are encoded. Try again later."
+        if self._encoding > self.engine.queue_size:
+            message = f"{self.engine.queue_size} calls wait until their texts are encoded. Try again later."
             raise APIError(429, message, code="queue_full")
         try:
             work = asyncio.get_running_loop().run_in_executor(self._encoder, encode)

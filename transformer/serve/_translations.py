@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from transformer.config._checks import ConfigError, nearest
 from transformer.data._long_texts import TooManyTokensError, check_length
 from transformer.generate._batches import beam_search_all
-from transformer.generate._beam import USUAL, Beam, Hypothesis
+from transformer.generate._beam import MOST_ALPHA, USUAL, Beam, Hypothesis
 from transformer.inference._generation_settings import longest_target, recommended_beam
 from transformer.inference._loading import LoadedModel
 from transformer.inference._translating import text_of
@@ -179,9 +179,10 @@ def _beam_of(values: Mapping[str, Any], recommended: Beam) -> tuple[Beam, int | 
     given: dict[str, Any] = {"size": size, "n_best": n}
     if "length_penalty" in values:
         alpha = values["length_penalty"]
-        given |= {"alpha": float(alpha) if type(alpha) is int else alpha, "norm": USUAL.norm}
+        given |= {"alpha": float(alpha) if type(alpha) is int and abs(alpha) < 10**9 else alpha, "norm": USUAL.norm}
     try:
         beam = dataclasses.replace(recommended, **given)
     except (ConfigError, TypeError):
-        raise APIError(400, "length_penalty must be a finite number of at least 0.", "length_penalty") from None
+        message = f"length_penalty must be a number from 0 to {MOST_ALPHA}, got {values['length_penalty']!r:.80}."
+        raise APIError(400, message, "length_penalty") from None
     return beam, integer(values, "max_tokens", None, 1, 2**31 - 1)
