@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -292,9 +293,53 @@ def test_what_is_printed_beside_an_error_alone_is_dropped(capfd):
     with pytest.raises(TypeError), held_stderr():
         [os.write(2, b"native panic\n"), *None]
     assert capfd.readouterr().err == ""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: [os.write(2, b"from a thread\n") for _ in [held_stderr().__enter__()]]).result()
-    assert capfd.readouterr().err == "from a thread\n"
+
+
+PANIC = b"\nthread '<unnamed>' (12) panicked at src/lib.rs:1:2:\nthe text\nof a prompt\n"
+
+
+@pytest.mark.parametrize("end", [b"", b"note: run with `RUST_BACKTRACE=1` for a backtrace\n"])
+def test_threads_share_the_buffer_and_only_the_panic_is_dropped(capfd, end):
+    """Blocks of two threads overlap; in one of them the library panics, while a third one prints a traceback."""
+    inside, failed = threading.Barrier(2, timeout=20), threading.Event()
+
+    def panic():
+        with held_stderr():
+            inside.wait()
+            os.write(2, PANIC + end)
+            raise TypeError
+
+    def fail():
+        with pytest.raises(TypeError):
+            panic()
+        failed.set()
+
+    def succeed():
+        with held_stderr():
+            inside.wait()
+            assert failed.wait(20)
+            os.write(2, b"traceback\n")
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(fail), pool.submit(succeed)]:
+            done.result()
+    expected = "traceback\n" if end else ""  # without its last line, the report has no visible end
+    assert capfd.readouterr().err == expected
+    os.write(2, b"later\n")
+    assert capfd.readouterr().err == "later\n"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("size", [30, 3000])
+def test_the_panic_in_a_thread_prints_nothing(tmp_path, capfd, size):
+    """As in the threads of a server; long texts are encoded in the threads of the library."""
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    tokenizer = load_pretrained_tokenizer(save(tmp_path, changed(unigram(), pre_tokenizer=split)))
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(tokenizer.encode, "x" * size) for _ in range(4)]:
+            with pytest.raises(ValueError, match=r"retry-limit"):
+                done.result()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_without_a_tokenizer_file_it_says_how_to_make_one(tmp_path, monkeypatch):

@@ -191,7 +191,7 @@ class ChatEncoder:
         """
         cuts = sorted({self._cut(start, end, breaks) for start, end in self._all.spans(text)} - {-1})
         remedy = "Shorten the conversation, or download the tokenizer's file again"
-        with library_errors("the tokenizers library failed on this conversation", remedy):
+        with library_errors("the tokenizers library failed on this conversation", remedy), held_stderr():
             encoding = encode_one(self._library, _inserted(text, cuts, character), special=False)
         inserted = [cut + number for number, cut in enumerate(cuts)]
         ids: list[int] = []

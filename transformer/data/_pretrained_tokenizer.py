@@ -87,7 +87,7 @@ class PretrainedTokenizer(Tokenizer):
         self._check_post_processor()
 
         self.truncation_side = truncation_side(content, _object("tokenizer_config.json", files))
-        self._hold = held_stderr if _has_patterns(content) else contextlib.nullcontext
+        self._hold, self._hold_decoder = _holding(content, "normalizer", "pre_tokenizer"), _holding(content, "decoder")
         self._is_byte_level = (content.get("decoder") or {}).get("type") == "ByteLevel"
         self._decoders = _decoder_types(content.get("decoder"))
         model = content["model"]
@@ -238,7 +238,7 @@ class PretrainedTokenizer(Tokenizer):
         """
         text = [i for i in self._checked(ids) if i not in self._special]
         remedy = "The tokenizer's file is damaged: download it again"
-        with library_errors("the tokenizers library failed to decode", remedy), self._hold():
+        with library_errors("the tokenizers library failed to decode", remedy), self._hold_decoder():
             return self._library.decode(text, skip_special_tokens=False)
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
@@ -414,14 +414,14 @@ def encode_one(library: Any, given: str | tuple[str, str], special: bool) -> Any
     return library.encode_batch([given], add_special_tokens=special)[0]
 
 
-def _has_patterns(content: dict[str, Any]) -> bool:
-    """Return whether regular expressions of the file can make the library panic on a text.
+def _holding(content: dict[str, Any], *parts: str) -> Callable[[], contextlib.AbstractContextManager]:
+    """Return `held_stderr` if regular expressions in parts of the file can make the library panic on a text.
 
-    Only then is stderr buffered for every call. The parsed content is searched, because JSON can write the word in many
-    ways.
+    Only then is stderr buffered for every call; otherwise return a context manager that does nothing. The parsed
+    content is searched, because JSON can write the word in many ways.
     """
-    parts = (content.get(part) for part in ("normalizer", "pre_tokenizer", "decoder"))
-    return any('"Regex"' in json.dumps(part) for part in parts)
+    has_patterns = any('"Regex"' in json.dumps(content.get(part)) for part in parts)
+    return held_stderr if has_patterns else contextlib.nullcontext
 
 
 def _check_one_token_per_id(vocabulary: dict[str, int] | list, added: list[dict[str, Any]]) -> None:
