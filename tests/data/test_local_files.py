@@ -1,5 +1,8 @@
 """Files of the user: accepted formats, and errors with position and remedy."""
 
+import json
+import re
+
 import pytest
 
 from transformer import data
@@ -24,10 +27,17 @@ def test_line_ends_and_marks_of_every_system(tmp_path):
     [
         (b"", r"a\.txt.*got 0"),
         (b" \n\r\n", r"is empty: expected text, got 4 bytes without any"),
-        (b"abc\0def", r"UTF-8.*NUL.*3"),
+        (b"abc\ndef\0ghi, and more", r"has a NUL byte.*byte 7, in line 2\. Remove.*tr -d '.000'"),
+        (b"\x7fELF\x02\x01\x01" + bytes(40), r"has a NUL byte.*byte 7.*binary file"),
         (b"caf\xe9 noir", r"UTF-8.*3.*0xe9.*LATIN1"),
         (b"\xef\xbb\xbfcaf\xe9", "byte 6 is 0xe9"),
-        ("text".encode("utf-16"), r"UTF-16.*UTF-8.*UTF-16"),
+        ("text".encode("utf-16"), r"is UTF-16: expected UTF-8.*iconv -f UTF-16 "),
+        ("text".encode("utf-32"), r"is UTF-32: expected UTF-8.*iconv -f UTF-32 "),
+        (b"\0\0\xfe\xff" + "text".encode("utf-32-be"), r"is UTF-32: .*iconv -f UTF-32 "),
+        *(
+            ("Some text, without a mark.\n".encode(name), rf"is {name}: .*iconv -f {name} ")
+            for name in ("UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE")
+        ),
         (b"short", r"sequence_length \(16\).*got 4"),
         (b"x", "expected at least 2 characters, got 1"),
     ],
@@ -71,7 +81,9 @@ def test_a_held_out_text_too_short(tmp_path):
         ('{"text": "a"}\n{"text": ', "line 2: expected a JSON object, got '{\"text\":'"),
         ('\n["a"]', r"2.*JSON"),
         ('{"texts": "a", "id": 1}', r"'text'.*'texts'\?"),
-        ('{"text": 1}', r"'text'"),
+        ('{"text": 1}', r"'text', got int\. Correct or remove"),
+        ('{"text": null}', r"'text', got null\. Correct or remove"),
+        ("null", r"line 1: expected a JSON object, got null\."),
         ('{"text": " "}', r"'text'"),
         ('{"text": "only one"}', r"2.*got 1.*--data\.validation-path"),
         ("[" * 100_000, r"1.*JSON"),
@@ -122,3 +134,41 @@ def test_held_out_pairs_from_files_of_their_own(tmp_path):
     assert [(e.source, e.target) for e in dataset.examples("validation")] == [("three", "tres")]
     assert len(dataset.examples("train")) == 2
     assert "1 skipped" in dataset.describe()
+
+
+def test_the_encoding_of_a_long_text_is_recognized_from_its_beginning(tmp_path):
+    """UTF-8 with NUL bytes is not taken for UTF-16, even if half of its bytes are NUL."""
+    path = write(tmp_path / "a.txt", ("One line of text.\n" * 999).encode("utf-16-le"))
+    with pytest.raises(ValueError, match="is UTF-16LE"):
+        local_files.read_text(path)
+    with pytest.raises(ValueError, match=r"has a NUL byte: .* at byte 18, in line 2"):
+        local_files.read_text(write(tmp_path / "b.txt", b"One line of text.\n" + bytes(400) + b"text" * 30))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_null_columns_are_named(tmp_path, form):
+    """A row of null is not reported as a file with other columns."""
+    kinds = {
+        "conversations": ([{"messages": [{"role": "user", "content": "a"}]}, {"messages": None}], "'messages' (null)"),
+        "preferences": (
+            [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": None, "rejected": "c"}],
+            "'prompt', 'rejected', 'chosen' (null)",
+        ),
+    }
+    for name, (rows, message) in kinds.items():
+        path = tmp_path / f"{name}.{form}"
+        if form == "jsonl":
+            write(path, "\n".join(map(json.dumps, rows)))
+        else:
+            pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        config = data.Conversations if name == "conversations" else data.Preferences
+        expected = rf"(line 2|row 1): .* got {re.escape(message)}\. .*fill in or remove the row"
+        with pytest.raises(ValueError, match=expected):
+            config(path=str(path)).read()
+
+
+def test_an_empty_cell_is_named(tmp_path):
+    path = write(tmp_path / "a.tsv", "sentence\tlabel\ngood\tyes\n \tno\n")
+    with pytest.raises(ValueError, match="line 3: the column 'sentence' is empty"):
+        local_files.read_labeled(path, "sentence", "label")

@@ -229,6 +229,18 @@ def test_changed_data_is_refused(folder, finished, tmp_path):
         train(other, workdir)
 
 
+def test_appended_text_with_new_characters_is_named_as_a_change_of_the_data(folder, finished, tmp_path):
+    """The run's tokenizer does not know them; a new run of the same data would."""
+    (tmp_path / "text.txt").write_text((folder / "text.txt").read_text() + "ж")
+    workdir = tmp_path / "run"
+    shutil.copytree(finished, workdir)
+    other = text_recipe(folder, data={"path": str(tmp_path / "text.txt")})
+    with pytest.raises(
+        WorkdirError, match=r"does not fit the run in .*'ж'.*appended to a file, restore it, or pass another"
+    ):
+        train(other, workdir)
+
+
 def test_a_changed_tokenizer_is_refused_by_its_name(folder, finished, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(finished, workdir)

@@ -103,10 +103,10 @@ def test_a_long_text_is_cut_before_its_last_token(folder):
 
 def test_labels_are_those_of_the_training_file_in_order(tmp_path):
     rows = "id\tlabel\tsentence\n1\twet\train\n2\tdry\tdesert\n\n3\twet\tsea\n4\tdry\tsand\n"
-    dataset = prepare(labeled(tmp_path, rows, validation_share=0.4))
+    dataset = prepare(labeled(tmp_path, rows, validation_share=0.4, hold_out="end"))
     assert dataset.labels == ("dry", "wet")
     assert [(e.source, e.target) for e in dataset.examples("train")] == [("rain", "wet"), ("desert", "dry")]
-    named = prepare(labeled(tmp_path, rows, validation_share=0.4, labels=("wet", "dry")))
+    named = prepare(labeled(tmp_path, rows, validation_share=0.4, hold_out="end", labels=("wet", "dry")))
     assert named.eval_batches()[0]["targets"][:2].tolist() == [0, 1]
     assert named.fingerprint != dataset.fingerprint
     other = labeled(tmp_path, rows, validation_path=str(tmp_path / "texts.tsv"), max_length=5)
@@ -118,7 +118,7 @@ def test_labels_are_those_of_the_training_file_in_order(tmp_path):
     [
         ("text\tlabel\na\tb\n", {}, r"'sentence'.*'text'.*'label'"),
         ("sentence\tlabel\na\n", {}, "line 2: expected 2 columns as in the first line, with a sentence and a label"),
-        ("sentence\tlabel\na\t \n", {}, "line 2: expected 2 columns"),
+        ("sentence\tlabel\na\t \n", {}, "line 2: the column 'label' is empty"),
         ("sentence\tlabel\n", {}, "has only a first line"),
         ("sentence\tlabel\na\tx\nb\tx\n", {}, "only the label 'x'"),
         ("sentence\tlabel\na\tx\nb\ty\n", {"labels": ("x", "z")}, "has the label 'y': expected x, z"),

@@ -13,6 +13,7 @@ import numpy as np
 from transformer.data._config import DataKind, check_labels, check_whole
 from transformer.data._dataset import Batch, Dataset, fingerprint
 from transformer.data._image_files import READING, ImageFiles
+from transformer.data._labeled import warn_of_missing
 from transformer.data._tokenizer import Tokenizer
 
 
@@ -110,6 +111,7 @@ class ImageDataset(Dataset):
         self.labels = images.labels
         self._images = {split: pixels for split, (pixels, _) in images.splits.items()}
         self._targets = {split: numbers for split, (_, numbers) in images.splits.items()}
+        warn_of_missing(self._targets, self.labels)
         # The fingerprint hashes int32 arrays: reinterpret the bits of the float32 pixels instead of rounding them.
         files = [pixels for pixels in self._images.values() if isinstance(pixels, ImageFiles)]
         arrays = [] if files else [pixels.view(np.int32) for pixels in self._images.values()]

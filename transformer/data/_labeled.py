@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -46,6 +48,55 @@ def numbered(
             "file, or list all labels (--data.labels)."
         )
     return [(text, numbers[label]) for text, label in rows]
+
+
+def hold_out(texts: Sequence[str], labels: Sequence[str], share: float) -> list[bool]:
+    """Choose the held-out texts, the same share of each class, and at least one of a class that has several texts.
+
+    The texts of a class are ordered by their SHA-256, so that the choice does not depend on the order of the rows.
+    Copies of a text with one label are in the same split, unless a class has nothing else. If each class has one text,
+    one of them is held out.
+
+    Args:
+        texts: the texts.
+        labels: the label of each text.
+        share: fraction to hold out.
+
+    Returns:
+        Whether each text is held out.
+    """
+    digests = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
+    classes: dict[str, list[int]] = {}
+    for row in sorted(range(len(texts)), key=lambda row: (digests[row], row)):
+        classes.setdefault(labels[row], []).append(row)
+    chosen = [False] * len(texts)
+    for rows in classes.values():
+        wanted = min(max(round(share * len(rows)), 1), len(rows) - 1)
+        different = [i for i in range(1, len(rows)) if digests[rows[i - 1]] != digests[rows[i]]]
+        for row in rows[: next((i for i in different if i >= wanted), (different or [wanted])[-1])]:
+            chosen[row] = True
+    if not any(chosen):
+        chosen[min(range(len(texts)), key=lambda row: (digests[row], labels[row]))] = True
+    return chosen
+
+
+def warn_of_missing(targets: Mapping[str, np.ndarray], labels: Sequence[str]) -> None:
+    """Warn of classes without an example in a split: they are not learned, or not evaluated.
+
+    Args:
+        targets: class indices (N,) by split.
+        labels: names of the classes.
+    """
+    for split, numbers in targets.items():
+        missing = [repr(label) for number, label in enumerate(labels) if number not in set(np.unique(numbers).tolist())]
+        if missing:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            effect = "the model can't learn it" if split == "train" else "the results say nothing about it"
+            warnings.warn(
+                f"the {split} split has no example of the class {', '.join(missing[:5])}{more}, so {effect}. Add "
+                f"examples, or choose another held-out set.",
+                stacklevel=2,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +155,7 @@ class LabeledDataset(Dataset):
         self.labels = tuple(labels)
         self._texts = {split: [text for text, _ in rows] for split, rows in splits.items()}
         self._targets = {split: np.array([n for _, n in rows], np.int32) for split, rows in splits.items()}
+        warn_of_missing(self._targets, self.labels)
         self._tokens: dict[str, Ragged] = {}
         self._types: dict[str, Ragged] = {}
         self._cut = 0

@@ -14,6 +14,14 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """an escape in JSON for one half of a pair of surrogates"""
 
 
+_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+"""byte order marks"""
+_WITHOUT_MARK = {"UTF-32LE": 0.45, "UTF-32BE": 0.45, "UTF-16LE": 0.3, "UTF-16BE": 0.3}
+"""least shares of zero bytes in a text without a byte order mark, most of whose characters are Latin letters"""
+_SAMPLE = 4096
+"""number of bytes from which the encoding is recognized"""
+
+
 class SurrogateError(ValueError):
     """A text of a JSON value contains a lone surrogate."""
 
@@ -46,15 +54,18 @@ def decode_utf8(content: bytes, path: str, start: int = 0) -> str:
     """
     is_beginning = not start
     if is_beginning:
-        if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        if (encoding := _wide_encoding(content)) is not None:
             raise ValueError(
-                f"{path} is UTF-16: expected UTF-8. Convert it, for example with `iconv -f UTF-16 -t UTF-8`."
+                f"{path} is {encoding}: expected UTF-8. Convert it, for example with `iconv -f {encoding} -t UTF-8`."
             )
         whole, content = len(content), content.removeprefix(b"\xef\xbb\xbf")
         start = whole - len(content)
     if (place := content.find(b"\0")) >= 0:
+        line = content.count(b"\n", 0, place) + 1
+        where = f"byte {start + place}" + f", in line {line}" * is_beginning
         raise ValueError(
-            f"{path} is a binary file: expected UTF-8 text, got a NUL byte at byte {start + place}. Pass a text file."
+            f"{path} has a NUL byte: expected UTF-8 text, got 0x00 at {where}. Remove the NUL bytes, for example with "
+            "`tr -d '\\000'`. If it is a binary file, pass a text file instead."
         )
     try:
         return content.decode("utf-8")
@@ -65,6 +76,25 @@ def decode_utf8(content: bytes, path: str, start: int = 0) -> str:
             f"{path} is not UTF-8 text: {where}. If it is text in another encoding, convert it, for example with "
             "`iconv -f LATIN1 -t UTF-8`."
         ) from None
+
+
+def _wide_encoding(content: bytes) -> str | None:
+    """Return the encoding of a text in UTF-16 or UTF-32, with or without a byte order mark; None: another one."""
+    for mark, name in _MARKS.items():  # the mark of UTF-32 begins with that of UTF-16
+        if content.startswith(mark):
+            return name
+    sample = content[: _SAMPLE - _SAMPLE % 4]
+    for name, share in _WITHOUT_MARK.items():
+        size = 4 if "32" in name else 2
+        if len(content) % size or sample.count(0) < share * len(sample):
+            continue
+        try:
+            text = sample.decode(name)
+        except UnicodeDecodeError:
+            continue
+        if text and "".join(text.split()).isprintable():
+            return name
+    return None
 
 
 def unix_lines(text: str) -> str:
@@ -90,12 +120,14 @@ def read_json_lines(path: str, field: str) -> list[str]:
     documents = []
     for number, record in read_json_objects(path):
         if not isinstance(record.get(field), str):
-            got = (
-                f"{type(record[field]).__name__} in it" if field in record else f"fields {', '.join(record) or 'none'}"
-            )
+            if field in record:
+                raise ValueError(
+                    f"{path}, line {number}: expected text in field {field!r}, got {json_type(record[field])}. Correct "
+                    "or remove the line."
+                )
             raise ValueError(
-                f"{path}, line {number}: expected text in field {field!r}, got {got}.{nearest(field, record)} "
-                "Set the field that contains the text (--data.field)."
+                f"{path}, line {number}: expected text in field {field!r}, got fields {', '.join(record) or 'none'}."
+                f"{nearest(field, record)} Set the field that contains the text (--data.field)."
             )
         document = unix_lines(record[field])
         if document.strip():
@@ -144,8 +176,13 @@ def read_json_objects(path: str, formats: str = "") -> Iterator[tuple[int, dict[
                 f"{path}, line {number}: expected a JSON object, got {line[:40]!r} ({json_reason(error)}). {remedy}"
             ) from None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}. {remedy}")
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {json_type(record)}. {remedy}")
         yield number, record
+
+
+def json_type(value: Any) -> str:
+    """Return the type of a JSON value, for error messages."""
+    return "null" if value is None else type(value).__name__
 
 
 def json_reason(error: Exception) -> str:
@@ -213,10 +250,15 @@ def read_labeled(path: str, text_column: str, label_column: str) -> list[tuple[s
     for number, row in enumerate(rows, 2):
         if row == [""]:
             continue
-        if len(row) != len(header) or not all(row[place].strip() for place in places):
+        if len(row) != len(header):
             raise ValueError(
                 f"{path}, line {number}: expected {len(header)} columns as in the first line, with a {text_column} and "
                 f"a {label_column}; got {len(row)}: {' | '.join(row)[:60]!r}. Fix the line."
+            )
+        if empty := [header[place] for place in places if not row[place].strip()]:
+            raise ValueError(
+                f"{path}, line {number}: the column {empty[0]!r} is empty: {' | '.join(row)[:60]!r}. Fill it in, or "
+                f"remove the line."
             )
         pairs.append(tuple(row[place].strip() for place in places))
     if not pairs:

@@ -28,6 +28,13 @@ class Record:
     """file and line or row, for error messages"""
     values: Mapping[str, Any]
     """its columns, without those that are None"""
+    nulls: tuple[str, ...] = ()
+    """names of its columns that are None"""
+
+    @property
+    def columns(self) -> str:
+        """The names of all columns, for error messages."""
+        return ", ".join([*map(repr, self.values), *(f"{name!r} (null)" for name in self.nulls)])[:100] or "none"
 
 
 def read_records(path: str, split: str | None = None) -> list[Record]:
@@ -52,7 +59,13 @@ def read_records(path: str, split: str | None = None) -> list[Record]:
         rows = [Record(f"{path}, line {number}", record) for number, record in read_json_objects(path, _FORMATS)]
     if not rows:
         raise ValueError(f"{path} is empty: expected at least one row. Add rows.")
-    return [Record(row.place, {key: value for key, value in row.values.items() if value is not None}) for row in rows]
+    return [_without_nulls(row) for row in rows]
+
+
+def _without_nulls(row: Record) -> Record:
+    """Return a row with its columns that are None in `nulls` alone."""
+    nulls = tuple(name for name, value in row.values.items() if value is None)
+    return Record(row.place, {name: value for name, value in row.values.items() if name not in nulls}, nulls)
 
 
 def read_splits(config: HeldOutEnd, what: str) -> dict[str, list[Record]]:
@@ -152,7 +165,7 @@ def _rows(file: Path) -> Iterator[Record]:
         table.validate(full=True)
         rows = table.to_pylist()
     for number, row in enumerate(rows):
-        yield Record(f"{file}, row {number}", without_none(row))
+        yield Record(f"{file}, row {number}", {name: without_none(value) for name, value in row.items()})
 
 
 def check_pyarrow(file: Path) -> None:

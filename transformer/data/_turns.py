@@ -57,8 +57,8 @@ def conversation(record: Record) -> Conversation:
         messages, given = [*prompt, *one_or_list(record, "completion", "assistant")], len(prompt)
     else:
         raise ValueError(
-            f"{place}: expected the columns {_COLUMNS}, got {', '.join(map(repr, row))[:100] or 'none'}. Rename the "
-            "columns."
+            f"{place}: expected the columns {_COLUMNS}, got {record.columns}. Rename the columns, or fill in or remove "
+            f"the row."
         )
     tools = parsed(record, "tools") or None
     if tools is not None and not isinstance(tools, list):

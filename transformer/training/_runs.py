@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -229,7 +230,8 @@ def open_run(
     if not resumes:
         recipe, tokenizer = taught_by(recipe, teacher), _shared_tokenizer(tokenizer, teacher, start)
     _check_reference(recipe)
-    dataset = prepare_data(recipe.data, tokenizer=tokenizer)
+    with _data_of_run(workdir) if resumes else contextlib.nullcontext():
+        dataset = prepare_data(recipe.data, tokenizer=tokenizer)
     recipe = _decided_by_data(recipe, dataset)
     _check_shapes(recipe, dataset)
     _check_teacher(recipe)
@@ -337,6 +339,21 @@ def _resumed(
     for change in check_recipe_of_command(old, recipe, workdir, allow_change):
         say(f"changed since the previous training run: {change}")
     return recipe
+
+
+@contextlib.contextmanager
+def _data_of_run(workdir: Path) -> Iterator[None]:
+    """Convert errors of the content of the data to a WorkdirError: a resumed run has its tokenizer and labels."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise WorkdirError(
+            f"the data does not fit the run in {workdir}, which keeps the tokenizer and the labels of its first start: "
+            f"{error} If the data has changed since then, for example because text was appended to a file, restore it, "
+            f"or pass another --workdir."
+        ) from error
 
 
 def _decided_by_data(recipe: Recipe, dataset: Dataset) -> Recipe:
@@ -471,6 +488,8 @@ def _with_data_of(new: Recipe, old: Recipe) -> Recipe:
     if getattr(new.data, "columns", ()) not in ((), getattr(old.data, "columns", ())):
         decided = ("labels",)  # the run's mean and std belong to other columns
     open_fields = [name for name in decided if getattr(new.data, name, None) == ()]
+    if getattr(new.data, "hold_out", "") is None:
+        open_fields.append("hold_out")
     data = dataclasses.replace(new.data, **{name: getattr(old.data, name) for name in open_fields})
     if old.origin is not None:
         data = with_processor(data, getattr(old.data, "processor", None))

@@ -19,11 +19,15 @@ from transformer.config._paths import former_names_accepted
 
 TAG = "class"
 
+FORMER_DEFAULTS: dict[str, dict[str, Any]] = {"labeled_text": {"hold_out": "end"}}
+"""values of newer fields with which a recipe of an earlier version means the same as when it was written"""
+
 LATER = {
     "EmbeddingOptions": ("width", "per_layer_width", "per_layer_vocab_size"),
     "EvaluationConfig": ("beam_size", "beam_alpha"),
     "Execution": ("sow_weights", "experts", "quantization", "quantization_paths"),
     "json_lines": ("packing",),
+    "labeled_text": ("hold_out",),
     "ImageProcessor": ("multiple", "min_pixels", "max_pixels", "max_patches"),
     "AttentionOptions": ("output_gate", "qk_norm_scale", "value_norm"),
     "LayerKind": (
@@ -139,6 +143,7 @@ def _decode_dataclass(cls: type, value: dict, where: str) -> Any:
         raise ConfigError(
             f"{where} lacks {', '.join(missing)}: it was written by a different version, or is incomplete."
         )
+    value = FORMER_DEFAULTS.get(tag_of(cls), {}) | value
     decoded = {name: decode(_hint(cls, name), value[name], f"{where}.{name}") for name in value if name != TAG}
     with former_names_accepted():
         return cls(**decoded)

@@ -104,11 +104,13 @@ def read_image_texts(path: str, image_column: str, text_column: str) -> list[tup
         for column in (image_column, text_column):
             value = row.get(column)
             if not isinstance(value, str) or not value.strip():
-                got = f"{value!r:.40}" if column in row else f"the columns {', '.join(map(str, row))[:100] or 'none'}"
+                has = column in row
+                got = "null" if value is None else f"{value!r:.40}"
+                got = got if has else f"the columns {', '.join(map(str, row))[:100] or 'none'}"
+                hint = "" if has else nearest(column, [str(name) for name in row])
                 raise ValueError(
-                    f"{path}, line {line}: expected text in the column {column!r}, got {got}."
-                    f"{nearest(column, [str(name) for name in row])} Correct the line, or set "
-                    f"--data.image-column and --data.text-column."
+                    f"{path}, line {line}: expected text in the column {column!r}, got {got}.{hint} Correct the line, "
+                    f"or set --data.image-column and --data.text-column."
                 )
         found.append((line, row[image_column].strip(), row[text_column].strip()))
     if not found:

@@ -120,8 +120,8 @@ def _preference(record: Record) -> Preference:
     for column in ("chosen", "rejected"):
         if column not in record.values:
             raise ValueError(
-                f"{record.place}: expected the columns prompt, chosen and rejected, got "
-                f"{', '.join(map(repr, record.values))[:100] or 'none'}. Rename the columns."
+                f"{record.place}: expected the columns prompt, chosen and rejected, got {record.columns}. Rename the "
+                f"columns, or fill in or remove the row."
             )
     found = _of_texts(record) if isinstance(record.values["chosen"], str) else _of_messages(record)
     if found.chosen == found.rejected:
