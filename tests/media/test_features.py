@@ -1,5 +1,6 @@
 """Features of speech models: log-mel frames and normalized waveforms, and their settings."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -63,6 +64,29 @@ def write(directory, name="preprocessor_config.json", **values):
     directory.mkdir(exist_ok=True)
     (directory / name).write_text(json.dumps(values))
     return directory
+
+
+CHANGES = {"feature_size": 8, "n_fft": 48, "hop_length": 8, "chunk_length": 2, "sampling_rate": 800}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_each_field_is_read_and_changes_the_frames(tmp_path, field):
+    fields = dataclasses.asdict(TINY)
+    assert set(CHANGES) == set(fields)
+    values = fields | {field: CHANGES[field]}
+    read = load_features(write(tmp_path, feature_extractor_type="WhisperFeatureExtractor", **values))
+    assert dataclasses.asdict(read) == values
+    samples = np.random.default_rng(0).normal(size=700)
+    before, after = TINY.frames(samples), read.frames(samples)
+    assert before.shape != after.shape or np.abs(before - after).max() > 1e-3
+
+
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_normalization_of_a_waveform_is_read(tmp_path, normalizes):
+    written = write(tmp_path, feature_extractor_type="Wav2Vec2FeatureExtractor", do_normalize=normalizes)
+    samples = np.random.default_rng(0).normal(3.0, 2.0, 999)
+    rows, _ = load_features(written).batch([samples])
+    assert (abs(rows.mean()) < 1e-4) == normalizes
 
 
 def test_settings_are_read(tmp_path):

@@ -1,5 +1,6 @@
 """Images from files and arrays, and their preprocessing."""
 
+import dataclasses
 import io
 import json
 import zlib
@@ -10,6 +11,7 @@ from PIL import Image
 
 from transformer.config import ConfigError
 from transformer.media import ImageProcessor, image_processor, open_image, save_image_processor
+from transformer.media._image_settings import _READ
 
 
 def photo(height=37, width=53, channels=3, seed=0):
@@ -208,6 +210,48 @@ def test_old_files_without_a_type(tmp_path):
     clip = {"crop_size": 224, "do_center_crop": True, "feature_extractor_type": "CLIPFeatureExtractor", "resample": 3}
     got = described(tmp_path, clip | {"size": 336})
     assert (got.shortest_edge, got.crop_height, got.resample, got.mean[0]) == (336, 224, "bicubic", 0.48145466)
+
+
+FIELDS = {
+    "do_resize": (False, {"height": None, "width": None}),
+    "size": ({"height": 9, "width": 5}, {"height": 9, "width": 5}),
+    "resample": (1, {"resample": "lanczos"}),
+    "do_center_crop": (False, {"crop_height": None, "crop_width": None}),
+    "crop_size": ({"height": 6, "width": 8}, {"crop_height": 6, "crop_width": 8}),
+    "do_rescale": (False, {"rescale_factor": 1.0}),
+    "rescale_factor": (0.25, {"rescale_factor": 0.25}),
+    "do_normalize": (False, {"mean": (0.0,) * 3, "std": (1.0,) * 3}),
+    "image_mean": ([0.1, 0.2, 0.3], {"mean": (0.1, 0.2, 0.3)}),
+    "image_std": ([0.4, 0.5, 0.6], {"std": (0.4, 0.5, 0.6)}),
+}
+"""field of preprocessor_config.json -> another value, and what it changes"""
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_field_of_a_file_changes_its_setting_alone(tmp_path, field):
+    assert set(FIELDS) == set(_READ)
+    plain = {"image_processor_type": "DeiTImageProcessor"}
+    value, changes = FIELDS[field]
+    assert described(tmp_path, plain | {field: value}) == dataclasses.replace(described(tmp_path, plain), **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "changes"),
+    [
+        ("Qwen2VL", {"patch_size": 7}, {"multiple": 14}),
+        ("Qwen2VL", {"merge_size": 3}, {"multiple": 42}),
+        ("Qwen2VL", {"min_pixels": 3000, "max_pixels": 4000}, {"min_pixels": 3000, "max_pixels": 4000}),
+        (
+            "Qwen2VL",
+            {"size": {"shortest_edge": 3000, "longest_edge": 4000}},
+            {"min_pixels": 3000, "max_pixels": 4000},
+        ),
+        ("Siglip2", {"patch_size": 8, "max_num_patches": 64}, {"multiple": 8, "max_patches": 64}),
+    ],
+)
+def test_fields_of_images_of_any_aspect_ratio(tmp_path, kind, fields, changes):
+    plain = {"image_processor_type": f"{kind}ImageProcessor"}
+    assert described(tmp_path, plain | fields) == dataclasses.replace(described(tmp_path, plain), **changes)
 
 
 def test_new_files_nest_the_fields(tmp_path):
