@@ -3,6 +3,7 @@
 Usage: python -m reliability.mutants --count 200 --seed 0
        python -m reliability.mutants --only transformer/nn/_masks.py --count 20
        python -m reliability.mutants --output docs/reliability.md       also write the table into the page
+       python -m reliability.mutants --planted reliability/planted.json      faults that were written by hand
 
 Each mutant has one changed comparison, operator, constant or condition, or lacks one call. It runs in a copy of the
 checkout against test files that import the changed file, nearest and most similar first, until a test fails. A mutant
@@ -90,6 +91,8 @@ class Mutant:
     end_column: int
     before: str
     after: str
+    tests: tuple[str, ...] = ()
+    """test files that run first"""
 
     @property
     def name(self) -> str:
@@ -194,15 +197,44 @@ def sample(rooms: Iterable[str], count: int, seed: int, only: str | None = None)
     return drawn[:count] if only else drawn
 
 
+def planted(file: Path) -> list[Mutant]:
+    """Return the faults of a file that were written by hand.
+
+    Each has a `path`, a line of this file without its indentation (`code`; `nth` of several equal ones, from 0), a part
+    of the line (`before`), what replaces it (`after`), and the test files that run first (`tests`).
+
+    Raises:
+        ValueError: a line is no longer in the code; the message names all of them.
+    """
+    found, lost = [], []
+    for fault in json.loads(file.read_text(encoding="utf-8")):
+        lines = (ROOT / fault["path"]).read_text(encoding="utf-8").splitlines()
+        places = [number for number, line in enumerate(lines, 1) if line.strip() == fault["code"]]
+        places = places[fault["nth"] :][:1] if "nth" in fault else places
+        if len(places) != 1 or fault["before"] not in fault["code"]:
+            lost.append(f"{fault['path']}: {fault['code']}")
+            continue
+        line = lines[places[0] - 1]
+        start = len(line[: line.index(fault["before"])].encode())
+        end = start + len(fault["before"].encode())
+        given = fault["before"], fault["after"], tuple(fault["tests"])
+        found.append(Mutant(fault["path"], places[0], start, places[0], end, *given))
+    if lost:
+        listed = "".join(f"\n- {one}" for one in lost)
+        raise ValueError(f"{file} has lines that are not once in the code. Correct or remove them:{listed}")
+    return found
+
+
 def _files(path: Path) -> list[Path]:
     return [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 
 def room_of(path: str) -> str:
-    """Return the room of a file."""
-    return next(
+    """Return the room of a file: one of `ROOMS`, or else its folder."""
+    rooms = [
         room for room, names in ROOMS.items() if any(path == name or path.startswith(f"{name}/") for name in names)
-    )
+    ]
+    return rooms[0] if rooms else Path(path).parts[1]
 
 
 def same_mutant(result: Mapping[str, Any]) -> Mutant | None:
@@ -236,20 +268,21 @@ def _reaches(node: ast.stmt, line: int) -> bool:
 def run(mutant: Mutant, checkout: Path, most: int, seconds: float) -> dict[str, Any]:
     """Test a mutant in a copy of the checkout; return its description, the test that failed, and the time.
 
-    The tests include those of tests/slow_tests.txt.
+    The tests include those of tests/slow_tests.txt, unless the mutant names its tests: then they are default tests.
 
     Raises:
         RuntimeError: pytest rejects its arguments.
     """
     path = checkout / mutant.path
     original = path.read_text(encoding="utf-8")
-    tests = nearest_tests(checkout, mutant.path, most, enclosing(original, mutant.line))
+    nearest = nearest_tests(checkout, mutant.path, most, enclosing(original, mutant.line))
+    tests = list(dict.fromkeys([*mutant.tests, *nearest]))[:most]
     start = time.monotonic()
     killer = ""
     path.write_text(mutant.apply(original), encoding="utf-8")
     try:
         words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
-        words += ["--ignore-slow-list", *tests]
+        words += [*([] if mutant.tests else ["--ignore-slow-list"]), *tests]
         done = subprocess.run(words, cwd=checkout, capture_output=True, text=True, timeout=seconds, check=False)
         if done.returncode == pytest.ExitCode.USAGE_ERROR:
             raise RuntimeError(f"pytest did not run: {done.stderr.strip()}")
@@ -334,6 +367,7 @@ def main(arguments: list[str]) -> int:
         type=Path,
         help="a file of --record: test only its survivors without a reason again, after new tests were written",
     )
+    parser.add_argument("--planted", type=Path, help="a file of faults to test instead of a sample, see `planted`")
     parser.add_argument(
         "--output",
         type=Path,
@@ -348,6 +382,8 @@ def main(arguments: list[str]) -> int:
         parser.error(f"--only must be a file of the package, relative to {ROOT}, got {options.only}")
     if options.again is not None and (options.only is not None or not options.again.is_file()):
         parser.error(f"--again must be a file of --record, without --only, got {options.again}")
+    if options.planted is not None and (options.only or options.again or options.output):
+        parser.error("--planted can't be combined with --only, --again and --output. Remove them.")
     rooms = ROOMS if options.only is None else [room_of(options.only)]
     before = 0.0
     results: list[dict[str, Any]] = []
@@ -357,6 +393,8 @@ def main(arguments: list[str]) -> int:
         survivors = [one for one in record["mutants"] if not one["killer"] and not reason(one, reasons)]
         before, results = record["seconds"], [one for one in record["mutants"] if one not in survivors]
         drawn = [found for one in survivors if (found := same_mutant(one))]
+    elif options.planted:
+        drawn = planted(options.planted)
     else:
         drawn = sample(rooms, options.count, options.seed, options.only)
     start = time.monotonic()

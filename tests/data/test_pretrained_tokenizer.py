@@ -80,6 +80,7 @@ def test_no_special_token_comes_out_of_a_text(made, kind, reserved, text, back):
     assert ids
     assert reserved.isdisjoint(ids)
     assert made[kind].decode(ids) == back
+    assert made[kind].encode_all([text, "a", text]) == [ids, made[kind].encode("a"), ids]
     added, types = made[kind].encode_model(text)
     assert added == {"gpt": ids, "bert": [2, *ids, 3], "t5": [*ids, 1]}[kind]
     assert len(added) == len(types)

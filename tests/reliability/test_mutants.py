@@ -136,6 +136,26 @@ def test_a_survivor_is_found_again_after_its_code_has_moved(monkeypatch, tmp_pat
     assert mutants.same_mutant(earlier | {"line": 2, "before": "5"}) is None
 
 
+def test_planted_faults_change_the_named_part_of_their_line(monkeypatch, tmp_path):
+    (tmp_path / "file.py").write_text("é = f(a)\nif é:\n    b = g(é, a)\n\nb = 1\nb = 1\n")
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    faults = [
+        {"path": "file.py", "code": "b = g(é, a)", "before": ", a", "after": "", "tests": ["tests/test_a.py"]},
+        {"path": "file.py", "code": "b = 1", "before": "1", "after": "2", "nth": 1, "tests": []},
+    ]
+    (tmp_path / "planted.json").write_text(json.dumps(faults))
+    first, second = mutants.planted(tmp_path / "planted.json")
+    assert first.apply((tmp_path / "file.py").read_text()).splitlines()[2] == "    b = g(é)"
+    assert first.tests == ("tests/test_a.py",)
+    assert second.apply((tmp_path / "file.py").read_text()).splitlines()[-2:] == ["b = 1", "b = 2"]
+    del faults[1]["nth"]
+    (tmp_path / "planted.json").write_text(json.dumps(faults))
+    with pytest.raises(ValueError, match="not once in the code") as caught:
+        mutants.planted(tmp_path / "planted.json")
+    assert "b = 1" in str(caught.value)
+    assert "g(é, a)" not in str(caught.value)
+
+
 def test_the_innermost_function_is_compared_with_the_tests():
     text = "x = 1\ndef f():\n    def g():\n        return x\n    return g\n"
     assert [mutants.enclosing(text, line).strip().partition("\n")[0] for line in (1, 2, 4, 5)] == [
