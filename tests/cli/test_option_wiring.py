@@ -13,6 +13,7 @@ from scripted_slots import ScriptedSlots
 
 from transformer.__main__ import main
 from transformer.chat import Chat
+from transformer.cli._models import ModelCommand
 from transformer.cli._sampling import FILTERS, PENALTIES
 from transformer.generate import PromptLookup, Sampling
 from transformer.inference._generating import StreamedText
@@ -226,3 +227,33 @@ def test_options_of_a_conversation(replied, tmp_path, chat):
     got = replied(chat=chat)
     assert got.named == {"sampling": Sampling(temperature=0.0), "seed": 0, "stop": ()}
     assert replied("--top-p", "0.5", chat=chat).named["sampling"] == Sampling(temperature=1.0, top_p=0.5)
+
+
+# Which weights
+
+
+def test_which_weights_are_opened(tmp_path, monkeypatch):
+    """Checkpoint, tokenizer and adapter."""
+    seen = []
+
+    class Opened:
+        def add_adapter(self, path, name):
+            seen.append((path, name))
+            return self
+
+        def with_adapter(self, name):
+            seen.append(name)
+            return self
+
+        def merged(self):
+            return "merged"
+
+    open_model = Recorder(Opened())
+    monkeypatch.setattr("transformer.inference._loading.open_model", open_model)
+    command = ModelCommand(directory=tmp_path, step=3, tokenizer=tmp_path / "words", adapter=tmp_path)
+    assert command.load(dtype="float32") == "merged"
+    assert open_model.given == (tmp_path,)
+    assert open_model.named == {"step": 3, "tokenizer": tmp_path / "words", "dtype": "float32"}
+    assert seen == [(tmp_path, "adapter"), "adapter"]
+    assert isinstance(ModelCommand(directory=tmp_path).load(), Opened)
+    assert open_model.named == {"step": "best"}

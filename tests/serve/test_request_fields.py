@@ -11,6 +11,7 @@ from transformer.chat._prompts import ChatPrompts
 from transformer.cli._services import make_service
 from transformer.inference import open_model
 from transformer.serve import _bodies as bodies
+from transformer.serve._batch import read_batch
 
 POSITIONS, N = 128, 3
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -168,6 +169,20 @@ def test_tools_and_variables_reach_the_template(call, service, opened, monkeypat
     assert prompt(reasoning_effort="low", chat_template_kwargs={"mood": " sad"}) == "Hello sadlow"
     assert "weather" in prompt(tools=TOOLS)
     assert prompt(tools=TOOLS, tool_choice="none") == "Hello"
+
+
+def test_a_line_of_a_batch_has_a_seed_of_its_name(tmp_path):
+    """So that a repeated run gives the same texts, and equal bodies different ones."""
+
+    def seeds(**body):
+        line = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "a", **body}}
+        (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"custom_id": i, **line}) + "\n" for i in "ab"))
+        return [json.loads(request.body)["seed"] for request in read_batch(tmp_path / "lines.jsonl")[0]]
+
+    first, second = seeds()
+    assert first != second
+    assert seeds(max_tokens=9) == [first, second]
+    assert seeds(seed=3) == [3, 3]
 
 
 def test_every_field_has_a_test_here():

@@ -15,9 +15,10 @@ from transformer.config import Execution, TransformerConfig
 from transformer.data import Preferences
 from transformer.nn._adapted import NF4, Adapted
 from transformer.nn._int8 import Int8
-from transformer.training import DPO, GRPO, CheckpointConfig, EvaluationConfig, LoRA, OptimizerConfig
+from transformer.training import DPO, GRPO, CheckpointConfig, EvaluationConfig, LoRA, OptimizerConfig, TrainingConfig
 from transformer.training import _loop as loop
 from transformer.training import _report as report
+from transformer.training._losses import cross_entropy
 from transformer.training._optimizers import make_optimizer, make_schedule
 from transformer.training._policy_gradient import policy_loss
 from transformer.training._recipe import build_model
@@ -292,3 +293,26 @@ def test_the_frozen_base_has_the_format_of_the_recipe(base, kind):
         assert sum(isinstance(leaf, kind) for leaf in kernels) == 6
     merged = jax.eval_shape(lambda state: merged_params(recipe, state.params, state.base), state)
     assert {leaf.dtype for leaf in jax.tree.leaves(merged)} == {np.dtype("float32")}
+
+
+# The loss of tokens and classes
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "seq2seq", "masked_lm", "classifier"])
+def test_smoothing_and_z_loss_are_of_training_alone(task):
+    random = np.random.default_rng(0)
+    shape = (4,) if task == "classifier" else (4, 6)
+    logits = random.normal(size=(*shape, 7)).astype(np.float32)
+    batch = {"targets": random.integers(0, 7, shape), "weights": np.ones(shape, np.float32)}
+    options = {"label_smoothing": 0.2, "z_loss": 0.3}
+    configs = [None, TrainingConfig(), *(TrainingConfig(**{name: value}) for name, value in options.items())]
+
+    @jax.jit
+    def losses(logits, batch):
+        given = [{}, *({name: value} for name, value in options.items())]
+        expected = [cross_entropy(logits, **batch, **one)[0] for one in given]
+        return [TASKS[task].loss(logits, batch, config)[0] for config in configs], expected
+
+    found, (plain, smooth, z) = jax.device_get(losses(logits, batch))
+    np.testing.assert_allclose(found, [plain, plain, smooth, z], rtol=1e-6)
+    assert len({round(float(loss), 3) for loss in (plain, smooth, z)}) == 3
