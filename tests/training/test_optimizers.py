@@ -234,9 +234,47 @@ def test_adafactor_sees_the_heads_of_a_kernel_as_one_axis():
     params = {"self_attention": {"query": {"kernel": kernel}}}
     matrix = kernel.reshape(2, 128, 128)
     updates, state = first_update(ours, params)
-    expected, _ = first_update(reference, matrix)
+    expected, _ = first_update(reference, list(matrix))
     np.testing.assert_allclose(updates["self_attention"]["query"]["kernel"].reshape(matrix.shape), expected, rtol=1e-5)
     assert max(leaf.size for leaf in jax.tree.leaves(state)) == 2 * 128
+
+
+@pytest.mark.parametrize("name", ["adafactor", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lion", "muon"))])
+def test_scanned_layers_are_updated_like_separate_ones(name):
+    """Scanned layers are one array; an optimizer must not limit or normalize their updates together."""
+    optimizer = make_optimizer(named(name, clip_norm=None, learning_rate=1.0, weight_decay=0.0))
+    random = np.random.default_rng(0)
+    sizes = np.array([1.0, 10.0, 0.01])  # of the gradients of the layers, in another order at each step
+
+    def values(*shape):
+        return random.normal(size=(3, *shape)).astype(np.float32)
+
+    def layers(kernel, bias, a):
+        return {"up": {"kernel": kernel, "bias": bias}, "query": {"a": a}}
+
+    params = layers(values(128, 130), values(130), values(12, 2))
+    gradients = [
+        jax.tree.map(
+            lambda leaf, s=step: values(*leaf.shape[1:]) * np.roll(sizes, s).reshape(3, *[1] * (leaf.ndim - 1)), params
+        )
+        for step in range(2)
+    ]
+
+    def separate(tree):
+        return [jax.tree.map(lambda leaf, i=i: leaf[i], tree) for i in range(3)]
+
+    @jax.jit
+    def trained(params, gradients):
+        state = optimizer.init(params)
+        for gradient in gradients:
+            updates, state = optimizer.update(gradient, state, params, obj_fn=None)
+            params = jax.tree.map(jnp.add, params, updates)
+        return params
+
+    together = trained(params, gradients)
+    apart = trained(separate(params), [separate(gradient) for gradient in gradients])
+    for one, other in zip(separate(jax.device_get(together)), jax.device_get(apart), strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), one, other)
 
 
 def test_schedule_free_evaluates_its_average():

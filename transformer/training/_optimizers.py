@@ -114,7 +114,9 @@ def _adam_without_momentum(config: OptimizerConfig) -> optax.GradientTransformat
 def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
     # g / sqrt(v), where v of a matrix is the outer product of its row and column means: R + C numbers instead of R C.
     # Without the factor RMS(parameter), so that the learning rate has the same unit as that of the other optimizers.
-    return _on_matrices(optax.chain(optax.adafactor(multiply_by_parameter_scale=False), optax.scale(-1.0)))
+    # The RMS of an update is limited to 1 (section 6). optax would limit that of all stacked layers together.
+    scaled = optax.adafactor(multiply_by_parameter_scale=False, clipping_threshold=None)
+    return optax.chain(_on_matrices(scaled), _clip_each_by_rms(1.0), optax.scale(-1.0))
 
 
 def _on_matrices(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -139,6 +141,30 @@ def _on_matrices(inner: optax.GradientTransformation) -> optax.GradientTransform
         return jax.tree.map(lambda new, old: new.reshape(old.shape), found, updates), state
 
     return optax.GradientTransformation(lambda params: inner.init(matrices(params)), update)
+
+
+def _clip_each_by_rms(limit: float) -> optax.GradientTransformation:
+    """Scale the update of each matrix or vector down to at most this root mean square.
+
+    The leading axes (stacked layers, experts) index separate matrices: the result must not depend on whether the layers
+    are scanned.
+    """
+
+    def clipped(path: tuple, update: jax.Array) -> jax.Array:
+        own = tuple(range(_leading_axes(_path(path), update.ndim), update.ndim))
+        rms = jnp.sqrt(jnp.square(update).mean(own, keepdims=True))
+        return update / jnp.maximum(1.0, rms / limit)
+
+    return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(clipped, updates))
+
+
+def _leading_axes(path: str, ndim: int) -> int:
+    """Return the number of leading axes of a parameter that index separate matrices or vectors."""
+    axes = axes_of(path, ndim)
+    if axes is None:  # the matrices and magnitudes of LoRA have the leading axes of their kernel
+        own = {"a": 2, "b": 2, "magnitude": 1}.get(path.rpartition("/")[2], ndim)
+        return ndim - own
+    return ndim - (len(axes.inputs) + len(axes.outputs) or len(axes.names))
 
 
 def _muon(config: OptimizerConfig) -> optax.GradientTransformation:

@@ -87,7 +87,7 @@ class OptimizerConfig:
     """Muon: decay rate of the momentum"""
     weight_decay: float = 0.01
     """decoupled weight decay (multiplied by the learning rate);
-    not applied to norms, biases, other vectors and position tables"""
+    not applied to norms, biases, other vectors, position tables and the updates of LoRA"""
     decay_embeddings: bool = False
     """apply weight decay to token embeddings too"""
     clip_norm: float | None = 1.0
