@@ -43,6 +43,11 @@ def write_lines(path, lines):
     return path
 
 
+def read(path):
+    with path.open("rb") as file:
+        return read_batch(file, str(path))
+
+
 def read_lines(path):
     return [json.loads(one) for one in path.read_text().splitlines()]
 
@@ -56,7 +61,7 @@ def texts(answers):
 
 def answered(service, path):
     answers = []
-    requests, bad = read_batch(path)
+    requests, bad = read(path)
     answer_batch(service, requests, answers.append, at_once=4)
     return answers, bad
 
@@ -163,7 +168,7 @@ def test_longest_first(service, tmp_path, monkeypatch):
     """With one request at a time the answers are in the order of the work."""
     lines = [line(f"{i}", prompt="a" * i, max_tokens=2) for i in (10, 40, 20)]
     lines += [line("new", prompt="a", max_tokens=60)]
-    requests, _ = read_batch(write_lines(tmp_path / "requests.jsonl", lines))
+    requests, _ = read(write_lines(tmp_path / "requests.jsonl", lines))
     answers = []
     answer_batch(service, requests, answers.append, at_once=1)
     assert [one["custom_id"] for one in answers] == ["new", "40", "20", "10"]
@@ -173,7 +178,7 @@ def test_a_failure_ends_the_run_without_an_answer(model, tmp_path, monkeypatch):
     made = make_service(open_model(model), slots=1, max_tokens=32, api_key=None, local_only=True)
     monkeypatch.setattr(made.engine, "_read_part", lambda: 1 / 0)
     made.start()
-    requests, _ = read_batch(write_lines(tmp_path / "requests.jsonl", [line("a", prompt="a"), line("b", prompt="b")]))
+    requests, _ = read(write_lines(tmp_path / "requests.jsonl", [line("a", prompt="a"), line("b", prompt="b")]))
     answers = []
     with pytest.raises(RuntimeError, match=r"\(ZeroDivisionError\)"):
         answer_batch(made, requests, answers.append, at_once=2)

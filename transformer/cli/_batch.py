@@ -17,6 +17,7 @@ from transformer.cli._models import ModelCommand
 from transformer.cli._parallel import ONE_DEVICE, Parallel
 from transformer.cli._serve import check_sizes, report_compilation
 from transformer.cli._services import make_service
+from transformer.cli._streams import open_input
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def main(arguments: Sequence[str]) -> None:
 
     shard = None if command.shard is None else Shard.parse(command.shard)
     _check_processes(command)
-    lines = read_batch(command.requests)
+    with open_input(command.requests, "requests") as file:
+        lines = read_batch(file, str(command.requests))
     if command.parallel.has_processes:
         with command.parallel.together("Start all again with the same command: what is answered stays answered."):
             _answer_together(command, command.parallel.mesh(copies=True), *lines)

@@ -21,6 +21,7 @@ from transformer.cli._sampling import SamplingCommand, switches
 from transformer.cli._streams import decode_argument
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._local_paths import local_path
+from transformer.config._untrusted import bounded_lines
 
 if TYPE_CHECKING:
     from transformer.chat._chat import Chat, ReplyStream
@@ -244,7 +245,7 @@ def _lines() -> Iterator[str]:
     if sys.stdin is None:
         return
     if not sys.stdin.isatty():
-        for number, raw in enumerate(sys.stdin.buffer, 1):
+        for number, raw in enumerate(bounded_lines(sys.stdin.buffer, "stdin"), 1):
             try:
                 yield raw.decode("utf-8-sig").rstrip("\r\n")
             except UnicodeDecodeError:

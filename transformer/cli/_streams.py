@@ -5,9 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import shutil
+import stat
 import sys
+from pathlib import Path
+from typing import BinaryIO
 
+from transformer.config._checks import ConfigError
+
+PATIENCE = 1.0
+"""seconds that a command waits for the first byte of a pipe without a word"""
 NARROWEST = 20
 """minimum terminal width in columns; with fewer, formatting the `--help` text would not terminate"""
 
@@ -44,6 +52,30 @@ def decode_argument(text: str) -> str:
         return os.fsencode(text).decode("utf-8")
     except UnicodeError:
         return text
+
+
+def open_input(path: Path, content: str) -> BinaryIO:
+    """Open an input file for reading, and wait until a named pipe has something to read.
+
+    Nobody may write into a named pipe yet. Then a line on stderr says that the command waits for it.
+
+    Args:
+        path: the file.
+        content: what the file contains, for messages.
+
+    Raises:
+        ConfigError: it is a directory or a device, which can have no end.
+        OSError: it does not exist, or can't be read.
+    """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
+        raise ConfigError(f"{path} must be a file or a pipe with {content}; a directory or device is not read.")
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115  closed by the caller
+    if stat.S_ISFIFO(mode) and not select.select([file], [], [], PATIENCE)[0]:
+        print(f"waiting for {content} from the pipe {path}", file=sys.stderr, flush=True)
+        select.select([file], [], [])
+    os.set_blocking(file.fileno(), True)
+    return file
 
 
 def _open_null_as_stderr() -> None:

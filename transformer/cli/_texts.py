@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 LONG = 2**18
 """number of characters of an input from which a note is printed"""
 
+MOST_STDIN = 64 * 2**20
+"""maximum number of bytes of all prompts from stdin"""
 MOST_NAMED = 5
 """maximum number of words or characters that a warning lists"""
 
@@ -32,7 +34,7 @@ def read_prompts(given: Sequence[str], *, lines: bool, option: str = "--prompt")
 
     Raises:
         ConfigError: there is no prompt.
-        ValueError: stdin is empty, or is not UTF-8.
+        ValueError: stdin is empty, is not UTF-8, or has more than `MOST_STDIN` bytes.
     """
     check_prompts(given, option)
     prompts: list[str] = []
@@ -61,8 +63,13 @@ def check_prompts(given: Sequence[str], option: str = "--prompt") -> None:
 
 
 def _stdin_prompts(lines: bool, option: str) -> list[str]:
+    content = sys.stdin.buffer.read(MOST_STDIN + 1)
+    if len(content) > MOST_STDIN:
+        raise ValueError(
+            f"stdin has more than {MOST_STDIN:,} bytes: expected the text of {option}. Check the input, or divide it."
+        )
     try:
-        text = sys.stdin.buffer.read().decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"stdin is not UTF-8 text: byte {error.start} can't be read. Convert it to UTF-8.") from None
     text = text.replace("\r\n", "\n").removesuffix("\n")

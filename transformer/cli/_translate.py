@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformer.cli._arguments import option_names_in_errors, parse
 from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
+from transformer.config._untrusted import bounded_lines
 
 if TYPE_CHECKING:
     from transformer.cli._texts import UnknownParts
@@ -113,7 +114,7 @@ def _lines(unknown: UnknownParts) -> Iterator[str]:
 
     Bytes that are not UTF-8 become lone surrogates, so that only their line fails.
     """
-    for number, line in enumerate(sys.stdin.buffer):
+    for number, line in enumerate(bounded_lines(sys.stdin.buffer, "stdin")):
         text = line.decode("utf-8" if number else "utf-8-sig", errors="surrogateescape")
         text = text.removesuffix("\n").removesuffix("\r")
         unknown.add(text)

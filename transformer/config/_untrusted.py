@@ -9,11 +9,14 @@ block forever.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 MAX_JSON_BYTES = 64 * 2**20
 """default maximum size of a JSON file, in bytes"""
+MOST_LINE_BYTES = 16 * 2**20
+"""default maximum size of a line of text, in bytes"""
 MAX_DEPTH = 64
 """maximum nesting depth of objects and arrays in a JSON file"""
 
@@ -55,6 +58,28 @@ def read_bounded(directory: Path, filename: str, limit: int = MAX_JSON_BYTES) ->
     if len(content) > limit:
         raise ValueError(f"{filename}: expected at most {limit} bytes, got {path.stat().st_size}")
     return content
+
+
+def bounded_lines(file: BinaryIO, name: str, limit: int = MOST_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a file, with their ends, as far as they are read: a device can have a line without an end.
+
+    Args:
+        file: the file.
+        name: its name, for the error message.
+        limit: maximum number of bytes of a line.
+
+    Raises:
+        ValueError: a line is longer.
+    """
+    number = 0
+    while line := file.readline(limit + 1):
+        number += 1
+        if len(line) > limit:
+            raise ValueError(
+                f"line {number} of {name} has more than {limit:,} bytes: expected lines of text. Check the input, or "
+                "divide this line."
+            )
+        yield line
 
 
 def parse_json(content: bytes) -> Any:

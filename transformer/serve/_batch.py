@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message
 
 from transformer.config._checks import ConfigError
 from transformer.config._progress import counting
+from transformer.config._untrusted import bounded_lines
 from transformer.serve._http import HTTPService
 
 COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
@@ -124,6 +125,7 @@ def answer_lines(path: Path) -> Iterator[tuple[Key, bytes]]:
 
     Raises:
         ConfigError: a line is not an answer.
+        ValueError: a line is much longer than an answer.
     """
     try:
         file = path.open("rb")
@@ -137,7 +139,7 @@ def answer_lines(path: Path) -> Iterator[tuple[Key, bytes]]:
 
 def _complete_lines(file: BinaryIO, path: Path) -> Iterator[tuple[Key | None, bytes]]:
     """Yield each line that has an end, with the key of its answer; None: a blank line, or an answer to nothing."""
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(bounded_lines(file, str(path)), 1):
         if not line.endswith(b"\n"):
             return
         yield _key(line, f"{path}, line {number}") if line.strip() else None, line
@@ -159,32 +161,36 @@ def _key(line: bytes, place: str) -> Key | None:
     return values["custom_id"] if isinstance(values["custom_id"], str) else None
 
 
-def read_batch(path: Path) -> tuple[list[BatchRequest], list[BadLine]]:
+def read_batch(file: BinaryIO, name: str) -> tuple[list[BatchRequest], list[BadLine]]:
     """Read the requests of a file, one JSON object per line: custom_id, method, url and body. Blank lines are skipped.
 
     A request without a seed gets one that depends on its custom_id only, so that a repeated run gives the same texts.
+
+    Args:
+        file: the file, opened for reading.
+        name: its name, for error messages.
 
     Returns:
         the requests, and the lines that are not requests.
 
     Raises:
         OSError: the file can't be read.
+        ValueError: a line is much longer than a request.
     """
     requests: dict[str, BatchRequest] = {}
     bad: list[BadLine] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            name = None
-            try:
-                values = _json_object(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-                name = _custom_id(values)
-                if name in requests:
-                    raise ValueError(f"custom_id {name[:80]!r} is that of an earlier line. Give each line its own.")
-                requests[name] = _request(name, values)
-            except ValueError as error:
-                bad.append(BadLine(number, name, str(error)))
+    for number, line in enumerate(bounded_lines(file, name), 1):
+        if not line.strip():
+            continue
+        custom_id = None
+        try:
+            values = _json_object(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+            custom_id = _custom_id(values)
+            if custom_id in requests:
+                raise ValueError(f"custom_id {custom_id[:80]!r} is that of an earlier line. Give each line its own.")
+            requests[custom_id] = _request(custom_id, values)
+        except ValueError as error:
+            bad.append(BadLine(number, custom_id, str(error)))
     return list(requests.values()), bad
 
 
