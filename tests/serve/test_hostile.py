@@ -289,7 +289,7 @@ def test_numbers_of_a_body_are_used_or_refused_with_their_range(name, value):
     assert abs(value) < 1000
 
 
-@pytest.mark.parametrize("value", [*NUMBERS[3:], -1.0], ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize("value", [*NUMBERS[3:], -1, 10**400, "1", True, None, [1]], ids=lambda value: str(value)[:9])
 def test_a_length_penalty_is_refused_with_its_range(value):
     with pytest.raises(APIError, match="length_penalty must be a number from 0 to 8") as caught:
         _translations._beam_of({"length_penalty": value}, Beam())

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 
-from transformer.config._checks import ConfigError, nearest
+from transformer.config._checks import nearest
 from transformer.data._long_texts import TooManyTokensError, check_length
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import MOST_ALPHA, USUAL, Beam, Hypothesis
@@ -179,10 +179,9 @@ def _beam_of(values: Mapping[str, Any], recommended: Beam) -> tuple[Beam, int | 
     given: dict[str, Any] = {"size": size, "n_best": n}
     if "length_penalty" in values:
         alpha = values["length_penalty"]
-        given |= {"alpha": float(alpha) if type(alpha) is int and abs(alpha) < 10**9 else alpha, "norm": USUAL.norm}
-    try:
-        beam = dataclasses.replace(recommended, **given)
-    except (ConfigError, TypeError):
-        message = f"length_penalty must be a number from 0 to {MOST_ALPHA}, got {values['length_penalty']!r:.80}."
-        raise APIError(400, message, "length_penalty") from None
+        if type(alpha) not in (int, float) or not 0 <= alpha <= MOST_ALPHA:
+            message = f"length_penalty must be a number from 0 to {MOST_ALPHA}, got {json.dumps(alpha)[:80]}."
+            raise APIError(400, message, "length_penalty")
+        given |= {"alpha": float(alpha), "norm": USUAL.norm}
+    beam = dataclasses.replace(recommended, **given)
     return beam, integer(values, "max_tokens", None, 1, 2**31 - 1)
