@@ -10,10 +10,18 @@ from training_recipes import change, short_recipe, text_recipe, tiny_recipe
 
 from transformer.config import TransformerConfig
 from transformer.data import NumberWords, prepare
-from transformer.training._allowed_changes import BATCH_SIZE, OPTIMIZATION, SWITCHES, allowable, moved
+from transformer.training._allowed_changes import (
+    BATCH_SIZE,
+    OPTIMIZATION,
+    SWITCHES,
+    allowable,
+    how_to_extend,
+    moved,
+    schedule_change,
+)
 from transformer.training._loop import train
 from transformer.training._metrics import read_metrics
-from transformer.training._optimizers import DIRECTIONS
+from transformer.training._optimizers import DIRECTIONS, learning_rates
 from transformer.training._provenance import WorkdirError
 from transformer.training._recipe import Change, difference, load_recipe
 from transformer.training._runs import load_run
@@ -159,3 +167,81 @@ def test_batches_of_other_kinds_keep_their_size():
     for fields in ({"batch_tokens": 64}, {"packed_length": 8, "batch_tokens": 512}):
         old = short_recipe("pairs", TransformerConfig(d_model=6, num_heads=3, num_layers=1), NumberWords(**fields))
         assert not allowable(Change(BATCH_SIZE, 8, 4), old)
+
+
+def decaying(schedule="cosine", steps=12, **optimizer):
+    """Return a recipe whose learning rate decays until the last step."""
+    optimizer = {"schedule": schedule, "warmup_steps": 3, "learning_rate": 0.5, "final_fraction": 0.25} | optimizer
+    return tiny_recipe(optimizer=optimizer, steps=steps)
+
+
+def changes(old, new, step):
+    must_match, may_change = schedule_change(old, new, step, *difference(old, new))
+    return [one.field for one in must_match], [one.field for one in may_change]
+
+
+@pytest.mark.programs(40, reason="each schedule is computed in a program of its own")
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant", "rsqrt", "noam"])
+@pytest.mark.parametrize("step", [1, 3, 9, 12])
+def test_more_steps_are_free_if_the_updates_that_are_done_keep_their_rate(schedule, step):
+    """The reference: the rates of both recipes at all updates that are done."""
+    old, new = decaying(schedule), decaying(schedule, steps=24)
+    done = range(step)
+    same = learning_rates(old, *done) == learning_rates(new, *done)
+    must_match, may_change = changes(old, new, step)
+    assert (must_match, may_change) == (([], ["training.steps"]) if same else (["training.steps"], []))
+    assert same == (schedule in ("constant", "rsqrt", "noam") or step <= 3 or (schedule == "wsd" and step == 9))
+
+
+def test_the_end_of_the_decay_may_be_written_down():
+    """`decay_steps` that equals the former number of steps changes nothing, with or without more steps."""
+    for steps in (12, 24):
+        must_match, may_change = changes(decaying(), decaying(steps=steps, decay_steps=12), 12)
+        assert must_match == []
+        assert "optimizer.decay_steps" in may_change
+    assert changes(decaying(decay_steps=12), decaying(steps=12), 12) == ([], ["optimizer.decay_steps"])
+    assert changes(decaying(), decaying(decay_steps=15), 12) == (["optimizer.decay_steps"], [])
+
+
+@pytest.mark.programs(24, reason="three runs of two recipes, and each schedule is computed in a program of its own")
+def test_a_finished_run_is_extended_only_with_a_known_learning_rate(folder, tmp_path, capsys):
+    """The error has both rates and the option that keeps the schedule; the option and the flag do what it says."""
+    optimizer = {
+        "schedule": "cosine",
+        "warmup_steps": 3,
+        "learning_rate": 0.5,
+        "final_fraction": 0.25,
+        "decay_steps": None,
+    }
+    recipe = recipe_of(folder, optimizer=optimizer)
+    train(recipe, tmp_path / "run")
+    capsys.readouterr()
+    train(recipe, tmp_path / "run", command="CMD")
+    said = capsys.readouterr().out
+    longer = change(recipe, training={"steps": 24}, logging={"every": 1})
+    before, after = learning_rates(recipe, 11)[0], learning_rates(longer, 12)[0]
+    kept = f"with the last learning rate, {before:.3g}:\n  CMD --training.steps 24 --optimizer.decay-steps 12\n"
+    assert kept in said
+    assert f"To decay again, from a learning rate of {after:.3g}:\n  CMD --training.steps 24 --allow-change\n" in said
+
+    numbers = rf"was {before:.3g} at step 12 and becomes {after:.3g}"
+    message = (
+        rf"training\.steps: 12 -> 24 \(the learning rate {numbers}.*--optimizer\.decay-steps 12 keeps.*--allow-change"
+    )
+    with pytest.raises(WorkdirError, match=message):
+        train(longer, tmp_path / "run")
+    for name, options in {"kept": {"optimizer": {"decay_steps": 12}}, "risen": {}}.items():
+        workdir = shutil.copytree(tmp_path / "run", tmp_path / name)
+        assert train(change(longer, **options), workdir, allow_change=name == "risen").step == 24
+        lines = [line for line in read_metrics(workdir / "metrics.jsonl") if "train/learning_rate" in line]
+        rates = {line["step"]: line["train/learning_rate"] for line in lines}
+        assert rates[13] == pytest.approx(before if name == "kept" else after)
+    assert f"training.steps: 12 -> 24 (the learning rate {numbers}" in capsys.readouterr().out
+
+
+def test_a_rate_of_zero_is_not_proposed():
+    recipe = decaying(final_fraction=0.0)
+    said = how_to_extend("CMD", recipe)
+    assert said.startswith("The last learning rate is 0. To train it longer, from a learning rate of 0.")
+    assert said.endswith("\n  CMD --training.steps 24 --allow-change")
+    assert how_to_extend("CMD", decaying("constant")).endswith("rate of 0.5 on:\n  CMD --training.steps 24")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformer.training._optimizers import decay_end, learning_rates
 from transformer.training._recipe import Change, Recipe
 
 OPTIMIZATION = (
@@ -22,13 +24,69 @@ SWITCHES = ("optimizer.weight_decay", "optimizer.clip_norm", "training.ema_decay
 BATCH_SIZE = "data.batch_size"
 
 
+STEPS, DECAY_STEPS = "training.steps", "optimizer.decay_steps"
+
+
+def schedule_change(
+    old: Recipe, new: Recipe, step: int, must_match: Sequence[Change], may_change: Sequence[Change]
+) -> tuple[list[Change], list[Change]]:
+    """Move changes between those that must match and those that may change, by their effect on the learning rate.
+
+    Another number of steps changes the learning rate of a schedule that decays until the last step. It must match if
+    the `step` updates that are done would have had another rate. The step at which the decay ends may be set to the one
+    that it had anyway.
+
+    Returns:
+        The changes that must match, and those that may differ.
+    """
+    before, after = decay_end(old), decay_end(new)
+    kept = [one for one in must_match if one.field != DECAY_STEPS or None in (before, after) or before != after]
+    free = [*may_change, *(one for one in must_match if one not in kept)]
+    steps = next((one for one in may_change if one.field == STEPS), None)
+    if steps is None or None in (before, after) or before == after or old.optimizer != new.optimizer or not step:
+        return kept, free
+    (last, _), (planned, following) = learning_rates(old, step - 1, step), learning_rates(new, step - 1, step)
+    if last == planned:
+        return kept, free
+    noted = dataclasses.replace(steps, effect=_effect(old, new, step, last, following))
+    return [*kept, noted], [one for one in free if one is not steps]
+
+
+def _effect(old: Recipe, new: Recipe, step: int, last: float, following: float) -> str:
+    (end,) = learning_rates(old, max(step, decay_end(old)))
+    return (
+        f"the learning rate was {last:.3g} at step {step} and becomes {following:.3g}, because the decay "
+        f"({new.optimizer.schedule}) now ends at step {decay_end(new)}; --optimizer.decay-steps {decay_end(old)} keeps "
+        f"the schedule, whose last rate is {end:.3g}"
+    )
+
+
+def how_to_extend(command: str, recipe: Recipe) -> str:
+    """Return the lines with the commands that train a finished run for twice as many steps.
+
+    Args:
+        command: the command of the run.
+        recipe: its recipe.
+    """
+    steps = recipe.training.steps
+    longer, end = f"{command} --training.steps {2 * steps}", decay_end(recipe)
+    (rate,) = learning_rates(recipe, steps)
+    if end is None or recipe.optimizer.decay_steps is not None:
+        return f"To train it longer, from a learning rate of {rate:.3g} on:\n  {longer}"
+    extended = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, steps=2 * steps))
+    (again,) = learning_rates(extended, steps)
+    kept = [f"To train it longer with the last learning rate, {rate:.3g}:", f"  {longer} --optimizer.decay-steps {end}"]
+    what = "To decay again, from" if rate else "The last learning rate is 0. To train it longer, from"
+    return "\n".join([*(kept if rate else ()), f"{what} a learning rate of {again:.3g}:", f"  {longer} --allow-change"])
+
+
 def allowable(change: Change, new: Recipe) -> bool:
     """Return whether `--allow-change` accepts a change of a field; `new` is the recipe of the command."""
     if change.field == BATCH_SIZE:
         return _consecutive(new)
     if change.field in SWITCHES:
         return bool(change.old) == bool(change.new)
-    return change.field in OPTIMIZATION
+    return change.field in (*OPTIMIZATION, STEPS)
 
 
 def _consecutive(recipe: Recipe) -> bool:

@@ -22,6 +22,7 @@ from transformer.data._dataset import Batch, Dataset, padding
 from transformer.data._pipeline import check_batch, check_local_paths
 from transformer.nn.models._base import count_parameters
 from transformer.training import _processes as processes
+from transformer.training._allowed_changes import how_to_extend
 from transformer.training._checkpoint import Checkpointer
 from transformer.training._evaluation import EvalLoss, evaluate_loss
 from transformer.training._finite import why_not_finite
@@ -143,7 +144,7 @@ def train(
         about = {"name": recipe.name, "workdir": str(workdir), "command": command, "task": recipe.task}
         summary = Summary(**about, temporary=temporary, steps=steps, parameters=count_parameters(shapes))
         print(_model_lines(recipe, model, summary.parameters, state))
-        if finished := _finished_before(summary, step, ledger):
+        if finished := _finished_before(recipe, summary, step, ledger):
             return finished
         speed, where = Speed(recipe, shapes, placement), f"resuming from step {step}" if step else "a new run"
         print(f"{speed}\nworkdir: {workdir}, {where}, to step {steps}", flush=True)
@@ -281,12 +282,12 @@ def _long_step_note(recipe: Recipe) -> str:
     )
 
 
-def _finished_before(summary: Summary, step: int, ledger: TrainStats) -> Summary | None:
+def _finished_before(recipe: Recipe, summary: Summary, step: int, ledger: TrainStats) -> Summary | None:
     """Print the summary of an already finished run again and return it; None if the run is not finished."""
     last = read_summary(summary.workdir) or summary
     if not processes.first_decides(lambda: step >= summary.steps and ledger.evaluated >= step and last.step == step):
         return None
-    print(f"{render(last)}\n{render_finished(dataclasses.replace(last, command=summary.command))}")
+    print(f"{render(last)}\n{render_finished(last, how_to_extend(summary.command, recipe))}")
     return last
 
 

@@ -53,6 +53,19 @@ def make_schedule(recipe: Recipe) -> Schedule:
     return schedule
 
 
+def decay_end(recipe: Recipe) -> int | None:
+    """Return the step at which the decay of the learning rate ends; None: the schedule has no end."""
+    config = recipe.optimizer
+    if config.schedule not in ("cosine", "wsd"):
+        return None
+    return recipe.training.steps if config.decay_steps is None else config.decay_steps
+
+
+def learning_rates(recipe: Recipe, *counts: int) -> list[float]:
+    """Return the learning rates of the updates after these numbers of previous updates."""
+    return jax.jit(make_schedule(recipe))(jnp.asarray(counts)).tolist()
+
+
 def _constant(config: OptimizerConfig, steps: int, number: jax.Array) -> jax.Array:
     return jnp.ones_like(number)
 

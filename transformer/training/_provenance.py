@@ -12,7 +12,7 @@ from typing import Any
 
 from transformer.config._checks import ConfigError
 from transformer.data._tokenizer import Tokenizer
-from transformer.training._allowed_changes import allowable
+from transformer.training._allowed_changes import allowable, schedule_change
 from transformer.training._checkpoint import load_items
 from transformer.training._manifest import find_steps
 from transformer.training._recipe import FILE, Change, Recipe, difference, from_json
@@ -84,7 +84,8 @@ def check_recipe_of_command(
     """
     fault = f"{workdir} contains a run that differs from this command in"
     remedy = "Remove these overrides to resume it, or pass another --workdir to start a new run."
-    return _check_same(old, new, fault, remedy, allow_change)
+    step = max(find_steps(Path(workdir) / "checkpoints"), default=0)
+    return _check_same(old, new, step, fault, remedy, allow_change)
 
 
 def check_unchanged(
@@ -117,7 +118,8 @@ def check_unchanged(
             fault = f"{place} was changed: it differs from the recipe of the checkpoint {trained.path}"
             words = ["cp", str(trained.path / (trained.recipe_file or "")), str(place)]
             remedy = f"Restore it: {shlex.join(words)}"
-            _check_same(trained.recipe, recipe, f"{fault} in", remedy, allow_change, not allow_change)
+            step = int(trained.path.name)
+            _check_same(trained.recipe, recipe, step, f"{fault} in", remedy, allow_change, not allow_change)
     found = tokenizer_fingerprint(tokenizer)
     if None not in (trained.tokenizer, found) and found != trained.tokenizer:
         raise WorkdirError(
@@ -128,10 +130,13 @@ def check_unchanged(
 
 
 def _check_same(
-    old: Recipe, new: Recipe, fault: str, remedy: str, allow_change: bool, names_flag: bool = True
+    old: Recipe, new: Recipe, step: int, fault: str, remedy: str, allow_change: bool, names_flag: bool = True
 ) -> list[Change]:
-    """Return the fields that differ and may; WorkdirError for others. `names_flag`: it mentions --allow-change."""
-    must_match, may_change = difference(old, new)
+    """Return the fields that differ and may after `step` steps; WorkdirError for others.
+
+    `names_flag`: the error mentions --allow-change.
+    """
+    must_match, may_change = schedule_change(old, new, step, *difference(old, new))
     optional = [change for change in must_match if allowable(change, new)]
     more = ""
     if allow_change:

@@ -357,9 +357,11 @@ class Change:
     field: str
     old: Any
     new: Any
+    effect: str = ""
+    """what the change does, if that is not obvious"""
 
     def __str__(self):
-        return f"{self.field}: {self.old!r} -> {self.new!r}"
+        return f"{self.field}: {self.old!r} -> {self.new!r}" + (f" ({self.effect})" if self.effect else "")
 
 
 def difference(old: Recipe, new: Recipe) -> tuple[list[Change], list[Change]]:

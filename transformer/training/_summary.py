@@ -219,12 +219,9 @@ def render_stopped(summary: Summary) -> str:
     )
 
 
-def render_finished(summary: Summary) -> str:
-    """Return the text that is printed when all steps were done before."""
-    return (
-        f"this run is finished: {summary.step} of {summary.steps} steps are done. To train it longer:\n"
-        f"  {summary.command} --training.steps {2 * summary.steps}"
-    )
+def render_finished(summary: Summary, extend: str) -> str:
+    """Return the text that is printed when all steps were done before; `extend` says how to train longer."""
+    return f"this run is finished: {summary.step} of {summary.steps} steps are done. {extend}"
 
 
 def _time(seconds: float) -> str:
