@@ -129,8 +129,7 @@ def conditional_loss(seen: np.ndarray, model: np.ndarray) -> float:
 
 def outcome(workdir: Path, summary: Summary) -> dict[str, Any]:
     """Return the results to store of a run: sizes, loss curve, and a generated text."""
-    if summary.stop_code is not None:
-        raise SystemExit(summary.exit_code)  # a signal stopped this run; the next call resumes it
+    summary.exit_if_stopped()  # the next call resumes the run
     records = read_metrics(workdir / "metrics.jsonl")
 
     return {

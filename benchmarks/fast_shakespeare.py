@@ -121,8 +121,7 @@ def main() -> None:
                 evaluation=dataclasses.replace(recipe.evaluation, samples=0, sample_tokens=20),
             )
             summary = train(recipe, ROOT / "runs" / "shakespeare_fast" / f"{name}-seed{seed}")
-            if summary.stop_code is not None:
-                raise SystemExit(summary.exit_code)  # a signal stopped this run; the next call resumes it
+            summary.exit_if_stopped()  # the next call resumes the run
             results["runs"].setdefault(name, {})[str(seed)] = {
                 "eval_loss": round(summary.eval_loss, 4),
                 "parameters": summary.parameters,

@@ -43,7 +43,7 @@ def main(workdir: str = "runs/gender_agreement", steps: int = 300) -> dict[str, 
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=30),
         training=TrainingConfig(steps=steps),
     )
-    train(recipe, workdir)
+    train(recipe, workdir).exit_if_stopped()
     run, prompts = load_run(workdir), [f"{dish} se cocinó {pot} y estaba" for dish, pot in sorted(UNSEEN)]
     ids = [run.tokenizer.encode(prompt) for prompt in prompts]
     words = generate(run.model, run.params, ids, max_new_tokens=1, sampling=Sampling(temperature=0.0))

@@ -108,7 +108,7 @@ def test_stopped_anywhere_equals_never_stopped_bit_for_bit(folder, finished, mon
 
     trouble.plan("save", 1, lambda: trouble.send(signal.SIGTERM))  # while step 4 is saved
     summary = train(recipe, workdir, command="the command")
-    assert (summary.step, summary.exit_code) == (4, 143)
+    assert (summary.step, summary.exit_code, summary.stopped) == (4, 143, True)
     said = capsys.readouterr().out
     assert "stopped at step 4 of 12; everything is saved" in said
     assert said.rstrip().endswith("the command")
@@ -186,6 +186,31 @@ def test_finished_says_so_and_how_to_go_on(folder, finished, capsys):
     assert "python train.py tiny --training.steps 24" in said
     assert "eval loss" in said
     assert lines(finished) == before
+
+
+def test_a_script_of_several_runs_notices_a_signal(folder, finished, monkeypatch):
+    """`train` returns after a signal, also if the run was finished before, or a signal comes after its report."""
+
+    class Signaled(StopSignal):
+        def __enter__(self):
+            self.requested, self.signum = True, signal.SIGTERM
+            return self
+
+    summary = train(text_recipe(folder), finished)
+    assert not summary.stopped
+    summary.exit_if_stopped()
+    monkeypatch.setattr(loop, "StopSignal", Signaled)
+    summary = train(text_recipe(folder), finished)
+    assert (summary.finished, summary.stopped) == (True, True)
+    with pytest.raises(SystemExit) as ended:
+        summary.exit_if_stopped()
+    assert ended.value.code == 143
+    assert not train_stats_say_stopped(finished)
+
+
+def train_stats_say_stopped(workdir):
+    """Return whether summary.json records a signal, which would be printed by later calls."""
+    return json.loads((workdir / "summary.json").read_text())["stop_code"] is not None
 
 
 def test_more_steps_go_on_and_changes_are_printed(folder, finished, capsys):

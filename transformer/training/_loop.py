@@ -84,6 +84,9 @@ def train(
 ) -> Summary:
     """Train a recipe in a workdir to its last step or until a signal. An existing run is resumed, bit for bit.
 
+    SIGTERM and Ctrl-C do not end the program: the run is saved, and this function returns. A script that goes on, for
+    example with the next run, calls `exit_if_stopped()` of the result, or looks at its `stopped`.
+
     The workdir contains recipe.json, calls.jsonl, tokenizer/, checkpoints/, first_checkpoint.json, metrics.jsonl,
     tensorboard/, samples.txt, loss.png, summary.json and, with `profile`, profile/. All processes of one run
     (`parallel.coordinator`) make the same call, with one workdir that all can see.
@@ -102,6 +105,9 @@ def train(
         temporary: the caller removes the workdir after the run, so that the printed summary does not point into it.
         allow_change: resume although the learning rate, the batch size or other fields differ that keep the shapes of
             the parameters and the order of the data. The result then differs from that of an uninterrupted run.
+
+    Returns:
+        The outcome: the number of steps, measures, and whether a signal stopped the run.
 
     Raises:
         ValueError: the recipe or the data is invalid, or the workdir contains another run.
@@ -144,7 +150,7 @@ def train(
         about = {"name": recipe.name, "workdir": str(workdir), "command": command, "task": recipe.task}
         summary = Summary(**about, temporary=temporary, steps=steps, parameters=count_parameters(shapes))
         print(_model_lines(recipe, model, summary.parameters, state))
-        if finished := _finished_before(recipe, summary, step, ledger):
+        if finished := _finished_before(recipe, summary, step, ledger, stopping):
             return finished
         speed, where = Speed(recipe, shapes, placement), f"resuming from step {step}" if step else "a new run"
         print(f"{speed}\nworkdir: {workdir}, {where}, to step {steps}", flush=True)
@@ -282,13 +288,15 @@ def _long_step_note(recipe: Recipe) -> str:
     )
 
 
-def _finished_before(recipe: Recipe, summary: Summary, step: int, ledger: TrainStats) -> Summary | None:
+def _finished_before(
+    recipe: Recipe, summary: Summary, step: int, ledger: TrainStats, stopping: processes.SharedStop
+) -> Summary | None:
     """Print the summary of an already finished run again and return it; None if the run is not finished."""
     last = read_summary(summary.workdir) or summary
     if not processes.first_decides(lambda: step >= summary.steps and ledger.evaluated >= step and last.step == step):
         return None
     print(f"{render(last)}\n{render_finished(last, how_to_extend(summary.command, recipe))}")
-    return last
+    return dataclasses.replace(last, stop_code=stopping.exit_code)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -464,7 +472,7 @@ class _Training:
             print(render(summary))
         else:
             print(render_stopped(summary))
-        return summary
+        return dataclasses.replace(summary, stop_code=self.stopping.exit_code)  # a signal may have come meanwhile
 
     def _measured(self, summary: Summary) -> Summary:
         """Return the summary with measures and texts of the best saved model; unchanged after a signal."""

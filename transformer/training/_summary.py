@@ -86,6 +86,20 @@ class Summary:
         return self.step >= self.steps
 
     @property
+    def stopped(self) -> bool:
+        """Whether SIGTERM or Ctrl-C stopped the run, so that the script should end, too."""
+        return self.stop_code is not None
+
+    def exit_if_stopped(self) -> None:
+        """End the process with `exit_code` if a signal stopped the run; for scripts that go on after `train`.
+
+        Raises:
+            SystemExit: a signal stopped the run.
+        """
+        if self.stop_code is not None:
+            raise SystemExit(self.stop_code)
+
+    @property
     def measures(self) -> dict[str, float]:
         """Final measures by name, for metrics.jsonl."""
         values = {f"eval/exact_match{group and '/' + group}": score.rate for group, score in self.exact_match.items()}
