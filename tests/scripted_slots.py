@@ -4,6 +4,7 @@ import hashlib
 
 import numpy as np
 
+from transformer.generate._constraints import packed
 from transformer.generate._row_steps import Steps
 from transformer.generate._rows import MOST_STEPS, MOST_TOP
 from transformer.serve._slots import PAGE_SIZE, SlotPages
@@ -42,6 +43,25 @@ def text_of(request):
             return tokens, "stop"
         tokens.append(token)
     return tokens, "length"
+
+
+class Counting:
+    """A constraint that depends on the number of tokens: the remainder of each id by 3, and the end after `length`."""
+
+    def __init__(self, vocab_size, length):
+        self.vocab_size, self.end_ids, self._left = vocab_size, (2,), length
+        self.length = length
+
+    def ids(self):
+        return np.arange(6 + self._left % 3, LAST_ID, 3) if self._left else np.array(self.end_ids)
+
+    def allowed(self):
+        return packed(self.ids(), self.vocab_size)
+
+    def accept(self, token):
+        if token not in self.ids():
+            raise ValueError("a token that was not allowed")
+        self._left -= 1
 
 
 class _Row:

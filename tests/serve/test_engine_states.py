@@ -7,11 +7,10 @@ import collections
 import dataclasses
 import random
 
-import numpy as np
 import pytest
 from scripted_slots import (
     CHUNK,
-    LAST_ID,
+    Counting,
     ScriptedSlots,
     among,
     log_probability,
@@ -21,7 +20,6 @@ from scripted_slots import (
 )
 from serve_parts import tiny_parts
 
-from transformer.generate._constraints import packed
 from transformer.serve import Engine, QueueFullError, Request
 from transformer.serve._slots import PAGE_SIZE
 
@@ -37,25 +35,6 @@ def parts():
 def make(parts, monkeypatch):
     monkeypatch.setattr("transformer.serve._engine.Slots", ScriptedSlots)
     return lambda **options: Engine(*parts, **({"slots": 3, "positions": POSITIONS} | options))
-
-
-class Counting:
-    """A constraint that depends on the number of tokens: the remainder of each id by 3, and the end after `length`."""
-
-    def __init__(self, vocab_size, length):
-        self.vocab_size, self.end_ids, self._left = vocab_size, (2,), length
-        self.length = length
-
-    def ids(self):
-        return np.arange(6 + self._left % 3, LAST_ID, 3) if self._left else np.array(self.end_ids)
-
-    def allowed(self):
-        return packed(self.ids(), self.vocab_size)
-
-    def accept(self, token):
-        if token not in self.ids():
-            raise ValueError("a token that was not allowed")
-        self._left -= 1
 
 
 class Client:
@@ -227,6 +206,15 @@ def test_a_preempted_text_delivers_each_token_once(make):
     for number, request in enumerate(requests):
         assert len(client.tokens[number]) == 100
         _check_tokens(request, client.tokens[number], client.finish[number])
+
+
+def test_a_preempted_text_comes_before_those_that_wait(make):
+    """It came before them; otherwise, a long text could wait for ever."""
+    engine = make(slots=2, cache_tokens=POSITIONS)
+    client = Client(engine)
+    client.submit(*(Request(prompt=[5 + number] * 20, max_tokens=100, seed=number) for number in range(3)))
+    assert list(client.finished().finish) == [0, 1, 2]
+    assert engine.metrics.preemptions
 
 
 def test_a_preempted_text_can_be_left_or_stopped(make):
