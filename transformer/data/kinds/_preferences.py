@@ -245,8 +245,8 @@ class PreferenceDataset(Dataset):
             self._left_out += len(pairs) - len(kept)
             if not kept:
                 raise ValueError(
-                    f"no {split} preference fits, from {rows[0].place} on: every prompt has {config.max_length} "
-                    f"tokens or more, which leaves no place for a response. Raise --data.max-length."
+                    f"no {split} preference fits, from {rows[0].place} on: in the first {config.max_length} tokens "
+                    f"(max_length), a response is missing or both are the same. Raise --data.max-length."
                 )
             self._texts[split] = [one for one, _ in kept]
             self._tokens[split] = Ragged(part.ids for _, pair in kept for part in pair)  # chosen, rejected, chosen, ...
@@ -269,7 +269,7 @@ class PreferenceDataset(Dataset):
         sizes = ", ".join(f"{len(rows):,} {split}" for split, rows in self._texts.items())
         longest = max(ragged.longest for ragged in self._tokens.values())
         cut = f", {self._truncated:,} responses truncated" if self._truncated else ""
-        cut += f", {self._left_out:,} pairs left out because of long prompts" if self._left_out else ""
+        cut += f", {self._left_out:,} pairs left out that differ only after max_length" if self._left_out else ""
         return (
             f"{self.config.kind}: {sizes} pairs; up to {longest} tokens{cut}, vocabulary of "
             f"{self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
