@@ -507,7 +507,8 @@ def routed_program(moe):
     model = CausalLM(TINY.replace(**{"stack.period": (LayerKind(moe=moe),)}))
 
     def run(tokens):
-        return model.init_with_output(jax.random.key(0), tokens, method=CausalLM.with_aux)
+        # A training step, in which experts can have a capacity.
+        return model.init_with_output(jax.random.key(0), tokens, deterministic=False, method=CausalLM.with_aux)
 
     return text_of(jax.make_jaxpr(run)(np.zeros((2, 5), np.int32)))
 
