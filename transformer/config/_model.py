@@ -143,7 +143,8 @@ class TransformerConfig:
     dtype: Dtype = "float32"
     """dtype of activations and matrix multiplications"""
     param_dtype: Dtype = "float32"
-    """dtype of parameters"""
+    """dtype of parameters; those of 16 bits are updated in float32 and rounded stochastically (Zamirai et al. 2020,
+    arXiv 2010.06192)"""
     attention: AttentionOptions = AttentionOptions()
     """attention layers: head sizes, biases, scaling and capping of scores, latent attention"""
     rotary: RotaryOptions = RotaryOptions()

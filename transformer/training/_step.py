@@ -23,6 +23,7 @@ from transformer.training._distillation import TEACHER_HIDDEN, Teaching
 from transformer.training._losses import Batch, Scalar
 from transformer.training._optimizers import AVERAGED, make_optimizer, make_schedule
 from transformer.training._recipe import Recipe, build_model, build_teacher
+from transformer.training._rounding import STREAM, rounded_like, widened
 from transformer.training._settings import TrainingConfig
 from transformer.training._state import TrainState, in_dtypes_of, model_params, wide_dtype
 from transformer.training._task_base import Outputs, Sums
@@ -63,6 +64,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
         # Gradient of the mean loss over the whole batch. The dropout key is a function of the seed and the step alone,
         # so that a resumed run draws the same dropout masks as an uninterrupted one.
         key = jax.random.fold_in(jax.random.key(training.seed), state.step)
+        rounding = jax.random.split(jax.random.fold_in(key, STREAM))  # the same for all replicas
         if axis_name is not None:  # otherwise all replicas would apply the same dropout mask to different rows
             key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
         (loss_sum, sums), gradients = _summed_gradients(loss, state, batch, key, training.accumulation)
@@ -87,8 +89,13 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
             total, sums = loss(params, state, rows, key)
             return total / jnp.maximum(sums["weight"], 1e-9)
 
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params, obj_fn=mean_loss)
-        params = TASKS[recipe.task].limited(recipe.model, optax.apply_updates(state.params, updates))
+        # In float32, also if parameters are stored in 16 bits, where most updates are smaller than half the distance of
+        # two numbers.
+        gradients, wide, opt_state = map(widened, (gradients, state.params, state.opt_state))
+        updates, opt_state = optimizer.update(gradients, opt_state, wide, obj_fn=mean_loss)
+        params = TASKS[recipe.task].limited(recipe.model, optax.apply_updates(wide, updates))
+        params = rounded_like(state.params, params, rounding[0])
+        opt_state = rounded_like(state.opt_state, opt_state, rounding[1])
         weight_squares = _squares(params)
 
         # The update is applied only if every value is finite and the loss is not above the limit. A sum of squares is
