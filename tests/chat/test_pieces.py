@@ -110,13 +110,21 @@ def test_the_time_per_token_does_not_grow():
 @settings(max_examples=200, **QUIET)
 @given(st.lists(st.text("ab#", max_size=4), max_size=8), st.lists(st.text("ab#", min_size=1, max_size=3), max_size=3))
 def test_stop_strings(pieces, stop):
-    """The text ends before the first stop string, wherever the pieces end."""
+    """The text ends before the first stop string that is complete, wherever the pieces end."""
     whole = "".join(pieces)
-    ends = [whole.find(one) for one in stop if one in whole]
+    begun = (whole[:end] for end in range(len(whole) + 1))
+    starts = next((found for text in begun if (found := [text.find(one) for one in stop if one in text])), [])
     strings = StopStrings(stop)
     got = "".join(strings.add(piece) for piece in pieces)
-    assert strings.stopped == bool(ends)
-    assert got + strings.finish() == (whole[: min(ends)] if ends else whole)
+    assert strings.stopped == bool(starts)
+    assert got + strings.finish() == (whole[: min(starts)] if starts else whole)
+
+
+@pytest.mark.parametrize("pieces", [["abc"], ["ab", "c"], ["a", "bc"], ["a", "b", "c"]])
+def test_of_two_stop_strings_the_first_to_end_counts(pieces):
+    """A step can generate several tokens (speculative decoding), and the text must stay the same."""
+    strings = StopStrings(["abc", "b"])
+    assert "".join(strings.add(piece) for piece in pieces) + strings.finish() == "a"
 
 
 def test_text_that_is_no_stop_string_is_not_held_back():

@@ -12,6 +12,7 @@ import pytest
 from transformer.config import ConfigError
 from transformer.generate import Sampling, sample
 from transformer.generate._rows import RowSampling
+from transformer.generate._sampling import gumbel_noise
 
 ROWS = 4096
 LOGITS = np.random.default_rng(0).normal(0.0, 1.5, 23).astype(np.float32)
@@ -95,6 +96,18 @@ def test_order_of_the_filters(sampling, support):
 def test_greedy_takes_the_first_of_equals(sampling, seed):
     logits = np.array([1.0, 3.0, 2.0, 3.0, 3.0], np.float32)
     assert set(drawn(logits, sampling, seed)) == {1}
+
+
+def test_noise_is_fine_enough_for_rare_tokens():
+    """With 23 random bits, the largest of a million values repeat, and tokens below 1e-7 are almost never sampled."""
+    count = 2**20
+    noise = np.asarray(jax.jit(gumbel_noise, static_argnums=1)(jax.random.key(0), (count,)))
+    assert np.isfinite(noise).all()
+    high = noise[noise > 9.0]
+    assert len(set(high.tolist())) >= len(high) - 1
+    for limit in (-2.0, 0.0, 2.0, 5.0, 9.0):  # P(noise > x) = 1 - exp(-exp(-x))
+        share = -math.expm1(-math.exp(-limit))
+        assert abs((noise > limit).sum() - count * share) < 4 * math.sqrt(count * share * (1 - share))
 
 
 def test_a_tiny_temperature_is_greedy_and_finite():

@@ -58,7 +58,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Ends a text before the first of some strings, even if it arrives in several pieces.
+    """Ends a text before the first of some strings that is complete, regardless of the pieces in which it arrives.
 
     Raises:
         ConfigError: a stop string is empty or no text.
@@ -78,10 +78,11 @@ class StopStrings:
         if self.stopped:
             return ""
         text = self._held + piece
-        found = [place for one in self._stop if (place := text.find(one)) >= 0]
+        # The first to end, as if each character came alone: of "b" and "abc", the text "abc" ends before "b".
+        found = [(place + len(one), place) for one in self._stop if (place := text.find(one)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         longest = max(map(len, self._stop), default=1) - 1
         held = next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
         self._held = text[len(text) - held :]

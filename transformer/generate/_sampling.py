@@ -187,7 +187,7 @@ def choose(
         # and score = log(p / p_max), which is what min-p compares, without a softmax.
         scores = (logits - top) / choice.temperature
         # Gumbel-max: argmax_i (score_i + g_i), with independent Gumbel noise g_i, has the distribution softmax(score).
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:]))(keys)
+        noise = jax.vmap(lambda key: gumbel_noise(key, scores.shape[1:]))(keys)
         ids = None
         if choice.candidates is not None:
             scores, ids = jax.lax.top_k(scores, choice.candidates)  # sorted; for ties the lower id first
@@ -198,6 +198,20 @@ def choose(
         tokens = drawn if ids is None else jnp.take_along_axis(ids, drawn[:, None], axis=-1)[:, 0]
     # The maximum is NaN if any logit is NaN, +inf if any is +inf, and -inf if all are -inf.
     return jnp.where(jnp.isfinite(top[:, 0]), tokens, -1).astype(jnp.int32)
+
+
+def gumbel_noise(key: PRNGKey, shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """Return independent Gumbel noise: -ln E, where E = -ln(1 - u) is exponential and u uniform.
+
+    Rare tokens need large noise, which is that of u near 0. There, float32 has all values of 32 random bits, so that
+    tokens with a probability of 1e-9 are sampled as often as they should be. `jax.random.gumbel` uses 23 bits, and of u
+    near 1: its noise is at most 16, so that tokens below 1e-7 are almost never sampled, which together can have a
+    percent of the probability of a large vocabulary.
+    """
+    bits = jax.random.bits(key, shape, jnp.uint32)
+    # The middle of each of the 2^32 intervals of u, so that u is not 0; and not 1, to which float32 would round.
+    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-uniform))
 
 
 def _filtered(scores: Float[Array, "B C"], choice: SamplerParams) -> Float[Array, "B C"]:

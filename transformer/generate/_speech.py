@@ -16,6 +16,7 @@ from transformer.generate._decoding import (
     prefill,
     with_unstacked_layers,
 )
+from transformer.generate._sampling import gumbel_noise
 from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey
 from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText
 
@@ -189,7 +190,7 @@ def decode_window(
         logits = logits.astype(jnp.float32)
         finite = jnp.isfinite(logits.max(-1)).all()
         logits = apply_rules(logits, state, rules, timestamps)
-        noise = jax.random.gumbel(jax.random.fold_in(key, state.step), (batch, vocab_size))
+        noise = gumbel_noise(jax.random.fold_in(key, state.step), (batch, vocab_size))
         # Gumbel-max sampling: argmax of logits / temperature + noise; without noise at temperature 0.
         scores = jnp.where(temperature > 0, logits / jnp.where(temperature > 0, temperature, 1.0) + noise, logits)
         tokens = jnp.argmax(scores, -1).astype(jnp.int32)
