@@ -35,7 +35,7 @@ def rounded_like(old: Any, new: Any, key: PRNGKey) -> Any:
     values = structure.flatten_up_to(new)
     pairs = enumerate(zip(leaves, values, strict=True))
     return structure.unflatten(
-        _rounded(value, leaf.dtype, jax.random.fold_in(key, i)) if _is_narrow(leaf) else value
+        _rounded(value, leaf.dtype, jax.random.fold_in(key, i)) if _is_narrow(leaf) and not _is_narrow(value) else value
         for i, (leaf, value) in pairs
     )
 

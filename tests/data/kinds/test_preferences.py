@@ -102,13 +102,16 @@ def test_no_message_of_the_prompt_is_lost_or_written_twice(tmp_path, prompt, bef
 def test_long_responses_are_truncated_and_long_prompts_left_out(tmp_path):
     rows = [*TEXTS, {"prompt": "is 1 odd? " * 9, "chosen": " yes", "rejected": " no"}]
     dataset = prepared(tmp_path, [rows[-1], *rows[:-1]], max_length=13)
-    assert "1 pairs left out because of long prompts" in dataset.describe()
+    assert "1 pairs left out" in dataset.describe()
     assert "4 responses truncated" in dataset.describe()
     assert dataset._size("train") == 3
     for batch in dataset.eval_batches():
         assert (batch["weights"].sum(-1) > 0)[: len(batch["weights"]) // 16 or 1].all()
     with pytest.raises(ValueError, match=r"--data.max-length"):
         prepared(tmp_path, TEXTS, max_length=4)
+    late = {"prompt": "is 1 odd?", "chosen": " yes" * 9 + "!", "rejected": " yes" * 9 + "?"}
+    with pytest.raises(ValueError, match=r"13 tokens.*both are the same.*--data.max-length"):
+        prepared(tmp_path, [late] * 4, max_length=13)
 
 
 GOOD = TEXTS[0]

@@ -225,7 +225,7 @@ class PreferenceDataset(Dataset):
     """Pairs of sequences, the prompt with the chosen and with the rejected response, padded on the right to max_length.
 
     A batch has `tokens`, `targets` and `weights` (B, 2, T); the weights are 1 for the tokens of the responses, with the
-    end token. Pairs whose prompt leaves no place for a response are left out.
+    end token. Pairs without two different responses in max_length tokens are left out.
 
     Raises:
         ValueError: all pairs of a split are left out, a message is invalid, or both responses have the same tokens.
