@@ -15,10 +15,11 @@ from transformer.config import Execution, TransformerConfig
 from transformer.data import Preferences
 from transformer.nn._adapted import NF4, Adapted
 from transformer.nn._int8 import Int8
+from transformer.nn.models._dual import PairLogits
 from transformer.training import DPO, GRPO, CheckpointConfig, EvaluationConfig, LoRA, OptimizerConfig, TrainingConfig
 from transformer.training import _loop as loop
 from transformer.training import _report as report
-from transformer.training._losses import cross_entropy
+from transformer.training._losses import cross_entropy, matched_by_sigmoid, matched_by_softmax
 from transformer.training._optimizers import make_optimizer, make_schedule
 from transformer.training._policy_gradient import policy_loss
 from transformer.training._preference import PreferenceLoss
@@ -321,3 +322,17 @@ def test_smoothing_and_z_loss_are_of_training_alone(task):
     found, (plain, smooth, z) = jax.device_get(losses(logits, batch))
     np.testing.assert_allclose(found, [plain, plain, smooth, z], rtol=1e-6)
     assert len({round(float(loss), 3) for loss in (plain, smooth, z)}) == 3
+
+
+def test_the_similarity_of_the_model_decides_the_loss_of_pairs():
+    logits, weights = np.random.default_rng(0).normal(size=(5, 5)).astype(np.float32), np.ones(5, np.float32)
+
+    @jax.jit
+    def losses(logits, weights):
+        given = (PairLogits(logits, name) for name in ("softmax", "sigmoid"))
+        found = [TASKS["contrastive"].loss(one, {"weights": weights}, None)[0] for one in given]
+        return found, [matched_by_softmax(logits, weights)[0], matched_by_sigmoid(logits, weights)[0]]
+
+    found, expected = jax.device_get(losses(logits, weights))
+    assert found == expected
+    assert abs(expected[0] - expected[1]) > 0.1
