@@ -156,6 +156,17 @@ def test_planted_faults_change_the_named_part_of_their_line(monkeypatch, tmp_pat
     assert "g(é, a)" not in str(caught.value)
 
 
+def test_the_list_of_planted_faults_names_files_and_tests():
+    """Whether their lines are still in the code is reported by the program, so that they can be changed freely."""
+    faults = json.loads((mutants.ROOT / "reliability" / "planted.json").read_text(encoding="utf-8"))
+    assert len(faults) >= 100
+    for fault in faults:
+        assert fault["tests"]
+        assert all((mutants.ROOT / name).is_file() for name in [fault["path"], *fault["tests"]]), fault["option"]
+        assert fault["before"] in fault["code"]
+        assert fault["before"] != fault["after"]
+
+
 def test_the_innermost_function_is_compared_with_the_tests():
     text = "x = 1\ndef f():\n    def g():\n        return x\n    return g\n"
     assert [mutants.enclosing(text, line).strip().partition("\n")[0] for line in (1, 2, 4, 5)] == [
