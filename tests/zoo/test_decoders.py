@@ -1,5 +1,6 @@
 """Decoder families (Mistral, Qwen, Gemma, Mixtral, GPT-NeoX, OLMo 2, Phi-3): config fields and tensors of files."""
 
+import contextlib
 import itertools
 import math
 
@@ -10,9 +11,12 @@ import pytest
 from golden import case as golden_case
 from golden import ours
 from golden.case import numbers
+from kernel_parts import put
 
 from transformer.config import LayerKind, MoE, RotaryScaling, TransformerConfig
 from transformer.config._layer_patterns import fold
+from transformer.nn._masks import Mask
+from transformer.nn.models import CausalLM, Embedder
 from transformer.zoo import ENTRIES, load_pretrained
 from transformer.zoo.weights._files import write_weights
 from transformer.zoo.weights._rules import layer_kinds
@@ -217,6 +221,37 @@ def test_buffers_of_published_files_are_not_needed(tmp_path, family):
     write_weights(tmp_path / "published", record["config"], tensors | more)
     loaded, plain = load_pretrained(tmp_path / "published"), load_pretrained(ours.write(tmp_path / "plain", record))
     jax.tree.map(np.testing.assert_array_equal, loaded.params, plain.params)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_base_model_of_a_language_model(tmp_path, family, tied):
+    """As in the files of Qwen3-Embedding, whose config.json names the language model."""
+    record = golden_case.golden(family)["lm"]
+    tensors = {
+        name: numbers(name, tuple(shape)) for name, shape in record["tensors"].items() if name != "lm_head.weight"
+    }
+    config = record["config"] | {"tie_word_embeddings": tied}
+    head = {} if tied else {"lm_head.weight": numbers("lm_head.weight", tensors["model.embed_tokens.weight"].shape)}
+    write_weights(tmp_path / "whole", config, tensors | head)
+    write_weights(tmp_path / "base", config, {name.removeprefix("model."): array for name, array in tensors.items()})
+    whole = load_pretrained(tmp_path / "whole")
+    with (
+        contextlib.nullcontext() if tied else pytest.warns(UserWarning, match=r"lm_head\.weight.*Model.*architecture=")
+    ):
+        base = load_pretrained(tmp_path / "base")
+    assert isinstance(base.model, CausalLM if tied else Embedder)
+    tokens, lengths = put(np.arange(1, 11).reshape(2, 5)), np.array([5, 3])
+    hidden = jax.jit(lambda params: whole.model.apply({"params": params}, tokens, method="hidden"))(whole.params)
+
+    @jax.jit
+    def states(params):
+        if tied:
+            return base.model.apply({"params": params}, tokens, method="hidden")
+        return base.model.apply({"params": params}, tokens, mask=Mask.lengths(put(lengths)))
+
+    expected = np.asarray(hidden) if tied else np.asarray(hidden)[np.arange(2), lengths - 1]
+    np.testing.assert_allclose(states(base.params), expected, atol=1e-5)
 
 
 def test_published_fields_that_change_nothing_are_read():

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.nn.models._causal_lm import CausalLM
-from transformer.nn.models._encoders import Classifier
+from transformer.nn.models._encoders import Classifier, Embedder
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Labels, Rope
 from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm
@@ -130,9 +130,22 @@ LANGUAGE_MODEL = Head(model=CausalLM, rules=(Rule("lm_head.weight", "output/kern
 """Language model whose output map has the usual name."""
 
 
+HIDDEN_STATES = Head(
+    model=Embedder,
+    base=True,
+    constants={"attention.causal": True, "output.pooling": "last"},
+    ignored=(r"lm_head\.weight",),
+)
+"""Decoder without an output map, whose hidden state at the last non-padding token represents the text."""
+
+
 def decoder_heads(name: str) -> dict[str, Head]:
-    """Return a language model and a last-token classifier, with the class names of the reference."""
-    return {f"{name}ForCausalLM": LANGUAGE_MODEL, f"{name}ForSequenceClassification": LAST_TOKEN}
+    """Return a language model, a last-token classifier and the base model, with the class names of the reference."""
+    return {
+        f"{name}ForCausalLM": LANGUAGE_MODEL,
+        f"{name}ForSequenceClassification": LAST_TOKEN,
+        f"{name}Model": HIDDEN_STATES,
+    }
 
 
 def decoder_family(reference: str, **facts: Any) -> Family:
@@ -142,7 +155,12 @@ def decoder_family(reference: str, **facts: Any) -> Family:
         reference: prefix of the class names in the reference.
         **facts: fields of `Family` that override those of Llama.
     """
-    alike = {"heads": decoder_heads(reference), "constants": DECODER_CONSTANTS, "rules": decoder_rules}
+    alike = {
+        "heads": decoder_heads(reference),
+        "constants": DECODER_CONSTANTS,
+        "rules": decoder_rules,
+        "prefix": "model.",
+    }
     return Family(**alike | {"copies": COPIES} | facts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from transformer.zoo.weights._loading import (
     saved_tensors,
 )
 from transformer.zoo.weights._quantized import FIELD
-from transformer.zoo.weights._rules import Link, uncovered
+from transformer.zoo.weights._rules import Link, Rule, uncovered
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Supported dtypes of parameters."""
@@ -185,6 +186,8 @@ def _load(
     name, head = family.head_of(values)
     if _is_untied(files, family, head):
         values = values | {"tie_word_embeddings": False}
+    if architecture is None and (base := _base_of(files, family, values, head)) is not None:
+        name, head = base
     config = family.with_optional(family.read(values, head), head, files.tensors)
     usual = usual_dtype(files.tensors) if packed is None else values.get("dtype", "float32")
     dtype = check_dtype(usual if dtype is None else dtype)
@@ -225,6 +228,31 @@ def verify(directory: str | os.PathLike) -> float:
         )
     loaded = load_pretrained(directory, dtype=example_dtype(directory, example))
     return compare_example(directory, example, loaded.model, loaded.params)
+
+
+def _base_of(files: WeightFiles, family: Family, values: Mapping[str, Any], head: Head) -> tuple[str, Head] | None:
+    """Return the base model and its name, if the files contain a base model under the name of one with a head.
+
+    An example is Qwen/Qwen3-Embedding-8B. A language model with tied embeddings needs no tensors of its own.
+    """
+    bases = [(name, one) for name, one in family.heads.items() if one.base]
+    config = family.read(values, head)
+    if len(bases) != 1 or config.embedding.tie:
+        return None
+    own, others = _tensors_of(head.rules), {family.without_prefix(name) for name in _tensors_of(family.rules(config))}
+    has_prefix = any(name.startswith(family.prefix) for name in files.tensors)
+    if has_prefix or not own or not own.isdisjoint(files.tensors) or others.isdisjoint(files.tensors):
+        return None
+    warnings.warn(
+        f"{files.directory} has no {', '.join(sorted(own))}, so it is loaded as {bases[0][0]}, which has no head: for "
+        "embeddings. Pass architecture= for another one.",
+        stacklevel=2,
+    )
+    return bases[0]
+
+
+def _tensors_of(rules: Sequence[Rule]) -> set[str]:
+    return {name for one in rules for name in ([one.tensors] if isinstance(one.tensors, str) else one.tensors)}
 
 
 def _is_untied(files: WeightFiles, family: Family, head: Head) -> bool:
