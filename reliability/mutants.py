@@ -337,9 +337,11 @@ def table(result: Mapping[str, Any]) -> str:
     counted = result["rows"]
     names = ("mutants", "killed", "same", "survived")
     total = {name: sum(row[name] for row in counted.values()) for name in names}
+    how = f"`make mutants MUTANTS={result['count']}`, seed {result['seed']}"
+    if result.get("planted"):
+        how = f"`python -m reliability.mutants --planted {result['planted']}`"
     lines = [
-        f"{where(result)}, {round(result['seconds'] / 60)} min: `make mutants MUTANTS={result['count']}`, seed "
-        f"{result['seed']}.",
+        f"{where(result)}, {round(result['seconds'] / 60)} min: {how}.",
         "",
         "| code | mutants | killed | the same program | survived |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -426,6 +428,7 @@ def main(arguments: list[str]) -> int:
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("pytest", "jax")},
         "count": options.count,
         "seed": options.seed,
+        "planted": options.planted and str(options.planted),
         "seconds": before + time.monotonic() - start,
         "rows": rows(results, reasons),
     }
