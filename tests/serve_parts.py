@@ -89,6 +89,8 @@ def scripted_service(tokenizer, texts, chat=None):
             deliver(number, Delta(text.add(ids) + text.finish(), tokens, finish="stop"))
         return [SimpleNamespace(cancel=lambda: None) for _ in requests]
 
-    engine = SimpleNamespace(tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, positions=99, submit=submit)
+    engine = SimpleNamespace(
+        tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, positions=99, queue_size=9, submit=submit
+    )
     engine.metrics = Metrics()
     return Service(engine=engine, name="tiny", sampling=Sampling(), eos_ids=(), chat=chat), seen

@@ -156,7 +156,11 @@ def test_options_of_a_translation(written, translator):
     got = written(*words_of(seed=7, max_new_tokens=9, **FIELDS), **call).named
     assert (got["sampling"], got["seed"], got["max_new_tokens"]) == (Sampling(**FIELDS), 7, 9)
     got = written(**call).named
-    assert (got["sampling"], got["seed"], got["max_new_tokens"]) == (Sampling(temperature=0.0), 0, 128)
+    assert (got["sampling"], got["seed"], got["max_new_tokens"]) == (
+        Sampling(temperature=0.0),
+        0,
+        None,
+    )  # the limit of the model
 
 
 @pytest.mark.programs(10, reason="the stream makes its cache outside of jit")

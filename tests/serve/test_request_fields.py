@@ -177,7 +177,8 @@ def test_a_line_of_a_batch_has_a_seed_of_its_name(tmp_path):
     def seeds(**body):
         line = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "a", **body}}
         (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"custom_id": i, **line}) + "\n" for i in "ab"))
-        return [json.loads(request.body)["seed"] for request in read_batch(tmp_path / "lines.jsonl")[0]]
+        with open(tmp_path / "lines.jsonl", "rb") as file:
+            return [json.loads(request.body)["seed"] for request in read_batch(file, "lines.jsonl")[0]]
 
     first, second = seeds()
     assert first != second
@@ -190,4 +191,5 @@ def test_every_field_has_a_test_here():
     tested = {*SAMPLING, "n", "seed", "stop", "stop_token_ids", "max_tokens", "max_completion_tokens", "logprobs"}
     tested |= {"top_logprobs", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "guided_regex"}
     elsewhere = {"model", "messages", "prompt", "stream", "stream_options", "response_format", "guided_json"}
+    elsewhere |= {"parse_special", "add_special_tokens"}
     assert tested | elsewhere == bodies._CHAT | bodies._TEXT

@@ -7,8 +7,8 @@ within the limits; then this process compiles it again, which costs the same and
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -67,9 +67,11 @@ class GrammarChecks:
     """
 
     def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int], bos_id: int | None, end_ids: Sequence[int]):
-        settings: dict[str, Any] = {"tokens": list(tokens), "special_ids": list(special_ids), "bos_id": bos_id}
+        # Latin-1 has a character for each byte.
+        settings: dict[str, Any] = {"tokens": [token.decode("latin-1") for token in tokens], "bos_id": bos_id}
+        settings["special_ids"] = list(special_ids)
         settings |= {"end_ids": list(end_ids), "path": [str(one) for one in sys.path], "limits": LIMITS}
-        self._settings = pickle.dumps(settings | {"seconds": SECONDS, "most_bytes": MOST_BYTES})
+        self._settings = settings | {"seconds": SECONDS, "most_bytes": MOST_BYTES}
         self._idle: deque[subprocess.Popen] = deque()
         self.close = weakref.finalize(self, _end_all, self._idle)
         """ends the processes that wait"""
@@ -83,7 +85,7 @@ class GrammarChecks:
         process = self._start() if not self._idle else self._idle.popleft()
         cancellation.watch(process)
         try:
-            answered = _ask(process, pickle.dumps(grammar))
+            answered = _ask(process, grammar)
         finally:
             cancellation.watch(None)
         if not answered:
@@ -111,10 +113,10 @@ class GrammarChecks:
         return process
 
 
-def _ask(process: subprocess.Popen, message: bytes) -> bool:
-    """Send a message and wait for its answer; return False if the process has ended."""
+def _ask(process: subprocess.Popen, message: Any) -> bool:
+    """Send a message as one line of JSON and wait for its answer; return False if the process has ended."""
     try:
-        left = memoryview(message)
+        left = memoryview(json.dumps(message).encode() + b"\n")
         while left:  # a pipe without a buffer takes a part at a time
             left = left[process.stdin.write(left) :]
         return process.stdout.read(1) == b"."

@@ -1,7 +1,7 @@
 """The program of a process that compiles grammars under limits of time and memory, for `_grammar_checks`.
 
 The parent process starts this file by its path, so that the process imports neither JAX nor this package: it starts in
-0.1 s. It sends pickled messages: first a dict with the settings and the vocabulary, then one grammar each as a text.
+0.1 s. It sends lines of JSON: first an object with the settings and the vocabulary, then one grammar each as a text.
 The answer to each is one byte, after the vocabulary is read or the grammar is compiled. If the process exceeds a
 limit, the operating system ends it, also within compiled code.
 """
@@ -9,8 +9,8 @@ limit, the operating system ends it, also within compiled code.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import pickle
 import resource
 import signal
 import sys
@@ -49,34 +49,34 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it computes
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     os.nice(5)  # generated texts go first
-    settings: dict[str, Any] = pickle.load(sys.stdin.buffer)
+    settings: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     sys.path[:] = settings["path"]
     import llguidance
 
     end_ids = settings["end_ids"]
-    vocabulary = Vocabulary(settings["tokens"], settings["special_ids"], settings["bos_id"], end_ids)
+    tokens = [token.encode("latin-1") for token in settings["tokens"]]
+    vocabulary = Vocabulary(tokens, settings["special_ids"], settings["bos_id"], end_ids)
     wrapped = llguidance.TokenizerWrapper(vocabulary)
     tokenizer = llguidance.LLTokenizer(wrapped, len(vocabulary.tokens), end_ids)
     limits = llguidance.LLParserLimits(**settings["limits"])
 
-    def compile(grammar: str) -> None:
+    def try_out(grammar: str) -> None:
         """Compile a grammar, and compute the mask of the first token. Errors are those of the parent, later."""
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
 
-    compile(llguidance.LLMatcher.grammar_from_regex(".*"))  # what every grammar needs does not count
+    try_out(llguidance.LLMatcher.grammar_from_regex(".*"))  # what every grammar needs does not count
     limit_memory(settings["most_bytes"])
     while True:
         sys.stdout.buffer.write(b".")
         sys.stdout.buffer.flush()
-        try:
-            grammar = pickle.load(sys.stdin.buffer)
-        except EOFError:
+        if not (line := sys.stdin.buffer.readline()):
             return
+        grammar = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, settings["seconds"])
         with contextlib.suppress(ValueError):  # too many levels: the parent raises this error, too
-            compile(grammar)
+            try_out(grammar)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
