@@ -276,7 +276,7 @@ def run(mutant: Mutant, checkout: Path, most: int, seconds: float) -> dict[str, 
     path = checkout / mutant.path
     original = path.read_text(encoding="utf-8")
     nearest = nearest_tests(checkout, mutant.path, most, enclosing(original, mutant.line))
-    tests = list(dict.fromkeys([*mutant.tests, *nearest]))[:most]
+    tests = list(dict.fromkeys([*mutant.tests, *nearest]))[: max(most, len(mutant.tests))]
     start = time.monotonic()
     killer = ""
     path.write_text(mutant.apply(original), encoding="utf-8")
