@@ -145,7 +145,12 @@ def test_a_malformed_row(kind, row, expected, tmp_path):
     ("kind", "row", "options", "expected"),
     [
         (Conversations, says(("user", "x" * 99), ("assistant", "x")), {"sequence_length": 2}, "nothing is trained"),
-        (Preferences, {"prompt": "a" * 9, "chosen": " b", "rejected": " c"}, {"max_length": 2}, "leaves no place"),
+        (
+            Preferences,
+            {"prompt": "a" * 9, "chosen": " b", "rejected": " c"},
+            {"max_length": 2},
+            "a response is missing",
+        ),
     ],
 )
 def test_every_target_is_masked(kind, row, options, expected, tmp_path):

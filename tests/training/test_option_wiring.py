@@ -112,7 +112,7 @@ def three_updates(**optimizer):
 
 
 @pytest.mark.programs(16, reason="one program for each field of the optimizer")
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "sophia")) for name in READ])
 def test_an_optimizer_reads_its_fields_and_no_others(name):
     assert set(READ) == set(OptimizerName.__args__)
     plain = {"name": name, "schedule": "constant"}
