@@ -50,14 +50,14 @@ def slots(model):
 CASES = [
     *((kind, slots) for kind in KINDS),
     ("full", lambda model: paged(model, [[0, 1], [2, 3]])),
-    ("latent", lambda model: paged(model, [[0, 1], [2, 3]])),
+    pytest.param("latent", lambda model: paged(model, [[0, 1], [2, 3]]), marks=pytest.mark.slow),
 ]
-SLOW = {"window", "stored"}
+SLOW = {"window", "stored", "linear"}
 
 
 @pytest.mark.parametrize(
     ("kind", "create"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] in SLOW)) for case in CASES],
+    [case if case[0] not in SLOW else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
 def test_results_of_tokens_without_room_are_nan_inside_jit(kind, create):
     """Those of the tokens with room are the results of a cache that is long enough."""
