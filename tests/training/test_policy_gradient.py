@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numeric_parts import random_params
 from parity_tools import close
 
-from transformer.config import ConfigError, Execution, llama_decoder
+from transformer.config import ConfigError, Execution, LayerKind, MoE, llama_decoder
 from transformer.nn.models import CausalLM
 from transformer.training._log_probabilities import token_values
 from transformer.training._policy_gradient import GRPO, advantages, equal_rewards, policy_loss, token_scores
+from transformer.training._tasks import TASKS
 
 ROWS, LENGTH, VOCABULARY = 6, 5, 11
 
@@ -83,6 +85,34 @@ def test_micro_batches_and_filling_rows_do_not_change_the_loss(normalization):
     empty = {name: np.concatenate([array, array[:1] * 0]) for name, array in batch.items()}
     filled = loss(np.concatenate([scores, np.full_like(scores[:1], 300.0)]), empty)
     assert [float(x) for x in jax.tree.leaves(filled[:2])] == pytest.approx([float(x) for x in whole[:2]])
+
+
+@pytest.mark.parametrize("normalization", ["grpo", "dapo"])
+def test_micro_batches_do_not_change_the_router_loss(normalization):
+    """Completions of 1, 1, 5 and 5 tokens: the mean of a micro-batch must not count as often as it has tokens."""
+    kind = LayerKind(moe=MoE(num_experts=3, top_k=2))
+    config = llama_decoder(vocab_size=11, d_model=6, num_layers=1, num_heads=1, d_ff=8)
+    model = CausalLM(config.replace(**{"stack.period": (kind,)}), Execution(scan=False))
+    random, lengths = np.random.default_rng(0), np.array([1, 1, 5, 5])
+    inside = np.arange(6)[None] < lengths[:, None]
+    each = ("advantages", "reward", "reward_std", "equal_rewards", "truncated")
+    batch = {
+        "tokens": random.integers(0, 11, (4, 6)),
+        "targets": random.integers(0, 11, (4, 6)),
+        "weights": inside.astype(np.float32),
+        "lengths": lengths,
+        "rewards": np.zeros((4, 1), np.float32),
+    } | dict.fromkeys(each, np.zeros(4, np.float32))
+    params = random_params(model, batch["tokens"])["params"]
+    how = options(beta=0.0, normalization=normalization)
+
+    @jax.jit
+    def router_losses(params, *batches):
+        return [TASKS["grpo"].compared(model, params, None, one, how)[3] for one in batches]
+
+    halves = [{name: array[rows] for name, array in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
+    whole, *parts = map(float, router_losses(params, batch, *halves))
+    assert sum(parts) == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize(("advantage", "ratios"), [(0.5, [1.3]), (0.0, []), (-0.5, [0.8])])

@@ -185,15 +185,21 @@ def policy_loss(
     return total, weight, measures
 
 
-def _normalized(loss: Float[Array, "B T"], mask: Float[Array, "B T"], options: GRPO) -> tuple[Scalar, Scalar]:
-    """Return the sum of the loss of all tokens, weighted according to `options.normalization`, and its weight.
+def row_weights(mask: Float[Array, "B T"], options: GRPO) -> Float[Array, " B"]:
+    """Return the weight of each row in the mean that `options.normalization` selects, (B,); 0 without a completion.
 
-    Sums and weights of micro-batches can be added up. Rows without a completion only fill up the batch.
+    It depends on the row alone, so that sums and weights of micro-batches can be added up.
     """
-    lengths = mask.sum(1, keepdims=True)  # |o_i|, (B, 1)
-    rows = (lengths > 0).sum().astype(jnp.float32)
+    lengths = mask.sum(1)
     if options.normalization == "dapo":
-        return (loss * mask).sum(), mask.sum()
-    if options.normalization == "dr_grpo":
-        return (loss * mask).sum(), rows * options.max_new_tokens
-    return (loss * mask / jnp.maximum(lengths, 1.0)).sum(), rows
+        return lengths
+    rows = (lengths > 0).astype(jnp.float32)
+    return rows * options.max_new_tokens if options.normalization == "dr_grpo" else rows
+
+
+def _normalized(loss: Float[Array, "B T"], mask: Float[Array, "B T"], options: GRPO) -> tuple[Scalar, Scalar]:
+    """Return the sum of the loss of all tokens, weighted according to `options.normalization`, and its weight."""
+    loss = loss * mask
+    if options.normalization == "grpo":
+        loss = loss / jnp.maximum(mask.sum(1, keepdims=True), 1.0)  # |o_i|, (B, 1)
+    return loss.sum(), row_weights(mask, options).sum()

@@ -19,7 +19,7 @@ from transformer.nn._masks import Mask
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.training._log_probabilities import log_probabilities, token_values
 from transformer.training._losses import Batch, Scalar
-from transformer.training._policy_gradient import GRPO, policy_loss, reward_names, token_scores
+from transformer.training._policy_gradient import GRPO, policy_loss, reward_names, row_weights, token_scores
 from transformer.training._preference import DPO, preference_losses
 from transformer.training._settings import TrainingConfig
 from transformer.training._task_base import Shapes, Sums, Task, has_router, row_lengths, target_shapes
@@ -197,9 +197,9 @@ class PolicyOptimization(ReferenceTask):
             each = (batch["rewards"] * rows[:, None]).sum(0)
             sums |= {f"reward_{i}": total for i, total in enumerate(each)}
         router = None
-        if aux:  # sums over the tokens of a row -> means, weighted like the loss of a row
+        if aux:  # sums over the tokens of a row -> means, each with the weight of its row, not that of its micro-batch
             means = sum(aux.values()) / jnp.maximum(batch["lengths"], 1)
-            router = (means * rows).sum() * weight / jnp.maximum(rows.sum(), 1)
+            router = (means * row_weights(batch["weights"], options)).sum()
         return loss_sum, weight, sums, router
 
 
