@@ -72,6 +72,8 @@ def test_digits_are_divided_as_in_each_family(pre, pieces):
 
 
 PIECES = ["▁", "a", "b", "c", "ab", "bc", "abc", "▁a", "▁ab", "ca", "cab", "aa", "ba", "▁b"]
+PRIORITIES = [-float(i) for i in range(len(PIECES))]
+"""scores with which shorter pieces are merged first"""
 
 
 def pieces_of(seed=0, **more):
@@ -131,6 +133,19 @@ def test_flags_templates_and_end_tokens():
     assert json.loads(files["tokenizer_config.json"])["chat_template"] == "{{ messages }}"
 
 
+@pytest.mark.parametrize(("architecture", "pieces"), [("llama", ["▁ab", "▁", "cab"]), ("gemma", ["ab", "▁", "cab"])])
+def test_without_the_flag_a_text_of_gemma_has_no_space_in_front(architecture, pieces):
+    """Older files of Gemma lack `add_space_prefix`; a flag of the file has priority."""
+    general = {"general.architecture": architecture}
+    metadata = general | pieces_of(scores=np.array([0.0] * 259 + PRIORITIES, np.float32))
+    found = tokenizer_of(metadata)
+    assert [token.replace("␣", "▁") for token in found.tokens(found.encode("ab cab"))] == pieces
+    assert found.decode(found.encode("ab cab")) == "ab cab"
+    for flag in (True, False):
+        found = tokenizer_of(metadata | {"tokenizer.ggml.add_space_prefix": flag})
+        assert found.encode("ab")[0] == metadata["tokenizer.ggml.tokens"].index("▁ab" if flag else "ab")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -171,15 +186,17 @@ def test_damaged_metadata_end_in_one_line(changes, message):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_tokens_are_those_of_transformers(tmp_path, kind):
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2"])
+def test_tokens_are_those_of_transformers(tmp_path, architecture):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("gguf")
-    metadata = pieces_of() if kind == "llama" else metadata_of(trained(), "gpt-2", bos_token_id=0, eos_token_id=0)
-    architecture = "llama" if kind == "llama" else "qwen2"
+    if architecture == "qwen2":
+        metadata = metadata_of(trained(), "gpt-2", bos_token_id=0, eos_token_id=0)
+    else:  # the reference orders the pieces of Gemma as the file, not by their scores
+        metadata = pieces_of(scores=np.array([0.0] * 259 + PRIORITIES, np.float32))
     general = {"general.architecture": architecture, "general.name": "test"}
     (tmp_path / "a.gguf").write_bytes(gguf(general | metadata, {}))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="a.gguf")
-    found = tokenizer_of(metadata)
+    found = tokenizer_of(general | metadata)
     for text in ("ab cab", "abc a bb", "cabba é", "ba 日"):
         assert found.encode(text) == theirs.encode(text, add_special_tokens=False), text

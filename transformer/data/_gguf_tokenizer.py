@@ -103,7 +103,9 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: np
         raise ValueError(f"{PREFIX}tokens must have at most {MAX_PIECE} characters, got {longest}")
     scores = _numbers(metadata, "scores", len(tokens), default=None)
     unknown = metadata.get(f"{PREFIX}unknown_token_id", 0)
-    prefix = _flag(metadata, "add_space_prefix", True)
+    # Older files of Gemma lack the flag; all tokenizers of Gemma have no prefix.
+    is_gemma = str(metadata.get("general.architecture", "")).startswith("gemma")
+    prefix = _flag(metadata, "add_space_prefix", not is_gemma)
     before = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
     behind = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     plain = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
