@@ -38,6 +38,36 @@ def test_orientation_is_applied_to_files_and_pil_images(tmp_path):
         np.testing.assert_array_equal(open_image(opened), upright)
 
 
+STORED = {
+    2: lambda x: x[:, ::-1],
+    3: lambda x: x[::-1, ::-1],
+    4: lambda x: x[::-1],
+    5: lambda x: x.swapaxes(0, 1),
+    6: lambda x: np.rot90(x),
+    7: lambda x: x[::-1, ::-1].swapaxes(0, 1),
+    8: lambda x: np.rot90(x, -1),
+}
+"""orientation of EXIF -> stored pixels of an upright image"""
+
+
+@pytest.mark.parametrize("orientation", STORED)
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "CMYK", "I;16"])
+def test_every_orientation_of_png_and_tiff(tmp_path, mode, orientation):
+    """Pillow alone mixes up the pixels of uncompressed TIFF files of all modes but RGB with the orientations 5 to 8."""
+    upright = Image.fromarray(photo(8, 12))
+    gray = np.asarray(upright.convert("L")) * np.uint16(257)
+    upright = Image.fromarray(gray) if mode == "I;16" else upright.convert(mode)
+    stored = np.ascontiguousarray(STORED[orientation](np.asarray(upright)))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for ending in ("tiff",) if mode == "CMYK" else ("png", "tiff"):
+        image = Image.frombytes(mode, stored.shape[1::-1], stored.tobytes())
+        path = saved(tmp_path / f"phone.{ending}", image, exif=exif)
+        np.testing.assert_array_equal(open_image(path), open_image(upright))
+        with Image.open(path) as opened:
+            np.testing.assert_array_equal(open_image(opened), open_image(upright))
+
+
 def test_palettes_alpha_cmyk_and_gray(tmp_path):
     image = Image.fromarray(photo())
     gray = np.asarray(image.convert("L"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin
 
 from transformer.config._local_paths import is_remote
 
@@ -86,7 +86,7 @@ def _pixels(image: Image.Image, name: str, channels: int) -> np.ndarray:
             f"or 16 bits, or pass an array with values between 0 and 1."
         )
     try:
-        image.load()  # decode the first frame
+        _load(image)
         image = ImageOps.exif_transpose(image)
     except Exception as error:  # each format of Pillow raises its own errors for damaged data
         raise ValueError(f"{name} is damaged: {error}. Get the file again, or save it again as PNG or JPEG.") from error
@@ -97,6 +97,20 @@ def _pixels(image: Image.Image, name: str, channels: int) -> np.ndarray:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image)
     return _with_channels(np.asarray(image.convert("RGB" if channels == 3 else "L")), channels)
+
+
+def _load(image: Image.Image) -> None:
+    """Decode the first frame."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        image.load()
+        return
+    # Pillow maps an uncompressed file into memory with the size after the rotation that its orientation asks for: the
+    # pixels of an image that is rotated by 90 degrees are mixed up. It maps only files whose name it knows.
+    name, image.filename = image.filename, ""
+    try:
+        image.load()
+    finally:
+        image.filename = name
 
 
 def _from_array(array: np.ndarray, channels: int) -> np.ndarray:
