@@ -177,6 +177,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0,
     [
         ("qwen2", {"layer_types": [FULL]}, r"layer_types.*1.*2"),
         ("qwen2", {"layer_types": [FULL, SLIDING]}, r"sliding_attention.*sliding_window"),
+        ("smollm3", {"layer_types": [FULL, SLIDING], "sliding_window": 3}, r"sliding_attention.*use_sliding_window"),
         ("gemma2", {"layer_types": [FULL, "blockwise_attention"]}, r"layer_types.*blockwise_attention"),
         ("gemma2", {"use_bidirectional_attention": True}, r"use_bidirectional_attention"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping.*50\.0"),

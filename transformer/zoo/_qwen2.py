@@ -25,7 +25,9 @@ def check_layer_types(types: Sequence[str], layers: int, window: int | None) -> 
     if len(types) != layers:
         raise FieldError(f"layer_types has {len(types)} names, but the model has {layers} layers")
     if SLIDING in types and window is None:
-        raise FieldError(f"layer_types has {SLIDING}, but sliding_window is not set")
+        raise FieldError(
+            f"layer_types has {SLIDING}, but there is no window: sliding_window is not set, or use_sliding_window is false"
+        )
 
 
 def layer_types(windows: Sequence[int | None]) -> list[str]:

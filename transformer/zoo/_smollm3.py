@@ -46,8 +46,9 @@ class RotaryLayers(Codec):
         types = values.get("layer_types")
         if types is None:
             types = [FULL if window is None or one else SLIDING for one in rotary]
-        # Without use_sliding_window the reference ignores layer_types.
-        check_layer_types(types, layers, window if values.get("use_sliding_window") else 1)
+        # The names are also checked without use_sliding_window: whether the reference then applies the windows depends
+        # on its attention implementation.
+        check_layer_types(types, layers, window)
         kinds = [
             LayerKind(window=window if name == SLIDING else None, rotary=bool(one))
             for name, one in zip(types, rotary, strict=True)
