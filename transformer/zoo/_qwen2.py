@@ -26,7 +26,8 @@ def check_layer_types(types: Sequence[str], layers: int, window: int | None) -> 
         raise FieldError(f"layer_types has {len(types)} names, but the model has {layers} layers")
     if SLIDING in types and window is None:
         raise FieldError(
-            f"layer_types has {SLIDING}, but there is no window: sliding_window is not set, or use_sliding_window is false"
+            f"layer_types has {SLIDING}, but there is no window: sliding_window is not set, or disabled by "
+            f"use_sliding_window"
         )
 
 
