@@ -23,9 +23,6 @@ from transformer.data._tokenizer_settings import Side, truncation_side, with_set
 if TYPE_CHECKING:
     import tokenizers
 
-if TYPE_CHECKING:
-    import tokenizers
-
 # Files next to tokenizer.json with the names of special tokens, and with their ids.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 _NUMBERING = ("generation_config.json", "config.json")
