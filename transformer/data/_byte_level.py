@@ -6,11 +6,17 @@ import functools
 
 
 @functools.cache
-def _byte_of_character() -> dict[str, int]:
-    """Return the byte of each of the 256 characters: printable bytes stand for themselves, others follow U+0100."""
+def byte_level_characters() -> tuple[str, ...]:
+    """Return the character of each byte: printable bytes stand for themselves, all others, in order, follow U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return tuple(characters[byte] for byte in range(256))
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    return {character: byte for byte, character in enumerate(byte_level_characters())}
 
 
 def byte_level_bytes(token: str) -> bytes:

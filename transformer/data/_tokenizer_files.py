@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformer.data._bpe import BPETokenizer
+from transformer.data._byte_level import byte_level_characters
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE, Tokenizer
 from transformer.data._vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
@@ -113,9 +114,4 @@ def _entries(tokenizer: Tokenizer) -> list[str]:
     """Return the vocabulary in the order of its ids; bytes are represented by characters, as in the library."""
     if not isinstance(tokenizer, ByteTokenizer):
         return tokenizer.vocabulary
-    # Byte-level BPE (GPT-2, Radford et al. 2019): printable bytes are represented by the character with the same code,
-    # and all other bytes, in order, by the characters from code 256 on.
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
-    return [characters[byte] for byte in range(256)]
+    return list(byte_level_characters())
