@@ -200,6 +200,6 @@ def row_weights(mask: Float[Array, "B T"], options: GRPO) -> Float[Array, " B"]:
 def _normalized(loss: Float[Array, "B T"], mask: Float[Array, "B T"], options: GRPO) -> tuple[Scalar, Scalar]:
     """Return the sum of the loss of all tokens, weighted according to `options.normalization`, and its weight."""
     loss = loss * mask
-    if options.normalization == "grpo":
+    if options.normalization not in ("dapo", "dr_grpo"):  # these add up all tokens; the first form takes means of rows
         loss = loss / jnp.maximum(mask.sum(1, keepdims=True), 1.0)  # |o_i|, (B, 1)
     return loss.sum(), row_weights(mask, options).sum()
