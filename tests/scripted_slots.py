@@ -30,7 +30,7 @@ def log_probability(text, token):
 
 
 def most_probable(text, count):
-    """Return the alternatives of the token after a text; their log-probabilities tell the position too."""
+    """Return the alternatives of the token after a text; their log-probabilities depend on the position too."""
     return [((7 * len(text) + i) % LAST_ID, -len(text) - i / 64) for i in range(count)]
 
 

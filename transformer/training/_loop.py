@@ -84,8 +84,8 @@ def train(
 ) -> Summary:
     """Train a recipe in a workdir to its last step or until a signal. An existing run is resumed, bit for bit.
 
-    SIGTERM and Ctrl-C do not end the program: the run is saved, and this function returns. A script that goes on, for
-    example with the next run, calls `exit_if_stopped()` of the result, or looks at its `stopped`.
+    SIGTERM and Ctrl-C do not end the program: the run is saved, and this function returns. To end a script
+    that would otherwise start its next run, call `exit_if_stopped()` of the result, or check its `stopped`.
 
     The workdir contains recipe.json, calls.jsonl, tokenizer/, checkpoints/, first_checkpoint.json, metrics.jsonl,
     tensorboard/, samples.txt, loss.png, summary.json and, with `profile`, profile/. All processes of one run
