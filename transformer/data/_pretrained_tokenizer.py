@@ -18,7 +18,7 @@ from transformer.config._untrusted import MAX_JSON_BYTES, parse_json, read_bound
 from transformer.data._byte_level import byte_level_bytes
 from transformer.data._library_errors import held_stderr, library_errors
 from transformer.data._tokenizer import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
-from transformer.data._tokenizer_settings import Side, truncation_side, with_settings
+from transformer.data._tokenizer_settings import truncation_side, with_settings
 
 if TYPE_CHECKING:
     import tokenizers
@@ -57,8 +57,6 @@ class PretrainedTokenizer(Tokenizer):
 
     kind = "pretrained"
     eos_ids: tuple[int, ...]
-    truncation_side: Side
-    """side at which a text is cut that has too many tokens"""
 
     def __init__(self, files: Mapping[str, bytes], vocab_size: int | None = None):
         """Load the tokenizer.

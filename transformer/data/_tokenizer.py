@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from transformer.config._checks import nearest
 from transformer.config._local_paths import local_path
@@ -40,6 +40,8 @@ class Tokenizer(ABC):
     eos_id: int = 2
     unk_id: int | None = None
     mask_id: int | None = None
+    truncation_side: Literal["left", "right"] = "right"
+    """side at which a text is cut that has too many tokens"""
 
     def __init__(
         self, vocabulary: list[str], normalization: str = "none", *, unknown: bool = False, masked: bool = False

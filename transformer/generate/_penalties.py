@@ -63,17 +63,29 @@ class History:
         return History(self.in_prompt, counts)
 
 
+def without_repetition(
+    scores: Float[Array, "... V"], repeated: Bool[Array, "... V"], penalty: Float[Array, "..."]
+) -> Float[Array, "... V"]:
+    """Return scores with lower ones for repeated tokens (Keskar et al. 2019, arXiv 1909.05858, section 4.1).
+
+    Args:
+        scores: (..., V), logits or log-probabilities.
+        repeated: (..., V), whether the text contains the token.
+        penalty: divisor of positive scores and factor of negative ones; dividing a negative one would raise it.
+    """
+    lowered = jnp.where(scores > 0, scores / penalty, scores * penalty)
+    return jnp.where(repeated, lowered, scores)
+
+
 def penalized(logits: Float[Array, "B V"], history: History, penalties: Penalties) -> Float[Array, "B V"]:
     """Return the logits after the penalties.
 
-    The repetition penalty (Keskar et al. 2019, arXiv 1909.05858, section 4.1) is for tokens of the prompt and for
-    generated tokens. The presence and frequency penalties are for generated tokens only, and are added to the logits:
-    l - frequency count - presence (count > 0).
+    The repetition penalty (`without_repetition`) is for tokens of the prompt and for generated tokens. The presence and
+    frequency penalties are for generated tokens only, and are added to the logits: l - frequency count - presence
+    (count > 0).
     """
-    # Dividing a negative logit would raise its probability, so negative logits are multiplied.
     repeated = history.in_prompt | (history.counts > 0)
-    lowered = jnp.where(logits > 0, logits / penalties.repetition, logits * penalties.repetition)
-    logits = jnp.where(repeated, lowered, logits)
+    logits = without_repetition(logits, repeated, penalties.repetition)
     return logits - penalties.frequency * history.counts - penalties.presence * (history.counts > 0)
 
 

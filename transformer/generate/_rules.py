@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._checks import ConfigError
+from transformer.generate._penalties import without_repetition
 from transformer.nn._axes import Array, Float, Int, Leaf
 
 if TYPE_CHECKING:
@@ -90,8 +91,7 @@ def penalize_repeated(
     _, _, vocab_size = scores.shape
     known = jnp.arange(texts.shape[2])[None, None, :] < lengths[:, None, None]
     columns = jnp.where(known, texts, vocab_size)  # other entries go to a column that mode="drop" ignores
-    lowered = jnp.where(scores > 0, scores / penalty, scores * penalty)
-    return jnp.where(_marked(columns, scores.shape), lowered, scores)
+    return without_repetition(scores, _marked(columns, scores.shape), penalty)
 
 
 def ban_repeated_ngrams(

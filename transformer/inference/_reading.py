@@ -453,7 +453,7 @@ def encode_texts(
             raise ValueError(f"text {number} is empty ({text!r}). Pass at least one word or character.")
         if truncate and len(ids) > limit:
             warnings.warn(f"text {number} has {len(ids)} tokens and is truncated to {limit}.", stacklevel=3)
-            side = getattr(tokenizer, "truncation_side", "right")
-            ids, types = truncated(ids, tokenizer.encode(text) if both else ids, limit, side), types[:limit]
+            body = tokenizer.encode(text) if both else ids
+            ids, types = truncated(ids, body, limit, tokenizer.truncation_side), types[:limit]
         encoded.append((ids, types))
     return encoded

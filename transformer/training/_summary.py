@@ -91,7 +91,7 @@ class Summary:
         return self.stop_code is not None
 
     def exit_if_stopped(self) -> None:
-        """End the process with `exit_code` if a signal stopped the run; for scripts that go on after `train`.
+        """End the process with `exit_code` if a signal stopped the run; for scripts that continue after `train`.
 
         Raises:
             SystemExit: a signal stopped the run.
