@@ -236,7 +236,9 @@ class TestGenerate:
 
     def test_a_text_grows_beyond_the_context(self, run, text):
         """A model with a learned table of 24 positions generates 70 tokens; a shorter text is a prefix of them."""
-        words = ("generate", text, "--prompt", "soft", "--prompt", "what light for", "--json", "--max-new-tokens")
+        # At 0.8, a model after 40 steps sometimes samples <bos>, which is no character of the text.
+        words = ("generate", text, "--prompt", "soft", "--prompt", "what light for", "--json", "--temperature", 0.5)
+        words += ("--max-new-tokens",)
         long, short = (json.loads(run(*words, wanted)[1])["results"] for wanted in (70, 9))
         for one, part in zip(long, short, strict=True):
             assert len(one["output"]) == 70

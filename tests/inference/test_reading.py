@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -366,7 +367,11 @@ class TestGenerate:
         (begun,) = opened.tokenizer.tokens(opened.tokenizer.encode(written.split()[0]))[:1]
         word = opened.tokenizer.encode(begun)[0]
         (directory / "generation_config.json").write_text(json.dumps({"bad_words_ids": [[word], [1, 2]]}))
-        code, lines, _ = run("generate", directory, *words)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            code, lines, err = run("generate", directory, *words)
+        assert code == 0, err
+        assert "bad_words_ids of several tokens" in "".join(err)
         assert begun not in json.loads("\n".join(lines))["results"][0]["output"].split()
         assert open_model(directory).suppressed == (word,)
 
