@@ -187,6 +187,7 @@ def paged_attention(
         The result of `dot_product_attention`; that of padding is undefined.
     """
     num_queries, head_dim = query.shape[1], query.shape[3]
+    # S = M Q slots per row, empty ones included
     num_keys, scale = cache.page_table.shape[-1] * cache.page_size, options["scale"]
     spec = AttentionSpec(
         mask=mask,
@@ -227,6 +228,8 @@ def cached_attention(
     if cache.heads_per_stored == 1 or query.shape[1] > FEW_QUERIES:
         return dot_product_attention(query, *cache.whole(), scale=scale, **options)
     (key, value), head_dim, together = cache.stored(), query.shape[-1], cache.heads_per_stored
+    # (B, T, N, H) -> (B, T, N, W), attend to keys and values (B, S, K', W), -> (B, T, N, W) -> (B, T, N, Hv). The scale
+    # stays 1 / sqrt(H): the zeros in a query add nothing to q . k.
     kv_heads = key.shape[2] * together
     out = dot_product_attention(
         query_of_stored(query, kv_heads, together, key.shape[3]),
@@ -262,6 +265,7 @@ def _run(kernel: Kernel, query: Query, key: Key, value: Value, spec: AttentionSp
     sharding = explicit_spec(query)
     if sharding is not None:
         rows, length, heads, _ = sharding
+        # The output (B, T, N, Hv) and the weights (B, N, T, S)
         specs = PartitionSpec(rows, length, heads, None), PartitionSpec(rows, heads, length, None)
         attended = in_auto_axes(attended, specs if spec.return_weights else specs[:1])
     out, *weights = attended(query, key, value, spec)
@@ -377,6 +381,7 @@ def nan_without_room(out: Hidden, fits: Bool[Array, "B T"], mask: Mask) -> Hidde
         fits: (B, T), which tokens have a slot (`SelfAttentionCache.fits`).
         mask: the mask of the tokens. If it is causal, a token that fits reads no token that doesn't.
     """
+    # Without causality each token of the row may read the missing keys: (B, T) -> (B, 1).
     if not mask.is_causal or mask.query_groups is not None or mask.query_places is not None:
         fits = fits.all(1, keepdims=True)
     return jnp.where(fits[:, :, None], out, jnp.nan)
@@ -386,7 +391,7 @@ def count_tokens(x: Hidden, cache: SelfAttentionCache | None) -> SelfAttentionCa
     """Advance the cache of a layer without own keys by the T tokens of x (B, T, D): it only counts tokens."""
     if cache is None:
         return None
-    nothing = jnp.zeros((*x.shape[:2], 0, 0), x.dtype)
+    nothing = jnp.zeros((*x.shape[:2], 0, 0), x.dtype)  # (B, T, K = 0, H = 0)
     return cache.append(nothing, nothing, jnp.zeros(x.shape[:2], jnp.int32))
 
 
@@ -530,6 +535,8 @@ class MultiHeadAttention(AttentionModule):
             key, value = self._keys_and_values(x, context, head_dim)
             arrays, cache = (query, key, value), None if cache is None else ContextCache.of(key, value)
 
+        # weight_s = exp(S_s) / (exp(sink) + sum_j exp(S_j)): with a sink the weights sum to less than 1, so a head can
+        # attend to nothing. All sinks start at logit 0.
         sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype) if self.sinks else None
         out = self.attended(
             attend,
@@ -542,6 +549,7 @@ class MultiHeadAttention(AttentionModule):
             sow_weights=sow_weights,
         )
         if self.output_gate:
+            # (B, T, N, Hv), before the output projection
             out = out * jax.nn.sigmoid(self._project("output_gate", x, out.shape[2:]))
         features = x.shape[-1] if self.out_features is None else self.out_features
         cache = (cache, stored) if self.stores_kv else cache
@@ -558,9 +566,10 @@ class MultiHeadAttention(AttentionModule):
         Returns:
             The attention function, its arrays and mask, the positions of the keys (B, S), and the cache.
         """
-        # Rotate before appending to the cache: each key is rotated once, by its own position, and never again.
-        # Their product then depends on the difference of positions alone. A scheme that depends on the length
-        # rotates all keys again when the text grows, so the cache stores them before rotation.
+        # Rotate before appending to the cache: each key is rotated once, by its own position, and never again. (R_m q)
+        # . (R_n k) = q . (R_(n - m) k) depends on the difference of positions alone (Su et al. 2021, section 3.2.2). A
+        # scheme that depends on the length rotates all keys again when the text grows, so the cache stores them before
+        # rotation.
         start = None if cache is None else cache.row_lengths
         positions = largest_coordinate(coordinates)
         lengths = text_lengths(positions, mask, cache) if self.position.by_length else None
@@ -652,7 +661,8 @@ class MultiHeadAttention(AttentionModule):
         return Linear(features, contract, use_bias, init, *options, name=name)(x)
 
     def _normalize(self, name: str, heads: Array) -> Array:
-        # RMSNorm in queries and keys bounds |q . k| up to the learned scale, so scores stay small in training.
+        # RMSNorm over a head gives it the length sqrt(H), so |q . k| / sqrt(H) <= sqrt(H) up to the learned scale:
+        # scores stay small in training.
         if self.qk_norm_scale:
             norm = NORMS[self.qk_norm_kind](self.norm_epsilon, self.dtype, self.param_dtype, name=name)
         else:
@@ -672,6 +682,8 @@ class MultiHeadAttention(AttentionModule):
                 f"{type(self.position).__name__} has a bias for {probe.shape[1]} heads, but num_heads is "
                 f"{self.num_heads}. Create it with num_heads={self.num_heads}."
             )
+        # A Partial is a pytree: positions and table are its leaves, so they pass through jit, and the table gets a
+        # gradient.
         return jax.tree_util.Partial(functools.partial(_position_bias, self.position), positions, key_positions, table)
 
 
@@ -683,6 +695,7 @@ def largest_coordinate(coordinates: Coordinates) -> Positions:
 def _heated(temperature: QueryTemperature, query: Query, positions: Positions) -> Query:
     """Return queries (B, T, N, H) times 1 + scale ln(1 + floor((p + 1) / length)) of their positions p (B, T)."""
     steps = ((positions + 1) // temperature.length).astype(jnp.float32)
+    # 1 for the first length - 1 positions; log1p(n) = ln(1 + n)
     factor = 1.0 + temperature.scale * jnp.log1p(steps)
     return query * factor.astype(query.dtype)[:, :, None, None]
 

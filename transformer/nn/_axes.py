@@ -24,6 +24,7 @@ Hidden: TypeAlias = Float[Array, "B T D"]
 """residual stream"""
 Context: TypeAlias = Float[Array, "B S Dc"]
 """input of cross-attention: the output of an encoder, of any width"""
+# G = N / K query heads share a key/value head (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245).
 Query: TypeAlias = Float[Array, "B T N H"]
 Key: TypeAlias = Float[Array, "B S K H"]
 Value: TypeAlias = Float[Array, "B S K Hv"]

@@ -95,6 +95,7 @@ class LayerCache:
         # Arrays of size 0 still have an axis of slots, so the cache can count tokens.
         sizes = sizes if kind.self_attention and kind.reads_kv is None else (0, 0, 0)
         kv_heads, head_dim, value_dim = sizes
+        # Heads can be stored together only if keys and values have the same width W.
         together = heads_together(kv_heads, head_dim) if head_dim == value_dim else 1
         if platform() == "cpu" and dtype.itemsize == 2:
             # XLA would convert the arrays of all tokens to float32 and back, whenever one token is stored.
@@ -111,6 +112,8 @@ def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *,
             return schemes.SinusoidalHalves()
         case "learned":
             tokens = (0, 0) if config.patches is None else (config.patches.extra_tokens, config.patches.registers)
+            # Registers are the last of the learned tokens in front of the patches, and the only ones without a
+            # position.
             without = range(tokens[0] - tokens[1], tokens[0])
             return schemes.Learned(max_length=config.max_length, features=config.d_model, without=without)
         case "rotary" if kind.rotary:
@@ -136,6 +139,7 @@ def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *,
 
 def table_parameter(config: TransformerConfig, scheme: PositionScheme) -> tuple[Initializer, tuple[int, int], str]:
     """Return initializer, shape (R, W) and dtype of the learned table of a position scheme."""
+    # 0.02 is the standard deviation of BERT and GPT-2.
     return nn.initializers.normal(config.initializer_range or 0.02), scheme.table_shape, config.param_dtype
 
 
@@ -203,6 +207,8 @@ class Block(nn.Module):
         if value is None:
             return x
         scale = self.param(f"{name}_scale", nn.initializers.constant(value), x.shape[-1:], self.config.param_dtype)
+        # x + lambda f(x) with one lambda per feature: a small initial value makes every layer close to the identity,
+        # which keeps deep stacks trainable (Touvron et al. 2021, arXiv 2103.17239, section 2).
         return x * scale.astype(x.dtype)[None, None]
 
     def attend_to_self(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> tuple[Hidden, Any]:
@@ -216,6 +222,7 @@ class Block(nn.Module):
         scheme = position_scheme(self.config, self.kind, causal=self.causal)
         scheme = NoPosition() if scheme.adds else scheme  # the stack has already added it to the embeddings
         table = inputs.position_table
+        # T5 has one table for all layers of a stack (Raffel et al. 2019, section 2.1), UMT5 one for each layer.
         if self.config.t5_bias.per_layer:
             table = self.param("position_table", *table_parameter(self.config, scheme))
         given = {
@@ -241,6 +248,8 @@ class Block(nn.Module):
             return mask
         if mask.query_segments is None:
             return mask & Mask.chunks(chunk)
+        # Chunks of row indices would cut a packed segment at arbitrary places: count from the start of each segment
+        # instead.
         return mask.with_chunks_of_segments(chunk, inputs.positions)
 
     def attend_to_context(
@@ -341,6 +350,7 @@ class Block(nn.Module):
             stores_kv=kind.stores_kv is not None,
             qk_norm_scope=config.attention.qk_norm_scope,
             qk_norm_scale=config.attention.qk_norm_scale,
+            # Queries and keys get an RMSNorm also in models with LayerNorm. Only the (1 + gamma) form is taken over.
             qk_norm_kind=config.norm if config.norm == "zero_centered_rms_norm" else "rms_norm",
             sinks=config.attention.sinks,
             output_gate=config.attention.output_gate and name == "self_attention",
@@ -395,6 +405,8 @@ class Block(nn.Module):
         }
         # An equation only maps arrays to arrays. Caches and aux of the sublayers are collected here on the side.
         extras: dict[str, Any] = {}
+        # The name has an effect only with the remat policy "offload" (`_stacks.py`), which moves this array to the
+        # host.
         x = block_input = checkpoint_name(x, "layer_input")
         for name in self.sublayers():
 
@@ -410,9 +422,13 @@ class Block(nn.Module):
         if self.kind.stores_kv is not None:
             own, stored = own
         if cache is not None:
+            # All layers must have the same cache length: a layer without attention counts the tokens that it does not
+            # store.
             own = own if "attention" in extras else count_tokens(x, cache.self_attention)
             cache = LayerCache(own, extras.get("cross_attention"))
         result = cache if stored is None else (cache, stored)
+        # Between layers, x is split along rows and length, and replicated over the axis tensor. The compiler then sums
+        # the partial results of `out` and `down` once per sublayer (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
         return constrain(x, "batch", "length", "embed"), result, extras["feed_forward"]
 
     def _after_sublayers(self, x: Hidden, inputs: LayerInputs) -> Hidden:
@@ -425,6 +441,7 @@ class Block(nn.Module):
             if inputs.layer_embedding is None:
                 raise ConfigError("embedding.per_layer_width is for a CausalLM, which has these embeddings. Remove it.")
             options = (1, False, kernel_init(config), config.dtype, config.param_dtype, Quantization.of(self.execution))
+            # (B, T, D) -> (B, T, P) -> (B, T, D)
             gate = Linear((config.embedding.per_layer_width,), *options, name="layer_gate")(x)
             gate = ACTIVATIONS[config.activation](gate) * inputs.layer_embedding
             added = Linear(x.shape[-1:], *options, name="layer_projection")(gate)

@@ -116,7 +116,7 @@ class KVCache(SelfAttentionCache):
             dtype: data type of keys and values.
             heads_per_stored: number of key heads that are stored as one head.
         """
-        heads = kv_heads // heads_per_stored
+        heads = kv_heads // heads_per_stored  # K'; W = H heads_per_stored
         return KVCache(
             key=jnp.zeros((batch, heads, length, head_dim * heads_per_stored), dtype),
             value=jnp.zeros((batch, heads, length, value_dim * heads_per_stored), dtype),
@@ -145,6 +145,7 @@ class KVCache(SelfAttentionCache):
             raise ValueError(
                 f"{num_tokens} tokens don't fit a cache of {slots} slots: create a longer cache (init_cache)."
             )
+        # Unknown lengths count as 0, which raises nothing further: the check above has covered T alone.
         (length,) = known_rows(self.length) or (np.zeros(1, np.int32),)
         if length.max(initial=0) + num_tokens > slots:
             row = int(length.argmax())
@@ -170,6 +171,7 @@ class KVCache(SelfAttentionCache):
         # once, and copy the cache of each layer into the order that attention reads. Each axis is (B, T, K').
         places = rows[:, None, None], jnp.arange(self.key.shape[-3])[None, None, :], slots[:, :, None]
         if self.heads_per_stored > 1:
+            # (B, T, K, H) -> (B, T, K', W)
             key, value = (new.reshape(*new.shape[:2], -1, self.key.shape[-1]) for new in (key, value))
         return dataclasses.replace(
             self,
@@ -212,6 +214,7 @@ def query_of_stored(query: Query, kv_heads: int, together: int, width: int) -> F
 def attended_of_stored(out: Float[Array, "B T N W"], kv_heads: int, together: int, value_dim: int) -> Attended:
     """Return the results (B, T, N, Hv) for each query's own value head of results for stored heads (B, T, N, W)."""
     *sizes, num_heads, width = out.shape
+    # (B, T, N, W) -> (B, T, N, together, W / together); all but one of the `together` terms are zero
     places = out.reshape(*sizes, num_heads, together, width // together)
     return jnp.where(_own_place(num_heads, kv_heads, together), places, 0).sum(3)[..., :value_dim]
 
@@ -219,6 +222,7 @@ def attended_of_stored(out: Float[Array, "B T N W"], kv_heads: int, together: in
 def _own_place(num_heads: int, kv_heads: int, together: int) -> Bool[Array, "N n 1"]:
     """Return which of the heads that are stored together belongs to each query head."""
     head = jnp.arange(num_heads) // (num_heads // kv_heads)  # key head of each query head
+    # Key head k is number k % together of the heads that are stored together.
     return (head[:, None] % together == jnp.arange(together)[None, :])[:, :, None]
 
 
@@ -234,6 +238,7 @@ def known_rows(*arrays: Int[Array, "*L B ..."]) -> tuple[np.ndarray, ...] | None
         *arrays: (B, ...), or with a leading axis of layers, which have equal values. The first is (B,) or (L, B).
     """
     layers = arrays[0].ndim - 1
+    # An array that is spread over several processes can't be read by one of them.
     if any(isinstance(one, jax.core.Tracer) or not getattr(one, "is_fully_addressable", True) for one in arrays):
         return None
     return tuple(np.asarray(one)[(0,) * layers] for one in arrays)

@@ -50,6 +50,7 @@ class StateCache(SelfAttentionCache):
             dtype: data type of the inputs of the convolution.
         """
         key_heads, value_heads, key_dim, value_dim = heads
+        # queries and keys of K heads, values of N heads
         channels = 2 * key_heads * key_dim + value_heads * value_dim
         return StateCache(
             state=jnp.zeros((batch, value_heads, key_dim, value_dim), jnp.float32),
@@ -59,6 +60,7 @@ class StateCache(SelfAttentionCache):
 
     def read(self) -> tuple[Float[Array, "B N H Hv"], Float[Array, "B W C"]]:
         """Return state and inputs of this layer; those of a row without tokens are zeros."""
+        # The arrays of a row without tokens may be left over from an earlier text.
         empty = self.row_lengths == 0
         state, inputs = of_layer(self.state, self.layer), of_layer(self.inputs, self.layer)
         return jnp.where(empty[:, None, None, None], 0.0, state), jnp.where(empty[:, None, None], 0.0, inputs)
@@ -149,6 +151,7 @@ class GatedDeltaNet(nn.Module, kw_only=True):
         sizes = {"query": (self.num_key_heads, self.key_dim), "key": (self.num_key_heads, self.key_dim)}
         sizes |= dict.fromkeys(("value", "output_gate"), (self.num_heads, self.value_dim))
         heads = {name: constrain(self._project(name, x, of), *_HEAD_AXES) for name, of in sizes.items()}
+        # (B, T, N). In float32, because an error in a factor on the state acts on all later tokens.
         beta = jax.nn.sigmoid(self._project("beta", x, (self.num_heads,)).astype(jnp.float32))
         decay = self._decay(self._project("decay", x, (self.num_heads,)))
 
@@ -157,11 +160,14 @@ class GatedDeltaNet(nn.Module, kw_only=True):
         # Padding corrects nothing and forgets nothing; a new packed sequence forgets everything before it.
         beta, decay = (jnp.where(real[:, :, None], one, 0.0) for one in (beta, decay))
         if segments is not None:
+            # The first token of a call is no start: the state before it is empty, or belongs to its text.
             first = (jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0) & real
             decay = jnp.where(first[:, :, None], FORGET, decay)
         query, key = (_unit(heads[name]) for name in ("query", "key"))
+        # (B, T, K, H) -> (B, T, N, H): value head n has the query and key of head n // (N / K).
         query, key = (jnp.repeat(one, self.num_heads // self.num_key_heads, axis=2) for one in (query, key))
         out, state = gated_delta_rule(query * self.key_dim**-0.5, key, heads["value"], decay, beta, state)
+        # Over the Hv numbers of each head
         out = RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name="norm")(out)
         out = (out * jax.nn.silu(gate.astype(jnp.float32))).astype(self.dtype)
         cache = None if cache is None else cache.updated(state, before, x.shape[1])
@@ -186,7 +192,9 @@ class GatedDeltaNet(nn.Module, kw_only=True):
             )
 
     def _decay(self, x: Float[Array, "B T N"]) -> Float[Array, "B T N"]:
-        """Return the logarithm of the factor on the state, float32."""
+        # ln(alpha) = -exp(a_log) softplus(x W_decay + dt_bias) <= 0, so the factor alpha is at most 1 for all
+        # parameters. This is the parametrization of Mamba-2 (Dao & Gu 2024, arXiv 2405.21060). Float32, as exp turns
+        # absolute errors of ln(alpha) into relative errors of the state.
         rate = self.param("a_log", _initial_rate, (self.num_heads,), self.param_dtype).astype(jnp.float32)
         bias = self.param("dt_bias", nn.initializers.ones, (self.num_heads,), self.param_dtype).astype(jnp.float32)
         return -jnp.exp(rate)[None, None] * jax.nn.softplus(x.astype(jnp.float32) + bias[None, None])
@@ -199,6 +207,7 @@ class GatedDeltaNet(nn.Module, kw_only=True):
         Returns:
             The heads, and the inputs (B, W - 1, C) that the next tokens need.
         """
+        # y_t = sum_b kernel_(W - 1 - b) x_(t - b) over b = 0, ..., W - 1, for each channel separately
         width, (batch, length) = self.conv_width, real.shape
         shape = (width, self._channels)
         kernel = self.param("convolution", nn.initializers.variance_scaling(1.0, "fan_in", "uniform", 1, 0), shape)
@@ -210,11 +219,15 @@ class GatedDeltaNet(nn.Module, kw_only=True):
         for back in range(width):  # `back` tokens ago; the last row of the kernel is for the token itself
             part = padded[:, width - 1 - back : width - 1 - back + length] * kernel[width - 1 - back][None, None]
             if segments is not None and back:
+                # No input of another packed sequence. Inputs before the row belong to the cache, and count as the same
+                # sequence.
                 same = segments[:, back:] == segments[:, :-back]
                 same = jnp.pad(same, [(0, 0), (min(back, length), 0)], constant_values=True)[:, :length]
                 part = jnp.where(same[:, :, None], part, 0)
             total = total + part
         # The inputs up to the last token that is no padding. Without one, they are those before.
+        # Token t is row W - 1 + t of `padded`, so the W - 1 inputs up to token last - 1 are the rows last, ..., last +
+        # W - 2.
         last = jnp.where(real, jnp.arange(length)[None] + 1, 0).max(1)
         index = last[:, None, None] + jnp.arange(width - 1)[None, :, None]
         before = jnp.take_along_axis(padded, index, axis=1)
@@ -237,6 +250,7 @@ def _initial_rate(key: Array, shape: tuple[int, ...], dtype: DType) -> Array:
 
 
 def _unit(heads: Array) -> Array:
-    """Scale heads (B, T, K, H) to length 1, in float32."""
+    # The state is multiplied by I - beta k k^T, whose eigenvalues are 1 and 1 - beta |k|^2. With |k| = 1 and beta from
+    # 0 to 1 they are in [0, 1], so the state does not grow. 1e-6: a zero vector stays zero.
     heads = heads.astype(jnp.float32)
     return heads * jax.lax.rsqrt(jnp.square(heads).sum(-1, keepdims=True) + 1e-6)

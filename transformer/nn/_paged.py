@@ -95,7 +95,9 @@ class PagedKVCache(SelfAttentionCache):
         lanes = LANES.get(platform(), 1) if lanes is None else lanes
         size = max(head_dim, value_dim)
         together = heads_together(kv_heads, size, lanes)
+        # Several heads fill the lanes exactly. A single one is padded: with 128 lanes, H = 80 gives W = 128.
         width = math.ceil(together * size / lanes) * lanes
+        # C: K / together stored keys, and as many values unless they are computed from the keys
         stored = kv_heads // together * (1 if value_dim == 0 else 2)
         return PagedKVCache(
             pages=jnp.zeros((num_pages, page_size, stored, width), dtype),
@@ -152,8 +154,11 @@ class PagedKVCache(SelfAttentionCache):
             return
         length, table, *counts = known
         counts = np.clip(counts[0], 0, num_tokens) if counts else np.full(length.shape, num_tokens)
+        # The new tokens of row b have the indices length[b], ..., end[b] - 1 and need the pages first[b], ..., (end[b]
+        # - 1) // Q.
         first, end = (length // self.page_size)[:, None], length + counts
         number = np.arange(-(-int(end.max(initial=0)) // self.page_size))[None, :]  # of each page of a row, (1, n)
+        # (B, n). Columns beyond the width M of the table name no page.
         needed = (number >= first) & (number * self.page_size < end[:, None])
         named = np.zeros(needed.shape, bool)
         named[:, : table.shape[1]] = table[:, : number.shape[1]] != NO_PAGE
@@ -182,6 +187,7 @@ class PagedKVCache(SelfAttentionCache):
         """
         del positions
         num_tokens = key.shape[1]
+        # (B,), or row `layer` of (L, B)
         length = self.length.at[*self._at, :].add(self.chunk_lengths(num_tokens))
         if self.kv_heads == 0:  # a layer without self-attention only counts tokens
             return dataclasses.replace(self, length=length)
@@ -192,8 +198,11 @@ class PagedKVCache(SelfAttentionCache):
         own_pages = own_part("batch", self.num_pages)
 
         def write(pool, pages, offsets, new, layer):
+            # Pages of other devices and NO_PAGE become the index p, the size of this device's part: "drop" ignores
+            # them.
             pages = own_pages(pages, pool.shape[1])
             # The pool of a layer would be copied out of the stack, and back, if it were not updated in place.
+            # pool (L, p, Q, C, W), pages and offsets (b, T), new (b, T, C, W)
             return pool.at[layer, pages, offsets].set(new, mode="drop")
 
         names = [_POOL, ("batch", None), ("batch", None), ("batch", None, "kv_heads", None), ()]
@@ -207,6 +216,7 @@ class PagedKVCache(SelfAttentionCache):
         chunk = jnp.arange(num_tokens)[None, :]
         slots = self.row_lengths[:, None] + chunk
         places = slots // self.page_size
+        # Clip the index: the last line replaces pages beyond the table by NO_PAGE.
         pages = jnp.take_along_axis(table, jnp.minimum(places, table.shape[1] - 1), axis=1)
         return slots, jnp.where((chunk < counts[:, None]) & (places < table.shape[1]), pages, NO_PAGE)
 
@@ -261,6 +271,8 @@ class PagedKVCache(SelfAttentionCache):
         size = width // together
 
         def stored(heads):
+            # (B, T, K, H) -> (B, T, K', W): neighboring heads share a stored head. Zeros at the end change no product q
+            # . k.
             heads = jnp.pad(heads, [(0, 0)] * 3 + [(0, size - heads.shape[-1])])
             return heads.reshape(*heads.shape[:2], -1, width)
 
@@ -318,6 +330,7 @@ def paged_cache(
         one = PagedKVCache.create(num_pages, page_size, rows, pages_per_row, heads, node.key.dtype, lanes)
         return jax.tree.map(lambda array: jnp.broadcast_to(array, (*layers, *array.shape)), one)
 
+    # Only the structure is needed: eval_shape allocates nothing.
     shapes = jax.eval_shape(lambda: model.init_cache(1, 1))
     return jax.tree.map(paged, shapes, is_leaf=lambda node: isinstance(node, KVCache))
 
@@ -360,6 +373,8 @@ def copy_pages(cache: Any, sources: Int[Array, " n"], targets: Int[Array, " n"])
 
         def copy(pool, sources, targets):
             sources, targets = (own_pages(pages, pool.shape[1]) for pages in (sources, targets))
+            # A source on another device has the index p and becomes page 0. Its target is on that device too, so this
+            # copy is dropped here.
             return pool.at[:, targets].set(pool[:, sources % pool.shape[1]], mode="drop")
 
         pool = node.pages.reshape(-1, *node.pages.shape[-4:])
@@ -387,5 +402,6 @@ def heads_together(kv_heads: int, size: int, lanes: int | None = None) -> int:
         lanes: numbers per stored head; None: those of the current platform.
     """
     lanes = LANES.get(platform(), 1) if lanes is None else lanes
+    # 128 lanes, H = 64: 2 heads
     together = lanes // size if size and lanes % size == 0 else 1
     return together if kv_heads % (together * num_shards("kv_heads")) == 0 else 1

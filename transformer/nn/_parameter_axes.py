@@ -77,6 +77,7 @@ def declare(axes: Mapping[str, str], *, role: Role = "hidden", int8: bool | None
     parsed = {}
     for end, text in axes.items():
         found = _parse(text, role, role == "hidden" if int8 is None else int8)
+        # Several modules may declare the same end with the same axes, such as query/kernel.
         if _DECLARED.get(end, found) != found:
             raise ValueError(
                 f"the axes of {end!r} are declared as {text!r}, but also as {_DECLARED[end]}. Rename the parameter, "
@@ -103,6 +104,7 @@ def axes_of(path: str, ndim: int) -> ParameterAxes | None:
     ends in the path of its parameter (`0/mu/decoder/...`), so it gets the same axes.
     """
     found = _DECLARED.get(end_of(path) or "")
+    # 1: with the leading axis of stacked layers
     return found if found is not None and ndim - len(found.names) in (0, 1) else None
 
 
@@ -118,6 +120,7 @@ def end_of(path: str) -> str | None:
         ends = end.split("/")
         return len(ends) <= len(parts) and all(map(fnmatch.fnmatchcase, parts[-len(ends) :], ends))
 
+    # For example, experts/up/kernel wins over up/kernel, and token_type_embedding/embedding over *embedding/embedding.
     return max(filter(matches, _DECLARED), key=lambda end: (end.count("/"), "*" not in end), default=None)
 
 
@@ -144,6 +147,8 @@ def _parse(text: str, role: Role, int8: bool) -> ParameterAxes:
     names = _names(maps.split() + first + second)
     if not arrow:
         return ParameterAxes(names=names)
+    # Counted from the end, so a leading axis of stacked layers does not change them. "expert: embed -> feed_forward"
+    # has inputs (-2,) and outputs (-1,), and "embed -> heads _" inputs (-3,) and outputs (-2, -1).
     left_axes = tuple(range(-len(first) - len(second), -len(second)))
     right_axes = tuple(range(-len(second), 0))
     inputs, outputs = (left_axes, right_axes) if arrow == "->" else (right_axes, left_axes)

@@ -45,6 +45,7 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
 
 _OWN_AXES = {axis for axes in ACTIVATION_RULES.values() for axis in axes}
 
+# A context variable: each thread has its own rules, so tracing in one thread does not see those of another.
 _RULES: contextvars.ContextVar[AxisRules | None] = contextvars.ContextVar("axis_rules", default=None)
 
 
@@ -109,6 +110,8 @@ def split_axes(
     for name, target in rules:
         wanted = (target,) if isinstance(target, str) else tuple(target or ())
         found = tuple(axis for axis in wanted if axis in sizes)
+        # A sharding can use each mesh axis for one array axis only (JAX raises DuplicateSpecError): the first name
+        # keeps it.
         used = {axis for axes in split.values() for axis in axes}
         if name in names and name not in split and not used & set(found) and (found or not wanted):
             split[name] = found
@@ -122,10 +125,14 @@ def _placements(names: Sequence[str | None]) -> list[tuple[tuple[str, ...], bool
     """
     mesh = jax.sharding.get_abstract_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    # Inside `shard_map` axes are Manual (arrays are shards already), and Explicit axes belong to the types of arrays:
+    # only Auto axes can be constrained.
     sizes = {axis: mesh.shape[axis] for axis, kind in types if kind == AxisType.Auto}
     rules = current_rules()
     is_own = rules is None and set(mesh.axis_names) >= _OWN_AXES
     if rules is None:
+        # A name without mesh axes is left out here: on a mesh of our own it is replicated (`is_own`), on any other mesh
+        # the compiler decides.
         rules = [(name, axes) for name, axes in ACTIVATION_RULES.items() if axes]
     return [(axes or (), is_own or axes == ()) for axes in split_axes(names, sizes, rules)]
 
@@ -175,6 +182,7 @@ def own_part(name: str, size: int) -> Callable[[jax.Array, int], jax.Array]:
     axes = mesh_axes(name)  # inside shard_map, the mesh does not have these axes any more
 
     def own(indices, part):
+        # The axis is split: device d has the indices d part, ..., (d + 1) part - 1.
         if part < size:
             indices = indices - jax.lax.axis_index(axes) * part
         return jax.numpy.where((indices >= 0) & (indices < part), indices, part)
@@ -318,6 +326,7 @@ def joined_spec(*entries: str | tuple[str, ...] | None) -> PartitionSpec:
     kept = []
     for entry in entries:
         axes = {entry} if isinstance(entry, str) else set(entry or ())
+        # For example ("fsdp", None) of x and ("fsdp",) of W: the result keeps fsdp for its rows.
         kept.append(None if axes & used else entry)
         used |= axes
     return PartitionSpec(*kept)
@@ -349,6 +358,7 @@ def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
         return table.at[rows].get(mode="fill", wrap_negative_indices=False)
 
     spec = explicit_spec(rows)
+    # (B, T) of the token ids and D of the table
     return in_auto_axes(rows_of, spec and joined_spec(*spec, *explicit_spec(table)[1:]))(table, rows)
 
 
@@ -377,6 +387,7 @@ def lookup_tokens(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """
     dtype = _TABLE_GRADIENTS.get()
     is_narrow = dtype is not None and jax.numpy.dtype(dtype).itemsize < table.dtype.itemsize
+    # With one part there is no sum over devices, and nothing to round.
     if not is_narrow or tokens.ndim != 2 or num_parts(*tokens.shape) == (1, 1):
         return lookup(table, tokens)
     return _lookup_with_gradient_in(table, tokens, dtype)
@@ -398,6 +409,7 @@ def _lookup_backward(dtype, residuals, gradients):
 
     def sums(zeros, tokens, gradients):
         # (V, D) of one device: tokens outside of its part of the vocabulary are dropped.
+        # dE_v = sum of dy_bt over all positions (b, t) with token v: a scatter-add.
         own = zeros.at[part_of(tokens, zeros.shape[0])].add(gradients.astype(zeros.dtype), mode="drop")
         return own[None, None]
 
@@ -405,6 +417,7 @@ def _lookup_backward(dtype, residuals, gradients):
     # small terms would vanish in a large sum. Only this sum is rounded, once, before the sum over devices.
     zeros = constrain(jax.numpy.zeros((vocab_size, gradients.shape[-1]), jax.numpy.float32), "vocab", "embed")
     names = [("vocab", "embed"), ("batch", "length"), ("batch", "length", "embed")]
+    # (Bp, Tp, V, D), one sum for each part of rows and length
     parts = shard_map(sums, names, ("batch", "length", "vocab", "embed"))(zeros, tokens, gradients)
     return sum_of_parts(parts, dtype).astype(table_dtype), None
 
@@ -437,6 +450,8 @@ def shard_map(
                 raise ValueError(f"shard_map takes one name per axis: got {names} for an array of shape {x.shape}.")
             axis_sizes += zip(names, x.shape, strict=True)
         axes = auto_axes()
+        # If no axis with a rule splits the arrays, they may still be split over an axis without a rule. `jax.shard_map`
+        # would gather them there; called directly, the function leaves the choice to the compiler.
         if not axes or (unmapped_axes() and not any(mesh_axes(name) for name, _ in axis_sizes)):
             return function(*arrays)
         whole = {name for name, size in axis_sizes if name is None or size % num_shards(name)}

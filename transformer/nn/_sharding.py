@@ -83,6 +83,7 @@ class DcnConfig:
 
     def __post_init__(self):
         for axis, size in self.sizes.items():
+            # bool is a subclass of int: without this check True would pass as the size 1.
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ConfigError(f"parallel.dcn.{axis} must be an integer of at least 1, got {size!r}.")
 
@@ -167,6 +168,7 @@ class ParallelConfig:
                 )
         else:
             host, _, port = self.coordinator.rpartition(":")
+            # The port follows the last colon. An IPv6 address contains colons too, so it needs brackets: [::1]:1234.
             plain = ":" not in host or (host.startswith("[") and host.endswith("]"))  # an IPv6 address in brackets
             if not host or not plain or not port.isdecimal() or not 0 < int(port) < 2**16:
                 raise ConfigError(
@@ -185,6 +187,8 @@ class ParallelConfig:
     def sizes(self) -> dict[str, int]:
         """Requested size of each mesh axis: its size within a slice times its size across slices; -1 stays -1."""
         within = {axis: getattr(self, axis) for axis in AXES}
+        # A -1 is not multiplied: `mesh_sizes` replaces it by a size over all devices, which already includes the
+        # slices.
         return {axis: size if size == -1 else size * self.dcn.sizes[axis] for axis, size in within.items()}
 
     def choose(self, devices: Sequence[jax.Device]) -> list[jax.Device]:
@@ -210,6 +214,7 @@ def mesh_sizes(wanted: Mapping[str, int], num_devices: int) -> dict[str, int]:
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise ConfigError(f"only one mesh axis can be -1 (all remaining), got {' and '.join(free)}. Set one of them.")
+    # The product of all sizes must be the number of devices, so the free axis gets num_devices / fixed.
     fixed = math.prod(size for size in sizes.values() if size != -1)
     given = describe_sizes(sizes) or "all axes 1"
     if free and num_devices % fixed == 0:
@@ -247,12 +252,16 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes(wanted, len(devices))
+    # Auto: the compiler propagates the shardings of parameters, batch and constraints to all other arrays (GSPMD,
+    # section 3). With Explicit axes they would be part of the types of arrays.
     shape, names, types = tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(AXES)
     check_slices(devices, dcn)
     _check_factors(sizes, dcn)
     if dcn != DcnConfig():
         return Mesh(_hybrid_grid(devices, sizes, dcn), names, types)
     try:
+        # On a TPU, JAX assigns devices such that neighbors on a mesh axis are neighbors on the torus, as far as
+        # possible.
         return jax.make_mesh(shape, names, axis_types=types, devices=devices)
     except NotImplementedError:  # the sizes split an axis of the torus, which JAX refuses by default except on a v5e
         return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), names, types)
@@ -262,6 +271,7 @@ def check_slices(devices: Sequence[jax.Device], dcn: DcnConfig) -> None:
     """Raise a ConfigError if the sizes across slices do not fit the slices or the processes of the devices."""
     groups, given = math.prod(dcn.sizes.values()), _dcn_flags(dcn)
     if devices[0].platform == "tpu":
+        # Devices of a single slice may lack the attribute.
         slices = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
         if len(set(slices.values())) > 1:
             raise ConfigError(
@@ -276,6 +286,8 @@ def check_slices(devices: Sequence[jax.Device], dcn: DcnConfig) -> None:
                 f"{given or '1 (no --parallel.dcn options)'}. {fit if len(slices) > 1 else 'Remove these options.'}"
             )
     elif groups > 1:
+        # One process can divide its devices into any groups, which simulates slices. Several processes are connected by
+        # the network, so a boundary between slices must be a boundary between processes.
         per_process = collections.Counter(device.process_index for device in devices)
         if len(per_process) > 1 and len(per_process) % groups:
             fit = [n for n in range(2, len(per_process) + 1) if len(per_process) % n == 0]
@@ -305,6 +317,7 @@ def _hybrid_grid(devices: Sequence[jax.Device], sizes: Mapping[str, int], dcn: D
     if devices[0].platform == "tpu":
         return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
     # Axes (slices along axis 0, slices along axis 1, ..., devices along axis 0, ...) -> each pair next to each other.
+    # For two axes of 2 x 2 and 1 x 2 (across x within): (2, 1, 2, 2) -> (2, 2, 1, 2) -> (4, 2).
     grid = np.array(devices, object).reshape(*across, *within)
     pairs = [place for axis in range(len(sizes)) for place in (axis, len(sizes) + axis)]
     return grid.transpose(pairs).reshape(tuple(sizes.values()))
@@ -315,6 +328,9 @@ def check_model(config: TransformerConfig, sizes: Mapping[str, int]) -> None:
     has_images = (config.images or config.image_tokens or config.dynamic_images) is not None
     parts = {"model": config} | ({"model.input": config.image_encoder} if has_images else {})
     for name, part in parts.items():
+        # The dimensions that PARAMETER_AXES splits in all layers. Without this check, a parameter with an indivisible
+        # one would be replicated (`_spec`). This is accepted only for the vocabulary, which is often odd (GPT-2: 50,257
+        # tokens).
         needs = (
             ("num_heads", part.num_heads, "tensor"),
             ("d_ff", part.feed_forward_width, "tensor"),
@@ -337,6 +353,7 @@ def num_row_shards(sizes: Mapping[str, int]) -> int:
 def check_batch_sizes(field: str, rows: int, accumulation: int, sizes: Mapping[str, int], length: int | None) -> None:
     """Raise a ConfigError if `rows`, the value of data.`field`, or the sequence length can't be split evenly."""
     ways = num_row_shards(sizes)
+    # rows = ways x accumulation x rows per device and micro-batch
     if rows % (ways * accumulation):
         micro = f" x training.accumulation ({accumulation})" if accumulation > 1 else ""
         raise ConfigError(
@@ -353,7 +370,7 @@ def check_batch_sizes(field: str, rows: int, accumulation: int, sizes: Mapping[s
 
 def _nearest_multiples(size: int, factor: int) -> str:
     below = size // factor * factor
-    return " and ".join(str(n) for n in (below, below + factor) if n)
+    return " and ".join(str(n) for n in (below, below + factor) if n)  # 0 is no valid size
 
 
 def parameter_spec(
@@ -363,14 +380,17 @@ def parameter_spec(
 
     A parameter whose axes are not declared is replicated.
     """
+    # Example: query/kernel of stacked layers, (L, D, N, H) -> PartitionSpec(None, "fsdp", "tensor", None).
     return _spec(parameter_axes(path, shape), shape, sizes, rules_in_force(rules, sizes))
 
 
 def _spec(
     names: Sequence[str | None], shape: Sequence[int], sizes: Mapping[str, int], rules: AxisRules | None
 ) -> PartitionSpec:
+    # An undeclared parameter has no names, which gives PartitionSpec(): replicated.
     axes = split_axes(names, sizes, PARAMETER_AXES.items() if rules is None else rules)
     axes = [split or () for split in axes]
+    # JAX can't place an array whose axis is not divisible by its number of shards (IndivisibleError).
     fits = [size % math.prod(sizes[axis] for axis in split) == 0 for split, size in zip(axes, shape, strict=False)]
     return PartitionSpec(*(_entry(split) if fit else None for split, fit in zip(axes, fits, strict=True)))
 
@@ -391,6 +411,7 @@ def rules_in_force(rules: AxisRules | None, sizes: Mapping[str, int], names: Ite
         return current_rules()
     wanted: list[str] = []
     for rule in [rules] if isinstance(rules, Mapping | str) else rules:
+        # 0 marks a rule that is not a pair; no valid target is a number.
         target = rule[1] if isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str) else 0
         if not (target is None or isinstance(target, str | tuple | list)):
             raise ConfigError(
@@ -461,6 +482,8 @@ def state_shardings(state: Any, mesh: Mesh, rules: AxisRules | None = None) -> A
         if isinstance(leaf, nn.Partitioned):
             return NamedSharding(mesh, _spec(leaf.names, leaf.value.shape, mesh.shape, rules))
         shape = getattr(leaf, "shape", ())
+        # Optimizer states contain trees of the shape of the parameters (Adam's mu and nu, say). Declarations match the
+        # end of a path, so each of their leaves is sharded like its parameter.
         return NamedSharding(mesh, _spec(parameter_axes(_name(path), shape), shape, mesh.shape, rules))
 
     return jax.tree_util.tree_map_with_path(sharding, state, is_leaf=_is_box)
@@ -500,11 +523,14 @@ def batch_sharding(mesh: Mesh, ndim: int, rules: AxisRules | None = None) -> Nam
     found = rules_in_force(rules, mesh.shape)
     given = (("batch", BATCH_AXES), ("length", "context")) if found is None else found
     rows, *length = split_axes(("batch", "length")[:ndim], mesh.shape, given)
+    # A spec may be shorter than the array: later axes, such as the pixels of images, are not split.
     return NamedSharding(mesh, PartitionSpec(rows or None, *(_entry(split or ()) for split in length)))
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
     """Return the rows of a batch that the devices of this process hold, ascending; with one process, all rows."""
+    # Device -> (slice of the rows,). Devices that differ only on the axes tensor or context hold the same rows, so the
+    # rows are made unique.
     parts = batch_sharding(mesh, 1).addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[part] for part in parts]))
 
@@ -535,6 +561,8 @@ def place_batch(
         def part(index):
             if rows is None:
                 return array[index]
+            # JAX asks for a part by its slices of the global array. Rows are ascending and the part is contiguous, so
+            # it is also contiguous among the rows of this process, from the first one that is not below `first`.
             first, last = index[0].indices(batch_size)[:2]
             begin = np.searchsorted(rows, first)
             return array[begin : begin + last - first][:, *index[1:]]

@@ -72,6 +72,7 @@ def dot_product_attention(
     """
     replaced = (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
     if any(given is not None for given in replaced):
+        # Flax's own formula, with the full scores (*B, N, T, S) and a dense mask
         return nn.dot_product_attention(
             query,
             key,
@@ -159,13 +160,15 @@ def _as_flax_masks(query: Array, bias: Array | None, mask: Array) -> tuple[Array
     Flax gives all hidden keys the same large negative score, so a row in which all keys are hidden has uniform weights.
     The same weights follow if such a query attends to every key with scores of 0: zero query, zero bias, no mask.
     """
+    # The scores (*B, N, T, S) have as many axes as the query (*B, T, N, H). softmax(0, ..., 0) = 1 / S for each key.
     mask = mask.reshape((1,) * (query.ndim - mask.ndim) + mask.shape)
     seen = mask.any(-1, keepdims=True)  # (B, N or 1, T or 1, 1): whether the query sees any key
+    # (*B, N, T, 1) -> (*B, T, N, 1), the order of the query
     query = jnp.where(seen.swapaxes(-3, -2), query, 0)
     if bias is not None:
         bias = jnp.asarray(bias)
         bias = jnp.where(seen, bias.reshape((1,) * (query.ndim - bias.ndim) + bias.shape), 0)
-    return query, bias, mask | ~seen
+    return query, bias, mask | ~seen  # a query without visible keys sees all of them
 
 
 def _check_shapes(query: Array, key: Array, value: Array) -> None:
@@ -192,7 +195,9 @@ def _dense(mask: Mask | Array | None, query: Array, key: Array) -> Array | None:
 def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager:
     if precision is None:
         return contextlib.nullcontext()
+    # Flax allows one precision for each of the two factors.
     if isinstance(precision, tuple) and len(set(precision)) == 1:
         precision = precision[0]
+    # Kernels take no precision: a context sets it for all matrix multiplications that are traced inside.
     name = precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision
     return jax.default_matmul_precision(name)

@@ -171,6 +171,7 @@ def choose(implementation: str, spec: AttentionSpec) -> str:
             f"the attention kernel must be one of {', '.join(names)}, got {implementation!r}."
             f"{nearest(implementation, names)}"
         )
+    # The second check compiles a small program (once per process), so it comes last.
     refused = ALL_KERNELS[implementation].unsupported(spec) or _compiler_refusal(implementation, spec)
     if refused is not None:
         able = [name for name in ALL_KERNELS if name != implementation and _serves(name, spec)]
@@ -206,6 +207,8 @@ def choose_paged(implementation: str, spec: AttentionSpec, cache: Any) -> str:
             )
         return RAGGED_PAGED
     chosen, why = RAGGED_PAGED, ""
+    # Blocks up to the longest row take time with the texts. Gathered pages take time with the table, S = M Q slots per
+    # row.
     if platform() == "cpu" and page_blocks_limits(spec, cache) is None:
         chosen = PAGE_BLOCKS
     elif platform() != "tpu":
@@ -238,17 +241,23 @@ def portable(execution: Execution) -> Execution:
 def _fastest(spec: AttentionSpec) -> str:
     if not isinstance(spec.shapes.num_queries, int) or not isinstance(spec.shapes.num_keys, int):
         return "reference"  # a symbolic length (jax.export) can't be divided into blocks
+    # Of the kernels for a split length, only the ring keeps keys and values split: 1 / n of their memory on n devices.
     if _serves("ring", spec):
         return "ring"
     scores = spec.shapes.num_queries * spec.shapes.num_keys // spec.shapes.length_shards  # per head and device
+    # Fused kernels keep scores on the chip: they save writing and reading T S numbers per head, which pays from a
+    # minimum size on. Both checks at the end can warn, so they come after the sizes.
     for name, least in (("cudnn", FUSED_FROM), ("splash", SPLASH_FROM)):
         if scores >= least and spec.shapes.num_queries > 1 and _compiles(name, spec) and _has_its_devices(name):
             return name
     # A single query (a decoding step) has one row of scores: nothing that a loop over blocks could save.
+    # 1,024 x 1,024 float32 scores take 4 MiB for each head and row. Weights exist only in the reference kernel.
     if scores <= FULL_MATRIX_SCORES.get(platform(), 0) or spec.shapes.num_queries == 1 or spec.return_weights:
         return "reference"
+    # Complete rows of scores for a few queries at a time, without the keys that a causal mask or a window hides.
     if scores <= QUERY_CHUNKED_SCORES.get(platform(), 0) and _serves("query_chunked", spec):
         return "query_chunked"
+    # all_gather_kv only where a mesh splits the length; blockwise supports everything except returning weights.
     return next(name for name in ("all_gather_kv", "blockwise") if _serves(name, spec))
 
 
@@ -281,6 +290,7 @@ def _compiler_refusal(name: str, spec: AttentionSpec) -> str | None:
     return _COMPILER_REFUSALS[name](spec) if name in _COMPILER_REFUSALS else None
 
 
+# Cached, so each text appears once: every layer asks again, and so does each new trace.
 @functools.cache
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=2)
@@ -293,4 +303,5 @@ def _log_once(choice: str) -> None:
 
 def _serves(name: str, spec: AttentionSpec) -> bool:
     """Return whether a kernel supports a call on the current platform; it may still fail to compile."""
+    # Splash also supports the CPU, in interpret mode, which is for tests: auto must not select it there.
     return ALL_KERNELS[name].unsupported(spec) is None and (name not in TPU_KERNELS or platform() == "tpu")
