@@ -76,6 +76,7 @@ class NF4:
 def _levels_at(codes: Array) -> Array:
     """Look up the level of each code, with a tree of 15 selections: TPUs have no fast lookup in a table."""
     found: list[Any] = [jnp.float32(level) for level in NF4_LEVELS]
+    # Bit b chooses between neighboring candidates: 16 -> 8 -> 4 -> 2 -> 1 are left.
     for bit in range(4):
         high = (codes >> bit) & 1 == 1
         found = [jnp.where(high, odd, even) for even, odd in zip(found[::2], found[1::2], strict=True)]
@@ -127,6 +128,7 @@ class Adapted:
 
     def array(self, dtype: DType = jnp.float32) -> Array:
         """Return the merged kernel in its original shape, computed in float32 and rounded once."""
+        # (..., *in, *out) -> (..., I, O), plus (..., I, r) x (..., r, O)
         wide = dense(self.kernel, jnp.float32).reshape(*self.a.shape[:-1], self.b.shape[-1])
         wide = wide + self.scale * jnp.matmul(self.a.astype(jnp.float32), self.b.astype(jnp.float32))
         if self.magnitude is not None:
@@ -141,6 +143,7 @@ class Adapted:
         """
         a, b = self.a.astype(jnp.float32), self.b.astype(jnp.float32)
         wide = dense(self.kernel, jnp.float32).reshape(*a.shape[:-1], b.shape[-1])
+        # Over the inputs: (..., I, O) -> (..., O)
         norm = jnp.linalg.norm(jax.lax.stop_gradient(wide + self.scale * jnp.matmul(a, b)), axis=-2)
         # An output whose weights are all zero has norm 0: it stays zero, and 0 / 0 would be NaN.
         return self.magnitude.astype(jnp.float32) / jnp.where(norm == 0.0, 1.0, norm)

@@ -593,11 +593,6 @@ class MultiHeadAttention(AttentionModule):
         return attend, arrays, mask, cache.key_positions, cache
 
     def _head_dim(self, x: Hidden) -> int:
-        """Return H, the size of a query or key head.
-
-        Raises:
-            ValueError: `head_dim` is None, and the width of x is not a multiple of `num_heads`.
-        """
         if self.head_dim is None and x.shape[-1] % self.num_heads:
             raise ValueError(
                 f"the width of x ({x.shape[-1]}) must be a multiple of num_heads ({self.num_heads}) when head_dim "
@@ -622,7 +617,6 @@ class MultiHeadAttention(AttentionModule):
         return (self._normalize("key_norm", key) if self.qk_norm else key), value
 
     def _check(self, x: Array, context: Array | None, cache: SelfAttentionCache | ContextCache | None) -> None:
-        """Raise a ValueError for arguments and fields that don't fit together."""
         if unknown := set(self.biases or ()) - {"query", "key", "value", "out"}:
             raise ValueError(f"biases must be names among query, key, value and out, got {unknown.pop()!r}.")
         for name, array in {"x": x, "context": context}.items():
@@ -701,7 +695,6 @@ def _heated(temperature: QueryTemperature, query: Query, positions: Positions) -
 
 
 def _rotated(scheme: PositionScheme, heads: Array, positions: Array, lengths: Lengths | None) -> Array:
-    """Return `scheme.rotate`, with the lengths only if the scheme depends on them."""
     return scheme.rotate(heads, positions) if lengths is None else scheme.rotate(heads, positions, lengths)
 
 

@@ -24,6 +24,7 @@ def packed(codes: jax.Array, place: int) -> jax.Array:
 
     A byte has two codes of a block that are half a block apart.
     """
+    # Byte j is code j + 16 code (j + length / 2).
     low, high = jnp.split(codes.astype(jnp.uint8), 2, place + 1)
     return (low | (high << 4)).reshape(*codes.shape[:place], -1, *codes.shape[place + 2 :])
 

@@ -111,7 +111,6 @@ def _megablox_unsupported(call: Call) -> str | None:
 
 
 def _kernel_unsupported(call: Call) -> str | None:
-    """Return why a TPU kernel does not support a call; None if it does."""
     return unmapped_reason() or tpu_dtype_refusal(call.dtype)
 
 
@@ -148,6 +147,8 @@ def tiling(tile: int, inner: int, out: int, *, whole_input: bool = True) -> tupl
 
 def _dims(lhs: int, rhs: int, ragged: int, groups: list[int]) -> jax.lax.RaggedDotDimensionNumbers:
     """Return the axes of a ragged multiplication that sums over axis `lhs` of one factor and `rhs` of the other."""
+    # y = x W has axis 0 of W as the axis of groups. dW = x^T dy has no such factor: it sums over the ragged axis within
+    # each group, (R, in), (R, out) -> (E, in, out).
     return jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((lhs,), (rhs,)), ((), ())), lhs_ragged_dimensions=[ragged], rhs_group_dimensions=groups
     )
@@ -238,6 +239,7 @@ def _megablox_backward(tile, saved, dy):
     gmm, tgmm = _megablox()
     dx = gmm(dy, kernel, group_sizes, x.dtype, tiling(tile, out, inner), transpose_rhs=True)
     tiles = tiling(tile, inner, out, whole_input=False)
+    # (in, R), (R, out) -> (E, in, out)
     dkernel = tgmm(x.T, dy, group_sizes, kernel.dtype, tiles)
     return dx, dkernel, None
 
@@ -261,6 +263,7 @@ def dispatch(x: Float[Array, "N D"], copy_of_row: Int[Array, "R"], row_of_copy: 
     The derivative reads the rows of the copies (`row_of_copy`; out of range: none) instead of scattering rows, which
     is much slower on accelerators.
     """
+    # Copy c is a copy of token c // k, with k = M / N.
     return x[copy_of_row // (row_of_copy.size // x.shape[0])]
 
 
@@ -271,6 +274,7 @@ def _dispatch_forward(x, copy_of_row, row_of_copy):
 def _dispatch_backward(saved, dy):
     tokens, row_of_copy = saved
     each = dy.at[row_of_copy].get(mode="fill", fill_value=0)  # (M, D)
+    # (M, D) -> (N, k, D) -> (N, D): the derivative of a token is the sum over its k copies.
     dx = each.reshape(tokens, -1, dy.shape[1]).sum(1, dtype=jnp.float32)
     return dx.astype(dy.dtype), None, None
 

@@ -86,6 +86,7 @@ class Int4:
     def array(self, dtype: DType = jnp.float32) -> Array:
         """Return the dequantized parameter, integer * scale, in its original shape."""
         place = self.codes.ndim + self.axis
+        # Stored as 0 to 15 for -8 to 7. With 16 bits of scale for 32 weights, a weight takes 4.5 bits.
         codes = unpacked(self.codes, place, self.scale.shape[place]).astype(jnp.float32) - 8
         weights = codes * jnp.expand_dims(self.scale, place + 1).astype(jnp.float32)
         return out_of_blocks(weights, place, self.size).astype(dtype)
@@ -99,12 +100,14 @@ def quantized_int4(array: Float[Array, "..."], axis: int, group_size: int = GROU
     """
     array = jnp.asarray(array, jnp.float32)
     place, size = array.ndim + axis, array.shape[axis]
+    # (..., size, ...) -> (..., groups, group size, ...)
     groups = in_blocks(array, place, group_size)
     largest = jnp.abs(groups).argmax(place + 1, keepdims=True)
     # s = w / -8 for the weight w of largest magnitude, which may have either sign; rounded first, so that the integers
     # belong to the scale that is stored.
     scale = (jnp.take_along_axis(groups, largest, place + 1) / -8.0).astype(jnp.bfloat16)
     divisor = scale.astype(jnp.float32)
+    # The largest weight gives -8. Its negative would give 8, which has no code and is clipped to 7.
     codes = jnp.clip(jnp.round(groups / jnp.where(divisor == 0.0, 1.0, divisor)), -8, 7) + 8
     return Int4(packed(codes, place), scale.squeeze(place + 1), axis, size)
 
@@ -164,14 +167,12 @@ def quantize(
 
 
 def _check_plain(path: str, leaf: Any) -> None:
-    """Raise ValueError for a parameter that is already quantized."""
     if isinstance(leaf, Int8 | Int4):
         number = 8 if isinstance(leaf, Int8) else 4
         raise ValueError(f"{path} is already quantized to {number} bits. Quantize the parameters as they were loaded.")
 
 
 def _check_sizes(bits: int, group_size: int) -> None:
-    """Raise ValueError for a number of bits or a group size that is not supported."""
     if bits not in (4, 8) or group_size not in GROUP_SIZES:
         raise ValueError(
             f"bits must be 4 or 8, and group_size one of {', '.join(map(str, GROUP_SIZES))}; got {bits} and "

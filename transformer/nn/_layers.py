@@ -470,6 +470,7 @@ class Embedding(nn.Module):
     param_dtype: DType = jnp.float32
 
     def setup(self):
+        # A logit is a sum of D products: with x of variance 1 and rows of variance 1 / D, its variance is 1.
         init = self.embedding_init or nn.initializers.normal(1 / np.sqrt(self.features))
         shape = (self.vocab_size, self.features)
         self.embedding = kernel_parameter(self, init, shape, self.param_dtype, "embedding")

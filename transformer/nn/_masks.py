@@ -361,11 +361,11 @@ def _index_in_segment(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
     """Return the distance of each entry from the first of its segment, which is a run of equal numbers."""
     indices = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     starts = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+    # The running maximum is the index of the last start.
     return indices - jax.lax.cummax(jnp.where(starts, indices, 0), axis=1)
 
 
 def _boolean(mask: Array | np.ndarray) -> Bool[Array, "..."]:
-    """Convert a mask array to boolean; see `Mask.array`."""
     mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
     if mask.dtype == jnp.bool_:
         return jnp.asarray(mask)

@@ -129,7 +129,6 @@ class RoutedFeedForward(nn.Module):
         return y, aux
 
     def _schemes(self, experts: dict[str, Any]) -> dict[str, Scheme]:
-        """Return how to quantize the multiplications by the kernels of `up`, `gate` and `down`, where they are."""
         if self.quantization is None:
             return {}
         schemes = {name: self.quantization.at(*self.path, "experts", name, "kernel") for name in experts}

@@ -248,7 +248,6 @@ class Rotary(PositionScheme):
         return jnp.repeat(positions, np.asarray(sections), axis=2, total_repeat_length=sum(sections))
 
     def _angles_by_length(self, positions: Positions, size: int, lengths: Lengths) -> Float[Array, "B T F"]:
-        """Return the angles (B, T, size / 2) of texts of these lengths (B,)."""
         scaling, short = self.scaling, self.frequencies(size)
         if scaling.kind == "longrope":
             long = jnp.asarray(_turn_units(self.frequencies(size, long=True)))[None]

@@ -112,7 +112,6 @@ def sum_aux(auxes: Iterable[Aux]) -> Aux:
 def _inputs_of_layer(
     inputs: LayerInputs, embeddings: Float[Array, "L B T P"] | None, layer: int, stored: dict[str, Any]
 ) -> LayerInputs:
-    """Return the inputs of one layer: its own embeddings, and the keys and values that earlier layers stored."""
     own = None if embeddings is None else embeddings[layer]
     return dataclasses.replace(inputs, layer_embedding=own, stored=dict(stored) or None)
 
@@ -219,7 +218,6 @@ class Stack(nn.Module):
     def _run_layers(
         self, x: Hidden, cache: Any, inputs: LayerInputs, embeddings: Float[Array, "L B T P"] | None
     ) -> tuple[Hidden, Any, Aux]:
-        """Run prefix, repeats of the period and suffix; return hidden states, cache and aux of the last layer."""
         config, repeats = self.config, self.config.repeats(self.num_layers)
         caches, auxes, stored = {}, [], {}
 
@@ -256,6 +254,7 @@ class Stack(nn.Module):
                 number = jnp.arange(repeats)
                 own = {name: one.self_attention for name, one in cache["layers"].items()}
                 contexts = {name: one.cross_attention for name, one in cache["layers"].items()}
+            # (L, B, T, P) -> (repeats, layers of a period, B, T, P); None stays None
             each = jax.tree.map(lambda a: a[first:last].reshape(repeats, -1, *a.shape[1:]), embeddings)
             (x, own), (contexts, aux) = period((x, own), (number, contexts, each), inputs)
             if cache is not None:
@@ -278,6 +277,7 @@ class Stack(nn.Module):
         repeats = config.repeats(self.num_layers)
         if repeats:
             period = named("slot", config.stack.period)
+            # One leading axis of repeats, as for the parameters
             cache["layers"] = jax.tree.map(lambda a: jnp.broadcast_to(a, (repeats, *a.shape)), period)
         return cache
 

@@ -127,9 +127,12 @@ def _integer_product(x: Float[Array, "R Di"], values: Array) -> Float[Array, "R 
     """
     scale = jnp.max(jnp.abs(x), axis=1, keepdims=True) / 127.0
     scale = jnp.where(scale == 0.0, 1.0, scale)  # a row of zeros
+    # x / s is from -127 to 127, and h its nearest integer. The rest is from -1/2 to 1/2, so 254 times the rest fits
+    # into another integer from -127 to 127.
     high = jnp.round(x / scale)
     low = jnp.round((x / scale - high) * 254.0)
     factors = jnp.concatenate([high, low]).astype(jnp.int8)
+    # (2 R, Di), (Do, Di) -> (2 R, Do)
     sums = jax.lax.dot_general(factors, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
     high, low = jnp.split(sums.astype(jnp.float32), 2)
     return (high + low / 254.0) * scale

@@ -171,12 +171,14 @@ def policy_loss(
     old = jnp.where(mask > 0, batch["old"], 0.0) if "old" in batch else jax.lax.stop_gradient(log_probs)
     ratio = jnp.exp(log_probs - old)
     clipped = jnp.clip(ratio, 1 - options.clip, 1 + options.highest)
+    # The minimum removes the gain of a larger step: above 1 + clip for A > 0, and below 1 - clip for A < 0.
     loss = -jnp.minimum(ratio * advantage, clipped * advantage)
     # The clipped ratio, which has no gradient, is the smaller one.
     outside = jnp.where(advantage > 0, ratio > 1 + options.highest, (ratio < 1 - options.clip) & (advantage < 0))
     measures = {"tokens": mask.sum(), "clipped": (outside * mask).sum()}
     if options.beta:
-        # The estimator k3 (equation 4; Schulman 2020): pi_ref / pi - ln(pi_ref / pi) - 1, which is never negative.
+        # The estimator k3 (equation 4; Schulman 2020): with d = ln(pi_ref / pi), e^d - d - 1 >= 0, since e^d >= 1 + d.
+        # Under pi its mean is KL(pi || pi_ref), because pi_ref / pi has the mean 1.
         difference = jnp.where(mask > 0, batch["reference"], 0.0) - log_probs
         kl = jnp.exp(difference) - difference - 1
         loss = loss + options.beta * kl

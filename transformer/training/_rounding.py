@@ -50,5 +50,6 @@ def _rounded(value: Float[Array, "..."], dtype: Any, key: PRNGKey) -> Float[Arra
     rest = value - nearest.astype(jnp.float32)
     away = jnp.where(rest > 0, jnp.inf, -jnp.inf).astype(dtype)
     other = jnp.nextafter(nearest, away)
+    # P(other) = rest / (other - nearest), from 0 to 1/2, gives the mean nearest + rest = value.
     share = rest / (other.astype(jnp.float32) - nearest.astype(jnp.float32))  # NaN stays NaN, and is not chosen
     return jnp.where(jax.random.uniform(key, value.shape) < share, other, nearest)

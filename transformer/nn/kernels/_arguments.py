@@ -26,6 +26,7 @@ def check_shapes(query: Array, key: Array, value: Array, sinks: Array | None) ->
         problems.append("key and value must have the same length and heads")
     if query.shape[-1] != key.shape[-1]:
         problems.append("query and key must have the same head size")
+    # Head n uses key head n // G, G = N / K.
     if query.shape[-2] % key.shape[-2]:
         problems.append("query heads must be a multiple of key heads")
     if sinks is not None and sinks.shape != query.shape[-2:-1]:

@@ -18,6 +18,8 @@ BiasFunction: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def _static(default: Any) -> Any:
+    # Part of the tree structure and not of the arrays: Python can branch on it while JAX traces, and each value
+    # compiles a program of its own.
     return field(default=default, metadata={"static": True})
 
 
@@ -107,6 +109,7 @@ class AttentionSpec:
         """Apply dropout to attention weights (Srivastava et al. 2014); the shape stays the same."""
         if self.dropout_rate == 0.0:
             return weights
+        # (1, ..., 1, t, s) is one pattern for all rows and heads
         lead = (1,) * (weights.ndim - 2) if self.broadcast_dropout else weights.shape[:-2]
         # Kept weights are divided by the probability of keeping them, so that the expected output is unchanged and
         # inference needs no correction ("inverted" dropout).
@@ -194,5 +197,6 @@ class Kernel:
 
 def bias_block(bias: BiasFunction, queries: jax.Array, keys: jax.Array) -> jax.Array:
     """Return the bias between queries (t,) and keys (s,) with four axes, (B or 1, N or 1, t or 1, s or 1)."""
+    # (t, s) -> (1, 1, t, s), (N, t, s) -> (1, N, t, s)
     block = bias(queries, keys)
     return block.reshape((1,) * (4 - block.ndim) + block.shape)

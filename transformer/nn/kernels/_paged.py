@@ -142,17 +142,8 @@ def _attend_rows(
     *,
     spec: AttentionSpec,
 ) -> Float[Array, "B T N W"]:
-    """Call the library's kernel, on one device.
-
-    Args:
-        query: (B, T, N, W), with padding.
-        pool: (L, P, Q, C, W), the pools of all layers.
-        table: (B, M), pages of each row, all of them valid.
-        lengths: (B,), number of tokens of each row.
-        counts: (B,), number of queries of each row.
-        layer: the layer whose pool to read.
-        spec: scale, softcap and window.
-    """
+    # Each row has `lengths` (B,) tokens, and the last `counts` (B,) of them are the queries. The table has only valid
+    # pages, also for rows with fewer tokens.
     (batch, num_tokens), num_pages = query.shape[:2], pool.shape[1]
     queries, starts = _without_padding(query, counts)
     out = _kernel(queries.shape[0], query.shape[2], pool, table.shape[1])(
@@ -167,6 +158,7 @@ def _attend_rows(
         sliding_window=spec.mask.window_size,
         soft_cap=spec.softcap,
     )
+    # Back to (B, T): query t of row b is at starts[b] + t.
     places = starts[:-1, None] + jnp.arange(num_tokens)[None, :]
     return out[jnp.minimum(places, out.shape[0] - 1)]
 
@@ -180,26 +172,21 @@ def _without_padding(query: Float[Array, "B T N W"], counts: Lengths) -> tuple[F
     if num_tokens == 1:
         return query[:, 0], starts
     tokens = jnp.arange(num_tokens)[None, :]
+    # Padding gets the index B T, past the end: "drop" ignores it.
     places = jnp.where(tokens < counts[:, None], starts[:-1, None] + tokens, batch * num_tokens)
     packed = jnp.zeros((batch * num_tokens, *query.shape[2:]), query.dtype)
     return packed.at[places].set(query, mode="drop"), starts
 
 
 def _kernel(num_queries: int, num_heads: int, pool: Array, pages_per_row: int) -> Callable[..., Array]:
-    """Return the library's kernel with block sizes that fit into VMEM; on CPU its reference, which works outside jit.
-
-    Args:
-        num_queries: number of queries of all rows.
-        num_heads: number of query heads.
-        pool: (L, P, Q, C, W).
-        pages_per_row: M.
-    """
+    """Return the library's kernel with block sizes that fit into VMEM; on CPU its reference, for calls outside jit."""
     # Imported here because the import of Pallas is slow, and most programs do not need it.
     from jax.experimental.pallas.ops.tpu import ragged_paged_attention as library
 
     if platform() == "cpu":
         return library.ref_ragged_paged_attention
     _, _, page_size, stored, width = pool.shape
+    # Two buffers: the kernel copies the next block into one while it reads the other.
     keys = min(BLOCK_KEYS, KEY_BYTES // (2 * stored * width * pool.dtype.itemsize))
     return functools.partial(
         library.ragged_paged_attention,
@@ -210,4 +197,5 @@ def _kernel(num_queries: int, num_heads: int, pool: Array, pages_per_row: int) -
 
 def queries_per_block(num_queries: int, num_heads: int, width: int) -> int:
     """Return how many of the queries of all rows, each of N heads of W numbers, the kernel attends from at a time."""
+    # n queries of N heads of W numbers take as much room as n N W / 128 heads of 128.
     return max(1, min(num_queries, BLOCK_QUERIES * LANES // (num_heads * width)))

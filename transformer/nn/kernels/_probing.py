@@ -76,6 +76,7 @@ def attention_example(
 
     def loss(query, key, value):
         out, _ = attend(query, key, value, AttentionSpec(mask=Mask.causal()))
+        # jax.grad needs a scalar. The gradient of the sum uses the kernels of the backward pass too.
         return out.astype(jnp.float32).sum()
 
     return jax.grad(loss, argnums=(0, 1, 2)), [jax.ShapeDtypeStruct(shape, dtype)] * 3
@@ -98,7 +99,6 @@ def matching_libtpu() -> str:
 
 
 def _device() -> Any | None:
-    """Return a device to compile for; None if there is none."""
     kind = jax.sharding.get_abstract_mesh().abstract_device
     local = jax.local_devices()
     if kind is None:
@@ -126,4 +126,5 @@ def _compile(example: Example, dtype: str, device: Any) -> None:
     with jax.set_mesh(mesh):  # so that `partitioning.platform` returns the platform of the device
         function, shapes = example(jnp.dtype(dtype))
         arrays = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole) for shape in shapes]
+        # Nothing runs: the arguments are shapes.
         jax.jit(function).lower(*arrays).compile()

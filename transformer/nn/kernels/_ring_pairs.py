@@ -54,6 +54,7 @@ class BlockwisePairs:
         # nothing to the sum over pairs. Without a sink the kernel would give L = 0.
         no_sink = jnp.full(query.shape[2:4], NO_WEIGHT)
         out, (*_, norm) = blockwise.forward(self.plan, query, key, value, [], no_sink, mask, None)
+        # (query blocks, B, K, G, block) -> (query blocks, B, block, K, G) -> (B, t, K, G)
         return out, self.plan.join(norm.transpose(0, 1, 4, 2, 3), self.plan.num_queries)
 
     def backward(
@@ -198,7 +199,9 @@ class SplashPairs:
         # The grid runs over keys for each query block, or over queries for each key block.
         order = visible.T if for_keys else visible
         number = jnp.arange(order.size)
+        # The number of the next visible block, from each block on; order.size: there is none
         following = jax.lax.cummin(jnp.where(order.reshape(-1), number, order.size), reverse=True)
+        # Its index along the inner loop, of keys (or of queries)
         load = (jnp.where(following == order.size, 0, following) % order.shape[1]).reshape(order.shape)
         load = (load.T if for_keys else load).astype(jnp.int32)
         return lambda places: infos.MaskInfo(
@@ -211,7 +214,7 @@ class SplashPairs:
 
 
 def _flat(x: Array, rest: int = 2) -> Array:
-    """Join the head axes: (B, K, G, ...) -> (B, K G, ...), with `rest` axes at the end."""
+    # (B, K, G, ...) -> (B, K G, ...), with `rest` axes at the end
     return x.reshape(x.shape[0], -1, *x.shape[-rest:])
 
 
@@ -249,6 +252,7 @@ def splash_pairs(spec: AttentionSpec, chunk: int) -> SplashPairs:
         """Return which positions may attend to which, like `Mask.block`: of this chunk, or relative to it."""
         visible = queries >= keys if causal else None
         if window is not None:
+            # |i - j| < w, as in `Mask.block`
             near = jnp.abs(queries - keys) < window
             visible = near if visible is None else visible & near
         return visible

@@ -60,6 +60,8 @@ class SplashBlocks:
 
         def axis(length, which):
             least = min(getattr(self, field.name)[which] for field in fields(self))
+            # `count` equal blocks, at most as large as the smallest size, cover the length. A kernel with larger blocks
+            # takes k of them at once, where k divides the count.
             count = math.ceil(length / least)
             block = LANES * math.ceil(length / count / LANES)
             return lambda most: block * max(k for k in range(1, count + 1) if count % k == 0 and block * k <= most)
@@ -271,7 +273,7 @@ def block_limits(head_size: int, dtype: Any) -> SplashBlocks:
 
 
 def _padded(array: Array, block: int) -> Array:
-    """Pad (B, L, ...) with zeros to a multiple of `block` positions."""
+    # (B, L, ...) -> (B, n block, ...), with zeros at the end
     return jnp.pad(array, [(0, 0), (0, -array.shape[1] % block)] + [(0, 0)] * (array.ndim - 2))
 
 

@@ -73,7 +73,7 @@ class FeatureEncoder(nn.Module):
             init = nn.initializers.he_normal()
             x = Convolution(features, stride, init, **options, **types, name=f"conv_{i}")(x)
             if lengths is not None:
-                lengths = (lengths - size) // stride + 1
+                lengths = (lengths - size) // stride + 1  # frames of a convolution without padding
             if audio.norm == "layer":
                 x = LayerNorm(EPSILON, **types, name=f"norm_{i}")(x)
             elif i == 0:
@@ -101,7 +101,8 @@ class PositionConvolution(nn.Module):
         config, audio = self.config, self.config.audio
         size, width = audio.position_kernel_size, x.shape[-1]
         shape = (size, width // audio.position_groups, width)
-        # As in the reference: the variance of a product is 4 times that of its input.
+        # The standard deviation of the reference. With g groups an output is a sum of R D / g products, so its variance
+        # is 4 / g times that of the input.
         init = nn.initializers.normal(2 * (size * width) ** -0.5)
         kernel = self.param("kernel", init, shape, config.param_dtype)
         bias = self.param("bias", nn.initializers.zeros, (width,), config.param_dtype)
@@ -111,6 +112,7 @@ class PositionConvolution(nn.Module):
             # W_k = scale_k V_k / |V_k|. In float32, since |V_k| is a sum of many squares.
             direction = kernel.astype(jnp.float32)
             norms = jnp.sqrt(jnp.square(direction).sum((1, 2), keepdims=True))
+            # Initially scale_k = |V_k|, so W = V.
             scale = self.param("scale", lambda *_: norms[:, 0, 0].astype(config.param_dtype))
             kernel = (direction / norms * scale.astype(jnp.float32)[:, None, None]).astype(config.param_dtype)
         else:

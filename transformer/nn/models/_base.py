@@ -41,6 +41,7 @@ class HeadMap(nn.Module):
         config, transform = self.config, self.transform
         features, init = (x.shape[-1],), kernel_init(config)
         x = Linear(features, 1, transform.use_bias, init, config.dtype, config.param_dtype, name="dense")(x)
+        # BERT: norm(gelu(x W + b)), and then the output layer
         x = ACTIVATIONS[transform.activation](x)
         return make_norm(config, "norm")(x) if transform.norm else x
 
@@ -62,7 +63,8 @@ class Model(nn.Module):
         return Embedding(vocab_size, width or config.d_model, kernel_init(config), config.dtype, config.param_dtype)
 
     def _setup_embedding(self) -> None:
-        """Create the token table and, if the embeddings have their own width, the maps to and from d_model."""
+        # A table (V, P) and a map (P, D) have P (V + D) parameters instead of V D (ALBERT, Lan et al. 2019, arXiv
+        # 1909.11942, section 3.1).
         config, width = self.config, self.config.embedding.width
         self.embedding = self._table(config.vocab_size, width=width)
         if width is not None:
@@ -76,6 +78,7 @@ class Model(nn.Module):
         self._setup_transform()
         if not tied:
             self.output = Linear((features,), 1, use_bias, kernel_init(config), config.dtype, config.param_dtype)
+        # A tied output layer has no kernel of its own, so its bias is a parameter of the model, as in BERT.
         elif use_bias:
             self.output_bias = self.param("output_bias", nn.initializers.zeros, (features,), config.param_dtype)
 
@@ -92,12 +95,10 @@ class Model(nn.Module):
         return x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype) if self.config.embedding.scale else x
 
     def _embed_in(self, tokens: Tokens) -> Hidden:
-        """Return token embeddings (B, T, D), mapped to d_model if they have their own width."""
         x = self._embed(self.embedding, tokens)
         return x if self.config.embedding.width is None else self.embedding_in(x)
 
     def _embed_out(self, hidden: Hidden) -> Float[Array, "B T Do"]:
-        """Map hidden states to the width of the embeddings, if that differs."""
         return hidden if self.config.embedding.width is None else self.embedding_out(hidden)
 
     def hidden(self, *inputs: Any, **options: Any) -> Hidden | tuple[Hidden, Any]:
@@ -133,6 +134,7 @@ class Model(nn.Module):
         # The softmax of the loss exponentiates the logits: in bfloat16 it would lose too much precision.
         logits = logits.astype(jnp.float32)
         if self.config.embedding.tie and self.config.output.bias:
+            # (B, T, V) + (V,); with an untied output, the bias is part of `output`
             logits = logits + self.output_bias.astype(jnp.float32)[None, None]
         cap = self.config.output.softcap  # limits the logits to (-cap, cap) (Gemma 2, arXiv 2408.00118, section 2)
         return logits if cap is None else cap * jnp.tanh(logits / cap)
@@ -185,6 +187,7 @@ class TokenEncoder(Model):
         if self.config.embedding.token_types is not None:
             token_types = jnp.zeros_like(tokens) if token_types is None else token_types
             check_tokens(token_types, self.config.embedding.token_types, "token_types")
+            # Token + segment + position embedding (Devlin et al. 2018, figure 2); the encoder adds the positions.
             x = x + self.token_type_embedding(token_types)
         elif token_types is not None:
             raise ValueError(
@@ -223,6 +226,7 @@ def check_tokens(tokens: Tokens, vocab_size: int, field: str = "vocab_size") -> 
 
 def first_bad_parameter(params: Any) -> str | None:
     """Return the path of the first parameter that contains NaN or infinity; None if all are finite."""
+    # One transfer for all flags: reading them one by one would wait for the device each time.
     finite = jax.device_get(_are_finite(params))
     for path, is_finite in jax.tree_util.tree_leaves_with_path(finite):
         if not is_finite:

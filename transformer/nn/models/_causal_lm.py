@@ -76,7 +76,6 @@ class CausalLM(Model):
         return self._embed_out(x), cache, aux
 
     def _setup_layer_embeddings(self, width: int) -> None:
-        """Create the table, the map and the norm of the per-layer embeddings."""
         config = self.config
         rows, layers = config.embedding.per_layer_vocab_size or config.vocab_size, config.num_layers
         self.layer_embedding = self._table(rows, width=layers * width)
@@ -90,11 +89,14 @@ class CausalLM(Model):
         """
         config, width = self.config, self.config.embedding.per_layer_width
         check_tokens(tokens, self.layer_embedding.vocab_size, "embedding.per_layer_vocab_size")
+        # (B, T) -> (B, T, L P) -> (B, T, L, P): one table of width L P serves all layers
         table = self.layer_embedding(tokens).reshape(*tokens.shape, config.num_layers, width)
         table = table * jnp.asarray(math.sqrt(width), table.dtype)
+        # (B, T, D) -> (B, T, L, P). The norm below cancels the factor 1 / sqrt(D), except relative to its epsilon.
         projected = self.layer_embedding_projection(x) * jnp.asarray(config.d_model**-0.5, x.dtype)
+        # If both terms have variance 1, so has the result.
         both = (self.layer_embedding_norm(projected) + table) * jnp.asarray(math.sqrt(0.5), table.dtype)
-        return both.transpose(2, 0, 1, 3)
+        return both.transpose(2, 0, 1, 3)  # (B, T, L, P) -> (L, B, T, P), to scan over layers
 
     @nn.nowrap
     def init_cache(self, batch: int, length: int) -> Any:

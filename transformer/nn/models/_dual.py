@@ -66,6 +66,7 @@ class DualEncoder(nn.Module):
             self.image_projection = Linear((config.images.features,), 1, False, kernel_init(image), *types)
         sigmoid = config.images.similarity == "sigmoid"
         # Initial values of the papers: 1 / 0.07 for softmax, 10 and -10 for the sigmoid of mostly non-matching pairs.
+        # The sigmoid logits then start at 10 cos - 10, from -20 to 0: all pairs begin as unlikely, as most of them are.
         scale = math.log(10.0) if sigmoid else math.log(1 / 0.07)
         self.logit_scale = self.param("logit_scale", nn.initializers.constant(scale), (1,), config.param_dtype)
         if sigmoid:
@@ -124,10 +125,12 @@ class DualEncoder(nn.Module):
         """
         if mask is not None or not self.config.attention.causal:
             return mask
-        ends = tokens == self.config.vocab_size - 1
+        ends = tokens == self.config.vocab_size - 1  # (C, T)
+        # argmax of booleans is the index of the first True.
         return Mask.lengths(jnp.where(ends.any(1), jnp.argmax(ends, axis=1) + 1, tokens.shape[1]))
 
     def _project_texts(self, pooled: Float[Array, "C D"]) -> Float[Array, "C Do"]:
+        # (C, D) -> (C, Do), scaled to length 1 in float32
         return normalized(self.text_projection(pooled).astype(jnp.float32))
 
     def embed_images(self, images: Array | ImagePatches, deterministic: bool = True) -> Float[Array, "B Do"]:
@@ -139,7 +142,9 @@ class DualEncoder(nn.Module):
     def logits(self, images: Float[Array, "B Do"], texts: Float[Array, "C Do"]) -> Float[Array, "B C"]:
         """Return exp(logit_scale) v . w, plus logit_bias if there is one, for all pairs of vectors: (B, C)."""
         # HIGHEST: accelerators would otherwise round the vectors to fewer bits, and the factor is up to 100.
+        # Vectors of length 1: v . w is the cosine of their angle. (B, Do) x (Do, C) -> (B, C)
         similarities = jnp.matmul(images, texts.T, precision=jax.lax.Precision.HIGHEST)
+        # The logarithm is learned, which keeps the factor positive.
         scores = jnp.exp(self.logit_scale.astype(jnp.float32))[None] * similarities
         bias = self.config.images.similarity == "sigmoid"
         return scores + self.logit_bias.astype(jnp.float32)[None] if bias else scores

@@ -62,6 +62,7 @@ class ImagePatches:
             raise ValueError("there are no images. Pass at least one.")
         longest = max(len(patches) for row in cut for patches, _ in row)
         length = max(SMALLEST, config.merge**2, 1 << (longest - 1).bit_length())
+        # Whole tokens of merge x merge patches
         length = -(-length // config.merge**2) * config.merge**2
         values = np.zeros((len(images), most, length, config.patch_size**2 * config.channels), np.float32)
         grid = np.zeros((len(images), most, 2), np.int32)
@@ -154,6 +155,7 @@ class PatchMerger(nn.Module):
         """Map patches (I, P, Di), in the order of `ImagePatches`, to S = P / merge^2 tokens, (I, S, D)."""
         config, merged = self.config, self.images.merge**2
         options = (1, True, kernel_init(config), config.dtype, config.param_dtype)
+        # (I, P, Di) -> (I, S, merge^2 Di): the patches of a token are neighbors in the order of `ImagePatches`.
         x = x.reshape(x.shape[0], x.shape[1] // merged, merged * x.shape[2])
         x = ACTIVATIONS["gelu_erf"](Linear((x.shape[2],), *options, name="hidden")(x))
         return Linear((config.d_model,), *options, name="projection")(x)

@@ -175,6 +175,6 @@ def pool(hidden: Hidden, mask: Mask | None, pooling: Pooling) -> Float[Array, "B
         total = jnp.where(real[..., None], hidden, 0.0).sum(1, dtype=jnp.float32)
         return (total / count).astype(hidden.dtype)
     indices = jnp.arange(hidden.shape[1])[None, :]
-    # argmax of booleans is the index of the first True.
+    # argmax of booleans is the index of the first True. Last: the largest index of a real token; 0 if all are padding.
     index = jnp.argmax(real, 1) if pooling == "first" else jnp.where(real, indices, 0).max(1)
     return jnp.take_along_axis(hidden, index[:, None, None], axis=1)[:, 0]

@@ -49,6 +49,7 @@ def cut_series(values: Values, series: Series) -> Float[Array, "B C P t"]:
 
     The last patch ends at the last step. Steps that do not fill a patch are dropped at the start of the series.
     """
+    # The remainder of (context_length - patch_length) / patch_stride
     first = series.context_length - series.patch_length - series.patch_stride * (series.patches - 1)
     starts = first + series.patch_stride * np.arange(series.patches)
     # (P, 1) + (1, patch_length) indices: (B, T, C) -> (B, P, patch_length, C) -> (B, C, P, patch_length).
@@ -91,6 +92,7 @@ class SeriesEncoder(Model):
         else:
             each = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": 1, "out_axes": 1}
             each["metadata_params"] = {nn.PARTITION_NAME: None}  # no mesh axis splits the channel axis
+            # One kernel per channel: (B, C, P, t) x (C, t, D) -> (B, C, P, D)
             self.channel_embedding = nn.vmap(Linear, axis_size=series.channels, **each)(*features)
         if series.class_token:
             self.class_token = self.param("class_token", nn.initializers.zeros, (config.d_model,), config.param_dtype)
@@ -141,6 +143,7 @@ class SeriesEncoder(Model):
         if series.class_token:
             return hidden[:, :, 0]
         if series.pooling == "flatten":
+            # (B, C, P, D) -> (B, C, P D): the forecast has a weight for each patch
             return hidden.reshape(*hidden.shape[:2], -1)
         return hidden.mean(2) if series.pooling == "mean" else hidden.max(2)
 
@@ -163,6 +166,7 @@ class SeriesEncoder(Model):
         batch, channels = x.shape[:2]
         # Channel independence: channels become batch rows, (B C, P, D), so attention never mixes them.
         x, _, aux = self.encoder(x.reshape(batch * channels, *x.shape[2:]), deterministic=deterministic)
+        # Aux is per row of the encoder, that is, per channel.
         aux = {name: one.reshape(batch, channels).sum(1) for name, one in aux.items()}
         return x.reshape(batch, channels, *x.shape[1:]), scaling, aux
 

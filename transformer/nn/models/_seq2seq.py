@@ -38,7 +38,6 @@ class Seq2Seq(Model):
         self._setup_head(config.vocab_size, tied=config.embedding.tie)
 
     def _setup_source(self) -> None:
-        """Create the submodules of `_embed_source`."""
         if self.config.embedding.source_vocab_size is not None:
             self.source_embedding = self._table(self.config.embedding.source_vocab_size, "source_vocab_size")
 
@@ -127,6 +126,7 @@ class Seq2Seq(Model):
             context,
             positions=positions,
             mask=mask,
+            # Lengths hide keys for all queries alike, so the mask of the source also serves queries of the target.
             context_mask=source_mask if context_mask is None else context_mask,
             cache=cache,
             deterministic=deterministic,

@@ -57,6 +57,8 @@ def convolve(
         padding: number of zeros before and after the input.
         groups: number of groups of features.
     """
+    # N rows, W positions, C features; kernels are (positions, inputs, outputs). XLA does not flip the kernel: this is a
+    # cross-correlation, as in PyTorch.
     axes = ("NWC", "WIO", "NWC")
     return jax.lax.conv_general_dilated(
         x, kernel, (stride,), (padding,), dimension_numbers=axes, feature_group_count=groups
@@ -84,6 +86,7 @@ class Convolution(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B t D"]:
         """Convolve (B, n, M) to (B, m, D), with m = (n + sum(padding) - R) // stride + 1."""
+        # An output sums over R positions of M features: the first two axes are inputs.
         init = self.kernel_init or glorot_uniform(2)
         kernel = self.param("kernel", init, (self.kernel_size, x.shape[-1], self.features), self.param_dtype)
         bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype) if self.use_bias else None
@@ -121,4 +124,5 @@ class SpeechToText(Seq2Seq):
     def _embed_source(self, source: Array) -> Hidden:
         check_frames(self.config, source)
         gelu = ACTIVATIONS["gelu_erf"]
+        # (B, F, M) -> (B, F, D) -> (B, (F - 1) // 2 + 1, D), and (F - 1) // 2 + 1 = ceil(F / 2)
         return gelu(self.conv_1(gelu(self.conv_0(source))))

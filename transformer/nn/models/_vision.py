@@ -41,6 +41,7 @@ def grid_positions(
     index = jnp.where(index < rows * columns, index, 0)
     by_row = _bilinear_weights(index // columns, rows, stored[0])
     by_column = _bilinear_weights(index % columns, columns, stored[1])
+    # The weight of the stored position (r, c) is w_r w_c: (B, T, rows) x (B, T, columns) -> (B, T, S).
     weights = (by_row[..., :, None] * by_column[..., None, :]).reshape(*index.shape, -1)  # (B, T, S)
     # HIGHEST: accelerators would otherwise round positions to fewer bits.
     return jnp.matmul(weights, table.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
@@ -48,9 +49,12 @@ def grid_positions(
 
 def _bilinear_weights(index: Int[Array, "B T"], count: Int[Array, "B 1"], stored: int) -> Array:
     """Return the weights (B, T, stored) of `stored` values at the center of interval `index` of `count` intervals."""
+    # Interval i of `count` has the center (i + 1/2) stored / count, in units of the stored intervals.
     stretch = stored / count.astype(jnp.float32)  # (B, 1)
     centers = ((index + 0.5) * stretch)[..., None]
     distances = jnp.abs(jnp.arange(stored)[None, None] + 0.5 - centers) / jnp.maximum(stretch, 1.0)[..., None]
+    # Triangle filter 1 - |d|. With fewer intervals than stored ones (stretch above 1) it is wider by the stretch, so
+    # each stored value still counts (antialiasing).
     weights = jnp.maximum(1.0 - distances, 0.0)
     # Values outside of the table do not exist, so the others are scaled to sum to 1.
     return weights / weights.sum(-1, keepdims=True)
@@ -175,7 +179,7 @@ class VisionEncoder(Model):
             return self.encoder(x, mask=_mask_of(images), deterministic=deterministic)
         expected = (patches.image_height, patches.image_width, patches.channels)
         _check_pixels(images, expected, fits=getattr(images, "shape", ())[1:] == expected)
-        # A linear map of each flattened patch: (B, T, p, p, C) -> (B, T, D).
+        # A linear map of each patch, (B, T, p, p, C) -> (B, T, D), equals a convolution with kernel size and stride p.
         x = self.patch_embedding(cut_patches(images, patches))
         # Learned tokens are the same for all images: (n, D) -> (B, n, D).
         tokens = [self.class_token[None]] if patches.class_token else []
@@ -204,6 +208,7 @@ class VisionEncoder(Model):
                 f"2), got {values.dtype} of shape {values.shape} and {grid.dtype} of shape {grid.shape}. Use the "
                 f"patch_size and channels of the model's config."
             )
+        # (B, T, p p C) -> (B, T, p, p, C) -> (B, T, D)
         x = self.patch_embedding(values.reshape(*values.shape[:2], size, size, channels))
         return x + grid_positions(self.position_table, patches.grid, grid, values.shape[1]).astype(x.dtype)
 
@@ -223,7 +228,6 @@ class VisionEncoder(Model):
 
 
 def _mask_of(images: Array | ImagePatches) -> Mask | None:
-    """Return the mask of the padding; None: there is no padding."""
     return images.mask if isinstance(images, ImagePatches) else None
 
 

@@ -72,6 +72,7 @@ class ImageProjector(nn.Module):
             x = NORMS["zero_centered_rms_norm"](images.norm_epsilon, *types, name="norm")(x)
         width, init, use_bias = (config.d_model,), kernel_init(config), images.projector != "normalized"
         if images.projector == "mlp":
+            # W_2 gelu(W_1 x + b_1) + b_2 (LLaVA 1.5, Liu et al. 2023, arXiv 2310.03744)
             x = ACTIVATIONS["gelu_erf"](Linear(width, 1, True, init, *types, name="hidden")(x))
         return Linear(width, 1, use_bias, init, *types, name="projection")(x)
 
@@ -187,7 +188,9 @@ class VisionLanguageModel(CausalLM):
             features, aux = self._image_features(images, tokens.shape[0], deterministic)
             auxes.append(aux)
             _check_image_tokens(is_image, features.shape[1], config.count)
-            # The n-th image token of a row is the n-th vector of its images: (B, I P, D) -> (B, T, D).
+            # The n-th image token of a row is the n-th vector of its images: (B, I P, D) -> (B, T, D). Vectors of
+            # images are not multiplied by sqrt(D) as token embeddings can be. Tokens before the first image would have
+            # the index -1.
             places = jnp.clip(jnp.cumsum(is_image, axis=1) - 1, 0, features.shape[1] - 1)
             x = jnp.where(is_image[:, :, None], jnp.take_along_axis(features, places[:, :, None], axis=1), x)
         groups = self._groups(is_image, images is not None, prefix_lengths)
@@ -205,10 +208,10 @@ class VisionLanguageModel(CausalLM):
         deterministic: bool,
         images: Any,
     ) -> tuple[Hidden, Any, Aux]:
-        """Return the result of `run_stacks` for `DynamicImageTokens`."""
         config, auxes = self.config.dynamic_images, []
         x, is_image = self._embed(self.embedding, tokens), tokens == config.token_id
         if images is None and self.is_initializing():  # so that all parameters are created
+            # The smallest image: one token, that is, merge x merge patches
             sizes = (x.shape[0], 1, config.merge**2, config.patch_size**2 * config.channels)
             blank = ImagePatches(jnp.zeros(sizes, x.dtype), jnp.full((x.shape[0], 1, 2), config.merge))
             self.projector(self.image.features(blank, deterministic)[0])
@@ -226,6 +229,7 @@ class VisionLanguageModel(CausalLM):
             vectors = vectors.reshape(x.shape[0], -1, x.shape[2])  # (I, S, D) of all rows -> (B, I S, D)
             index = jnp.minimum(places.vector, vectors.shape[1] - 1)
             x = jnp.where(is_image[:, :, None], jnp.take_along_axis(vectors, index[:, :, None], axis=1), x)
+            # (B, 1, 1) + (B, T, 3)
             positions = start[..., None] + places.coordinates if positions is None else positions
         x, cache, aux = self.decoder(x, positions=positions, mask=mask, cache=cache, deterministic=deterministic)
         return x, cache, sum_aux([*auxes, aux])
@@ -247,8 +251,10 @@ class VisionLanguageModel(CausalLM):
             )
         config = self.config.image_tokens
         x, aux = self.image.features(images.reshape(-1, *images.shape[2:]), deterministic)
+        # Creates the parameters of the unused layers, which files contain; their result is not used.
         if config.unused_layers is not None and self.is_initializing():
             self.image_unused(x, deterministic=deterministic)
+        # The projector gets the patches without the learned tokens: (B I, T, Di) -> (B I, P, D) -> (B, I P, D).
         x = self.projector(x[:, config.patches.extra_tokens :])
         # Aux is per image: the sum over the images of a row is that of the row.
         aux = jax.tree.map(lambda one: one.reshape(rows, -1).sum(1), aux)
@@ -264,12 +270,14 @@ class VisionLanguageModel(CausalLM):
                 f"prefix_lengths are for input.attention='prefix', but this model has {attention!r}. Leave them out."
             )
         if attention == "prefix" and prefix_lengths is not None:
+            # Group 0 is the prefix. The other tokens have no group (-1), so the causal mask alone applies to them.
             return jnp.where(jnp.arange(is_image.shape[1])[None, :] < prefix_lengths[:, None], 0, -1)
         if not has_images or attention == "causal":
             return None
         if attention == "prefix":
-            return jnp.zeros(is_image.shape, jnp.int32)
+            return jnp.zeros(is_image.shape, jnp.int32)  # all tokens of the call are one prefix
         # A group is a run of image tokens, as in the reference: images without a token between them are one group.
+        # is_image 0 1 1 0 1 -> first 0 1 0 0 1 -> groups -1 0 0 -1 1
         first = is_image & ~jnp.pad(is_image, ((0, 0), (1, 0)))[:, :-1]
         return jnp.where(is_image, jnp.cumsum(first, axis=1) - 1, -1)
 
@@ -283,10 +291,6 @@ def _unused(config: TransformerConfig) -> TransformerConfig:
 
 
 def _check_patches(images: Any, is_image: Bool[Array, "B T"], config: DynamicImageTokens) -> None:
-    """Raise ValueError unless `images` are patches of the model, as many as the image tokens of each row.
-
-    Numbers are compared only for concrete values.
-    """
     rows, width = is_image.shape[0], config.patch_size**2 * config.channels
     shape = images.values.shape if isinstance(images, ImagePatches) else ()
     if len(shape) != 4 or (shape[0], shape[3]) != (rows, width):
@@ -295,8 +299,10 @@ def _check_patches(images: Any, is_image: Bool[Array, "B T"], config: DynamicIma
             f"images must be ImagePatches with values (batch {rows}, images per row, patches, {width}), got {got}. "
             f"Create them with ImagePatches.of."
         )
+    # Inside jit, values are unknown: only shapes are checked there.
     if isinstance(is_image, jax.core.Tracer) or isinstance(images.grid, jax.core.Tracer):
         return
+    # (B, I, 2) -> tokens of each image (B, I) -> of each row (B,)
     counts = (images.grid // config.merge).prod(2).sum(1)
     for row, (found, wanted) in enumerate(zip(is_image.sum(1).tolist(), counts.tolist(), strict=True)):
         if found != wanted:
@@ -307,7 +313,6 @@ def _check_patches(images: Any, is_image: Bool[Array, "B T"], config: DynamicIma
 
 
 def _check_image_tokens(is_image: Bool[Array, "B T"], vectors: int, each: int) -> None:
-    """Raise ValueError if a row has too many image tokens or a part of an image (only for concrete values)."""
     if isinstance(is_image, jax.core.Tracer):
         return
     counts = is_image.sum(1)
