@@ -152,3 +152,11 @@ def test_masks_that_select_keys_are_refused(layer):
         apply(Mask.window(3))
     with pytest.raises(ValueError, match=r"num_heads \(4\).*num_key_heads \(3\)"):
         random_params(GatedDeltaNet(**SIZES | {"num_key_heads": 3}), x)
+
+
+@pytest.mark.parametrize("width", [2, 5])
+def test_the_convolution_starts_with_values_of_its_width(width):
+    """Its values are uniform between -1 / sqrt(W) and 1 / sqrt(W), for any number of channels."""
+    module = GatedDeltaNet(**SIZES | {"conv_width": width})
+    params = jax.jit(module.init)(jax.random.key(0), np.zeros((1, 3, 6), np.float32))["params"]
+    assert 0.8 < np.abs(params["convolution"]).max() * width**0.5 <= 1.0

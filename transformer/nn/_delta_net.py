@@ -210,7 +210,7 @@ class GatedDeltaNet(nn.Module, kw_only=True):
         # y_t = sum_b kernel_(W - 1 - b) x_(t - b) over b = 0, ..., W - 1, for each channel separately
         width, (batch, length) = self.conv_width, real.shape
         shape = (width, self._channels)
-        kernel = self.param("convolution", nn.initializers.variance_scaling(1.0, "fan_in", "uniform", 1, 0), shape)
+        kernel = self.param("convolution", _CONVOLUTION_INIT, shape, self.param_dtype)
         kernel = kernel.astype(self.dtype)
         joined = jnp.concatenate([one.reshape(batch, length, -1) for one in heads.values()], -1)
         joined = jnp.where(real[:, :, None], joined, 0)
@@ -242,6 +242,10 @@ class GatedDeltaNet(nn.Module, kw_only=True):
 
 
 _HEAD_AXES = ("batch", "length", "heads", "head_dim")
+
+# Uniform between -1 / sqrt(W) and 1 / sqrt(W), as in the authors' code. Each output of a channel is a sum over W tokens
+# of this channel alone, so the fan-in is W (axis 0) and not the number of channels.
+_CONVOLUTION_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=0, out_axis=1)
 
 
 def _initial_rate(key: Array, shape: tuple[int, ...], dtype: DType) -> Array:
