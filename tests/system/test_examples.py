@@ -1,4 +1,4 @@
-"""The examples are short, are linked in the README, document their usage, and do what they claim."""
+"""The examples are short, are linked in docs/reuse.md, document their usage, and do what they claim."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ from chat_parts import write_chat_model
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+REUSE = (ROOT / "docs" / "reuse.md").read_text(encoding="utf-8")
 
 
 def load(name):
@@ -45,8 +45,8 @@ def test_an_example_is_short_and_says_how_to_run_it(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_readme_links_every_example(name):
-    assert f"examples/{name}.py" in README
+def test_a_page_links_every_example(name):
+    assert f"(../examples/{name}.py)" in REUSE
 
 
 @pytest.mark.programs(60, reason="the example itself calls modules outside of jax.jit")

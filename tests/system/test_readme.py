@@ -1,4 +1,7 @@
-"""The Python blocks of the README run, and the files that it links exist. For shell blocks see test_shell_blocks.py."""
+"""The README is short, its Python blocks run, and the files that it links exist; the tables that it links are complete.
+
+For shell blocks see test_shell_blocks.py.
+"""
 
 import pathlib
 import re
@@ -8,11 +11,16 @@ from inference_parts import write_models
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+RECIPES, FAMILIES = ((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("recipes", "families"))
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_there_is_something_to_test():
     assert len(BLOCKS) >= 2
+
+
+def test_the_readme_has_at_most_900_words():
+    assert len(TEXT.split()) <= 900
 
 
 @pytest.mark.programs(150, reason="a reader runs these blocks outside of jax.jit")
@@ -30,12 +38,12 @@ def test_files_it_points_to_are_there():
 
 def test_every_recipe_is_in_the_table():
     names = {path.stem for path in (ROOT / "configs").glob("*.py")}
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", TEXT, re.MULTILINE)
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", RECIPES, re.MULTILINE)
     assert names <= set(re.findall(r"`(\w+)`", " ".join(rows)))
 
 
 def test_the_table_of_families_is_the_generated_one():
     from transformer.cli._families import markdown
 
-    table = TEXT.partition("<!-- families -->\n")[2].partition("\n<!-- end of families -->")[0]
+    table = FAMILIES.partition("<!-- families -->\n")[2].partition("\n<!-- end of families -->")[0]
     assert table == markdown(), "update it with the output of: .venv/bin/python -m transformer list --markdown"

@@ -34,7 +34,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 LANGUAGES = {"bash", "console", "json", "math", "python", "text"}
 
 RUN = {
-    "README.md": ("generate runs/number_words", "inspect --scale"),
+    "README.md": ("generate runs/number_words",),
+    "docs/inspect.md": ("inspect --scale",),
     "docs/tutorial.md": ("",),
 }
 """pages with blocks that are actually run: those whose first command contains one of these strings"""
@@ -53,6 +54,7 @@ PARSED = {
     "docs/pretrained.md": "downloads GPT-2, or DIR is a model of the reader",
     "docs/quantization.md": "trains for half an hour",
     "docs/reliability.md": "kills runs for hours",
+    "docs/recipes.md": "trains for minutes on downloaded data",
     "docs/report.md": "needs longer runs, and xprof",
     "docs/scaling.md": "needs several devices or hosts, or the TPU compiler",
     "docs/serving.md": "DIR is a model of the reader, and a server does not end",

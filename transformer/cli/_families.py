@@ -14,7 +14,7 @@ class List:
     """List the supported families of pretrained models, their classes, and their variants with parameter counts."""
 
     markdown: bool = False
-    """print the table in README.md"""
+    """print the table in docs/families.md"""
     json: bool = False
     """print one JSON object"""
     debug: bool = False
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def markdown() -> str:
-    """Return the table in README.md: families, their model classes, and their variants with parameter counts."""
+    """Return the table in docs/families.md: families, their model classes, and their variants with parameter counts."""
     from transformer.zoo._entries import ENTRIES
 
     lines = ["| family | models | variants |", "| --- | --- | --- |"]
