@@ -422,11 +422,52 @@ def test_the_documented_rooms_are_those_of_the_package():
     assert len(rooms) <= 15
 
 
-def documented_walk() -> list[str]:
-    """Return the numbered files of the section about the path to the softmax."""
+WALK = re.compile(r"^[│├└ ]*([\w/.]+) +([\w.]+)  +\S", re.MULTILINE)
+"""a line of a walk in docs/architecture.md: file or folder, function or class, text"""
+
+
+def walks() -> list[list[tuple[str, str]]]:
+    """Return the (file or folder, name) of each line of the walks of a batch and of a prompt."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    section = text.partition("## From `train.py` to the softmax")[2].partition("\n## ")[0]
-    return re.findall(r"^\d\. `([\w/.]+)`", section, re.MULTILINE)
+    blocks = re.findall(r"^## Walk of [^\n]*\n.*?^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [WALK.findall(block) for block in blocks]
+
+
+def documented_walk() -> list[str]:
+    """Return the documented files from the step to the softmax."""
+    files = [f"transformer/{file}" for file, _ in walks()[0]]
+    first, last = (files.index(f"transformer/{file}") for file in ("training/_step.py", "nn/kernels/_reference.py"))
+    return files[first : last + 1]
+
+
+def names_in(source: str) -> set[str]:
+    """Return the functions and classes that a file defines, methods also as Class.method."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    methods = [(node, one) for node in nodes if isinstance(node, ast.ClassDef) for one in node.body]
+    names = {f"{node.name}.{one.name}" for node, one in methods if isinstance(one, ast.FunctionDef)}
+    return names | {node.name for node in nodes}
+
+
+def test_the_names_of_both_walks_are_defined_there():
+    batch, prompt = walks()
+    assert len(batch) > 15
+    assert len(prompt) > 10
+    missing = [
+        (place, name)
+        for place, name in [*batch, *prompt]
+        if not any(name in names_in(path.read_text()) for path in python_files_of(PACKAGE / place))
+    ]
+    assert not missing, "correct the walks in docs/architecture.md"
+
+
+def python_files_of(place: Path) -> list[Path]:
+    """Return a file, or the files of a folder and its subfolders."""
+    return [place] if place.suffix else sorted(place.rglob("*.py"))
+
+
+def test_a_name_that_is_not_defined_is_seen():
+    assert names_in("class A:\n    def b(self): ...\ndef c(): ...") == {"A", "A.b", "b", "c"}
+    assert WALK.findall("│ └ nn/_stacks.py    Decoder  layers\nno line\n") == [("nn/_stacks.py", "Decoder")]
 
 
 def test_the_command_leads_to_the_step():
