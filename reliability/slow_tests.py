@@ -1,13 +1,14 @@
 """Choose which tests are slow, so that the default tests execute the same lines and branches in less time.
 
-Usage: python -m reliability.slow_tests measure FOLDER    (runs the tests, in about 20 minutes on two cores)
+Usage: python -m reliability.slow_tests measure FOLDER    (runs the tests, in about 25 minutes on two cores)
        python -m reliability.slow_tests choose FOLDER     (writes tests/slow_tests.txt)
        python -m reliability.slow_tests table FOLDER...   (prints the coverage of each folder of the package)
 
 A costly test whose lines and branches other default tests also execute is listed in tests/slow_tests.txt, and so it is
 slow. Of a test function that costs little, at least one case stays. A test that is the first to need a shared fixture
 or program takes longer, so the times change with the list: with --add, both actions keep the listed tests and look for
-more. `measure` needs coverage.py: pip install "coverage>=7.10".
+more. Files whose tests notice planted faults (reliability/planted.json) keep their part of the list. `measure` needs
+coverage.py: pip install "coverage>=7.10".
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "slow_tests.txt"
 MEASURED = "TRANSFORMER_MEASURED_TESTS"
 """environment variable: folder to which the workers of pytest write CPU times"""
+PLANTED = ROOT / "reliability" / "planted.json"
+"""planted faults, with the files of tests that must notice each of them"""
 COUNTS = ("covered_lines", "num_statements", "covered_branches", "num_branches")
 """counts of a file in the JSON report of coverage.py"""
 HEADING = """\
@@ -45,6 +48,15 @@ class Arc(NamedTuple):
     file: str
     start: int
     end: int
+
+
+def watchful_files() -> set[str]:
+    """Return the test files that notice planted faults: another test can execute the same lines and notice nothing."""
+    return {name for fault in json.loads(PLANTED.read_text(encoding="utf-8")) for name in fault["tests"]}
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def _cpu_seconds() -> tuple[float, float]:
@@ -130,7 +142,7 @@ def seconds_of(folder: Path) -> dict[str, float]:
 
 
 def choose(
-    arcs: Mapping[Arc, Set[str]], seconds: Mapping[str, float], least: float = 0.25, most: float = 0.7
+    arcs: Mapping[Arc, Set[str]], seconds: Mapping[str, float], least: float = 0.15, most: float = 0.4
 ) -> list[str]:
     """Return the tests to list, costliest first. Without them, the other tests still execute all arcs.
 
@@ -160,6 +172,15 @@ def choose(
         cases[_function(test)] -= 1
         listed.append(test)
     return listed
+
+
+def choose_elsewhere(
+    arcs: Mapping[Arc, Set[str]], seconds: Mapping[str, float], now: Set[str], files: Set[str]
+) -> tuple[list[str], set[str]]:
+    """Return `choose` for the tests outside of some files, and the names `now` in the list that are in these files."""
+    kept = {name for name in now if _file(name) in files}
+    left = {arc: frozenset(test for test in tests if not {test, _function(test)} & kept) for arc, tests in arcs.items()}
+    return choose(left, {test: spent for test, spent in seconds.items() if _file(test) not in files}), kept
 
 
 def written(listed: list[str], seconds: Mapping[str, float], before: Set[str] = frozenset()) -> str:
@@ -229,9 +250,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.action == "table":
         print(table(folders), end="")
         return 0
-    seconds = seconds_of(folders[0])
-    listed = choose(arcs_of(folders[0]), seconds)
-    before = set(listed_tests()) if options.add else set()
+    seconds, before = seconds_of(folders[0]), set(listed_tests())
+    listed, kept = choose_elsewhere(arcs_of(folders[0]), seconds, before, watchful_files())
+    before = before if options.add else kept
     LIST.write_text(written(listed, seconds, before), encoding="utf-8")
     moved, whole = sum(seconds[test] for test in listed), sum(seconds.values())
     print(f"{LIST}: {len(listed)} of {len(seconds)} tests, with {moved:.0f} of {whole:.0f} CPU seconds")

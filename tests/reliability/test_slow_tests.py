@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reliability import slow_tests
-from reliability.slow_tests import Arc, choose, table, written
+from reliability.slow_tests import Arc, choose, choose_elsewhere, table, written
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ def test_the_other_tests_execute_every_arc(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_quick_tests_and_a_case_of_each_function_stay(seed):
     arcs, seconds = drawn(seed)
-    listed = choose(arcs, seconds)
+    listed = choose(arcs, seconds, least=0.25, most=0.7)
     assert all(seconds[test] >= 0.25 for test in listed)
     left = {test.partition("[")[0] for test in seconds.keys() - set(listed)}
     whole = {test.partition("[")[0] for test in seconds} - left
@@ -42,6 +42,17 @@ def test_a_test_that_executes_nothing_of_the_package_stays():
     """Such a test checks the source or another process, so no other test is known to do the same."""
     arcs = {Arc("nn/_a.py", 1, 2): frozenset({"a", "b"})}
     assert choose(arcs, {"a": 3.0, "b": 2.0, "c": 9.0}) == ["a"]
+
+
+def test_files_that_notice_planted_faults_keep_their_list():
+    """`t::b` is listed already, so it executes nothing by default, and `u::c` must execute the arc."""
+    arcs = {
+        Arc("nn/_a.py", 1, 2): frozenset({"t::a", "t::b", "u::c", "u::d"}),
+        Arc("nn/_a.py", 2, 3): frozenset({"t::b", "u::c"}),
+    }
+    seconds = {"t::a": 9.0, "t::b": 9.0, "u::c": 2.0, "u::d": 1.0}
+    assert choose_elsewhere(arcs, seconds, {"t::b", "u::d"}, {"t"}) == (["u::d"], {"t::b"})
+    assert choose_elsewhere(arcs, seconds, {"u::d"}, {"t"}) == (["u::c", "u::d"], set())
 
 
 def test_costly_tests_come_first():
