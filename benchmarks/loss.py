@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.machine import machine
 from benchmarks.memory import DTYPES, mebibytes, on, targets, temporaries
 from benchmarks.side_by_side import last_line, take_turns, times_faster, versions
-from transformer.training._chunked_loss import loss_in_chunks, tokens_at_once
-from transformer.training._losses import cross_entropy
+from transformer.training.tasks._chunked_loss import loss_in_chunks, tokens_at_once
+from transformer.training.tasks._losses import cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = 8_192, 1_024, 131_072
 """sizes in the memory table"""

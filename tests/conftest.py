@@ -41,7 +41,7 @@ NUMERICS = [
         "_stacks",
     ]
 ]
-NUMERICS += ["generate", "training._losses", "training._optimizers", "training._state", "training._step"]
+NUMERICS += ["generate", "training.tasks._losses", "training._optimizers", "training._state", "training._step"]
 NUMERICS += [f"viz.{path.stem}" for path in pathlib.Path(__file__).parents[1].glob("transformer/viz/*.py")]
 shape_checks.install([f"transformer.{name}" for name in NUMERICS])
 

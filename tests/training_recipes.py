@@ -21,7 +21,7 @@ from transformer.training._recipe import load_recipe, with_vocabulary
 from transformer.training._runs import record_run
 from transformer.training._state import TrainState, abstract_state, initial_average, make_state
 from transformer.training._step import make_train_step
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._table import TASKS
 
 VOCABULARY = 13
 

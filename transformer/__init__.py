@@ -43,8 +43,6 @@ _RENAMED = {
     "inference/opening": "_loading",
     "nn/kernels/chunked": "_blockwise",
     "nn/kernels/sliced": "_query_chunked",
-    "training/calls": "_invocations",
-    "training/numbers": "_numeric_evaluation",
 }
 """files that were renamed within their folder: old path -> new file name"""
 

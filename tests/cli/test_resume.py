@@ -12,8 +12,8 @@ from transformer.cli._train import main
 from transformer.config import ConfigError
 from transformer.data import Prompts
 from transformer.training import TrainingConfig, train
-from transformer.training._policy_gradient import GRPO
 from transformer.training._recipe import load_recipe, save_recipe
+from transformer.training.tasks._policy_gradient import GRPO
 
 Finished = namedtuple("Finished", "exit_code")
 

@@ -227,8 +227,8 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_pairs_apart(pairs, posit
 
     from transformer.config import Execution, TransformerConfig
     from transformer.nn.models import Seq2Seq
-    from transformer.training._losses import cross_entropy
-    from transformer.training._tasks import TASKS
+    from transformer.training.tasks._losses import cross_entropy
+    from transformer.training.tasks._table import TASKS
 
     vocabulary = pairs().tokenizer.vocab_size
     config = TransformerConfig(vocab_size=vocabulary, d_model=8, num_heads=2, num_layers=1, d_ff=8, position=position)

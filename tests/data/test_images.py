@@ -14,12 +14,12 @@ from transformer.data._images import ImageDataset, Images
 from transformer.nn._sharding import ParallelConfig
 from transformer.nn.models import VisionClassifier
 from transformer.training._loop import train
-from transformer.training._numeric_evaluation import measured
 from transformer.training._parallel import place
 from transformer.training._recipe import from_json, to_json
 from transformer.training._runs import load_run
 from transformer.training._summary import read_summary, render
 from transformer.training.plan import step_flops, without_data
+from transformer.training.tasks._forecasts import measured
 
 HEIGHT, WIDTH = 4, 6
 

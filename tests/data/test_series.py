@@ -19,12 +19,8 @@ from transformer.data._series import SeriesDataset, from_model
 from transformer.inference import open_model
 from transformer.nn._sharding import ParallelConfig
 from transformer.nn.models import Forecaster
-from transformer.training._evaluation import evaluate_loss
 from transformer.training._flops import step_flops
 from transformer.training._loop import train
-from transformer.training._losses import absolute_error, squared_error
-from transformer.training._numeric_evaluation import baseline_errors
-from transformer.training._numeric_tasks import Forecasting
 from transformer.training._parallel import place
 from transformer.training._recipe import from_json, to_json
 from transformer.training._runs import WorkdirError, load_run, open_run
@@ -32,6 +28,10 @@ from transformer.training._start import Start
 from transformer.training._step import make_eval_step
 from transformer.training._summary import read_summary
 from transformer.training.plan._measuring import made_up_batch
+from transformer.training.tasks._evaluation import evaluate_loss
+from transformer.training.tasks._forecasts import baseline_errors
+from transformer.training.tasks._losses import absolute_error, squared_error
+from transformer.training.tasks._numbers import Forecasting
 
 STEPS, CONTEXT, HORIZON = 120, 12, 5
 

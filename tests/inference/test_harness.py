@@ -19,7 +19,7 @@ from transformer.data import TextFile, TokenizerConfig, prepare
 from transformer.inference import open_model, score_text
 from transformer.inference._harness import HarnessModel, evaluate_tasks, harness_model, rolling_windows
 from transformer.nn._sharding import make_mesh, state_shardings
-from transformer.training._evaluation import evaluate_loss
+from transformer.training.tasks._evaluation import evaluate_loss
 
 PROMPT = "Hello world, how are you"
 

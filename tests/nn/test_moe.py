@@ -22,8 +22,8 @@ from transformer.nn._moe import RoutedFeedForward, grouped_linear, router_losses
 from transformer.nn._stacks import Decoder
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
 from transformer.training import _recipe as recipes
-from transformer.training._losses import cross_entropy
 from transformer.training._step import make_eval_step, training_loss
+from transformer.training.tasks._losses import cross_entropy
 
 FIVE = MoE(num_experts=5, top_k=2, load_balance_weight=1.0, router_z_weight=1.0)
 losses = jax.jit(router_losses)

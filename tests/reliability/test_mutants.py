@@ -76,8 +76,8 @@ def test_a_sample_depends_on_the_seed_alone_and_is_equal_by_room():
     assert mutants.sample(rooms, 11, 3) == mutants.sample(rooms, 11, 3) != mutants.sample(rooms, 11, 4)
     counts = [sum(mutants.room_of(one.path) == room for one in mutants.sample(rooms, 11, 3)) for room in rooms]
     assert counts == [5, 6]
-    only = mutants.sample(["training"], 4, 0, only="transformer/training/_losses.py")
-    assert {one.path for one in only} == {"transformer/training/_losses.py"}
+    only = mutants.sample(["training"], 4, 0, only="transformer/training/tasks/_losses.py")
+    assert {one.path for one in only} == {"transformer/training/tasks/_losses.py"}
     assert len(only) == 4
 
 

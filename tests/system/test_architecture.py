@@ -533,6 +533,6 @@ def module_of(path: Path) -> str:
 
 def test_a_file_that_is_not_imported_is_seen():
     package = PACKAGE / "nn" / "models"
-    assert imports_directly(PACKAGE / "training" / "_token_tasks.py", package / "_causal_lm.py")
+    assert imports_directly(PACKAGE / "training" / "tasks" / "_texts.py", package / "_causal_lm.py")
     assert not imports_directly(PACKAGE / "training" / "_step.py", package / "_causal_lm.py")
     assert not imports_directly(PACKAGE / "nn" / "_attention.py", PACKAGE / "nn" / "kernels" / "_reference.py")

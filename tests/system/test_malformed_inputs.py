@@ -14,7 +14,7 @@ from transformer.data import Conversations, Preferences, Prompts, TokenizerConfi
 from transformer.data.kinds._prompts import Prompt
 from transformer.inference import open_model
 from transformer.training import GRPO
-from transformer.training._rewards import Rewards
+from transformer.training.tasks._rewards import Rewards
 
 SECONDS = 5
 REMEDY = re.compile(

@@ -49,9 +49,9 @@ ALLOWED = {
     ("transformer/training/_overrides.py", "loader.exec_module"): "a recipe is Python code of the user",
     **dict.fromkeys(
         (
-            ("transformer/training/_rewards.py", "util.spec_from_file_location"),
-            ("transformer/training/_rewards.py", "loader.exec_module"),
-            ("transformer/training/_rewards.py", "importlib.import_module"),
+            ("transformer/training/tasks/_rewards.py", "util.spec_from_file_location"),
+            ("transformer/training/tasks/_rewards.py", "loader.exec_module"),
+            ("transformer/training/tasks/_rewards.py", "importlib.import_module"),
         ),
         "rewards are Python code of the user; `evaluate` runs those that a workdir names only with --trust-rewards",
     ),

@@ -12,12 +12,12 @@ from transformer.config import TransformerConfig
 from transformer.data import NumberChat, prepare
 from transformer.generate import Sampling, generate
 from transformer.nn.models import CausalLM
-from transformer.training._answers import answer_sums, exact_answers
-from transformer.training._evaluation import EvalLoss, evaluate_loss
 from transformer.training._recipe import build_model, with_vocabulary
 from transformer.training._state import abstract_state
 from transformer.training._step import make_eval_step
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._evaluation import EvalLoss, evaluate_loss
+from transformer.training.tasks._exact_match import answer_sums, exact_answers
+from transformer.training.tasks._table import TASKS
 
 
 def counted(right, weights, segments):

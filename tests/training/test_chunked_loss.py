@@ -13,10 +13,10 @@ from training_recipes import change, compiled_step, start, tiny_batch, tiny_reci
 from transformer.config import ConfigError, HeadTransform
 from transformer.data import Digits
 from transformer.training import Recipe
-from transformer.training import _chunked_loss as chunked_loss
-from transformer.training._chunked_loss import loss_in_chunks, most_at_once, sum_in_chunks, tokens_at_once
-from transformer.training._losses import cross_entropy
 from transformer.training._step import make_eval_step, make_train_step
+from transformer.training.tasks import _chunked_loss as chunked_loss
+from transformer.training.tasks._chunked_loss import loss_in_chunks, most_at_once, sum_in_chunks, tokens_at_once
+from transformer.training.tasks._losses import cross_entropy
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 8, 12, 6, 11
 

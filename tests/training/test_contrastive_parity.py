@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.training._losses import matched_by_sigmoid, matched_by_softmax
+from transformer.training.tasks._losses import matched_by_sigmoid, matched_by_softmax
 
 pytestmark = pytest.mark.parity
 

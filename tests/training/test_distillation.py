@@ -15,12 +15,12 @@ from transformer.data import TextFile, TokenizerConfig
 from transformer.inference import start_from
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import Distill, load_run, override, train
-from transformer.training._distillation import divergence
 from transformer.training._flops import step_flops
 from transformer.training._parallel import place
 from transformer.training._recipe import build_model, build_teacher, from_json, load_recipe, to_json
 from transformer.training._state import make_state
 from transformer.training._step import make_train_step
+from transformer.training.tasks._distillation import divergence
 
 TEACHER = TransformerConfig(vocab_size=VOCABULARY, d_model=8, num_heads=2, num_layers=1, d_ff=5)
 

@@ -18,7 +18,6 @@ from transformer.config import TransformerConfig
 from transformer.config._invocation import python
 from transformer.training import Recipe
 from transformer.training import _loop as loop
-from transformer.training._evaluation import evaluate_loss
 from transformer.training._journal import Journal
 from transformer.training._loop import train
 from transformer.training._metrics import read_metrics
@@ -27,6 +26,7 @@ from transformer.training._report import append_samples, cut_samples
 from transformer.training._runs import load_run
 from transformer.training._step import NonFiniteError
 from transformer.training._summary import Score, Summary, read_summary, render, save_summary
+from transformer.training.tasks._evaluation import evaluate_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,7 +92,7 @@ def test_the_summary_is_read_again(translated):
 
 
 def test_translations_of_the_summary_are_those_of_the_loaded_model(translated):
-    from transformer.training._translating import translate
+    from transformer.training.tasks._translation import translate
 
     run = load_run(translated.workdir)
     model, params = transformer.load(translated.workdir)

@@ -12,7 +12,7 @@ from training_recipes import VOCABULARY, batch_outputs, tiny_batch, tiny_recipe
 
 from transformer.nn.models import Classifier
 from transformer.training import build_model
-from transformer.training._losses import correct, cross_entropy, ctc_loss
+from transformer.training.tasks._losses import correct, cross_entropy, ctc_loss
 
 LOGITS = (np.random.default_rng(3).normal(size=(2, 5, 7)) * 3).astype(np.float32)
 TARGETS = np.array([[0, 6, 3, 3, 1], [2, 2, 5, 0, 6]], np.int32)

@@ -12,9 +12,9 @@ from parity_tools import close
 
 from transformer.config import ConfigError, Execution, LayerKind, MoE, llama_decoder
 from transformer.nn.models import CausalLM
-from transformer.training._log_probabilities import token_values
-from transformer.training._policy_gradient import GRPO, advantages, equal_rewards, policy_loss, token_scores
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._log_probabilities import token_values
+from transformer.training.tasks._policy_gradient import GRPO, advantages, equal_rewards, policy_loss, token_scores
+from transformer.training.tasks._table import TASKS
 
 ROWS, LENGTH, VOCABULARY = 6, 5, 11
 

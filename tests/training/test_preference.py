@@ -15,10 +15,10 @@ from transformer.inference import start_from
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import DPO, LoRA, Recipe, TrainingConfig, load_run, override, train
 from transformer.training._parallel import place
-from transformer.training._preference import preference_losses
 from transformer.training._recipe import build_model, from_json, to_json
 from transformer.training._state import make_state
 from transformer.training._step import make_eval_step
+from transformer.training.tasks._preference import preference_losses
 
 LENGTH = 7
 MODEL = TransformerConfig(vocab_size=VOCABULARY, d_model=6, num_heads=3, num_layers=1, d_ff=5)

@@ -15,7 +15,7 @@ from transformer.inference import open_model
 from transformer.training import DPO
 from transformer.training._state import make_state
 from transformer.training._step import make_train_step
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._table import TASKS
 
 pytestmark = pytest.mark.parity
 

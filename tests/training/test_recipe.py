@@ -28,13 +28,13 @@ from transformer.config import (
 from transformer.data import DATA, JsonLines, NumberWords, ParallelText
 from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.training import OptimizerConfig, Recipe, build_model, difference, from_json, load_recipe, to_json
-from transformer.training._distillation import Distill
 from transformer.training._overrides import fast, override
-from transformer.training._policy_gradient import GRPO
 from transformer.training._recipe import FILE, MAY_CHANGE, Origin, save_recipe, with_vocabulary
 from transformer.training._serial import LATER, flatten, tag_of
 from transformer.training._settings import schedule_warning
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._distillation import Distill
+from transformer.training.tasks._policy_gradient import GRPO
+from transformer.training.tasks._table import TASKS
 
 LINES = JsonLines(path="a.jsonl", field="body")
 PAIRS = ParallelText(source_path="a", target_path="b", batch_size=12)

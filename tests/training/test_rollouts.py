@@ -33,10 +33,10 @@ from transformer.training._loop import train
 from transformer.training._metrics import read_metrics
 from transformer.training._parallel import place
 from transformer.training._recipe import build_model, with_vocabulary
-from transformer.training._rewards import RewardError, Rewards, load_function
 from transformer.training._summary import read_summary
-from transformer.training._tasks import TASKS
 from transformer.training.lora import LoRA
+from transformer.training.tasks._rewards import RewardError, Rewards, load_function
+from transformer.training.tasks._table import TASKS
 
 REWARDS = """
 def share(prompt, completion, letter, **columns):

@@ -27,10 +27,10 @@ from transformer.training._report import read_example
 from transformer.training._runs import load_run
 from transformer.training._start import initialize_from, with_new_parameters
 from transformer.training._step import training_loss
-from transformer.training._tasks import TASKS
 from transformer.training.lora import LoRA
 from transformer.training.plan._assumptions import without_data
 from transformer.training.plan._measuring import made_up_batch
+from transformer.training.tasks._table import TASKS
 
 
 def write_conversations(folder, rows=40):

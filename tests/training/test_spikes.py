@@ -21,7 +21,6 @@ from training_recipes import (
 from transformer.config import Execution
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import _journal as module
-from transformer.training._evaluation import evaluate_loss
 from transformer.training._finite import first_bad_parameter, why_not_finite
 from transformer.training._journal import Journal, LossSpikeError, TrainStats
 from transformer.training._loop import train
@@ -30,6 +29,7 @@ from transformer.training._parallel import place
 from transformer.training._recipe import build_model
 from transformer.training._state import parameter_paths
 from transformer.training._step import NonFiniteError, check_finite
+from transformer.training.tasks._evaluation import evaluate_loss
 
 # The usual loss
 

@@ -12,12 +12,12 @@ from transformer.config._paths import get_path
 from transformer.data import DATA, Conversations, Preferences, Prompts
 from transformer.training._flops import step_flops
 from transformer.training._overrides import load_recipe_file
-from transformer.training._policy_gradient import GRPO
 from transformer.training._recipe import build_model
 from transformer.training._state import initial_params
-from transformer.training._task_base import Task
-from transformer.training._tasks import TASKS
 from transformer.training.plan import batch_shapes, without_data
+from transformer.training.tasks._base import Task
+from transformer.training.tasks._policy_gradient import GRPO
+from transformer.training.tasks._table import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "transformer"
@@ -44,7 +44,7 @@ def test_no_code_compares_names_of_tasks():
         for path in sorted(PACKAGE.rglob("*.py"))
         for line in task_comparisons(path.read_text(encoding="utf-8"))
     }
-    assert not found, f"put what differs on the task, in transformer/training/_*_tasks.py: {', '.join(sorted(found))}"
+    assert not found, f"put what differs on the task, in transformer/training/tasks/: {', '.join(sorted(found))}"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from transformer.training._metrics import read_metrics
 from transformer.training._report import report
 from transformer.training._runs import load_run
 from transformer.training._summary import Summary, read_summary, render, save_summary
-from transformer.training._translating import Translation, corpus_score, make_beam, translate, write_lines
+from transformer.training.tasks._translation import Translation, corpus_score, make_beam, translate, write_lines
 
 RIGHT = ["ein mann geht .", "zwei hunde laufen im schnee .", "eine frau liest ein buch ."]
 
@@ -240,7 +240,7 @@ def test_reports_files_that_cannot_be_written_and_keeps_the_measures(copied, cap
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("transformer.training._translating.write_lines", full)
+    monkeypatch.setattr("transformer.training.tasks._translation.write_lines", full)
     found = evaluated(capsys, copied[0])
     assert found["hypotheses"] is None
     assert found["bleu"] == copied[1].corpus.bleu

@@ -18,9 +18,9 @@ from transformer.config._checks import ConfigError
 if TYPE_CHECKING:
     from transformer.data._dataset import Dataset
     from transformer.generate._beam import Beam
-    from transformer.training._evaluation import EvalLoss
     from transformer.training._recipe import Recipe
     from transformer.training._runs import Run
+    from transformer.training.tasks._evaluation import EvalLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def _evaluate_run(command: Evaluate) -> None:
 
     from transformer.data._pipeline import prepare
     from transformer.nn.kernels import portable
-    from transformer.training._tasks import TASKS
+    from transformer.training.tasks._table import TASKS
 
     translates = TASKS[run.recipe.task].source
     if not translates and (command.examples, command.beam_size, command.alpha) != (None, None, None):
@@ -150,8 +150,8 @@ def _measures(result: EvalLoss, compares: bool) -> tuple[dict[str, float], str]:
 
 def _mean_loss(command: Evaluate, recipe: Recipe, run: Run, dataset: Dataset, split: str) -> EvalLoss:
     """Return the mean loss on a split."""
-    from transformer.training._evaluation import compiled_eval_step, evaluate_loss
     from transformer.training._runs import load_reference
+    from transformer.training.tasks._evaluation import compiled_eval_step, evaluate_loss
 
     reference = load_reference(recipe, command.directory, run.step)
     step, num_bytes = compiled_eval_step(recipe, reference), dataset.target_bytes(split)
@@ -161,8 +161,8 @@ def _mean_loss(command: Evaluate, recipe: Recipe, run: Run, dataset: Dataset, sp
 def _rewarded(command: Evaluate, recipe: Recipe, run: Run, dataset: Dataset, split: str) -> EvalLoss:
     """Return the mean rewards of greedy completions of the prompts of a split."""
     from transformer.inference._reward_model import reward_model
-    from transformer.training._reward_evaluation import evaluate_rewards
-    from transformer.training._rewards import Rewards
+    from transformer.training.tasks._completions import evaluate_rewards
+    from transformer.training.tasks._rewards import Rewards
 
     if not command.trust_rewards:
         named = [*recipe.grpo.rewards, *filter(None, [recipe.grpo.reward_model])]
@@ -175,7 +175,7 @@ def _rewarded(command: Evaluate, recipe: Recipe, run: Run, dataset: Dataset, spl
 
 
 def _beam(command: Evaluate, run: Run) -> Beam | None:
-    from transformer.training._translating import make_beam
+    from transformer.training.tasks._translation import make_beam
 
     wanted = run.recipe.evaluation
     size = wanted.beam_size if command.beam_size is None else command.beam_size
@@ -192,7 +192,7 @@ def _translations(
     command: Evaluate, run: Run, dataset: Dataset, split: str, beam: Beam | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Translate examples of a split; return the results as JSON values and as lines to print."""
-    from transformer.training._translating import Translation, corpus_score, scores, translate, write_lines
+    from transformer.training.tasks._translation import Translation, corpus_score, scores, translate, write_lines
 
     data, directory = run.recipe.data, command.directory
     examples = dataset.examples(split, 1000 if command.examples is None else command.examples)

@@ -103,7 +103,7 @@ def read_run(workdir: Path, name: str) -> RunReport:
     from transformer.training._report import read_example, read_samples
     from transformer.training._serial import flatten
     from transformer.training._summary import read_summary, render
-    from transformer.training._tasks import TASKS
+    from transformer.training.tasks._table import TASKS
     from transformer.viz._records import read_metrics
     from transformer.viz._report_page import RunReport
 
@@ -148,7 +148,7 @@ def status_of(workdir: Path, recipe: Recipe, step: int, summary: Summary | None)
 
 
 def _facts(recipe: Recipe, records: Sequence[dict], summary: Summary | None, calls: Sequence[dict]) -> dict[str, str]:
-    from transformer.training._tasks import TASKS
+    from transformer.training.tasks._table import TASKS
 
     facts = {"recipe": recipe.name, "task": recipe.task}
     if calls:
@@ -173,7 +173,7 @@ def _call_text(call: dict[str, Any]) -> str:
 
 
 def _commands(workdir: Path, recipe: Recipe, summary: Summary | None, calls: Sequence[dict]) -> dict[str, str]:
-    from transformer.training._tasks import TASKS
+    from transformer.training.tasks._table import TASKS
 
     command = calls[0]["command"] if calls else "" if summary is None else summary.command
     commands = {}

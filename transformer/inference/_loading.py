@@ -251,7 +251,7 @@ def open_model(
     local_path(source, "source")
     if is_workdir(source):
         from transformer.training._runs import load_run
-        from transformer.training._tasks import TASKS
+        from transformer.training.tasks._table import TASKS
 
         if options:
             raise ConfigError(

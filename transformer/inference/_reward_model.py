@@ -11,7 +11,7 @@ from transformer.inference._reading import classify
 
 if TYPE_CHECKING:
     from transformer.training._recipe import Recipe
-    from transformer.training._rewards import RewardModel
+    from transformer.training.tasks._rewards import RewardModel
 
 
 def reward_model(recipe: Recipe) -> RewardModel | None:

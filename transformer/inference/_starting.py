@@ -53,8 +53,8 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
         ValueError: a file is invalid or not supported.
     """
     from transformer.training._start import Start
-    from transformer.training._tasks import TASKS
     from transformer.training.lora import host_memory
+    from transformer.training.tasks._table import TASKS
 
     local_path(source, "source")
     wanted = TASKS[recipe.task].model

@@ -12,29 +12,29 @@ from transformer.config._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from transformer.training._chips import *  # noqa: F403
-    from transformer.training._distillation import *  # noqa: F403
     from transformer.training._loop import *  # noqa: F403
-    from transformer.training._losses import *  # noqa: F403
     from transformer.training._overrides import *  # noqa: F403
     from transformer.training._parallel import *  # noqa: F403
-    from transformer.training._policy_gradient import *  # noqa: F403
-    from transformer.training._preference import *  # noqa: F403
     from transformer.training._recipe import *  # noqa: F403
-    from transformer.training._rewards import *  # noqa: F403
     from transformer.training._runs import *  # noqa: F403
     from transformer.training._settings import *  # noqa: F403
-    from transformer.training._translating import *  # noqa: F403
     from transformer.training.lora import *  # noqa: F403
+    from transformer.training.tasks._distillation import *  # noqa: F403
+    from transformer.training.tasks._losses import *  # noqa: F403
+    from transformer.training.tasks._policy_gradient import *  # noqa: F403
+    from transformer.training.tasks._preference import *  # noqa: F403
+    from transformer.training.tasks._rewards import *  # noqa: F403
+    from transformer.training.tasks._translation import *  # noqa: F403
 
 _EXPORTS = {
     "_chips": ("peak_flops",),
-    "_distillation": ("Distill",),
+    "tasks._distillation": ("Distill",),
     "_loop": ("train",),
-    "_losses": ("ctc_loss",),
+    "tasks._losses": ("ctc_loss",),
     "_overrides": ("find_recipe", "load_recipe_file", "override"),
     "_parallel": ("place",),
-    "_policy_gradient": ("GRPO",),
-    "_preference": ("DPO",),
+    "tasks._policy_gradient": ("GRPO",),
+    "tasks._preference": ("DPO",),
     "_recipe": (
         "Recipe",
         "build_model",
@@ -44,7 +44,7 @@ _EXPORTS = {
         "to_json",
         "with_vocabulary",
     ),
-    "_rewards": ("exact_answer",),
+    "tasks._rewards": ("exact_answer",),
     "_runs": (
         "Run",
         "load_run",
@@ -56,7 +56,7 @@ _EXPORTS = {
         "OptimizerConfig",
         "TrainingConfig",
     ),
-    "_translating": (
+    "tasks._translation": (
         "Translation",
         "corpus_score",
     ),

@@ -11,9 +11,9 @@ import numpy as np
 
 from transformer.nn.kernels import portable
 from transformer.nn.models._base import first_bad_parameter
-from transformer.training._losses import Batch
 from transformer.training._recipe import Recipe
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._losses import Batch
+from transformer.training.tasks._table import TASKS
 
 
 def why_not_finite(recipe: Recipe, model: nn.Module, params: Any, batch: Batch) -> str:

@@ -15,8 +15,8 @@ from transformer.data.kinds import DataConfig
 from transformer.nn._parameter_axes import axes_of
 from transformer.training._recipe import Recipe, build_teacher
 from transformer.training._state import initial_params
-from transformer.training._task_base import Shapes
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._base import Shapes
+from transformer.training.tasks._table import TASKS
 
 
 def batch_field(data: DataConfig) -> str:

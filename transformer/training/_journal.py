@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from transformer.training._losses import Batch
 from transformer.training._memory import peak_bytes
 from transformer.training._metrics import MetricsWriter, Progress
 from transformer.training._recipe import Recipe
 from transformer.training._speed import Speed
 from transformer.training._step import NonFiniteError, check_finite
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._losses import Batch
+from transformer.training.tasks._table import TASKS
 
 MOST_IN_A_ROW = 100
 """limit for consecutive non-finite batches that nan_policy "skip" skips; more of them are not caused by the data"""

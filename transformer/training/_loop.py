@@ -24,7 +24,6 @@ from transformer.nn.models._base import count_parameters
 from transformer.training import _processes as processes
 from transformer.training._allowed_changes import how_to_extend
 from transformer.training._checkpoint import Checkpointer
-from transformer.training._evaluation import EvalLoss, evaluate_loss
 from transformer.training._finite import why_not_finite
 from transformer.training._invocations import record_call
 from transformer.training._journal import Journal, TrainStats
@@ -34,7 +33,6 @@ from transformer.training._memory import EVALUATION, STEP, MemoryWatch
 from transformer.training._memory_check import check_embedding, check_layers
 from transformer.training._memory_check import check_memory as refuse_too_large
 from transformer.training._metrics import MetricsWriter, Progress
-from transformer.training._numeric_evaluation import draw_forecasts
 from transformer.training._parallel import Placement, place
 from transformer.training._profiling import Profiler, Window
 from transformer.training._recipe import Recipe, build_model, to_json
@@ -49,8 +47,6 @@ from transformer.training._report import (
     save_example,
 )
 from transformer.training._restart import set_aside, writing_explained
-from transformer.training._reward_evaluation import evaluate_rewards, report_rewards, shown_completions
-from transformer.training._rewards import RewardModel
 from transformer.training._rollouts import Rollouts, make_rollouts
 from transformer.training._runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
 from transformer.training._settings import schedule_warning
@@ -60,8 +56,12 @@ from transformer.training._start import Start
 from transformer.training._state import TrainState, make_usable, merged_params, model_params, parameter_paths
 from transformer.training._step import make_train_step
 from transformer.training._summary import Summary, read_summary, render, render_finished, render_stopped, save_summary
-from transformer.training._tasks import TASKS
 from transformer.training._trackers import Trackers, check_installed
+from transformer.training.tasks._completions import evaluate_rewards, report_rewards, shown_completions
+from transformer.training.tasks._evaluation import EvalLoss, evaluate_loss
+from transformer.training.tasks._forecasts import draw_forecasts
+from transformer.training.tasks._rewards import RewardModel
+from transformer.training.tasks._table import TASKS
 
 MANY_MICRO_BATCHES = 1024
 """number of micro-batches in a step from which a note announces long steps"""

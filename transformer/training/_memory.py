@@ -22,11 +22,11 @@ from transformer.config._checks import ConfigError
 from transformer.data._config import shared_rows
 from transformer.nn._partitioning import platform as computed_on
 from transformer.nn._sharding import HOST_MEMORY, check_model, num_row_shards
-from transformer.training._chunked_loss import most_at_once
 from transformer.training._flops import Shapes, batch_field, batch_rows, sequences
 from transformer.training._recipe import Recipe
 from transformer.training._state import wide_dtype
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._chunked_loss import most_at_once
+from transformer.training.tasks._table import TASKS
 
 if TYPE_CHECKING:
     from transformer.training._parallel import Placement

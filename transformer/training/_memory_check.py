@@ -24,7 +24,7 @@ from transformer.training._memory import (
 )
 from transformer.training._parallel import Placement
 from transformer.training._recipe import Recipe
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._table import TASKS
 
 MOST_UNROLLED = 2_000
 """maximum number of unrolled layers: compiling a training step takes about one second for each (measured with 20 and 60

@@ -21,13 +21,13 @@ from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
 from transformer.config._recipe_files import bundled, find_recipe, recipe_files
 from transformer.data._pipeline import check_local_paths
-from transformer.training._distillation import Distill
 from transformer.training._option_hints import suggestion
-from transformer.training._policy_gradient import GRPO
-from transformer.training._preference import DPO
 from transformer.training._recipe import Recipe
 from transformer.training._serial import flatten
 from transformer.training.lora import LoRA
+from transformer.training.tasks._distillation import Distill
+from transformer.training.tasks._policy_gradient import GRPO
+from transformer.training.tasks._preference import DPO
 
 _GROUPS = {"lora": LoRA, "dpo": DPO, "grpo": GRPO, "distill": Distill}
 """groups of options that a recipe may lack"""

@@ -19,9 +19,6 @@ from transformer.config._untrusted import parse_json, read_bounded
 from transformer.data._config import shared_rows
 from transformer.data.kinds import PLACES, DataConfig
 from transformer.nn._sharding import ParallelConfig
-from transformer.training._distillation import Distill
-from transformer.training._policy_gradient import GRPO
-from transformer.training._preference import DPO
 from transformer.training._serial import decode, encode, flatten
 from transformer.training._settings import (
     CheckpointConfig,
@@ -30,8 +27,11 @@ from transformer.training._settings import (
     OptimizerConfig,
     TrainingConfig,
 )
-from transformer.training._tasks import TASKS
 from transformer.training.lora import LoRA
+from transformer.training.tasks._distillation import Distill
+from transformer.training.tasks._policy_gradient import GRPO
+from transformer.training.tasks._preference import DPO
+from transformer.training.tasks._table import TASKS
 
 FORMAT = "transformer recipe"
 VERSION = 1

@@ -19,13 +19,13 @@ from transformer.data._dataset import Dataset
 from transformer.generate._beam import Beam
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
-from transformer.training import _numeric_evaluation as numbers
-from transformer.training._captioning import caption_samples, report_captions
-from transformer.training._evaluation import write_texts
 from transformer.training._recipe import Recipe
 from transformer.training._summary import Summary
-from transformer.training._tasks import TASKS
-from transformer.training._translating import Translation, corpus_score, make_beam, scores, translate
+from transformer.training.tasks import _forecasts as numbers
+from transformer.training.tasks._caption_texts import caption_samples, report_captions
+from transformer.training.tasks._evaluation import write_texts
+from transformer.training.tasks._table import TASKS
+from transformer.training.tasks._translation import Translation, corpus_score, make_beam, scores, translate
 
 SAMPLES = "samples.txt"
 EXAMPLE = "example.json"

@@ -21,14 +21,14 @@ from transformer.generate._generation import check_finite
 from transformer.generate._prompts import bucket, decoding_model
 from transformer.generate._sampling import SamplerParams, Sampling
 from transformer.nn._sharding import place_batch
-from transformer.training._log_probabilities import token_values
 from transformer.training._parallel import MeshPlacement, Placement
-from transformer.training._policy_gradient import advantages, equal_rewards, token_scores
 from transformer.training._recipe import Recipe
-from transformer.training._reward_evaluation import check_prompts, completion_text
-from transformer.training._rewards import RewardModel, Rewards
 from transformer.training._state import TrainState, make_usable, model_params
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._completions import check_prompts, completion_text
+from transformer.training.tasks._log_probabilities import token_values
+from transformer.training.tasks._policy_gradient import advantages, equal_rewards, token_scores
+from transformer.training.tasks._rewards import RewardModel, Rewards
+from transformer.training.tasks._table import TASKS
 
 _SAMPLING = 2**31 - 3  # folded into the key of a step, so that sampling and dropout never share a key
 

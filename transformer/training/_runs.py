@@ -60,7 +60,7 @@ from transformer.training._start import (
     with_teacher,
 )
 from transformer.training._state import TrainState, abstract_state, merged_params
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._table import TASKS
 
 __all__ = [
     *("Run", "WorkdirError", "begin", "checkpoint_data", "has_checkpoints", "is_average", "load_own_tokenizer"),

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from transformer.training import lora
 from transformer.training._optimizers import AVERAGED, make_optimizer
 from transformer.training._recipe import Recipe, build_model, build_teacher
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._table import TASKS
 
 
 @flax.struct.dataclass

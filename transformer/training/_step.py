@@ -17,17 +17,17 @@ import optax
 from transformer.nn._axes import PRNGKey
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn._partitioning import table_gradients_in
-from transformer.training._answers import answer_sums
-from transformer.training._chunked_loss import loss_in_chunks, sum_in_chunks, tokens_at_once
-from transformer.training._distillation import TEACHER_HIDDEN, Teaching
-from transformer.training._losses import Batch, Scalar
 from transformer.training._optimizers import AVERAGED, make_optimizer, make_schedule
 from transformer.training._recipe import Recipe, build_model, build_teacher
 from transformer.training._rounding import STREAM, rounded_like, widened
 from transformer.training._settings import TrainingConfig
 from transformer.training._state import TrainState, in_dtypes_of, model_params, wide_dtype
-from transformer.training._task_base import Outputs, Sums
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._base import Outputs, Sums
+from transformer.training.tasks._chunked_loss import loss_in_chunks, sum_in_chunks, tokens_at_once
+from transformer.training.tasks._distillation import TEACHER_HIDDEN, Teaching
+from transformer.training.tasks._exact_match import answer_sums
+from transformer.training.tasks._losses import Batch, Scalar
+from transformer.training.tasks._table import TASKS
 
 Metrics = dict[str, jax.Array]
 """scalars, by name"""

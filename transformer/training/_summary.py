@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from transformer.config._invocation import program
-from transformer.training._evaluation import EvalLoss
-from transformer.training._tasks import TASKS
-from transformer.training._translating import CorpusScore, Score
+from transformer.training.tasks._evaluation import EvalLoss
+from transformer.training.tasks._table import TASKS
+from transformer.training.tasks._translation import CorpusScore, Score
 
 FILE = "summary.json"
 

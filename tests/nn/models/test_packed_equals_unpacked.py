@@ -9,7 +9,7 @@ import pytest
 from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
 from transformer.training import TrainingConfig
 from transformer.training._step import training_loss
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._table import TASKS
 
 VOCABULARY, ROW = 17, 13
 LENGTHS = (7, 5, 11, 2, 6, 4)

@@ -10,7 +10,7 @@ from transformer.data.kinds._number_words import NumberWords
 from transformer.data.kinds._shapes import Shapes
 from transformer.training._flops import batch_field, batch_rows
 from transformer.training._recipe import Recipe
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._table import TASKS
 
 ASSUMED_LENGTH = 64
 """assumed length of a source or target in tokens, if the recipe leaves it to the data"""

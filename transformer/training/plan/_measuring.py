@@ -17,8 +17,8 @@ from transformer.training._flops import batch_shapes
 from transformer.training._memory import GIB, device_bytes
 from transformer.training._parallel import place
 from transformer.training._recipe import Recipe
-from transformer.training._tasks import TASKS
 from transformer.training.plan._topologies import Topology
+from transformer.training.tasks._table import TASKS
 
 MATRIX = 2048
 """width of the square matrices in the matrix multiplication that is timed"""

@@ -24,10 +24,10 @@ from transformer.training._flops import batch_field, batch_rows, step_flops, ste
 from transformer.training._memory import GIB, logit_bytes
 from transformer.training._recipe import Recipe
 from transformer.training._state import abstract_state
-from transformer.training._tasks import TASKS
 from transformer.training.plan._planning import Plan, make_plan
 from transformer.training.plan._roofline import estimate
 from transformer.training.plan._topologies import Topology
+from transformer.training.tasks._table import TASKS
 
 REMATS = tuple(policy for policy in Remat.__args__ if policy != "offload")
 """policies of what to recompute in the backward pass; "offload" is not among them, because its time depends on copies

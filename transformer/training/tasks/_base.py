@@ -15,8 +15,8 @@ from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.data._config import DataKind
 from transformer.nn._axes import Array, Float
-from transformer.training._losses import Batch, Scalar, correct, cross_entropy
 from transformer.training._settings import TrainingConfig
+from transformer.training.tasks._losses import Batch, Scalar, correct, cross_entropy
 
 Outputs: TypeAlias = Float[Array, "..."]
 """logits (B, T, V) or (B, C), or a forecast (B, horizon, channels)"""

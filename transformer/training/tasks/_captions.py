@@ -13,8 +13,8 @@ from transformer.config._model import TransformerConfig
 from transformer.data._config import DataKind
 from transformer.nn._masks import Mask
 from transformer.nn.models._vision_language import VisionLanguageModel
-from transformer.training._losses import Batch
-from transformer.training._task_base import Task, has_router, target_shapes
+from transformer.training.tasks._base import Task, has_router, target_shapes
+from transformer.training.tasks._losses import Batch
 
 
 class Captioning(Task):

@@ -13,9 +13,9 @@ from transformer.config._model import TransformerConfig
 from transformer.data._config import DataKind
 from transformer.nn._masks import Mask
 from transformer.nn.models._dual import DualEncoder, PairLogits
-from transformer.training._losses import Batch, Scalar, matched_by_sigmoid, matched_by_softmax, matches
 from transformer.training._settings import TrainingConfig
-from transformer.training._task_base import Sums, Task
+from transformer.training.tasks._base import Sums, Task
+from transformer.training.tasks._losses import Batch, Scalar, matched_by_sigmoid, matched_by_softmax, matches
 
 LARGEST_FACTOR = 100.0
 """largest factor on the logits of CLIP (Radford et al. 2021, section 2.5): a larger one makes training unstable"""

@@ -13,11 +13,11 @@ from transformer.config._checks import ConfigError
 from transformer.data.kinds._prompts import Prompt, PromptDataset
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
-from transformer.training._evaluation import EvalLoss
 from transformer.training._recipe import Recipe
-from transformer.training._rewards import Rewards
 from transformer.training._summary import Summary
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._evaluation import EvalLoss
+from transformer.training.tasks._rewards import Rewards
+from transformer.training.tasks._table import TASKS
 
 
 def completion_text(dataset: PromptDataset, ids: Sequence[int]) -> str:

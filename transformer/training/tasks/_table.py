@@ -6,12 +6,12 @@ and add it to `TASKS`.
 
 from __future__ import annotations
 
-from transformer.training._captioning_task import Captioning
-from transformer.training._contrastive_task import Contrastive
-from transformer.training._numeric_tasks import Forecasting, ImageClassification
-from transformer.training._reference_tasks import PolicyOptimization, PreferenceOptimization
-from transformer.training._task_base import Task
-from transformer.training._token_tasks import (
+from transformer.training.tasks._base import Task
+from transformer.training.tasks._captions import Captioning
+from transformer.training.tasks._contrast import Contrastive
+from transformer.training.tasks._numbers import Forecasting, ImageClassification
+from transformer.training.tasks._references import PolicyOptimization, PreferenceOptimization
+from transformer.training.tasks._texts import (
     Classification,
     LanguageModeling,
     MaskedLanguageModeling,

@@ -17,7 +17,7 @@ import numpy as np
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._local_paths import local_path
 from transformer.data.kinds._prompts import Prompt
-from transformer.training._policy_gradient import GRPO, reward_names
+from transformer.training.tasks._policy_gradient import GRPO, reward_names
 
 RewardModel: TypeAlias = Callable[[Sequence[str]], Sequence[float]]
 """function from texts, each a prompt with a completion, to their rewards"""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from transformer.nn._axes import Array, Float, Hidden, Int
 from transformer.nn._partitioning import num_shards
-from transformer.training._chunked_loss import tokens_at_once
+from transformer.training.tasks._chunked_loss import tokens_at_once
 
 
 def log_probabilities(

@@ -15,10 +15,10 @@ import numpy as np
 from transformer.data._dataset import Batch, Dataset
 from transformer.data._series import from_model
 from transformer.nn.kernels import portable
-from transformer.training._evaluation import EvalLoss, compiled_eval_step, evaluate_loss
 from transformer.training._recipe import Recipe
 from transformer.training._summary import Summary
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._evaluation import EvalLoss, compiled_eval_step, evaluate_loss
+from transformer.training.tasks._table import TASKS
 
 
 def measured(

@@ -15,7 +15,7 @@ from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
 from transformer.training._recipe import Recipe
 from transformer.training._summary import Summary
-from transformer.training._translating import Translation, scores
+from transformer.training.tasks._translation import Translation, scores
 
 PICTURES = "pictures"
 """folder of a workdir with the images of the captions that the summary shows"""

@@ -13,8 +13,8 @@ from transformer.nn._masks import Mask
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._encoders import Classifier, MaskedLM
 from transformer.nn.models._seq2seq import Seq2Seq
-from transformer.training._losses import Batch
-from transformer.training._task_base import Task, before_the_head, has_router, row_lengths, target_shapes
+from transformer.training.tasks._base import Task, before_the_head, has_router, row_lengths, target_shapes
+from transformer.training.tasks._losses import Batch
 
 
 class LanguageModeling(Task):

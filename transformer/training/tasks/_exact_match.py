@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from transformer.nn._axes import Array, Bool, Float, Int
-from transformer.training._log_probabilities import chosen_log_probabilities, token_values
-from transformer.training._losses import Batch, Scalar
-from transformer.training._task_base import Sums
+from transformer.training.tasks._base import Sums
+from transformer.training.tasks._log_probabilities import chosen_log_probabilities, token_values
+from transformer.training.tasks._losses import Batch, Scalar
 
 
 def answer_sums(model: nn.Module, params: Any, inputs: dict[str, Any], batch: Batch) -> Sums:

@@ -17,12 +17,12 @@ from transformer.data._config import DataKind
 from transformer.nn._axes import Array, Bool, Float
 from transformer.nn._masks import Mask
 from transformer.nn.models._causal_lm import CausalLM
-from transformer.training._log_probabilities import log_probabilities, token_values
-from transformer.training._losses import Batch, Scalar
-from transformer.training._policy_gradient import GRPO, policy_loss, reward_names, row_weights, token_scores
-from transformer.training._preference import DPO, preference_losses
 from transformer.training._settings import TrainingConfig
-from transformer.training._task_base import Shapes, Sums, Task, has_router, row_lengths, target_shapes
+from transformer.training.tasks._base import Shapes, Sums, Task, has_router, row_lengths, target_shapes
+from transformer.training.tasks._log_probabilities import log_probabilities, token_values
+from transformer.training.tasks._losses import Batch, Scalar
+from transformer.training.tasks._policy_gradient import GRPO, policy_loss, reward_names, row_weights, token_scores
+from transformer.training.tasks._preference import DPO, preference_losses
 
 
 class ReferenceTask(Task):

@@ -13,9 +13,9 @@ from transformer.config._model import TransformerConfig
 from transformer.data._config import DataKind
 from transformer.nn.models._forecaster import Forecaster
 from transformer.nn.models._vision import VisionClassifier
-from transformer.training._losses import Batch, Scalar, absolute_error, squared_error
 from transformer.training._settings import TrainingConfig
-from transformer.training._task_base import Outputs, Shapes, Sums, Task, before_the_head
+from transformer.training.tasks._base import Outputs, Shapes, Sums, Task, before_the_head
+from transformer.training.tasks._losses import Batch, Scalar, absolute_error, squared_error
 
 
 class ValuesTask(Task):

@@ -21,7 +21,7 @@ from transformer.generate._sampling import Sampling
 from transformer.nn.models._base import first_bad_parameter
 from transformer.training._recipe import Recipe, build_model
 from transformer.training._step import EvalStep, Metrics, NonFiniteError, evaluation_sums
-from transformer.training._tasks import TASKS
+from transformer.training.tasks._table import TASKS
 
 _MEASURED = ("loss_sum", "weight", "correct", "absolute_error", "exact_answers", "answers")
 """sums that are not means over the targets in `EvalLoss.others`"""

@@ -22,8 +22,8 @@ import numpy as np
 
 from transformer.config._checks import ConfigError, check_choice, check_positive, check_whole
 from transformer.nn._axes import Array, Float, Int
-from transformer.training._log_probabilities import chosen_log_probabilities
-from transformer.training._losses import Batch, Scalar
+from transformer.training.tasks._log_probabilities import chosen_log_probabilities
+from transformer.training.tasks._losses import Batch, Scalar
 
 Normalization = Literal["grpo", "dapo", "dr_grpo"]
 
