@@ -25,7 +25,7 @@ from benchmarks.ablations_page import write_page
 from transformer.config import LayerKind
 from transformer.data import Dataset, prepare
 from transformer.training import Recipe, find_recipe, load_recipe_file, train
-from transformer.training._summary import Summary
+from transformer.training.metrics._summary import Summary
 from transformer.viz import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ import pytest
 
 from transformer.cli import _compile_cache as compile_cache
 from transformer.cli._compile_cache import VARIABLE, keep_compiled
-from transformer.training._report import cache_line
+from transformer.training.metrics._report import cache_line
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """

@@ -20,13 +20,13 @@ from transformer.training._allowed_changes import (
     schedule_change,
 )
 from transformer.training._loop import train
-from transformer.training._metrics import read_metrics
 from transformer.training._optimizers import DIRECTIONS, learning_rates
 from transformer.training._provenance import WorkdirError
 from transformer.training._recipe import Change, difference, load_recipe
 from transformer.training._runs import load_run
 from transformer.training._serial import flatten
 from transformer.training._state import abstract_state
+from transformer.training.metrics._writer import read_metrics
 
 
 def recipe_of(folder, **groups):

@@ -9,7 +9,7 @@ from training_recipes import change, text_recipe
 
 from transformer.nn._sharding import DcnConfig, ParallelConfig
 from transformer.training._loop import train
-from transformer.training._metrics import read_metrics
+from transformer.training.metrics._writer import read_metrics
 
 HOST = pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA can't offload on a CPU")
 LAYOUTS = {

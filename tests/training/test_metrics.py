@@ -18,7 +18,7 @@ from tensorboardX.proto.event_pb2 import Event
 from training_recipes import tiny_recipe
 
 from transformer.training._journal import Journal, TrainStats
-from transformer.training._metrics import MetricsWriter, Progress, read_metrics
+from transformer.training.metrics._writer import MetricsWriter, Progress, read_metrics
 from transformer.viz._records import read_metrics as read_metrics_of_viz
 
 
@@ -119,7 +119,7 @@ def test_a_full_disk_names_file_and_remedy(tmp_path, writer, place):
 
 CLOCK_BACK = """
 import sys, time
-from transformer.training._metrics import MetricsWriter
+from transformer.training.metrics._writer import MetricsWriter
 with MetricsWriter(sys.argv[1], tensorboard=True) as writer:
     writer.write(1, {"x": 1.0})
     now = time.time
@@ -215,7 +215,7 @@ def test_the_loss_of_routers_has_a_line_of_its_own_where_there_are_some(tmp_path
 def test_a_pipe_gets_plain_lines(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich would use colors because of it
     clock = iter(range(100))
-    monkeypatch.setattr("transformer.training._metrics.time.monotonic", lambda: 100.0 + 30 * next(clock))
+    monkeypatch.setattr("transformer.training.metrics._writer.time.monotonic", lambda: 100.0 + 30 * next(clock))
     stream = io.StringIO()
     with Progress(1000, start_step=100, stream=stream) as progress:
         progress.update(110, loss=2.34567, targets_per_s=12345.6)
@@ -242,7 +242,7 @@ def test_none_is_silent_but_for_text():
 
 
 SHOW = """
-from transformer.training._metrics import Progress
+from transformer.training.metrics._writer import Progress
 with Progress(200, targets="images") as progress:
     progress.update(50, loss=2.5, targets_per_s=1234.0)
     progress.print("a sample [1]")

@@ -18,12 +18,12 @@ from transformer.nn._int8 import Int8
 from transformer.nn.models._dual import PairLogits
 from transformer.training import DPO, GRPO, CheckpointConfig, EvaluationConfig, LoRA, OptimizerConfig, TrainingConfig
 from transformer.training import _loop as loop
-from transformer.training import _report as report
 from transformer.training._optimizers import make_optimizer, make_schedule
 from transformer.training._recipe import build_model
 from transformer.training._settings import OptimizerName
 from transformer.training._state import TrainState, make_state, merged_params, model_params
 from transformer.training._step import make_eval_step, make_train_step
+from transformer.training.metrics import _report as report
 from transformer.training.tasks._losses import cross_entropy, matched_by_sigmoid, matched_by_softmax
 from transformer.training.tasks._policy_gradient import policy_loss
 from transformer.training.tasks._preference import PreferenceLoss

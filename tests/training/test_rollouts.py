@@ -30,11 +30,11 @@ from transformer.training import (
 )
 from transformer.training import _rollouts as rollouts
 from transformer.training._loop import train
-from transformer.training._metrics import read_metrics
 from transformer.training._parallel import place
 from transformer.training._recipe import build_model, with_vocabulary
-from transformer.training._summary import read_summary
 from transformer.training.lora import LoRA
+from transformer.training.metrics._summary import read_summary
+from transformer.training.metrics._writer import read_metrics
 from transformer.training.tasks._rewards import RewardError, Rewards, load_function
 from transformer.training.tasks._table import TASKS
 

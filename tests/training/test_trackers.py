@@ -14,10 +14,10 @@ import pytest
 from training_recipes import change, text_recipe
 
 from transformer.config import ConfigError
-from transformer.training import _trackers
 from transformer.training._loop import train
-from transformer.training._metrics import read_metrics
-from transformer.training._trackers import TrackerError, Trackers, check_installed
+from transformer.training.metrics import _trackers
+from transformer.training.metrics._trackers import TrackerError, Trackers, check_installed
+from transformer.training.metrics._writer import read_metrics
 
 
 class WandBRun:

@@ -210,7 +210,7 @@ def _here(recipe: Recipe, assumed: Sequence[str]) -> Answer:
 def _search(
     recipe: Recipe, assumed: Sequence[str], topology: Topology, devices: list[Any], limit: int, terminal: TextIO
 ) -> Answer:
-    from transformer.training._metrics import Progress
+    from transformer.training.metrics._writer import Progress
     from transformer.training.plan._searching import ranked, search
 
     tried = []
@@ -229,7 +229,7 @@ def _largest_batch(
     recipe: Recipe, assumed: Sequence[str], topology: Topology, devices: list[Any], terminal: TextIO
 ) -> Answer:
     from transformer.training._flops import batch_field
-    from transformer.training._metrics import Progress
+    from transformer.training.metrics._writer import Progress
     from transformer.training.plan._largest_batch import MOST_PROGRAMS, best_of, largest_batch
 
     field = f"--data.{batch_field(recipe.data).replace('_', '-')}"

@@ -20,7 +20,7 @@ from transformer.config._invocation import program
 
 if TYPE_CHECKING:
     from transformer.training._recipe import Recipe
-    from transformer.training._summary import Summary
+    from transformer.training.metrics._summary import Summary
     from transformer.viz._report_page import RunReport
 
 
@@ -98,11 +98,11 @@ def read_run(workdir: Path, name: str) -> RunReport:
         ValueError: a file can't be read; the message names it.
     """
     from transformer.training._invocations import read_calls
-    from transformer.training._metrics import FILE
     from transformer.training._recipe import load_recipe
-    from transformer.training._report import read_example, read_samples
     from transformer.training._serial import flatten
-    from transformer.training._summary import read_summary, render
+    from transformer.training.metrics._report import read_example, read_samples
+    from transformer.training.metrics._summary import read_summary, render
+    from transformer.training.metrics._writer import FILE
     from transformer.training.tasks._table import TASKS
     from transformer.viz._records import read_metrics
     from transformer.viz._report_page import RunReport

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from transformer.training._memory import peak_bytes
-from transformer.training._metrics import MetricsWriter, Progress
 from transformer.training._recipe import Recipe
-from transformer.training._speed import Speed
 from transformer.training._step import NonFiniteError, check_finite
+from transformer.training.metrics._speed import Speed
+from transformer.training.metrics._writer import MetricsWriter, Progress
 from transformer.training.tasks._losses import Batch
 from transformer.training.tasks._table import TASKS
 

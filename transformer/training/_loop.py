@@ -32,11 +32,18 @@ from transformer.training._lock import WorkdirLock
 from transformer.training._memory import EVALUATION, STEP, MemoryWatch
 from transformer.training._memory_check import check_embedding, check_layers
 from transformer.training._memory_check import check_memory as refuse_too_large
-from transformer.training._metrics import MetricsWriter, Progress
 from transformer.training._parallel import Placement, place
 from transformer.training._profiling import Profiler, Window
 from transformer.training._recipe import Recipe, build_model, to_json
-from transformer.training._report import (
+from transformer.training._restart import set_aside, writing_explained
+from transformer.training._rollouts import Rollouts, make_rollouts
+from transformer.training._runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
+from transformer.training._settings import schedule_warning
+from transformer.training._signals import StopSignal
+from transformer.training._start import Start
+from transformer.training._state import TrainState, make_usable, merged_params, model_params, parameter_paths
+from transformer.training._step import make_train_step
+from transformer.training.metrics._report import (
     append_samples,
     cache_line,
     cut_samples,
@@ -46,17 +53,17 @@ from transformer.training._report import (
     samples,
     save_example,
 )
-from transformer.training._restart import set_aside, writing_explained
-from transformer.training._rollouts import Rollouts, make_rollouts
-from transformer.training._runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
-from transformer.training._settings import schedule_warning
-from transformer.training._signals import StopSignal
-from transformer.training._speed import Speed
-from transformer.training._start import Start
-from transformer.training._state import TrainState, make_usable, merged_params, model_params, parameter_paths
-from transformer.training._step import make_train_step
-from transformer.training._summary import Summary, read_summary, render, render_finished, render_stopped, save_summary
-from transformer.training._trackers import Trackers, check_installed
+from transformer.training.metrics._speed import Speed
+from transformer.training.metrics._summary import (
+    Summary,
+    read_summary,
+    render,
+    render_finished,
+    render_stopped,
+    save_summary,
+)
+from transformer.training.metrics._trackers import Trackers, check_installed
+from transformer.training.metrics._writer import MetricsWriter, Progress
 from transformer.training.tasks._completions import evaluate_rewards, report_rewards, shown_completions
 from transformer.training.tasks._evaluation import EvalLoss, evaluate_loss
 from transformer.training.tasks._forecasts import draw_forecasts

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from transformer.config._checks import ConfigError
 from transformer.training import _invocations as calls
-from transformer.training import _metrics as metrics
 from transformer.training import _profiling as profiling
 from transformer.training import _recipe as recipe
-from transformer.training import _report as report
-from transformer.training import _summary as summary
-from transformer.training import _trackers as trackers
 from transformer.training._manifest import FIRST, find_steps, free_name
 from transformer.training._provenance import TOKENIZER, WorkdirError
+from transformer.training.metrics import _report as report
+from transformer.training.metrics import _summary as summary
+from transformer.training.metrics import _trackers as trackers
+from transformer.training.metrics import _writer as metrics
 
 AVERAGE = "average.json"
 """file that marks a workdir as an average of checkpoints (`averaging`), which can't be resumed"""

@@ -14,7 +14,7 @@ from transformer.data._captioning import CaptioningDataset
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
 from transformer.training._recipe import Recipe
-from transformer.training._summary import Summary
+from transformer.training.metrics._summary import Summary
 from transformer.training.tasks._translation import Translation, scores
 
 PICTURES = "pictures"

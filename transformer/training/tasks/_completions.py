@@ -14,7 +14,7 @@ from transformer.data.kinds._prompts import Prompt, PromptDataset
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
 from transformer.training._recipe import Recipe
-from transformer.training._summary import Summary
+from transformer.training.metrics._summary import Summary
 from transformer.training.tasks._evaluation import EvalLoss
 from transformer.training.tasks._rewards import Rewards
 from transformer.training.tasks._table import TASKS

@@ -16,7 +16,7 @@ from transformer.data._dataset import Batch, Dataset
 from transformer.data._series import from_model
 from transformer.nn.kernels import portable
 from transformer.training._recipe import Recipe
-from transformer.training._summary import Summary
+from transformer.training.metrics._summary import Summary
 from transformer.training.tasks._evaluation import EvalLoss, compiled_eval_step, evaluate_loss
 from transformer.training.tasks._table import TASKS
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from transformer.training._appending import AppendedFile
+from transformer.training.metrics._append import AppendedFile
 
 
 class BoardWriter:

@@ -20,7 +20,7 @@ from transformer.generate._beam import Beam
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
 from transformer.training._recipe import Recipe
-from transformer.training._summary import Summary
+from transformer.training.metrics._summary import Summary
 from transformer.training.tasks import _forecasts as numbers
 from transformer.training.tasks._caption_texts import caption_samples, report_captions
 from transformer.training.tasks._evaluation import write_texts

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from transformer.training._appending import AppendedFile
-from transformer.training._board import BoardWriter
-from transformer.training._trackers import Trackers
+from transformer.training.metrics._append import AppendedFile
+from transformer.training.metrics._tensorboard import BoardWriter
+from transformer.training.metrics._trackers import Trackers
 from transformer.viz._records import metrics_lines, read_metrics
 
 __all__ = ["FILE", "MetricsWriter", "Progress", "read_metrics"]
