@@ -15,7 +15,7 @@ from pathlib import Path
 
 from reliability.invocations import check_resumed, checkpoints, first_fault, newest, run_state
 from reliability.world import Tally, World
-from transformer.training._manifest import find_steps, newest_valid
+from transformer.training.workdir._manifest import find_steps, newest_valid
 
 FLIPS = 20
 """number of positions per file at which a bit is flipped"""

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from reliability.pace import Limit
-from transformer.training import _arrays as arrays
-from transformer.training._checkpoint import load_data
-from transformer.training._manifest import CheckpointError, find_steps, newest_valid
+from transformer.training.workdir import _arrays as arrays
+from transformer.training.workdir._checkpoint import load_data
+from transformer.training.workdir._manifest import CheckpointError, find_steps, newest_valid
 from transformer.viz import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,15 +13,15 @@ from transformer.config import Execution, TransformerConfig
 from transformer.data import NumberWords, TextFile, prepare
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, to_json
-from transformer.training._checkpoint import Checkpointer
 from transformer.training._loop import train
 from transformer.training._optimizers import make_optimizer
-from transformer.training._provenance import tokenizer_fingerprint
 from transformer.training._recipe import load_recipe, with_vocabulary
-from transformer.training._runs import record_run
 from transformer.training._state import TrainState, abstract_state, initial_average, make_state
 from transformer.training._step import make_train_step
 from transformer.training.tasks._table import TASKS
+from transformer.training.workdir._checkpoint import Checkpointer
+from transformer.training.workdir._provenance import tokenizer_fingerprint
+from transformer.training.workdir._runs import record_run
 
 VOCABULARY = 13
 

@@ -14,7 +14,7 @@ from transformer import __main__ as program
 from transformer.cli._errors import run_command
 from transformer.cli._train import _remove_temporary, _workdir
 from transformer.config import ConfigError
-from transformer.training._lock import WorkdirInUseError
+from transformer.training.workdir._lock import WorkdirInUseError
 
 
 class TestRunCommand:

@@ -16,9 +16,9 @@ from transformer.cli import runtime
 from transformer.cli.runtime import RuntimeProblem
 from transformer.config import ConfigError
 from transformer.config._recipe_files import find_recipe
-from transformer.training._lock import WorkdirInUseError
 from transformer.training._recipe import load_recipe
 from transformer.training.metrics._writer import read_metrics
+from transformer.training.workdir._lock import WorkdirInUseError
 
 NOWHERE = {"PATH": ""}  # no nvidia-smi
 

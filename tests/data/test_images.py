@@ -16,10 +16,10 @@ from transformer.nn.models import VisionClassifier
 from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import from_json, to_json
-from transformer.training._runs import load_run
 from transformer.training.metrics._summary import read_summary, render
 from transformer.training.plan import step_flops, without_data
 from transformer.training.tasks._forecasts import measured
+from transformer.training.workdir._runs import load_run
 
 HEIGHT, WIDTH = 4, 6
 

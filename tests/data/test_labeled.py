@@ -14,8 +14,8 @@ from transformer.config import ConfigError, TransformerConfig
 from transformer.data import ImageFile, LabeledText, TokenizerConfig, prepare
 from transformer.data._labeled import hold_out
 from transformer.training._recipe import Recipe, save_recipe
-from transformer.training._runs import WorkdirError, open_run
 from transformer.training._serial import decode, encode
+from transformer.training.workdir._runs import WorkdirError, open_run
 
 WORDS = TokenizerConfig(kind="word")
 

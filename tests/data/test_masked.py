@@ -19,7 +19,7 @@ from transformer.inference import classify, open_model, start_from
 from transformer.nn.models import Classifier, MaskedLM
 from transformer.training._loop import train
 from transformer.training._recipe import from_json, load_recipe, to_json
-from transformer.training._runs import load_run
+from transformer.training.workdir._runs import load_run
 
 WORDS = ["the", "a", "good", "bad", "film", "very", "not", "quite"]
 WORD = TokenizerConfig(kind="word", vocab_size=40)

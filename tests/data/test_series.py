@@ -23,7 +23,6 @@ from transformer.training._flops import step_flops
 from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import from_json, to_json
-from transformer.training._runs import WorkdirError, load_run, open_run
 from transformer.training._start import Start
 from transformer.training._step import make_eval_step
 from transformer.training.metrics._summary import read_summary
@@ -32,6 +31,7 @@ from transformer.training.tasks._evaluation import evaluate_loss
 from transformer.training.tasks._forecasts import baseline_errors
 from transformer.training.tasks._losses import absolute_error, squared_error
 from transformer.training.tasks._numbers import Forecasting
+from transformer.training.workdir._runs import WorkdirError, load_run, open_run
 
 STEPS, CONTEXT, HORIZON = 120, 12, 5
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 from tokenizers import Tokenizer as Library
 
 from transformer.data._pretrained_tokenizer import load_pretrained_tokenizer
-from transformer.training._provenance import tokenizer_fingerprint
+from transformer.training.workdir._provenance import tokenizer_fingerprint
 
 CONTRADICTION = r"tokenizer_config\.json contradicts tokenizer\.json"
 TEXT = "Hello Café 你好"

@@ -18,7 +18,7 @@ from transformer.data import CaptionFile, ImageFolder
 from transformer.inference import classify_images, encode_with_images, open_model, start_from
 from transformer.media import ImageProcessor, image_processor
 from transformer.training._loop import train
-from transformer.training._runs import open_run
+from transformer.training.workdir._runs import open_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:the validation split has no example:UserWarning")
 SETTINGS = {"image_processor_type": "ViTImageProcessor", "size": {"height": 9, "width": 9}, "image_std": [0.25] * 3}

@@ -15,7 +15,7 @@ from reliability.invocations import RunState, check_resumed, digest, newest, rea
 from reliability.pace import QUICK, Limit, pace
 from reliability.page import crash_table, put
 from reliability.world import AFTER, Tally, Timing, World, draw_moment, phase, timed
-from transformer.training._checkpoint import Checkpointer
+from transformer.training.workdir._checkpoint import Checkpointer
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLD = """device: 1 x cpu, jax 1.2.3

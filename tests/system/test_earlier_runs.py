@@ -14,8 +14,8 @@ from transformer.__main__ import main
 from transformer.nn._sharding import ParallelConfig
 from transformer.training._loop import train
 from transformer.training._recipe import load_recipe
-from transformer.training._runs import load_run
 from transformer.training.metrics._writer import read_metrics
+from transformer.training.workdir._runs import load_run
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 COMMITS = ["51eea07", "ecf83ea"]

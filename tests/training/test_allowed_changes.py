@@ -10,7 +10,13 @@ from training_recipes import change, short_recipe, text_recipe, tiny_recipe
 
 from transformer.config import TransformerConfig
 from transformer.data import NumberWords, prepare
-from transformer.training._allowed_changes import (
+from transformer.training._loop import train
+from transformer.training._optimizers import DIRECTIONS, learning_rates
+from transformer.training._recipe import Change, difference, load_recipe
+from transformer.training._serial import flatten
+from transformer.training._state import abstract_state
+from transformer.training.metrics._writer import read_metrics
+from transformer.training.workdir._changes import (
     BATCH_SIZE,
     OPTIMIZATION,
     SWITCHES,
@@ -19,14 +25,8 @@ from transformer.training._allowed_changes import (
     moved,
     schedule_change,
 )
-from transformer.training._loop import train
-from transformer.training._optimizers import DIRECTIONS, learning_rates
-from transformer.training._provenance import WorkdirError
-from transformer.training._recipe import Change, difference, load_recipe
-from transformer.training._runs import load_run
-from transformer.training._serial import flatten
-from transformer.training._state import abstract_state
-from transformer.training.metrics._writer import read_metrics
+from transformer.training.workdir._provenance import WorkdirError
+from transformer.training.workdir._runs import load_run
 
 
 def recipe_of(folder, **groups):

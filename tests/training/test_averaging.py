@@ -17,12 +17,12 @@ from transformer.__main__ import main
 from transformer.config import ConfigError, TransformerConfig
 from transformer.data import Preferences, TokenizerConfig
 from transformer.inference import open_model
-from transformer.training._averaging import average
-from transformer.training._checkpoint import CheckpointError, load_params
-from transformer.training._manifest import CheckpointWarning
 from transformer.training._recipe import Origin, load_recipe
-from transformer.training._runs import WorkdirError, load_reference, load_run, open_run
 from transformer.training.lora import LoRA, flatten_adapted
+from transformer.training.workdir._average import average
+from transformer.training.workdir._checkpoint import CheckpointError, load_params
+from transformer.training.workdir._manifest import CheckpointWarning
+from transformer.training.workdir._runs import WorkdirError, load_reference, load_run, open_run
 
 STEPS = (2, 5, 7, 11)
 
@@ -171,7 +171,7 @@ def test_only_an_earlier_average_is_replaced(kept, tmp_path):
 def test_a_failure_leaves_what_was_there(kept, tmp_path, monkeypatch):
     average(kept, 2, tmp_path / "mean")
     before = content(tmp_path)
-    monkeypatch.setattr("transformer.training._averaging.sync_tree", lambda path: 1 / 0)
+    monkeypatch.setattr("transformer.training.workdir._average.sync_tree", lambda path: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         average(kept, 3, tmp_path / "mean")
     assert content(tmp_path) == before

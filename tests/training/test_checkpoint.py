@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from transformer.training._checkpoint import Checkpointer, CheckpointError, CheckpointWarning, load_params
+from transformer.training.workdir._checkpoint import Checkpointer, CheckpointError, CheckpointWarning, load_params
 
 
 class Moments(NamedTuple):

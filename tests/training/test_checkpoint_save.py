@@ -12,7 +12,7 @@ import threading
 import numpy as np
 import pytest
 
-from transformer.training._checkpoint import Checkpointer, CheckpointSaveError
+from transformer.training.workdir._checkpoint import Checkpointer, CheckpointSaveError
 
 BIG = {"x": np.zeros(2_000_000, np.float32) + np.arange(2_000_000, dtype=np.float32)}
 
@@ -79,7 +79,7 @@ FAILING = """
 import logging, os, shutil, sys
 import numpy as np
 import orbax.checkpoint as ocp
-from transformer.training._checkpoint import Checkpointer
+from transformer.training.workdir._checkpoint import Checkpointer
 
 begun, workdir = ocp.PyTreeCheckpointHandler.async_save, sys.argv[1]
 
@@ -117,7 +117,7 @@ def slow_full_disk(monkeypatch):
         go_on.wait(30)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("transformer.training._checkpoint.sync_tree", sync_tree)
+    monkeypatch.setattr("transformer.training.workdir._checkpoint.sync_tree", sync_tree)
     return go_on
 
 
@@ -181,7 +181,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path):
         """
         import os, signal, sys
         import numpy as np
-        import transformer.training._checkpoint as module
+        import transformer.training.workdir._checkpoint as module
         checkpointer = module.Checkpointer(sys.argv[1])
         checkpointer.save(1, {"x": np.full(5, 1.0)})
         checkpointer.wait()

@@ -17,9 +17,9 @@ import pytest
 from training_recipes import text_recipe
 
 from transformer.cli import _train as cli
-from transformer.training import _lock as module
 from transformer.training import _loop as loop
-from transformer.training._lock import WorkdirInUseError, WorkdirLock
+from transformer.training.workdir import _lock as module
+from transformer.training.workdir._lock import WorkdirInUseError, WorkdirLock
 
 
 def run(script, *arguments, **options):

@@ -18,15 +18,15 @@ from transformer.config import TransformerConfig
 from transformer.config._invocation import python
 from transformer.training import Recipe
 from transformer.training import _loop as loop
-from transformer.training._journal import Journal
 from transformer.training._loop import train
 from transformer.training._parallel import MeshPlacement
-from transformer.training._runs import load_run
 from transformer.training._step import NonFiniteError
 from transformer.training.metrics._report import append_samples, cut_samples
 from transformer.training.metrics._summary import Score, Summary, read_summary, render, save_summary
 from transformer.training.metrics._writer import read_metrics
 from transformer.training.tasks._evaluation import evaluate_loss
+from transformer.training.workdir._journal import Journal
+from transformer.training.workdir._runs import load_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

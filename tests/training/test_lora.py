@@ -19,7 +19,6 @@ from transformer.nn._int8 import Int8
 from transformer.nn._layers import linear_frozen
 from transformer.nn.models import count_parameters
 from transformer.training import lora
-from transformer.training._checkpoint import Checkpointer, load_params
 from transformer.training._overrides import override
 from transformer.training._recipe import Origin, build_model, from_json, to_json
 from transformer.training._start import Start, initialize_from
@@ -33,6 +32,7 @@ from transformer.training._state import (
 )
 from transformer.training._step import make_train_step
 from transformer.training.lora import LoRA
+from transformer.training.workdir._checkpoint import Checkpointer, load_params
 
 CONFIG = LoRA(rank=2, alpha=3.0, targets=("query", "value", "out", "up", "gate", "down"))
 SHAPES = {

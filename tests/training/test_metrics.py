@@ -17,8 +17,8 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 from training_recipes import tiny_recipe
 
-from transformer.training._journal import Journal, TrainStats
 from transformer.training.metrics._writer import MetricsWriter, Progress, read_metrics
+from transformer.training.workdir._journal import Journal, TrainStats
 from transformer.viz._records import read_metrics as read_metrics_of_viz
 
 
@@ -178,7 +178,7 @@ class Pending:
 def test_reports_the_time_a_step_waits_for_data(tmp_path, monkeypatch, ready):
     """A batch that is loaded while the device is still busy causes no waiting time."""
     now = [0.0]
-    monkeypatch.setattr("transformer.training._journal.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("transformer.training.workdir._journal.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(jax, "device_get", lambda tree: {n: np.asarray(m.value) for n, m in tree.items()})
     recipe = tiny_recipe(steps=5)
     recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=2))

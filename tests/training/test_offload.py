@@ -10,12 +10,12 @@ from training_recipes import tiny_batch, tiny_recipe
 
 from transformer.config import ConfigError, Execution
 from transformer.nn._sharding import HOST_MEMORY, ParallelConfig
-from transformer.training._checkpoint import Checkpointer
 from transformer.training._memory import shard_bytes
 from transformer.training._parallel import MeshPlacement, place
 from transformer.training._state import abstract_state
 from transformer.training._step import make_train_step
 from transformer.training.plan import batch_shapes
+from transformer.training.workdir._checkpoint import Checkpointer
 
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA can't partition these programs on a CPU")
 MODEL = {"d_model": 16, "num_heads": 4, "num_layers": 2, "d_ff": 24, "position": "rotary", "dropout_rate": 0.1}

@@ -9,8 +9,8 @@ from training_recipes import change, record_drawn_run, tiny_recipe
 import transformer
 from transformer.__main__ import main
 from transformer.data._tokenizer_kinds import TOKENIZERS
-from transformer.training._provenance import WorkdirError, provenance, tokenizer_fingerprint
-from transformer.training._runs import load_run
+from transformer.training.workdir._provenance import WorkdirError, provenance, tokenizer_fingerprint
+from transformer.training.workdir._runs import load_run
 
 
 def drawn(folder, **options):

@@ -13,12 +13,12 @@ import pytest
 from training_recipes import change, text_recipe
 
 from transformer.__main__ import main
-from transformer.training._checkpoint import Checkpointer
 from transformer.training._loop import train
 from transformer.training._recipe import save_recipe
-from transformer.training._restart import check_not_lost, set_aside, writing_explained
-from transformer.training._runs import WorkdirError, load_run
 from transformer.training.metrics._writer import read_metrics
+from transformer.training.workdir._checkpoint import Checkpointer
+from transformer.training.workdir._restart import check_not_lost, set_aside, writing_explained
+from transformer.training.workdir._runs import WorkdirError, load_run
 
 pytestmark = pytest.mark.usefixtures("one_step_per_recipe")
 

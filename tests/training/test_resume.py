@@ -15,15 +15,15 @@ import pytest
 from training_recipes import text_recipe
 
 from transformer.training import _loop as loop
-from transformer.training._checkpoint import Checkpointer
-from transformer.training._lock import WorkdirInUseError
 from transformer.training._loop import train
 from transformer.training._recipe import with_vocabulary
-from transformer.training._runs import WorkdirError, has_checkpoints, load_run
 from transformer.training._signals import StopSignal
 from transformer.training._state import abstract_state
 from transformer.training.metrics._report import cut_samples
 from transformer.training.metrics._writer import read_metrics
+from transformer.training.workdir._checkpoint import Checkpointer
+from transformer.training.workdir._lock import WorkdirInUseError
+from transformer.training.workdir._runs import WorkdirError, has_checkpoints, load_run
 
 pytestmark = pytest.mark.usefixtures("one_step_per_recipe")
 

@@ -22,7 +22,6 @@ from transformer.training import TrainingConfig
 from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import build_model, with_vocabulary
-from transformer.training._runs import load_run
 from transformer.training._start import initialize_from, with_new_parameters
 from transformer.training._step import training_loss
 from transformer.training.lora import LoRA
@@ -31,6 +30,7 @@ from transformer.training.metrics._writer import read_metrics
 from transformer.training.plan._assumptions import without_data
 from transformer.training.plan._measuring import made_up_batch
 from transformer.training.tasks._table import TASKS
+from transformer.training.workdir._runs import load_run
 
 
 def write_conversations(folder, rows=40):

@@ -12,7 +12,6 @@ from training_recipes import tiny_batch, tiny_recipe
 from transformer.config import TransformerConfig
 from transformer.data import TextFile
 from transformer.training._chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
-from transformer.training._journal import Journal, TrainStats
 from transformer.training._memory import peak_bytes
 from transformer.training._parallel import place
 from transformer.training._state import abstract_state
@@ -20,6 +19,7 @@ from transformer.training.metrics import _speed as speed_module
 from transformer.training.metrics._speed import Speed
 from transformer.training.metrics._writer import MetricsWriter, Progress, read_metrics
 from transformer.training.plan import batch_shapes, step_flops
+from transformer.training.workdir._journal import Journal, TrainStats
 
 
 class Spread:
@@ -114,7 +114,7 @@ def test_reports_that_mfu_needs_a_known_peak():
 def journal_lines(tmp_path, monkeypatch, *, compiled_at=(), **kwargs):
     """Return the metrics of six steps of one second each, two per line; compilations take ten seconds each."""
     now = [0.0]
-    monkeypatch.setattr("transformer.training._journal.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("transformer.training.workdir._journal.time.perf_counter", lambda: now[0])
     recipe = tiny_recipe(steps=6)
     recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=2))
     told = {"loss_sum": 1.0, "weight": 8.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0, "finite": True}

@@ -20,9 +20,7 @@ from training_recipes import (
 
 from transformer.config import Execution
 from transformer.nn._sharding import ParallelConfig
-from transformer.training import _journal as module
 from transformer.training._finite import first_bad_parameter, why_not_finite
-from transformer.training._journal import Journal, LossSpikeError, TrainStats
 from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import build_model
@@ -30,6 +28,8 @@ from transformer.training._state import parameter_paths
 from transformer.training._step import NonFiniteError, check_finite
 from transformer.training.metrics._writer import MetricsWriter, Progress, read_metrics
 from transformer.training.tasks._evaluation import evaluate_loss
+from transformer.training.workdir import _journal as module
+from transformer.training.workdir._journal import Journal, LossSpikeError, TrainStats
 
 # The usual loss
 

@@ -24,13 +24,13 @@ from transformer.inference import classify, export, open_model, start_from
 from transformer.nn._masks import Mask
 from transformer.nn._sharding import ParallelConfig
 from transformer.nn.models import CausalLM, Classifier
-from transformer.training._checkpoint import Checkpointer
 from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import from_json, load_recipe, to_json
-from transformer.training._runs import WorkdirError, load_run, load_updates, open_run
 from transformer.training._start import Start, check_options, describe_start, initialize_from
 from transformer.training._state import abstract_state, initial_params
+from transformer.training.workdir._checkpoint import Checkpointer
+from transformer.training.workdir._runs import WorkdirError, load_run, load_updates, open_run
 from transformer.zoo import load_pretrained
 from transformer.zoo._adapters import adapter_for
 from transformer.zoo._entries import ENTRIES

@@ -16,11 +16,11 @@ from transformer.generate import Beam
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training import _loop as loop
-from transformer.training._runs import load_run
 from transformer.training.metrics._report import report
 from transformer.training.metrics._summary import Summary, read_summary, render, save_summary
 from transformer.training.metrics._writer import read_metrics
 from transformer.training.tasks._translation import Translation, corpus_score, make_beam, translate, write_lines
+from transformer.training.workdir._runs import load_run
 
 RIGHT = ["ein mann geht .", "zwei hunde laufen im schnee .", "eine frau liest ein buch ."]
 

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     if command.last < 1:
         raise ConfigError(f"--last must be at least 1, got {command.last}.")
 
-    from transformer.training._averaging import average
+    from transformer.training.workdir._average import average
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every file that it reads
     done = average(command.workdir, command.last, command.to)

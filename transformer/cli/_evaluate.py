@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from transformer.data._dataset import Dataset
     from transformer.generate._beam import Beam
     from transformer.training._recipe import Recipe
-    from transformer.training._runs import Run
     from transformer.training.tasks._evaluation import EvalLoss
+    from transformer.training.workdir._runs import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +150,8 @@ def _measures(result: EvalLoss, compares: bool) -> tuple[dict[str, float], str]:
 
 def _mean_loss(command: Evaluate, recipe: Recipe, run: Run, dataset: Dataset, split: str) -> EvalLoss:
     """Return the mean loss on a split."""
-    from transformer.training._runs import load_reference
     from transformer.training.tasks._evaluation import compiled_eval_step, evaluate_loss
+    from transformer.training.workdir._runs import load_reference
 
     reference = load_reference(recipe, command.directory, run.step)
     step, num_bytes = compiled_eval_step(recipe, reference), dataset.target_bytes(split)

@@ -97,13 +97,13 @@ def read_run(workdir: Path, name: str) -> RunReport:
         FileNotFoundError: the directory is not a workdir.
         ValueError: a file can't be read; the message names it.
     """
-    from transformer.training._invocations import read_calls
     from transformer.training._recipe import load_recipe
     from transformer.training._serial import flatten
     from transformer.training.metrics._report import read_example, read_samples
     from transformer.training.metrics._summary import read_summary, render
     from transformer.training.metrics._writer import FILE
     from transformer.training.tasks._table import TASKS
+    from transformer.training.workdir._calls import read_calls
     from transformer.viz._records import read_metrics
     from transformer.viz._report_page import RunReport
 
@@ -134,8 +134,8 @@ def read_run(workdir: Path, name: str) -> RunReport:
 
 def status_of(workdir: Path, recipe: Recipe, step: int, summary: Summary | None) -> str:
     """Return the status of a run whose last logged step is `step`."""
-    from transformer.training._lock import in_use
-    from transformer.training._runs import is_average
+    from transformer.training.workdir._lock import in_use
+    from transformer.training.workdir._runs import is_average
 
     steps = recipe.training.steps
     if is_average(workdir):

@@ -186,7 +186,7 @@ def _recipe_of(name: str, own: argparse.Namespace) -> tuple[Recipe, str]:
 def _teacher(recipe: Recipe, workdir: str, restart: bool) -> Start | None:
     """Load the teacher of a new run; None without distillation, or if the run's checkpoints contain it."""
     from transformer.inference._starting import start_from
-    from transformer.training._restart import has_checkpoints
+    from transformer.training.workdir._restart import has_checkpoints
 
     if recipe.distill is None or (has_checkpoints(workdir) and not restart):
         return None

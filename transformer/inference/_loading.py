@@ -28,7 +28,7 @@ from transformer.zoo._opening import open_weights
 
 if TYPE_CHECKING:
     from transformer.data._tokenizer import Tokenizer
-    from transformer.training._runs import Run
+    from transformer.training.workdir._runs import Run
     from transformer.zoo._family import Family
     from transformer.zoo._pretrained import Pretrained
     from transformer.zoo.weights._adapters import Adapter
@@ -250,8 +250,8 @@ def open_model(
     """
     local_path(source, "source")
     if is_workdir(source):
-        from transformer.training._runs import load_run
         from transformer.training.tasks._table import TASKS
+        from transformer.training.workdir._runs import load_run
 
         if options:
             raise ConfigError(
@@ -458,7 +458,7 @@ def export_adapter(
     Raises:
         ConfigError: not the workdir of a run with `lora`, or updates that PEFT's format can't express.
     """
-    from transformer.training._runs import load_updates
+    from transformer.training.workdir._runs import load_updates
     from transformer.zoo._adapters import save_adapter
     from transformer.zoo._entries import ENTRIES
     from transformer.zoo.weights._adapters import Adapter

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from transformer.training._overrides import *  # noqa: F403
     from transformer.training._parallel import *  # noqa: F403
     from transformer.training._recipe import *  # noqa: F403
-    from transformer.training._runs import *  # noqa: F403
     from transformer.training._settings import *  # noqa: F403
     from transformer.training.lora import *  # noqa: F403
     from transformer.training.tasks._distillation import *  # noqa: F403
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from transformer.training.tasks._preference import *  # noqa: F403
     from transformer.training.tasks._rewards import *  # noqa: F403
     from transformer.training.tasks._translation import *  # noqa: F403
+    from transformer.training.workdir._runs import *  # noqa: F403
 
 _EXPORTS = {
     "_chips": ("peak_flops",),
@@ -45,7 +45,7 @@ _EXPORTS = {
         "with_vocabulary",
     ),
     "tasks._rewards": ("exact_answer",),
-    "_runs": (
+    "workdir._runs": (
         "Run",
         "load_run",
     ),

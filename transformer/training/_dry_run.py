@@ -14,10 +14,10 @@ from transformer.nn.models._base import count_parameters
 from transformer.training._loop import placed
 from transformer.training._memory import Need, device_bytes, gib, shard_bytes
 from transformer.training._recipe import Recipe
-from transformer.training._runs import open_run
 from transformer.training._serial import flatten
 from transformer.training._settings import schedule_warning
 from transformer.training._start import Start
+from transformer.training.workdir._runs import open_run
 
 MOST_CHARACTERS = 1000
 """maximum number of characters that are shown of a row of the first batch"""

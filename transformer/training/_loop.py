@@ -22,22 +22,14 @@ from transformer.data._dataset import Batch, Dataset, padding
 from transformer.data._pipeline import check_batch, check_local_paths
 from transformer.nn.models._base import count_parameters
 from transformer.training import _processes as processes
-from transformer.training._allowed_changes import how_to_extend
-from transformer.training._checkpoint import Checkpointer
 from transformer.training._finite import why_not_finite
-from transformer.training._invocations import record_call
-from transformer.training._journal import Journal, TrainStats
-from transformer.training._lock import NAME as LOCK
-from transformer.training._lock import WorkdirLock
 from transformer.training._memory import EVALUATION, STEP, MemoryWatch
 from transformer.training._memory_check import check_embedding, check_layers
 from transformer.training._memory_check import check_memory as refuse_too_large
 from transformer.training._parallel import Placement, place
 from transformer.training._profiling import Profiler, Window
 from transformer.training._recipe import Recipe, build_model, to_json
-from transformer.training._restart import set_aside, writing_explained
 from transformer.training._rollouts import Rollouts, make_rollouts
-from transformer.training._runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
 from transformer.training._settings import schedule_warning
 from transformer.training._signals import StopSignal
 from transformer.training._start import Start
@@ -69,6 +61,14 @@ from transformer.training.tasks._evaluation import EvalLoss, evaluate_loss
 from transformer.training.tasks._forecasts import draw_forecasts
 from transformer.training.tasks._rewards import RewardModel
 from transformer.training.tasks._table import TASKS
+from transformer.training.workdir._calls import record_call
+from transformer.training.workdir._changes import how_to_extend
+from transformer.training.workdir._checkpoint import Checkpointer
+from transformer.training.workdir._journal import Journal, TrainStats
+from transformer.training.workdir._lock import NAME as LOCK
+from transformer.training.workdir._lock import WorkdirLock
+from transformer.training.workdir._restart import set_aside, writing_explained
+from transformer.training.workdir._runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
 
 MANY_MICRO_BATCHES = 1024
 """number of micro-batches in a step from which a note announces long steps"""

@@ -6,7 +6,7 @@ import pytest
 from benchmarks import bag_of_words
 from transformer.config import ConfigError
 from transformer.data import MaskedSST2, SST2Sentences, TokenizerConfig, prepare
-from transformer.training._journal import TrainStats
+from transformer.training.workdir._journal import TrainStats
 
 WORD = TokenizerConfig(kind="word", vocab_size=8000)
 

@@ -25,6 +25,7 @@ class Summary:
     name: str
     """name of the run"""
     workdir: str
+    """directory of the run"""
     command: str
     """command that resumes this run"""
     temporary: bool = False

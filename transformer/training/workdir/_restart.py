@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from transformer.config._checks import ConfigError
-from transformer.training import _invocations as calls
 from transformer.training import _profiling as profiling
 from transformer.training import _recipe as recipe
-from transformer.training._manifest import FIRST, find_steps, free_name
-from transformer.training._provenance import TOKENIZER, WorkdirError
 from transformer.training.metrics import _report as report
 from transformer.training.metrics import _summary as summary
 from transformer.training.metrics import _trackers as trackers
 from transformer.training.metrics import _writer as metrics
+from transformer.training.workdir import _calls as calls
+from transformer.training.workdir._manifest import FIRST, find_steps, free_name
+from transformer.training.workdir._provenance import TOKENIZER, WorkdirError
 
 AVERAGE = "average.json"
-"""file that marks a workdir as an average of checkpoints (`averaging`), which can't be resumed"""
+"""file that marks a workdir as an average of checkpoints (`workdir._average`), which can't be resumed"""
 
 PREVIOUS = "previous"
 """directory of a workdir to which `set_aside` moves the files of an earlier run"""

@@ -12,10 +12,10 @@ from typing import Any
 
 from transformer.config._checks import ConfigError
 from transformer.data._tokenizer import Tokenizer
-from transformer.training._allowed_changes import allowable, schedule_change
-from transformer.training._checkpoint import load_items
-from transformer.training._manifest import find_steps
 from transformer.training._recipe import FILE, Change, Recipe, difference, from_json
+from transformer.training.workdir._changes import allowable, schedule_change
+from transformer.training.workdir._checkpoint import load_items
+from transformer.training.workdir._manifest import find_steps
 
 TOKENIZER = "tokenizer"
 """directory of a workdir that holds the run's tokenizer"""

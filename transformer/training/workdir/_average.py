@@ -19,12 +19,12 @@ import numpy as np
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
 from transformer.training import lora
-from transformer.training._checkpoint import Checkpointer, CheckpointError
-from transformer.training._manifest import CheckpointWarning, find_steps, sync, sync_tree
-from transformer.training._provenance import TOKENIZER, provenance
 from transformer.training._recipe import Recipe, load_recipe, save_recipe, to_json
-from transformer.training._restart import AVERAGE
-from transformer.training._runs import is_average, load_own_tokenizer, load_reference, load_usable
+from transformer.training.workdir._checkpoint import Checkpointer, CheckpointError
+from transformer.training.workdir._manifest import CheckpointWarning, find_steps, sync, sync_tree
+from transformer.training.workdir._provenance import TOKENIZER, provenance
+from transformer.training.workdir._restart import AVERAGE
+from transformer.training.workdir._runs import is_average, load_own_tokenizer, load_reference, load_usable
 
 
 @dataclass(frozen=True)

@@ -25,19 +25,7 @@ from transformer.data.kinds import PLACES
 from transformer.media._image_settings import save_image_processor
 from transformer.training import _processes as processes
 from transformer.training import lora
-from transformer.training._allowed_changes import moved
-from transformer.training._checkpoint import Checkpointer, CheckpointError, load_params
-from transformer.training._journal import TrainStats
 from transformer.training._parallel import Placement
-from transformer.training._provenance import (
-    TOKENIZER,
-    WorkdirError,
-    check_recipe_of_command,
-    check_unchanged,
-    newest_provenance,
-    provenance,
-    tokenizer_fingerprint,
-)
 from transformer.training._recipe import (
     FILE,
     Recipe,
@@ -48,7 +36,6 @@ from transformer.training._recipe import (
     with_labels,
     with_vocabulary,
 )
-from transformer.training._restart import AVERAGE, check_not_lost, has_checkpoints
 from transformer.training._start import (
     Start,
     describe_start,
@@ -61,6 +48,19 @@ from transformer.training._start import (
 )
 from transformer.training._state import TrainState, abstract_state, merged_params
 from transformer.training.tasks._table import TASKS
+from transformer.training.workdir._changes import moved
+from transformer.training.workdir._checkpoint import Checkpointer, CheckpointError, load_params
+from transformer.training.workdir._journal import TrainStats
+from transformer.training.workdir._provenance import (
+    TOKENIZER,
+    WorkdirError,
+    check_recipe_of_command,
+    check_unchanged,
+    newest_provenance,
+    provenance,
+    tokenizer_fingerprint,
+)
+from transformer.training.workdir._restart import AVERAGE, check_not_lost, has_checkpoints
 
 __all__ = [
     *("Run", "WorkdirError", "begin", "checkpoint_data", "has_checkpoints", "is_average", "load_own_tokenizer"),

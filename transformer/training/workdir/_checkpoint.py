@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from transformer.training import _arrays as arrays
 from transformer.training import _processes as processes
-from transformer.training._manifest import (
+from transformer.training.workdir import _arrays as arrays
+from transformer.training.workdir._manifest import (
     CheckpointError,
     CheckpointWarning,
     amend_manifest,
