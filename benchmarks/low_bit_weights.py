@@ -26,7 +26,8 @@ from transformer.data._pipeline import prepare
 from transformer.inference import open_model
 from transformer.nn import quantize
 from transformer.nn._parameter_axes import axes_of
-from transformer.training.tasks._evaluation import compiled_eval_step, evaluate_loss
+from transformer.training._step import compiled_eval_step
+from transformer.training.tasks._evaluation import evaluate_loss
 from transformer.zoo.weights._gguf_blocks import FORMATS
 
 BLOCK = 32

@@ -17,7 +17,8 @@ from transformer.training._loop import train
 from transformer.training._optimizers import make_optimizer
 from transformer.training._recipe import load_recipe, with_vocabulary
 from transformer.training._state import TrainState, abstract_state, initial_average, make_state
-from transformer.training._step import make_train_step
+from transformer.training._step import compiled_eval_step, make_train_step
+from transformer.training.tasks._evaluation import Evaluation
 from transformer.training.tasks._table import TASKS
 from transformer.training.workdir._checkpoint import Checkpointer
 from transformer.training.workdir._provenance import tokenizer_fingerprint
@@ -42,6 +43,13 @@ def tiny_recipe(task="causal_lm", *, model=None, optimizer=None, **training):
         optimizer=OptimizerConfig(**({"warmup_steps": 0, "schedule": "constant"} | (optimizer or {}))),
         training=TrainingConfig(**({"steps": 20} | training)),
     )
+
+
+def evaluation_of(recipe, model, params, dataset, **options):
+    """Return the evaluation of parameters as at the end of a run of this recipe."""
+    step = compiled_eval_step(recipe)
+    given = {"options": recipe.evaluation, "eval_step": step, "seed": 0} | options
+    return Evaluation(model=model, params=params, dataset=dataset, **given)
 
 
 def tiny_batch(task="causal_lm", rows=8, seed=0, padding=True):

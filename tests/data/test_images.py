@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from training_recipes import assert_equals_resumed_run, six_steps
+from training_recipes import assert_equals_resumed_run, evaluation_of, six_steps
 
 from transformer.config import ConfigError, Execution, Patches, TransformerConfig
 from transformer.data import Digits, ImageFile, prepare
@@ -18,7 +18,7 @@ from transformer.training._parallel import place
 from transformer.training._recipe import from_json, to_json
 from transformer.training.metrics._summary import read_summary, render
 from transformer.training.plan import step_flops, without_data
-from transformer.training.tasks._forecasts import measured
+from transformer.training.tasks._table import TASKS
 from transformer.training.workdir._runs import load_run
 
 HEIGHT, WIDTH = 4, 6
@@ -207,7 +207,8 @@ def test_what_was_trained_with_a_kernel_for_a_mesh_or_a_gpu_is_evaluated_without
 
     run, summary = load_run(trained[0] / "run"), read_summary(trained[0] / "run")
     recipe = dataclasses.replace(run.recipe, execution=Execution(scan=False, attention=attention))
-    found = measured(recipe, run.params, prepare(recipe.data), summary, lambda: False)
+    evaluation = evaluation_of(recipe, run.model, run.params, prepare(recipe.data))
+    found = TASKS["image_classifier"].report(evaluation, tmp_path)
     assert found.held_out.loss == pytest.approx(summary.held_out.loss, rel=1e-6)
     shutil.copytree(trained[0] / "run", tmp_path / "run")
     (tmp_path / "run" / "recipe.json").write_text(json.dumps(to_json(recipe)))

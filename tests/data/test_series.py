@@ -28,9 +28,8 @@ from transformer.training._step import make_eval_step
 from transformer.training.metrics._summary import read_summary
 from transformer.training.plan._measuring import made_up_batch
 from transformer.training.tasks._evaluation import evaluate_loss
-from transformer.training.tasks._forecasts import baseline_errors
+from transformer.training.tasks._forecasts import repetition_errors
 from transformer.training.tasks._losses import absolute_error, squared_error
-from transformer.training.tasks._numbers import Forecasting
 from transformer.training.workdir._runs import WorkdirError, load_run, open_run
 
 STEPS, CONTEXT, HORIZON = 120, 12, 5
@@ -241,7 +240,7 @@ def test_the_summary_tells_the_test_beside_the_baseline(trained):
     windows = data._assemble("test", np.arange(data._size("test")))
     errors = windows["values"][:, -1:] - windows["targets"]
     assert summary.baseline.loss == pytest.approx((errors**2).mean())
-    assert baseline_errors(Forecasting.baseline, batches).mae == pytest.approx(np.abs(errors).mean())
+    assert repetition_errors(batches).mae == pytest.approx(np.abs(errors).mean())
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {"eval/loss", "eval/mae"} <= set().union(*lines)
     assert [line["test/mae"] for line in lines if "test/mae" in line] == [summary.held_out.mae]
@@ -331,6 +330,6 @@ def test_etth1_is_split_as_in_the_literature(test_data, tmp_path):
         prepare(dataclasses.replace(config, columns=("OIL",)))
     assert [data._size(split) for split in data.splits] == [8033, 2785, 2785]
     assert data.config.columns == ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
-    baseline = baseline_errors(Forecasting.baseline, data.eval_batches("test"))
+    baseline = repetition_errors(data.eval_batches("test"))
     # Zeng et al. 2022, arXiv 2205.13504, table 2, "Repeat": 1.295 and 0.713
     assert (baseline.loss, baseline.mae) == pytest.approx((1.295, 0.713), abs=1e-3)

@@ -26,8 +26,8 @@ from transformer.inference import (
     translate_lines,
 )
 from transformer.inference._batching import PACKED, TOKENS, _batches, run_pairs
-from transformer.training._step import make_eval_step
-from transformer.training.tasks._evaluation import compiled_eval_step, evaluate_loss
+from transformer.training._step import compiled_eval_step, make_eval_step
+from transformer.training.tasks._evaluation import evaluate_loss
 from transformer.training.tasks._forecasts import _forecasts
 
 LONG, SHORT = "the big cat sat on the small mat under a tree", "a dog ran"

@@ -18,8 +18,8 @@ from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import build_model
 from transformer.training._state import abstract_state
-from transformer.training.tasks._caption_texts import write_captions
-from transformer.training.tasks._evaluation import compiled_eval_step
+from transformer.training._step import compiled_eval_step
+from transformer.training.tasks._captions import write_captions
 from transformer.training.tasks._table import TASKS
 from transformer.training.workdir._runs import load_run
 

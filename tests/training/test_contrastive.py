@@ -19,8 +19,8 @@ from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import build_model, with_vocabulary
 from transformer.training._state import abstract_state
-from transformer.training._step import training_loss
-from transformer.training.tasks._evaluation import compiled_eval_step, evaluate_loss
+from transformer.training._step import compiled_eval_step, training_loss
+from transformer.training.tasks._evaluation import evaluate_loss
 from transformer.training.tasks._losses import matched_by_sigmoid, matched_by_softmax, matches
 
 SIZES = {"d_model": 16, "num_layers": 1, "num_heads": 4, "d_ff": 24}

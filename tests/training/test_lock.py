@@ -18,6 +18,7 @@ from training_recipes import text_recipe
 
 from transformer.cli import _train as cli
 from transformer.training import _loop as loop
+from transformer.training.tasks import _evaluation as evaluation
 from transformer.training.workdir import _lock as module
 from transformer.training.workdir._lock import WorkdirInUseError, WorkdirLock
 
@@ -145,14 +146,14 @@ def test_the_first_holder_notices_a_take_over(tmp_path):
 @pytest.mark.slow
 def test_a_run_whose_workdir_was_taken_over_saves_no_more_checkpoints(tmp_path, monkeypatch):
     """The new process of the workdir finds the earlier checkpoints."""
-    evaluate = loop.evaluate_loss
+    evaluate = evaluation.evaluate_loss
 
     def taken_over_meanwhile(*arguments):
         write_record(tmp_path / "run", pid=4321, host="far-away")
         return evaluate(*arguments)
 
     recipe = text_recipe(tmp_path, training={"steps": 4}, evaluation={"every": 4}, checkpoint={"every": 2})
-    monkeypatch.setattr(loop, "evaluate_loss", taken_over_meanwhile)
+    monkeypatch.setattr(evaluation, "evaluate_loss", taken_over_meanwhile)
     with pytest.raises(WorkdirInUseError, match="has taken over"):
         loop.train(recipe, tmp_path / "run")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]

@@ -12,7 +12,7 @@ import pytest
 from training_recipes import VOCABULARY, short_recipe, start, tiny_batch, tiny_recipe
 
 from transformer.config import Execution, TransformerConfig
-from transformer.data import Preferences
+from transformer.data import NumberWords, Preferences
 from transformer.nn._adapted import NF4, Adapted
 from transformer.nn._int8 import Int8
 from transformer.nn.models._dual import PairLogits
@@ -23,7 +23,9 @@ from transformer.training._recipe import build_model
 from transformer.training._settings import OptimizerName
 from transformer.training._state import TrainState, make_state, merged_params, model_params
 from transformer.training._step import make_eval_step, make_train_step
-from transformer.training.metrics import _report as report
+from transformer.training.tasks import _samples as samples
+from transformer.training.tasks import _texts as texts
+from transformer.training.tasks._evaluation import Evaluation
 from transformer.training.tasks._losses import cross_entropy, matched_by_sigmoid, matched_by_softmax
 from transformer.training.tasks._policy_gradient import policy_loss
 from transformer.training.tasks._preference import PreferenceLoss
@@ -226,26 +228,30 @@ def test_evaluation_options_reach_generation_and_beam_search(monkeypatch):
     def recorder(name, result):
         return lambda *given, **named: (calls.update({name: (given, named)}), result)[1]
 
-    monkeypatch.setattr(report, "write_texts", recorder("texts", ["text"]))
-    monkeypatch.setattr(report, "generate", recorder("answers", [[3]]))
-    monkeypatch.setattr(report, "_translations", recorder("translations", None))
+    monkeypatch.setattr(samples, "write_texts", recorder("texts", ["text"]))
+    monkeypatch.setattr(samples, "generate", recorder("answers", [[3]]))
+    monkeypatch.setattr(texts, "translations", recorder("translations", None))
     options = EvaluationConfig(
         sample_tokens=3, temperature=0.3, beam_size=2, beam_alpha=1.5, exact_match_examples=17, samples=1
     )
-    recipe = dataclasses.replace(tiny_recipe(), evaluation=options)
     tokenizer = SimpleNamespace(decode=str)
     openings = [("question", [5, 6])]
-    dataset = SimpleNamespace(tokenizer=tokenizer, end_ids=[1], openings=lambda wanted: openings, splits=("test",))
-    report._continued(recipe, None, None, dataset, ["prompt"], 0)
+    data = {"config": tiny_recipe().data, "prompts": lambda: ["prompt"], "openings": lambda wanted: openings}
+    dataset = SimpleNamespace(tokenizer=tokenizer, end_ids=[1], splits=("test",), **data)
+
+    def evaluation(options):
+        return Evaluation(model=None, params=None, dataset=dataset, options=options, eval_step=None, seed=0)
+
+    TASKS["causal_lm"].samples(evaluation(options))
     assert (calls["texts"][1]["new_tokens"], calls["texts"][1]["temperature"]) == (3, 0.3)
-    report._answers(recipe, None, None, dataset, 1, 0)
+    TASKS["sft"].samples(evaluation(options))
     assert (calls["answers"][1]["max_new_tokens"], calls["answers"][1]["sampling"].temperature) == (3, 0.3)
-    report._translation_report(recipe, None, None, dataset, None, lambda: False)
-    wanted, beam = calls["translations"][0][5:7]
+    dataset.config = NumberWords()
+    TASKS["seq2seq"].report(evaluation(options), None)
+    wanted, beam = calls["translations"][0][2:]
     assert (wanted, beam.size, beam.alpha) == (17, 2, 1.5)
-    greedy = dataclasses.replace(recipe, evaluation=dataclasses.replace(options, beam_size=1))
-    report._translation_report(greedy, None, None, dataset, None, lambda: False)
-    assert calls["translations"][0][6] is None
+    TASKS["seq2seq"].report(evaluation(dataclasses.replace(options, beam_size=1)), None)
+    assert calls["translations"][0][3] is None
 
 
 def test_a_run_keeps_as_many_checkpoints_as_its_recipe_says(tmp_path, monkeypatch):

@@ -34,7 +34,6 @@ from transformer.training._serial import LATER, flatten, tag_of
 from transformer.training._settings import schedule_warning
 from transformer.training.tasks._distillation import Distill
 from transformer.training.tasks._policy_gradient import GRPO
-from transformer.training.tasks._table import TASKS
 
 LINES = JsonLines(path="a.jsonl", field="body")
 PAIRS = ParallelText(source_path="a", target_path="b", batch_size=12)
@@ -70,7 +69,7 @@ def rich_recipe(data=None):
         model = model.replace(
             input=ImageTokens(patches=patches, d_model=12, num_layers=1, num_heads=3, d_ff=24, activation="relu")
         )
-    grpo = GRPO(rewards=("rewards.py:length",)) if TASKS[data.task].on_policy else None
+    grpo = GRPO(rewards=("rewards.py:length",)) if data.task == "grpo" else None
     return Recipe(name="rich", model=model, data=data, grpo=grpo)
 
 

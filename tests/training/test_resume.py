@@ -21,6 +21,7 @@ from transformer.training._signals import StopSignal
 from transformer.training._state import abstract_state
 from transformer.training.metrics._report import cut_samples
 from transformer.training.metrics._writer import read_metrics
+from transformer.training.tasks import _evaluation as evaluation
 from transformer.training.workdir._checkpoint import Checkpointer
 from transformer.training.workdir._lock import WorkdirInUseError
 from transformer.training.workdir._runs import WorkdirError, has_checkpoints, load_run
@@ -69,7 +70,7 @@ class Trouble:
         monkeypatch.setattr(loop, "StopSignal", self._remembered)
         self.count = {"batch": 0, "evaluation": 0, "save": 0}
         self._wrap(monkeypatch, loop, "check_batch", "batch")
-        self._wrap(monkeypatch, loop, "evaluate_loss", "evaluation")
+        self._wrap(monkeypatch, evaluation, "evaluate_loss", "evaluation")
         self._wrap(monkeypatch, Checkpointer, "save", "save")
 
     def send(self, number):

@@ -116,8 +116,8 @@ def test_the_batch_the_model_and_the_loss_of_a_task_fit_together(name):
         model = build_model(recipe)
         variables = {"params": params}
         outputs = task.forward(model, variables, batch, deterministic=True)
-        if task.needs_reference:
-            loss, weight, sums, _ = task.compared(model, params, params, batch, task.options(recipe))
+        if (options := task.options(recipe)) is not None:
+            loss, weight, sums, _ = task.compared(model, params, params, batch, options)
             outputs = outputs.reshape(*batch["tokens"].shape, -1)
             return outputs, loss, weight, sums
         if not task.each_token:  # what the loss takes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import sacrebleu
-from training_recipes import change, record_drawn_run
+from training_recipes import change, evaluation_of, record_drawn_run
 
 from transformer.__main__ import main
 from transformer.config import ConfigError, Execution, TransformerConfig
@@ -16,9 +16,9 @@ from transformer.generate import Beam
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training import _loop as loop
-from transformer.training.metrics._report import report
 from transformer.training.metrics._summary import Summary, read_summary, render, save_summary
 from transformer.training.metrics._writer import read_metrics
+from transformer.training.tasks._table import TASKS
 from transformer.training.tasks._translation import Translation, corpus_score, make_beam, translate, write_lines
 from transformer.training.workdir._runs import load_run
 
@@ -104,7 +104,8 @@ def copied(tmp_path_factory):
     run = load_run(workdir)
     dataset = prepare(run.recipe.data, tokenizer=run.tokenizer)
     summary = Summary(name="copied", workdir=str(workdir), command="", task="seq2seq", step=60, steps=60)
-    summary = report(run.recipe, run.model, run.params, dataset, summary, lambda: False)
+    results = TASKS["seq2seq"].report(evaluation_of(run.recipe, run.model, run.params, dataset), workdir)
+    summary = dataclasses.replace(summary, **vars(results))
     save_summary(summary, workdir)
     return workdir, summary
 
@@ -200,7 +201,7 @@ def test_a_wider_beam_is_used_where_it_is_asked_for(copied, capsys):
     run = load_run(workdir)
     recipe = change(run.recipe, evaluation={"beam_size": 3, "beam_alpha": 0.0})
     dataset = prepare(recipe.data, tokenizer=run.tokenizer)
-    summary = report(recipe, run.model, run.params, dataset, narrow, lambda: False)
+    summary = TASKS["seq2seq"].report(evaluation_of(recipe, run.model, run.params, dataset), workdir)
     assert summary.corpus.chrf == wide["chrf"] != narrow.corpus.chrf
 
 

@@ -18,8 +18,7 @@ from transformer.config._checks import ConfigError
 if TYPE_CHECKING:
     from transformer.data._dataset import Dataset
     from transformer.generate._beam import Beam
-    from transformer.training._recipe import Recipe
-    from transformer.training.tasks._evaluation import EvalLoss
+    from transformer.training.tasks._evaluation import EvalLoss, Evaluation
     from transformer.training.workdir._runs import Run
 
 
@@ -91,11 +90,10 @@ def _evaluate_run(command: Evaluate) -> None:
         )
 
     from transformer.data._pipeline import prepare
-    from transformer.nn.kernels import portable
     from transformer.training.tasks._table import TASKS
 
-    translates = TASKS[run.recipe.task].source
-    if not translates and (command.examples, command.beam_size, command.alpha) != (None, None, None):
+    task = TASKS[run.recipe.task]
+    if not task.source and (command.examples, command.beam_size, command.alpha) != (None, None, None):
         raise ConfigError(
             f"--examples, --beam-size and --alpha need a translation model, but {command.directory} does not "
             f"translate. Remove them."
@@ -104,14 +102,11 @@ def _evaluate_run(command: Evaluate) -> None:
     dataset = prepare(run.recipe.data, tokenizer=run.tokenizer)
     same = _is_training_data(command, run, dataset)
     split = command.split or ("test" if "test" in dataset.splits else "validation")
-    # The run may have been trained on another accelerator, whose kernels this machine lacks.
-    recipe = dataclasses.replace(run.recipe, execution=portable(run.recipe.execution))
-    measured = _rewarded if TASKS[recipe.task].on_policy else _mean_loss
-    result = measured(command, recipe, run, dataset, split)
+    result = task.measure(_evaluation(command, run, dataset), split)
     values, lines = {}, []
-    if translates and command.examples != 0:
+    if task.source and command.examples != 0:
         values, lines = _translations(command, run, dataset, split, beam)
-    measures, summary = _measures(result, TASKS[recipe.task].needs_reference)
+    measures, summary = _measures(result, task.keeps_reference(run.recipe))
     if command.json:
         found = {"exact_match": {}, **measures, "targets": int(result.targets), "same_data": same, **values}
         command.print_json(opened, split=split, **found)
@@ -148,30 +143,33 @@ def _measures(result: EvalLoss, compares: bool) -> tuple[dict[str, float], str]:
     return measures, summary
 
 
-def _mean_loss(command: Evaluate, recipe: Recipe, run: Run, dataset: Dataset, split: str) -> EvalLoss:
-    """Return the mean loss on a split."""
-    from transformer.training.tasks._evaluation import compiled_eval_step, evaluate_loss
+def _evaluation(command: Evaluate, run: Run, dataset: Dataset) -> Evaluation:
+    """Return the evaluation of a run on its data, with the reference model and the rewards of its task."""
+    from transformer.inference._reward_model import reward_model
+    from transformer.training._step import compiled_eval_step
+    from transformer.training.tasks._evaluation import Evaluation
+    from transformer.training.tasks._rewards import Rewards
     from transformer.training.workdir._runs import load_reference
 
-    reference = load_reference(recipe, command.directory, run.step)
-    step, num_bytes = compiled_eval_step(recipe, reference), dataset.target_bytes(split)
-    return evaluate_loss(step, run.params, dataset.eval_batches(split), num_bytes=num_bytes)
-
-
-def _rewarded(command: Evaluate, recipe: Recipe, run: Run, dataset: Dataset, split: str) -> EvalLoss:
-    """Return the mean rewards of greedy completions of the prompts of a split."""
-    from transformer.inference._reward_model import reward_model
-    from transformer.training.tasks._completions import evaluate_rewards
-    from transformer.training.tasks._rewards import Rewards
-
-    if not command.trust_rewards:
-        named = [*recipe.grpo.rewards, *filter(None, [recipe.grpo.reward_model])]
-        raise ConfigError(
-            f"the recipe of {command.directory} names rewards ({', '.join(named)}), which are code or another model, "
-            f"and evaluation would run them. If you trust this run, pass --trust-rewards."
-        )
-    rewards = Rewards(recipe.grpo, reward_model(recipe))
-    return evaluate_rewards(recipe, run.model, run.params, dataset, rewards, split=split)[0]
+    recipe, rewards = run.recipe, None
+    if recipe.grpo is not None:
+        if not command.trust_rewards:
+            named = [*recipe.grpo.rewards, *filter(None, [recipe.grpo.reward_model])]
+            raise ConfigError(
+                f"the recipe of {command.directory} names rewards ({', '.join(named)}), which are code or another "
+                f"model, and evaluation would run them. If you trust this run, pass --trust-rewards."
+            )
+        rewards = Rewards(recipe.grpo, reward_model(recipe))
+    reference = None if rewards is not None else load_reference(recipe, command.directory, run.step)
+    return Evaluation(
+        model=run.model,
+        params=run.params,
+        dataset=dataset,
+        options=recipe.evaluation,
+        eval_step=compiled_eval_step(recipe, reference),
+        seed=recipe.training.seed,
+        rewards=rewards,
+    )
 
 
 def _beam(command: Evaluate, run: Run) -> Beam | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from jaxtyping import PyTree
 
 from transformer.config._local_paths import local_path
 from transformer.data._config import shared_rows
@@ -22,6 +23,7 @@ from transformer.data._dataset import Batch, Dataset, padding
 from transformer.data._pipeline import check_batch, check_local_paths
 from transformer.nn.models._base import count_parameters
 from transformer.training import _processes as processes
+from transformer.training._batches import Supervision, make_source
 from transformer.training._finite import why_not_finite
 from transformer.training._memory import EVALUATION, STEP, MemoryWatch
 from transformer.training._memory_check import check_embedding, check_layers
@@ -29,20 +31,18 @@ from transformer.training._memory_check import check_memory as refuse_too_large
 from transformer.training._parallel import Placement, place
 from transformer.training._profiling import Profiler, Window
 from transformer.training._recipe import Recipe, build_model, to_json
-from transformer.training._rollouts import Rollouts, make_rollouts
+from transformer.training._rollouts import Rollouts
 from transformer.training._settings import schedule_warning
 from transformer.training._signals import StopSignal
 from transformer.training._start import Start
 from transformer.training._state import TrainState, make_usable, merged_params, model_params, parameter_paths
-from transformer.training._step import make_train_step
+from transformer.training._step import compiled_eval_step, make_train_step
 from transformer.training.metrics._report import (
     append_samples,
     cache_line,
     cut_samples,
     device_line,
     example_lines,
-    report,
-    samples,
     save_example,
 )
 from transformer.training.metrics._speed import Speed
@@ -56,9 +56,8 @@ from transformer.training.metrics._summary import (
 )
 from transformer.training.metrics._trackers import Trackers, check_installed
 from transformer.training.metrics._writer import MetricsWriter, Progress
-from transformer.training.tasks._completions import evaluate_rewards, report_rewards, shown_completions
-from transformer.training.tasks._evaluation import EvalLoss, evaluate_loss
-from transformer.training.tasks._forecasts import draw_forecasts
+from transformer.training.tasks._base import Task
+from transformer.training.tasks._evaluation import EvalStep, Evaluation
 from transformer.training.tasks._rewards import RewardModel
 from transformer.training.tasks._table import TASKS
 from transformer.training.workdir._calls import record_call
@@ -140,14 +139,13 @@ def train(
         watch = resources.enter_context(MemoryWatch(recipe))
         placement = watch.placement = placed(recipe, dataset, check_memory)
         _print_lines(f"data: {dataset.describe()}", example_lines(dataset), placement.describe())
-        rollouts = make_rollouts(recipe, dataset, model, placement, reward_model)
+        source = make_source(recipe, dataset, model, placement, reward_model)
 
         # State: restored from the newest checkpoint, or new
         if restart and (previous := processes.first_decides(lambda: str(set_aside(workdir) or ""))):
             print(f"restart: the earlier run is now in {previous}")
         checkpoints = resources.enter_context(_checkpointer(recipe, workdir))
-        # Each process needs only its rows, but all prompts: the completions are written by all processes together.
-        batches = dataset.train_batches(recipe.training.seed, placement.rows if rollouts is None else None)
+        batches = source.start()
         state, ledger = begin(recipe, dataset, workdir, checkpoints, batches, placement, start, teacher, allow_change)
         step, usable = int(state.step), make_usable(recipe)
         _record(recipe, dataset, own_dir, step)
@@ -180,7 +178,7 @@ def train(
             placement=placement,
             usable=usable,
             batches=batches,
-            rollouts=rollouts,
+            source=source,
             ledger=ledger,
             journal=Journal(recipe, ledger, writer, progress, parameter_paths(state.params), speed=speed),
             state=state,
@@ -318,8 +316,8 @@ class _Training:
     usable: Callable[[TrainState], Any]
     """returns the parameters of a state that are evaluated"""
     batches: Any
-    rollouts: Rollouts | None
-    """completes the prompts of the data; None for data with targets"""
+    source: Supervision | Rollouts
+    """makes the batches of training from those of the data, `batches`"""
     ledger: TrainStats
     journal: Journal
     state: TrainState
@@ -340,13 +338,17 @@ class _Training:
     compiled: set[tuple] = dataclasses.field(default_factory=set)
     """shapes of batches for which the step is compiled"""
 
+    @property
+    def task(self) -> Task:
+        return TASKS[self.recipe.task]
+
     def run(self) -> None:
         """Train to the last step or until a signal. Evaluate and save at the intervals of the recipe."""
         recipe, steps = self.recipe, self.recipe.training.steps
         while True:
             self.profiler.at(self.step, self.journal.pause)
-            if self.rollouts is not None and self.rollouts.unfinished(self.step):
-                self.advance()  # a checkpoint does not contain the completions, so a run can't stop between these steps
+            if self.source.unfinished(self.step):
+                self.advance()
                 continue
             stop = self.stopping.soon()
             to_evaluate = self.ledger.evaluated < self.step and _due(self.step, recipe.evaluation.every, steps)
@@ -370,17 +372,11 @@ class _Training:
     def advance(self) -> None:
         """Train on the next batch. The metrics of a step are read only after the next step was dispatched."""
         recipe, asked = self.recipe, time.perf_counter()
-        if self.rollouts is None:
-            batch = next(self.batches)
-        else:
-            batch = self.rollouts.batch(self.state, self.step, self.batches)
+        batch = self.source.batch(self.state, self.step, self.batches)
         check_batch(
             batch, recipe.model.vocab_size, recipe.model.embedding.source_vocab_size, recipe.model.output.num_classes
         )
-        if self.rollouts is None:
-            self.journal.fed(time.perf_counter() - asked)
-        else:
-            self.journal.rolled(self.rollouts.seconds)
+        self.source.record(self.journal, time.perf_counter() - asked)
         with self._compilation_timed(batch):
             self.watch.batch = batch
             with self.profiler.step(self.step + 1):
@@ -412,12 +408,12 @@ class _Training:
 
     def evaluate(self) -> None:
         """Evaluate on held-out data and write samples. After a signal, nothing is recorded."""
-        recipe, step = self.recipe, self.step
-        self.watch.now = EVALUATION
-        result, text = self._evaluated() if self.rollouts is None else self._rewarded()
+        step, self.watch.now = self.step, EVALUATION
+        state = self.placement.whole(self.state)
+        eval_step = functools.partial(self.placement.eval_step, reference=self._reference(state))
+        result, text = self.task.evaluate(self._evaluation(self.usable(state), eval_step, step))
         if result is not None and not self.stopping():  # otherwise the resumed run evaluates again
-            labels = TASKS[recipe.task].labels
-            self.ledger.record_evaluation(step, result.loss, result.accuracy, result.mae, labels)
+            self.ledger.record_evaluation(step, result, self.task.metric(result))
             self.writer.write(step, {f"eval/{name}": value for name, value in result.measures.items()})
             self.progress.print(f"step {step}: eval {result}")
             if text:
@@ -425,30 +421,24 @@ class _Training:
                 self.progress.print(text)
         self.watch.now = STEP
 
-    def _evaluated(self) -> tuple[EvalLoss | None, str]:
-        """Return the mean loss on held-out data (None after a signal), and samples."""
+    def _evaluation(self, params: PyTree, eval_step: EvalStep, step: int) -> Evaluation:
+        """Return the evaluation of these parameters; `step` is the seed of its samples, together with the run's."""
         recipe = self.recipe
-        held_out = self.dataset.eval_batches(limit=recipe.evaluation.batches)
-        params = self.usable(self.placement.whole(self.state))
-        strict = recipe.training.nan_policy == "stop"
-        eval_step = functools.partial(self.placement.eval_step, reference=self._reference())
-        num_bytes = self.dataset.target_bytes(limit=recipe.evaluation.batches)
-        result = evaluate_loss(eval_step, params, held_out, self.stopping, strict, num_bytes)
-        text = "" if self.stopping() else samples(recipe, self.model, params, self.dataset, self.step)
-        return result, text
+        return Evaluation(
+            model=self.model,
+            params=params,
+            dataset=self.dataset,
+            options=recipe.evaluation,
+            eval_step=eval_step,
+            seed=(recipe.training.seed * 1_000_003 + step * 1_009) % 2**32,
+            rewards=self.source.rewards,
+            strict=recipe.training.nan_policy == "stop",
+            should_stop=self.stopping,
+        )
 
-    def _reference(self) -> Any:
+    def _reference(self, state: TrainState) -> PyTree:
         """Return the parameters of the reference model; None for a task without one."""
-        return self.placement.whole(self.state).base if TASKS[self.recipe.task].needs_reference else None
-
-    def _rewarded(self) -> tuple[EvalLoss | None, str]:
-        """Return the mean reward on held-out prompts (None after a signal), and some completions."""
-        recipe, params = self.recipe, self.usable(self.placement.whole(self.state))
-        given = recipe, self.model, params, self.dataset, self.rollouts.rewards
-        found = evaluate_rewards(*given, limit=recipe.evaluation.batches, should_stop=self.stopping)
-        if found is None:
-            return None, ""
-        return found[0], shown_completions(found[1][: recipe.evaluation.samples])
+        return state.base if self.task.keeps_reference(self.recipe) else None
 
     def save(self) -> None:
         """Start to save a checkpoint, after all metrics up to its step are on disk."""
@@ -469,7 +459,7 @@ class _Training:
         if self.step >= min(recipe.logging.every, recipe.training.steps):
             from transformer.viz._curves import loss_curve  # imported late: matplotlib is slow to import
 
-            unit = TASKS[recipe.task].unit
+            unit = self.task.unit
             loss_curve(own_dir / "metrics.jsonl", own_dir / "loss.png", title=recipe.name, unit=unit)
         seconds = time.perf_counter() - self.began
         summary = dataclasses.replace(summary, stop_code=self.stopping.exit_code, seconds=seconds)
@@ -485,21 +475,18 @@ class _Training:
         """Return the summary with measures and texts of the best saved model; unchanged after a signal."""
         if self.stopping():
             return summary
-        recipe, model, dataset = self.recipe, self.model, self.dataset
-        params, shown = self.usable(self.placement.whole(self.state)), self.step
+        recipe, state = self.recipe, self.placement.whole(self.state)
+        params, shown = self.usable(state), self.step
         if recipe.checkpoint.keep_best and summary.best_step not in (None, shown):
             best = load_run(summary.workdir)
             params, shown = best.params, best.step
         summary = dataclasses.replace(summary, shown_step=shown)
-        if self.rollouts is not None:
-            given = self.rollouts.rewards, summary, self.stopping
-            summary = report_rewards(recipe, model, params, dataset, *given)
-        else:
-            summary = report(recipe, model, params, dataset, summary, self.stopping, self._reference())
+        run = self._evaluation(params, compiled_eval_step(recipe, self._reference(state)), recipe.training.steps)
+        if (results := self.task.report(run, Path(summary.workdir))) is not None:
+            summary = dataclasses.replace(summary, **vars(results))
         if summary.measures:
             self.writer.write(self.step, summary.measures)
-        if (picture := TASKS[recipe.task].picture) and not self.stopping():
-            draw_forecasts(recipe, model, params, dataset, self.own_dir / picture)
+        self.task.draw(run, self.own_dir, recipe.name)
         return summary
 
 

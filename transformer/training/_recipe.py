@@ -131,7 +131,6 @@ class Recipe:
                 f"({self.training.accumulation}): all micro-batches have the same number of rows. Change one of them."
             )
         self._check_optimizer()
-        TASKS[self.task].check(self.training)
         TASKS[self.task].check_recipe(self)
         self._check_objective()
         for field in ("sequence_length", "packed_length"):
@@ -169,62 +168,20 @@ class Recipe:
             )
 
     def _check_objective(self) -> None:
-        """Raise ConfigError for options of a loss that the task does not have, and for a layout that it can't use."""
-        task = TASKS[self.task]
-        if self.dpo is not None and task.options(self) is not self.dpo:
-            raise ConfigError(
-                f"dpo has the options of learning from preferences, but the data is of kind {type(self.data).kind} "
-                f"(task {task.name}). Remove dpo, or use data of kind preferences."
-            )
-        self._check_grpo()
-        if self.distill is not None and not task.each_token:
-            raise ConfigError(
-                f"distill needs a target for every token, and the task {task.name} has none. Remove distill, or use "
-                f"running text, conversations or pairs of texts."
-            )
+        """Raise ConfigError for options of a loss that the task does not have, or that distillation excludes."""
+        task, kind = TASKS[self.task], type(self.data).kind
+        for field, source, data in (("dpo", "preferences", "preferences"), ("grpo", "rewards", "prompts")):
+            options = getattr(self, field)
+            if options is not None and task.options(self) is not options:
+                raise ConfigError(
+                    f"{field} has the options of learning from {source}, but the data is of kind {kind} (task "
+                    f"{task.name}). Remove {field}, or use data of kind {data}."
+                )
         if self.distill is not None and (self.training.label_smoothing or self.training.z_loss):
             raise ConfigError(
                 "training.label_smoothing and training.z_loss can't be combined with distill: the teacher's "
                 "distribution replaces the targets. Leave them at 0."
             )
-        if task.needs_reference and self.parallel.context not in (1, None):
-            raise ConfigError(
-                f"parallel.context ({self.parallel.context}) can't split the sequences of the task {task.name}. Leave "
-                f"it at 1; use fsdp or tensor."
-            )
-
-    def _check_grpo(self) -> None:
-        """Raise ConfigError for `grpo` without its task or the reverse, and for options that its rollouts exclude."""
-        on_policy, kind = TASKS[self.task].on_policy, type(self.data).kind
-        if not on_policy and self.grpo is not None:
-            raise ConfigError(
-                f"grpo has the options of learning from rewards, but the data is of kind {kind} (task {self.task}). "
-                f"Remove grpo, or use data of kind prompts."
-            )
-        if not on_policy:
-            return
-        if self.grpo is None or not self.grpo.weights:
-            raise ConfigError(
-                "grpo.rewards must name a function that returns the reward of a completion, got none. Set it to "
-                "'file.py:function', or set grpo.reward_model."
-            )
-        if self.parallel.kind == "pmap":
-            raise ConfigError(
-                "parallel.kind pmap can't train on completions that the model writes: they are written by one program "
-                "for all devices. Use --parallel.kind mesh; with all axes except data at 1 it splits the rows too."
-            )
-        if self.model.dropout_rate or self.model.attention.dropout_rate:
-            raise ConfigError(
-                "grpo compares the probabilities of the same model, which dropout would change. Set model.dropout_rate "
-                "and model.attention.dropout_rate to 0."
-            )
-        every = {"training.steps": self.training.steps, "evaluation.every": self.evaluation.every}
-        for field, steps in (every | {"checkpoint.every": self.checkpoint.every}).items():
-            if steps is not None and steps % self.grpo.epochs:
-                raise ConfigError(
-                    f"{field} ({steps}) must be a multiple of grpo.epochs ({self.grpo.epochs}), the number of steps on "
-                    f"each set of completions. Change one of them."
-                )
 
     def _check_limits(self) -> None:
         """Raise ConfigError for an integer that does not fit its type, and for an empty path."""
@@ -283,22 +240,6 @@ def with_vocabulary(recipe: Recipe, vocab_size: int) -> Recipe:
             f"it: training sets it."
         )
     return recipe
-
-
-def with_labels(recipe: Recipe, labels: tuple[str, ...]) -> Recipe:
-    """Set data.labels and model.output.num_classes from the labels of the data.
-
-    Raises:
-        ConfigError: model.output.num_classes differs from the number of labels.
-    """
-    given = recipe.model.output.num_classes
-    if given not in (None, len(labels)):
-        raise ConfigError(
-            f"model.output.num_classes is {given}, but the data has {len(labels)} labels ({', '.join(labels)}). Remove "
-            f"it: training sets it."
-        )
-    model = recipe.model.replace(**{"output.num_classes": len(labels)})
-    return dataclasses.replace(recipe, model=model, data=dataclasses.replace(recipe.data, labels=labels))
 
 
 def to_json(recipe: Recipe) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transformer.data._dataset import Batch, Dataset
+from transformer.config._checks import ConfigError
+from transformer.data._dataset import Batch
 from transformer.data.kinds._prompts import PromptDataset
 from transformer.generate._decoding import Batch as Rows
 from transformer.generate._decoding import DecodeResult, decode
@@ -21,14 +22,15 @@ from transformer.generate._generation import check_finite
 from transformer.generate._prompts import bucket, decoding_model
 from transformer.generate._sampling import SamplerParams, Sampling
 from transformer.nn._sharding import place_batch
-from transformer.training._parallel import MeshPlacement, Placement
+from transformer.training._parallel import MeshPlacement
 from transformer.training._recipe import Recipe
 from transformer.training._state import TrainState, make_usable, model_params
-from transformer.training.tasks._completions import check_prompts, completion_text
+from transformer.training.tasks._completions import completion_text
 from transformer.training.tasks._log_probabilities import token_values
 from transformer.training.tasks._policy_gradient import advantages, equal_rewards, token_scores
-from transformer.training.tasks._rewards import RewardModel, Rewards
+from transformer.training.tasks._rewards import Rewards
 from transformer.training.tasks._table import TASKS
+from transformer.training.workdir._journal import Journal
 
 _SAMPLING = 2**31 - 3  # folded into the key of a step, so that sampling and dropout never share a key
 
@@ -69,8 +71,19 @@ class Rollouts:
         self.seconds = 0.0
         """duration of the last rollout"""
 
+    def start(self) -> Any:
+        """Return the iterator over batches of all prompts: all processes write the completions together."""
+        return self._dataset.train_batches(self._recipe.training.seed, None)
+
+    def record(self, journal: Journal, seconds: float) -> None:
+        """Record the duration of the last rollout in the journal."""
+        journal.rolled(self.seconds)
+
     def unfinished(self, step: int) -> bool:
-        """Return whether the next step uses the completions of the last one again (`GRPO.epochs`)."""
+        """Return whether the next step uses the completions of the last one again (`GRPO.epochs`).
+
+        A checkpoint does not contain them, so a run can't stop before that step.
+        """
         return step % self._options.epochs != 0
 
     def batch(self, state: TrainState, step: int, prompts: Any) -> Batch:
@@ -178,13 +191,24 @@ def completed_ids(result: DecodeResult, limit: int) -> tuple[list[list[int]], np
     return [row[: min(n + 1, limit)].tolist() for row, n in zip(result.tokens, counts, strict=True)], counts >= limit
 
 
-def make_rollouts(
-    recipe: Recipe, dataset: Dataset, model: nn.Module, placement: Placement, reward_model: RewardModel | None
-) -> Rollouts | None:
-    """Return the rollouts of a recipe; None for a task whose data has targets. Raises the errors of `Rollouts`."""
-    if not TASKS[recipe.task].on_policy:
-        return None
-    return Rollouts(recipe, dataset, model, placement, Rewards(recipe.grpo, reward_model))
+def check_prompts(recipe: Recipe, dataset: PromptDataset, rewards: Rewards) -> None:
+    """Check before training that every reward takes the columns of every prompt, and that completions fit the model.
+
+    Raises:
+        ConfigError: they don't.
+    """
+    seen = set()
+    for split in dataset.splits:
+        for prompt in dataset.prompts_of(split):
+            if (columns := frozenset(prompt.columns)) not in seen:
+                seen.add(columns)
+                rewards.check(prompt)
+    model, new = recipe.model, recipe.grpo.max_new_tokens
+    if model.position == "learned" and dataset.longest + new > model.max_length:
+        raise ConfigError(
+            f"grpo.max_new_tokens ({new}) and the longest prompt ({dataset.longest} tokens) must be together at most "
+            f"model.max_length ({model.max_length}), the size of the learned position table. Lower one of them."
+        )
 
 
 def _padded(tokens: np.ndarray, width: int) -> np.ndarray:

@@ -5,6 +5,7 @@ The same function serves one device, gradient accumulation and any number of dev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,15 +18,16 @@ import optax
 from transformer.nn._axes import PRNGKey
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn._partitioning import table_gradients_in
+from transformer.nn.kernels import portable
 from transformer.training._optimizers import AVERAGED, make_optimizer, make_schedule
 from transformer.training._recipe import Recipe, build_model, build_teacher
 from transformer.training._rounding import STREAM, rounded_like, widened
 from transformer.training._settings import TrainingConfig
 from transformer.training._state import TrainState, in_dtypes_of, model_params, wide_dtype
-from transformer.training.tasks._base import Outputs, Sums
-from transformer.training.tasks._chunked_loss import loss_in_chunks, sum_in_chunks, tokens_at_once
+from transformer.training.tasks._base import output_head
+from transformer.training.tasks._chunked_loss import loss_in_chunks, tokens_at_once
 from transformer.training.tasks._distillation import TEACHER_HIDDEN, Teaching
-from transformer.training.tasks._exact_match import answer_sums
+from transformer.training.tasks._evaluation import EvalStep, NonFiniteError
 from transformer.training.tasks._losses import Batch, Scalar
 from transformer.training.tasks._table import TASKS
 
@@ -33,12 +35,6 @@ Metrics = dict[str, jax.Array]
 """scalars, by name"""
 TrainStep = Callable[..., tuple[TrainState, Metrics]]
 """result of `make_train_step`: a function of a state, a batch and an optional limit, ()"""
-EvalStep = Callable[..., Metrics]
-"""result of `make_eval_step`: a function of the parameters, a batch and the reference model's parameters, if any"""
-
-
-class NonFiniteError(ArithmeticError):
-    """A value was not finite and nan_policy is "stop". The state is that of the previous step."""
 
 
 def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
@@ -135,6 +131,7 @@ def _summed_loss(recipe: Recipe) -> Callable[..., tuple[jax.Array, Metrics]]:
     Of the state it reads the frozen parameters only.
     """
     model, kind = build_model(recipe), TASKS[recipe.task]
+    options = kind.options(recipe)
     dropout = recipe.model.dropout_rate > 0 or recipe.model.attention.dropout_rate > 0
     drops_tokens = any(one.moe is not None and one.moe.capacity_factor is not None for one in recipe.model.kinds)
 
@@ -147,9 +144,9 @@ def _summed_loss(recipe: Recipe) -> Callable[..., tuple[jax.Array, Metrics]]:
     def summed(trained, state, batch, key):
         params = model_params(recipe, trained, state.base)
         key, others = key if dropout or drops_tokens else None, {}
-        if kind.needs_reference:
+        if options is not None:
             loss_sum, weight, others, router_loss = kind.compared(
-                model, params, state.base, batch, kind.options(recipe), recipe.training.loss_tokens, **_dropped(key)
+                model, params, state.base, batch, options, recipe.training.loss_tokens, **_dropped(key)
             )
         else:
             given = None if teacher is None else Teaching(teacher, state.teacher, recipe.distill)
@@ -210,15 +207,9 @@ def training_loss(
     return loss_sum, weight, jnp.where(counts, sum(aux.values()), 0.0).sum()
 
 
-def _head(model: nn.Module, params: Any) -> tuple[Callable[..., Outputs], Any]:
-    """Return a function (head parameters, hidden (B, T, D)) -> logits (B, T, V), and the parameters of the head."""
-    method = type(model).head
-    return lambda params, hidden: model.apply({"params": params}, hidden, method=method), model.head_parameters(params)
-
-
 def _token_loss(kind, model, params, hidden, batch, training, teaching):
     """Compute (loss sum, weight) from hidden states (B, T, D), with the logits of some tokens at a time."""
-    head, parameters = _head(model, params)
+    head, parameters = output_head(model, params)
     if teaching is not None:
         batch = teaching.with_hidden(kind, batch)
     tokens = training.loss_tokens
@@ -347,56 +338,28 @@ def _averaged(recipe: Recipe, state: TrainState, params: Any, opt_state: Any) ->
 
 
 def make_eval_step(recipe: Recipe) -> EvalStep:
-    """Return a pure function (params, batch, reference) -> sums over the batch, those of `evaluation_sums`."""
-    model, options = build_model(recipe), TASKS[recipe.task].options(recipe)
+    """Return a pure function (params, batch, reference) -> `Task.sums` of the batch."""
+    model, task = build_model(recipe), TASKS[recipe.task]
+    options = task.options(recipe)
 
     def step(params, batch, reference=None):
-        return dict(evaluation_sums(recipe.task, model, params, batch, reference, options))
+        return dict(task.sums(model, params, batch, reference, options))
 
     return step
 
 
-def evaluation_sums(
-    task: str, model: nn.Module, params: Any, batch: Batch, reference: Any = None, options: Any = None
-) -> Sums:
-    """Compute sums over a batch, without dropout.
+def compiled_eval_step(recipe: Recipe, reference: Any = None) -> EvalStep:
+    """Return a jitted `make_eval_step` without a mesh, compiled once per process for each task, model and batch shape.
 
-    Args:
-        task: name of the task, one of `TASKS`.
-        model: model to apply.
-        params: tree of its parameters.
-        batch: arrays (B, ...) by name.
-        reference: tree of the reference model's parameters, for a task that needs them.
-        options: options of the task, `Task.options`.
-
-    Returns:
-        `loss_sum` (without label smoothing, z-loss and router loss), `weight`, and the task's measures: `correct` or
-        `absolute_error`, or those of `answer_sums` or `Task.compared`.
+    `reference` is the tree of the reference model's parameters, for a task that needs them.
     """
-    kind = TASKS[task]
-    if kind.needs_reference:
-        loss_sum, weight, others, _ = kind.compared(model, params, reference, batch, options, deterministic=True)
-        return {"loss_sum": loss_sum, "weight": weight, **others}
-    if kind.exact_answers:
-        return answer_sums(model, params, kind.inputs(model.config, batch), batch)
+    options, model = TASKS[recipe.task].options(recipe), build_model(recipe, portable(recipe.execution))
+    return functools.partial(_eval_step, recipe.task, model, reference=reference, options=options)
 
-    def sums(outputs, batch):
-        loss_sum, weight = kind.loss(outputs, batch, None)
-        return {"loss_sum": loss_sum, "weight": weight, **kind.measures(outputs, batch)}
 
-    variables = {"params": params}
-    if not kind.each_token:
-        return sums(kind.forward(model, variables, batch, deterministic=True, method=type(model).with_aux)[0], batch)
-    hidden, *_ = kind.forward(model, variables, batch, deterministic=True, method=type(model).run_stacks)
-    head, parameters = _head(model, params)
-    tokens = tokens_at_once(hidden, model.config.vocab_size)
-    if tokens is None:
-        return sums(head(parameters, hidden), batch)
-
-    def part(parameters, hidden, targets, weights):
-        return sums(head(parameters, hidden), {"targets": targets, "weights": weights})
-
-    return sum_in_chunks(part, parameters, hidden, batch["targets"], batch["weights"], tokens)
+@functools.partial(jax.jit, static_argnames=("task", "model", "options"))
+def _eval_step(task: str, model: nn.Module, params: Any, batch: Batch, reference: Any, options: Any) -> Metrics:
+    return dict(TASKS[task].sums(model, params, batch, reference, options))
 
 
 def check_finite(step: int, metrics: Mapping[str, np.ndarray], paths: Sequence[str], why: str = "") -> None:

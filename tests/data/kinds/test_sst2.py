@@ -6,6 +6,8 @@ import pytest
 from benchmarks import bag_of_words
 from transformer.config import ConfigError
 from transformer.data import MaskedSST2, SST2Sentences, TokenizerConfig, prepare
+from transformer.training.tasks._evaluation import EvalLoss
+from transformer.training.tasks._table import TASKS
 from transformer.training.workdir._journal import TrainStats
 
 WORD = TokenizerConfig(kind="word", vocab_size=8000)
@@ -84,13 +86,19 @@ def test_its_weights_are_where_the_gradient_is_zero():
 
 def test_the_best_of_a_classifier_is_the_most_accurate():
     """The loss can increase with the confidence while accuracy improves; of equal checkpoints, the newer is best."""
-    ledger = TrainStats()
+    ledger, task = TrainStats(), TASKS["classifier"]
+
+    def record(step, *found):
+        result = EvalLoss(found[0], 1.0, found[1])
+        ledger.record_evaluation(step, result, task.metric(result))
+
     for step, (loss, accuracy) in enumerate([(0.5, 0.7), (0.6, 0.8), (0.7, 0.8), (0.4, 0.75)], 1):
-        ledger.record_evaluation(step, loss, accuracy, by_accuracy=True)
+        record(step, loss, accuracy)
     assert (ledger.best_step, ledger.best_loss, ledger.eval_metric) == (3, 0.4, 0.25)
-    ledger.record_evaluation(5, float("nan"), 1.0, by_accuracy=True)
+    record(5, float("nan"), 1.0)
     assert (ledger.best_step, ledger.eval_metric) == (3, None)
     for by_loss in (0.5, 0.3, 0.6):
         ledger = ledger if by_loss != 0.5 else TrainStats()
-        ledger.record_evaluation(ledger.evaluated + 1, by_loss, 0.5)
+        task = TASKS["causal_lm"]
+        record(ledger.evaluated + 1, by_loss, 0.5)
     assert (ledger.best_step, ledger.best_loss, ledger.eval_metric) == (2, 0.3, 0.6)

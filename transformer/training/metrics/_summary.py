@@ -12,6 +12,7 @@ from typing import Any
 
 from transformer.config._invocation import program
 from transformer.training.tasks._evaluation import EvalLoss
+from transformer.training.tasks._results import Results
 from transformer.training.tasks._table import TASKS
 from transformer.training.tasks._translation import CorpusScore, Score
 
@@ -19,7 +20,7 @@ FILE = "summary.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class Summary(Results):
     """The outcome of a call of `train`."""
 
     name: str
@@ -59,27 +60,7 @@ class Summary:
     best_step: int | None = None
     """step with the lowest eval loss, or the highest accuracy of a classifier"""
     shown_step: int | None = None
-    """step of the model that produced the following results: the best kept checkpoint, which is also the default"""
-    exact_match: dict[str, Score] = dataclasses.field(default_factory=dict)
-    """exact-match score by group of unseen examples; "" is the group of all"""
-    group_name: str = "group"
-    """name of these groups"""
-    basics: Score | None = None
-    """exact-match score on the split "basics", if the data has one"""
-    corpus: CorpusScore | None = None
-    """BLEU and chrF of unseen examples, if the data is text in natural languages"""
-    split: str = ""
-    """split of the data that contains the unseen examples"""
-    held_out: EvalLoss | None = None
-    """measures on that split, for numeric data"""
-    baseline: EvalLoss | None = None
-    """measures of the baseline on that split: a forecast that repeats the last step"""
-    translations: tuple[tuple[str, str, str], ...] = ()
-    """(source, correct target, output) of some unseen examples; the source of a caption is the path of its image"""
-    text: str = ""
-    """a generated text (language models)"""
-    prompt: str = ""
-    """prompt for trying the model"""
+    """step of the model that produced the results: the best kept checkpoint, which is also the default"""
 
     @property
     def finished(self) -> bool:
@@ -118,7 +99,9 @@ class Summary:
 
 def save_summary(summary: Summary, workdir: str | os.PathLike) -> None:
     """Write `workdir/summary.json`."""
-    text = json.dumps(dataclasses.asdict(summary), indent=2, ensure_ascii=False)
+    results = {field.name for field in dataclasses.fields(Results)}
+    values = sorted(dataclasses.asdict(summary).items(), key=lambda pair: pair[0] in results)  # the results last
+    text = json.dumps(dict(values), indent=2, ensure_ascii=False)
     (Path(workdir) / FILE).write_text(text + "\n", encoding="utf-8")
 
 
@@ -159,12 +142,10 @@ def _example_lines(summary: Summary) -> list[str]:
     """Return lines with translations or a generated text, and the step of the model that produced them."""
     lines = []
     if summary.shown_step not in (None, summary.step):
-        task = TASKS[summary.task]
-        best = f"highest eval {task.score or 'accuracy'}" if task.labels or task.score else "lowest eval loss"
+        best = TASKS[summary.task].best
         lines.append(f"the following is from step {summary.shown_step}, the kept checkpoint with the {best}")
     if summary.translations:
-        what = "captions of unseen images" if TASKS[summary.task].captions else "translations of unseen examples"
-        lines.append(f"{what}:")
+        lines.append(f"{TASKS[summary.task].shown}:")
         for source, target, output in summary.translations:
             lines.append(f"  {source}\n    -> {output}" + ("" if output == target else f"   (correct: {target})"))
     if summary.text:
@@ -190,11 +171,7 @@ def _loss_lines(summary: Summary) -> list[str]:
     """Return lines with the held-out loss, the measures on the test split, skipped batches and loss spikes."""
     lines = []
     if summary.eval_loss is not None:
-        name = TASKS[summary.task].score
-        sign = 1 if name is None else -1  # the eval loss is minus the score
-        best = "" if summary.best_loss is None else f", best {sign * summary.best_loss:.4f}"
-        best += f" at step {summary.best_step}" if best and not TASKS[summary.task].labels else ""
-        lines.append(f"eval {name or 'loss'}: {sign * summary.eval_loss:.4f}{best}")
+        lines.append(TASKS[summary.task].eval_line(summary.eval_loss, summary.best_loss, summary.best_step))
     if summary.held_out is not None:
         baseline = "" if summary.baseline is None else f" (repeating the last step: {summary.baseline})"
         lines.append(f"{summary.split}: {summary.held_out}{baseline}")

@@ -29,8 +29,7 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
             data is packed pairs, which a plan does not support yet.
     """
     assumed, data = [], recipe.data
-    task = TASKS[recipe.task]
-    if task.tokens and recipe.model.vocab_size is None:
+    if TASKS[recipe.task].tokens and recipe.model.vocab_size is None:
         kind, small = data.tokenizer.kind, 128 if isinstance(data, NumberWords | Shapes) else 0
         size = data.tokenizer.vocab_size or ASSUMED_VOCABULARY.get(kind) or small
         if not size:
@@ -44,7 +43,7 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
     if images is not None and images.token_id is None:
         images = dataclasses.replace(images, token_id=recipe.model.vocab_size - 1)
         recipe = dataclasses.replace(recipe, model=recipe.model.replace(input=images))
-    if task.labels and recipe.model.output.num_classes is None:
+    if hasattr(data, "labels") and recipe.model.output.num_classes is None:
         classes = len(data.labels) or 2
         recipe = dataclasses.replace(recipe, model=recipe.model.replace(**{"output.num_classes": classes}))
         assumed += [] if data.labels else ["2 classes (--model.output.num-classes)"]

@@ -111,7 +111,7 @@ def meshes(recipe: Recipe, num_devices: int) -> Iterator[dict[str, int]]:
     Each size is a multiple of the recipe's size across slices.
     """
     axes = ["fsdp", "tensor"]
-    if TASKS[recipe.task].context_axis:
+    if hasattr(recipe.data, "sequence_length"):  # all rows have the same length
         axes.append("context")
     if any(kind.moe is not None for kind in recipe.model.kinds):
         axes.append("expert")

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
+from transformer.config._paths import get_path
 from transformer.data._config import DataKind
 from transformer.nn._axes import Array, Float
 from transformer.training._settings import TrainingConfig
+from transformer.training.tasks._chunked_loss import sum_in_chunks, tokens_at_once
+from transformer.training.tasks._evaluation import EvalLoss, Evaluation
 from transformer.training.tasks._losses import Batch, Scalar, correct, cross_entropy
+from transformer.training.tasks._results import Results
+from transformer.training.tasks._samples import first_words
 
 Outputs: TypeAlias = Float[Array, "..."]
 """logits (B, T, V) or (B, C), or a forecast (B, horizon, channels)"""
@@ -40,8 +46,6 @@ class Task(ABC):
     """whether the model reads tokens, and so needs a tokenizer and a vocabulary; otherwise it reads `values`"""
     source: ClassVar[bool] = False
     """whether an encoder reads a source, from which a decoder generates the target"""
-    context_axis: ClassVar[bool] = False
-    """whether all rows have the same length, so that the mesh axis `context` may split them"""
     lengths: ClassVar[str] = ""
     """fields of the data config that limit the length of its sequences"""
 
@@ -99,9 +103,38 @@ class Task(ABC):
         """Return the sizes of a batch (B, ...), by the field of `part` that must have the same size."""
         return {}
 
+    def check_data(self, recipe: Any, batch: Batch) -> None:
+        """Raise ConfigError if a batch does not fit the model's shapes, or its sequences are too long for the model."""
+        model = recipe.model
+        sizes = {field: (getattr(get_path(model, self.part), field), new) for field, new in self.sizes(batch).items()}
+        unequal = [f"{field} {old} (data: {new})" for field, (old, new) in sizes.items() if old != new]
+        if unequal and recipe.origin is not None:
+            raise ConfigError(
+                f"the model of {recipe.origin.source} does not fit the data: it has {', '.join(unequal)}. Use "
+                f"{self.remedy}, or start from another model (--init)."
+            )
+        if unequal:
+            raise ConfigError(
+                f"model.input must match the data, but has {', '.join(unequal)}. Change the model or the data."
+            )
+        source = "max_length" if model.embedding.source_max_length is None else "embedding.source_max_length"
+        limits = ("source", source, model.longest_source), ("tokens", "max_length", model.max_length)
+        for name, field, limit in limits:
+            if limit is not None and name in batch and batch[name].shape[-1] > limit:
+                raise ConfigError(
+                    f"model.{field} ({limit}) must be at least the longest sequence of the data "
+                    f"({batch[name].shape[-1]} tokens), because each position has a learned embedding. Raise it, or "
+                    f"lower {self.lengths}."
+                )
+
     def check_recipe(self, recipe: Any) -> None:
-        """Raise ConfigError for a model or a layout on devices that this task can't use."""
-        return
+        """Raise ConfigError for a loss, a model or a layout on devices that this task can't use."""
+        self.check(recipe.training)
+        if recipe.distill is not None and not self.each_token:
+            raise ConfigError(
+                f"distill needs a target for every token, and the task {self.name} has none. Remove distill, or use "
+                f"running text, conversations or pairs of texts."
+            )
 
     def decided_by_data(self, recipe: Any, dataset: Any) -> Any:
         """Return the recipe with the fields of its model that only this task takes from the prepared data.
@@ -109,6 +142,10 @@ class Task(ABC):
         Raises:
             ConfigError: the recipe sets such a field to another value.
         """
+        return recipe
+
+    def kept_from(self, recipe: Any, old: Any) -> Any:
+        """Return a recipe that resumes the run `old`, with the fields that `decided_by_data` had set in its model."""
         return recipe
 
     # The loss
@@ -142,10 +179,6 @@ class Task(ABC):
 
     # The reference model
 
-    needs_reference: ClassVar[bool] = False
-    """whether the loss compares the model with a frozen one, the model before training: the task is a `ReferenceTask`,
-    whose `compared` replaces `loss` and `measures`"""
-
     def means(self, recipe: Any) -> Mapping[str, tuple[str, str]]:
         """Return the sums of `ReferenceTask.compared` that training reports as means: for each, its name in the metrics
         and the sum to divide it by.
@@ -154,31 +187,72 @@ class Task(ABC):
 
     def keeps_reference(self, recipe: Any) -> bool:
         """Return whether the state contains the parameters of a reference model."""
-        return self.needs_reference
-
-    score: ClassVar[str | None] = None
-    """name of the score that evaluation computes instead of a loss; the higher, the better"""
-    on_policy: ClassVar[bool] = False
-    """whether the model itself writes the targets (`_rollouts`), so that the data contains only prompts"""
+        return False
 
     def options(self, recipe: Any) -> Any:
         """Return the part of a recipe with the options of this task, the argument `options` of
-        `ReferenceTask.compared`; None without such a part.
+        `ReferenceTask.compared`; None for a task whose loss needs no reference model.
         """
         return None
 
     # The evaluation
 
-    labels: ClassVar[bool] = False
-    """whether the targets are the classes in data.labels; the best checkpoint is then that with the highest accuracy"""
     outputs: ClassVar[str] = "logits"
     """name of the outputs"""
-    baseline: ClassVar[Callable[[Batch], np.ndarray] | None] = None
-    """function from a batch to predictions without a model, for comparison"""
 
     def measures(self, outputs: Outputs, batch: Batch) -> Sums:
         """Compute the sums that evaluation reports in addition to the loss; `outputs` as in `loss`."""
         return {"correct": correct(outputs, batch["targets"], batch["weights"])}
+
+    def sums(self, model: nn.Module, params: Any, batch: Batch, reference: Any = None, options: Any = None) -> Sums:
+        """Compute sums over a batch, without dropout.
+
+        Args:
+            model: model to apply.
+            params: tree of its parameters.
+            batch: arrays (B, ...) by name.
+            reference: tree of the reference model's parameters, for a task that needs them.
+            options: result of `options`.
+
+        Returns:
+            `loss_sum` (without label smoothing, z-loss and router loss), `weight`, and the measures.
+        """
+        variables, method = {"params": params}, type(model).with_aux
+        return self._reported(self.forward(model, variables, batch, deterministic=True, method=method)[0], batch)
+
+    def _reported(self, outputs: Outputs, batch: Batch) -> Sums:
+        loss_sum, weight = self.loss(outputs, batch, None)
+        return {"loss_sum": loss_sum, "weight": weight, **self.measures(outputs, batch)}
+
+    def measure(self, run: Evaluation, split: str = "validation", limit: int | None = None) -> EvalLoss | None:
+        """Evaluate on at most `limit` batches of a split; None if `run.should_stop` ended it."""
+        return run.mean_loss(split, limit, run.dataset.target_bytes(split, limit))
+
+    def evaluate(self, run: Evaluation) -> tuple[EvalLoss | None, str]:
+        """Evaluate during training: return the measures on the validation split (None after a signal), and samples."""
+        result = self.measure(run, limit=run.options.batches)
+        return result, "" if run.should_stop() or not run.options.samples else self.samples(run)
+
+    def samples(self, run: Evaluation) -> str:
+        """Return generated texts for the terminal and samples.txt; "" for a model that does not generate text."""
+        return ""
+
+    def metric(self, result: EvalLoss) -> float:
+        """Return the value that decides which evaluation is the best; the lower, the better."""
+        return result.loss
+
+    def report(self, run: Evaluation, folder: Path) -> Results | None:
+        """Evaluate on unseen data at the end of training; None if `run.should_stop` ended it.
+
+        `folder` is the workdir, for images that the results name.
+        """
+        result = run.mean_loss(run.unseen)
+        prompt = "" if self.try_it is None else first_words(run.dataset.prompts()[0], 60)
+        return None if result is None else Results(split=run.unseen, held_out=result, prompt=prompt)
+
+    def draw(self, run: Evaluation, folder: Path, name: str) -> None:
+        """Draw predictions on unseen data into a file of the folder, for a task with such a picture."""
+        return
 
     # The report
 
@@ -188,17 +262,65 @@ class Task(ABC):
     """unit of the loss"""
     writes: ClassVar[bool] = False
     """whether the model generates text, so that samples and translations are shown"""
-    answers: ClassVar[bool] = False
-    """whether the model answers conversations, so that samples are answers and not continuations"""
-    exact_answers: ClassVar[bool] = False
-    """whether evaluation counts the runs of targets that are all right, the exact match of whole answers"""
-    captions: ClassVar[bool] = False
-    """whether the model writes captions of images, so that samples are captions"""
+    shown: ClassVar[str] = "translations of unseen examples"
+    """heading of `Results.translations`"""
+    best: ClassVar[str] = "lowest eval loss"
+    """what distinguishes the evaluation with the lowest `metric`"""
     try_it: ClassVar[tuple[str, str] | None] = None
     """command and options that apply a trained model to a text or the path of an image, which follows them; None:
     `evaluate`"""
-    picture: ClassVar[str | None] = None
-    """file in the workdir with a picture of predictions on held-out data"""
+
+    def eval_line(self, loss: float, best: float | None, step: int | None) -> str:
+        """Describe the loss of the last evaluation and the best one of all, which was at `step`."""
+        return f"eval loss: {loss:.4f}" + ("" if best is None else f", best {best:.4f} at step {step}")
+
+
+class TokenTask(Task):
+    """Base class of tasks with a target for every token."""
+
+    each_token = True
+
+    def sums(self, model: nn.Module, params: Any, batch: Batch, reference: Any = None, options: Any = None) -> Sums:
+        variables, method = {"params": params}, type(model).run_stacks
+        hidden, *_ = self.forward(model, variables, batch, deterministic=True, method=method)
+        head, parameters = output_head(model, params)
+        tokens = tokens_at_once(hidden, model.config.vocab_size)
+        if tokens is None:
+            return self._reported(head(parameters, hidden), batch)
+
+        def part(parameters, hidden, targets, weights):
+            return self._reported(head(parameters, hidden), {"targets": targets, "weights": weights})
+
+        return sum_in_chunks(part, parameters, hidden, batch["targets"], batch["weights"], tokens)
+
+
+class LabelTask(Task):
+    """Base class of tasks whose targets are the classes in data.labels."""
+
+    best = "highest eval accuracy"
+
+    def decided_by_data(self, recipe: Any, dataset: Any) -> Any:
+        """Set model.output.num_classes from the labels of the data."""
+        given, labels = recipe.model.output.num_classes, recipe.data.labels
+        if given not in (None, len(labels)):
+            raise ConfigError(
+                f"model.output.num_classes is {given}, but the data has {len(labels)} labels ({', '.join(labels)}). "
+                f"Remove it: training sets it."
+            )
+        return dataclasses.replace(recipe, model=recipe.model.replace(**{"output.num_classes": len(labels)}))
+
+    def kept_from(self, recipe: Any, old: Any) -> Any:
+        return self.decided_by_data(recipe, None) if recipe.data.labels else recipe
+
+    def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
+        # The head multiplies a single vector per row, which is negligible, and the embedding table computes no logits.
+        return 0 if path.startswith(("output/", "head_transform/", "embedding/embedding")) else tokens
+
+    def metric(self, result: EvalLoss) -> float:
+        return 1.0 - result.accuracy
+
+    def eval_line(self, loss: float, best: float | None, step: int | None) -> str:
+        return f"eval loss: {loss:.4f}" + ("" if best is None else f", best {best:.4f}")
 
 
 def target_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -222,9 +344,16 @@ def row_lengths(weights: Float[Array, "B T"]) -> Array:
     return jnp.where(weights > 0, places, 0).max(1)
 
 
-def before_the_head(path: str, tokens: int) -> int:
-    """Return `Task.tokens_through` of a classifier.
+def output_head(model: nn.Module, params: Any) -> tuple[Callable[..., Outputs], Any]:
+    """Return a function (head parameters, hidden (B, T, D)) -> logits (B, T, V), and the parameters of the head."""
+    method = type(model).head
+    return lambda params, hidden: model.apply({"params": params}, hidden, method=method), model.head_parameters(params)
 
-    Its head multiplies a single vector per row, which is negligible, and its embedding table computes no logits.
-    """
-    return 0 if path.startswith(("output/", "head_transform/", "embedding/embedding")) else tokens
+
+def check_whole_sequences(task: Task, recipe: Any) -> None:
+    """Raise ConfigError if the mesh axis `context` splits the sequences of a task that can't be split."""
+    if recipe.parallel.context not in (1, None):
+        raise ConfigError(
+            f"parallel.context ({recipe.parallel.context}) can't split the sequences of the task {task.name}. Leave "
+            f"it at 1; use fsdp or tensor."
+        )

@@ -1,23 +1,38 @@
-"""The task of models that read an image and write its caption."""
+"""The task of models that read an image and write its caption: training, captions of held-out images, exact match."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
+from transformer.config._progress import counting
+from transformer.data._captioning import CaptioningDataset
 from transformer.data._config import DataKind
+from transformer.generate._generation import generate
+from transformer.generate._sampling import Sampling
 from transformer.nn._masks import Mask
 from transformer.nn.models._vision_language import VisionLanguageModel
-from transformer.training.tasks._base import Task, has_router, target_shapes
+from transformer.training.tasks._base import Sums, TokenTask, check_whole_sequences, has_router, target_shapes
+from transformer.training.tasks._evaluation import Evaluation
+from transformer.training.tasks._exact_match import answer_sums
 from transformer.training.tasks._losses import Batch
+from transformer.training.tasks._results import Results
+from transformer.training.tasks._translation import Translation, corrected, scores, selection
+
+PICTURES = "pictures"
+"""folder of a workdir with the images of the captions that the summary shows"""
 
 
-class Captioning(Task):
+class Captioning(TokenTask):
     """Write the caption of an image.
 
     A batch has images `values` (B, height, width, channels), and tokens, targets and weights (B, T): the image tokens,
@@ -28,13 +43,11 @@ class Captioning(Task):
     name = "captioning"
     model = VisionLanguageModel
     lengths = "data.max_length"
-    each_token = True
-    exact_answers = True
     targets = "caption tokens"
     part = "image_tokens.patches"
     remedy = "images of the model's size"
     writes = True
-    captions = True
+    shown = "captions of unseen images"
     try_it = ("generate", "--prompt '' --temperature 0 --image")
 
     def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
@@ -64,6 +77,7 @@ class Captioning(Task):
         return dict(zip(("image_height", "image_width", "channels"), batch["values"].shape[1:], strict=True))
 
     def check_recipe(self, recipe: Any) -> None:
+        super().check_recipe(recipe)
         images, data = recipe.model.image_tokens, recipe.data
         if images is None:
             raise ConfigError(
@@ -75,11 +89,7 @@ class Captioning(Task):
                 f"data.image_tokens ({data.image_tokens}) must be the number of image tokens of the model, "
                 f"{images.count}. Pass --data.image-tokens {images.count}."
             )
-        if recipe.parallel.context not in (1, None):
-            raise ConfigError(
-                f"parallel.context ({recipe.parallel.context}) can't split the sequences of the task {self.name}. "
-                f"Leave it at 1; use fsdp or tensor."
-            )
+        check_whole_sequences(self, recipe)
 
     def decided_by_data(self, recipe: Any, dataset: Any) -> Any:
         images, found = recipe.model.image_tokens, dataset.image_token_id
@@ -88,5 +98,99 @@ class Captioning(Task):
                 f"model.input.token_id is {images.token_id}, but the image token of the tokenizer has the id {found}. "
                 f"Remove it: training sets it."
             )
-        model = recipe.model.replace(input=dataclasses.replace(images, token_id=found))
-        return dataclasses.replace(recipe, model=model)
+        return _with_image_token(recipe, found)
+
+    def kept_from(self, recipe: Any, old: Any) -> Any:
+        images, kept = recipe.model.image_tokens, old.model.image_tokens
+        given = images is None or kept is None or images.token_id is not None
+        return recipe if given else _with_image_token(recipe, kept.token_id)
+
+    def sums(self, model: nn.Module, params: Any, batch: Batch, reference: Any = None, options: Any = None) -> Sums:
+        return answer_sums(model, params, self.inputs(model.config, batch), batch)
+
+    def samples(self, run: Evaluation) -> str:
+        found = _captioned(run, "validation", run.options.samples)
+        return "\n".join(corrected(item) for _, item in found or [])
+
+    def report(self, run: Evaluation, folder: Path) -> Results | None:
+        """Write captions of unseen images, and count the exact ones.
+
+        The images that the summary shows are in files, which it names: those of the data, or new ones in the workdir.
+        """
+        done = _captioned(run, run.unseen, run.options.exact_match_examples)
+        if not done:
+            return None
+        shown = selection(done, run.options.translations)
+        files = [str(run.dataset.picture_file(run.unseen, place, folder / PICTURES)) for place, _ in shown]
+        return Results(
+            exact_match=scores([item for _, item in done]),
+            group_name=run.dataset.config.group_name,
+            split=run.unseen,
+            translations=tuple(
+                (file, item.example.target, item.output) for file, (_, item) in zip(files, shown, strict=True)
+            ),
+            prompt=files[0] if files else "",
+        )
+
+
+def _with_image_token(recipe: Any, token_id: int) -> Any:
+    images = dataclasses.replace(recipe.model.image_tokens, token_id=token_id)
+    return dataclasses.replace(recipe, model=recipe.model.replace(input=images))
+
+
+def write_captions(
+    model: nn.Module,
+    params: PyTree,
+    dataset: CaptioningDataset,
+    split: str,
+    places: Sequence[int],
+    *,
+    batch_size: int,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> list[str] | None:
+    """Write the caption of each image by greedy decoding.
+
+    Args:
+        model: a vision-language model.
+        params: tree of its parameters.
+        dataset: the data.
+        split: the split that contains the images.
+        places: indices of rows of the split.
+        batch_size: number of images per batch.
+        should_stop: called before each batch; True stops.
+
+    Returns:
+        The captions, in the order of the images; None if `should_stop` returned True.
+    """
+    outputs: list[str] = []
+    size, add = min(batch_size, len(places)), counting("captions", len(places))
+    for start in range(0, len(places), max(size, 1)):
+        if should_stop():
+            return None
+        part = list(places[start : start + size])
+        filled = part + part[-1:] * (size - len(part))  # a fixed batch size, so that one program is compiled
+        rows = generate(
+            model,
+            params,
+            [dataset.prefix] * size,
+            images=[[pixels] for pixels in dataset.values(split, filled)],
+            max_new_tokens=dataset.max_new_tokens,
+            sampling=Sampling(temperature=0.0),
+            eos_id=dataset.tokenizer.eos_id,
+        )
+        outputs += [dataset.tokenizer.decode(row) for row in rows[: len(part)]]
+        add(len(part))
+    return outputs
+
+
+def _captioned(run: Evaluation, split: str, limit: int) -> list[tuple[int, Translation]] | None:
+    """Return the index and the caption of up to `limit` images of a split; None if `should_stop` ended it."""
+    dataset = run.dataset
+    places, size = dataset.places(split, limit), dataset.config.eval_batch_size
+    outputs = write_captions(
+        run.model, run.params, dataset, split, places, batch_size=size, should_stop=run.should_stop
+    )
+    if outputs is None:
+        return None
+    pairs = zip(dataset.examples(split, limit), outputs, strict=True)
+    return list(zip(places, (Translation(*pair) for pair in pairs), strict=True))

@@ -14,7 +14,7 @@ from transformer.data._config import DataKind
 from transformer.nn._masks import Mask
 from transformer.nn.models._dual import DualEncoder, PairLogits
 from transformer.training._settings import TrainingConfig
-from transformer.training.tasks._base import Sums, Task
+from transformer.training.tasks._base import Sums, Task, check_whole_sequences
 from transformer.training.tasks._losses import Batch, Scalar, matched_by_sigmoid, matched_by_softmax, matches
 
 LARGEST_FACTOR = 100.0
@@ -84,6 +84,7 @@ class Contrastive(Task):
         super().check(training)
 
     def check_recipe(self, recipe: Any) -> None:
+        super().check_recipe(recipe)
         model, data = recipe.model, recipe.data
         if model.images is None:
             raise ConfigError(
@@ -101,11 +102,7 @@ class Contrastive(Task):
                 f"parallel.kind pmap can't be used with the task {self.name}: a replica does not see the pairs of the "
                 f"others. Use --parallel.kind mesh; with all axes except data at 1 it splits the rows too."
             )
-        if recipe.parallel.context not in (1, None):
-            raise ConfigError(
-                f"parallel.context ({recipe.parallel.context}) can't split the sequences of the task {self.name}. "
-                f"Leave it at 1; use fsdp or tensor."
-            )
+        check_whole_sequences(self, recipe)
 
     def limited(self, config: TransformerConfig, params: Any) -> Any:
         if config.images.similarity != "softmax":

@@ -1,33 +1,36 @@
-"""Evaluation on held-out data: mean loss, and sampled texts."""
+"""Evaluation on held-out data: what is evaluated, and the mean loss."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from transformer.config._progress import counting
-from transformer.data._dataset import Batch
-from transformer.data._tokenizer import Tokenizer
-from transformer.generate._generation import generate
-from transformer.generate._sampling import Sampling
+from transformer.data._dataset import Batch, Dataset
 from transformer.nn.models._base import first_bad_parameter
-from transformer.training._recipe import Recipe, build_model
-from transformer.training._step import EvalStep, Metrics, NonFiniteError, evaluation_sums
-from transformer.training.tasks._table import TASKS
+from transformer.training._settings import EvaluationConfig
+from transformer.training.tasks._rewards import Rewards
+
+EvalStep = Callable[..., Mapping[str, jax.Array]]
+"""function of the parameters and a batch that returns `Task.sums`"""
 
 _MEASURED = ("loss_sum", "weight", "correct", "absolute_error", "exact_answers", "answers")
 """sums that are not means over the targets in `EvalLoss.others`"""
 
 SHARES = ("exact_match", "prefers_chosen", "reference_prefers_chosen", "image_to_text", "text_to_image")
 """measures that are shares of the held-out examples"""
+
+
+class NonFiniteError(ArithmeticError):
+    """A value was not finite and nan_policy is "stop". The state is that of the previous step."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class EvalLoss:
     """the task's other measures by name: means over targets, such as the rewards of preferences, and `exact_match`, the
     share of answers that greedy decoding writes exactly"""
     score: str | None = None
-    """name of a score whose negative is `loss`, `Task.score`; `accuracy` is then the share of exact matches"""
+    """name of a score whose negative is `loss`; `accuracy` is then the share of exact matches"""
 
     @property
     def measures(self) -> dict[str, float]:
@@ -70,20 +73,6 @@ def _shown(name: str, value: float) -> str:
     """Format a measure for the terminal, shares of examples in percent."""
     words = name.replace("_", " ")
     return f"{words} {100 * value:.2f} %" if name in SHARES else f"{words} {value:.4f}"
-
-
-def compiled_eval_step(recipe: Recipe, reference: Any = None) -> EvalStep:
-    """Return a jitted `make_eval_step`, compiled once per process for each task, model and batch shape.
-
-    `reference` is the tree of the reference model's parameters, for a task that needs them.
-    """
-    options = TASKS[recipe.task].options(recipe)
-    return functools.partial(_eval_step, recipe.task, build_model(recipe), reference=reference, options=options)
-
-
-@functools.partial(jax.jit, static_argnames=("task", "model", "options"))
-def _eval_step(task: str, model: nn.Module, params: Any, batch: Batch, reference: Any, options: Any) -> Metrics:
-    return dict(evaluation_sums(task, model, params, batch, reference, options))
 
 
 def evaluate_loss(
@@ -142,47 +131,35 @@ def evaluate_loss(
     return EvalLoss(means["loss_sum"], sums["weight"], means.get("correct"), means.get("absolute_error"), others)
 
 
-def write_texts(
-    model: nn.Module,
-    params: Any,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    *,
-    context: int,
-    new_tokens: int,
-    temperature: float,
-    seed: int,
-) -> list[str]:
-    """Generate continuations of prompts by sampling.
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A model, and the held-out data to evaluate it on."""
 
-    A model that was trained on windows of `context` tokens has not learned later positions. So the text is generated in
-    pieces of half a window, each with the preceding half window as its prompt.
+    model: nn.Module
+    params: PyTree
+    """tree of its parameters, without the outer "params" """
+    dataset: Dataset
+    options: EvaluationConfig
+    eval_step: EvalStep
+    """computes the sums of a batch"""
+    seed: int
+    """random seed of sampled texts"""
+    rewards: Rewards | None = None
+    """rewards of completions, for a task that has them"""
+    strict: bool = True
+    """whether a loss that is not finite is an error"""
+    should_stop: Callable[[], bool] = lambda: False
+    """called before each batch; True ends the evaluation"""
 
-    Args:
-        model: a decoder-only model.
-        params: parameters of the model.
-        tokenizer: tokenizer of the model.
-        prompts: texts to continue.
-        context: window length in training, in tokens.
-        new_tokens: number of tokens to generate per prompt.
-        temperature: sampling temperature; 0 is greedy.
-        seed: random seed.
+    @property
+    def unseen(self) -> str:
+        """Name of the split for the report: test, or else validation."""
+        return "test" if "test" in self.dataset.splits else "validation"
 
-    Returns:
-        Each prompt together with its continuation.
-    """
-    half = max(context // 2, 1)
-    texts = [tokenizer.encode_source(prompt) for prompt in prompts]
-    lengths = [len(text) + new_tokens for text in texts]
-    for piece in range(-(-new_tokens // half)):  # ceil(new_tokens / half)
-        windows = [text[-half:] for text in texts]
-        generated = generate(
-            model,
-            params,
-            windows,
-            max_new_tokens=half,
-            sampling=Sampling(temperature=temperature),
-            seed=(seed + piece) % 2**32,  # another seed for each piece; seeds are 32-bit
-        )
-        texts = [text + new for text, new in zip(texts, generated, strict=True)]
-    return [tokenizer.decode(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+    def mean_loss(self, split: str, limit: int | None = None, num_bytes: int | None = None) -> EvalLoss | None:
+        """Compute the mean loss over at most `limit` batches of a split; None if `should_stop` ended it.
+
+        `num_bytes` and the errors are those of `evaluate_loss`.
+        """
+        batches = self.dataset.eval_batches(split, limit)
+        return evaluate_loss(self.eval_step, self.params, batches, self.should_stop, self.strict, num_bytes)

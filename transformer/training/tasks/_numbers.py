@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
@@ -14,8 +15,11 @@ from transformer.data._config import DataKind
 from transformer.nn.models._forecaster import Forecaster
 from transformer.nn.models._vision import VisionClassifier
 from transformer.training._settings import TrainingConfig
-from transformer.training.tasks._base import Outputs, Shapes, Sums, Task, before_the_head
+from transformer.training.tasks._base import LabelTask, Outputs, Shapes, Sums, Task
+from transformer.training.tasks._evaluation import Evaluation
+from transformer.training.tasks._forecasts import draw_forecasts, repetition_errors
 from transformer.training.tasks._losses import Batch, Scalar, absolute_error, squared_error
+from transformer.training.tasks._results import Results
 
 
 class ValuesTask(Task):
@@ -32,12 +36,11 @@ class ValuesTask(Task):
         }
 
 
-class ImageClassification(ValuesTask):
+class ImageClassification(LabelTask, ValuesTask):
     """Predict the class of an image."""
 
     name = "image_classifier"
     model = VisionClassifier
-    labels = True
     targets = "images"
     unit = "nats per image"
     part = "patches"
@@ -53,9 +56,6 @@ class ImageClassification(ValuesTask):
     def sequences(self, config: TransformerConfig, batch: Shapes) -> tuple[int, int]:
         return batch["weights"].shape[0], config.patches.positions  # learned tokens and one token per patch
 
-    def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
-        return before_the_head(path, tokens)
-
     def sizes(self, batch: Batch) -> dict[str, int]:
         return dict(zip(("image_height", "image_width", "channels"), batch["values"].shape[1:], strict=True))
 
@@ -68,14 +68,8 @@ class Forecasting(ValuesTask):
     outputs = "forecasts"
     targets = "forecast values"
     unit = "mean squared error"
-    picture = "forecasts.png"
     part = "series"
     remedy = "as many columns as the model (--data.columns), and its --data.context-length and --data.horizon"
-
-    @staticmethod
-    def baseline(batch: Batch) -> np.ndarray:
-        """Repeat the last step of each look-back window: a forecast (B, 1, channels) of constant values."""
-        return batch["values"][:, -1:]
 
     def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
         return {"values": batch["values"]}
@@ -113,3 +107,12 @@ class Forecasting(ValuesTask):
     def sizes(self, batch: Batch) -> dict[str, int]:
         length, channels = batch["values"].shape[1:]
         return {"context_length": length, "channels": channels, "horizon": batch["targets"].shape[1]}
+
+    def report(self, run: Evaluation, folder: Path) -> Results | None:
+        found = super().report(run, folder)
+        batches = run.dataset.eval_batches(run.unseen)
+        return None if found is None else dataclasses.replace(found, baseline=repetition_errors(batches))
+
+    def draw(self, run: Evaluation, folder: Path, name: str) -> None:
+        if not run.should_stop():
+            draw_forecasts(run, folder / "forecasts.png", name)

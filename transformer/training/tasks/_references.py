@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -18,18 +19,28 @@ from transformer.nn._axes import Array, Bool, Float
 from transformer.nn._masks import Mask
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.training._settings import TrainingConfig
-from transformer.training.tasks._base import Shapes, Sums, Task, has_router, row_lengths, target_shapes
+from transformer.training.tasks._base import (
+    Shapes,
+    Sums,
+    Task,
+    check_whole_sequences,
+    has_router,
+    row_lengths,
+    target_shapes,
+)
+from transformer.training.tasks._completions import SCORE, evaluate_rewards, shown_completions
+from transformer.training.tasks._evaluation import EvalLoss, Evaluation
 from transformer.training.tasks._log_probabilities import log_probabilities, token_values
 from transformer.training.tasks._losses import Batch, Scalar
 from transformer.training.tasks._policy_gradient import GRPO, policy_loss, reward_names, row_weights, token_scores
 from transformer.training.tasks._preference import DPO, preference_losses
+from transformer.training.tasks._results import Results
 
 
 class ReferenceTask(Task):
     """Base class of tasks that train a causal model by comparing it with a reference model."""
 
     model = CausalLM
-    needs_reference = True
     try_it = ("generate", "--prompt")
     instead: ClassVar[str] = ""
     """what the task has instead of label smoothing, for the error message"""
@@ -40,6 +51,17 @@ class ReferenceTask(Task):
                 f"training.label_smoothing and training.z_loss belong to the loss of tokens, which the task "
                 f"{self.name} does not have. Leave them at 0{self.instead}."
             )
+
+    def check_recipe(self, recipe: Any) -> None:
+        super().check_recipe(recipe)
+        check_whole_sequences(self, recipe)
+
+    def keeps_reference(self, recipe: Any) -> bool:
+        return True
+
+    def sums(self, model: nn.Module, params: Any, batch: Batch, reference: Any = None, options: Any = None) -> Sums:
+        loss_sum, weight, others, _ = self.compared(model, params, reference, batch, options, deterministic=True)
+        return {"loss_sum": loss_sum, "weight": weight, **others}
 
     @abstractmethod
     def compared(
@@ -142,8 +164,7 @@ class PolicyOptimization(ReferenceTask):
 
     name = "grpo"
     lengths = "data.max_prompt_length"
-    on_policy = True
-    score = "reward"
+    best = f"highest eval {SCORE}"
     targets = "completions"
     unit = "loss per completion"
 
@@ -163,8 +184,52 @@ class PolicyOptimization(ReferenceTask):
         found |= {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in each.items()}
         return found | {"lengths": jax.ShapeDtypeStruct((rows,), jnp.int32)}
 
+    def check_recipe(self, recipe: Any) -> None:
+        options = recipe.grpo
+        if options is None or not options.weights:
+            raise ConfigError(
+                "grpo.rewards must name a function that returns the reward of a completion, got none. Set it to "
+                "'file.py:function', or set grpo.reward_model."
+            )
+        if recipe.parallel.kind == "pmap":
+            raise ConfigError(
+                "parallel.kind pmap can't train on completions that the model writes: they are written by one program "
+                "for all devices. Use --parallel.kind mesh; with all axes except data at 1 it splits the rows too."
+            )
+        if recipe.model.dropout_rate or recipe.model.attention.dropout_rate:
+            raise ConfigError(
+                "grpo compares the probabilities of the same model, which dropout would change. Set model.dropout_rate "
+                "and model.attention.dropout_rate to 0."
+            )
+        every = {"training.steps": recipe.training.steps, "evaluation.every": recipe.evaluation.every}
+        for field, steps in (every | {"checkpoint.every": recipe.checkpoint.every}).items():
+            if steps is not None and steps % options.epochs:
+                raise ConfigError(
+                    f"{field} ({steps}) must be a multiple of grpo.epochs ({options.epochs}), the number of steps on "
+                    f"each set of completions. Change one of them."
+                )
+        super().check_recipe(recipe)
+
     def options(self, recipe: Any) -> GRPO | None:
         return recipe.grpo
+
+    def measure(self, run: Evaluation, split: str = "validation", limit: int | None = None) -> EvalLoss | None:
+        found = evaluate_rewards(run, split, limit)
+        return None if found is None else found[0]
+
+    def evaluate(self, run: Evaluation) -> tuple[EvalLoss | None, str]:
+        found = evaluate_rewards(run, limit=run.options.batches)
+        return (None, "") if found is None else (found[0], shown_completions(found[1][: run.options.samples]))
+
+    def report(self, run: Evaluation, folder: Path) -> Results | None:
+        found = evaluate_rewards(run, run.unseen)
+        if found is None:
+            return None
+        text = shown_completions(found[1][: run.options.translations])
+        return Results(split=run.unseen, held_out=found[0], text=text, prompt=found[1][0][0])
+
+    def eval_line(self, loss: float, best: float | None, step: int | None) -> str:
+        return super().eval_line(-loss, None if best is None else -best, step).replace("loss", SCORE, 1)
 
     def keeps_reference(self, recipe: Any) -> bool:
         return recipe.grpo is not None and recipe.grpo.beta > 0

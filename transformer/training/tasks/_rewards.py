@@ -41,6 +41,7 @@ class Rewards:
                 f"{'no' if model is None else 'a'} reward_model. Pass train(..., reward_model=...), for example "
                 f"transformer.inference.reward_model(recipe), or use the command line, which loads it."
             )
+        self.options = options
         self._functions = [(name, load_function(name)) for name in options.rewards]
         self._model, self._weights = model, np.array(options.weights)
         self.names = reward_names(options)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -13,18 +16,36 @@ from transformer.nn._masks import Mask
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._encoders import Classifier, MaskedLM
 from transformer.nn.models._seq2seq import Seq2Seq
-from transformer.training.tasks._base import Task, before_the_head, has_router, row_lengths, target_shapes
+from transformer.training.tasks._base import (
+    LabelTask,
+    Sums,
+    Task,
+    TokenTask,
+    has_router,
+    row_lengths,
+    target_shapes,
+)
+from transformer.training.tasks._evaluation import Evaluation
+from transformer.training.tasks._exact_match import answer_sums
 from transformer.training.tasks._losses import Batch
+from transformer.training.tasks._results import Results
+from transformer.training.tasks._samples import answers, continuations, first_words
+from transformer.training.tasks._translation import (
+    corpus_score,
+    corrected,
+    make_beam,
+    scores,
+    selection,
+    translations,
+)
 
 
-class LanguageModeling(Task):
+class LanguageModeling(TokenTask):
     """Predict the next token of running text."""
 
     name = "causal_lm"
     model = CausalLM
-    context_axis = True
     lengths = "data.sequence_length"
-    each_token = True
     writes = True
     try_it = ("generate", "--prompt")
 
@@ -39,25 +60,43 @@ class LanguageModeling(Task):
     def context(self, config: TransformerConfig, data: DataKind) -> int | None:
         return data.sequence_length  # the model is not trained on later positions
 
+    def samples(self, run: Evaluation) -> str:
+        return "\n---\n".join(continuations(run, run.dataset.prompts()[: run.options.samples]))
+
+    def report(self, run: Evaluation, folder: Path) -> Results | None:
+        prompt = run.dataset.prompts()[0]
+        return Results(text=continuations(run, [prompt])[0], prompt=first_words(prompt))
+
 
 class SupervisedFineTuning(LanguageModeling):
     """Write the messages of the assistant in conversations."""
 
     name = "sft"
-    answers = True
-    exact_answers = True
     targets = "trained tokens"
     try_it = ("generate", "--chat --prompt")
 
+    def sums(self, model: nn.Module, params: Any, batch: Batch, reference: Any = None, options: Any = None) -> Sums:
+        return answer_sums(model, params, self.inputs(model.config, batch), batch)
 
-class Translation(Task):
+    def samples(self, run: Evaluation) -> str:
+        return "\n---\n".join(f"{asked}\n-> {text}" for asked, text in answers(run, run.options.samples))
+
+    def report(self, run: Evaluation, folder: Path) -> Results | None:
+        asked, text = next(iter(answers(run, 1)), ("", ""))
+        found = Results(text=text, prompt=first_words(asked))
+        if "test" not in run.dataset.splits:
+            return found
+        result = run.mean_loss("test")
+        return None if result is None else dataclasses.replace(found, split="test", held_out=result)
+
+
+class Translation(TokenTask):
     """Generate the target of a source."""
 
     name = "seq2seq"
     model = Seq2Seq
     source = True
     lengths = "data.max_source_length and data.max_target_length"
-    each_token = True
     writes = True
     try_it = ("generate", "--prompt")
 
@@ -90,6 +129,32 @@ class Translation(Task):
     def layers(self, config: TransformerConfig) -> int:
         return config.encoder_layers + config.decoder_layers
 
+    def samples(self, run: Evaluation) -> str:
+        found = translations(run, "validation", run.options.samples) or []
+        return "\n".join(f"{item.example.source} -> {corrected(item)}" for item in found)
+
+    def report(self, run: Evaluation, folder: Path) -> Results | None:
+        options, data = run.options, run.dataset.config
+        if not options.exact_match_examples:
+            return Results(prompt=run.dataset.prompts()[0])
+        beam = make_beam(options.beam_size, options.beam_alpha)
+        done, basics = translations(run, run.unseen, options.exact_match_examples, beam), None
+        if done is not None and "basics" in run.dataset.splits:
+            basics = translations(run, "basics", None, beam)
+            done = None if basics is None else done
+        if done is None:
+            return None
+        by_words, shown = data.bleu_tokenization is None, selection(done, options.translations)
+        return Results(
+            exact_match=scores(done) if by_words else {},
+            group_name=data.group_name,
+            basics=None if basics is None else scores(basics)[""],
+            corpus=None if by_words else corpus_score(done, data.bleu_tokenization),
+            split=run.unseen,
+            translations=tuple((item.example.source, item.example.target, item.output) for item in shown),
+            prompt=done[len(done) // 2].example.source,
+        )
+
 
 class EncoderTask(Task):
     """Base class of tasks in which an encoder reads texts with padding."""
@@ -109,24 +174,19 @@ class EncoderTask(Task):
         return shapes | {name: targets[name] for name in ("targets", "weights")}
 
 
-class MaskedLanguageModeling(EncoderTask):
+class MaskedLanguageModeling(TokenTask, EncoderTask):
     """Predict the masked tokens of a text from the others."""
 
     name = "masked_lm"
     model = MaskedLM
-    each_token = True
     targets = "masked tokens"
 
 
-class Classification(EncoderTask):
+class Classification(LabelTask, EncoderTask):
     """Predict the class of a text."""
 
     name = "classifier"
     model = Classifier
-    labels = True
     targets = "texts"
     unit = "nats per text"
     try_it = ("classify", "--text")
-
-    def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
-        return before_the_head(path, tokens)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 
@@ -17,6 +17,9 @@ from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import Beam
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
+from transformer.training.tasks._evaluation import Evaluation
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,17 @@ class Translation:
     def exact(self) -> bool:
         """Whether all words are correct, regardless of whitespace."""
         return self.output.split() == self.example.target.split()
+
+
+def corrected(item: Translation) -> str:
+    """Return the output, followed by the correct target if they differ."""
+    return item.output + ("" if item.exact else f"   (correct: {item.example.target})")
+
+
+def selection(items: Sequence[T], wanted: int) -> list[T]:
+    """Return at most `wanted` evenly spaced items."""
+    number = min(wanted, len(items))
+    return [items[index * len(items) // max(number, 1)] for index in range(number)]
 
 
 def make_beam(size: int, alpha: float) -> Beam | None:
@@ -97,6 +111,23 @@ def translate(
             outputs[place] = tokenizer.decode(row)
         add(len(places))
     return outputs
+
+
+def translations(run: Evaluation, split: str, limit: int | None, beam: Beam | None = None) -> list[Translation] | None:
+    """Translate up to `limit` sources of a split (None: all); None if `should_stop` ended it."""
+    dataset = run.dataset
+    examples = dataset.examples(split, limit)
+    outputs = translate(
+        run.model,
+        run.params,
+        dataset.tokenizer,
+        [example.source for example in examples],
+        max_new_tokens=dataset.max_target_length,
+        beam=beam,
+        batch_size=dataset.config.eval_batch_size,
+        should_stop=run.should_stop,
+    )
+    return None if outputs is None else [Translation(*pair) for pair in zip(examples, outputs, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import numpy as np
 
 from transformer.training._memory import peak_bytes
 from transformer.training._recipe import Recipe
-from transformer.training._step import NonFiniteError, check_finite
+from transformer.training._step import check_finite
 from transformer.training.metrics._speed import Speed
 from transformer.training.metrics._writer import MetricsWriter, Progress
+from transformer.training.tasks._evaluation import EvalLoss, NonFiniteError
 from transformer.training.tasks._losses import Batch
 from transformer.training.tasks._table import TASKS
 
@@ -111,31 +112,21 @@ class TrainStats:
             self.limit = self.usual_loss + deviations * math.sqrt(self.variance)
         return spike
 
-    def record_evaluation(
-        self,
-        step: int,
-        loss: float,
-        accuracy: float | None = None,
-        mae: float | None = None,
-        by_accuracy: bool = False,
-    ) -> None:
+    def record_evaluation(self, step: int, result: EvalLoss, metric: float) -> None:
         """Record the results of an evaluation, and update the best one. Of equal results, the newer one is the best.
 
         Args:
             step: step of the evaluation.
-            loss: nats per target, or mean squared error.
-            accuracy: fraction of correct targets.
-            mae: mean absolute error.
-            by_accuracy: the best evaluation is the one with the highest accuracy, not the one with the lowest loss.
+            result: its results.
+            metric: value that decides which evaluation is the best, `Task.metric`.
         """
-        self.evaluated, self.eval_loss, self.eval_accuracy, self.eval_mae = step, loss, accuracy, mae
-        self.eval_metric = 1.0 - accuracy if by_accuracy else loss
-        if not math.isfinite(loss):
-            self.eval_metric = None
+        loss = result.loss
+        self.evaluated, self.eval_loss, self.eval_accuracy, self.eval_mae = step, loss, result.accuracy, result.mae
+        self.eval_metric = metric if math.isfinite(loss) else None
+        if self.eval_metric is None:
             return
-        best = self.best_metric if by_accuracy else self.best_loss
-        if best is None or self.eval_metric <= best:
-            self.best_metric, self.best_step = self.eval_metric, step
+        if self.best_metric is None or metric <= self.best_metric:
+            self.best_metric, self.best_step = metric, step
         if self.best_loss is None or loss <= self.best_loss:
             self.best_loss = loss
 

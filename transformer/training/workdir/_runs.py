@@ -16,7 +16,6 @@ import flax.linen as nn
 
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
-from transformer.config._paths import get_path
 from transformer.data._dataset import Dataset
 from transformer.data._pipeline import prepare as prepare_data
 from transformer.data._tokenizer import Tokenizer
@@ -33,7 +32,6 @@ from transformer.training._recipe import (
     load_recipe,
     save_recipe,
     to_json,
-    with_labels,
     with_vocabulary,
 )
 from transformer.training._start import (
@@ -233,7 +231,7 @@ def open_run(
     with _data_of_run(workdir) if resumes else contextlib.nullcontext():
         dataset = prepare_data(recipe.data, tokenizer=tokenizer)
     recipe = _decided_by_data(recipe, dataset)
-    _check_shapes(recipe, dataset)
+    TASKS[recipe.task].check_data(recipe, dataset.eval_batches(limit=1)[0])
     _check_teacher(recipe)
     if start is not None:
         recipe = with_new_parameters(recipe, start)
@@ -361,10 +359,7 @@ def _decided_by_data(recipe: Recipe, dataset: Dataset) -> Recipe:
     recipe = dataclasses.replace(recipe, data=dataset.config)
     if dataset.tokenizer is not None:
         recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
-    recipe = TASKS[recipe.task].decided_by_data(recipe, dataset)
-    if TASKS[recipe.task].labels:
-        recipe = with_labels(recipe, recipe.data.labels)
-    return recipe
+    return TASKS[recipe.task].decided_by_data(recipe, dataset)
 
 
 def record_run(recipe: Recipe, dataset: Dataset, workdir: str | os.PathLike) -> None:
@@ -471,15 +466,9 @@ def _filled_in(new: Recipe, old: Recipe) -> Recipe:
         new = dataclasses.replace(new, distill=dataclasses.replace(new.distill, **facts))
     if new.model.vocab_size is None and old.model.vocab_size is not None:
         new = with_vocabulary(new, old.model.vocab_size)
-    new_images, old_images = new.model.image_tokens, old.model.image_tokens
-    if new_images is not None and old_images is not None and new_images.token_id is None:
-        images = dataclasses.replace(new_images, token_id=old_images.token_id)
-        new = dataclasses.replace(new, model=new.model.replace(input=images))
     if type(new.data) is type(old.data):
         new = _with_data_of(new, old)
-    if TASKS[new.task].labels and new.data.labels:
-        new = with_labels(new, new.data.labels)
-    return new
+    return TASKS[new.task].kept_from(new, old)
 
 
 def _with_data_of(new: Recipe, old: Recipe) -> Recipe:
@@ -494,29 +483,3 @@ def _with_data_of(new: Recipe, old: Recipe) -> Recipe:
     if old.origin is not None:
         data = with_processor(data, getattr(old.data, "processor", None))
     return dataclasses.replace(new, data=data)
-
-
-def _check_shapes(recipe: Recipe, dataset: Dataset) -> None:
-    """Raise ConfigError if the data does not fit the model's shapes, or its sequences are too long for the model."""
-    model, task, batch = recipe.model, TASKS[recipe.task], dataset.eval_batches(limit=1)[0]
-    if new_sizes := task.sizes(batch):
-        sizes = {field: (getattr(get_path(model, task.part), field), new) for field, new in new_sizes.items()}
-        unequal = [f"{field} {old} (data: {new})" for field, (old, new) in sizes.items() if old != new]
-        if unequal and recipe.origin is not None:
-            raise ConfigError(
-                f"the model of {recipe.origin.source} does not fit the data: it has {', '.join(unequal)}. Use "
-                f"{task.remedy}, or start from another model (--init)."
-            )
-        if unequal:
-            raise ConfigError(
-                f"model.input must match the data, but has {', '.join(unequal)}. Change the model or the data."
-            )
-    if not task.tokens:
-        return
-    source = "embedding.source_max_length" if model.embedding.source_max_length is not None else "max_length"
-    for name, field, limit in (("source", source, model.longest_source), ("tokens", "max_length", model.max_length)):
-        if limit is not None and name in batch and batch[name].shape[-1] > limit:
-            raise ConfigError(
-                f"model.{field} ({limit}) must be at least the longest sequence of the data ({batch[name].shape[-1]} "
-                f"tokens), because each position has a learned embedding. Raise it, or lower {task.lengths}."
-            )
