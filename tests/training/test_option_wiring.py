@@ -228,13 +228,12 @@ def test_evaluation_options_reach_generation_and_beam_search(monkeypatch):
     def recorder(name, result):
         return lambda *given, **named: (calls.update({name: (given, named)}), result)[1]
 
-    monkeypatch.setattr(samples, "write_texts", recorder("texts", ["text"]))
-    monkeypatch.setattr(samples, "generate", recorder("answers", [[3]]))
+    monkeypatch.setattr(samples, "generate", recorder("generate", [[3, 3, 3]]))
     monkeypatch.setattr(texts, "translations", recorder("translations", None))
     options = EvaluationConfig(
         sample_tokens=3, temperature=0.3, beam_size=2, beam_alpha=1.5, exact_match_examples=17, samples=1
     )
-    tokenizer = SimpleNamespace(decode=str)
+    tokenizer = SimpleNamespace(decode=str, encode_source=lambda text: [4])
     openings = [("question", [5, 6])]
     data = {"config": tiny_recipe().data, "prompts": lambda: ["prompt"], "openings": lambda wanted: openings}
     dataset = SimpleNamespace(tokenizer=tokenizer, end_ids=[1], splits=("test",), **data)
@@ -242,10 +241,12 @@ def test_evaluation_options_reach_generation_and_beam_search(monkeypatch):
     def evaluation(options):
         return Evaluation(model=None, params=None, dataset=dataset, options=options, eval_step=None, seed=0)
 
-    TASKS["causal_lm"].samples(evaluation(options))
-    assert (calls["texts"][1]["new_tokens"], calls["texts"][1]["temperature"]) == (3, 0.3)
+    for number in (1, 5):  # a piece has three tokens, half a row
+        text = TASKS["causal_lm"].samples(evaluation(dataclasses.replace(options, sample_tokens=number)))
+        assert text == str([4, *[3] * number])
+    assert calls["generate"][1]["sampling"].temperature == 0.3
     TASKS["sft"].samples(evaluation(options))
-    assert (calls["answers"][1]["max_new_tokens"], calls["answers"][1]["sampling"].temperature) == (3, 0.3)
+    assert (calls["generate"][1]["max_new_tokens"], calls["generate"][1]["sampling"].temperature) == (3, 0.3)
     dataset.config = NumberWords()
     TASKS["seq2seq"].report(evaluation(options), None)
     wanted, beam = calls["translations"][0][2:]

@@ -28,7 +28,7 @@ from transformer.training import (
     TrainingConfig,
     load_run,
 )
-from transformer.training import _rollouts as rollouts
+from transformer.training import _batches as rollouts
 from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import build_model, with_vocabulary
@@ -191,7 +191,7 @@ def ready(recipe):
     dataset = prepare(recipe.data)
     recipe = with_vocabulary(dataclasses.replace(recipe, data=dataset.config), dataset.tokenizer.vocab_size)
     placement = place(recipe)
-    made = rollouts.make_rollouts(recipe, dataset, build_model(recipe), placement, None)
+    made = rollouts.make_source(recipe, dataset, build_model(recipe), placement, None)
     return recipe, dataset, placement.new_state(), made
 
 

@@ -102,10 +102,11 @@ def _evaluate_run(command: Evaluate) -> None:
     dataset = prepare(run.recipe.data, tokenizer=run.tokenizer)
     same = _is_training_data(command, run, dataset)
     split = command.split or ("test" if "test" in dataset.splits else "validation")
-    result = task.measure(_evaluation(command, run, dataset), split)
+    evaluation = _evaluation(command, run, dataset)
+    result = task.measure(evaluation, split)
     values, lines = {}, []
     if task.source and command.examples != 0:
-        values, lines = _translations(command, run, dataset, split, beam)
+        values, lines = _translations(command, evaluation, split, beam)
     measures, summary = _measures(result, task.keeps_reference(run.recipe))
     if command.json:
         found = {"exact_match": {}, **measures, "targets": int(result.targets), "same_data": same, **values}
@@ -187,38 +188,28 @@ def _beam(command: Evaluate, run: Run) -> Beam | None:
 
 
 def _translations(
-    command: Evaluate, run: Run, dataset: Dataset, split: str, beam: Beam | None
+    command: Evaluate, run: Evaluation, split: str, beam: Beam | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Translate examples of a split; return the results as JSON values and as lines to print."""
-    from transformer.training.tasks._translation import Translation, corpus_score, scores, translate, write_lines
+    from transformer.training.tasks._translation import corpus_score, scores, translations, write_lines
 
-    data, directory = run.recipe.data, command.directory
-    examples = dataset.examples(split, 1000 if command.examples is None else command.examples)
-    outputs = translate(
-        run.model,
-        run.params,
-        run.tokenizer,
-        [example.source for example in examples],
-        max_new_tokens=dataset.max_target_length,
-        beam=beam,
-        batch_size=data.eval_batch_size,
-    )
-    translations = [Translation(*pair) for pair in zip(examples, outputs, strict=True)]
+    data, directory = run.dataset.config, command.directory
+    done = translations(run, split, 1000 if command.examples is None else command.examples, beam)
     found: dict[str, Any] = {"exact_match": {}}
     if data.bleu_tokenization is None:
-        matches = scores(translations)
+        matches = scores(done)
         found["exact_match"] = {
             group or "all": {"right": s.right, "total": s.total, "rate": s.rate} for group, s in matches.items()
         }
         lines = [f"  {data.group_name} {g}: {s}" if g else f"exact match: {s}" for g, s in matches.items()]
     else:
-        corpus = corpus_score(translations, data.bleu_tokenization)
+        corpus = corpus_score(done, data.bleu_tokenization)
         found |= dataclasses.asdict(corpus)
         lines = corpus.lines(split)
     written = {"hypotheses": directory / f"hypotheses.{split}.txt", "references": directory / f"references.{split}.txt"}
     try:
-        write_lines(written["hypotheses"], outputs)
-        write_lines(written["references"], (example.target for example in examples))
+        write_lines(written["hypotheses"], (item.output for item in done))
+        write_lines(written["references"], (item.example.target for item in done))
     except OSError as error:  # the results are still printed
         warnings.warn(f"the translations could not be written: {error}", stacklevel=1)
         written = dict.fromkeys(written)

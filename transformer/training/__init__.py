@@ -35,31 +35,11 @@ _EXPORTS = {
     "_parallel": ("place",),
     "tasks._policy_gradient": ("GRPO",),
     "tasks._preference": ("DPO",),
-    "_recipe": (
-        "Recipe",
-        "build_model",
-        "difference",
-        "from_json",
-        "load_recipe",
-        "to_json",
-        "with_vocabulary",
-    ),
+    "_recipe": ("Recipe", "build_model", "difference", "from_json", "load_recipe", "to_json", "with_vocabulary"),
     "tasks._rewards": ("exact_answer",),
-    "workdir._runs": (
-        "Run",
-        "load_run",
-    ),
-    "_settings": (
-        "CheckpointConfig",
-        "EvaluationConfig",
-        "LoggingConfig",
-        "OptimizerConfig",
-        "TrainingConfig",
-    ),
-    "tasks._translation": (
-        "Translation",
-        "corpus_score",
-    ),
+    "workdir._runs": ("Run", "load_run"),
+    "_settings": ("CheckpointConfig", "EvaluationConfig", "LoggingConfig", "OptimizerConfig", "TrainingConfig"),
+    "tasks._translation": ("Translation", "corpus_score"),
     "lora": ("LoRA",),
 }
 """module -> the public names that it defines"""

@@ -23,7 +23,7 @@ from transformer.data._dataset import Batch, Dataset, padding
 from transformer.data._pipeline import check_batch, check_local_paths
 from transformer.nn.models._base import count_parameters
 from transformer.training import _processes as processes
-from transformer.training._batches import Supervision, make_source
+from transformer.training._batches import Rollouts, Supervision, make_source
 from transformer.training._finite import why_not_finite
 from transformer.training._memory import EVALUATION, STEP, MemoryWatch
 from transformer.training._memory_check import check_embedding, check_layers
@@ -31,7 +31,6 @@ from transformer.training._memory_check import check_memory as refuse_too_large
 from transformer.training._parallel import Placement, place
 from transformer.training._profiling import Profiler, Window
 from transformer.training._recipe import Recipe, build_model, to_json
-from transformer.training._rollouts import Rollouts
 from transformer.training._settings import schedule_warning
 from transformer.training._signals import StopSignal
 from transformer.training._start import Start
@@ -431,6 +430,7 @@ class _Training:
             options=recipe.evaluation,
             eval_step=eval_step,
             seed=(recipe.training.seed * 1_000_003 + step * 1_009) % 2**32,
+            name=recipe.name,
             rewards=self.source.rewards,
             strict=recipe.training.nan_policy == "stop",
             should_stop=self.stopping,
@@ -482,28 +482,17 @@ class _Training:
             params, shown = best.params, best.step
         summary = dataclasses.replace(summary, shown_step=shown)
         run = self._evaluation(params, compiled_eval_step(recipe, self._reference(state)), recipe.training.steps)
-        if (results := self.task.report(run, Path(summary.workdir))) is not None:
+        if (results := self.task.report(run, self.own_dir)) is not None:
             summary = dataclasses.replace(summary, **vars(results))
         if summary.measures:
             self.writer.write(self.step, summary.measures)
-        self.task.draw(run, self.own_dir, recipe.name)
         return summary
 
 
 def _with_totals(summary: Summary, step: int, ledger: TrainStats) -> Summary:
     """Return the summary with the training statistics after `step` steps."""
-    return dataclasses.replace(
-        summary,
-        step=step,
-        tokens_per_s=ledger.tokens_per_s,
-        skipped=ledger.skipped,
-        spikes=ledger.spikes,
-        eval_loss=ledger.eval_loss,
-        eval_accuracy=ledger.eval_accuracy,
-        eval_mae=ledger.eval_mae,
-        best_loss=ledger.best_loss,
-        best_step=ledger.best_step,
-    )
+    names = "tokens_per_s", "skipped", "spikes", "eval_loss", "eval_accuracy", "eval_mae", "best_loss", "best_step"
+    return dataclasses.replace(summary, step=step, **{name: getattr(ledger, name) for name in names})
 
 
 def _due(step: int, every: int | None, steps: int) -> bool:

@@ -96,12 +96,13 @@ class Task(ABC):
 
     part: ClassVar[str] = ""
     """path of the part of the model config that describes the shape of the batch's `values`"""
-    remedy: ClassVar[str] = ""
+    remedy: ClassVar[str] = "images of the model's size"
     """the data that fits a model, for error messages"""
 
     def sizes(self, batch: Batch) -> dict[str, int]:
-        """Return the sizes of a batch (B, ...), by the field of `part` that must have the same size."""
-        return {}
+        """Return the sizes of a batch (B, ...), here of images, by the field of `part` that must have the same size."""
+        shape = batch["values"].shape[1:] if self.part else ()
+        return dict(zip(("image_height", "image_width", "channels"), shape, strict=bool(shape)))
 
     def check_data(self, recipe: Any, batch: Batch) -> None:
         """Raise ConfigError if a batch does not fit the model's shapes, or its sequences are too long for the model."""
@@ -244,15 +245,11 @@ class Task(ABC):
     def report(self, run: Evaluation, folder: Path) -> Results | None:
         """Evaluate on unseen data at the end of training; None if `run.should_stop` ended it.
 
-        `folder` is the workdir, for images that the results name.
+        `folder` is the workdir, for pictures.
         """
         result = run.mean_loss(run.unseen)
         prompt = "" if self.try_it is None else first_words(run.dataset.prompts()[0], 60)
         return None if result is None else Results(split=run.unseen, held_out=result, prompt=prompt)
-
-    def draw(self, run: Evaluation, folder: Path, name: str) -> None:
-        """Draw predictions on unseen data into a file of the folder, for a task with such a picture."""
-        return
 
     # The report
 

@@ -45,7 +45,6 @@ class Captioning(TokenTask):
     lengths = "data.max_length"
     targets = "caption tokens"
     part = "image_tokens.patches"
-    remedy = "images of the model's size"
     writes = True
     shown = "captions of unseen images"
     try_it = ("generate", "--prompt '' --temperature 0 --image")
@@ -72,9 +71,6 @@ class Captioning(TokenTask):
 
     def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
         return 0 if path.startswith("image_unused/") else super().tokens_through(config, path, tokens)
-
-    def sizes(self, batch: Batch) -> dict[str, int]:
-        return dict(zip(("image_height", "image_width", "channels"), batch["values"].shape[1:], strict=True))
 
     def check_recipe(self, recipe: Any) -> None:
         super().check_recipe(recipe)

@@ -34,7 +34,6 @@ class Contrastive(Task):
     targets = "pairs"
     unit = "loss per pair"
     part = "images.patches"
-    remedy = "images of the model's size"
 
     def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
         # Without a causal mask the padding is part of the text, as in SigLIP; inference computes the same.
@@ -65,9 +64,6 @@ class Contrastive(Task):
             "attention_pooling/" in path and not path.endswith(("key/kernel", "value/kernel"))
         )
         return 0 if once else tokens
-
-    def sizes(self, batch: Batch) -> dict[str, int]:
-        return dict(zip(("image_height", "image_width", "channels"), batch["values"].shape[1:], strict=True))
 
     def check(self, training: TrainingConfig) -> None:
         if training.label_smoothing or training.z_loss:

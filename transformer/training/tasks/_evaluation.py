@@ -144,6 +144,8 @@ class Evaluation:
     """computes the sums of a batch"""
     seed: int
     """random seed of sampled texts"""
+    name: str = ""
+    """name of the run, for titles"""
     rewards: Rewards | None = None
     """rewards of completions, for a task that has them"""
     strict: bool = True

@@ -32,7 +32,7 @@ def _forecasts(model: nn.Module, params: PyTree, values: np.ndarray) -> jax.Arra
     return model.apply({"params": params}, values)
 
 
-def draw_forecasts(run: Evaluation, path: Path, name: str) -> None:
+def draw_forecasts(run: Evaluation, path: Path) -> None:
     """Plot the first and the last unseen window in the original units, together with the forecasts of the model."""
     model, data = run.model, run.dataset.config
     batches = run.dataset.eval_batches(run.unseen)
@@ -44,6 +44,6 @@ def draw_forecasts(run: Evaluation, path: Path, name: str) -> None:
     past, future, forecast = (from_model(data, array) for array in (values[:, -shown:], targets, forecast))
     from transformer.viz._forecasts import forecast_picture  # imported late: matplotlib is slow to import
 
-    title = f"{name}: forecasts of {targets.shape[1]:,} steps from {values.shape[1]:,} steps"
+    title = f"{run.name}: forecasts of {targets.shape[1]:,} steps from {values.shape[1]:,} steps"
     names = f"first window of the {run.unseen} split", f"last window of the {run.unseen} split"
     forecast_picture(past, future, forecast, data.columns, path, title=title, names=names)

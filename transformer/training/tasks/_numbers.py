@@ -44,7 +44,6 @@ class ImageClassification(LabelTask, ValuesTask):
     targets = "images"
     unit = "nats per image"
     part = "patches"
-    remedy = "images of the model's size"
 
     def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
         return {"images": batch["values"]}
@@ -55,9 +54,6 @@ class ImageClassification(LabelTask, ValuesTask):
 
     def sequences(self, config: TransformerConfig, batch: Shapes) -> tuple[int, int]:
         return batch["weights"].shape[0], config.patches.positions  # learned tokens and one token per patch
-
-    def sizes(self, batch: Batch) -> dict[str, int]:
-        return dict(zip(("image_height", "image_width", "channels"), batch["values"].shape[1:], strict=True))
 
 
 class Forecasting(ValuesTask):
@@ -110,9 +106,7 @@ class Forecasting(ValuesTask):
 
     def report(self, run: Evaluation, folder: Path) -> Results | None:
         found = super().report(run, folder)
+        if not run.should_stop():
+            draw_forecasts(run, folder / "forecasts.png")
         batches = run.dataset.eval_batches(run.unseen)
         return None if found is None else dataclasses.replace(found, baseline=repetition_errors(batches))
-
-    def draw(self, run: Evaluation, folder: Path, name: str) -> None:
-        if not run.should_stop():
-            draw_forecasts(run, folder / "forecasts.png", name)

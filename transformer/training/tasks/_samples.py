@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import flax.linen as nn
-from jaxtyping import PyTree
-
-from transformer.data._tokenizer import Tokenizer
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
 from transformer.training.tasks._evaluation import Evaluation
 
 
 def continuations(run: Evaluation, prompts: Sequence[str]) -> list[str]:
-    """Generate a continuation of each prompt."""
-    return write_texts(
-        run.model,
-        run.params,
-        run.dataset.tokenizer,
-        prompts,
-        context=run.dataset.config.sequence_length,
-        new_tokens=run.options.sample_tokens,
-        temperature=run.options.temperature,
-        seed=run.seed,
-    )
+    """Generate a continuation of each prompt by sampling; return it together with its prompt.
+
+    A model that was trained on windows of some length has not learned later positions. So the text is generated in
+    pieces of half a window, each with the preceding half window as its prompt.
+    """
+    half = max(run.dataset.config.sequence_length // 2, 1)
+    tokenizer, new_tokens = run.dataset.tokenizer, run.options.sample_tokens
+    texts = [tokenizer.encode_source(prompt) for prompt in prompts]
+    lengths = [len(text) + new_tokens for text in texts]
+    for piece in range(-(-new_tokens // half)):  # ceil(new_tokens / half)
+        generated = generate(
+            run.model,
+            run.params,
+            [text[-half:] for text in texts],
+            max_new_tokens=half,
+            sampling=Sampling(temperature=run.options.temperature),
+            seed=(run.seed + piece) % 2**32,  # another seed for each piece; seeds are 32-bit
+        )
+        texts = [text + new for text, new in zip(texts, generated, strict=True)]
+    return [tokenizer.decode(text[:length]) for text, length in zip(texts, lengths, strict=True)]
 
 
 def answers(run: Evaluation, wanted: int) -> list[tuple[str, str]]:
@@ -43,52 +48,6 @@ def answers(run: Evaluation, wanted: int) -> list[tuple[str, str]]:
         seed=run.seed,
     )
     return [(asked, run.dataset.tokenizer.decode(ids)) for (asked, _), ids in zip(found, generated, strict=True)]
-
-
-def write_texts(
-    model: nn.Module,
-    params: PyTree,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    *,
-    context: int,
-    new_tokens: int,
-    temperature: float,
-    seed: int,
-) -> list[str]:
-    """Generate continuations of prompts by sampling.
-
-    A model that was trained on windows of `context` tokens has not learned later positions. So the text is generated in
-    pieces of half a window, each with the preceding half window as its prompt.
-
-    Args:
-        model: a decoder-only model.
-        params: parameters of the model.
-        tokenizer: tokenizer of the model.
-        prompts: texts to continue.
-        context: window length in training, in tokens.
-        new_tokens: number of tokens to generate per prompt.
-        temperature: sampling temperature; 0 is greedy.
-        seed: random seed.
-
-    Returns:
-        Each prompt together with its continuation.
-    """
-    half = max(context // 2, 1)
-    texts = [tokenizer.encode_source(prompt) for prompt in prompts]
-    lengths = [len(text) + new_tokens for text in texts]
-    for piece in range(-(-new_tokens // half)):  # ceil(new_tokens / half)
-        windows = [text[-half:] for text in texts]
-        generated = generate(
-            model,
-            params,
-            windows,
-            max_new_tokens=half,
-            sampling=Sampling(temperature=temperature),
-            seed=(seed + piece) % 2**32,  # another seed for each piece; seeds are 32-bit
-        )
-        texts = [text + new for text, new in zip(texts, generated, strict=True)]
-    return [tokenizer.decode(text[:length]) for text, length in zip(texts, lengths, strict=True)]
 
 
 def first_words(text: str, most: int = 40) -> str:
