@@ -26,7 +26,7 @@ from transformer.training._recipe import from_json, to_json
 from transformer.training._start import Start
 from transformer.training._step import make_eval_step
 from transformer.training.metrics._summary import read_summary
-from transformer.training.plan._measuring import made_up_batch
+from transformer.training.plan._measurement import made_up_batch
 from transformer.training.tasks._evaluation import evaluate_loss
 from transformer.training.tasks._forecasts import repetition_errors
 from transformer.training.tasks._losses import absolute_error, squared_error

@@ -10,7 +10,7 @@ from training_recipes import change, text_recipe
 import train as entry
 from transformer.config import ConfigError
 from transformer.training._loop import train
-from transformer.training._profiling import Profiler, Window, parse_window
+from transformer.training._profile import Profiler, Window, parse_window
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from transformer.training import OptimizerConfig, Recipe, TrainingConfig
 from transformer.training import _quantization as checks
 from transformer.training._parallel import place
 from transformer.training._quantization import check_quantization, quantizable
-from transformer.training.plan._measuring import made_up_batch
+from transformer.training.plan._measurement import made_up_batch
 
 pytest.importorskip("qwix")
 

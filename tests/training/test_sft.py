@@ -28,7 +28,7 @@ from transformer.training.lora import LoRA
 from transformer.training.metrics._report import read_example
 from transformer.training.metrics._writer import read_metrics
 from transformer.training.plan._assumptions import without_data
-from transformer.training.plan._measuring import made_up_batch
+from transformer.training.plan._measurement import made_up_batch
 from transformer.training.tasks._table import TASKS
 from transformer.training.workdir._runs import load_run
 

@@ -159,9 +159,9 @@ def _values(plan: Any) -> dict[str, Any]:
 
 
 def _there(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str]) -> Answer:
-    from transformer.training.plan._decoding import make_decode_plan, parse_generation
-    from transformer.training.plan._planning import make_plan
+    from transformer.training.plan._decode_plan import make_decode_plan, parse_generation
     from transformer.training.plan._topologies import parse_topology, topology_devices
+    from transformer.training.plan._train_plan import make_plan
 
     topology = parse_topology(own.topology)
     if own.serve is not None:
@@ -182,7 +182,7 @@ def _there(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str]) -> A
 
 
 def _serve(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str], topology: Topology) -> Answer:
-    from transformer.training.plan._serving import USUAL_LENGTH, make_serve_plan, parse_length
+    from transformer.training.plan._serve_plan import USUAL_LENGTH, make_serve_plan, parse_length
 
     usual = min(USUAL_LENGTH, recipe.model.max_length or USUAL_LENGTH)
     length = parse_length(own.serve or str(usual), recipe)
@@ -193,8 +193,8 @@ def _serve(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str], topo
 def _here(recipe: Recipe, assumed: Sequence[str]) -> Answer:
     import jax
 
-    from transformer.training.plan._measuring import measure, present_topology
-    from transformer.training.plan._planning import make_plan
+    from transformer.training.plan._measurement import measure, present_topology
+    from transformer.training.plan._train_plan import make_plan
 
     devices = recipe.parallel.choose(jax.local_devices())
     topology, figures = present_topology(devices)
@@ -211,7 +211,7 @@ def _search(
     recipe: Recipe, assumed: Sequence[str], topology: Topology, devices: list[Any], limit: int, terminal: TextIO
 ) -> Answer:
     from transformer.training.metrics._writer import Progress
-    from transformer.training.plan._searching import ranked, search
+    from transformer.training.plan._search import ranked, search
 
     tried = []
     with Progress(limit, stream=terminal) as progress:

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformer.training.plan._decoding import DecodePlan
+    from transformer.training.plan._decode_plan import DecodePlan
     from transformer.training.plan._largest_batch import BatchTried
-    from transformer.training.plan._measuring import Measured
-    from transformer.training.plan._planning import Plan
+    from transformer.training.plan._measurement import Measured
     from transformer.training.plan._roofline import Estimate
-    from transformer.training.plan._searching import Tried
-    from transformer.training.plan._serving import ServePlan
+    from transformer.training.plan._search import Tried
+    from transformer.training.plan._serve_plan import ServePlan
     from transformer.training.plan._topologies import Topology
+    from transformer.training.plan._train_plan import Plan
 
 
 UNPRINTED = "the compiler can't print this program"

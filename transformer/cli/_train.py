@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     from transformer.inference._starting import start_from
     from transformer.training import _processes as processes
     from transformer.training._loop import train
-    from transformer.training._profiling import parse_window
+    from transformer.training._profile import parse_window
     from transformer.training._start import check_options, origin_of
 
     window = None if own.profile is None else parse_window(own.profile, recipe.training.steps)

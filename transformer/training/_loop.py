@@ -29,7 +29,7 @@ from transformer.training._memory import EVALUATION, STEP, MemoryWatch
 from transformer.training._memory_check import check_embedding, check_layers
 from transformer.training._memory_check import check_memory as refuse_too_large
 from transformer.training._parallel import Placement, place
-from transformer.training._profiling import Profiler, Window
+from transformer.training._profile import Profiler, Window
 from transformer.training._recipe import Recipe, build_model, to_json
 from transformer.training._settings import schedule_warning
 from transformer.training._signals import StopSignal

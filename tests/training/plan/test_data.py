@@ -18,8 +18,8 @@ from transformer.training._overrides import load_recipe_file
 from transformer.training._state import abstract_state
 from transformer.training.lora import LoRA
 from transformer.training.plan import Generation, without_data
-from transformer.training.plan import _decoding as decoding
-from transformer.training.plan._measuring import made_up_batch
+from transformer.training.plan import _decode_plan as decoding
+from transformer.training.plan._measurement import made_up_batch
 from transformer.training.plan._programs import program
 
 PAIRS = ParallelText(source_path="a", max_source_length=12, max_target_length=10, batch_size=8)

@@ -25,9 +25,9 @@ from transformer.training.plan import (
     parse_generation,
     present_topology,
 )
-from transformer.training.plan import _decoding as decoding
+from transformer.training.plan import _decode_plan as decoding
 from transformer.training.plan import _hlo as hlo
-from transformer.training.plan._measuring import made_up_batch
+from transformer.training.plan._measurement import made_up_batch
 
 
 @pytest.mark.slow
@@ -177,8 +177,8 @@ class TestDecode:
 
 class TestHere:
     def test_figures_of_these_devices_are_timed(self, monkeypatch):
-        monkeypatch.setattr("transformer.training.plan._measuring.MATRIX", 128)
-        monkeypatch.setattr("transformer.training.plan._measuring.COPIED", 2**16)
+        monkeypatch.setattr("transformer.training.plan._measurement.MATRIX", 128)
+        monkeypatch.setattr("transformer.training.plan._measurement.COPIED", 2**16)
         topology, told = present_topology(jax.devices()[:2])
         assert (str(topology), topology.unit) == ("cpu:2", "device")
         assert min(topology.chip.flops, topology.chip.hbm_bandwidth, topology.hbm) > 0
@@ -233,8 +233,8 @@ class TestVerb:
         assert re.search(message, err)
 
     def test_here(self, capsys, monkeypatch):
-        monkeypatch.setattr("transformer.training.plan._measuring.MATRIX", 128)
-        monkeypatch.setattr("transformer.training.plan._measuring.COPIED", 2**16)
+        monkeypatch.setattr("transformer.training.plan._measurement.MATRIX", 128)
+        monkeypatch.setattr("transformer.training.plan._measurement.COPIED", 2**16)
         code = main(["plan", "shakespeare_cpu", "--here", *TINY.split()])
         out, _ = capsys.readouterr()
         assert code == 0
@@ -242,9 +242,9 @@ class TestVerb:
         assert "measured / estimated: " in out
 
     def test_here_nothing_is_run_that_does_not_fit(self, capsys, monkeypatch):
-        monkeypatch.setattr("transformer.training.plan._measuring.MATRIX", 128)
-        monkeypatch.setattr("transformer.training.plan._measuring.COPIED", 2**16)
-        monkeypatch.setattr("transformer.training.plan._measuring.device_bytes", lambda devices: 1e5)
+        monkeypatch.setattr("transformer.training.plan._measurement.MATRIX", 128)
+        monkeypatch.setattr("transformer.training.plan._measurement.COPIED", 2**16)
+        monkeypatch.setattr("transformer.training.plan._measurement.device_bytes", lambda devices: 1e5)
         code = main(["plan", "shakespeare_cpu", "--here", *TINY.split()])
         out, err = capsys.readouterr()
         assert (code, err) == (1, "")

@@ -18,8 +18,8 @@ from transformer.training._flops import batch_rows
 from transformer.training._overrides import load_recipe_file, override
 from transformer.training._state import abstract_state
 from transformer.training.plan import Topology, parse_topology, ranked, search
-from transformer.training.plan import _searching as searching
-from transformer.training.plan._searching import candidates, meshes
+from transformer.training.plan import _search as searching
+from transformer.training.plan._search import candidates, meshes
 
 
 class TestSearch:

@@ -4,15 +4,15 @@ from transformer.training._chips import CHIPS, Chip
 from transformer.training._flops import Flops, batch_shapes, step_flops
 from transformer.training.plan._assumptions import without_data
 from transformer.training.plan._collectives import Collective
-from transformer.training.plan._decoding import DecodePlan, Generation, make_decode_plan, parse_generation
+from transformer.training.plan._decode_plan import DecodePlan, Generation, make_decode_plan, parse_generation
 from transformer.training.plan._hlo import Cost, Program
 from transformer.training.plan._largest_batch import BatchTried, largest_batch
-from transformer.training.plan._measuring import Measured, measure, present_topology
-from transformer.training.plan._planning import Plan, make_plan
+from transformer.training.plan._measurement import Measured, measure, present_topology
 from transformer.training.plan._roofline import Estimate, estimate
-from transformer.training.plan._searching import Candidate, Tried, ranked, search
-from transformer.training.plan._serving import ServePlan, make_serve_plan
+from transformer.training.plan._search import Candidate, Tried, ranked, search
+from transformer.training.plan._serve_plan import ServePlan, make_serve_plan
 from transformer.training.plan._topologies import CompilerError, Topology, parse_topology, topology_devices
+from transformer.training.plan._train_plan import Plan, make_plan
 
 __all__ = [
     "CHIPS",

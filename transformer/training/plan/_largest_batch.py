@@ -11,8 +11,8 @@ from transformer.config._checks import ConfigError
 from transformer.nn._sharding import mesh_sizes, num_row_shards
 from transformer.training._flops import batch_field
 from transformer.training._recipe import Recipe
-from transformer.training.plan._planning import Plan, make_plan
 from transformer.training.plan._topologies import Topology
+from transformer.training.plan._train_plan import Plan, make_plan
 
 PRECISION = 32
 """The search ends when the result is known to 1 / PRECISION of itself, or to the smallest possible change."""

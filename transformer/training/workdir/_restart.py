@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from transformer.config._checks import ConfigError
-from transformer.training import _profiling as profiling
+from transformer.training import _profile as profiling
 from transformer.training import _recipe as recipe
 from transformer.training.metrics import _report as report
 from transformer.training.metrics import _summary as summary

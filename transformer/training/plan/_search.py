@@ -24,9 +24,9 @@ from transformer.training._flops import batch_field, batch_rows, step_flops, ste
 from transformer.training._memory import GIB, logit_bytes
 from transformer.training._recipe import Recipe
 from transformer.training._state import abstract_state
-from transformer.training.plan._planning import Plan, make_plan
 from transformer.training.plan._roofline import estimate
 from transformer.training.plan._topologies import Topology
+from transformer.training.plan._train_plan import Plan, make_plan
 from transformer.training.tasks._table import TASKS
 
 REMATS = tuple(policy for policy in Remat.__args__ if policy != "offload")

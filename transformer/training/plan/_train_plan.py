@@ -11,7 +11,7 @@ from transformer.nn.models._base import count_parameters
 from transformer.training._flops import Flops, batch_shapes, counted, step_flops
 from transformer.training._memory import remedies, times_smaller
 from transformer.training._recipe import Recipe
-from transformer.training.plan._compiling import compile_program
+from transformer.training.plan._compiler import compile_program
 from transformer.training.plan._hlo import Cost, Program
 from transformer.training.plan._programs import program
 from transformer.training.plan._roofline import Estimate, estimate
