@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import importlib
 import itertools
 import re
@@ -336,6 +337,18 @@ def defined(path: Path) -> set[str]:
     """Return the names that a file defines, and the public files in the same folder."""
     own = {member.name for member in members(path.read_text(encoding="utf-8"))}
     return own | {file.stem for file in path.parent.glob("*.py")}
+
+
+def test_files_of_training_do_not_import_each_other_in_circles():
+    """Imports inside of functions and for type checkers count too."""
+    files = {module_of(path): path for path in (PACKAGE / "training").rglob("*.py") if path.name != "__init__.py"}
+    graph = {
+        name: {
+            one for _, found in imports(path.read_text()) for one in (found, found.rpartition(".")[0]) if one in files
+        }
+        for name, path in files.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the circle
 
 
 def test_most_files_are_short():

@@ -339,6 +339,7 @@ class _Training:
 
     @property
     def task(self) -> Task:
+        """Task of the recipe."""
         return TASKS[self.recipe.task]
 
     def run(self) -> None:
@@ -408,9 +409,9 @@ class _Training:
     def evaluate(self) -> None:
         """Evaluate on held-out data and write samples. After a signal, nothing is recorded."""
         step, self.watch.now = self.step, EVALUATION
-        state = self.placement.whole(self.state)
-        eval_step = functools.partial(self.placement.eval_step, reference=self._reference(state))
-        result, text = self.task.evaluate(self._evaluation(self.usable(state), eval_step, step))
+        params, reference = self._params()
+        eval_step = functools.partial(self.placement.eval_step, reference=reference)
+        result, text = self.task.evaluate(self._evaluation(params, eval_step, step))
         if result is not None and not self.stopping():  # otherwise the resumed run evaluates again
             self.ledger.record_evaluation(step, result, self.task.metric(result))
             self.writer.write(step, {f"eval/{name}": value for name, value in result.measures.items()})
@@ -436,9 +437,10 @@ class _Training:
             should_stop=self.stopping,
         )
 
-    def _reference(self, state: TrainState) -> PyTree:
-        """Return the parameters of the reference model; None for a task without one."""
-        return state.base if self.task.keeps_reference(self.recipe) else None
+    def _params(self) -> tuple[PyTree, PyTree]:
+        """Return the parameters to evaluate, and those of the reference model (None for a task without one)."""
+        state = self.placement.whole(self.state)
+        return self.usable(state), state.base if self.task.keeps_reference(self.recipe) else None
 
     def save(self) -> None:
         """Start to save a checkpoint, after all metrics up to its step are on disk."""
@@ -475,13 +477,12 @@ class _Training:
         """Return the summary with measures and texts of the best saved model; unchanged after a signal."""
         if self.stopping():
             return summary
-        recipe, state = self.recipe, self.placement.whole(self.state)
-        params, shown = self.usable(state), self.step
+        recipe, shown, (params, reference) = self.recipe, self.step, self._params()
         if recipe.checkpoint.keep_best and summary.best_step not in (None, shown):
             best = load_run(summary.workdir)
             params, shown = best.params, best.step
         summary = dataclasses.replace(summary, shown_step=shown)
-        run = self._evaluation(params, compiled_eval_step(recipe, self._reference(state)), recipe.training.steps)
+        run = self._evaluation(params, compiled_eval_step(recipe, reference), recipe.training.steps)
         if (results := self.task.report(run, self.own_dir)) is not None:
             summary = dataclasses.replace(summary, **vars(results))
         if summary.measures:

@@ -79,12 +79,12 @@ def parse_generation(text: str | None, recipe: Recipe) -> Generation:
                 f"8:1024:256, got {text!r}."
             )
         wanted = Generation(*map(int, text.split(":")))
-    elif TASKS[recipe.task].source:
+    elif _pairs(recipe):
         wanted = Generation(USUAL_ROWS, data.max_source_length, data.max_target_length)
     else:
         half = max(1, data.sequence_length // 2)
         wanted = Generation(USUAL_ROWS, half, half)
-    pairs, model = TASKS[recipe.task].source, recipe.model
+    pairs, model = _pairs(recipe), recipe.model
     for length, longest in (
         (wanted.new if pairs else wanted.prompt + wanted.new, model.max_length),
         (wanted.prompt if pairs else 0, model.longest_source),
@@ -204,6 +204,10 @@ def _checked_sizes(recipe: Recipe, generation: Generation, num_devices: int) -> 
     return sizes
 
 
+def _pairs(recipe: Recipe) -> bool:
+    return TASKS[recipe.task].source  # the prompt is read by an encoder, and the decoder starts with a begin token
+
+
 def _check_writes(recipe: Recipe) -> None:
     task = TASKS[recipe.task]
     if not task.writes:
@@ -221,7 +225,7 @@ def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh, paged: bool) ->
     def array(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=rows if shape else whole)
 
-    batch, pairs = generation.rows, TASKS[recipe.task].source
+    batch, pairs = generation.rows, _pairs(recipe)
     read = Batch(array(batch, generation.prompt), array(batch))
     model = decoding_model(build_model(recipe))
     # Concrete arrays, so created outside the mesh below, which would place them on devices that don't exist.
@@ -245,7 +249,7 @@ def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh, paged: bool) ->
 
 def _slots(recipe: Recipe, generation: Generation) -> int:
     """Return the number of positions of the cache; in a translation the begin token takes one."""
-    return generation.new + (1 if TASKS[recipe.task].source else generation.prompt)
+    return generation.new + (1 if _pairs(recipe) else generation.prompt)
 
 
 def _costs(text: str | None, num_devices: int) -> tuple[tuple[Cost, Cost] | None, str]:
@@ -297,7 +301,7 @@ def _cache_bytes(recipe: Recipe, generation: Generation, mesh: Mesh) -> int:
         cache = jax.eval_shape(lambda: model.init_cache(generation.rows, _slots(recipe, generation)))
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     config = recipe.model
-    if TASKS[recipe.task].source:
+    if _pairs(recipe):
         # Cross-attention: keys (G, H) and values (G, Hv) of every source token, in every layer of the decoder.
         size = config.kv_heads * (config.size_of_head + config.size_of_value) * jnp.dtype(config.dtype).itemsize
         whole += generation.rows * generation.prompt * size * config.decoder_layers

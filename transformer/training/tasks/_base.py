@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
@@ -21,6 +22,8 @@ from transformer.training._settings import TrainingConfig
 from transformer.training.tasks._chunked_loss import sum_in_chunks, tokens_at_once
 from transformer.training.tasks._evaluation import EvalLoss, Evaluation
 from transformer.training.tasks._losses import Batch, Scalar, correct, cross_entropy
+from transformer.training.tasks._policy_gradient import GRPO
+from transformer.training.tasks._preference import DPO
 from transformer.training.tasks._results import Results
 from transformer.training.tasks._samples import first_words
 
@@ -30,6 +33,9 @@ Sums: TypeAlias = Mapping[str, Scalar]
 """weighted sums over targets, by name: `correct` (number of correct predictions) or `absolute_error`"""
 Shapes: TypeAlias = Mapping[str, Any]
 """a batch: arrays or shapes (B, ...), by name"""
+
+Options: TypeAlias = DPO | GRPO | None
+"""options of a loss that compares the model with a reference model"""
 
 
 class Task(ABC):
@@ -53,7 +59,7 @@ class Task(ABC):
     def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the model, by name, that follow from a batch (inputs, positions and masks)."""
 
-    def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
+    def forward(self, model: nn.Module, variables: PyTree, batch: Batch, **arguments: Any) -> Any:
         """Apply the model with its tree of variables to a batch. Returns the outputs, or the result of `method`."""
         return model.apply(variables, **self.inputs(model.config, batch), **arguments)
 
@@ -174,7 +180,7 @@ class Task(ABC):
         extras = {} if training is None else {"label_smoothing": training.label_smoothing, "z_loss": training.z_loss}
         return cross_entropy(outputs, batch["targets"], batch["weights"], **extras)
 
-    def limited(self, config: TransformerConfig, params: Any) -> Any:
+    def limited(self, config: TransformerConfig, params: PyTree) -> Any:
         """Return the trained parameters after an update, with those that have limits inside them."""
         return params
 
@@ -190,7 +196,7 @@ class Task(ABC):
         """Return whether the state contains the parameters of a reference model."""
         return False
 
-    def options(self, recipe: Any) -> Any:
+    def options(self, recipe: Any) -> Options:
         """Return the part of a recipe with the options of this task, the argument `options` of
         `ReferenceTask.compared`; None for a task whose loss needs no reference model.
         """
@@ -205,7 +211,7 @@ class Task(ABC):
         """Compute the sums that evaluation reports in addition to the loss; `outputs` as in `loss`."""
         return {"correct": correct(outputs, batch["targets"], batch["weights"])}
 
-    def sums(self, model: nn.Module, params: Any, batch: Batch, reference: Any = None, options: Any = None) -> Sums:
+    def sums(self, model: nn.Module, params: PyTree, batch: Batch, reference: PyTree, options: Options) -> Sums:
         """Compute sums over a batch, without dropout.
 
         Args:
@@ -277,7 +283,7 @@ class TokenTask(Task):
 
     each_token = True
 
-    def sums(self, model: nn.Module, params: Any, batch: Batch, reference: Any = None, options: Any = None) -> Sums:
+    def sums(self, model: nn.Module, params: PyTree, batch: Batch, reference: PyTree, options: Options) -> Sums:
         variables, method = {"params": params}, type(model).run_stacks
         hidden, *_ = self.forward(model, variables, batch, deterministic=True, method=method)
         head, parameters = output_head(model, params)
@@ -341,7 +347,7 @@ def row_lengths(weights: Float[Array, "B T"]) -> Array:
     return jnp.where(weights > 0, places, 0).max(1)
 
 
-def output_head(model: nn.Module, params: Any) -> tuple[Callable[..., Outputs], Any]:
+def output_head(model: nn.Module, params: PyTree) -> tuple[Callable[..., Outputs], Any]:
     """Return a function (head parameters, hidden (B, T, D)) -> logits (B, T, V), and the parameters of the head."""
     method = type(model).head
     return lambda params, hidden: model.apply({"params": params}, hidden, method=method), model.head_parameters(params)

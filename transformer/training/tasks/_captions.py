@@ -21,7 +21,7 @@ from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
 from transformer.nn._masks import Mask
 from transformer.nn.models._vision_language import VisionLanguageModel
-from transformer.training.tasks._base import Sums, TokenTask, check_whole_sequences, has_router, target_shapes
+from transformer.training.tasks._base import Options, Sums, TokenTask, check_whole_sequences, has_router, target_shapes
 from transformer.training.tasks._evaluation import Evaluation
 from transformer.training.tasks._exact_match import answer_sums
 from transformer.training.tasks._losses import Batch
@@ -101,7 +101,7 @@ class Captioning(TokenTask):
         given = images is None or kept is None or images.token_id is not None
         return recipe if given else _with_image_token(recipe, kept.token_id)
 
-    def sums(self, model: nn.Module, params: Any, batch: Batch, reference: Any = None, options: Any = None) -> Sums:
+    def sums(self, model: nn.Module, params: PyTree, batch: Batch, reference: PyTree, options: Options) -> Sums:
         return answer_sums(model, params, self.inputs(model.config, batch), batch)
 
     def samples(self, run: Evaluation) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from transformer.nn._axes import Array, DType, Hidden
 from transformer.nn._parameter_axes import axes_of
@@ -62,7 +63,7 @@ def most_at_once(kind: str, vocab_size: int, size: int, vocab_ways: int = 1) -> 
     return max(LOGITS_AT_ONCE[kind] * vocab_ways // vocab_size, int(WIDTHS_AT_ONCE[kind] * size), 1)
 
 
-def sum_in_chunks(function: TokenSum, params: Any, hidden: Hidden, targets: Any, weights: Array, tokens: int) -> Any:
+def sum_in_chunks(function: TokenSum, params: PyTree, hidden: Hidden, targets: Any, weights: Array, tokens: int) -> Any:
     """Return the sums of `function` over all tokens, computed in chunks. Not for differentiation: see `loss_in_chunks`.
 
     Args:
@@ -90,7 +91,7 @@ def sum_in_chunks(function: TokenSum, params: Any, hidden: Hidden, targets: Any,
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
 def loss_in_chunks(
     function: TokenSum,
-    params: Any,
+    params: PyTree,
     hidden: Hidden,
     targets: Any,
     weights: Array,
@@ -183,7 +184,7 @@ def _summed_first(by_params: Any, by_hidden: Hidden) -> tuple[Any, Hidden]:
     return jax.lax.optimization_barrier((jax.tree_util.tree_map_with_path(as_stored, by_params), by_hidden))
 
 
-def _gather_once(params: Any, dtype: DType) -> Any:
+def _gather_once(params: PyTree, dtype: DType) -> Any:
     """Gather the axis D of the head's kernels, in the dtype of its matrix multiplications, before the loop over chunks.
 
     Otherwise the loop would gather them from all devices again for each chunk. The head itself converts its kernels to

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
@@ -100,7 +101,7 @@ class Contrastive(Task):
             )
         check_whole_sequences(self, recipe)
 
-    def limited(self, config: TransformerConfig, params: Any) -> Any:
+    def limited(self, config: TransformerConfig, params: PyTree) -> Any:
         if config.images.similarity != "softmax":
             return params
 

@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError, check_positive, check_whole
 from transformer.config._model import TransformerConfig
@@ -86,7 +87,7 @@ class Teaching:
     """A teacher with its parameters, inside the training step."""
 
     model: nn.Module
-    params: Any
+    params: PyTree
     options: Distill
 
     def with_hidden(self, task: Any, batch: Mapping[str, Any]) -> dict[str, Any]:

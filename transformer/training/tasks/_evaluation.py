@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -77,7 +76,7 @@ def _shown(name: str, value: float) -> str:
 
 def evaluate_loss(
     eval_step: EvalStep,
-    params: Any,
+    params: PyTree,
     batches: Iterable[Batch],
     should_stop: Callable[[], bool] = lambda: False,
     strict: bool = True,

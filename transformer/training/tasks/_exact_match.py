@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from transformer.nn._axes import Array, Bool, Float, Int
 from transformer.training.tasks._base import Sums
@@ -14,7 +15,7 @@ from transformer.training.tasks._log_probabilities import chosen_log_probabiliti
 from transformer.training.tasks._losses import Batch, Scalar
 
 
-def answer_sums(model: nn.Module, params: Any, inputs: dict[str, Any], batch: Batch) -> Sums:
+def answer_sums(model: nn.Module, params: PyTree, inputs: dict[str, Any], batch: Batch) -> Sums:
     """Compute sums over a batch of conversations, without dropout.
 
     Greedy decoding writes an answer exactly if every token of the answer has the highest logit after the tokens before

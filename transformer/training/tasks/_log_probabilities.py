@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from transformer.nn._axes import Array, Float, Hidden, Int
 from transformer.nn._partitioning import num_shards
@@ -16,7 +17,7 @@ from transformer.training.tasks._chunked_loss import tokens_at_once
 
 
 def log_probabilities(
-    model: nn.Module, params: Any, inputs: dict[str, Any], targets: Int[Array, "B T"], **options: Any
+    model: nn.Module, params: PyTree, inputs: dict[str, Any], targets: Int[Array, "B T"], **options: Any
 ) -> tuple[Float[Array, "B T"], dict[str, Array]]:
     """Compute the log-probability of each target, in nats, in float32.
 
@@ -28,7 +29,7 @@ def log_probabilities(
 def token_values(
     function: Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Any],
     model: nn.Module,
-    params: Any,
+    params: PyTree,
     inputs: dict[str, Any],
     targets: Int[Array, "B T"],
     *,

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
@@ -20,6 +21,7 @@ from transformer.nn._masks import Mask
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.training._settings import TrainingConfig
 from transformer.training.tasks._base import (
+    Options,
     Shapes,
     Sums,
     Task,
@@ -59,7 +61,7 @@ class ReferenceTask(Task):
     def keeps_reference(self, recipe: Any) -> bool:
         return True
 
-    def sums(self, model: nn.Module, params: Any, batch: Batch, reference: Any = None, options: Any = None) -> Sums:
+    def sums(self, model: nn.Module, params: PyTree, batch: Batch, reference: PyTree, options: Options) -> Sums:
         loss_sum, weight, others, _ = self.compared(model, params, reference, batch, options, deterministic=True)
         return {"loss_sum": loss_sum, "weight": weight, **others}
 
@@ -67,10 +69,10 @@ class ReferenceTask(Task):
     def compared(
         self,
         model: nn.Module,
-        params: Any,
-        reference: Any,
+        params: PyTree,
+        reference: PyTree,
         batch: Batch,
-        options: Any,
+        options: Options,
         loss_tokens: int | None = None,
         **arguments: Any,
     ) -> tuple[Scalar, Scalar, Sums, Scalar | None]:

@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from transformer.config._model import TransformerConfig
 from transformer.data._config import DataKind
@@ -18,6 +19,7 @@ from transformer.nn.models._encoders import Classifier, MaskedLM
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.training.tasks._base import (
     LabelTask,
+    Options,
     Sums,
     Task,
     TokenTask,
@@ -75,7 +77,7 @@ class SupervisedFineTuning(LanguageModeling):
     targets = "trained tokens"
     try_it = ("generate", "--chat --prompt")
 
-    def sums(self, model: nn.Module, params: Any, batch: Batch, reference: Any = None, options: Any = None) -> Sums:
+    def sums(self, model: nn.Module, params: PyTree, batch: Batch, reference: PyTree, options: Options) -> Sums:
         return answer_sums(model, params, self.inputs(model.config, batch), batch)
 
     def samples(self, run: Evaluation) -> str:

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import flax.linen as nn
+from jaxtyping import PyTree
 
 from transformer.config._progress import counting
 from transformer.data._dataset import Example
@@ -57,7 +58,7 @@ def make_beam(size: int, alpha: float) -> Beam | None:
 
 def translate(
     model: nn.Module,
-    params: Any,
+    params: PyTree,
     tokenizer: Tokenizer,
     sources: Sequence[str],
     *,
