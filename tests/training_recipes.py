@@ -151,10 +151,10 @@ def few_number_words(folder, **fields):
     return NumberWords(data_dir=str(folder), **sizes | fields)
 
 
-def record_drawn_run(recipe, workdir, steps, *, dtype=None, seed=3, known=("fingerprint", "tokenizer")):
+def record_drawn_run(recipe, workdir, steps, *, dtype=None, seed=3):
     """Write a workdir like that of a run, with a checkpoint of random parameters for each of `steps`.
 
-    The checkpoints contain the `known` fingerprints of data and tokenizer. Nothing is trained, and little is compiled.
+    Nothing is trained, and little is compiled.
     """
     dataset = prepare(recipe.data)
     recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
@@ -167,9 +167,8 @@ def record_drawn_run(recipe, workdir, steps, *, dtype=None, seed=3, known=("fing
     record_run(recipe, dataset, workdir)
     with Checkpointer(workdir, keep_last=len(steps)) as checkpoints:
         for number, step in enumerate(steps):
-            prints = {"fingerprint": dataset.fingerprint, "tokenizer": tokenizer_fingerprint(dataset.tokenizer)}
-            state, data = jax.tree.map(drawn, shapes), {k: v for k, v in prints.items() if k in known}
-            checkpoints.save(step, state, data=data, recipe=to_json(recipe), metric=float(number))
+            data = {"fingerprint": dataset.fingerprint, "tokenizer": tokenizer_fingerprint(dataset.tokenizer)}
+            checkpoints.save(step, jax.tree.map(drawn, shapes), data=data, recipe=to_json(recipe), metric=float(number))
     return workdir
 
 

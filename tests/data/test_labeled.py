@@ -1,8 +1,6 @@
 """Labeled texts: which of them are held out, and classes that a split lacks."""
 
 import dataclasses
-import functools
-import json
 import random
 
 import numpy as np
@@ -10,12 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer.config import ConfigError, TransformerConfig
+from transformer.config import ConfigError
 from transformer.data import ImageFile, LabeledText, TokenizerConfig, prepare
 from transformer.data._labeled import hold_out
-from transformer.training._recipe import Recipe, save_recipe
-from transformer.training._serial import decode, encode
-from transformer.training.workdir._runs import WorkdirError, open_run
 
 WORDS = TokenizerConfig(kind="word")
 
@@ -70,37 +65,6 @@ def test_properties_of_the_choice(rows, share):
     again = hold_out([texts[i] for i in order], [labels[i] for i in order], share)
     if len(set(rows)) == len(rows):
         assert again == [chosen[i] for i in order]
-
-
-def test_a_recipe_of_an_earlier_version_keeps_its_data():
-    """The end of the file was held out, before there was a choice."""
-    values = encode(LabeledText(path="a.tsv"))
-    assert decode(LabeledText, values, "recipe").hold_out is None
-    del values["hold_out"]
-    assert decode(LabeledText, values, "recipe").hold_out == "end"
-
-
-@pytest.mark.parametrize("given", [None, "by_class"])
-def test_a_run_of_an_earlier_version_is_resumed_on_its_data(tmp_path, given):
-    """The command that started it names no `hold_out`; another one is refused, because it is other data."""
-    options = {"model": TransformerConfig(d_model=8, num_layers=1, num_heads=1, d_ff=8, position="rotary")}
-    data = LabeledText(path=table(tmp_path / "a.tsv", SORTED[40:]), tokenizer=WORDS, hold_out=given)
-    old = {"data": dataclasses.replace(data, labels=("no", "yes"), hold_out="end")}
-    old |= {"model": options["model"].replace(**{"output.num_classes": 2, "vocab_size": None})}
-    save_recipe(Recipe(name="x", **old), tmp_path)
-    values = json.loads((tmp_path / "recipe.json").read_text())
-    del values["recipe"]["data"]["hold_out"]
-    (tmp_path / "recipe.json").write_text(json.dumps(values))
-    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
-    opened = functools.partial(open_run, Recipe(name="x", data=data, **options), tmp_path, say=print)
-    if given is None:
-        with pytest.warns(UserWarning, match="no example of the class 'yes'"):
-            recipe, dataset = opened()
-        assert recipe.data.hold_out == "end"
-        assert [one.source for one in dataset.examples()] == [f"bad {i}" for i in range(26, 30)]
-    else:
-        with pytest.raises(WorkdirError, match=r"data\.hold_out: 'end' -> 'by_class'"):
-            opened()
 
 
 def test_a_class_that_a_split_lacks(tmp_path):

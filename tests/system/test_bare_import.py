@@ -23,7 +23,7 @@ import jax
 import transformer
 from transformer import CausalLM, TransformerConfig
 
-gpt2 = {"position": "learned", "max_length": 5, "norm_epsilon": 1e-5, "scale_embeddings": False}
+gpt2 = {"position": "learned", "max_length": 5, "norm_epsilon": 1e-5, "embedding.scale": False}
 config = TransformerConfig(vocab_size=7, d_model=6, num_heads=2, num_layers=1, activation="gelu_tanh", **gpt2)
 params = jax.jit(CausalLM(config).init)(jax.random.key(0), jax.numpy.zeros((1, 1), int))["params"]
 transformer.save(CausalLM(config), params, "saved")
@@ -131,69 +131,6 @@ def test_every_public_name_is_found():
     assert set(transformer.__all__) <= set(dir(transformer))
     with pytest.raises(AttributeError, match=r"'transformer'.*'CausalML'"):
         transformer.CausalML  # noqa: B018
-
-
-# Every module by the names that it had: nn's and a few others lay in the package itself, and none was private.
-MOVED = """
-import importlib, pathlib, pickle, sys, warnings
-import transformer
-
-root = pathlib.Path(transformer.__file__).parent
-private = {}
-for path in sorted(root.rglob("_[a-z]*.py")):
-    *room, name = path.relative_to(root).with_suffix("").parts
-    private[".".join([*room, name[1:]])] = ".".join(["transformer", *room, name])
-for path, name in transformer._RENAMED.items():
-    private[path.replace("/", ".")] = ".".join(["transformer", *path.split("/")[:-1], name])
-current = private | {"training.lora": "transformer.training.lora", "nn.compat": "transformer.nn.compat"}
-rooms = ("nn.kernels", "nn.models", "training.plan", "viz.studies", "zoo.weights")
-current |= {room: f"transformer.{room}" for room in rooms}
-old = dict(private)
-old |= {name.removeprefix("nn."): new for name, new in current.items() if name.startswith("nn.")}
-old |= {name: current[new] for name, new in transformer._MOVED.items()}
-assert len(old) > 200, len(old)
-for name, new in sorted(old.items(), key=lambda pair: pair[0].count(".")):  # parents first
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module = importlib.import_module(f"transformer.{name}")
-    room, _, private = new.partition("._")
-    told = f"private: import its public names from {room}" if private else f"now {new}: import that"
-    assert [str(w.message) for w in caught if w.category is DeprecationWarning] == [
-        f"transformer.{name} is {told}. The former name works for one release."
-    ], (name, [str(w.message) for w in caught])
-    assert module is importlib.import_module(new) is sys.modules[f"transformer.{name}"], name
-    assert module.__name__ == module.__spec__.name == new, name
-ours = [module for name, module in sys.modules.items() if name.startswith("transformer")]
-for room in [module for module in ours if hasattr(module, "__path__")]:
-    modules = {name for name in room.__all__ if isinstance(getattr(room, name), type(sys))}
-    assert modules <= {"compat", "lora", "runtime"}, (room, modules)  # no old name hides what is exported
-
-warnings.simplefilter("ignore")
-import transformer.nn.attention as attention
-from transformer.kernels import chunked_attention
-from transformer.kernels.chunked import blockwise_attention
-from transformer.nn import MultiHeadAttention, masks
-from transformer.nn.kernels import _blockwise
-from transformer.viz.studies import sizes
-from transformer.viz.studies.sizes import Size
-assert chunked_attention is blockwise_attention is _blockwise.blockwise_attention
-assert attention.MultiHeadAttention is MultiHeadAttention
-assert sizes.__name__ == "sizes" and Size.__module__ == "transformer.viz.studies._sizes"
-assert pickle.loads(b"ctransformer.nn.attention\\nMultiHeadAttention\\n.") is MultiHeadAttention
-missing_ones = ("transformer.nothing", "transformer.nn.nothing", "transformer.nn.attention.nothing")
-for missing in (*missing_ones, "transformer._masks"):
-    try:
-        importlib.import_module(missing)
-    except ModuleNotFoundError as error:
-        assert missing.rpartition(".")[2] in str(error), error
-    else:
-        raise AssertionError(missing)
-"""
-
-
-def test_modules_are_found_by_their_old_names(tmp_path):
-    done = run(sys.executable, MOVED, tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_program_starts_once_more_before_it_imports_jax():

@@ -18,23 +18,23 @@ from transformer.training.metrics._writer import read_metrics
 from transformer.training.workdir._runs import load_run
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
-COMMITS = ["51eea07", "ecf83ea"]
+RUNS = ["0.2.0-encoder_decoder", "0.2.0-decoder"]
 
-pytestmark = [pytest.mark.parametrize("commit", COMMITS)]
+pytestmark = [pytest.mark.parametrize("run", RUNS)]
 
 
 @pytest.fixture
-def workdir(commit, tmp_path):
+def workdir(run, tmp_path):
     """The workdir of a run of six steps by that version."""
-    with tarfile.open(FIXTURES / f"{commit}.tar.xz") as archive:
+    with tarfile.open(FIXTURES / f"{run}.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
-    return tmp_path / commit
+    return tmp_path / run
 
 
 @pytest.fixture
-def recorded(commit):
+def recorded(run):
     """The values that that version computed from it."""
-    return json.loads((FIXTURES / f"{commit}.json").read_text())
+    return json.loads((FIXTURES / f"{run}.json").read_text())
 
 
 @pytest.mark.programs(20, reason="it restores a checkpoint of an earlier version")

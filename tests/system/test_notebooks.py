@@ -108,7 +108,8 @@ def test_train_and_resume(tmp_path, folder):
     """A short run on numbers of two digits, with a lock left by a machine that disappeared."""
     workdir = folder / "runs" / "number_words"
     workdir.mkdir(parents=True)
-    (workdir / ".lock").write_text(json.dumps({"pid": os.getpid(), "host": "gone", "started": "boot a tick 1"}))
+    holder = {"pid": os.getpid(), "host": "gone", "started": "boot a tick 1", "since": "2026-01-02 03:04:05 UTC"}
+    (workdir / ".lock").write_text(json.dumps(holder))
     notebook = with_parameters(read(TRAINING), CHANGES=QUICK, MORE_STEPS=20, PROMPT="forty-two")
     out = execute(check(notebook, TRAINING_CHECK), tmp_path, folder)
     assert "installing" not in printed(out["versions"])

@@ -40,7 +40,8 @@ with lock.WorkdirLock(sys.argv[1]):
 
 
 def write_record(workdir, **changes):
-    record = {"pid": os.getpid(), "host": socket.gethostname(), "started": module._started(os.getpid())} | changes
+    record = {"pid": os.getpid(), "host": socket.gethostname(), "started": module._started(os.getpid())}
+    record |= {"since": "2026-01-02 03:04:05 UTC"} | changes
     workdir.mkdir(exist_ok=True)
     (workdir / ".lock").write_text(json.dumps(record))
 
@@ -89,7 +90,7 @@ def test_of_a_pid_used_again_is_taken_over(tmp_path, capfd):
 
 
 def test_of_another_host_stays(tmp_path):
-    write_record(tmp_path, pid=1234, host="far-away", since="2026-01-02 03:04:05 UTC")
+    write_record(tmp_path, pid=1234, host="far-away")
     os.utime(tmp_path / ".lock", (time.time() - 10_000,) * 2)
     message = r"by process 1234 on host far-away \(locked 2026-01-02 03:04:05 UTC\); last activity 2 hours ago\."
     with pytest.raises(WorkdirInUseError, match=rf"{message}.*--take-over \(in"):
@@ -111,7 +112,7 @@ def test_the_last_activity_is_that_of_metrics_or_checkpoints(tmp_path, name, sec
 
 
 def test_of_another_host_is_taken_over_on_request(tmp_path, capfd):
-    write_record(tmp_path, pid=1234, host="far-away", since="2026-01-02 03:04:05 UTC")
+    write_record(tmp_path, pid=1234, host="far-away")
     with WorkdirLock(tmp_path, take_over=True):
         err = capfd.readouterr().err
         whose = "from process 1234 on host far-away (locked 2026-01-02 03:04:05 UTC); last activity"
@@ -137,7 +138,7 @@ def test_the_first_holder_notices_a_take_over(tmp_path):
     mine.acquire()
     mine.check()
     write_record(tmp_path, pid=4321, host="far-away")  # as if --take-over was passed on another host
-    with pytest.raises(WorkdirInUseError, match=r"process 4321 on host far-away has taken over .* without saving"):
+    with pytest.raises(WorkdirInUseError, match=r"process 4321 on host far-away .* has taken over .* without saving"):
         mine.check()
     mine.release()
     assert json.loads((tmp_path / ".lock").read_text())["pid"] == 4321
@@ -220,7 +221,7 @@ def test_one_that_slept_before_it_wrote_its_name_does_not_take_it_back(tmp_path,
         WorkdirLock(tmp_path).acquire()
 
 
-@pytest.mark.parametrize("content", ['{"pid": 12', "[]", '{"pid": "12", "host": "a", "started": "b"}'])
+@pytest.mark.parametrize("content", ['{"pid": 12', "[]", '{"pid": "12", "host": "a", "started": "b", "since": "c"}'])
 def test_damaged(tmp_path, monkeypatch, capfd, content):
     monkeypatch.setattr(module, "_PATIENCE", 0.1)
     (tmp_path / ".lock").write_text(content)

@@ -190,7 +190,8 @@ class TestStates:
             assert in_use(workdir)
             assert "running, step 4 of 8" in page_of(workdir).words
         assert not in_use(workdir)
-        (workdir / ".lock").write_text(json.dumps({"pid": 1, "host": socket.gethostname(), "started": "long ago"}))
+        holder = {"pid": 1, "host": socket.gethostname(), "started": "long ago", "since": "2026-01-02 03:04:05 UTC"}
+        (workdir / ".lock").write_text(json.dumps(holder))
         assert not in_use(workdir)
 
     def test_a_line_that_a_kill_cut_short(self, tmp_path):

@@ -120,7 +120,7 @@ def _evaluate_run(command: Evaluate) -> None:
 
 def _is_training_data(command: Evaluate, run: Run, dataset: Dataset) -> bool:
     """Return whether the data is that of the training; warn if it is not."""
-    same = run.fingerprint is None or dataset.is_known_as(run.fingerprint)
+    same = dataset.fingerprint == run.fingerprint
     if not same:
         warnings.warn(
             f"the data differs from the training data of {command.directory} (expected fingerprint "

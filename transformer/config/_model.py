@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from transformer.config._options import (
     T5BiasOptions,
 )
 from transformer.config._parts import FeedForwardActivation, Images, Layer, LayerKind, Patches, RotaryScaling, Series
-from transformer.config._paths import Convert, reads_former_names, with_paths
+from transformer.config._paths import with_paths
 
 Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm"]
 NormPosition = Literal["pre", "post", "pre_without_residual", "sandwich", "reordered", "parallel"]
@@ -39,53 +38,7 @@ Experts = Literal["auto", "blockwise", "ragged", "megablox"]
 QuantizedProducts = Literal["none", "int8", "int8_full", "fp8", "fp8_full"]
 
 
-_HEADS = ("head_dim", "value_dim", "qk_norm", "qk_norm_scope", "causal", "mla")
-_ADDED_LATER = ("output_gate", "qk_norm_scale", "value_norm")  # never had a name outside `attention`
-
-_FORMER = {
-    **{
-        field.name if field.name in _HEADS else f"attention_{field.name}": f"attention.{field.name}"
-        for field in dataclasses.fields(AttentionOptions)
-        if field.name not in _ADDED_LATER
-    },
-    **{f"rotary_{name}": f"rotary.{name}" for name in ("base", "dim", "scaling")},
-    "relative_buckets": "t5_bias.buckets",
-    "relative_max_distance": "t5_bias.max_distance",
-    "position_table_per_layer": "t5_bias.per_layer",
-    "scale_embeddings": "embedding.scale",
-    "embedding_norm": "embedding.norm",
-    "tie_embeddings": "embedding.tie",
-    **{name: f"embedding.{name}" for name in ("token_types", "source_vocab_size", "source_max_length")},
-    **{name: f"stack.{name}" for name in ("num_encoder_layers", "num_decoder_layers", "final_norm")},
-    **{name: f"stack.{name}" for name in ("prefix", "period", "suffix")},
-    **{name: f"output.{name}" for name in ("num_classes", "pooling")},
-    "normalize_embeddings": "output.normalize",
-    "head_transform": "output.transform",
-    "output_bias": "output.bias",
-    "logit_scale": "output.scale",
-    "logit_softcap": "output.softcap",
-    "patches": "input",
-    "series": "input",
-    "mel_bins": "input",
-}
-"""field names of version 0.1 and earlier -> paths of the fields that replace them"""
-
-
-def _input(kind: type) -> Convert:
-    """Return the conversion of a former field for one kind of input, such as `patches`, to `input`.
-
-    None removes the current input only if it is of this kind.
-    """
-
-    def convert(value: Any, now: Any) -> Any:
-        if value is None:
-            return None if isinstance(now, kind) else now
-        return Speech(mel_bins=value) if kind is Speech else value
-
-    return convert
-
-
-@with_paths(_FORMER, {"patches": _input(Patches), "series": _input(Series), "mel_bins": _input(Speech)})
+@with_paths
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Config of a transformer model: its sizes and the variant of each component.
@@ -554,25 +507,9 @@ class TransformerConfig:
         """
         names = [field.name for field in dataclasses.fields(self)]
         for name in changes:
-            if name.partition(".")[0] not in (*names, *self.former_names):
+            if name.partition(".")[0] not in names:
                 raise ConfigError(f"TransformerConfig has no field {name!r}.{nearest(name, names)}")
         return dataclasses.replace(self, **changes)
-
-
-FORMER_KERNEL_NAMES = {"chunked": "blockwise", "gathered": "all_gather_kv", "sliced": "query_chunked"}
-"""attention kernels that were renamed after version 0.1: old name -> new name"""
-
-
-def current_kernel_name(name: str) -> str:
-    """Return the current name of an attention kernel; emit a DeprecationWarning if `name` is from version 0.1.
-
-    There is no warning while files of earlier versions are read (`former_names_accepted`).
-    """
-    new = FORMER_KERNEL_NAMES.get(name, name)
-    if new != name and not reads_former_names():
-        text = f"the attention kernel {name!r} is now called {new!r}. The former name works for one release."
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
-    return new
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -628,4 +565,3 @@ class Execution:
                 f"quantization_paths selects the matrix multiplications that are quantized, got "
                 f"{', '.join(self.quantization_paths)}, but quantization is 'none'. Set quantization, or remove it."
             )
-        object.__setattr__(self, "attention", current_kernel_name(self.attention))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from transformer.config._checks import ConfigError, check_choices, check_flags, check_positive, check_range, check_whole
-from transformer.config._paths import with_paths
 
 Activation = Literal["relu", "gelu_tanh", "gelu_erf", "quick_gelu", "silu", "tanh", "relu2"]
 FeedForwardActivation = Literal[Activation, "swiglu_clamped"]
@@ -111,7 +110,6 @@ class RotaryScaling:
         return self.kind in ("dynamic", "longrope")
 
 
-@with_paths({"selection_bias": "e_score_correction_bias", "weights_scale": "routed_scaling_factor"})
 @dataclass(frozen=True, kw_only=True)
 class MoE:
     """Mixture of experts: a feed-forward layer whose router selects `top_k` of `num_experts` experts for each token
@@ -208,15 +206,6 @@ class MoE:
             )
 
 
-@with_paths(
-    {
-        "kv_rank": "kv_lora_rank",
-        "query_rank": "q_lora_rank",
-        "plain_dim": "qk_nope_head_dim",
-        "rotary_dim": "qk_rope_head_dim",
-        "value_dim": "v_head_dim",
-    }
-)
 @dataclass(frozen=True, kw_only=True)
 class MLA:
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).

@@ -63,10 +63,6 @@ class Dataset(ABC):
         """Name of the training task, one of `training.tasks.TASKS`."""
         return self.config.task
 
-    def is_known_as(self, fingerprint: str) -> bool:
-        """Return whether a fingerprint, computed by this or an earlier version, identifies this data."""
-        return fingerprint == self.fingerprint
-
     @property
     @abstractmethod
     def splits(self) -> tuple[str, ...]:

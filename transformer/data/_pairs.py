@@ -192,19 +192,6 @@ class PairDataset(Dataset):
             row_multiple=self.config.row_multiple,
         )
 
-    def is_known_as(self, fingerprint: str) -> bool:
-        """Return whether a fingerprint identifies this data.
-
-        The first versions hashed the texts of a split as one list: compute their fingerprint as well.
-        """
-        if fingerprint == self.fingerprint:
-            return True
-        as_first = {
-            split: [text for pair in pairs for text in (pair.source, pair.target)]
-            for split, pairs in self._pairs.items()
-        }
-        return fingerprint == self._fingerprint(as_first)
-
     def _fingerprint(self, texts: dict) -> str:
         settings = [self.config.kind, self.max_source_length, self.max_target_length, self.tokenizer.state()]
         arrays = [ragged.values for side in (self._sources, self._targets) for ragged in side.values()]

@@ -10,7 +10,6 @@ import itertools
 import os
 import sys
 import types
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,7 +17,6 @@ import tyro
 
 from transformer.config._checks import ConfigError, boxed_message
 from transformer.config._local_paths import local_path
-from transformer.config._model import TransformerConfig
 from transformer.config._recipe_files import bundled, find_recipe, recipe_files
 from transformer.data._pipeline import check_local_paths
 from transformer.training._option_hints import suggestion
@@ -105,7 +103,7 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
             a remote path.
         SystemExit: --help was printed (code 0).
     """
-    recipe, arguments = _with_groups(recipe, [_current_option(argument) for argument in arguments])
+    recipe, arguments = _with_groups(recipe, list(arguments))
     captured = io.StringIO()
     unknown = _unknown_option(recipe, arguments)
     if unknown:
@@ -138,21 +136,6 @@ def _with_group_options(message: str, recipe: Recipe) -> str:
     if given in _options(recipe):
         return f"{given} is not set in this recipe, and has no option. Set it in a recipe file: docs/tutorial.md."
     return message
-
-
-def _current_option(argument: str) -> str:
-    """Return a command-line argument with the former name of a model field replaced by the current name."""
-    option, equals, value = argument.partition("=")
-    group, _, path = option.removeprefix("--").partition(".")
-    name, dot, rest = path.partition(".")
-    name = name.replace("-", "_")
-    if group != "model" or not option.startswith("--") or name not in TransformerConfig.former_names:
-        return argument
-    new = "input.mel_bins" if name == "mel_bins" else TransformerConfig.former_names[name]
-    current = f"--model.{new}{dot}{rest}".replace("_", "-")
-    # Not a DeprecationWarning: Python hides those from users by default.
-    warnings.warn(f"{option} is now {current}. The former name works for one release.", FutureWarning, stacklevel=2)
-    return f"{current}{equals}{value}"
 
 
 def _with_groups(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str]]:

@@ -1,7 +1,8 @@
-"""Serialize frozen dataclasses to JSON and back. A missing, unknown or mistyped field is an error.
+"""Serialize frozen dataclasses to JSON and back. An unknown or mistyped field is an error.
 
 Every dataclass becomes a JSON object with its tag under the key `class` (a Python keyword, so never a field): the class
-attribute `kind` if there is one, otherwise the class name. Decoding follows the type hints.
+attribute `kind` if there is one, otherwise the class name. Decoding follows the type hints; a missing field takes its
+default, so that a file lacks no field that was added after it was written.
 """
 
 from __future__ import annotations
@@ -10,58 +11,12 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Union
 
 from transformer.config._checks import ConfigError, nearest
-from transformer.config._parts import Patches, Series
-from transformer.config._paths import former_names_accepted
 
 TAG = "class"
-
-FORMER_DEFAULTS: dict[str, dict[str, Any]] = {"labeled_text": {"hold_out": "end"}}
-"""values of newer fields with which a recipe of an earlier version means the same as when it was written"""
-
-LATER = {
-    "EmbeddingOptions": ("width", "per_layer_width", "per_layer_vocab_size"),
-    "EvaluationConfig": ("beam_size", "beam_alpha"),
-    "Execution": ("sow_weights", "experts", "quantization", "quantization_paths"),
-    "json_lines": ("packing",),
-    "labeled_text": ("hold_out",),
-    "ImageProcessor": ("multiple", "min_pixels", "max_pixels", "max_patches"),
-    "AttentionOptions": ("output_gate", "qk_norm_scale", "value_norm"),
-    "LayerKind": (
-        *("self_attention", "moe", "attention_norm", "rotary", "gated_delta", "chunk", "temperature", "qk_norm"),
-        *("head_dim", "num_kv_heads", "keys_as_values", "stores_kv", "reads_kv", "d_ff", "within_segments"),
-    ),
-    "LoggingConfig": ("writers", "project"),
-    "LoRA": ("rslora", "dora", "base"),
-    "MoE": (
-        *("router_bias", "scoring", "e_score_correction_bias", "num_groups", "top_groups", "routed_scaling_factor"),
-        *("shared_d_ff", "shared_gate", "router_norm", "expert_scale", "beside_dense", "scale_inputs"),
-    ),
-    "OptimizerConfig": ("decay_fraction",),
-    "OutputOptions": ("pooler", "num_targets", "target_range"),
-    "Patches": ("class_token", "distillation_token", "registers", "drop_remainder", "resize_positions"),
-    "StackOptions": ("layer_scale", "layer_scalar", "encoder_num_heads", "encoder_d_ff"),
-    "ParallelConfig": (
-        *("coordinator", "num_processes", "process_id", "patience", "dcn", "optimizer_memory_host_offload"),
-    ),
-    **dict.fromkeys(("number_words", "parallel_text"), ("batch_tokens", "buckets", "row_multiple", "packed_length")),
-    "Recipe": ("parallel", "lora", "dpo", "grpo", "distill", "origin"),
-    "RotaryOptions": ("sections", "restart_frequencies"),
-    "RotaryScaling": ("attention_factor", "truncate", "short_factors", "long_factors", "share"),
-    "TrainingConfig": ("z_loss", "loss_tokens", "spike_policy", "spike_deviations", "embedding_gradient_dtype"),
-    "TransformerConfig": (
-        *("attention_biases", "embedding_norm", "source_max_length", "position_table_per_layer", "token_types"),
-        *("head_transform", "output_bias", "logit_scale", "qk_norm_scope", "causal", "normalize_embeddings", "patches"),
-        *("mel_bins", "mla", "series", "final_norm", "input"),
-    ),
-}
-"""fields that were added to a class later, so that older files lack them; they then have their default"""
-
-FORMER_TYPES = {"patches": Patches | None, "series": Series | None, "mel_bins": int | None}
-"""former fields whose type differs from the field that replaces them"""
 
 
 def tag_of(cls: type) -> str:
@@ -132,36 +87,20 @@ def _choose(choices: Mapping[str, type], value: Any, where: str) -> type:
 
 def _decode_dataclass(cls: type, value: dict, where: str) -> Any:
     names = [field.name for field in dataclasses.fields(cls)]
-    former: dict[str, str] = getattr(cls, "former_names", {})
     for name in value:
-        if name not in names and name not in former and name != TAG:
+        if name not in names and name != TAG:
             raise ConfigError(f"{where} has an unknown field {name!r:.80}.{nearest(name, names)}")
-    later = [name for name in LATER.get(tag_of(cls), ()) if name not in value]
-    missing = [name for name in names if name not in value and name not in later]
-    missing = [name for name in missing if not _has_former(former, name, value, later)]
+    missing = [field.name for field in dataclasses.fields(cls) if _is_required(field) and field.name not in value]
     if missing:
         raise ConfigError(
             f"{where} lacks {', '.join(missing)}: it was written by a different version, or is incomplete."
         )
-    value = FORMER_DEFAULTS.get(tag_of(cls), {}) | value
-    decoded = {name: decode(_hint(cls, name), value[name], f"{where}.{name}") for name in value if name != TAG}
-    with former_names_accepted():
-        return cls(**decoded)
+    hints = _hints(cls)
+    return cls(**{name: decode(hints[name], value[name], f"{where}.{name}") for name in value if name != TAG})
 
 
-def _has_former(former: Mapping[str, str], name: str, value: Mapping[str, Any], later: Sequence[str]) -> bool:
-    """Return whether `value` has the former fields that the field `name` replaces."""
-    replaced = [old for old, path in former.items() if path.partition(".")[0] == name]
-    return bool(replaced) and all(old in value or old in later for old in replaced)
-
-
-def _hint(cls: type, name: str) -> Any:
-    """Return the type of a field, given its current or a former name."""
-    if name in FORMER_TYPES and name in getattr(cls, "former_names", {}):
-        return FORMER_TYPES[name]
-    for part in getattr(cls, "former_names", {}).get(name, name).split("."):
-        cls = _hints(cls)[part]
-    return cls
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 @functools.cache

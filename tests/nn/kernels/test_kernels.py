@@ -14,9 +14,7 @@ from attention_specs import attention_spec
 from jax.sharding import AxisType
 from kernel_parts import assert_close, ints, normal, numbers, put
 
-from transformer.config import ConfigError, Execution
-from transformer.config._paths import former_names_accepted
-from transformer.nn import kernels
+from transformer.config import ConfigError
 from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn.kernels import (
@@ -234,21 +232,6 @@ def test_a_cpu_can_not_run_cudnn():
     request = attention_spec(8, dtype=jnp.bfloat16)
     with pytest.raises(ConfigError, match=r"NVIDIA GPUs.*query_chunked"):
         choose("cudnn", request)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [("chunked", "blockwise"), ("sliced", "query_chunked"), ("gathered", "all_gather_kv")]
-)
-def test_names_of_version_0_1_work_with_a_warning(old, new):
-    with pytest.warns(DeprecationWarning, match=rf"'{old}'.*'{new}'"):
-        assert Execution(attention=old).attention == new
-    with pytest.warns(DeprecationWarning, match=rf"'{old}'.*'{new}'"):
-        assert getattr(kernels, f"{old}_attention") is kernels.ALL_KERNELS[new].run
-    with former_names_accepted():  # files of earlier versions: a warning would be an error in the tests
-        assert Execution(attention=old).attention == new
-    spec = attention_spec(8, length_shards=2 if new == "all_gather_kv" else 1)
-    with pytest.warns(DeprecationWarning, match=rf"'{old}'.*'{new}'"):
-        assert choose(old, spec) == new
 
 
 def test_a_kernel_that_can_not_serve_says_which_can():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from transformer.config._checks import ConfigError, check_choice
 from transformer.data._config import check_path, check_share
-from transformer.data._labeled import Labeled, LabeledConfig, LabeledDataset, hold_out, numbered
+from transformer.data._labeled import Labeled, LabeledConfig, hold_out, numbered
 from transformer.data._local_files import cut, read_labeled
-from transformer.data._tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +27,9 @@ class LabeledText(LabeledConfig):
     """path of a second file for evaluation (None: hold out a part of the training file)"""
     validation_share: float = 0.1
     """without validation_path: fraction of the training file to hold out for evaluation"""
-    hold_out: Literal["by_class", "end"] | None = None
+    hold_out: Literal["by_class", "end"] = "by_class"
     """without validation_path: by_class: the share of each class, chosen by a hash of the text; end: the end of the
-    file; None: by_class, and in a run of an earlier version, end"""
+    file"""
     text_column: str = "sentence"
     """name of the text column"""
     label_column: str = "label"
@@ -41,17 +39,12 @@ class LabeledText(LabeledConfig):
         super().__post_init__()
         check_path(self, "path")
         check_share(self, "validation_share")
-        check_choice("hold_out", self.hold_out or "end", ("by_class", "end"))
+        check_choice("hold_out", self.hold_out, ("by_class", "end"))
         if not self.text_column or not self.label_column or self.text_column == self.label_column:
             raise ConfigError(
                 f"text_column and label_column must be two different columns, got {self.text_column!r} and "
                 f"{self.label_column!r}."
             )
-
-    def prepare(self, tokenizer: Tokenizer | None = None) -> LabeledDataset:
-        """Return the dataset, whose config has `hold_out` filled in. Raises the errors of `DataKind.prepare`."""
-        decided = dataclasses.replace(self, hold_out=self.hold_out or "by_class")
-        return super(LabeledText, decided).prepare(tokenizer)
 
     def read(self) -> Labeled:
         """Return the texts; without validation_path, a part of them is held out (`hold_out`).

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from transformer.config._checks import ConfigError, nearest
-from transformer.config._model import FORMER_KERNEL_NAMES, Execution, current_kernel_name
+from transformer.config._model import Execution
 from transformer.nn._jax_compat import inside_pmap
 from transformer.nn._partitioning import has_mesh, platform
 from transformer.nn.kernels import _cudnn as cudnn
@@ -158,7 +158,6 @@ def choose(implementation: str, spec: AttentionSpec) -> str:
         ConfigError: if the name is unknown, or if the kernel does not support the call or does not compile for the
             current devices. The message lists the kernels that support the call.
     """
-    implementation = current_kernel_name(implementation)
     if implementation == "auto":
         name = _fastest(spec)
         _log_once(
@@ -218,14 +217,6 @@ def choose_paged(implementation: str, spec: AttentionSpec, cache: Any) -> str:
     sizes = f"{spec.shapes.num_queries} x {spec.shapes.num_keys} scores per head"
     _log_once(f"{sizes} in pages of {cache.page_size} on {platform()}: auto selects {chosen}{why}")
     return chosen
-
-
-def __getattr__(name: str) -> Callable:
-    """Return a kernel function by its name in version 0.1, such as `chunked_attention`."""
-    kernel = name.removesuffix("_attention")
-    if kernel not in FORMER_KERNEL_NAMES or kernel == name:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return ALL_KERNELS[current_kernel_name(kernel)].run
 
 
 def portable(execution: Execution) -> Execution:

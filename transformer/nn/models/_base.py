@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,12 +112,6 @@ class Model(nn.Module):
         """Return logits (B, T, V) and aux, the layers' terms of the training loss; takes the arguments of a call."""
         x, _, aux = self.run_stacks(*inputs, **options)
         return self.head(x), aux
-
-    def hidden_with_aux(self, *inputs: Any, **options: Any) -> tuple[Hidden, Aux]:
-        """Deprecated: use `run_stacks`, which also returns the cache. Removed in the next minor release."""
-        warnings.warn("hidden_with_aux is deprecated, use run_stacks.", DeprecationWarning, stacklevel=2)
-        x, _, aux = self.run_stacks(*inputs, **options)
-        return x, aux
 
     @nn.nowrap
     def head_parameters(self, params: Mapping[str, Any]) -> dict[str, Any]:

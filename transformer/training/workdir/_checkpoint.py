@@ -399,27 +399,14 @@ def _root(workdir: str | os.PathLike) -> Path:
 
 def _restore(directory: Path, manifest: dict[str, Any], abstract: PyTree) -> PyTree:
     wanted, saved = arrays.flatten(abstract), arrays.described(manifest["state"])
-    narrow = _narrow_averages(saved, wanted)
-    if lines := arrays.differences(saved, wanted | narrow):
+    if lines := arrays.differences(saved, wanted):
         listed = "\n  ".join(lines)
         raise CheckpointError(
             f"{directory} does not match this model and optimizer, {len(lines)} difference(s):\n  {listed}\n"
             "Use the recipe of this run, or another workdir."
         )
-    restored = arrays.restore(directory / "state", wanted | narrow)
-    restored |= {path: restored[path].astype(wanted[path].dtype) for path in narrow}
+    restored = arrays.restore(directory / "state", wanted)
     return jax.tree.unflatten(jax.tree.structure(abstract), restored.values())
-
-
-def _narrow_averages(
-    saved: dict[arrays.LeafPath, Any], wanted: dict[arrays.LeafPath, Any]
-) -> dict[arrays.LeafPath, Any]:
-    """Return the leaves of `ema` that version 0.1 saved in the dtype of the parameters, with this dtype."""
-    return {
-        path: jax.ShapeDtypeStruct(leaf.shape, saved[path].dtype, sharding=getattr(leaf, "sharding", None))
-        for path, leaf in wanted.items()
-        if path[0] == "ema" and path in saved and jnp.promote_types(saved[path].dtype, leaf.dtype) == leaf.dtype
-    }
 
 
 def _named(name: str, value: Any) -> tuple[str, bytes]:

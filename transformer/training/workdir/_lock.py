@@ -196,9 +196,8 @@ def in_use(workdir: str | os.PathLike) -> bool:
 
 
 def _described(holder: dict[str, Any]) -> str:
-    """Describe the holder of a lock, for messages. Locks of earlier versions have no date."""
-    since = holder.get("since")
-    return f"process {holder['pid']} on host {holder['host']}{f' (locked {since})' if isinstance(since, str) else ''}"
+    """Describe the holder of a lock, for messages."""
+    return f"process {holder['pid']} on host {holder['host']} (locked {holder['since']})"
 
 
 def _last_activity(workdir: Path) -> str:
@@ -221,7 +220,7 @@ def _read(file: Any) -> dict[str, Any] | None:
         record = json.loads(file.read())
     except ValueError:
         return None
-    fields = {"pid": int, "host": str, "started": str}
+    fields = {"pid": int, "host": str, "started": str, "since": str}
     good = isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in fields.items())
     return record if good else None
 

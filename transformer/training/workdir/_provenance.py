@@ -8,7 +8,6 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformer.config._checks import ConfigError
 from transformer.data._tokenizer import Tokenizer
@@ -27,15 +26,15 @@ class WorkdirError(ConfigError):
 
 @dataclass(frozen=True)
 class Provenance:
-    """Recipe, tokenizer and data of the checkpoint in `path`; None for what an earlier version did not record."""
+    """Recipe, tokenizer and data of the checkpoint in `path`."""
 
     path: Path
-    recipe: Recipe | None
-    recipe_file: str | None
+    recipe: Recipe
+    recipe_file: str
     """name of the checkpoint's copy of recipe.json"""
     tokenizer: str | None
-    """`tokenizer_fingerprint` of its tokenizer"""
-    data: str | None
+    """`tokenizer_fingerprint` of its tokenizer; None if the model reads no tokens"""
+    data: str
     """fingerprint of its training data"""
 
 
@@ -49,14 +48,12 @@ def tokenizer_fingerprint(tokenizer: Tokenizer | None) -> str | None:
 def provenance(workdir: str | os.PathLike, step: int) -> Provenance:
     """Return the provenance of a checkpoint, which must be verified already."""
     path, names, items = load_items(workdir, step)
-    data: dict[str, Any] = items.get("data") or {}
-    values = items.get("recipe")
     return Provenance(
         path=path,
-        recipe=None if values is None else from_json(values, f"the recipe in {path}"),
-        recipe_file=names.get("recipe"),
-        tokenizer=data.get("tokenizer"),
-        data=data.get("fingerprint"),
+        recipe=from_json(items["recipe"], f"the recipe in {path}"),
+        recipe_file=names["recipe"],
+        tokenizer=items["data"]["tokenizer"],
+        data=items["data"]["fingerprint"],
     )
 
 
@@ -110,16 +107,14 @@ def check_unchanged(
     Raises:
         WorkdirError: one of them differs.
     """
-    if trained.recipe is not None:
-        if resuming:
-            check_recipe_of_command(trained.recipe, recipe, workdir, allow_change)
-        else:
-            place = Path(workdir) / FILE
-            fault = f"{place} was changed: it differs from the recipe of the checkpoint {trained.path}"
-            words = ["cp", str(trained.path / (trained.recipe_file or "")), str(place)]
-            remedy = f"Restore it: {shlex.join(words)}"
-            step = int(trained.path.name)
-            _check_same(trained.recipe, recipe, step, f"{fault} in", remedy, allow_change, not allow_change)
+    if resuming:
+        check_recipe_of_command(trained.recipe, recipe, workdir, allow_change)
+    else:
+        place = Path(workdir) / FILE
+        fault = f"{place} was changed: it differs from the recipe of the checkpoint {trained.path}"
+        remedy = f"Restore it: {shlex.join(['cp', str(trained.path / trained.recipe_file), str(place)])}"
+        step = int(trained.path.name)
+        _check_same(trained.recipe, recipe, step, f"{fault} in", remedy, allow_change, not allow_change)
     found = tokenizer_fingerprint(tokenizer)
     if None not in (trained.tokenizer, found) and found != trained.tokenizer:
         raise WorkdirError(

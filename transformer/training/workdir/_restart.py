@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformer.config._checks import ConfigError
 from transformer.training import _profile as profiling
 from transformer.training import _recipe as recipe
 from transformer.training.metrics import _report as report
@@ -41,45 +40,23 @@ def check_not_lost(workdir: str | os.PathLike) -> None:
     """Check that no checkpoints of an earlier run are missing, because a new run would overwrite its metrics.
 
     A run that was killed before its first checkpoint passes the check. A separate file in the workdir records that a
-    first checkpoint was saved; for runs of earlier versions, which lack this file, other files are used.
+    first checkpoint was saved.
 
     Raises:
         WorkdirError: a run saved a checkpoint here, and none is left.
     """
     workdir = Path(workdir)
-    if has_checkpoints(workdir):
+    if has_checkpoints(workdir) or not (workdir / FIRST).exists():
         return
     reached = _last_step(workdir)
-    why = _saved_before(workdir, reached)
-    if why is None:
-        return
     there = [name for name in FILES if (workdir / name).exists() and name not in ("checkpoints", FIRST)]
     up_to = f" with metrics up to step {reached}" if reached else ""
     raise WorkdirError(
         f"{workdir} contains an earlier run{up_to} ({', '.join(there)}), but {workdir / 'checkpoints'} has no "
-        f"checkpoint, although {why}. Put the checkpoints back to resume the run, pass --restart (in Python: "
-        f"restart=True) to start a new run (the old files move to {workdir / PREVIOUS}), or pass another --workdir."
+        f"checkpoint, although {FIRST} shows that one was saved. Put the checkpoints back to resume the run, pass "
+        f"--restart (in Python: restart=True) to start a new run (the old files move to {workdir / PREVIOUS}), or pass "
+        f"another --workdir."
     )
-
-
-def _saved_before(workdir: Path, reached: int) -> str | None:
-    """Return the evidence that a checkpoint was saved here, for the message; None without evidence."""
-    if (workdir / FIRST).exists():
-        return f"{FIRST} shows that one was saved"
-    if (workdir / summary.FILE).exists():
-        return f"{summary.FILE} shows that the run ended"
-    if not (workdir / recipe.FILE).exists():
-        return f"{recipe.FILE} is missing too" if reached else None
-    with contextlib.suppress(ValueError):  # a damaged file is no evidence
-        if step := max((call["step"] for call in calls.read_calls(workdir)), default=0):
-            return f"{calls.FILE} shows that the run resumed from step {step}"
-    with contextlib.suppress(ConfigError):
-        old = recipe.load_recipe(workdir)
-        every = old.checkpoint.every or old.evaluation.every or old.training.steps
-        # A save waits for the previous one, so the checkpoint of step n is complete after step 2n.
-        if reached > 2 * every:
-            return f"the run saved one every {every} steps"
-    return None
 
 
 def _last_step(workdir: Path) -> int:

@@ -78,8 +78,8 @@ class Run:
     """None if the model does not read tokens"""
     step: int
     """step of the checkpoint that contains the parameters"""
-    fingerprint: str | None = None
-    """fingerprint of the training data; None if it was not recorded"""
+    fingerprint: str
+    """fingerprint of the training data"""
 
 
 def load_run(workdir: str | os.PathLike, step: Literal["best", "newest"] | int = "best") -> Run:
@@ -416,9 +416,9 @@ def begin(
         return initialize_from(start, state), TrainStats()
     restored = checkpoints.restore_newest(placement.abstract_state())
     trained = provenance(workdir, restored.step)
-    filled = recipe if trained.recipe is None else _filled_in(recipe, trained.recipe)
+    filled = _filled_in(recipe, trained.recipe)
     check_unchanged(trained, filled, dataset.tokenizer, workdir, resuming=True, allow_change=allow_change)
-    if not dataset.is_known_as(restored.data["fingerprint"]):
+    if restored.data["fingerprint"] != dataset.fingerprint:
         raise WorkdirError(
             f"the data has changed since {workdir} was trained on it (fingerprint {restored.data['fingerprint'][:12]}, "
             f"now {dataset.fingerprint[:12]}): resuming would mix two data sets. Restore the old data, or pass "
@@ -477,8 +477,6 @@ def _with_data_of(new: Recipe, old: Recipe) -> Recipe:
     if getattr(new.data, "columns", ()) not in ((), getattr(old.data, "columns", ())):
         decided = ("labels",)  # the run's mean and std belong to other columns
     open_fields = [name for name in decided if getattr(new.data, name, None) == ()]
-    if getattr(new.data, "hold_out", "") is None:
-        open_fields.append("hold_out")
     data = dataclasses.replace(new.data, **{name: getattr(old.data, name) for name in open_fields})
     if old.origin is not None:
         data = with_processor(data, getattr(old.data, "processor", None))
