@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformer.inference import save as save
     from transformer.nn import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 """pyproject.toml reads the version of the distribution from here"""
 
 
