@@ -14,6 +14,7 @@ from transformer.__main__ import main
 from transformer.config import ConfigError, ImageTokens, LayerKind, MoE, Patches, TransformerConfig
 from transformer.data import ShapesCaptions, load_tokenizer, prepare
 from transformer.nn import VisionLanguageModel
+from transformer.training._completion import complete_recipe
 from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import build_model
@@ -48,12 +49,6 @@ def dataset():
     return prepare(ShapesCaptions(**DATA))
 
 
-def decided(recipe, dataset):
-    """Return the recipe with the fields that its data determines."""
-    recipe = dataclasses.replace(recipe, model=recipe.model.replace(vocab_size=dataset.tokenizer.vocab_size))
-    return TASKS[recipe.task].decided_by_data(recipe, dataset)
-
-
 def drawn(recipe):
     return random_values(abstract_state(recipe).params)
 
@@ -84,7 +79,7 @@ def test_a_caption_that_is_too_long_has_no_end_token():
 @pytest.mark.parametrize("attention", ["causal", "image", "prefix"])
 def test_the_loss_is_that_of_the_model_on_the_same_rows(attention, dataset):
     """Padding, and the tokens of the image and the prompt, are no targets."""
-    recipe = decided(captioning_recipe(attention), dataset)
+    recipe = complete_recipe(captioning_recipe(attention), data=dataset)
     params, batch = drawn(recipe), dataset.eval_batches("test")[0]
     evaluate = compiled_eval_step(recipe)
     found = evaluate(params, batch)
@@ -106,7 +101,7 @@ def test_the_loss_is_that_of_the_model_on_the_same_rows(attention, dataset):
 
 def test_exact_match_without_generation_equals_that_of_generated_captions(dataset):
     """The captions that greedy decoding writes, as targets, are all exact; with one other token, one is not."""
-    recipe = decided(captioning_recipe(), dataset)
+    recipe = complete_recipe(captioning_recipe(), data=dataset)
     params, model, batch = drawn(recipe), build_model(recipe), dataset.eval_batches("test")[0]
     texts = write_captions(model, params, dataset, "test", range(12), batch_size=5)
     assert len(set(texts)) > 1
@@ -129,7 +124,7 @@ def test_exact_match_without_generation_equals_that_of_generated_captions(datase
 def test_eight_devices_compute_the_losses_of_one(dataset):
     found = []
     for parallel in ({"devices": 1}, {"devices": 8, "fsdp": 2, "tensor": 2}):
-        recipe = decided(captioning_recipe(parallel=parallel), dataset)
+        recipe = complete_recipe(captioning_recipe(parallel=parallel), data=dataset)
         placement, batches = place(recipe), dataset.train_batches(seed=0)
         state, losses = placement.spread(placement.new_state()), []
         for _ in range(3):
@@ -140,7 +135,7 @@ def test_eight_devices_compute_the_losses_of_one(dataset):
 
 
 def test_a_mesh_must_divide_the_encoder_of_images(dataset):
-    recipe = decided(captioning_recipe(parallel={"devices": 8, "tensor": 4}), dataset)
+    recipe = complete_recipe(captioning_recipe(parallel={"devices": 8, "tensor": 4}), data=dataset)
     images = dataclasses.replace(recipe.model.image_tokens, num_heads=2)
     with pytest.raises(ConfigError, match=r"model.input.num_heads \(2\).*parallel.tensor"):
         place(change(recipe, model={"input": images}))
@@ -158,7 +153,7 @@ def test_experts_do_not_see_padding(dataset):
 @pytest.mark.programs(11, reason="the command generate compiles programs for one token at a time")
 def test_a_run_is_used_from_its_own_files(tmp_path, dataset, capsys):
     """The workdir has a tokenizer with the image token and the preprocessing, so that `generate --image` works."""
-    workdir = record_drawn_run(decided(captioning_recipe(), dataset), tmp_path / "run", [6])
+    workdir = record_drawn_run(complete_recipe(captioning_recipe(), data=dataset), tmp_path / "run", [6])
     run = load_run(workdir)
     texts = write_captions(run.model, run.params, dataset, "test", range(12), batch_size=12)
     place, expected = max(enumerate(texts), key=lambda item: len(item[1]))
@@ -206,7 +201,7 @@ def test_what_the_data_contradicts_is_an_error(dataset, tmp_path):
     recipe = captioning_recipe()
     images = dataclasses.replace(recipe.model.image_tokens, token_id=2)
     with pytest.raises(ConfigError, match=r"model.input.token_id.*2"):
-        decided(change(recipe, model={"input": images}), dataset)
+        complete_recipe(change(recipe, model={"input": images}), data=dataset)
     with pytest.raises(ConfigError, match=r"model.input.*image_height 32 \(data.*40\)"):
         train(change(recipe, data={"image_size": 40}), tmp_path)
     with pytest.raises(ValueError, match=r"max_length \(5\).*5"):

@@ -19,10 +19,11 @@ from transformer.data._turns import Conversation, encode
 from transformer.inference import export, open_model, start_from
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import TrainingConfig
+from transformer.training._completion import complete_recipe
 from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import build_model, with_vocabulary
-from transformer.training._start import initialize_from, with_new_parameters
+from transformer.training._start import initialize_from
 from transformer.training._step import training_loss
 from transformer.training.lora import LoRA
 from transformer.training.metrics._report import read_example
@@ -326,10 +327,9 @@ class TestTRL:
             training={"steps": steps},
         )
         start = start_from(folder, recipe)
-        recipe = with_vocabulary(start.applied_to(recipe), start.tokenizer.vocab_size)
-        dataset = prepare(recipe.data, start.tokenizer)
+        dataset = prepare(data, start.tokenizer)
+        recipe = complete_recipe(recipe, start=start, data=dataset)
         placement = place(recipe)
-        recipe = with_new_parameters(recipe, start)
         state = placement.spread(initialize_from(start, placement.new_state()))
         losses = []
         for step in range(steps):

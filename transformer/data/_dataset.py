@@ -56,6 +56,8 @@ class Dataset(ABC):
     tokenizer: Tokenizer | None = None
     processor: ImageProcessor | None = None
     """preprocessing of images that a trained model is given; None: it reads no images, or none from files"""
+    image_token_id: int | None = None
+    """id of the token that stands for a part of an image; None: the rows have no images between tokens"""
     fingerprint: str
 
     @property

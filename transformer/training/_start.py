@@ -19,13 +19,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
-from transformer.config._paths import get_path
-from transformer.data._config import DataKind
-from transformer.data._image_files import DEFAULT
 from transformer.data._tokenizer import Tokenizer
 from transformer.media._images import ImageProcessor
 from transformer.training import lora
-from transformer.training._recipe import FILE, Origin, Recipe, load_recipe
+from transformer.training._recipe import FILE, Recipe, load_recipe
 from transformer.training._serial import flatten
 from transformer.training._state import TrainState, initial_params
 
@@ -57,30 +54,6 @@ class Start:
     fingerprint: str = dataclasses.field(init=False)
     """SHA-256 of the parameters"""
 
-    def applied_to(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with its model replaced by this one, except for the fields in `RECIPE_FIELDS`."""
-        origin = Origin(source=self.source, model=self.model, fingerprint=self.fingerprint)
-        model, data = with_recipe_fields(self.config, recipe.model), with_processor(recipe.data, self.processor)
-        return dataclasses.replace(recipe, model=model, data=data, origin=origin)
-
-
-def with_processor(data: DataKind, processor: ImageProcessor | None) -> DataKind:
-    """Return the data config with the preprocessing of a model, if the data has images in files and its own default."""
-    if processor is None or getattr(data, "processor", None) != DEFAULT:
-        return data
-    return dataclasses.replace(data, processor=processor)
-
-
-def with_recipe_fields(model: TransformerConfig, given: TransformerConfig) -> TransformerConfig:
-    """Return `model` with the fields in `RECIPE_FIELDS` from `given`, the model config of the recipe.
-
-    If the recipe leaves the number of classes open, that of `model` is kept.
-    """
-    changes = {field: get_path(given, field) for field in RECIPE_FIELDS}
-    if given.output.num_classes is None:
-        del changes["output.num_classes"]
-    return model.replace(**changes)
-
 
 def check_options(before: Recipe, after: Recipe, source: str) -> None:
     """Raise ConfigError if the command line overrides a field of the model that `source` determines.
@@ -105,32 +78,6 @@ def origin_of(workdir: str | os.PathLike) -> str | None:
         return None
     origin = load_recipe(workdir).origin
     return None if origin is None else origin.source
-
-
-def with_new_parameters(recipe: Recipe, start: Start) -> Recipe:
-    """Set `origin.new` of the recipe: the parameters of its model that the pretrained model lacks.
-
-    Raises:
-        ConfigError: parameters with the same path have different shapes, or the models have no parameter in common.
-    """
-    shapes = flatten_dict(jax.eval_shape(lambda: initial_params(recipe)), sep="/")
-    given = flatten_dict(start.params, sep="/")
-    unequal = [
-        f"{path} has shape {given[path].shape}, but {leaf.shape} in the recipe's model"
-        for path, leaf in shapes.items()
-        if path in given and given[path].shape != leaf.shape
-    ]
-    if unequal:
-        raise ConfigError(
-            f"the parameters of {start.source} don't fit: {_listed(unequal)}. Change the recipe's model or data "
-            f"(model.output.num_classes must be the same), or start from another model."
-        )
-    if not shapes.keys() & given.keys():
-        raise ConfigError(
-            f"{start.source} ({start.model}) has no parameter of the recipe's model. Start from another model."
-        )
-    new = tuple(sorted(path for path in shapes if path not in given))
-    return dataclasses.replace(recipe, origin=dataclasses.replace(recipe.origin, new=new))
 
 
 def initialize_from(start: Start, state: TrainState) -> TrainState:
@@ -158,33 +105,6 @@ def with_teacher(teacher: Start, state: TrainState) -> TrainState:
     return state.replace(teacher=_filled(state.teacher, teacher.params))
 
 
-def taught_by(recipe: Recipe, teacher: Start | None) -> Recipe:
-    """Return the recipe with the model config and the fingerprint of its teacher, which was loaded.
-
-    A model whose vocabulary size is open gets that of the teacher.
-
-    Raises:
-        ConfigError: the teacher is missing, or it was passed although the recipe has none.
-    """
-    if recipe.distill is None:
-        if teacher is not None:
-            raise ConfigError(
-                f"a teacher was passed ({teacher.source}), but the recipe has no distill. Set distill, or remove it."
-            )
-        return recipe
-    if teacher is None:
-        raise ConfigError(
-            "distill needs a teacher. Name a trained model with --distill.teacher; in Python, pass train(..., "
-            "teacher=start_from(recipe.distill.teacher, recipe))."
-        )
-    config = with_recipe_fields(teacher.config, recipe.model)
-    distill = dataclasses.replace(recipe.distill, model=config, fingerprint=teacher.fingerprint)
-    model = recipe.model
-    if model.vocab_size is None:
-        model = model.replace(vocab_size=config.vocab_size)
-    return dataclasses.replace(recipe, model=model, distill=distill)
-
-
 def _with_iterate(opt_state: Any, params: Any) -> Any:
     """Return the optimizer state in which the iterate z of schedule-free AdamW starts at these parameters."""
 
@@ -205,8 +125,8 @@ def describe_start(recipe: Recipe, start: Start) -> str:
     unused = sorted({*start.left, *(path for path in sizes if path not in shapes)})
     taken = sum(size for path, size in sizes.items() if path in shapes)
     line = f"initialized from {start.source} ({start.model}): {_count(taken)} parameters loaded, "
-    line += f"{_count(sum(shapes[path].size for path in new))} new" + (f": {_listed(new)}" if new else "")
-    return line + (f"; not used: {_listed(unused)}" if unused else "")
+    line += f"{_count(sum(shapes[path].size for path in new))} new" + (f": {listed(new)}" if new else "")
+    return line + (f"; not used: {listed(unused)}" if unused else "")
 
 
 def fingerprint(params: Any) -> str:
@@ -248,7 +168,7 @@ def _placed_like(array: Any, like: jax.Array) -> jax.Array:
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: host[index])
 
 
-def _listed(names: Sequence[str], most: int = 6) -> str:
+def listed(names: Sequence[str], most: int = 6) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

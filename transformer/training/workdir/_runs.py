@@ -24,6 +24,7 @@ from transformer.data.kinds import PLACES
 from transformer.media._image_settings import save_image_processor
 from transformer.training import _processes as processes
 from transformer.training import lora
+from transformer.training._completion import complete_recipe
 from transformer.training._parallel import Placement
 from transformer.training._recipe import (
     FILE,
@@ -32,16 +33,12 @@ from transformer.training._recipe import (
     load_recipe,
     save_recipe,
     to_json,
-    with_vocabulary,
 )
 from transformer.training._start import (
     Start,
     describe_start,
     initialize_from,
-    taught_by,
-    with_new_parameters,
-    with_processor,
-    with_recipe_fields,
+    origin_of,
     with_teacher,
 )
 from transformer.training._state import TrainState, abstract_state, merged_params
@@ -215,48 +212,38 @@ def open_run(
     resumes = has_checkpoints(workdir) and not restart
     if not restart:
         _check_resumable(workdir)
-    tokenizer = None if start is None else start.tokenizer
-    recipe = recipe if start is None else start.applied_to(recipe)
-    old = load_recipe(workdir) if (workdir / FILE).exists() and (resumes or start is None) else None
+    old, tokenizer = None, None if start is None else start.tokenizer
     if resumes:
         if (workdir / TOKENIZER).exists():
             tokenizer = load_tokenizer(workdir / TOKENIZER)
-        if old is not None:
-            recipe = _resumed(recipe, old, tokenizer, workdir, say, allow_change)
-    elif start is None and old is not None:
-        _check_origin_given(old, workdir, restart)
+        old = _recorded(workdir, tokenizer, allow_change)
+    elif start is None:
+        _check_origin_given(workdir, restart)
+    known = {"start": start, "old": old, "teacher": teacher}
+    recipe = complete_recipe(recipe, **known)
+    if old is not None:  # check now, before the data is tokenized, which may take long
+        for change in check_recipe_of_command(old, recipe, workdir, allow_change):
+            say(f"changed since the previous training run: {change}")
     if not resumes:
-        recipe, tokenizer = taught_by(recipe, teacher), _shared_tokenizer(tokenizer, teacher, start)
-    _check_reference(recipe)
+        tokenizer = _shared_tokenizer(tokenizer, teacher, start)
     with _data_of_run(workdir) if resumes else contextlib.nullcontext():
         dataset = prepare_data(recipe.data, tokenizer=tokenizer)
-    recipe = _decided_by_data(recipe, dataset)
-    TASKS[recipe.task].check_data(recipe, dataset.eval_batches(limit=1)[0])
-    _check_teacher(recipe)
-    if start is not None:
-        recipe = with_new_parameters(recipe, start)
-    _check_origin(recipe)
-    return recipe, dataset
+    return complete_recipe(recipe, data=dataset, **known), dataset
 
 
-def _check_origin(recipe: Recipe) -> None:
-    """Raise ConfigError if the task or LoRA needs a pretrained model, and there is none, or an incomplete one."""
-    if recipe.origin is not None and recipe.origin.new and TASKS[recipe.task].keeps_reference(recipe):
-        raise ConfigError(
-            f"the task {recipe.task} compares the model with {recipe.origin.source}, which lacks parameters of it: "
-            f"{', '.join(recipe.origin.new)}. Start from a complete model."
-        )
-    if recipe.lora is not None and recipe.origin is None:
-        raise ConfigError("lora updates a pretrained model, but none was given. Pass one with --init DIR.")
+def _recorded(workdir: Path, tokenizer: Tokenizer | None, allow_change: bool) -> Recipe | None:
+    """Return the recipe of a run with checkpoints: recipe.json or, if it was removed, that of the newest checkpoint.
 
-
-def _check_reference(recipe: Recipe) -> None:
-    """Raise ConfigError if the task compares the model with the pretrained one, and there is none."""
-    if TASKS[recipe.task].keeps_reference(recipe) and recipe.origin is None:
-        raise ConfigError(
-            f"the task {recipe.task} improves a trained model, but none was given. Pass one with --init DIR, such as "
-            f"the workdir of a run on conversations."
-        )
+    Raises:
+        WorkdirError: recipe or tokenizer differ from those of the newest checkpoint.
+    """
+    trained = newest_provenance(workdir)
+    if not (workdir / FILE).exists():
+        return None if trained is None else trained.recipe
+    old = load_recipe(workdir)
+    if trained is not None:
+        check_unchanged(trained, old, tokenizer, workdir, resuming=False, allow_change=allow_change)
+    return old
 
 
 def _shared_tokenizer(tokenizer: Tokenizer | None, teacher: Start | None, start: Start | None) -> Tokenizer | None:
@@ -281,15 +268,6 @@ def _shared_tokenizer(tokenizer: Tokenizer | None, teacher: Start | None, start:
     return teacher.tokenizer
 
 
-def _check_teacher(recipe: Recipe) -> None:
-    """Raise ConfigError if teacher and student have logits for different vocabularies."""
-    if recipe.distill is not None and recipe.distill.model.vocab_size != recipe.model.vocab_size:
-        raise ConfigError(
-            f"the teacher {recipe.distill.teacher} has {recipe.distill.model.vocab_size} logits per token, and the "
-            f"model {recipe.model.vocab_size}: they must be equal. Remove model.vocab_size, or choose another teacher."
-        )
-
-
 def _check_resumable(workdir: Path) -> None:
     """Raise WorkdirError if the workdir contains an average of checkpoints, or a run whose checkpoints are missing."""
     if is_average(workdir):
@@ -300,11 +278,11 @@ def _check_resumable(workdir: Path) -> None:
     check_not_lost(workdir)
 
 
-def _check_origin_given(old: Recipe, workdir: Path, restart: bool) -> None:
+def _check_origin_given(workdir: Path, restart: bool) -> None:
     """Raise WorkdirError if the run was initialized from a model, which must then be given again."""
-    if old.origin is None:
+    source = origin_of(workdir)
+    if source is None:
         return
-    source = old.origin.source
     if restart:
         raise WorkdirError(
             f"the run in {workdir} was initialized from {source}. To restart it, pass --init {source} (or another "
@@ -314,29 +292,6 @@ def _check_origin_given(old: Recipe, workdir: Path, restart: bool) -> None:
         f"the run in {workdir} has no checkpoint yet, and its recipe says that it is initialized from {source}. Pass "
         f"--init {source} again."
     )
-
-
-def _resumed(
-    recipe: Recipe,
-    old: Recipe,
-    tokenizer: Tokenizer | None,
-    workdir: Path,
-    say: Callable[[str], None],
-    allow_change: bool,
-) -> Recipe:
-    """Complete the recipe of a resumed run with the values that its data or its start had set.
-
-    Calls `say` to report changes.
-
-    Raises:
-        WorkdirError: a field changed that must match.
-    """
-    if trained := newest_provenance(workdir):  # check now, before the data is tokenized, which may take long
-        check_unchanged(trained, old, tokenizer, workdir, resuming=False, allow_change=allow_change)
-    recipe = _filled_in(recipe, old)
-    for change in check_recipe_of_command(old, recipe, workdir, allow_change):
-        say(f"changed since the previous training run: {change}")
-    return recipe
 
 
 @contextlib.contextmanager
@@ -352,14 +307,6 @@ def _data_of_run(workdir: Path) -> Iterator[None]:
             f"{error} If the data has changed since then, for example because text was appended to a file, restore it, "
             f"or pass another --workdir."
         ) from error
-
-
-def _decided_by_data(recipe: Recipe, dataset: Dataset) -> Recipe:
-    """Set the fields of the recipe that its data determines, such as the vocabulary size and the number of classes."""
-    recipe = dataclasses.replace(recipe, data=dataset.config)
-    if dataset.tokenizer is not None:
-        recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
-    return TASKS[recipe.task].decided_by_data(recipe, dataset)
 
 
 def record_run(recipe: Recipe, dataset: Dataset, workdir: str | os.PathLike) -> None:
@@ -416,15 +363,14 @@ def begin(
         return initialize_from(start, state), TrainStats()
     restored = checkpoints.restore_newest(placement.abstract_state())
     trained = provenance(workdir, restored.step)
-    filled = _filled_in(recipe, trained.recipe)
-    check_unchanged(trained, filled, dataset.tokenizer, workdir, resuming=True, allow_change=allow_change)
+    check_unchanged(trained, recipe, dataset.tokenizer, workdir, resuming=True, allow_change=allow_change)
     if restored.data["fingerprint"] != dataset.fingerprint:
         raise WorkdirError(
             f"the data has changed since {workdir} was trained on it (fingerprint {restored.data['fingerprint'][:12]}, "
             f"now {dataset.fingerprint[:12]}): resuming would mix two data sets. Restore the old data, or pass "
             f"another --workdir."
         )
-    batches.set_state(moved(restored.data["batches"], trained.recipe, filled))
+    batches.set_state(moved(restored.data["batches"], trained.recipe, recipe))
     return restored.state, TrainStats(**restored.data["ledger"])
 
 
@@ -453,31 +399,3 @@ def shared_facts(recipe: Recipe) -> str:
     if values["distill"] is not None:
         del values["distill"]["teacher"]
     return json.dumps(values, sort_keys=True)
-
-
-def _filled_in(new: Recipe, old: Recipe) -> Recipe:
-    """Fill in the fields that the new recipe leaves open with the run's values, which its data or start had set."""
-    if old.origin is not None and new.origin is None:
-        new = dataclasses.replace(new, model=with_recipe_fields(old.model, new.model), origin=old.origin)
-    elif old.origin is not None:
-        new = dataclasses.replace(new, origin=dataclasses.replace(new.origin, new=old.origin.new))
-    if new.distill is not None and old.distill is not None and new.distill.model is None:
-        facts = {"model": old.distill.model, "fingerprint": old.distill.fingerprint}
-        new = dataclasses.replace(new, distill=dataclasses.replace(new.distill, **facts))
-    if new.model.vocab_size is None and old.model.vocab_size is not None:
-        new = with_vocabulary(new, old.model.vocab_size)
-    if type(new.data) is type(old.data):
-        new = _with_data_of(new, old)
-    return TASKS[new.task].kept_from(new, old)
-
-
-def _with_data_of(new: Recipe, old: Recipe) -> Recipe:
-    """Fill in the open fields of the data config with those of a run on data of the same kind."""
-    decided = ("labels", "columns", "mean", "std")
-    if getattr(new.data, "columns", ()) not in ((), getattr(old.data, "columns", ())):
-        decided = ("labels",)  # the run's mean and std belong to other columns
-    open_fields = [name for name in decided if getattr(new.data, name, None) == ()]
-    data = dataclasses.replace(new.data, **{name: getattr(old.data, name) for name in open_fields})
-    if old.origin is not None:
-        data = with_processor(data, getattr(old.data, "processor", None))
-    return dataclasses.replace(new, data=data)
