@@ -8,9 +8,9 @@ from training_recipes import change, record_drawn_run, short_recipe
 from transformer.config import ConfigError, TransformerConfig
 from transformer.data import LabeledText, TokenizerConfig, prepare
 from transformer.training._completion import complete_recipe
-from transformer.training._runs import open_run
 from transformer.training._start import Start
 from transformer.training._state import initial_params
+from transformer.training.workdir._runs import open_run
 
 
 @pytest.fixture(scope="module")
