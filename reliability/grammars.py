@@ -135,7 +135,7 @@ class Watch(threading.Thread):
             children = Path(f"/proc/{self._pid}/task").glob("*/children")
             for pid in [self._pid, *(int(one) for path in children for one in _text(path).split())]:
                 # A child that does not execute its program yet has the size of its parent.
-                is_ours = pid == self._pid or "_grammar_worker" in _text(Path(f"/proc/{pid}/cmdline"))
+                is_ours = pid == self._pid or "_limited_worker" in _text(Path(f"/proc/{pid}/cmdline"))
                 if is_ours and (size := _text(Path(f"/proc/{pid}/statm")).split()):
                     self.sizes.setdefault(pid, []).append(int(size[1]) * 4096)
             began = time.perf_counter()

@@ -1,6 +1,7 @@
 """Chat templates: where they are found, what they render, and which of them are refused with one line."""
 
 import json
+import re
 import threading
 from datetime import datetime
 
@@ -8,9 +9,10 @@ import pytest
 from chat_parts import CONVERSATIONS, FAMILIES, TEMPLATES, files, template, weather
 from fuzz_parts import check_refusal
 
-from transformer.chat import ChatTemplate, ChatTemplateError, find_template, function_schema
-from transformer.chat import _sandbox as sandbox
+from transformer.chat import ChatTemplate, ChatTemplateError, _template, find_template, function_schema
 from transformer.config import ConfigError
+from transformer.config._limited import LimitedProcesses
+from transformer.config._limited_worker import MEMORY_FILE
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -96,7 +98,23 @@ class TestFiles:
             find_template({"chat_template.jinja": b"a\xff"})
 
 
-ENDLESS = "{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = OPERATION %}{% endfor %}"
+def limited(**limits):
+    return LimitedProcesses(_template.PROGRAM, None, **{"seconds": 0.5, "most_bytes": 2**26, **limits})
+
+
+@pytest.fixture(scope="module")
+def processes():
+    made = limited()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def small_limits(processes, monkeypatch):
+    """Half a second, and 64 MiB of memory."""
+    monkeypatch.setattr(_template, "_renderers", lambda: processes)
+
+
 MALFORMED = {
     "{% for m in messages %}": "does not parse in line 1: Unexpected end of template",
     "a\n{{ messages | unknown }}": "does not parse in line 2: No filter named 'unknown'",
@@ -112,87 +130,106 @@ MALFORMED = {
     "{{ raise_exception('Only\nusers') }}": "refuses the messages: Only users. Change the messages, or use another",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}": "SecurityError, access to attribute '__class__'",
     "{{ raise_exception.__globals__['os'] }}": "SecurityError, access to attribute '__globals__'",
+    "{{ strftime_now.__closure__[0] }}": "SecurityError, access to attribute '__closure__'",
+    "{{ dict.mro() }}": "SecurityError, access to attribute 'mro'",
+    "{{ '{0.__class__.__mro__}'.format(1) }}": "SecurityError, access to attribute '__class__'",
     "{{ messages.append(1) }}": "SecurityError, access to attribute 'append'",
     "{{ namespace(_a=1) }}": "SecurityError, a namespace can't have",
     "{{ lipsum(10) }}": "'lipsum' is undefined",
     "{{ range(10**9)|list }}": "Range too big",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "more than 1,000,000 steps",
+    "{{ 9 ** 99999 }}": "Exceeds the limit (4300 digits)",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "nested too deeply",
-    ENDLESS.replace("OPERATION", "ns.x ~ ns.x"): "builds a text or list of more than 16,777,216",
-    ENDLESS.replace("OPERATION", "ns.x + ns.x"): "builds a text or list of more than 16,777,216",
-    ENDLESS.replace("OPERATION", "[ns.x, ns.x]") + "{{ ns.x }}": "builds a text or list of more than 16,777,216",
-    ENDLESS.replace("OPERATION", "'%s%s' % (ns.x, ns.x)"): "builds a text or list of more than 16,777,216",
-    ENDLESS.replace("OPERATION", "'{0}{0}'.format(ns.x)"): "builds a text or list of more than 16,777,216",
-    ENDLESS.replace("OPERATION", "ns.x.replace('a', 'aa')"): "builds a text or list of more than 16,777,216",
-    ENDLESS.replace("OPERATION", "[ns.x, ns.x]|join('')"): "builds a text or list of more than 16,777,216",
-    "{{ 'a' * 10**12 }}": "builds a text or list of more than 16,777,216",
-    "{{ 9 ** 99999 }}": "computes a number of more than 4,096 bits",
-    "{{ 'a'|center(10**9) }}": "asks for a width of more than 10,000",
-    "{{ 'a'.ljust(10**9) }}": "asks for a width of more than 10,000",
-    "{{ '%999999999d' % 3 }}": "formats text with a width of more than 10,000",
-    "{{ '{:{}}'.format(3, 999999999) }}": "computes the format of a text",
-    "{{ '{:{}}'.format(3, '999999999') }}": "computes the format of a text",
-    "{{ '{x:{w}}'.format_map({'x': 3, 'w': 999999999}) }}": "computes the format of a text",
-    "{{ '%*d' % (999999999, 3) }}": "asks for a width of more than 10,000",
-    "{{ 'a'.encode() }}": "SecurityError, access to attribute 'encode'",
-    "{{ 'a'.translate({97: 'b'}) }}": "SecurityError, access to attribute 'translate'",
-    "{{ (1).to_bytes(10**9, 'big') }}": "SecurityError, access to attribute 'to_bytes'",
-    "{{ [1]|tojson(indent='x' * 99999) }}": "asks for a width of more than 10,000",
     "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}": "its text is longer than 16,777,216",
-    "{% set z %}{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}{% endset %}": "writes more than 67,108,864",
-    "{% set z %}{% for i in range(99999) %}" + "x" * 9000 + "{% endfor %}{% endset %}": "its loops repeat more than",
 }
 
-
 LONG = "'x' * 1000"
-NESTED = "{% set ns = namespace(a=(1,), b=(1,)) %}{% for i in range(60) %}{% set ns.a = (ns.a, ns.a) %}"
-NESTED += "{% set ns.b = (ns.b, ns.b) %}{% endfor %}"
+START = "{% set ns = namespace(x='a', a=(1,), b=(1,)) %}{% for i in range(60) %}"
+START += "{% set ns.a = (ns.a, ns.a) %}{% set ns.b = (ns.b, ns.b) %}{% endfor %}"
+ENDLESS = "{% for i in range(99) %}{% set ns.x = OPERATION %}{% endfor %}"
 EXCESSIVE = [
-    f"range(99999)|map('string')|join({LONG})",
-    f"range(99999)|join(attribute='real', d={LONG})",
-    f"({LONG}).join(range(99999)|map('string'))",
-    f"({LONG}).join('a' * 99999)",
-    f"('a' * 99999)|replace(new={LONG}, old='a')",
-    f"('\n' * 99999)|indent({LONG}, blank=true)",
-    "('\n' * 99999)|indent(100, blank=true)",
-    "('\t' * 99999).expandtabs(100)",
-    "('%(a)999d' * 99999) % {'a': 1}",
-    "('{0:999}' * 99999).format(1)",
-    "('{0}' * 9999).format('x' * 999)",
-    "([1] * 99999)|tojson(indent=999)",
-    f"([1] * 99999)|tojson(separators=({LONG}, ':'))",
-    f"('a ' * 99999)|wordwrap(1, wrapstring={LONG})",
-    f"('http://a.bc ' * 9999)|urlize(rel={LONG})",
-    "ns.a == ns.b",
-    "ns.a in [ns.b]",
-    "ns.a is eq(ns.b)",
-    "[ns.a]|select('eq', ns.b)|list",
-    "[ns.a].index(ns.b)",
-    "[ns.a, ns.b]|sort",
-    "{ns.a: 1}",
-    "{}[ns.a]",
-    "{}.get(ns.a)",
-    "dict([(ns.a, 1)])",
+    *(
+        ENDLESS.replace("OPERATION", operation)
+        for operation in (
+            "ns.x ~ ns.x",
+            "ns.x + ns.x",
+            "'%s%s' % (ns.x, ns.x)",
+            "'{0}{0}'.format(ns.x)",
+            "ns.x.replace('a', 'aa')",
+            "[ns.x, ns.x]|join('')",
+        )
+    ),
+    ENDLESS.replace("OPERATION", "[ns.x, ns.x]") + "{{ ns.x }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% set z %}{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}{% endset %}",
+    "{% set z %}{% for i in range(99999) %}" + "x" * 9000 + "{% endfor %}{% endset %}",
+    *(
+        "{{ (" + expression + ")|length }}"
+        for expression in (
+            "'a' * 10**12",
+            "9 ** (9 ** 9)",
+            "'a'|center(10**9)",
+            "'a'.ljust(10**9)",
+            "'%999999999d' % 3",
+            "'{:{}}'.format(3, 999999999)",
+            "'{x:{w}}'.format_map({'x': 3, 'w': 999999999})",
+            "'%*d' % (999999999, 3)",
+            "('x' * 99999999).encode()",
+            "('a' * 99999).translate({97: 'b' * 99999})",
+            "(1).to_bytes(10**9, 'big')",
+            "[1]|tojson(indent=' ' * 99999999)",
+            f"range(99999)|map('string')|join({LONG})",
+            f"range(99999)|join(attribute='real', d={LONG})",
+            f"({LONG}).join(range(99999)|map('string'))",
+            f"({LONG}).join('a' * 99999)",
+            f"('a' * 99999)|replace(new={LONG}, old='a')",
+            f"('\n' * 99999)|indent({LONG}, blank=true)",
+            "('\n' * 99999)|indent(1000, blank=true)",
+            "('\t' * 99999).expandtabs(1000)",
+            "('%(a)999d' * 99999) % {'a': 1}",
+            "('{0:999}' * 99999).format(1)",
+            "('{0}' * 9999).format('x' * 9999)",
+            "([1] * 99999)|tojson(indent=999)",
+            f"([1] * 99999)|tojson(separators=({LONG}, ':'))",
+            f"('a ' * 99999)|wordwrap(1, wrapstring={LONG})",
+            f"('http://a.bc ' * 99999)|urlize(rel={LONG})",
+            "([[1] * 9999] * 9999)|sum(start=[])",
+            "ns.a == ns.b",
+            "ns.a in [ns.b]",
+            "ns.a is eq(ns.b)",
+            "[ns.a]|select('eq', ns.b)|list",
+            "[ns.a].index(ns.b)",
+            "[ns.a, ns.b]|sort",
+            "{ns.a: 1}",
+            "{}[ns.a]",
+            "{}.get(ns.a)",
+            "dict([(ns.a, 1)])",
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize("expression", EXCESSIVE)
-def test_the_length_of_a_result_is_checked_before_it_is_computed(expression, monkeypatch):
-    """Results that exist are not checked here. A comparison of the nested tuples would take years."""
-    monkeypatch.setattr(sandbox, "LARGEST", 2**20)
-    monkeypatch.setattr(sandbox, "_check_size", lambda value: value)
-    with pytest.raises(ChatTemplateError, match="builds a text or list of more than 1,048,576"):
-        ChatTemplate(NESTED + "{{ (" + expression + ")|length }}").render(HELLO)
+@pytest.mark.skipif(not MEMORY_FILE.exists(), reason="memory is limited on Linux only")
+@pytest.mark.parametrize("source", EXCESSIVE, ids=range(len(EXCESSIVE)))
+def test_time_and_memory_are_limited(source, small_limits):
+    """A comparison of the nested tuples would take years."""
+    with pytest.raises(ChatTemplateError) as caught:
+        ChatTemplate(START + source, "dir/chat_template.jinja").render(HELLO)
+    text = str(caught.value)
+    stopped = r"was stopped, because it needs more than (0.5 seconds|64 MiB of memory)"
+    reason = f"({stopped}|does not parse: .* or its constants need too much memory)"
+    assert re.match(rf"dir/chat_template.jinja: the chat template {reason}\. Correct it, or use another", text)
+    check_refusal(caught.value)
+
+
+def test_a_template_that_was_stopped_does_not_hinder_the_next_one(small_limits):
+    with pytest.raises(ChatTemplateError, match="was stopped"):
+        ChatTemplate("{{ 'a' * 10**12 }}").render(HELLO)
+    assert ChatTemplate("{{ messages[0].content }}").render(HELLO) == "Hello"
 
 
 def test_a_template_writes_the_given_date():
     made = ChatTemplate("{{ strftime_now('%d %b %Y') }}")
     assert made.run({}, now=datetime(1999, 12, 31)).text == "31 Dec 1999"
-
-
-def test_lists_are_not_added_with_the_filter_sum():
-    with pytest.raises(ChatTemplateError, match="it adds lists with the filter sum"):
-        ChatTemplate("{{ ([[1] * 9999] * 9999)|sum(start=[]) }}").render(HELLO)
 
 
 def test_filters_and_methods_of_usual_size_are_not_limited():
@@ -218,13 +255,12 @@ def test_a_malformed_template_is_refused_with_one_line(source):
 
 
 def test_time_is_limited_in_every_thread(monkeypatch):
-    """The check needs no signal, so it also works outside of the main thread."""
-    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.01)
-    caught = []
+    processes, caught = limited(seconds=0.05), []
+    monkeypatch.setattr(_template, "_renderers", lambda: processes)
 
     def render():
-        with pytest.raises(ChatTemplateError, match=r"takes longer than 0.01 s") as error:
-            ChatTemplate("{% for i in range(99999) %}{% set x = 'a' * 9999 %}{% endfor %}").render(HELLO)
+        with pytest.raises(ChatTemplateError, match=r"needs more than 0.05 seconds") as error:
+            ChatTemplate("{% for i in range(99999) %}{% for j in range(999) %}{% endfor %}{% endfor %}").render(HELLO)
         caught.append(error)
 
     thread = threading.Thread(target=render)
@@ -289,16 +325,6 @@ def test_the_length_of_a_template_is_limited(monkeypatch):
     assert ChatTemplate("x" * 20).render(HELLO) == "x" * 20
     with pytest.raises(ChatTemplateError, match=r"21 .*at most 20\b"):
         ChatTemplate("x" * 21)
-
-
-def test_tabs_expand_to_at_most_eight_spaces(monkeypatch):
-    """The limit allows for the longest result, and no more."""
-    source = "{{ '" + 10 * "\\t" + "'.expandtabs()|length }}"
-    monkeypatch.setattr(sandbox, "LARGEST", 90)  # 10 tabs and 10 x 8 spaces
-    assert ChatTemplate(source).render(HELLO) == "80"
-    monkeypatch.setattr(sandbox, "LARGEST", 89)
-    with pytest.raises(ChatTemplateError, match=r"\b89\b"):
-        ChatTemplate(source).render(HELLO)
 
 
 PARTS = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]

@@ -8,8 +8,10 @@ import pytest
 from chat_parts import files, write_chat_model
 from fuzz_parts import CAGE, check_refusal
 
+from transformer.chat import _template
 from transformer.chat._template import find_template
 from transformer.cli._errors import describe
+from transformer.config._limited import LimitedProcesses
 from transformer.data import Conversations, Preferences, Prompts, TokenizerConfig, prepare
 from transformer.data.kinds._prompts import Prompt
 from transformer.inference import open_model
@@ -162,15 +164,15 @@ LOOP = "{% for a in range(9999) %}{% for b in range(9999) %}{% set c = a * b %}{
 TEMPLATES = {
     "does not parse": ("{% for m in messages %}{{ m.content }", "does not parse in line 1"),
     "refuses a role": ("{% for m in messages %}" + SYSTEM + "{{ m.content }}{% endfor %}", "no system message, please"),
-    "loops for ever": (LOOP, "was stopped, because"),
+    "loops for ever": (LOOP, "was stopped, because it needs more than 1 seconds"),
     "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "its calls are nested too deeply"),
     "reads a class": ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
     "reads globals": ("{{ messages.append.__globals__ }}", "is unsafe"),
     "changes the messages": ("{% set x = messages.append(1) %}", "is unsafe"),
     "reads a file": ("{% include '/etc/passwd' %}", "can't read other templates, got '/etc/passwd'"),
     "imports a file": ("{% import 'os' as os %}{{ os }}", "can't read other templates, got 'os'"),
-    "writes too much": ("{{ 'x' * 999999999 }}", "builds a text or list of more than"),
-    "computes too much": ("{{ 9 ** 9999999 }}", "computes a number of more than 4,096 bits"),
+    "writes too much": ("{{ 'x' * 999999999 }}", "it needs more than 512 MiB of memory"),
+    "computes too much": ("{{ 9 ** 99999 }}", "Exceeds the limit (4300 digits)"),
     "reads a missing field": ("{{ messages[0].nothing.more }}", "has no attribute 'nothing'"),
     "divides by zero": ("{{ 1 / 0 }}", "ZeroDivisionError"),
     "names no filter": ("{{ messages | nofilter }}", "No filter named 'nofilter'"),
@@ -183,8 +185,10 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize(("source", "expected"), TEMPLATES.values(), ids=list(TEMPLATES))
-def test_a_malformed_template_of_a_run(source, expected, tmp_path):
+def test_a_malformed_template_of_a_run(source, expected, tmp_path, monkeypatch):
     """The line names the file that the user passed, and the option for another one."""
+    processes = LimitedProcesses(_template.PROGRAM, None, seconds=1.0, most_bytes=_template.MOST_BYTES)
+    monkeypatch.setattr(_template, "_renderers", lambda: processes)
     path = tmp_path / "my.jinja"
     path.write_bytes(source if isinstance(source, bytes) else source.encode())
     row = says(("system", "x"), ("user", "Hi"), ("assistant", "x"))

@@ -8,22 +8,26 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from transformer.chat._fitting import fitted
 from transformer.chat._functions import tool_schemas
 from transformer.chat._messages import check_documents, check_messages, plain
 from transformer.config._checks import ConfigError, nearest
+from transformer.config._limited import LimitedProcesses, LimitExceededError
 from transformer.config._untrusted import parse_json
 from transformer.data._pretrained_tokenizer import TEMPLATE_FILES, TEMPLATE_FOLDER
-
-if TYPE_CHECKING:
-    import jinja2
 
 TEMPLATE_FILE, JSON_FILE = TEMPLATE_FILES
 CONFIG_FILE = "tokenizer_config.json"
 MAX_CHARACTERS = 2**20
 """maximum length of a template"""
+MOST_SECONDS = 10.0
+"""maximum time of one rendering"""
+MOST_BYTES = 2**29
+"""maximum memory of one rendering"""
+PROGRAM = Path(__file__).with_name("_template_worker.py")
 _OLDEST = (3, 1, 6)
 """oldest version of jinja2; the sandbox of older ones has known holes"""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -54,7 +58,7 @@ class Rendered:
 class ChatTemplate:
     """A template that turns messages into the text that a model was trained with. Rendering needs the package jinja2.
 
-    The template is untrusted code: it runs in Jinja's sandbox, with limits on time, steps and the size of texts.
+    The template is untrusted code: it runs in Jinja's sandbox, in a process with limits of time and memory.
 
     Raises:
         ChatTemplateError: the template does not parse.
@@ -74,7 +78,7 @@ class ChatTemplate:
             self._refuse(f"must be a text, got {self.source!r:.80}")
         if len(self.source) > MAX_CHARACTERS:
             self._refuse(f"has {len(self.source):,} characters; expected at most {MAX_CHARACTERS:,}")
-        self._compiled()
+        self._rendered(None)
 
     def render(
         self,
@@ -174,31 +178,17 @@ class ChatTemplate:
         # If the template trimmed the tag, it also trims the spaces at the end of a message.
         return Rendered(kept if found.text[end : end + len(_TAG)] == _TAG else kept.rstrip())
 
-    def _rendered(self, values: Mapping[str, Any], now: datetime | None) -> Rendered:
-        from transformer.chat import _sandbox as sandbox
-
-        compiled = self._compiled()
-        try:
-            text, generated = sandbox.render(compiled, dict(values), now or datetime.now())
-        except sandbox.Refused as error:
-            self._refuse(f"refuses the messages: {_line(error)}", "Change the messages")
-        except sandbox.TooMuchWork as error:
-            self._refuse(f"was stopped, because {_line(error)}", kind=_StoppedError)
-        except Exception as error:  # templates call methods of any value, which can raise anything
-            line = sandbox.line_of(error)
-            where = "" if line is None else f" in line {line}"
-            self._refuse(f"fails{where}: {type(error).__name__}, {_line(error)}")
-        return Rendered(text, tuple(generated))
-
-    def _compiled(self) -> jinja2.Template:
-        """Return the compiled template."""
+    def _rendered(self, values: Mapping[str, Any] | None, now: datetime | None = None) -> Rendered:
+        """Return the rendered variables; with None, only parse the template."""
         _check_jinja()
         try:
-            return _compile(self.source)
-        except Exception as error:  # also errors of Python's compiler, and of constants that Jinja computes
-            line = getattr(error, "lineno", None)
-            where = "" if line is None else f" in line {line}"
-            self._refuse(f"does not parse{where}: {_line(error) or type(error).__name__}")
+            answer = _renderers().ask((self.source, values, now or datetime.now()))
+        except LimitExceededError as error:
+            answer = {"kind": "stopped", "error": f"was stopped, because it needs more than {error}"}
+        if "error" in answer:
+            remedy = "Change the messages" if answer["kind"] == "refused" else "Correct it"
+            self._refuse(answer["error"], remedy, _StoppedError if answer["kind"] == "stopped" else ChatTemplateError)
+        return Rendered(answer["text"], tuple((start, end) for start, end in answer["generated"]))
 
     def _refuse(
         self, what: str, remedy: str = "Correct it", kind: type[ChatTemplateError] = ChatTemplateError
@@ -208,12 +198,9 @@ class ChatTemplate:
         ) from None
 
 
-@functools.lru_cache(maxsize=16)
-def _compile(source: str) -> jinja2.Template:
-    from transformer.chat import _sandbox as sandbox
-
-    with sandbox.during_compilation():
-        return sandbox.environment().from_string(source)
+@functools.cache
+def _renderers() -> LimitedProcesses:
+    return LimitedProcesses(PROGRAM, None, seconds=MOST_SECONDS, most_bytes=MOST_BYTES)
 
 
 def _check_jinja() -> None:
@@ -225,11 +212,6 @@ def _check_jinja() -> None:
     version = tuple(int(part) for part in jinja2.__version__.split(".") if part.isdecimal())
     if version < _OLDEST:
         raise ChatTemplateError(f"chat templates need jinja2 3.1.6 or newer, found {jinja2.__version__}. {remedy}")
-
-
-def _line(error: BaseException) -> str:
-    """Return the message of an error as one short line."""
-    return " ".join(str(error).split())[:300].rstrip(".")
 
 
 def _tagged(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:

@@ -12,8 +12,8 @@ from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 
+from transformer.config._limited import Cancellation
 from transformer.data._tokenizer import Tokenizer
-from transformer.inference._grammar_checks import Cancellation
 from transformer.inference._grammars import GrammarConstraint, Grammars
 from transformer.serve._errors import APIError
 from transformer.serve._http import until_gone

@@ -1,0 +1,148 @@
+"""Work on untrusted input in other processes, which the system ends at a limit of time or memory.
+
+Code in a library can't be stopped from within its process, and its memory can't be limited there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).with_name("_limited_worker.py")
+AT_A_TIME = 4
+"""maximum number of processes that work, or wait for a message"""
+
+
+class LimitExceededError(Exception):
+    """A process needed more than a limit, which the text of the error names, such as "2 seconds"."""
+
+
+class Cancellation:
+    """Ends the work on a message from another thread, such as when its client has left."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """End the process that works on the message, now or as soon as there is one."""
+        with self._lock:
+            self.cancelled = True
+            if self._process is not None:
+                self._process.kill()
+
+    def watch(self, process: subprocess.Popen | None) -> None:
+        """Set the process that `cancel` ends; None: none."""
+        with self._lock:
+            self._process = process
+            if self.cancelled and process is not None:
+                process.kill()
+
+
+class LimitedProcesses:
+    """Processes that run a program with limits. They start when they are needed first, and wait for further messages.
+
+    Several threads can ask at the same time: each uses a process of its own.
+
+    Args:
+        program: a Python file that imports nothing of this package. Its function `prepare(values)` returns a function
+            from a message to an answer, a JSON value.
+        values: argument of `prepare`.
+        seconds: time that an answer may take.
+        most_bytes: memory that a process may need after `prepare`.
+    """
+
+    def __init__(self, program: Path, values: Any, *, seconds: float, most_bytes: int):
+        self._settings = {"program": str(program), "values": values, "path": [str(one) for one in sys.path]}
+        self._settings |= {"seconds": seconds, "most_bytes": most_bytes}
+        self._free = threading.BoundedSemaphore(AT_A_TIME)
+        self._idle: deque[subprocess.Popen] = deque()
+        self._owner = os.getpid()
+        self.close = weakref.finalize(self, _end_all, self._idle)
+        """ends the processes that wait"""
+
+    def ask(self, message: Any, cancellation: Cancellation | None = None) -> Any:
+        """Return the answer to a message.
+
+        Raises:
+            LimitExceededError: the answer needs more time or memory than the limits, or the work was cancelled.
+            OSError: no process can be started.
+        """
+        watched = cancellation or Cancellation()
+        with self._free:
+            process = self._take()
+            watched.watch(process)
+            try:
+                line = _ask(process, message)
+            finally:
+                watched.watch(None)
+            if not line.endswith(b"\n"):
+                seconds, most = self._settings["seconds"], self._settings["most_bytes"]
+                timed_out = _end(process) == -signal.SIGALRM
+                raise LimitExceededError(f"{seconds:g} seconds" if timed_out else f"{most // 2**20} MiB of memory")
+            if self.close.alive and not watched.cancelled:
+                self._idle.append(process)
+            else:
+                _end(process)
+        return json.loads(line)
+
+    def _take(self) -> subprocess.Popen:
+        """Return a process that waits, or a new one."""
+        if self._owner != os.getpid():  # after a fork, the processes that wait are those of the parent
+            self._idle.clear()
+            self._owner = os.getpid()
+        while True:
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                return self._start()
+            if process.poll() is None:
+                return process
+            _end(process)
+
+    def _start(self) -> subprocess.Popen:
+        """Return a new process that is prepared."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        # Settings of the allocator can reserve much memory at the start, which would not count.
+        allocator = ("GLIBC_TUNABLES", "MALLOC_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(allocator)}
+        process = subprocess.Popen([sys.executable, "-P", str(PROGRAM)], env=environment, **pipes)
+        if not _ask(process, self._settings):
+            name = Path(self._settings["program"]).name
+            raise OSError(f"the process that runs {name} ended with status {_end(process)}.")
+        return process
+
+
+def _ask(process: subprocess.Popen, message: Any) -> bytes:
+    """Send a message and wait for the line of the answer; return nothing if the process has ended."""
+    try:
+        process.stdin.write(pickle.dumps(message))
+        process.stdin.flush()
+        return process.stdout.readline()
+    except BrokenPipeError:
+        return b""
+
+
+def _end(process: subprocess.Popen) -> int:
+    """End a process, and return its status."""
+    process.kill()  # does nothing if it has ended, but is not yet waited for: its own status stays
+    with contextlib.suppress(BrokenPipeError):  # a part of a message that was not read
+        process.stdin.close()
+    process.stdout.close()
+    return process.wait()
+
+
+def _end_all(idle: deque[subprocess.Popen]) -> None:
+    while idle:
+        _end(idle.pop())
