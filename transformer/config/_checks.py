@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
@@ -18,6 +18,12 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the choice most similar to `name`, or an empty string if none is similar."""
     close = difflib.get_close_matches(str(name)[:200], list(choices), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def shortened(texts: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    """Join texts for a message: the first ones and the number of the others, such as "a, b and 3 more"."""
+    more = f"{separator.rstrip(', ')} and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
 
 
 def boxed_message(box: str) -> str:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from transformer.data._config import WORDS, DataKind, TokenizerConfig, check_whole
-from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
+from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint
 from transformer.data._image_files import READING, ImageFiles
 from transformer.data._labeled import encode_within
 from transformer.data._tokenizer import Tokenizer
@@ -85,6 +85,7 @@ class CaptionDataset(Dataset):
         self.config = config
         self.tokenizer = tokenizer
         self._splits, self._mean, self._std = found.splits, found.mean, found.std
+        self.splits = tuple(found.splits)
         height, width, _ = self._shape
         self.processor = ImageProcessor(height=height, width=width, mean=found.mean, std=found.std)
         if isinstance(files := found.splits["train"].pixels, ImageFiles):
@@ -114,11 +115,6 @@ class CaptionDataset(Dataset):
     def _shape(self) -> tuple[int, ...]:
         return self._splits["train"].pixels.shape[1:]
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """`train`, `validation` and, if the data has one, `test`."""
-        return tuple(self._splits)
-
     def describe(self) -> str:
         """Describe pairs, sizes, vocabulary and the number of truncated captions in one line."""
         sizes = ", ".join(f"{len(pictures.captions):,} {split}" for split, pictures in self._splits.items())
@@ -134,16 +130,8 @@ class CaptionDataset(Dataset):
         """Number of tokens of the longest caption."""
         return max(ragged.longest for ragged in self._tokens.values())
 
-    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Return evenly spaced captions of a split, as `source`."""
-        self._check_split(split)
-        captions = self._splits[split].captions
-        places = range(len(captions)) if limit is None else spread(len(captions), limit)
-        return [Example(captions[place], "") for place in places]
-
-    def prompts(self) -> list[str]:
-        """Return three held-out captions."""
-        return [example.source for example in self.examples(limit=3)]
+    def _pair_at(self, split: str, row: int) -> Example:
+        return Example(self._splits[split].captions[row], "")
 
     def eval_batches(self, split: str = "validation", limit: int | None = None) -> Sequence[Batch]:
         """Return the batches of a split, at most `limit`: of `eval_batch_size` rows each, padded with weight 0.

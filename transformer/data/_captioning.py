@@ -13,7 +13,7 @@ from transformer.chat._image_prompts import ImagePrompts, ImageText
 from transformer.config._checks import ConfigError
 from transformer.data._captioned import CaptionConfig, CaptionDataset, Captioned
 from transformer.data._config import check_whole
-from transformer.data._dataset import Batch, Example, spread
+from transformer.data._dataset import Batch, Example
 from transformer.data._image_files import ImageFiles
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer import Tokenizer
@@ -116,20 +116,13 @@ class CaptioningDataset(CaptionDataset):
         """Most tokens of a caption, with its end token."""
         return self.config.max_length + 1 - len(self.prefix)
 
-    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Return evenly spaced rows of a split, with the prompt as `source` and the caption as `target`."""
-        self._check_split(split)
-        captions, config = self._splits[split].captions, self.config
-        return [Example(config.prompt, captions[i], config.group_of(captions[i])) for i in self.places(split, limit)]
+    def _pair_at(self, split: str, row: int) -> Example:
+        caption = self._splits[split].captions[row]
+        return Example(self.config.prompt, caption, self.config.group_of(caption))
 
     def prompts(self) -> list[str]:
         """Return the prompt."""
         return [self.config.prompt]
-
-    def places(self, split: str, limit: int | None) -> Sequence[int]:
-        """Return the indices of the rows that `examples` returns."""
-        count = self._size(split)
-        return range(count) if limit is None else spread(count, limit)
 
     def values(self, split: str, places: Sequence[int]) -> np.ndarray:
         """Return the normalized pixels of rows, (B, height, width, channels), as the model reads them."""

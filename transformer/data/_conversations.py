@@ -13,7 +13,7 @@ import numpy as np
 from transformer.config._checks import check_choice
 from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
 from transformer.data._config import SUBWORDS, DataKind, TokenizerConfig, check_date, check_whole
-from transformer.data._dataset import Batch, Dataset, Example, fingerprint, spread
+from transformer.data._dataset import Batch, Dataset, fingerprint, spread
 from transformer.data._packed import PackedRows
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer import Tokenizer
@@ -97,9 +97,11 @@ class ConversationDataset(Dataset):
             names file and row.
     """
 
+    without_pairs = "has conversations and no pairs of source and target. Use prompts()."
+
     def __init__(self, config: ConversationConfig, tokenizer: PretrainedTokenizer, splits: Splits):
         self.config, self.tokenizer = config, tokenizer
-        self._conversations = splits
+        self._conversations, self.splits = splits, tuple(splits)
         self._now = datetime.fromisoformat(config.date)
         self._encoders = chat_encoders(tokenizer, config.template_path)
         self._example: list[tuple[str, bool]] = []
@@ -133,11 +135,6 @@ class ConversationDataset(Dataset):
                 self._example = _parts(encoded.text, encoded.offsets[:limit], trained[:limit], whole=not is_cut)
         return found
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """`train` and `validation`."""
-        return tuple(self._rows)
-
     def describe(self) -> str:
         """Describe conversations, trained tokens, rows, padding, cut conversations and vocabulary in one line."""
         parts = []
@@ -155,10 +152,6 @@ class ConversationDataset(Dataset):
     def example(self) -> list[tuple[str, bool]]:
         """Parts of the first training conversation, and whether they are trained."""
         return self._example
-
-    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Raise ValueError: conversations are not pairs."""
-        raise ValueError(f"{self.config.kind} has conversations and no pairs of source and target. Use prompts().")
 
     def prompts(self) -> list[str]:
         """Return the last message of the user before an answer, of three held-out conversations."""

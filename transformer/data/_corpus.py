@@ -12,10 +12,10 @@ import numpy as np
 from transformer.data._byte_counts import UNKNOWN_BYTES, token_bytes
 from transformer.data._corpus_cache import Tokenized
 from transformer.data._corpus_rows import PackedDocuments, Tokens, Windows
-from transformer.data._dataset import Batch, Dataset, Example, fingerprint, spread
+from transformer.data._dataset import Batch, Dataset, fingerprint, spread
 from transformer.data._mixture import Mixture
 from transformer.data._packed import packed_batch
-from transformer.data._texts import beginnings
+from transformer.data._texts import NO_PAIRS, beginnings
 from transformer.data._tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class CorpusDataset(Dataset):
         ValueError: a split has no row.
     """
 
+    without_pairs = NO_PAIRS
     read_options: ClassVar[Mapping[str, int]] = {"num_threads": 2, "prefetch_buffer_size": 4}
     """rows come from disk: two batches are read while the model computes"""
 
@@ -61,6 +62,7 @@ class CorpusDataset(Dataset):
         }
         self._patterns = {split: [one.source.pattern for one in part] for split, part in corpus.splits.items()}
         self._ends = {split: np.cumsum([len(one) for one in rows]) for split, rows in self._rows.items()}
+        self.splits = tuple(self._rows)
         for split in self.splits:
             self._check_rows(split)
         hashes = [[split, [[f.sha256 for f in one.tokens.facts] for one in part]] for split, part in self._rows.items()]
@@ -80,11 +82,6 @@ class CorpusDataset(Dataset):
             empty = next(name for name, one in zip(self._patterns[split], rows, strict=True) if not len(one))
             raise ValueError(f"{empty} has no training document of at least 2 tokens. Remove it and its weight.")
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """`train` and `validation`."""
-        return tuple(self._rows)
-
     def describe(self) -> str:
         """Describe documents, tokens, rows, padding, weights and vocabulary in one line."""
         parts = []
@@ -102,10 +99,6 @@ class CorpusDataset(Dataset):
             parts.append(f"mixture of {', '.join(shares)}")
         vocabulary = f"vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
         return f"{self.config.kind}: {'; '.join(parts)}; {vocabulary}"
-
-    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Raise ValueError: running text has no pairs."""
-        raise ValueError(f"{self.config.kind} is running text and has no pairs of source and target. Use prompts().")
 
     def prompts(self) -> list[str]:
         """Return the beginnings of three lines of held-out documents, as `TextDataset.prompts` does."""

@@ -8,7 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -59,16 +59,15 @@ class Dataset(ABC):
     image_token_id: int | None = None
     """id of the token that stands for a part of an image; None: the rows have no images between tokens"""
     fingerprint: str
+    splits: tuple[str, ...]
+    """names of the splits, as accepted by `eval_batches`: `train`, `validation` and, if the data has one, `test`"""
+    without_pairs: ClassVar[str] = ""
+    """the reason why the data has no pairs of texts; empty: it has pairs"""
 
     @property
     def task(self) -> str:
         """Name of the training task, one of `training.tasks.TASKS`."""
         return self.config.task
-
-    @property
-    @abstractmethod
-    def splits(self) -> tuple[str, ...]:
-        """Names of the splits, as accepted by `eval_batches`."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -133,8 +132,20 @@ class Dataset(ABC):
         return None
 
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Return the pairs of a split as text. Raises ValueError for data without pairs."""
-        raise ValueError(f"{self.config.kind} has numeric data and no texts. Use eval_batches().")
+        """Return evenly spaced pairs of a split as text (limit None: all). Raises ValueError for data without pairs."""
+        if self.without_pairs:
+            raise ValueError(f"{self.config.kind} {self.without_pairs}")
+        self._check_split(split)
+        return [self._pair_at(split, row) for row in self.places(split, limit)]
+
+    def places(self, split: str, limit: int | None) -> Sequence[int]:
+        """Return the indices of the rows that `examples` returns."""
+        count = self._size(split)
+        return range(count) if limit is None else spread(count, limit)
+
+    def _pair_at(self, split: str, row: int) -> Example:
+        """Return a row as a pair of texts."""
+        raise NotImplementedError
 
     @property
     def example(self) -> list[tuple[str, bool]]:
@@ -143,7 +154,7 @@ class Dataset(ABC):
 
     def prompts(self) -> list[str]:
         """Return a few held-out texts as example inputs of the model. Empty for numeric data."""
-        return []
+        return [] if self.without_pairs else [pair.source for pair in self.examples(limit=3)]
 
     def _check_split(self, split: str) -> None:
         if split not in self.splits:

@@ -106,11 +106,14 @@ class ImageDataset(Dataset):
     filled in.
     """
 
+    without_pairs = "has numeric data and no texts. Use eval_batches()."
+
     def __init__(self, config: ImageConfig, images: Images):
         self.config = dataclasses.replace(config, labels=images.labels)
         self.labels = images.labels
         self._images = {split: pixels for split, (pixels, _) in images.splits.items()}
         self._targets = {split: numbers for split, (_, numbers) in images.splits.items()}
+        self.splits = tuple(self._images)
         warn_of_missing(self._targets, self.labels)
         # The fingerprint hashes int32 arrays: reinterpret the bits of the float32 pixels instead of rounding them.
         files = [pixels for pixels in self._images.values() if isinstance(pixels, ImageFiles)]
@@ -121,11 +124,6 @@ class ImageDataset(Dataset):
         if files:
             self.processor, self.read_options = files[0].processor, READING
         self.fingerprint = fingerprint(settings, {}, arrays)
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """`train`, `validation` and, if the data has one, `test`."""
-        return tuple(self._images)
 
     def describe(self) -> str:
         """Describe the images, sizes and classes in one line."""

@@ -11,8 +11,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from transformer.config._checks import shortened
 from transformer.data._config import SUBWORDS, DataKind, TokenizerConfig, check_labels, check_whole
-from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
+from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer
@@ -90,10 +91,9 @@ def warn_of_missing(targets: Mapping[str, np.ndarray], labels: Sequence[str]) ->
     for split, numbers in targets.items():
         missing = [repr(label) for number, label in enumerate(labels) if number not in set(np.unique(numbers).tolist())]
         if missing:
-            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             effect = "the model can't learn it" if split == "train" else "the results say nothing about it"
             warnings.warn(
-                f"the {split} split has no example of the class {', '.join(missing[:5])}{more}, so {effect}. Add "
+                f"the {split} split has no example of the class {shortened(missing)}, so {effect}. Add "
                 f"examples, or choose another held-out set.",
                 stacklevel=2,
             )
@@ -155,6 +155,7 @@ class LabeledDataset(Dataset):
         self.labels = tuple(labels)
         self._texts = {split: [text for text, _ in rows] for split, rows in splits.items()}
         self._targets = {split: np.array([n for _, n in rows], np.int32) for split, rows in splits.items()}
+        self.splits = tuple(self._texts)
         warn_of_missing(self._targets, self.labels)
         self._tokens: dict[str, Ragged] = {}
         self._types: dict[str, Ragged] = {}
@@ -170,11 +171,6 @@ class LabeledDataset(Dataset):
         settings = [config.kind, self.longest, list(self.labels), tokenizer.state()]
         self.fingerprint = fingerprint(settings, self._texts, arrays)
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """`train`, `validation` and, if the data has one, `test`."""
-        return tuple(self._texts)
-
     def describe(self) -> str:
         """Describe texts, classes, lengths, vocabulary and the number of truncated texts in one line."""
         sizes = ", ".join(f"{len(texts):,} {split}" for split, texts in self._texts.items())
@@ -184,16 +180,8 @@ class LabeledDataset(Dataset):
             f"{self.longest} tokens{cut}, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
         )
 
-    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Return evenly spaced texts of a split, each with its class name as `target`."""
-        self._check_split(split)
-        texts, targets = self._texts[split], self._targets[split]
-        places = range(len(texts)) if limit is None else spread(len(texts), limit)
-        return [Example(texts[place], self.labels[targets[place]]) for place in places]
-
-    def prompts(self) -> list[str]:
-        """Return three held-out texts."""
-        return [example.source for example in self.examples(limit=3)]
+    def _pair_at(self, split: str, row: int) -> Example:
+        return Example(self._texts[split][row], self.labels[self._targets[split][row]])
 
     def _size(self, split: str) -> int:
         return len(self._texts[split])

@@ -10,7 +10,7 @@ import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.data._config import SMALLEST_BPE, SUBWORDS, DataKind, TokenizerConfig, check_share, check_whole
-from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
+from transformer.data._dataset import Batch, Dataset, Ragged, fingerprint, spread
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer
 from transformer.nn._axes import Array, Bool, Float, Int
@@ -111,6 +111,8 @@ class MaskedDataset(Dataset):
         ValueError: the tokenizer has no mask token, or a split has no text tokens.
     """
 
+    without_pairs = "has texts and no pairs of source and target. Use prompts()."
+
     def __init__(self, config: MaskedConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]]):
         if tokenizer.mask_id is None:
             raise ValueError(
@@ -119,7 +121,7 @@ class MaskedDataset(Dataset):
             )
         self.config = config
         self.tokenizer = tokenizer
-        self._texts = splits
+        self._texts, self.splits = splits, tuple(splits)
         self._ids = np.array(tokenizer.text_ids, np.int32)
         self._is_text = np.zeros(tokenizer.vocab_size, bool)
         self._is_text[self._ids] = True
@@ -133,11 +135,6 @@ class MaskedDataset(Dataset):
         settings = [config.kind, self.longest, config.mask_share, tokenizer.state()]
         self.fingerprint = fingerprint(settings, splits, [ragged.values for ragged in self._tokens.values()])
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """`train`, `validation` and, if the data has one, `test`."""
-        return tuple(self._tokens)
-
     def describe(self) -> str:
         """Describe rows, tokens, lengths and vocabulary in one line."""
         sizes = ", ".join(
@@ -148,10 +145,6 @@ class MaskedDataset(Dataset):
             f"{self.config.kind}: {sizes}, up to {self.longest} tokens, vocabulary of {self.tokenizer.vocab_size:,} "
             f"({self.tokenizer.kind})"
         )
-
-    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Raise ValueError: masked texts have no pairs."""
-        raise ValueError(f"{self.config.kind} has texts and no pairs of source and target. Use prompts().")
 
     def prompts(self) -> list[str]:
         """Return three full held-out texts."""

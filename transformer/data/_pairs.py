@@ -136,7 +136,7 @@ class PairDataset(Dataset):
         self.config = config
         self.tokenizer = tokenizer
         self._skipped = skipped
-        self._pairs = splits
+        self._pairs, self.splits = splits, tuple(splits)
         self._places: dict[str, np.ndarray] = {}  # indices of the kept pairs of each split
         self._sources: dict[str, Ragged] = {}
         self._targets: dict[str, Ragged] = {}
@@ -197,11 +197,6 @@ class PairDataset(Dataset):
         arrays = [ragged.values for side in (self._sources, self._targets) for ragged in side.values()]
         return fingerprint(settings, texts, arrays)
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """`train` and `validation`; number words also have `test` and `basics` (0-20 and d x 10^k)."""
-        return tuple(self._places)
-
     def describe(self) -> str:
         """Describe pairs, lengths, vocabulary and the number of skipped pairs in one line."""
         sizes = ", ".join(f"{len(places):,} {split}" for split, places in self._places.items())
@@ -232,10 +227,6 @@ class PairDataset(Dataset):
             share = min((limit - len(chosen)) // (len(by_size) - number), len(places))
             chosen += [places[i] for i in spread(len(places), share)]
         return [pairs[place] for place in sorted(chosen)]
-
-    def prompts(self) -> list[str]:
-        """Return three held-out sources."""
-        return [example.source for example in self.examples(limit=3)]
 
     def _size(self, split: str) -> int:
         return len(self._places[split])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformer.config._checks import shortened
 from transformer.config._local_paths import local_path
 from transformer.config._untrusted import MAX_JSON_BYTES, parse_json, read_bounded
 from transformer.data._byte_level import byte_level_bytes
@@ -427,10 +428,8 @@ def _check_one_token_per_id(vocabulary: dict[str, int] | list, added: list[dict[
         if token not in tokens.setdefault(i, []):
             tokens[i].append(token)
     if shared := [f"{i} is {' and '.join(f'{t!r:.40}' for t in names)}" for i, names in tokens.items() if names[1:]]:
-        more = f" and {len(shared) - 5} more" if len(shared) > 5 else ""
         raise ValueError(
-            f"{TOKENIZER_FILE} must give each token its own id, but id {', '.join(shared[:5])}{more}. Download the "
-            "file again."
+            f"{TOKENIZER_FILE} must give each token its own id, but id {shortened(shared)}. Download the file again."
         )
 
 
@@ -441,11 +440,10 @@ def _check_added_ids(added: list[dict[str, Any]], token_to_id: Callable[[str], i
     """
     wrong = [entry for entry in added if token_to_id(entry["content"]) != entry["id"]]
     if wrong:
-        changed = [f"{e['content']!r:.40} ({e['id']}, read as {token_to_id(e['content'])})" for e in wrong[:5]]
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        changed = [f"{e['content']!r:.40} ({e['id']}, read as {token_to_id(e['content'])})" for e in wrong]
         raise ValueError(
             f"{TOKENIZER_FILE} has added tokens whose ids don't follow the vocabulary, so that the library changes "
-            f"them: {', '.join(changed)}{more}. Download the file again."
+            f"them: {shortened(changed)}. Download the file again."
         )
 
 

@@ -93,6 +93,8 @@ class SeriesDataset(Dataset):
         ValueError: a split has no window, a channel is constant in training, or mean and std are for other channels.
     """
 
+    without_pairs = "has numeric data and no texts. Use eval_batches()."
+
     def __init__(self, config: SeriesConfig, series: Series):
         first, last = series.splits["train"]
         training = series.values[first:last]
@@ -122,15 +124,11 @@ class SeriesDataset(Dataset):
                     "smaller --data.context-length and --data.horizon (and the same in model.input)."
                 )
             self._starts[split] = starts
+        self.splits = tuple(self._starts)
         # The fingerprint hashes int32 arrays: reinterpret the bits of the float32 values instead of rounding them.
         settings = [config.kind, config.context_length, config.horizon, list(series.columns)]
         bounds = [[starts.start, starts.stop] for starts in self._starts.values()]
         self.fingerprint = fingerprint([settings, bounds], {}, [self._values.view(np.int32)])
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """`train`, `validation` and `test`."""
-        return tuple(self._starts)
 
     def describe(self) -> str:
         """Describe windows, lengths and channels in one line."""

@@ -10,10 +10,12 @@ import numpy as np
 
 from transformer.data._byte_counts import UNKNOWN_BYTES, bytes_after_first, token_bytes
 from transformer.data._config import CHARACTERS, DataKind, TokenizerConfig, check_whole
-from transformer.data._dataset import Batch, Dataset, Example, fingerprint, spread
+from transformer.data._dataset import Batch, Dataset, fingerprint, spread
 from transformer.data._packed import PackedRows, chunks
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer
+
+NO_PAIRS = "is running text and has no pairs of source and target. Use prompts()."
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,11 @@ class DocumentDataset(Dataset):
         ValueError: a split has no document of at least 2 tokens.
     """
 
+    without_pairs = NO_PAIRS
+
     def __init__(self, config: TextConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]]):
         self.config, self.tokenizer, self._texts = config, tokenizer, splits
+        self.splits = tuple(splits)
         end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
         self._rows = {}
         for split, texts in splits.items():
@@ -73,11 +78,6 @@ class DocumentDataset(Dataset):
         settings = [config.kind, config.sequence_length, "packing", tokenizer.state()]
         self.fingerprint = fingerprint(settings, splits, [a for rows in self._rows.values() for a in rows.arrays])
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """`train` and `validation`."""
-        return tuple(self._rows)
-
     def describe(self) -> str:
         """Describe documents, tokens, rows, padding and vocabulary in one line."""
         parts = [
@@ -87,10 +87,6 @@ class DocumentDataset(Dataset):
         ]
         vocabulary = f"vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
         return f"{self.config.kind}: {'; '.join(parts)}; {vocabulary}"
-
-    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Raise ValueError: running text has no pairs."""
-        raise ValueError(_no_pairs(self.config))
 
     def prompts(self) -> list[str]:
         """Return the beginnings of three lines of the held-out documents, as `TextDataset.prompts`."""
@@ -110,10 +106,12 @@ class TextDataset(Dataset):
         ValueError: the training text is shorter than a window, or the held-out text has fewer than 2 tokens.
     """
 
+    without_pairs = NO_PAIRS
+
     def __init__(self, config: TextConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]], separate: bool):
         self.config = config
         self.tokenizer = tokenizer
-        self._texts = splits
+        self._texts, self.splits = splits, tuple(splits)
         end = [tokenizer.eos_id] if separate and tokenizer.eos_id is not None else []
         self._tokens = {
             split: np.array([i for text in texts for i in tokenizer.encode(text) + end], np.int32)
@@ -134,19 +132,10 @@ class TextDataset(Dataset):
             [config.kind, config.sequence_length, tokenizer.state()], splits, self._tokens.values()
         )
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """`train` and `validation`."""
-        return tuple(self._tokens)
-
     def describe(self) -> str:
         """Describe tokens and vocabulary in one line."""
         sizes = ", ".join(f"{len(tokens):,} {split} tokens" for split, tokens in self._tokens.items())
         return f"{self.config.kind}: {sizes}, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
-
-    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Raise ValueError: running text has no pairs."""
-        raise ValueError(_no_pairs(self.config))
 
     def prompts(self) -> list[str]:
         """Return the beginnings of three lines of the held-out text, or of the training text if that is blank.
@@ -199,10 +188,6 @@ def beginnings(tokenizer: Tokenizer, texts: Mapping[str, Sequence[str]], sequenc
         most = max(1, sequence_length // 2)
         chosen.append(start if len(ids) <= most else tokenizer.decode(ids[:most]))
     return chosen
-
-
-def _no_pairs(config: TextConfig) -> str:
-    return f"{config.kind} is running text and has no pairs of source and target. Use prompts()."
 
 
 def _lines(texts: Sequence[str]) -> list[str]:

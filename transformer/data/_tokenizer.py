@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
-from transformer.config._checks import nearest
+from transformer.config._checks import nearest, shortened
 from transformer.config._local_paths import local_path
 from transformer.data._normalization import NORMALIZERS
 
@@ -195,9 +195,7 @@ def utf8(text: str) -> bytes:
 
 def listed(entries: list[str], noun: str, limit: int = 10) -> str:
     """Format vocabulary entries for an error message: characters 'a', 'b' and 3 more."""
-    shown = ", ".join(repr(entry) for entry in entries[:limit])
-    more = f" and {len(entries) - limit} more" if len(entries) > limit else ""
-    return f"{noun}{'s' if len(entries) > 1 else ''} {shown}{more}"
+    return f"{noun}{'s' if len(entries) > 1 else ''} {shortened([repr(entry) for entry in entries], limit)}"
 
 
 def check_vocabulary(vocabulary: list[str]) -> None:

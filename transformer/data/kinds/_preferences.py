@@ -11,7 +11,7 @@ import numpy as np
 
 from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
 from transformer.data._config import SUBWORDS, DataKind, HeldOutEnd, TokenizerConfig, check_date, check_whole
-from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
+from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint
 from transformer.data._records import Record, parsed, read_splits
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer
@@ -251,6 +251,7 @@ class PreferenceDataset(Dataset):
             self._texts[split] = [one for one, _ in kept]
             self._tokens[split] = Ragged(part.ids for _, pair in kept for part in pair)  # chosen, rejected, chosen, ...
             self._trained[split] = Ragged(part.trained for _, pair in kept for part in pair)
+        self.splits = tuple(self._texts)
         warn_of_unread(self._encoders, self._conversations(), self._now)
         arrays = [array for split in splits for array in (self._tokens[split].values, self._trained[split].values)]
         texts = {split: [text for one in rows for text in one.texts] for split, rows in self._texts.items()}
@@ -258,11 +259,6 @@ class PreferenceDataset(Dataset):
 
     def _conversations(self) -> Iterator[Conversation]:
         return (chat for rows in self._texts.values() for one in rows for chat in one.conversations)
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """`train` and `validation`."""
-        return tuple(self._texts)
 
     def describe(self) -> str:
         """Describe the pairs, their lengths and the vocabulary in one line."""
@@ -275,16 +271,9 @@ class PreferenceDataset(Dataset):
             f"{self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
         )
 
-    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Return evenly spaced prompts of a split, each with the chosen response as `target`."""
-        self._check_split(split)
-        rows = self._texts[split]
-        places = range(len(rows)) if limit is None else spread(len(rows), limit)
-        return [Example(rows[place].prompt, _response(rows[place].chosen)) for place in places]
-
-    def prompts(self) -> list[str]:
-        """Return three held-out prompts."""
-        return [example.source for example in self.examples(limit=3)]
+    def _pair_at(self, split: str, row: int) -> Example:
+        one = self._texts[split][row]
+        return Example(one.prompt, _response(one.chosen))
 
     def _size(self, split: str) -> int:
         return len(self._texts[split])

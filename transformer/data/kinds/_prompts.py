@@ -12,7 +12,7 @@ import numpy as np
 
 from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
 from transformer.data._config import SUBWORDS, DataKind, HeldOutEnd, TokenizerConfig, check_date, check_whole
-from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
+from transformer.data._dataset import Batch, Dataset, Ragged, fingerprint, spread
 from transformer.data._records import Record, read_splits
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer
@@ -86,9 +86,11 @@ class PromptDataset(Dataset):
         ValueError: a prompt is invalid, has no tokens or is too long; the message names file and row.
     """
 
+    without_pairs = "has prompts and no pairs of source and target. Use prompts()."
+
     def __init__(self, config: PromptConfig, tokenizer: Any, splits: Mapping[str, Sequence[Prompt]], chats: bool):
         self.config, self.tokenizer = config, tokenizer
-        self._prompts = splits
+        self._prompts, self.splits = splits, tuple(splits)
         encoders = chat_encoders(tokenizer, config.template_path) if chats else {}
         self._encoder = encoders.get(False)
         self._tokens = {split: Ragged(map(self._encode, part)) for split, part in splits.items()}
@@ -99,11 +101,6 @@ class PromptDataset(Dataset):
         texts = {split: [_as_text(one) for one in part] for split, part in splits.items()}
         arrays = [ragged.values for ragged in self._tokens.values()]
         self.fingerprint = fingerprint([config.kind, config.answer_column, tokenizer.state()], texts, arrays)
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """`train` and `validation`."""
-        return tuple(self._prompts)
 
     @property
     def end_ids(self) -> list[int]:
@@ -120,10 +117,6 @@ class PromptDataset(Dataset):
         sizes = ", ".join(f"{len(part):,} {split}" for split, part in self._prompts.items())
         vocabulary = f"vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
         return f"{self.config.kind}: {sizes} prompts of up to {self.longest} tokens, {vocabulary}"
-
-    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Raise ValueError: prompts are not pairs."""
-        raise ValueError(f"{self.config.kind} has prompts and no pairs of source and target. Use prompts().")
 
     def prompts(self) -> list[str]:
         """Return three held-out prompts; of messages, the last one."""
