@@ -24,7 +24,9 @@ def limit_memory(most_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if MEMORY_FILE.exists():
         size = int(MEMORY_FILE.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + most_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = size + most_bytes if hard == resource.RLIM_INFINITY else min(size + most_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def main() -> None:

@@ -248,6 +248,13 @@ class TestLoops:
         assert one.flops == other.flops == 7 * 2 * 13 * 211 * 211
         assert one.hbm_bytes == pytest.approx(other.hbm_bytes, rel=0.2)
 
+    def test_the_compiler_counts_the_body_of_a_loop_once(self):
+        def looped(stack, x):
+            return jax.lax.scan(lambda x, weights: (jnp.tanh(x @ weights), None), x, stack)[0]
+
+        cost = jax.jit(looped).lower(floats(7, 211, 211), floats(13, 211)).compile().cost_analysis()
+        assert cost["flops"] < 2 * 2 * 13 * 211 * 211
+
     @pytest.mark.slow
     @pytest.mark.parametrize("remat", ["none", "full"])
     def test_so_it_is_with_a_recipe(self, remat):

@@ -175,3 +175,14 @@ def test_what_is_read_is_what_flax_reads(tmp_path):
         "a/bias": ("float16", (3,)),
         "b/scale": ("float64", ()),
     }
+
+
+def test_the_package_msgpack_takes_the_last_of_two_equal_keys(tmp_path):
+    """It also has no way to skip the data of an array: headers alone can't be read."""
+    content = (
+        b"\x82\xa1a" + msgpack.packb(array([1], "int8", b"a")) + b"\xa1a" + msgpack.packb(array([1], "int8", b"b"))
+    )
+    assert list(msgpack.unpackb(content)) == ["a"]
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(ValueError, match="must be a new, printable text, got 'a'"):
+        read_arrays(tmp_path / "a")

@@ -199,3 +199,15 @@ def test_long_texts_and_vocabularies_are_read(tmp_path):
     metadata = {"template": "x" * 2_000_000, "tokens": [f"token {i}" for i in range(60_000)]}
     (tmp_path / "long.gguf").write_bytes(gguf(metadata, {}))
     assert read_gguf(tmp_path / "long.gguf").metadata == metadata
+
+
+@pytest.mark.parity
+def test_the_package_gguf_accepts_tensors_that_overlap(tmp_path):
+    """It also allocates memory for the numbers that a file claims, one at a time, before it compares their count."""
+    reader = pytest.importorskip("gguf").GGUFReader
+    described = b"".join(text(name) + struct.pack("<IQIQ", 1, 8, 0, 0) for name in "ab")
+    file = tmp_path / "a.gguf"
+    file.write_bytes((b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + described).ljust(200, b"\0"))
+    assert len({tensor.data_offset for tensor in reader(file).tensors}) == 1
+    with pytest.raises(ValueError, match="overlaps another one"):
+        read_gguf(file)
