@@ -23,7 +23,7 @@ from matplotlib.patches import Patch
 from transformer.config._local_paths import local_path
 from transformer.config._progress import counting
 from transformer.viz._attention_weights import AttentionMap, printable
-from transformer.viz._output_files import PNG_METADATA, check_replaceable
+from transformer.viz._output_files import PNG_METADATA, files_in
 
 MOST_PIXELS = 200_000_000
 """maximum number of pixels of all images of one text together; drawing them takes about a minute on one core"""
@@ -68,7 +68,7 @@ def save_attention_maps(
         for stack, labels in (("encoder", source), ("decoder", target))
     }
     total = {stack: 1 + max((one.layer for one in maps if one.stack == stack), default=0) for stack in words}
-    planned: list[tuple[Path, str, AttentionMap, list[int], list[str], list[str]]] = []
+    planned: list[tuple[str, str, AttentionMap, list[int], list[str], list[str]]] = []
     pixels = 0.0
     for one in maps:
         queries, keys = words[one.stack], words["encoder" if one.kind == "cross" else one.stack]
@@ -79,21 +79,24 @@ def save_attention_maps(
             )
         title = f"{one.stack}, layer {one.layer + 1} of {total[one.stack]}: {one.kind}-attention"
         for file, shown in _files(one, total[one.stack], queries, keys):
-            planned.append((directory / file, title, one, shown, queries, keys))
+            planned.append((file, title, one, shown, queries, keys))
             pixels += math.prod(_Page(len(shown), queries, keys).size) * _DPI**2
+    check_pixels(pixels, len(planned), "text")
+    paths = files_in(directory, [file for file, *_ in planned], overwrite)
+    add = counting("attention maps", len(planned))
+    for path, (_, *page) in zip(paths, planned, strict=True):
+        _draw(path, *page, fonts)
+        add(1)
+    return paths
+
+
+def check_pixels(pixels: float, images: int, source: str) -> None:
+    """Raise ValueError if images, which show a `source`, have more than `MOST_PIXELS` together."""
     if pixels > MOST_PIXELS:
         raise ValueError(
             f"the images are too large: expected at most {MOST_PIXELS / 1e6:,.0f} million pixels in total, got "
-            f"{pixels / 1e6:,.0f} million in {len(planned):,} images. Shorten the text, or write one page: --html FILE."
+            f"{pixels / 1e6:,.0f} million in {images:,} images. Shorten the {source}, or write one page: --html FILE."
         )
-    if not overwrite:
-        check_replaceable(path for path, *_ in planned)
-    directory.mkdir(parents=True, exist_ok=True)
-    add = counting("attention maps", len(planned))
-    for path, *page in planned:
-        _draw(path, *page, fonts)
-        add(1)
-    return [path for path, *_ in planned]
 
 
 def _files(one: AttentionMap, layers: int, queries: Sequence[str], keys: Sequence[str]) -> list[tuple[str, list[int]]]:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from transformer.config._local_paths import local_path
 from transformer.config._parts import Patches
 from transformer.viz._attention_weights import AttentionMap, attention_rollout
-from transformer.viz._output_files import PNG_METADATA, check_replaceable
+from transformer.viz._output_files import PNG_METADATA, files_in
 
 _DPI = 110
 _PANEL, _TITLE, _EDGE, _TOP, _BOTTOM = 1.9, 0.26, 0.14, 0.46, 0.3  # inches
@@ -57,9 +57,7 @@ def save_image_attention(
         FileExistsError: without `overwrite`, a file exists that this package did not write.
     """
     directory = local_path(directory, "directory")
-    expected = (patches.image_height, patches.image_width, patches.channels)
-    if image.shape != expected:
-        raise ValueError(f"expected an image of shape {expected}, as the model reads it, got {image.shape}. Resize it.")
+    check_image(image, patches)
     digits, total = len(str(len(maps))), max((one.layer + 1 for one in maps), default=0)
     query = "of the class token" if patches.class_token else "mean over all patches"
     planned: list[tuple[str, str, list[str], np.ndarray]] = []
@@ -76,13 +74,17 @@ def save_image_attention(
         weights = patch_weights(pooling, patches)
         names = [f"head {head + 1}" for head in range(len(weights))]
         planned.append(("image_pooling.png", "attention of the pooling", names, weights))
-    paths = [directory / file for file, *_ in planned]
-    if not overwrite:
-        check_replaceable(paths)
-    directory.mkdir(parents=True, exist_ok=True)
+    paths = files_in(directory, [file for file, *_ in planned], overwrite)
     for path, (_, *page) in zip(paths, planned, strict=True):
         draw_pictures(path, image, patches.patch_size, *page)
     return paths
+
+
+def check_image(image: np.ndarray, patches: Patches) -> None:
+    """Raise ValueError if an image does not have the shape that the model reads."""
+    expected = (patches.image_height, patches.image_width, patches.channels)
+    if image.shape != expected:
+        raise ValueError(f"expected an image of shape {expected}, as the model reads it, got {image.shape}. Resize it.")
 
 
 def patch_weights(weights: Float[np.ndarray, "N T S"], patches: Patches) -> np.ndarray:

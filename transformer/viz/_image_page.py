@@ -17,7 +17,7 @@ from transformer.config._local_paths import local_path
 from transformer.config._parts import Patches
 from transformer.viz._attention_page import check_weights, quantize
 from transformer.viz._attention_weights import AttentionMap, attention_rollout
-from transformer.viz._image_maps import patch_weights
+from transformer.viz._image_maps import check_image, patch_weights
 from transformer.viz._page_parts import encoded, fill_page, part
 
 
@@ -53,9 +53,7 @@ def save_image_page(
             not finite; or there are more weights than a page can hold.
     """
     path = local_path(path, "path")
-    expected = (patches.image_height, patches.image_width, patches.channels)
-    if image.shape != expected:
-        raise ValueError(f"expected an image of shape {expected}, as the model reads it, got {image.shape}. Resize it.")
+    check_image(image, patches)
     if not maps:
         raise ValueError("there is nothing to show: expected at least one attention map. Pass maps=.")
     rollouts = attention_rollout(maps)
@@ -63,15 +61,7 @@ def save_image_page(
     for one in weights:
         patch_weights(one, patches)  # checks the number of positions, and that the weights are finite
     check_weights(sum(one.size for one in weights))
-    data = {
-        "title": title,
-        "facts": [*(facts or {}).items()],
-        "image": png_url(image),
-        "width": patches.image_width,
-        "height": patches.image_height,
-        "patch": patches.patch_size,
-        "rows": patches.grid[0],
-        "columns": patches.grid[1],
+    queries = {
         "tokens": _token_names(patches),
         "words": None,
         "classToken": patches.class_token,
@@ -80,6 +70,24 @@ def save_image_page(
         "layers": [{"layer": one.layer, **packed(one.weights)} for one in maps],
         "rollout": [packed(one.weights) for one in rollouts],
         "pooling": None if pooling is None else packed(pooling),
+    }
+    return write_image_page(path, image, patches, title, facts, queries)
+
+
+def write_image_page(
+    path: Path, image: np.ndarray, patches: Patches, title: str, facts: Mapping[str, str] | None, shown: dict[str, Any]
+) -> Path:
+    """Write a page with an image, and the attention `shown` on it, in the form that image_page.js reads."""
+    data = {
+        "title": title,
+        "facts": [*(facts or {}).items()],
+        "image": _png_url(image),
+        "width": patches.image_width,
+        "height": patches.image_height,
+        "patch": patches.patch_size,
+        "rows": patches.grid[0],
+        "columns": patches.grid[1],
+        **shown,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(fill_page("image_page", title, part("image_page.js"), data), encoding="ascii")
@@ -103,7 +111,7 @@ def packed(weights: Float[np.ndarray, "N T S"]) -> dict[str, Any]:
     }
 
 
-def png_url(image: np.ndarray) -> str:
+def _png_url(image: np.ndarray) -> str:
     """Return an image (height, width, channels) as the URL of a PNG file."""
     file = io.BytesIO()
     imsave(file, np.clip(np.broadcast_to(image, (*image.shape[:2], 3)), 0.0, 1.0).astype(np.float64), format="png")

@@ -15,7 +15,7 @@ import numpy as np
 
 
 def fill_page(name: str, title: str, program: str, data: Mapping[str, Any]) -> str:
-    """Return the page NAME.html of this directory with a program, the style sheet NAME.css and the data in it.
+    """Return the page with the body NAME.html of this directory, a program, the style sheet NAME.css, and the data.
 
     The content security policy of the page allows exactly this program and this style sheet, and no network access.
     The page is ASCII.
@@ -30,7 +30,8 @@ def fill_page(name: str, title: str, program: str, data: Mapping[str, Any]) -> s
         # Inside a script element, only "<" can start a tag or a comment.
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], part(f"{name}.html"))
+    page = f"{part('page_head.html')}\n{part(f'{name}.html')}"
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
 
 
 def part(file: str) -> str:

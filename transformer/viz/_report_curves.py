@@ -23,17 +23,17 @@ MOST_POINTS = 1000
 """approximate maximum number of points per line; a longer line is reduced to the extrema of its sections"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chart:
     """A plot of one or more metrics by step."""
 
     name: str
     """suffix of the name of the PNG file"""
     title: str
-    unit: str = ""
-    """unit of the values; "" if they have none"""
     metrics: tuple[str, ...]
     """metrics, one line each: the first one solid, the others dashed with dots"""
+    unit: str = ""
+    """unit of the values; "" if they have none"""
     scale: float | int = 1.0
     """factor applied to the values"""
     from_zero: bool = True
@@ -41,51 +41,38 @@ class Chart:
 
 
 CHARTS = (
-    Chart(name="loss", title="Loss", unit="nats per target", metrics=("train/loss", "eval/loss"), from_zero=False),
-    Chart(name="accuracy", title="Held-out accuracy", unit="%", metrics=("eval/accuracy",), scale=100),
-    Chart(name="exact-match", title="Held-out exact match", unit="%", metrics=("eval/exact_match",), scale=100),
-    Chart(name="reward", title="Reward", metrics=("train/reward", "eval/reward")),
-    Chart(name="kl", title="KL divergence from the initial model", unit="nats per token", metrics=("train/kl",)),
-    Chart(name="entropy", title="Entropy of the next token", unit="nats per token", metrics=("train/entropy",)),
+    Chart("loss", "Loss", ("train/loss", "eval/loss"), "nats per target", from_zero=False),
+    Chart("accuracy", "Held-out accuracy", ("eval/accuracy",), "%", scale=100),
+    Chart("exact-match", "Held-out exact match", ("eval/exact_match",), "%", scale=100),
+    Chart("reward", "Reward", ("train/reward", "eval/reward")),
+    Chart("kl", "KL divergence from the initial model", ("train/kl",), "nats per token"),
+    Chart("entropy", "Entropy of the next token", ("train/entropy",), "nats per token"),
     Chart(
-        name="completion-length",
-        title="Length of completions",
-        unit="tokens",
-        metrics=("train/completion_length", "eval/completion_length"),
+        "completion-length", "Length of completions", ("train/completion_length", "eval/completion_length"), "tokens"
     ),
-    Chart(name="truncated", title="Truncated completions", unit="%", metrics=("train/truncated",), scale=100),
+    Chart("truncated", "Truncated completions", ("train/truncated",), "%", scale=100),
+    Chart("equal-rewards", "Groups with equal rewards", ("train/equal_rewards",), "% of groups", scale=100),
+    Chart("reward-margin", "Margin between chosen and rejected rewards", ("train/reward_margin", "eval/reward_margin")),
     Chart(
-        name="equal-rewards",
-        title="Groups with equal rewards",
-        unit="% of groups",
-        metrics=("train/equal_rewards",),
+        "prefers-chosen",
+        "Held-out pairs whose chosen response is more probable",
+        ("eval/prefers_chosen",),
+        "%",
         scale=100,
     ),
-    Chart(
-        name="reward-margin",
-        title="Margin between chosen and rejected rewards",
-        metrics=("train/reward_margin", "eval/reward_margin"),
-    ),
-    Chart(
-        name="prefers-chosen",
-        title="Held-out pairs whose chosen response is more probable",
-        unit="%",
-        metrics=("eval/prefers_chosen",),
-        scale=100,
-    ),
-    Chart(name="bits-per-byte", title="Held-out bits per byte", metrics=("eval/bits_per_byte",), from_zero=False),
-    Chart(name="mae", title="Held-out mean absolute error", metrics=("eval/mae",), from_zero=False),
-    Chart(name="learning-rate", title="Learning rate", metrics=("train/learning_rate",)),
-    Chart(name="gradient-norm", title="Gradient norm", metrics=("train/grad_norm",)),
-    Chart(name="router-loss", title="Router loss", unit="nats per target", metrics=("train/router_loss",)),
-    Chart(name="skipped", title="Skipped batches (total)", metrics=("train/skipped",)),
-    Chart(name="spikes", title="Loss spikes (total)", metrics=("train/spikes",)),
-    Chart(name="speed", title="Throughput", unit="targets/s", metrics=("perf/tokens_per_s",)),
-    Chart(name="mfu", title="MFU", unit="% of peak FLOP/s", metrics=("perf/mfu",), scale=100),
-    Chart(name="flops", title="Model FLOP/s", unit="GFLOP/s", metrics=("perf/flops_per_s",), scale=1e-9),
-    Chart(name="memory", title="Peak memory", unit="GiB", metrics=("perf/peak_memory_bytes",), scale=2**-30),
-    Chart(name="padding", title="Padding", unit="% of positions", metrics=("data/padding",), scale=100),
-    Chart(name="data-wait", title="Waiting for data", unit="% of time", metrics=("perf/data_wait",), scale=100),
+    Chart("bits-per-byte", "Held-out bits per byte", ("eval/bits_per_byte",), from_zero=False),
+    Chart("mae", "Held-out mean absolute error", ("eval/mae",), from_zero=False),
+    Chart("learning-rate", "Learning rate", ("train/learning_rate",)),
+    Chart("gradient-norm", "Gradient norm", ("train/grad_norm",)),
+    Chart("router-loss", "Router loss", ("train/router_loss",), "nats per target"),
+    Chart("skipped", "Skipped batches (total)", ("train/skipped",)),
+    Chart("spikes", "Loss spikes (total)", ("train/spikes",)),
+    Chart("speed", "Throughput", ("perf/tokens_per_s",), "targets/s"),
+    Chart("mfu", "MFU", ("perf/mfu",), "% of peak FLOP/s", scale=100),
+    Chart("flops", "Model FLOP/s", ("perf/flops_per_s",), "GFLOP/s", scale=1e-9),
+    Chart("memory", "Peak memory", ("perf/peak_memory_bytes",), "GiB", scale=2**-30),
+    Chart("padding", "Padding", ("data/padding",), "% of positions", scale=100),
+    Chart("data-wait", "Waiting for data", ("perf/data_wait",), "% of time", scale=100),
 )
 """plots of a report, in order; a plot without values is omitted"""
 

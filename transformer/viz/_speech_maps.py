@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from transformer.config._local_paths import local_path
-from transformer.viz._attention_maps import MOST_PIXELS, fonts_for, short_label
+from transformer.viz._attention_maps import check_pixels, fonts_for, short_label
 from transformer.viz._attention_weights import printable
-from transformer.viz._output_files import PNG_METADATA, check_replaceable
+from transformer.viz._output_files import PNG_METADATA, files_in
 
 _DPI = 110
 _WIDTH, _SOUND, _LINE, _TOP, _BOTTOM, _LEFT, _RIGHT, _GAP = 11.0, 1.5, 0.2, 0.5, 0.75, 1.75, 0.2, 0.12  # inches
@@ -68,32 +68,14 @@ def save_speech_attention(
         raise ValueError("attention weights must be finite. Check the parameters of the model.")
     total, digits = len(weights), len(str(len(weights)))
     named = ", ".join(f"{layer + 1}.{head + 1}" for layer, head in heads[:8]) + (", ..." if len(heads) > 8 else "")
-    planned = [
-        (
-            "audio_alignment.png",
-            f"cross-attention, mean of the alignment heads (layer.head: {named})",
-            np.mean([weights[layer, head] for layer, head in heads], axis=0),
-        )
-    ]
-    planned += [
-        (
-            f"audio_layer{layer + 1:0{digits}}.png",
-            f"cross-attention, layer {layer + 1} of {total}: mean of the heads",
-            one.mean(0),
-        )
-        for layer, one in enumerate(weights)
-    ]
+    title = f"cross-attention, mean of the alignment heads (layer.head: {named})"
+    planned = [("audio_alignment.png", title, np.mean([weights[layer, head] for layer, head in heads], axis=0))]
+    for layer, one in enumerate(weights):
+        title = f"cross-attention, layer {layer + 1} of {total}: mean of the heads"
+        planned.append((f"audio_layer{layer + 1:0{digits}}.png", title, one.mean(0)))
     tall = _TOP + _SOUND + _GAP + _LINE * len(words) + _BOTTOM
-    if (pixels := len(planned) * _WIDTH * tall * _DPI**2) > MOST_PIXELS:
-        raise ValueError(
-            f"the images are too large: expected at most {MOST_PIXELS / 1e6:,.0f} million pixels in total, got "
-            f"{pixels / 1e6:,.0f} million in {len(planned):,} images. Shorten the recording, or write one page: --html "
-            f"FILE."
-        )
-    paths = [directory / file for file, *_ in planned]
-    if not overwrite:
-        check_replaceable(paths)
-    directory.mkdir(parents=True, exist_ok=True)
+    check_pixels(len(planned) * _WIDTH * tall * _DPI**2, len(planned), "recording")
+    paths = files_in(directory, [file for file, *_ in planned], overwrite)
     fonts, missing = fonts_for([*map(printable, words)])
     labels = [short_label(word.strip() or word, missing) for word in words]
     for path, (_, title, shown) in zip(paths, planned, strict=True):

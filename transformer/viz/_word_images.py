@@ -14,10 +14,9 @@ from transformer.config._parts import Patches
 from transformer.viz._attention_maps import fonts_for, short_label
 from transformer.viz._attention_page import check_weights
 from transformer.viz._attention_weights import printable
-from transformer.viz._image_maps import draw_pictures
-from transformer.viz._image_page import packed, png_url
-from transformer.viz._output_files import check_replaceable
-from transformer.viz._page_parts import fill_page, part
+from transformer.viz._image_maps import check_image, draw_pictures
+from transformer.viz._image_page import packed, write_image_page
+from transformer.viz._output_files import files_in
 
 MOST_WORDS = 60
 """maximum number of words in a picture file"""
@@ -69,10 +68,7 @@ def save_word_images(
     for layer, one in enumerate(weights):
         title = f"layer {layer + 1} of {total}: attention of each word to the image, mean over heads"
         planned.append((f"image_words_layer{layer + 1:0{digits}}.png", title, one.mean(0)))
-    paths = [directory / file for file, *_ in planned]
-    if not overwrite:
-        check_replaceable(paths)
-    directory.mkdir(parents=True, exist_ok=True)
+    paths = files_in(directory, [file for file, *_ in planned], overwrite)
     fonts, missing = fonts_for([*map(printable, words)])
     names = [short_label(word.strip() or word, missing) for word in words]
     for path, (_, title, shown) in zip(paths, planned, strict=True):
@@ -111,15 +107,7 @@ def save_word_page(
     path = local_path(path, "path")
     _check(image, weights, rollout, words, patches)
     check_weights(weights.size + rollout.size)
-    data = {
-        "title": title,
-        "facts": [*(facts or {}).items()],
-        "image": png_url(image),
-        "width": patches.image_width,
-        "height": patches.image_height,
-        "patch": patches.patch_size,
-        "rows": patches.grid[0],
-        "columns": patches.grid[1],
+    queries = {
         "tokens": [],
         "words": [printable(word.strip() or word) for word in words],
         "classToken": False,
@@ -129,15 +117,11 @@ def save_word_page(
         "rollout": [packed(one[None]) for one in rollout],
         "pooling": None,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(fill_page("image_page", title, part("image_page.js"), data), encoding="ascii")
-    return path
+    return write_image_page(path, image, patches, title, facts, queries)
 
 
 def _check(image: np.ndarray, weights: np.ndarray, rollout: np.ndarray, words: Sequence[str], patches: Patches) -> None:
-    expected = (patches.image_height, patches.image_width, patches.channels)
-    if image.shape != expected:
-        raise ValueError(f"expected an image of shape {expected}, as the model reads it, got {image.shape}. Resize it.")
+    check_image(image, patches)
     shapes = (
         (len(weights), weights.shape[1], len(words), patches.positions),
         (len(weights), len(words), patches.positions),
