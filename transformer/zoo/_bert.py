@@ -10,7 +10,7 @@ import numpy as np
 from transformer.config._parts import HeadTransform
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fixed, Labels, Unread, sizes, training_fields
+from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, Fixed, Labels, Unread, sizes, training_fields
 from transformer.zoo.weights._rules import MATRIX, SAME, Relation, Rule, Shape, linear, modules, norm
 
 
@@ -144,10 +144,8 @@ def masked_transform(name: str) -> Field:
     return Field(name, "output.transform", "gelu", _MASKED_TRANSFORMS)
 
 
-def _variant(name: str, parameters: int, vocab_size: int, sizes: str = "base") -> Variant:
-    fields = {"vocab_size": vocab_size}
-    if sizes == "large":
-        fields |= {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+def _variant(name: str, parameters: int, vocab_size: int) -> Variant:
+    fields = {"vocab_size": vocab_size} | (LARGE if "large" in name else {})
     return Variant(hub=f"google-bert/{name}", parameters=parameters, fields=fields)
 
 
@@ -186,8 +184,8 @@ BERT = Family(
     variants={
         "bert-base-uncased": _variant("bert-base-uncased", 109_514_298, 30_522),
         "bert-base-cased": _variant("bert-base-cased", 108_340_804, 28_996),
-        "bert-large-uncased": _variant("bert-large-uncased", 335_174_458, 30_522, "large"),
-        "bert-large-cased": _variant("bert-large-cased", 333_610_308, 28_996, "large"),
+        "bert-large-uncased": _variant("bert-large-uncased", 335_174_458, 30_522),
+        "bert-large-cased": _variant("bert-large-cased", 333_610_308, 28_996),
         "bert-base-multilingual-cased": _variant("bert-base-multilingual-cased", 177_974_523, 119_547),
     },
 )

@@ -12,7 +12,7 @@ from transformer.config._model import TransformerConfig
 from transformer.config._parts import Images
 from transformer.nn.models._dual import DualEncoder
 from transformer.zoo._family import Family, Head, Variant, read_fields
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Unread, sizes
+from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, FieldError, Unread, sizes
 from transformer.zoo._vit import Convolution, PatchSizes
 from transformer.zoo.weights._rules import Relation, Rule, Shape, linear, modules, norm
 
@@ -182,7 +182,7 @@ def _variant(name: str, parameters: int, patch_size: int, image_size: int = 224)
     text, image, features = {}, {"patch_size": patch_size, "image_size": image_size}, 512
     if "large" in name:
         text = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
-        image |= {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+        image |= LARGE
         features = 768
     fields = {"text_config": text, "vision_config": image, "projection_dim": features}
     return Variant(hub=f"openai/{name}", parameters=parameters, fields=fields)

@@ -13,7 +13,7 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import MLA, LayerKind, MoE
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, FieldError, Fixed, Rope, Unread
+from transformer.zoo._fields import Biases, Codec, FieldError, Fixed, Rope, Unread, layer_sizes
 from transformer.zoo._llama import ROTARY_BUFFERS, decoder_family, decoder_fields, feed_forward_rules, norm_rules
 from transformer.zoo._mixtral import expert_rules
 from transformer.zoo.weights._rules import (
@@ -252,6 +252,9 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     ]
 
 
+_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+_YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+
 DEEPSEEK_V3 = decoder_family(
     "DeepseekV3",
     name="deepseek_v3",
@@ -278,47 +281,33 @@ DEEPSEEK_V3 = decoder_family(
         "deepseek-v3": Variant(
             hub="deepseek-ai/DeepSeek-V3",
             parameters=671_026_419_200,
-            fields={
-                "vocab_size": 129_280,
-                "hidden_size": 7168,
-                "intermediate_size": 18_432,
-                "num_hidden_layers": 61,
-                "num_attention_heads": 128,
-                "rope_theta": 10_000.0,
-                "rope_scaling": {
-                    "type": "yarn",
-                    "factor": 40,
-                    "original_max_position_embeddings": 4096,
-                    "beta_fast": 32,
-                    "beta_slow": 1,
-                    "mscale": 1.0,
-                    "mscale_all_dim": 1.0,
-                },
-                "max_position_embeddings": 163_840,
-            },
+            fields=layer_sizes(
+                *(7168, 18_432, 61, 128),
+                vocab_size=129_280,
+                rope_theta=10_000.0,
+                rope_scaling=_YARN,
+                max_position_embeddings=163_840,
+            ),
         ),
         "moonlight-16b-a3b": Variant(
             hub="moonshotai/Moonlight-16B-A3B",
             parameters=15_960_110_208,
-            fields={
-                "vocab_size": 163_840,
-                "hidden_size": 2048,
-                "intermediate_size": 11_264,
-                "moe_intermediate_size": 1408,
-                "num_hidden_layers": 27,
-                "num_attention_heads": 16,
-                "q_lora_rank": None,
-                "n_routed_experts": 64,
-                "num_experts_per_tok": 6,
-                "n_shared_experts": 2,
-                "n_group": 1,
-                "topk_group": 1,
-                "routed_scaling_factor": 2.446,
-                "first_k_dense_replace": 1,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 50_000.0,
-                "max_position_embeddings": 8192,
-            },
+            fields=layer_sizes(
+                *(2048, 11_264, 27, 16),
+                vocab_size=163_840,
+                moe_intermediate_size=1408,
+                q_lora_rank=None,
+                n_routed_experts=64,
+                num_experts_per_tok=6,
+                n_shared_experts=2,
+                n_group=1,
+                topk_group=1,
+                routed_scaling_factor=2.446,
+                first_k_dense_replace=1,
+                rms_norm_eps=1e-5,
+                rope_theta=50_000.0,
+                max_position_embeddings=8192,
+            ),
         ),
     },
 )

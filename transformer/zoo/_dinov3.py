@@ -9,7 +9,7 @@ from typing import Any
 from transformer.config._model import TransformerConfig
 from transformer.nn.models._vision import VisionEmbedder
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Unread, sizes
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Unread, layer_sizes, sizes
 from transformer.zoo._vit import ClassAndMask, Convolution, PatchSizes
 from transformer.zoo.weights._rules import Row, Rule, linear, modules, norm
 
@@ -52,8 +52,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
 
 
 def _variant(size: str, parameters: int, width: int, layers: int, heads: int, d_ff: int, **fields: Any) -> Variant:
-    fields |= {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
-    fields |= {"intermediate_size": d_ff, "num_register_tokens": 4}
+    fields |= layer_sizes(width, d_ff, layers, heads, num_register_tokens=4)
     return Variant(hub=f"facebook/dinov3-{size}-pretrain-lvd1689m", parameters=parameters, fields=fields)
 
 

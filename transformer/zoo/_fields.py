@@ -162,6 +162,19 @@ def sizes(**fields: tuple[str, int]) -> tuple[Field, ...]:
     return tuple(Field(name, attribute, default) for attribute, (name, default) in fields.items())
 
 
+def layer_sizes(
+    width: int, inner: int, layers: int, heads: int, kv_heads: int | None = None, **fields: Any
+) -> dict[str, Any]:
+    """Return sizes under their usual names in config.json, for a variant, with further fields."""
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads} | ({} if kv_heads is None else {"num_key_value_heads": kv_heads})
+    return sizes | fields
+
+
+LARGE = layer_sizes(1024, 4096, 24, 16)
+"""Sizes of the large models of BERT, ViT, and families derived from them."""
+
+
 def training_fields(
     dropout: str, attention: str, initializer: str = "initializer_range", *, rates: float = 0.0, spread: float = 0.02
 ) -> tuple[Field, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformer.config._model import TransformerConfig
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Field, Rope, Unread, training_fields
+from transformer.zoo._fields import ACTIVATIONS, Field, Rope, Unread, layer_sizes, training_fields
 from transformer.zoo._llama import LAST_TOKEN
 from transformer.zoo.weights._rules import MATRIX, VECTOR, FusedByHead, Rule, fused, modules, norm
 
@@ -43,8 +43,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
 
 
 def _variant(hub: str, parameters: int, width: int, layers: int, heads: int, vocab_size: int = 50_304) -> Variant:
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
-    sizes |= {"num_attention_heads": heads, "vocab_size": vocab_size, "rotary_pct": 0.25}
+    sizes = layer_sizes(width, 4 * width, layers, heads, vocab_size=vocab_size, rotary_pct=0.25)
     return Variant(hub=f"EleutherAI/{hub}", parameters=parameters, fields=sizes)
 
 

@@ -12,7 +12,7 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind, MoE
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Fixed, Rope, Unread
+from transformer.zoo._fields import Biases, Codec, Fixed, Rope, Unread, layer_sizes
 from transformer.zoo._llama import DECODER_CONSTANTS, attention_rules, decoder_family, decoder_fields, norm_rules
 from transformer.zoo._mixtral import balance_coefficient, balance_weight
 from transformer.zoo._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
@@ -116,8 +116,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
 
 
 def _variant(hub: str, parameters: int, layers: int, experts: int) -> Variant:
-    sizes = {"vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64}
-    sizes |= {"num_hidden_layers": layers, "num_local_experts": experts}
+    sizes = layer_sizes(2880, 2880, layers, 64, vocab_size=201_088, num_local_experts=experts)
     return Variant(hub=f"openai/{hub}", parameters=parameters, fields=sizes)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from transformer.zoo._family import Family, Variant
+from transformer.zoo._fields import LARGE, layer_sizes
 from transformer.zoo._wav2vec2 import (
-    LARGE,
     OLD_WEIGHT_NORM,
     SPEECH_CONSTANTS,
     STABLE,
@@ -13,7 +13,7 @@ from transformer.zoo._wav2vec2 import (
     speech_rules,
 )
 
-_EXTRA_LARGE = {"hidden_size": 1280, "num_hidden_layers": 48, "num_attention_heads": 16, "intermediate_size": 5120}
+_EXTRA_LARGE = layer_sizes(1280, 5120, 48, 16)
 
 HUBERT = Family(
     name="hubert",

@@ -10,7 +10,7 @@ from transformer.config._model import TransformerConfig
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._encoders import Classifier, Embedder
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Labels, Rope
+from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Labels, Rope, layer_sizes
 from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm
 
 DECODER_CONSTANTS = {
@@ -168,9 +168,7 @@ def decoder_variant(
     hub: str, parameters: int, width: int, inner: int, layers: int, heads: int, kv_heads: int, **fields: Any
 ) -> Variant:
     """Return a variant with sizes named as in Llama; `fields` are further fields of config.json."""
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    return Variant(hub=hub, parameters=parameters, fields=sizes | fields)
+    return Variant(hub=hub, parameters=parameters, fields=layer_sizes(width, inner, layers, heads, kv_heads, **fields))
 
 
 _LLAMA3 = {

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformer.chat._image_prompts import ImageText
 from transformer.config._image_tokens import ImageTokens
 from transformer.config._model import TransformerConfig
-from transformer.zoo._family import Family, Variant
-from transformer.zoo._fields import FieldError, Fixed, Unread
+from transformer.zoo._family import Variant
+from transformer.zoo._fields import LARGE, FieldError, Fixed, Unread, layer_sizes
 from transformer.zoo._llama import LLAMA, decoder_rules
-from transformer.zoo._vision_text import (
-    CLIP_TOWER,
-    VISION_TEXT_FILES,
-    TextModel,
-    VisionText,
-    vision_text_heads,
-    vision_text_rules,
-)
-from transformer.zoo.weights._rules import Rule, linear
+from transformer.zoo._vision_text import CLIP_TOWER, TextModel, VisionText, vision_text_family
+from transformer.zoo.weights._rules import modules
 
-_SIZES = {"hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
 _TEXT = {
     "llama": TextModel(
         constants=LLAMA.constants,
         fields=LLAMA.fields,
         rules=decoder_rules,
-        defaults=_SIZES | {"vocab_size": 32_000},
+        defaults=layer_sizes(4096, 11_008, 32, 32, vocab_size=32_000),
     )
 }
 
@@ -54,23 +46,7 @@ class _Images(VisionText):
         return {"vision_feature_layer": None if unused is None else -1 - unused, "image_seq_length": images.count}
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
-    return [
-        *vision_text_rules(config, _TEXT),
-        *linear("multi_modal_projector.linear_1", "projector/hidden"),
-        *linear("multi_modal_projector.linear_2", "projector/projection"),
-    ]
-
-
-_TOWER = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 24,
-    "image_size": 336,
-    "patch_size": 14,
-    "model_type": "clip_vision_model",
-}
+_TOWER = LARGE | {"image_size": 336, "patch_size": 14, "model_type": "clip_vision_model"}
 
 
 def _variant(name: str, parameters: int, text: Mapping[str, Any]) -> Variant:
@@ -78,12 +54,13 @@ def _variant(name: str, parameters: int, text: Mapping[str, Any]) -> Variant:
     return Variant(hub=f"llava-hf/{name}", parameters=parameters, fields=fields)
 
 
-LLAVA = Family(
+LLAVA = vision_text_family(
+    "Llava",
+    _TEXT,
+    modules("multi_modal_projector.", "projector/", {"hidden": "linear_1", "projection": "linear_2"}),
     name="llava",
     title="LLaVA 1.5",
     citation="Liu et al. 2023, arXiv 2304.08485 and 2310.03744",
-    heads=vision_text_heads("Llava"),
-    constants={},
     fields=(
         _Images(
             text=_TEXT,
@@ -99,22 +76,10 @@ LLAVA = Family(
         Fixed("multimodal_projector_bias", (True,)),
         Unread(("image_seq_length", "ignore_index", "vocab_size", "initializer_range")),
     ),
-    rules=_rules,
     variants={
         "llava-1.5-7b": _variant("llava-1.5-7b-hf", 7_063_427_072, {}),
-        "llava-1.5-13b": _variant(
-            "llava-1.5-13b-hf",
-            13_351_494_656,
-            {
-                "hidden_size": 5120,
-                "intermediate_size": 13_824,
-                "num_hidden_layers": 40,
-                "num_attention_heads": 40,
-                "num_key_value_heads": 40,
-            },
-        ),
+        "llava-1.5-13b": _variant("llava-1.5-13b-hf", 13_351_494_656, layer_sizes(5120, 13_824, 40, 40, 40)),
     },
     image_text=ImageText(),
-    **VISION_TEXT_FILES,
 )
 """LLaVA 1.5."""

@@ -20,6 +20,7 @@ from transformer.zoo._fields import (
     Fixed,
     Labels,
     Unread,
+    layer_sizes,
     read_rotary,
     sizes,
     training_fields,
@@ -180,14 +181,7 @@ MODERNBERT = Family(
     variants={
         "modernbert-base": Variant(hub="answerdotai/ModernBERT-base", parameters=149_655_232, fields={}),
         "modernbert-large": Variant(
-            hub="answerdotai/ModernBERT-large",
-            parameters=395_881_664,
-            fields={
-                "hidden_size": 1024,
-                "intermediate_size": 2624,
-                "num_hidden_layers": 28,
-                "num_attention_heads": 16,
-            },
+            hub="answerdotai/ModernBERT-large", parameters=395_881_664, fields=layer_sizes(1024, 2624, 28, 16)
         ),
     },
 )

@@ -9,20 +9,13 @@ from typing import Any
 from transformer.chat._image_prompts import ImageText
 from transformer.config._image_tokens import ImageTokens
 from transformer.config._model import TransformerConfig
-from transformer.zoo._family import Family, Variant
-from transformer.zoo._fields import Codec, FieldError, Fixed, Unread
+from transformer.zoo._family import Variant
+from transformer.zoo._fields import Codec, FieldError, Fixed, Unread, layer_sizes
 from transformer.zoo._gemma import GEMMA1_CONSTANTS, GEMMA1_FIELDS
 from transformer.zoo._gemma2 import GEMMA2
 from transformer.zoo._llama import decoder_rules
-from transformer.zoo._vision_text import (
-    SIGLIP_TOWER,
-    VISION_TEXT_FILES,
-    TextModel,
-    VisionText,
-    vision_text_heads,
-    vision_text_rules,
-)
-from transformer.zoo.weights._rules import Rule, linear
+from transformer.zoo._vision_text import SIGLIP_TOWER, TextModel, VisionText, siglip_tower, vision_text_family
+from transformer.zoo.weights._rules import linear
 
 # The mask of the whole model decides which tokens attend to later ones, not this field of the decoder.
 _SEEN_BOTH_WAYS = Unread(("use_bidirectional_attention", "num_image_tokens"), {"use_bidirectional_attention": True})
@@ -34,20 +27,18 @@ def _without_direction(fields: Sequence[Codec]) -> tuple[Codec, ...]:
 
 
 # The reference fills in the sizes of Gemma 7B and Gemma 2 2B.
-_ONE = {"hidden_size": 3072, "intermediate_size": 24_576, "num_hidden_layers": 28, "num_attention_heads": 16}
-_TWO = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
 _TEXT = {
     "gemma": TextModel(
         constants=GEMMA1_CONSTANTS | {"norm_position": "pre"},
         fields=_without_direction(GEMMA1_FIELDS),
         rules=decoder_rules,
-        defaults=_ONE | {"vocab_size": 256_000},
+        defaults=layer_sizes(3072, 24_576, 28, 16, vocab_size=256_000),
     ),
     "gemma2": TextModel(
         constants=GEMMA2.constants,
         fields=_without_direction(GEMMA2.fields),
         rules=GEMMA2.rules,
-        defaults=_TWO | {"vocab_size": 256_000},
+        defaults=layer_sizes(2304, 9216, 26, 8, vocab_size=256_000),
     ),
 }
 
@@ -70,66 +61,38 @@ class _Images(VisionText):
         return {"projection_dim": config.d_model, "hidden_size": config.d_model}
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
-    return [*vision_text_rules(config, _TEXT), *linear("multi_modal_projector.linear", "projector/projection")]
-
-
-def _tower(image_size: int) -> dict[str, Any]:
-    return {
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 27,
-        "image_size": image_size,
-        "patch_size": 14,
-        "model_type": "siglip_vision_model",
-    }
-
-
 def _variant(name: str, parameters: int, kind: str, size: int, text: Mapping[str, Any]) -> Variant:
     fields = {
         "text_config": {"model_type": kind, "vocab_size": 257_216, **text},
-        "vision_config": _tower(size),
+        "vision_config": siglip_tower(size),
         "image_token_index": 257_152,
         "projection_dim": text["hidden_size"],
     }
     return Variant(hub=f"google/{name}", parameters=parameters, fields=fields)
 
 
-_FIRST = {
-    "hidden_size": 2048,
-    "intermediate_size": 16_384,
-    "num_hidden_layers": 18,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
-}
+_FIRST = layer_sizes(2048, 16_384, 18, 8, 1)
 _SMALL = {"hidden_size": 2304}
-_MIDDLE = {
-    "hidden_size": 3584,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 42,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-}
+_MIDDLE = layer_sizes(3584, 14_336, 42, 16, 8)
 
-PALIGEMMA = Family(
+PALIGEMMA = vision_text_family(
+    "PaliGemma",
+    _TEXT,
+    linear("multi_modal_projector.linear", "projector/projection"),
     name="paligemma",
     title="PaliGemma",
     citation="Beyer et al. 2024, arXiv 2407.07726; Steiner et al. 2024, arXiv 2412.03555",
-    heads=vision_text_heads("PaliGemma"),
-    constants={},
     fields=(
         _Images(
             text=_TEXT,
             image=(*SIGLIP_TOWER, Unread(("projection_dim", "num_image_tokens", "projector_hidden_act", "vocab_size"))),
             image_kind="siglip_vision_model",
-            image_defaults=_tower(224),
+            image_defaults=siglip_tower(224),
             marker=256_000,
             tied=True,
         ),
         Unread(("hidden_size", "vocab_size", "_vocab_size", "ignore_index", "num_hidden_layers", "initializer_range")),
     ),
-    rules=_rules,
     variants={
         "paligemma-3b-224": _variant("paligemma-3b-pt-224", 2_923_466_480, "gemma", 224, _FIRST),
         "paligemma-3b-448": _variant("paligemma-3b-pt-448", 2_924_351_216, "gemma", 448, _FIRST),
@@ -137,6 +100,5 @@ PALIGEMMA = Family(
         "paligemma2-10b-224": _variant("paligemma2-10b-pt-224", 9_662_638_832, "gemma2", 224, _MIDDLE),
     },
     image_text=ImageText(begin_after_images=True),
-    **VISION_TEXT_FILES,
 )
 """PaliGemma 1 and 2."""

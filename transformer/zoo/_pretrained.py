@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from transformer.config._checks import ConfigError, nearest
+from transformer.config._checks import ConfigError, nearest, shortened
 from transformer.config._local_paths import local_path
 from transformer.config._model import Execution, TransformerConfig
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
@@ -391,9 +391,8 @@ def choose_family(model: nn.Module, family: str | None = None) -> tuple[Family, 
     closest = min(refusals, key=lambda refusal: refusal.differences)
     known = "any supported architecture of the transformers library"
     where = known if family is None else ENTRIES[family].title
-    others = f" and {len(tried) - MAX_TRIED} more" if len(tried) > MAX_TRIED else ""
     raise NoCounterpart(
-        f"the model can't be saved as {where}. The closest: {closest} Tried: {', '.join(tried[:MAX_TRIED])}{others}. "
+        f"the model can't be saved as {where}. The closest: {closest} Tried: {shortened(tried, MAX_TRIED)}. "
         f"Train with a config that one of them has. family= lists the differences to one family.",
         closest.differences,
     )

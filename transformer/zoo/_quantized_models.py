@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from transformer.config._checks import ConfigError
+from transformer.config._checks import ConfigError, shortened
 from transformer.nn._int8 import GROUP_SIZES, quantized_shapes
 from transformer.zoo._family import abstract_params
 from transformer.zoo.weights._files import WeightFiles, WeightsError, first_non_finite
@@ -73,7 +73,7 @@ def load_quantized(files: WeightFiles, model: nn.Module, bits: int, group_size: 
             if name in files.tensors and not _fits(files.tensors[name], leaf, name in is_packed)
         ],
     }
-    if problems := [f"{len(found)} {what}: {_listed(found)}" for what, found in faults.items() if found]:
+    if problems := [f"{len(found)} {what}: {shortened(found, MAX_LISTED)}" for what, found in faults.items() if found]:
         raise WeightsError(
             f"the tensors in {files.directory} are not those of this quantized model. {'. '.join(problems)}. Convert "
             f"the model again. Nothing was loaded."
@@ -93,8 +93,3 @@ def _fits(info: Any, leaf: Any, is_packed: bool) -> bool:
     """Return whether a tensor has the shape of a parameter, and its dtype (plain ones: any floating-point dtype)."""
     is_right = info.dtype == leaf.dtype if is_packed else np.dtype(info.dtype).kind not in "biuc"
     return info.shape == leaf.shape and is_right
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more

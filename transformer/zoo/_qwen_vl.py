@@ -11,7 +11,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._image_tokens import DynamicImageTokens
 from transformer.config._model import TransformerConfig
 from transformer.zoo._family import Family, Variant, read_fields
-from transformer.zoo._fields import ACTIVATIONS, NEUTRAL, Codec, FieldError, Rope, Unread
+from transformer.zoo._fields import ACTIVATIONS, NEUTRAL, Codec, FieldError, Rope, Unread, layer_sizes
 from transformer.zoo._llama import COPIES, DECODER_CONSTANTS, decoder_fields, decoder_rules
 from transformer.zoo._qwen2 import UpperWindows
 from transformer.zoo._vision_text import vision_text_heads
@@ -42,13 +42,8 @@ class _Sections(Rope):
         return values | {"rope_parameters": values["rope_parameters"] | {"mrope_section": sections}}
 
 
-_TEXT_SIZES = {"vocab_size": 152_064, "hidden_size": 8192, "intermediate_size": 29_568, "num_hidden_layers": 80}
-_TEXT_SIZES |= {"num_attention_heads": 64, "num_key_value_heads": 8}
-_TEXT_FIELDS = (
-    *decoder_fields(kv_heads=8, epsilon=1e-5),
-    _Sections(default_base=1_000_000.0),
-    UpperWindows(),
-)
+_TEXT_SIZES = layer_sizes(8192, 29_568, 80, 64, 8, vocab_size=152_064)
+_TEXT_FIELDS = (*decoder_fields(kv_heads=8, epsilon=1e-5), _Sections(default_base=1_000_000.0), UpperWindows())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,10 +223,9 @@ _SPECIAL = Unread(("video_token_id", "vision_start_token_id", "vision_end_token_
 
 
 def _variant(name: str, parameters: int, text: tuple[int, ...], image: Mapping[str, Any], **fields: Any) -> Variant:
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     sections = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
-    given = dict(zip(names, text, strict=True)) | {"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0} | sections
-    return Variant(hub=f"Qwen/{name}", parameters=parameters, fields=given | {"vision_config": dict(image)} | fields)
+    given = layer_sizes(*text, rms_norm_eps=1e-6, rope_theta=1_000_000.0, **sections, vision_config=dict(image))
+    return Variant(hub=f"Qwen/{name}", parameters=parameters, fields=given | fields)
 
 
 QWEN2_VL = Family(

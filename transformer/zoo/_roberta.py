@@ -19,7 +19,7 @@ from transformer.zoo._bert import (
     masked_lm_rules,
 )
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import Codec, Fixed
+from transformer.zoo._fields import LARGE, Codec, Fixed
 from transformer.zoo.weights._rules import Rule, WithoutFirst
 
 UNUSED_ROWS = 2
@@ -81,10 +81,7 @@ ROBERTA = Family(
     ),
     rules=_rules,
     prefix="roberta.",
-    ignored=(
-        r"(roberta\.)?embeddings\.position_ids",
-        r"(roberta\.)?pooler\.dense\.(weight|bias)",
-    ),
+    ignored=(r"(roberta\.)?embeddings\.position_ids", r"(roberta\.)?pooler\.dense\.(weight|bias)"),
     copies={
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",
@@ -92,14 +89,7 @@ ROBERTA = Family(
     old_names=OLD_NORMS,
     variants={
         "roberta-base": _variant("FacebookAI/roberta-base", 124_697_433),
-        "roberta-large": _variant(
-            "FacebookAI/roberta-large",
-            355_412_057,
-            hidden_size=1024,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            intermediate_size=4096,
-        ),
+        "roberta-large": _variant("FacebookAI/roberta-large", 355_412_057, **LARGE),
         "distilroberta-base": _variant("distilbert/distilroberta-base", 82_170_201, num_hidden_layers=6),
     },
 )

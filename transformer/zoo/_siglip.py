@@ -12,7 +12,7 @@ from transformer.config._parts import Patches
 from transformer.nn.models._dual import DualEncoder
 from transformer.zoo._clip import DUAL_CONSTANTS, TwoConfigs, dual_rules, encoder_fields, text_fields
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import Codec, FieldError, Fixed, Unread
+from transformer.zoo._fields import LARGE, Codec, FieldError, Fixed, Unread, layer_sizes
 from transformer.zoo._vit import PatchSizes
 from transformer.zoo.weights._rules import MERGED, VECTOR, Fused, Reshaped, Row, Rule, linear, modules
 
@@ -81,19 +81,14 @@ def _two_configs(patches: Codec, kinds: tuple[str, str]) -> TwoConfigs:
             *encoder_fields(768, 12, 3072, "gelu_pytorch_tanh", 1e-6, ("projection_size",)),
             *text_fields(32_000, 64),
         ),
-        image=(
-            *encoder_fields(768, 12, 3072, "gelu_pytorch_tanh", 1e-6),
-            Fixed("vision_use_head", (True,)),
-            patches,
-        ),
+        image=(*encoder_fields(768, 12, 3072, "gelu_pytorch_tanh", 1e-6), Fixed("vision_use_head", (True,)), patches),
         constants={"pooling": "attention", "projections": "text", "similarity": "sigmoid"},
         kinds=kinds,
         features="projection_size",
     )
 
 
-_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-_SO400M = {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 4304}
+SO400M = layer_sizes(1152, 4304, 27, 16)
 
 
 _GEMMA = {"vocab_size": 256_000}
@@ -127,17 +122,17 @@ SIGLIP = Family(
     variants={
         "siglip-base-patch16-224": _variant("siglip-base-patch16-224", 203_155_970, {"image_size": 224}),
         "siglip-base-patch16-384": _variant("siglip-base-patch16-384", 203_447_810, {"image_size": 384}),
-        "siglip-large-patch16-256": _variant("siglip-large-patch16-256", 652_150_786, {"image_size": 256}, _LARGE),
-        "siglip-large-patch16-384": _variant("siglip-large-patch16-384", 652_478_466, {"image_size": 384}, _LARGE),
+        "siglip-large-patch16-256": _variant("siglip-large-patch16-256", 652_150_786, {"image_size": 256}, LARGE),
+        "siglip-large-patch16-384": _variant("siglip-large-patch16-384", 652_478_466, {"image_size": 384}, LARGE),
         "siglip-so400m-patch14-384": _variant(
-            "siglip-so400m-patch14-384", 877_960_498, {"image_size": 384, "patch_size": 14}, _SO400M
+            "siglip-so400m-patch14-384", 877_960_498, {"image_size": 384, "patch_size": 14}, SO400M
         ),
         "siglip2-base-patch16-224": _variant("siglip2-base-patch16-224", 375_187_970, {"image_size": 224}, text=_GEMMA),
         "siglip2-large-patch16-256": _variant(
-            "siglip2-large-patch16-256", 881_526_786, {"image_size": 256}, _LARGE, _GEMMA
+            "siglip2-large-patch16-256", 881_526_786, {"image_size": 256}, LARGE, _GEMMA
         ),
         "siglip2-so400m-patch14-384": _variant(
-            "siglip2-so400m-patch14-384", 1_136_008_498, {"image_size": 384, "patch_size": 14}, _SO400M, _GEMMA
+            "siglip2-so400m-patch14-384", 1_136_008_498, {"image_size": 384, "patch_size": 14}, SO400M, _GEMMA
         ),
     },
 )
@@ -163,7 +158,7 @@ SIGLIP2 = Family(
         "siglip2-so400m-patch16-naflex": Variant(
             hub="google/siglip2-so400m-patch16-naflex",
             parameters=1_135_670_962,
-            fields={"text_config": _SO400M | _GEMMA, "vision_config": _SO400M},
+            fields={"text_config": SO400M | _GEMMA, "vision_config": SO400M},
         ),
     },
 )

@@ -13,8 +13,9 @@ from transformer.config._model import TransformerConfig
 from transformer.config._paths import get_path
 from transformer.nn.models._vision_language import VisionLanguageModel
 from transformer.zoo._clip import ENCODER_LAYER, encoder_fields, image_rules
-from transformer.zoo._family import Head, NoCounterpart, read_fields
+from transformer.zoo._family import Family, Head, NoCounterpart, read_fields
 from transformer.zoo._fields import Codec, FieldError, Unread
+from transformer.zoo._siglip import SO400M
 from transformer.zoo._vit import PatchSizes
 from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm
 
@@ -27,6 +28,12 @@ SIGLIP_TOWER = (
     Unread(("vision_use_head",), {"vision_use_head": False}),
 )
 """Fields of vision_config for an encoder of SigLIP."""
+
+
+def siglip_tower(image_size: int) -> dict[str, Any]:
+    """Return vision_config of the published models with an encoder of SigLIP."""
+    return SO400M | {"image_size": image_size, "patch_size": 14, "model_type": "siglip_vision_model"}
+
 
 CLIP_TOWER = (
     *encoder_fields(768, 12, 3072, "quick_gelu", 1e-5),
@@ -198,17 +205,31 @@ def _inside(prefix: str, rule: Rule) -> Rule:
     return replace(rule, tensors=tuple(f"{prefix}{name}" for name in tensors))
 
 
-VISION_TEXT_FILES: dict[str, Any] = {
-    "ignored": (
-        r"vision_tower\.(vision_model\.)?(embeddings\.position_ids|head\..*)",
-        r"language_model\.model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-    ),
-    "copies": {"language_model.lm_head.weight": "language_model.model.embed_tokens.weight"},
-    "old_names": {"vision_tower.": "vision_tower.vision_model."},
-}
-"""Fields of `Family` that describe the files of these models."""
-
-
 def vision_text_heads(reference: str) -> dict[str, Head]:
     """Return the only architecture of these families, with the class name of the reference."""
     return {f"{reference}ForConditionalGeneration": Head(model=VisionLanguageModel)}
+
+
+def vision_text_family(
+    reference: str, text: Mapping[str, TextModel], projector: Sequence[Rule], **facts: Any
+) -> Family:
+    """Return a family of vision-language models.
+
+    Args:
+        reference: prefix of the class name in the reference.
+        text: decoders by model_type.
+        projector: rules of the layers between the encoder of images and the decoder.
+        **facts: further fields of `Family`.
+    """
+    return Family(
+        heads=vision_text_heads(reference),
+        constants={},
+        rules=lambda config: [*vision_text_rules(config, text), *projector],
+        ignored=(
+            r"vision_tower\.(vision_model\.)?(embeddings\.position_ids|head\..*)",
+            r"language_model\.model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        ),
+        copies={"language_model.lm_head.weight": "language_model.model.embed_tokens.weight"},
+        old_names={"vision_tower.": "vision_tower.vision_model."},
+        **facts,
+    )

@@ -13,7 +13,7 @@ from transformer.config._parts import Patches
 from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
 from transformer.zoo._bert import LAYER_FIELDS, TANH_POOLER
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import Codec, FieldError, Fixed, Labels, Unread, training_fields
+from transformer.zoo._fields import LARGE, Codec, FieldError, Fixed, Labels, Unread, training_fields
 from transformer.zoo.weights._rules import Relation, Row, Rule, Shape, linear, modules, norm
 
 
@@ -189,8 +189,7 @@ def vit_base(prefix: str, heads: tuple[str, ...]) -> Head:
 
 def _variant(name: str, parameters: int, image_size: int, patch_size: int) -> Variant:
     fields = {"image_size": image_size, "patch_size": patch_size, "num_labels": 1000}
-    if "large" in name:
-        fields |= {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+    fields |= LARGE if "large" in name else {}
     return Variant(hub=f"google/{name}", parameters=parameters, fields=fields)
 
 

@@ -11,7 +11,7 @@ from transformer.config._options import Audio
 from transformer.nn.models._audio import SpeechEncoder, SpeechRecognizer
 from transformer.zoo._bert import LAYER_FIELDS
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread, training_fields
+from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, FieldError, Fixed, Unread, training_fields
 from transformer.zoo._patchtst import Counted
 from transformer.zoo._vit import Convolution
 from transformer.zoo.weights._rules import Row, Rule, linear, modules, norm
@@ -185,8 +185,6 @@ def speech_heads(name: str) -> dict[str, Head]:
     return {f"{name}ForCTC": recognizer, f"{name}Model": encoder}
 
 
-LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-"""Sizes of the large models."""
 STABLE = {"feat_extract_norm": "layer", "conv_bias": True, "do_stable_layer_norm": True}
 """Options of the models trained on Libri-Light."""
 

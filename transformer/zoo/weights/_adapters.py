@@ -20,7 +20,7 @@ import flax.traverse_util
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.config._checks import ConfigError
+from transformer.config._checks import ConfigError, shortened
 from transformer.config._local_paths import local_path
 from transformer.nn._adapted import Adapted, dense, output_norms
 from transformer.nn._parameter_axes import axes_of
@@ -188,8 +188,9 @@ def write_adapter(
     written = {_layer(target) for module in modules for target in module.link.targets}
     if missing := sorted(set(adapter.updates) - written):
         raise ConfigError(
-            f"PEFT's format has no place for the updates of {_listed(missing)}: the transformers library has no linear "
-            f"module there (it stores the experts of a layer as one parameter). Export merged weights instead."
+            f"PEFT's format has no place for the updates of {shortened(missing, _SHOWN)}: the transformers library has "
+            f"no linear module there (it stores the experts of a layer as one parameter). Export merged weights "
+            f"instead."
         )
     whole, saved = _whole_tensors(adapter.new, links, shapes, copies)
     scales = {name: math.sqrt(rank) if adapter.rslora else rank for name, rank in ranks.items()}
@@ -282,7 +283,7 @@ def _whole_tensors(
             tensors |= {PREFIX + name: np.ascontiguousarray(array) for name, array in named}
             written |= {target.path for target in one.targets}
     if missing := sorted(set(new) - written):
-        raise ConfigError(f"the family has no tensors for {_listed(missing)}. Export merged weights instead.")
+        raise ConfigError(f"the family has no tensors for {shortened(missing, _SHOWN)}. Export merged weights instead.")
     tensors |= {PREFIX + copy: tensors[PREFIX + name] for copy, name in copies.items() if PREFIX + name in tensors}
     return tensors, sorted({name.removeprefix(PREFIX).rpartition(".")[0] for name in tensors})
 
@@ -519,8 +520,3 @@ def _replaced(
         for name in names:
             left.pop(name, None)
     return new, problems + [f"{name}: neither an update nor a parameter of the model" for name in left]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from transformer.config._checks import shortened
 from transformer.config._untrusted import parse_json, read_bounded, regular_file
 from transformer.zoo.weights._files import INDEX_FILE, SHOWN
 from transformer.zoo.weights._header import WeightsError
@@ -144,8 +145,7 @@ def _digest(path: Path) -> str:
 
 
 def _error(directory: Path, faults: list[str]) -> WeightsError:
-    more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
     return WeightsError(
-        f"{directory} has changed since it was saved: {'; '.join(faults[:SHOWN])}{more}. Nothing was loaded. Download "
+        f"{directory} has changed since it was saved: {shortened(faults, SHOWN, '; ')}. Nothing was loaded. Download "
         f"the directory again. If the changes are intended, delete {directory / INTEGRITY_FILE} to accept them."
     )

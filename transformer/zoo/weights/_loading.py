@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer.config._checks import shortened
 from transformer.zoo.weights._files import WeightFiles, WeightsError, first_non_finite
 from transformer.zoo.weights._rules import Link, Shape
 
@@ -69,7 +70,7 @@ def check_complete(
         **_wrong_contents(files, expected),
         "in conflict with config.json": _unequal_copies(files, copies),
     }
-    problems = [f"{len(found)} {what}: {_listed(found)}" for what, found in faults.items() if found]
+    problems = [f"{len(found)} {what}: {shortened(found, SHOWN)}" for what, found in faults.items() if found]
     if problems:
         raise WeightsError(
             f"the tensors in {files.directory} don't fit its {files.config_file}. {'. '.join(problems)}. Check that "
@@ -111,11 +112,6 @@ def _unequal_copies(files: WeightFiles, copies: Mapping[str, str]) -> list[str]:
 def _nearest(name: str, choices: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.9)
     return f" (there is {close[0]})" if close else ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def load_params(
@@ -173,13 +169,13 @@ def load_params(
                 params[target.path] = place(target.path, buffers.pop(target.path))
     if broken:
         raise WeightsError(
-            f"{files.directory} contains numbers that are not finite: {_listed(broken)}. The checkpoint is damaged, "
-            f"or its training diverged. Download it again, or use an earlier one."
+            f"{files.directory} contains numbers that are not finite: {shortened(broken, SHOWN)}. The checkpoint is "
+            f"damaged, or its training diverged. Download it again, or use an earlier one."
         )
     if beyond:
         raise WeightsError(
             f"{files.directory} contains numbers outside the range of the dtype: "
-            f"{_listed(list(dict.fromkeys(beyond)))}. Pass another dtype=, such as bfloat16."
+            f"{shortened(list(dict.fromkeys(beyond)), SHOWN)}. Pass another dtype=, such as bfloat16."
         )
     return flax.traverse_util.unflatten_dict(params, sep="/")
 
