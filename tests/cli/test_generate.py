@@ -12,7 +12,7 @@ from training_recipes import record_drawn_run, text_recipe
 
 from transformer.__main__ import main
 from transformer.generate._streaming import Piece, TokenStream
-from transformer.inference import _generating as generating
+from transformer.inference import _generate as generating
 from transformer.inference import open_model
 
 

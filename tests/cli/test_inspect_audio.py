@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 from transformer.__main__ import main
 from transformer.inference import TranscriptionOptions, open_model, speech_attention
-from transformer.inference._transcribing import Transcriber
+from transformer.inference._transcribe import Transcriber
 from transformer.viz import attention_maps
 
 

@@ -6,7 +6,7 @@ import pytest
 from inference_parts import write_models
 
 from transformer.__main__ import main
-from transformer.inference import _generating as generating
+from transformer.inference import _generate as generating
 
 
 @pytest.fixture(scope="module")

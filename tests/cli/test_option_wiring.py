@@ -16,7 +16,7 @@ from transformer.chat import Chat
 from transformer.cli._models import ModelCommand
 from transformer.cli._sampling import FILTERS, PENALTIES
 from transformer.generate import PromptLookup, Sampling
-from transformer.inference._generating import StreamedText
+from transformer.inference._generate import StreamedText
 from transformer.serve._bodies import MOST_CHOICES
 from transformer.serve._slots import PAGE_SIZE
 
@@ -125,7 +125,7 @@ def written(model, monkeypatch):
 
     def call(*words, function="continue_texts", path=model, prompt="Hello", result=()):
         recorder = Recorder(result)
-        monkeypatch.setattr(f"transformer.inference._generating.{function}", recorder)
+        monkeypatch.setattr(f"transformer.inference._generate.{function}", recorder)
         with contextlib.redirect_stdout(io.StringIO()):
             assert main(["generate", str(path), "--prompt", prompt, *words]) == 0
         return recorder

@@ -21,7 +21,7 @@ from training_recipes import few_number_words, short_recipe
 from transformer.__main__ import main
 from transformer.config import ConfigError, TransformerConfig
 from transformer.generate import Beam, Hypothesis, beam_search
-from transformer.inference import _translating as translating
+from transformer.inference import _translate as translating
 from transformer.inference import open_model, translate_lines
 from transformer.training._loop import train
 

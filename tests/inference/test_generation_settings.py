@@ -14,8 +14,8 @@ from transformer.cli._services import make_service
 from transformer.config import ConfigError
 from transformer.generate import Beam, Rules
 from transformer.generate._beam import USUAL, Hypothesis
-from transformer.inference import _generating as generating
-from transformer.inference import _translating as translating
+from transformer.inference import _generate as generating
+from transformer.inference import _translate as translating
 from transformer.inference import open_model
 from transformer.inference._generation_settings import recommended_beam
 from transformer.serve import _translations as translations

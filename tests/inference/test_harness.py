@@ -178,7 +178,7 @@ class TestBitsPerByte:
             found = score_text(dataclasses.replace(one, context=context), text)
             assert found.bits_per_byte == pytest.approx(expected, rel=1e-5)
         long = score_text(one, text * 20)
-        monkeypatch.setattr("transformer.inference._batching.TOKENS", {"cpu": 64})
+        monkeypatch.setattr("transformer.inference._text_batches.TOKENS", {"cpu": 64})
         assert score_text(one, text * 20).bits_per_byte == pytest.approx(long.bits_per_byte, rel=1e-5)
 
     def test_first_token_without_a_start_token(self, opened):

@@ -12,7 +12,7 @@ from PIL import Image
 from transformer.__main__ import main
 from transformer.config import ConfigError
 from transformer.inference import classify_images, open_model
-from transformer.inference._images import BATCH
+from transformer.inference._image_inputs import BATCH
 from transformer.media import ImageProcessor
 
 SETTINGS = {"image_processor_type": "ViTImageProcessor", "size": {"height": 9, "width": 9}}

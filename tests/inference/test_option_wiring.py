@@ -11,7 +11,7 @@ from inference_parts import write_models
 from transformer.chat import Chat
 from transformer.generate import Sampling
 from transformer.generate._streaming import Piece, TokenStream
-from transformer.inference import _generating as generating
+from transformer.inference import _generate as generating
 from transformer.inference import open_model
 
 SAMPLING = Sampling(temperature=0.7, top_k=5, repetition_penalty=1.2)

@@ -8,7 +8,7 @@ import transformer
 from transformer.config import ConfigError
 from transformer.generate import Sampling
 from transformer.inference import classify, embed, open_model
-from transformer.inference._generating import continue_texts
+from transformer.inference._generate import continue_texts
 
 
 @pytest.fixture(scope="module")

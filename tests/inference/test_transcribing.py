@@ -7,7 +7,7 @@ import pytest
 import speech_parts
 
 from transformer.inference import TranscriptionOptions, open_model, transcribe
-from transformer.inference._transcribing import Decoded, Transcriber, Window
+from transformer.inference._transcribe import Decoded, Transcriber, Window
 
 FIRST = speech_parts.FIRST_TIME
 PLAIN = {"temperatures": (0.0,), "max_compression_ratio": None, "min_log_probability": None, "max_no_speech": None}

@@ -6,7 +6,7 @@ import pytest
 import speech_parts
 
 from transformer.inference import TranscriptionOptions, open_model, transcribe
-from transformer.inference._transcribing import Transcriber
+from transformer.inference._transcribe import Transcriber
 from transformer.inference._word_times import median_filter, time_warping, word_slices
 
 pytestmark = pytest.mark.parity

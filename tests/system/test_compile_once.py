@@ -25,7 +25,7 @@ from transformer.inference import (
     score,
     translate_lines,
 )
-from transformer.inference._batching import PACKED, TOKENS, _batches, run_pairs
+from transformer.inference._text_batches import PACKED, TOKENS, _batches, run_pairs
 from transformer.training._step import compiled_eval_step, make_eval_step
 from transformer.training.tasks._evaluation import evaluate_loss
 from transformer.training.tasks._forecasts import _forecasts

@@ -20,7 +20,7 @@ from transformer.cli._arguments import parse
 from transformer.config import Patches, TransformerConfig
 from transformer.data import ImageFile, JsonLines, Multi30k, NumberWords
 from transformer.generate import Sampling
-from transformer.inference import _generating as generating
+from transformer.inference import _generate as generating
 from transformer.inference import open_model
 from transformer.training import Recipe, from_json, load_recipe, to_json
 from transformer.training._overrides import find_recipe, override

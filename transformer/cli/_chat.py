@@ -26,7 +26,7 @@ from transformer.config._untrusted import bounded_lines
 if TYPE_CHECKING:
     from transformer.chat._chat import Chat, ReplyStream
     from transformer.chat._image_prompts import ImagePrompts
-    from transformer.inference._generating import StreamedText
+    from transformer.inference._generate import StreamedText
     from transformer.inference._loading import LoadedModel
 
 COMMANDS = {
@@ -92,7 +92,7 @@ def open_chat(run: LoadedModel, template: Path | None = None, images: ImagePromp
         ValueError: the template is invalid.
     """
     from transformer.chat._template import ChatTemplate
-    from transformer.inference._text_methods import open_chat as open_with
+    from transformer.inference._opened_model import open_chat as open_with
 
     if template is None:
         return open_with(run, images=images)
@@ -115,7 +115,7 @@ def answer(
     command: Any, chat: Chat, prompt: str, seed: int, show: Callable[[str], None], images: Sequence[str] = ()
 ) -> StreamedText:
     """Return the answer to one message, with the options of `generate --chat`; pass its pieces to `show`."""
-    from transformer.inference._generating import StreamedText
+    from transformer.inference._generate import StreamedText
 
     stream = start_reply(command, chat, conversation(command.system, prompt, images), seed)
     for piece in stream:

@@ -38,11 +38,11 @@ def main(arguments: Sequence[str]) -> None:
 
             found = classify_with_labels(opened, inputs, command.labels)
         else:
-            from transformer.inference._images import classify_images
+            from transformer.inference._image_inputs import classify_images
 
             found = classify_images(opened, inputs)
     else:
-        from transformer.inference._reading import classify
+        from transformer.inference._text_inputs import classify
 
         kind = "text"
         opened, inputs = command.load_with_texts()

@@ -84,7 +84,7 @@ def evaluate_tasks(command: Evaluate) -> None:
 def evaluate_text(command: Evaluate) -> None:
     """Print loss, perplexity and bits per byte of a text file."""
     from transformer.data._local_files import read_text
-    from transformer.inference._reading import score_text
+    from transformer.inference._text_inputs import score_text
     from transformer.nn.models._causal_lm import CausalLM
 
     text = read_text(str(command.text))

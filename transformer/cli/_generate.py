@@ -20,7 +20,7 @@ from transformer.cli._speculation import check_speculation, open_draft
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
-    from transformer.inference._generating import GeneratedText
+    from transformer.inference._generate import GeneratedText
     from transformer.inference._loading import LoadedModel
 
 FAST = ("slots", "draft", "lookup")
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> None:
     command = parse(Generate, "generate", arguments)
     _check(command)
     from transformer.cli import _texts as texts
-    from transformer.inference import _generating as generating
+    from transformer.inference import _generate as generating
     from transformer.nn.models._seq2seq import Seq2Seq
 
     texts.check_prompts(command.prompt)  # before loading the model, which takes seconds
@@ -168,7 +168,7 @@ def _print_pieces(command: Generate, run: LoadedModel, prompts: Sequence[str]) -
     """Print continuations or answers that are generated in pieces, one after the other."""
     from transformer.cli import _texts as texts
     from transformer.generate._streaming import TokenStream
-    from transformer.inference import _generating as generating
+    from transformer.inference import _generate as generating
 
     images = image_reader(run, command.image)
     chat = open_chat(run, command.template, images) if command.chat else None

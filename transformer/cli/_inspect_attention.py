@@ -149,7 +149,7 @@ class _Text:
 def _read(command: Inspect, run: LoadedModel) -> _Text:
     from transformer.cli import _texts as texts
     from transformer.generate._sampling import Sampling
-    from transformer.inference import _generating as generating
+    from transformer.inference import _generate as generating
     from transformer.nn.models._causal_lm import CausalLM
     from transformer.nn.models._seq2seq import Seq2Seq
 
@@ -203,7 +203,7 @@ def _continued(run: LoadedModel, prompt: str, ids: list[int], new: int) -> _Text
     """
     from transformer.generate._generation import generate
     from transformer.generate._sampling import Sampling
-    from transformer.inference import _generating as generating
+    from transformer.inference import _generate as generating
 
     if run.context is not None and len(ids) + new > run.context:
         room = run.context - len(ids)
@@ -296,7 +296,7 @@ def _check_same_tokens(command: Inspect, other: LoadedModel, text: _Text, labels
 
 def _encoded(command: Inspect, run: LoadedModel, text: _Text) -> list[int]:
     """Return the ids of the prompt; of a conversation, with the template that wrote it: a base model has none."""
-    from transformer.inference import _generating as generating
+    from transformer.inference import _generate as generating
 
     if text.template is None:
         return generating.encode_prompt(run, text.prompt)

@@ -37,7 +37,7 @@ def draw(command: Inspect, arguments: Sequence[str]) -> None:
     """Draw the cross-attention of the words of a recording, and print its text and the paths of the files."""
     from transformer.cli._texts import shown
     from transformer.inference._speech_attention import speech_attention
-    from transformer.inference._transcribing import sampling_rate
+    from transformer.inference._transcribe import sampling_rate
     from transformer.media._audio import read_audio
 
     run = command.load()

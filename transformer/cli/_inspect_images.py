@@ -158,7 +158,7 @@ def _capture(run: LoadedModel, image: str) -> tuple[Any, Any, Any]:
     import jax
     import numpy as np
 
-    from transformer.inference._images import with_size_of
+    from transformer.inference._image_inputs import with_size_of
     from transformer.media._image_settings import image_processor
     from transformer.nn.models._dual import DualEncoder
 

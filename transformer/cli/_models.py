@@ -120,7 +120,7 @@ class TextsCommand(ModelCommand):
     def load_with_texts(self) -> tuple[LoadedModel, list[str]]:
         """Load the model and read the texts; warn about words that the tokenizer does not know."""
         from transformer.cli._texts import read_prompts, warn_of_unknown
-        from transformer.inference._reading import text_model
+        from transformer.inference._text_inputs import text_model
 
         texts = read_prompts(self.text, lines=True, option="--text")
         opened = self.load()

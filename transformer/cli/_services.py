@@ -123,8 +123,8 @@ def _causal_service(
 
 
 def _embedding_service(opened: LoadedModel, max_tokens: int | None, **common: Any) -> EmbeddingService:
-    from transformer.inference._reading import text_model
     from transformer.inference._sentences import SentenceSettings, sentence_settings
+    from transformer.inference._text_inputs import text_model
     from transformer.serve._embeddings import EmbeddingService
 
     text_model(opened)  # raises an error if it does not read text
@@ -135,7 +135,7 @@ def _embedding_service(opened: LoadedModel, max_tokens: int | None, **common: An
 
 
 def _translation_service(opened: LoadedModel, max_tokens: int | None, **common: Any) -> TranslationService:
-    from transformer.inference._translating import USUAL_SOURCE
+    from transformer.inference._translate import USUAL_SOURCE
     from transformer.serve._translations import TranslationService
 
     longest = opened.model.config.longest_source

@@ -93,8 +93,8 @@ def main(arguments: Sequence[str]) -> int:
     import jax
 
     from transformer.cli._devices import accelerator_present, unused_warning
+    from transformer.inference._initial_model import start_from
     from transformer.inference._reward_model import reward_model
-    from transformer.inference._starting import start_from
     from transformer.training import _processes as processes
     from transformer.training._loop import train
     from transformer.training._profile import parse_window
@@ -185,7 +185,7 @@ def _recipe_of(name: str, own: argparse.Namespace) -> tuple[Recipe, str]:
 
 def _teacher(recipe: Recipe, workdir: str, restart: bool) -> Start | None:
     """Load the teacher of a new run; None without distillation, or if the run's checkpoints contain it."""
-    from transformer.inference._starting import start_from
+    from transformer.inference._initial_model import start_from
     from transformer.training.workdir._restart import has_checkpoints
 
     if recipe.distill is None or (has_checkpoints(workdir) and not restart):

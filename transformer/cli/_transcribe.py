@@ -14,7 +14,7 @@ from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
-    from transformer.inference._transcribing import Segment, Transcript
+    from transformer.inference._transcribe import Segment, Transcript
     from transformer.inference._word_times import TimedWord
 
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     command = parse(Transcribe, "transcribe", _with_kind(arguments))
     if not command.files:
         raise ConfigError("transcribe needs audio files, got none. Pass one or more files after the directory.")
-    from transformer.inference._transcribing import TranscriptionOptions, sampling_rate, transcribe
+    from transformer.inference._transcribe import TranscriptionOptions, sampling_rate, transcribe
     from transformer.media._audio import check_file, read_audio
 
     for file in command.files:  # before loading the model, which takes seconds

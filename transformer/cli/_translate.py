@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
     from transformer.cli._texts import UnknownParts, shown
     from transformer.generate._beam import USUAL
     from transformer.inference._generation_settings import recommended_beam
-    from transformer.inference._translating import translate_lines
+    from transformer.inference._translate import translate_lines
 
     _beam(command, USUAL)  # reports invalid options before the model is loaded
     opened = command.load()

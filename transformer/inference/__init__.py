@@ -4,16 +4,16 @@ from transformer.inference._dual import classify_with_labels, embed_texts
 from transformer.inference._grammars import GrammarConstraint, GrammarError, Grammars
 from transformer.inference._harness import HarnessModel, evaluate_tasks, harness_model
 from transformer.inference._image_attention import ImageAttention, image_attention
+from transformer.inference._image_inputs import classify_images, embed_images
 from transformer.inference._image_prompts import encode_with_images, image_prompts
-from transformer.inference._images import classify_images, embed_images
+from transformer.inference._initial_model import start_from
 from transformer.inference._loading import LoadedModel, export, is_workdir, load, open_model, save
-from transformer.inference._reading import Class, Score, TextScore, classify, embed, score, score_text
 from transformer.inference._reward_model import reward_model
 from transformer.inference._sentences import SentenceSettings, sentence_settings
 from transformer.inference._series import classify_series
 from transformer.inference._speech_attention import SpeechAttention, speech_attention
-from transformer.inference._starting import start_from
-from transformer.inference._transcribing import (
+from transformer.inference._text_inputs import Class, Score, TextScore, classify, embed, score, score_text
+from transformer.inference._transcribe import (
     Segment,
     Transcript,
     TranscriptionOptions,
@@ -21,7 +21,7 @@ from transformer.inference._transcribing import (
     transcribe,
     transcribe_windows,
 )
-from transformer.inference._translating import TranslatedLine, TranslatedText, translate_lines
+from transformer.inference._translate import TranslatedLine, TranslatedText, translate_lines
 from transformer.inference._word_times import TimedWord
 
 __all__ = [

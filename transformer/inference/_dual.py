@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from transformer.config._checks import ConfigError
-from transformer.inference._batching import round_up
-from transformer.inference._images import embed_images
+from transformer.inference._image_inputs import embed_images
 from transformer.inference._loading import LoadedModel
-from transformer.inference._reading import Class, class_of, encode_texts, finite
+from transformer.inference._text_batches import round_up
+from transformer.inference._text_inputs import Class, class_of, encode_texts, finite
 from transformer.nn._masks import Mask
 from transformer.nn.models._dual import DualEncoder
 from transformer.zoo.weights._flax_files import open_files

@@ -17,9 +17,9 @@ from transformer.config._parts import Patches
 from transformer.generate._generation import generate
 from transformer.generate._prompts import decoding_model
 from transformer.generate._sampling import Sampling
-from transformer.inference._generating import continuation
+from transformer.inference._generate import continuation
+from transformer.inference._image_inputs import with_size_of
 from transformer.inference._image_prompts import encode_with_images, image_prompts
-from transformer.inference._images import with_size_of
 from transformer.inference._loading import LoadedModel
 from transformer.inference._word_times import word_slices
 from transformer.nn._axes import Array, Int

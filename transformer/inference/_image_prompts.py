@@ -12,7 +12,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._image_tokens import ImageTokens
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer_files import as_pretrained
-from transformer.inference._images import with_size_of
+from transformer.inference._image_inputs import with_size_of
 from transformer.inference._loading import LoadedModel
 from transformer.nn.models._vision_language import VisionLanguageModel
 

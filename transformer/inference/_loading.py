@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
 from transformer.config._recipe_files import SAVED_RECIPE
-from transformer.inference._text_methods import TextMethods
+from transformer.inference._opened_model import TextMethods
 from transformer.media._image_settings import image_processor, save_image_processor
 from transformer.nn._adapted import has_encoded
 from transformer.nn.models._audio import SpeechRecognizer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from transformer.config._checks import ConfigError, nearest
 from transformer.inference._loading import open_model
-from transformer.inference._reading import classify
+from transformer.inference._text_inputs import classify
 
 if TYPE_CHECKING:
     from transformer.training._recipe import Recipe

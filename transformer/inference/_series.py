@@ -11,7 +11,7 @@ import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.inference._loading import LoadedModel
-from transformer.inference._reading import Class, class_names, class_of, finite
+from transformer.inference._text_inputs import Class, class_names, class_of, finite
 from transformer.nn.models._series import SeriesClassifier
 
 BATCH = 64

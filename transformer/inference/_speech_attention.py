@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from transformer.config._checks import ConfigError
 from transformer.inference._loading import LoadedModel
-from transformer.inference._transcribing import Transcriber, TranscriptionOptions
+from transformer.inference._transcribe import Transcriber, TranscriptionOptions
 from transformer.inference._word_times import TimedWord
 from transformer.media._audio import check_samples
 from transformer.nn.models._audio import SpeechRecognizer

@@ -15,7 +15,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._image_tokens import DynamicImageTokens
 from transformer.config._parts import Patches
 from transformer.inference._loading import LoadedModel
-from transformer.inference._reading import Class, class_names, class_of, finite
+from transformer.inference._text_inputs import Class, class_names, class_of, finite
 from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._vision import ImagePatches, VisionClassifier, VisionEmbedder, VisionEncoder
 

@@ -15,8 +15,8 @@ from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
-from transformer.inference._image_starting import image_classifier
-from transformer.inference._images import with_size_of
+from transformer.inference._image_classifier import image_classifier
+from transformer.inference._image_inputs import with_size_of
 from transformer.inference._loading import LoadedModel, is_workdir, open_model
 from transformer.media._image_settings import SETTINGS_FILES, image_processor
 from transformer.nn._adapted import has_encoded

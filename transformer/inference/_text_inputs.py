@@ -19,9 +19,9 @@ from transformer.config._options import Pooling
 from transformer.data._byte_counts import bytes_after_first
 from transformer.data._tokenizer_settings import truncated
 from transformer.generate._prompts import decoding_model
-from transformer.inference._batching import Batch, Columns, pool_texts, run_batches, run_pairs, scored_at_once
 from transformer.inference._loading import LoadedModel
 from transformer.inference._sentences import SentenceSettings
+from transformer.inference._text_batches import Batch, Columns, pool_texts, run_batches, run_pairs, scored_at_once
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import platform
 from transformer.nn.models._audio import SpeechEncoder

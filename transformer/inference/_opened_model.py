@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformer.chat._chat import Chat
     from transformer.chat._image_prompts import ImagePrompts
     from transformer.inference._loading import LoadedModel
-    from transformer.inference._reading import Class
+    from transformer.inference._text_inputs import Class
 
 
 class TextMethods:
@@ -51,7 +51,7 @@ class TextMethods:
         """
         from transformer.generate._prompts import check_text_model
         from transformer.generate._sampling import Sampling
-        from transformer.inference._generating import continue_texts, translate
+        from transformer.inference._generate import continue_texts, translate
         from transformer.nn.models._seq2seq import Seq2Seq
 
         check_text_model("generate", self.model, self.params)
@@ -86,7 +86,7 @@ class TextMethods:
         Raises:
             ConfigError: the model does not translate text.
         """
-        from transformer.inference._translating import translate_lines
+        from transformer.inference._translate import translate_lines
 
         given = [texts] if isinstance(texts, str) else list(texts)
         found = [line.best[0].text for chunk in translate_lines(self, given, **options) for line in chunk]
@@ -98,8 +98,8 @@ class TextMethods:
         Raises:
             ConfigError, ValueError: see `transformer.inference.embed`.
         """
-        from transformer.inference._reading import embed
         from transformer.inference._sentences import sentence_settings
+        from transformer.inference._text_inputs import embed
 
         settings = None if self.pretrained is None else sentence_settings(self.directory)
         vectors = embed(self, [texts] if isinstance(texts, str) else texts, settings)
@@ -122,7 +122,7 @@ class TextMethods:
             single = getattr(texts, "ndim", 3) == 2
             found = classify_series(self, texts[None] if single else texts)
             return found[0] if single else found
-        from transformer.inference._reading import classify
+        from transformer.inference._text_inputs import classify
 
         found = classify(self, [texts] if isinstance(texts, str) else texts)
         return found[0] if isinstance(texts, str) else found
