@@ -81,7 +81,7 @@ def embedding(folder: Path, batch: int, layers: int, turns: int) -> dict[str, An
     from transformers import ViTConfig, ViTModel
 
     from transformer.inference import open_model
-    from transformer.inference._image_inputs import _image_vectors
+    from transformer.inference._embed import _image_vectors
 
     torch.manual_seed(0)
     ViTModel(ViTConfig(num_hidden_layers=layers)).save_pretrained(folder / "vit")

@@ -255,7 +255,7 @@ def test_which_weights_are_opened(tmp_path, monkeypatch):
             return "merged"
 
     open_model = Recorder(Opened())
-    monkeypatch.setattr("transformer.inference._loading.open_model", open_model)
+    monkeypatch.setattr("transformer.inference._opened_model.open_model", open_model)
     command = ModelCommand(directory=tmp_path, step=3, tokenizer=tmp_path / "words", adapter=tmp_path)
     assert command.load(dtype="float32") == "merged"
     assert open_model.given == (tmp_path,)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformer.__main__ import main
 from transformer.config import ConfigError
 from transformer.inference import classify_with_labels, embed, embed_images, embed_texts, open_model
-from transformer.inference._dual import BATCH, canonical_text
+from transformer.inference._embed import BATCH, canonical_text
 from transformer.media import ImageProcessor
 from transformer.nn import ImagePatches, Mask
 

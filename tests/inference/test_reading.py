@@ -20,8 +20,9 @@ from transformer.__main__ import main
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.generate import Sampling
 from transformer.inference import SentenceSettings, classify, embed, export, open_model, score, sentence_settings
+from transformer.inference._embed import encode_sentences
 from transformer.inference._generate import continue_texts
-from transformer.inference._text_inputs import encode_sentences, encode_texts
+from transformer.inference._text_inputs import encode_texts
 from transformer.zoo import load_pretrained
 
 LONG, SHORT = "the big cat sat on the small mat under a tree", "a dog ran"

@@ -13,7 +13,7 @@ from transformer.data.kinds import DATA, PLACES
 from transformer.training import train
 
 ROOMS = ("config", "data", "inference", "media", "training", "viz", "viz.studies", "zoo", "zoo.weights", "cli.runtime")
-OWN = {"TensorInfo", "LoadedModel", "Pretrained", "check_devices"}
+OWN = {"TensorInfo", "LoadedModel", "OpenedModel", "Pretrained", "check_devices"}
 """Results whose paths were checked before, and the root directory of the machine."""
 METHODS = ("__init__", "save", "load", "add_adapter")
 

@@ -301,7 +301,7 @@ def test_a_reward_model_judges_prompt_and_completion(folder):
 @pytest.mark.parametrize(("wanted", "value"), [(None, 0.25), ("bad", 0.75), ("good", 0.25)])
 def test_the_reward_is_the_probability_of_the_class_of_the_recipe(folder, monkeypatch, wanted, value):
     probabilities = {"bad": 0.75, "good": 0.25}
-    monkeypatch.setattr(inference_reward_model, "open_model", lambda name: name)
+    monkeypatch.setattr(inference_reward_model, "load_model", lambda name: name)
     found = SimpleNamespace(probabilities=probabilities)
     monkeypatch.setattr(inference_reward_model, "classify", lambda opened, texts: [found] * len(texts))
     recipe = grpo_recipe(folder, grpo={"reward_model": "dir", "reward_class": wanted})

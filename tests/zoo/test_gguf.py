@@ -15,7 +15,8 @@ from golden.case import numbers
 from transformer import load
 from transformer.__main__ import main
 from transformer.config import ConfigError
-from transformer.inference._loading import export, open_model
+from transformer.inference._export import export
+from transformer.inference._opened_model import open_model
 from transformer.zoo import load_pretrained
 from transformer.zoo._gguf import GGUFFiles, unpermuted
 from transformer.zoo.weights._files import WeightFiles, WeightsError

@@ -11,7 +11,8 @@ from golden import ours
 from transformer import load
 from transformer.__main__ import main
 from transformer.config import ConfigError
-from transformer.inference._loading import export, open_model
+from transformer.inference._export import export
+from transformer.inference._opened_model import open_model
 from transformer.nn import quantize
 from transformer.nn._adapted import has_encoded
 from transformer.nn._sharding import make_mesh

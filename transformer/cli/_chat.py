@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformer.chat._chat import Chat, ReplyStream
     from transformer.chat._image_prompts import ImagePrompts
     from transformer.inference._generate import StreamedText
-    from transformer.inference._loading import LoadedModel
+    from transformer.inference._loaded_model import LoadedModel
 
 COMMANDS = {
     "/help": "list these commands",
@@ -92,7 +92,7 @@ def open_chat(run: LoadedModel, template: Path | None = None, images: ImagePromp
         ValueError: the template is invalid.
     """
     from transformer.chat._template import ChatTemplate
-    from transformer.inference._opened_model import open_chat as open_with
+    from transformer.inference._chat import open_chat as open_with
 
     if template is None:
         return open_with(run, images=images)

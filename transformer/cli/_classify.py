@@ -34,15 +34,15 @@ def main(arguments: Sequence[str]) -> None:
     if command.image:
         kind, inputs, opened = "image", list(command.image), command.load()
         if command.labels:
-            from transformer.inference._dual import classify_with_labels
+            from transformer.inference._classify import classify_with_labels
 
             found = classify_with_labels(opened, inputs, command.labels)
         else:
-            from transformer.inference._image_inputs import classify_images
+            from transformer.inference._classify import classify_images
 
             found = classify_images(opened, inputs)
     else:
-        from transformer.inference._text_inputs import classify
+        from transformer.inference._classify import classify
 
         kind = "text"
         opened, inputs = command.load_with_texts()

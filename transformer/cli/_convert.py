@@ -56,7 +56,8 @@ def main(arguments: Sequence[str]) -> None:
             )
         _verify(command, command.directory)
         return
-    from transformer.inference._loading import export, is_workdir
+    from transformer.inference._export import export
+    from transformer.inference._loading import is_workdir
 
     if command.output.is_dir() and any(command.output.iterdir()):  # check before the model is loaded, which takes time
         raise ConfigError(
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _write_adapter(command: Convert) -> None:
     """Write the LoRA updates of a run; print the files."""
-    from transformer.inference._loading import export_adapter
+    from transformer.inference._export import export_adapter
 
     given = {"--verify": command.verify, "--dtype": command.dtype, "--adapter": command.adapter}
     given |= {"--quantize": command.quantize}

@@ -24,13 +24,13 @@ def main(arguments: Sequence[str]) -> None:
     command = parse(Embed, "embed", arguments)
     command.check_inputs()
     if command.image:
-        from transformer.inference._image_inputs import embed_images
+        from transformer.inference._embed import embed_images
 
         kind, inputs, opened = "image", list(command.image), command.load()
         found, described = embed_images(opened, inputs), {}
     else:
+        from transformer.inference._embed import embed
         from transformer.inference._sentences import SentenceSettings, sentence_settings
-        from transformer.inference._text_inputs import embed
 
         kind = "text"
         opened, inputs = command.load_with_texts()

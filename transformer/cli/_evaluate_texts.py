@@ -10,7 +10,7 @@ from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
     from transformer.cli._evaluate import Evaluate
-    from transformer.inference._loading import LoadedModel
+    from transformer.inference._loaded_model import LoadedModel
 
 TASK_OPTIONS = ("include_dir", "limit", "num_fewshot", "apply_chat_template", "batch_size")
 """Options that need --tasks."""
@@ -84,7 +84,7 @@ def evaluate_tasks(command: Evaluate) -> None:
 def evaluate_text(command: Evaluate) -> None:
     """Print loss, perplexity and bits per byte of a text file."""
     from transformer.data._local_files import read_text
-    from transformer.inference._text_inputs import score_text
+    from transformer.inference._score import score_text
     from transformer.nn.models._causal_lm import CausalLM
 
     text = read_text(str(command.text))

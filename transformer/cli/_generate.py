@@ -21,7 +21,7 @@ from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
     from transformer.inference._generate import GeneratedText
-    from transformer.inference._loading import LoadedModel
+    from transformer.inference._loaded_model import LoadedModel
 
 FAST = ("slots", "draft", "lookup")
 """options that generate the texts in another way, of which one can be used"""

@@ -22,7 +22,7 @@ from transformer.config._invocation import program
 
 if TYPE_CHECKING:
     from transformer.chat._template import ChatTemplate
-    from transformer.inference._loading import LoadedModel
+    from transformer.inference._loaded_model import LoadedModel
 
 
 ROW_SUM = 0.99

@@ -14,7 +14,7 @@ from transformer.config._invocation import program
 
 if TYPE_CHECKING:
     from transformer.cli._inspect_attention import Inspect
-    from transformer.inference._loading import LoadedModel
+    from transformer.inference._loaded_model import LoadedModel
     from transformer.inference._speech_attention import SpeechAttention
 
 _EXCLUDED = ("prompt", "image", "target", "max_new_tokens", "system", "template", "switch", "compare", "chat", "sizes")

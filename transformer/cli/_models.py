@@ -22,7 +22,7 @@ from transformer.config._recipe_files import SAVED_RECIPE
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from transformer.inference._loading import LoadedModel
+    from transformer.inference._loaded_model import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class ModelCommand:
             ConfigError: the directory is the `checkpoints` directory of a run, or one of its checkpoints.
             FileNotFoundError, ValueError: see `open_model`.
         """
-        from transformer.inference._loading import open_model
+        from transformer.inference._opened_model import open_model
         from transformer.zoo._gguf import is_gguf
 
         source: str | Path = self.directory

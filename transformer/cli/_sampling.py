@@ -16,7 +16,7 @@ from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
     from transformer.generate._sampling import Sampling
-    from transformer.inference._loading import LoadedModel
+    from transformer.inference._loaded_model import LoadedModel
 
 FILTERS = ("top_k", "top_p", "min_p")
 """options that restrict the tokens to sample from"""

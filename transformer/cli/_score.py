@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print the scores of each text."""
     command = parse(ScoreTexts, "score", arguments)
     from transformer.cli._texts import read_prompts, shown, warn_of_unknown
-    from transformer.inference._text_inputs import score
+    from transformer.inference._score import score
 
     texts = read_prompts(command.text, lines=True, option="--text")
     opened = command.load()

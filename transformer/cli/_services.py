@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformer.chat._prompts import ChatPrompts
     from transformer.generate._lookup import PromptLookup
     from transformer.generate._speculative import Draft
-    from transformer.inference._loading import LoadedModel
+    from transformer.inference._loaded_model import LoadedModel
     from transformer.serve._embeddings import EmbeddingService
     from transformer.serve._http import HTTPService
     from transformer.serve._service import Service

@@ -29,7 +29,7 @@ def open_draft(draft: str | None, draft_tokens: int | None, lookup: int | None) 
     """Return what proposes tokens for speculative decoding; None: nothing."""
     from transformer.generate._lookup import PromptLookup
     from transformer.generate._speculative import Draft
-    from transformer.inference._loading import open_model
+    from transformer.inference._opened_model import open_model
 
     if lookup is not None:
         return PromptLookup(tokens=lookup)

@@ -12,7 +12,7 @@ from transformer.cli._streams import decode_argument
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
-    from transformer.inference._loading import LoadedModel
+    from transformer.inference._loaded_model import LoadedModel
 
 
 LONG = 2**18

@@ -1,18 +1,20 @@
 """Use of trained models: loading, saving, embeddings, classification, scoring and translation."""
 
-from transformer.inference._dual import classify_with_labels, embed_texts
+from transformer.inference._classify import Class, classify, classify_images, classify_series, classify_with_labels
+from transformer.inference._embed import embed, embed_images, embed_texts
+from transformer.inference._export import export, save
 from transformer.inference._grammars import GrammarConstraint, GrammarError, Grammars
 from transformer.inference._harness import HarnessModel, evaluate_tasks, harness_model
 from transformer.inference._image_attention import ImageAttention, image_attention
-from transformer.inference._image_inputs import classify_images, embed_images
 from transformer.inference._image_prompts import encode_with_images, image_prompts
 from transformer.inference._initial_model import start_from
-from transformer.inference._loading import LoadedModel, export, is_workdir, load, open_model, save
+from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._loading import is_workdir, load
+from transformer.inference._opened_model import OpenedModel, open_model
 from transformer.inference._reward_model import reward_model
+from transformer.inference._score import Score, TextScore, score, score_text
 from transformer.inference._sentences import SentenceSettings, sentence_settings
-from transformer.inference._series import classify_series
 from transformer.inference._speech_attention import SpeechAttention, speech_attention
-from transformer.inference._text_inputs import Class, Score, TextScore, classify, embed, score, score_text
 from transformer.inference._transcribe import (
     Segment,
     Transcript,
@@ -32,6 +34,7 @@ __all__ = [
     "HarnessModel",
     "ImageAttention",
     "LoadedModel",
+    "OpenedModel",
     "Score",
     "Segment",
     "SentenceSettings",

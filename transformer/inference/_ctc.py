@@ -17,7 +17,7 @@ import numpy as np
 from transformer.config._checks import ConfigError
 from transformer.config._untrusted import parse_json, read_bounded
 from transformer.generate._prompts import decoding_model
-from transformer.inference._loading import LoadedModel
+from transformer.inference._loaded_model import LoadedModel
 from transformer.media._audio import check_samples
 from transformer.media._features import Waveform, load_features
 from transformer.nn.models._audio import SpeechRecognizer

@@ -7,21 +7,21 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformer.chat._image_prompts import ImagePrompts
+from transformer.chat._pieces import Detokenizer, StopStrings
 from transformer.config._checks import ConfigError
+from transformer.data._tokenizer import Tokenizer
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import Beam
 from transformer.generate._generation import generate
+from transformer.generate._prompts import check_text_model
 from transformer.generate._sampling import Sampling
+from transformer.generate._streaming import TokenStream
 from transformer.inference._generation_settings import longest_target, recommended_beam
-from transformer.nn.models._seq2seq import Seq2Seq
-
-if TYPE_CHECKING:
-    from transformer.chat._image_prompts import ImagePrompts
-    from transformer.data._tokenizer import Tokenizer
-    from transformer.generate._streaming import TokenStream
-    from transformer.inference._loading import LoadedModel
+from transformer.inference._image_prompts import encode_with_images
+from transformer.inference._loaded_model import LoadedModel
 
 UNBOUNDED = 2**30
 """context length of a model without a limit"""
@@ -49,29 +49,52 @@ class GeneratedText:
     """the model generated an end token; False: it reached max_new_tokens"""
 
 
-def encode_prompt(run: LoadedModel, prompt: str, *, parse_special: bool = True) -> list[int]:
+def generate_text(
+    opened: LoadedModel,
+    prompt: str,
+    max_new_tokens: int | None,
+    sampling: Sampling,
+    seed: int,
+    *,
+    parse_special: bool = True,
+) -> str:
+    """Return the continuation of a prompt by a causal model (of 200 tokens without a limit), or its translation by an
+    encoder-decoder.
+
+    Raises:
+        ValueError: the model generates no text, or the prompt is empty or too long.
+    """
+    check_text_model("generate", opened.model, opened.params)
+    options = {"sampling": sampling, "seed": seed}
+    if opened.kind.source:
+        return translate(opened, [prompt], max_new_tokens=max_new_tokens, **options)[0].output
+    options |= {"max_new_tokens": 200 if max_new_tokens is None else max_new_tokens}
+    return continue_texts(opened, [prompt], parse_special=parse_special, **options)[0].output
+
+
+def encode_prompt(opened: LoadedModel, prompt: str, *, parse_special: bool = True) -> list[int]:
     """Return the token ids of a prompt of a causal model, or of a source of an encoder-decoder.
 
     Args:
-        run: the model and its tokenizer.
+        opened: the model and its tokenizer.
         prompt: the text.
         parse_special: in a prompt, the name of a special token is that token. In a source it is always text.
 
     Raises:
         ValueError: the prompt is empty, the tokenizer can't encode it, or it is too long for the model.
     """
-    ids = encode(run, prompt, "prompt", parse_special=parse_special)
+    ids = encode(opened, prompt, "prompt", parse_special=parse_special)
     if not ids:
         left = "" if not prompt.strip() else f" (nothing is left of {prompt!r} after normalization)"
         raise ValueError(f"the prompt is empty{left}. Pass at least one word or character.")
     return ids
 
 
-def encode(run: LoadedModel, text: str, what: str, *, parse_special: bool = True) -> list[int]:
+def encode(opened: LoadedModel, text: str, what: str, *, parse_special: bool = True) -> list[int]:
     """Return the token ids of a text, which may be empty.
 
     Args:
-        run: the model and its tokenizer.
+        opened: the model and its tokenizer.
         text: the text.
         what: name of the text in error messages; "prompt" encodes it as a prompt or source.
         parse_special: see `encode_prompt`.
@@ -79,24 +102,24 @@ def encode(run: LoadedModel, text: str, what: str, *, parse_special: bool = True
     Raises:
         ValueError: the tokenizer can't encode the text, or it is too long for the model.
     """
-    tokenizer = run.tokenizer
+    tokenizer = opened.tokenizer
     try:
         if what != "prompt":
             ids = tokenizer.encode(text)
-        elif isinstance(run.model, Seq2Seq):
+        elif opened.kind.source:
             ids = tokenizer.encode_source(text)
         else:
             ids = tokenizer.encode_prompt(text, parse_special=parse_special)
             _warn_of_two_starts(tokenizer, ids)
     except ValueError as error:
         raise ValueError(f"the {what} can't be encoded: {error}") from error
-    config = run.model.config
-    if what == "prompt" and isinstance(run.model, Seq2Seq) and len(ids) > MOST_SOURCE_TOKENS:
+    config, is_source = opened.model.config, what == "prompt" and opened.kind.source
+    if is_source and len(ids) > MOST_SOURCE_TOKENS:
         raise ValueError(
             f"the prompt is too long: expected at most {MOST_SOURCE_TOKENS:,} source tokens, because the time grows "
             f"with the square of the length, got {len(ids):,}. Shorten it, or pipe it line by line into `translate`."
         )
-    limit = config.longest_source if what == "prompt" and isinstance(run.model, Seq2Seq) else config.max_length
+    limit = config.longest_source if is_source else config.max_length
     if limit is not None and len(ids) > limit:
         raise ValueError(
             f"the {what} is too long: expected at most {limit} tokens, the size of the model's learned position table "
@@ -117,7 +140,7 @@ def _warn_of_two_starts(tokenizer: Tokenizer, ids: Sequence[int]) -> None:
 
 
 def translate(
-    run: LoadedModel, prompts: Sequence[str], *, max_new_tokens: int | None, sampling: Sampling, seed: int
+    opened: LoadedModel, prompts: Sequence[str], *, max_new_tokens: int | None, sampling: Sampling, seed: int
 ) -> list[GeneratedText]:
     """Translate each prompt with an encoder-decoder.
 
@@ -133,16 +156,16 @@ def translate(
             f"too many prompts: expected at most {MOST_PROMPTS:,}, got {len(prompts):,}. Pipe them as lines into "
             "`translate`, which reads them in chunks."
         )
-    begin = run.target_start
-    tokenizer, limit = run.tokenizer, run.model.config.max_length
-    sources = [encode_prompt(run, prompt) for prompt in prompts]
-    beam = recommended_beam(run, size=1)
+    begin = opened.target_start
+    tokenizer, limit = opened.tokenizer, opened.model.config.max_length
+    sources = [encode_prompt(opened, prompt) for prompt in prompts]
+    beam = recommended_beam(opened, size=1)
     if beam != Beam(size=1) and sampling.temperature == 0 and not sampling.has_penalties:
         if max_new_tokens is not None or beam.length_ratio > 0:
-            most = longest_target(run, max_new_tokens or USUAL_TARGET)
+            most = longest_target(opened, max_new_tokens or USUAL_TARGET)
             beam = dataclasses.replace(beam, length_ratio=0.0, length_extra=most)
-        options = {"begin": begin, "eos_id": run.eos_ids, "suppress": run.suppressed, "beam": beam}
-        found = [row[0] for row in beam_search_all(run.model, run.params, sources, **options)]
+        options = {"begin": begin, "eos_id": opened.eos_ids, "suppress": opened.suppressed, "beam": beam}
+        found = [row[0] for row in beam_search_all(opened.model, opened.params, sources, **options)]
         return [
             GeneratedText(prompt, tokenizer.decode(one.tokens), one.ended)
             for prompt, one in zip(prompts, found, strict=True)
@@ -150,13 +173,13 @@ def translate(
     max_new_tokens = max_new_tokens or USUAL_TARGET
     most = max_new_tokens if limit is None else min(max_new_tokens, limit - len(begin))
     rows = generate(
-        run.model,
-        run.params,
+        opened.model,
+        opened.params,
         [begin] * len(sources),
         sources=sources,
-        eos_id=run.eos_ids,
+        eos_id=opened.eos_ids,
         max_new_tokens=most,
-        sampling=dataclasses.replace(sampling, suppress=run.suppressed),
+        sampling=dataclasses.replace(sampling, suppress=opened.suppressed),
         seed=seed,
     )
     return [
@@ -192,7 +215,7 @@ class _Text:
 
 
 def continue_texts(
-    run: LoadedModel,
+    opened: LoadedModel,
     prompts: Sequence[str],
     *,
     max_new_tokens: int,
@@ -209,8 +232,8 @@ def continue_texts(
     last half context of the text so far. If a prompt fills the context, only its end is used, with a warning. Presence
     and frequency penalties count the tokens of one piece only.
     """
-    context, tokenizer = run.context or UNBOUNDED, run.tokenizer
-    encoded = [encode_prompt(run, prompt, parse_special=parse_special) for prompt in prompts]
+    context, tokenizer = opened.context or UNBOUNDED, opened.tokenizer
+    encoded = [encode_prompt(opened, prompt, parse_special=parse_special) for prompt in prompts]
     texts = [_Text(prompt, ids, max_new_tokens) for prompt, ids in zip(prompts, encoded, strict=True)]
     _warn_of_full_context(texts, context)
     while any(text.left for text in texts):
@@ -221,12 +244,12 @@ def continue_texts(
                 groups[text.piece(context)[1]].append(number)
         for wanted, numbers in groups.items():
             rows = generate(
-                run.model,
-                run.params,
+                opened.model,
+                opened.params,
                 [texts[number].piece(context)[0] for number in numbers],
-                eos_id=run.eos_ids,
+                eos_id=opened.eos_ids,
                 max_new_tokens=wanted,
-                sampling=dataclasses.replace(sampling, suppress=run.suppressed),
+                sampling=dataclasses.replace(sampling, suppress=opened.suppressed),
                 # Distinct primes give each text, and each of its pieces, another seed.
                 seed=[(seed + 7919 * number + 104_729 * len(texts[number].new)) % 2**32 for number in numbers],
                 **options,
@@ -246,17 +269,15 @@ def _warn_of_full_context(texts: Iterable[_Text], context: int) -> None:
 
 
 def _text_with_images(
-    run: LoadedModel, prompt: str, images: Sequence[str], reader: ImagePrompts, max_new_tokens: int
+    opened: LoadedModel, prompt: str, images: Sequence[str], reader: ImagePrompts, max_new_tokens: int
 ) -> tuple[_Text, dict[str, Any]]:
     """Return a prompt with images, which is generated in one piece, and the pixels as an option of `generate`."""
-    from transformer.inference._image_prompts import encode_with_images
-
-    ids, pixels = encode_with_images(run, prompt, images, reader)
-    room = (run.context or UNBOUNDED) - len(ids)
+    ids, pixels = encode_with_images(opened, prompt, images, reader)
+    room = (opened.context or UNBOUNDED) - len(ids)
     if room < 1:
         raise ConfigError(
-            f"the prompt and its images have {len(ids):,} tokens: expected fewer than {run.context:,}, the context of "
-            f"the model. Shorten the prompt, or pass fewer images."
+            f"the prompt and its images have {len(ids):,} tokens: expected fewer than {opened.context:,}, the context "
+            f"of the model. Shorten the prompt, or pass fewer images."
         )
     return _Text(prompt, ids, min(max_new_tokens, room)), {"images": pixels}
 
@@ -286,7 +307,7 @@ class StreamedText(GeneratedText):
 
 
 def stream_text(
-    run: LoadedModel,
+    opened: LoadedModel,
     stream: TokenStream,
     prompt: str,
     *,
@@ -309,15 +330,13 @@ def stream_text(
         ConfigError: the number of images is not that of the markers in the prompt, or they fill the context.
         ValueError: an image or the prompt can't be read.
     """
-    from transformer.chat._pieces import Detokenizer, StopStrings
-
-    context, more = run.context or UNBOUNDED, {}
+    context, more = opened.context or UNBOUNDED, {}
     if reader is None:
-        text = _Text(prompt, encode_prompt(run, prompt, parse_special=parse_special), max_new_tokens)
+        text = _Text(prompt, encode_prompt(opened, prompt, parse_special=parse_special), max_new_tokens)
         _warn_of_full_context([text], context)
     else:
-        text, more = _text_with_images(run, prompt, images, reader, max_new_tokens)
-    pieces, stops, output = Detokenizer(run.tokenizer, text.ids), StopStrings(stop), []
+        text, more = _text_with_images(opened, prompt, images, reader, max_new_tokens)
+    pieces, stops, output = Detokenizer(opened.tokenizer, text.ids), StopStrings(stop), []
     log_probabilities: list[float] = []
 
     def given(piece: str) -> None:
@@ -330,9 +349,9 @@ def stream_text(
         row: list[int] = []
         for piece in stream.generate(
             ids,
-            eos_id=run.eos_ids,
+            eos_id=opened.eos_ids,
             max_new_tokens=wanted,
-            sampling=dataclasses.replace(sampling, suppress=run.suppressed),
+            sampling=dataclasses.replace(sampling, suppress=opened.suppressed),
             seed=(seed + 104_729 * len(text.new)) % 2**32,  # as in `continue_texts`
             **more,
         ):
@@ -347,5 +366,5 @@ def stream_text(
     if held := stops.finish():
         output.append(held)
         show(held)
-    names = run.tokenizer.tokens(text.new)
+    names = opened.tokenizer.tokens(text.new)
     return StreamedText(prompt, "".join(output), finish == "end", names, log_probabilities, finish)

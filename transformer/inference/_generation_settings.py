@@ -5,16 +5,11 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformer.config._checks import ConfigError
 from transformer.generate._beam import USUAL, Beam
 from transformer.generate._rules import Rules
-from transformer.nn.models._seq2seq import Seq2Seq
-from transformer.nn.models._speech import SpeechToText
-
-if TYPE_CHECKING:
-    from transformer.inference._loading import LoadedModel
 
 _SEARCHES = ("num_beams", "length_penalty", "early_stopping")
 """if one of them is given, the score and the end of a search are those of transformers"""
@@ -47,7 +42,7 @@ def recommended_beam(opened: LoadedModel, size: int = USUAL.size) -> Beam:
     Raises:
         ConfigError: a field has an invalid value.
     """
-    if opened.pretrained is None or not isinstance(opened.model, Seq2Seq) or isinstance(opened.model, SpeechToText):
+    if opened.pretrained is None or opened.kind.writes != "translation":
         return dataclasses.replace(USUAL, size=size)
     given = opened.pretrained.generation
     if ignored := _ignored(given, opened):

@@ -26,7 +26,7 @@ from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.generate._generation import generate
 from transformer.generate._prompts import bucket, decoding_model
 from transformer.generate._sampling import Sampling
-from transformer.inference._loading import LoadedModel
+from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._text_batches import Batch, Columns, round_up, run_batches, scored_at_once, slots_at_once
 from transformer.nn._sharding import batch_sharding, num_row_shards
 from transformer.nn.models._causal_lm import CausalLM
@@ -83,7 +83,7 @@ class HarnessModel:
         seed: int = 1234,
     ):
         super().__init__()
-        if not isinstance(opened.model, CausalLM):
+        if opened.kind.writes != "continuation":
             raise ConfigError(
                 f"{opened.directory} contains a {type(opened.model).__name__}, but tasks need a causal language model. "
                 f"Pass one."

@@ -20,7 +20,7 @@ from transformer.generate._sampling import Sampling
 from transformer.inference._generate import continuation
 from transformer.inference._image_inputs import with_size_of
 from transformer.inference._image_prompts import encode_with_images, image_prompts
-from transformer.inference._loading import LoadedModel
+from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._word_times import word_slices
 from transformer.nn._axes import Array, Int
 from transformer.nn.models._dynamic_images import ImagePatches

@@ -9,8 +9,7 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from transformer.config._model import TransformerConfig
-from transformer.inference._loading import LoadedModel
-from transformer.nn.models._dual import DualEncoder
+from transformer.inference._loaded_model import LoadedModel
 from transformer.nn.models._vision import VisionClassifier
 
 if TYPE_CHECKING:
@@ -43,12 +42,12 @@ def image_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerCo
             head = jax.tree.map(lambda leaf: leaf[..., order], params["output"])  # kernel (D, C), bias (C,)
             return model.config, params | {"output": head}, ()
     config = model.config
-    if isinstance(model, DualEncoder):
+    if opened.kind.compares:
         config, params = config.image_encoder, params["image"]
     classes = len(names) or recipe.model.output.num_classes
     output = dataclasses.replace(config.output, num_classes=classes, transform=None, normalize=False)
     kept = {name: part for name, part in params.items() if name not in _HEAD}
-    prefix = "image/" if isinstance(model, DualEncoder) else ""
+    prefix = "image/" if opened.kind.compares else ""
     paths = {f"{prefix}{path}" for path in flatten_dict(kept, sep="/")}
     left = tuple(sorted(path for path in flatten_dict(opened.params, sep="/") if path not in paths))
     return config.replace(output=output), kept, left

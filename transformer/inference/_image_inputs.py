@@ -1,81 +1,25 @@
-"""Classification and embedding of images."""
+"""Pixels of images, as a model reads them."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.config._image_tokens import DynamicImageTokens
 from transformer.config._parts import Patches
-from transformer.inference._loading import LoadedModel
-from transformer.inference._text_inputs import Class, class_names, class_of, finite
-from transformer.nn.models._dual import DualEncoder
-from transformer.nn.models._vision import ImagePatches, VisionClassifier, VisionEmbedder, VisionEncoder
+from transformer.inference._loaded_model import LoadedModel
+from transformer.nn.models._dynamic_images import ImagePatches
 
 if TYPE_CHECKING:
     from transformer.media._images import ImageProcessor
 
 BATCH = 16
 """Number of images that the model reads at the same time."""
-
-
-def classify_images(opened: LoadedModel, images: Sequence[Any], processor: ImageProcessor | None = None) -> list[Class]:
-    """Return the most probable class of each image.
-
-    Args:
-        opened: an image classifier.
-        images: paths, PIL images or arrays, see `media.open_image`.
-        processor: preprocessing; None: that of preprocessor_config.json in the directory of the model.
-
-    Raises:
-        ConfigError: the model is not an image classifier, its outputs are not probabilities of mutually exclusive
-            classes, or the preprocessing is missing or does not fit the model.
-        FileNotFoundError, ValueError: an image that can't be read, or results that are not finite.
-    """
-    model = opened.model
-    if not isinstance(model, VisionClassifier):
-        remedy = "Pass an image classifier, such as google/vit-base-patch16-224."
-        if isinstance(model, DualEncoder):
-            remedy = "It compares images with texts: pass labels (--labels), or call classify_with_labels."
-        raise ConfigError(
-            f"{opened.directory} contains a model of the class {type(model).__name__}, which does not classify images. "
-            f"{remedy}"
-        )
-    names = class_names(opened)
-    return [class_of(row, names) for row in run_images(opened, images, processor, _probabilities)]
-
-
-def embed_images(opened: LoadedModel, images: Sequence[Any], processor: ImageProcessor | None = None) -> np.ndarray:
-    """Compute embeddings of images.
-
-    They are the output of a VisionEmbedder (DINOv2: the class token; ViT: its pooler), the vector that a
-    VisionClassifier classifies, or, for a DualEncoder (CLIP, SigLIP), a vector of length 1 in the space of its texts.
-
-    Args:
-        opened: a model of images.
-        images: paths, PIL images or arrays, see `media.open_image`.
-        processor: preprocessing; None: that of preprocessor_config.json in the directory of the model.
-
-    Returns:
-        (n, D) float32, one vector per image.
-
-    Raises:
-        ConfigError: the model does not read images, or the preprocessing is missing or does not fit the model.
-        FileNotFoundError, ValueError: an image that can't be read, or results that are not finite.
-    """
-    if not isinstance(opened.model, VisionEncoder | DualEncoder):
-        raise ConfigError(
-            f"{opened.directory} contains a model of the class {type(opened.model).__name__}, which does not read "
-            f"images. Pass a model of images, such as facebook/dinov2-base."
-        )
-    return np.stack(run_images(opened, images, processor, _image_vectors))
 
 
 def run_images(
@@ -100,7 +44,7 @@ def run_images(
     results: list[np.ndarray] = []
     for pixels in _batches(images, processor):
         results += list(np.asarray(compute(opened.model, opened.params, pixels), np.float32))
-    return [finite(opened, number, row, "image") for number, row in enumerate(results[: len(images)])]
+    return [opened.finite(number, row, "image") for number, row in enumerate(results[: len(images)])]
 
 
 def with_size_of(opened: LoadedModel, processor: ImageProcessor) -> LoadedModel:
@@ -166,22 +110,10 @@ def _batches(images: Sequence[Any], processor: ImageProcessor) -> Iterator[np.nd
     for first in range(0, len(images), BATCH):
         part = images[first : first + BATCH]
         arrays = (processor(part),) if processor.max_patches is None else processor.flat_patches(part)
-        arrays = [np.concatenate([one, np.repeat(one[-1:], size - len(one), axis=0)]) for one in arrays]
+        arrays = [filled(one, size) for one in arrays]
         yield arrays[0] if len(arrays) == 1 else ImagePatches(*arrays)
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def _probabilities(model: VisionClassifier, params: Any, pixels: jax.Array | ImagePatches) -> jax.Array:
-    """Return the class probabilities (B, C) of images. Compiled once per model and batch shape."""
-    return jax.nn.softmax(model.apply({"params": params}, pixels))  # over C
-
-
-@functools.partial(jax.jit, static_argnames="model")
-def _image_vectors(model: VisionEncoder | DualEncoder, params: Any, pixels: jax.Array | ImagePatches) -> jax.Array:
-    """Return the vectors (B, D) of images. Compiled once per model and batch shape."""
-    variables = {"params": params}
-    if isinstance(model, DualEncoder):
-        return model.apply(variables, pixels, method="embed_images")
-    if isinstance(model, VisionEmbedder):
-        return model.apply(variables, pixels)
-    return model.apply(variables, pixels, method="pooled").astype(jnp.float32)
+def filled(values: np.ndarray, size: int) -> np.ndarray:
+    """Return a batch (B, ...) with its last row repeated up to `size` rows: one program is compiled for all batches."""
+    return np.concatenate([values, np.repeat(values[-1:], size - len(values), axis=0)])

@@ -13,8 +13,7 @@ from transformer.config._image_tokens import ImageTokens
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer_files import as_pretrained
 from transformer.inference._image_inputs import with_size_of
-from transformer.inference._loading import LoadedModel
-from transformer.nn.models._vision_language import VisionLanguageModel
+from transformer.inference._loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from transformer.media._images import ImageProcessor
@@ -31,7 +30,7 @@ def image_prompts(opened: LoadedModel, processor: ImageProcessor | None = None) 
         ConfigError: the model reads only text, its tokenizer lacks the image token, or the preprocessing is missing or
             does not fit the model.
     """
-    if not isinstance(opened.model, VisionLanguageModel):
+    if not opened.kind.image_prompts:
         raise ConfigError(
             f"{opened.directory} contains a model of the class {type(opened.model).__name__}, which does not read "
             f"images together with text. Remove the images, or pass a vision-language model, such as "

@@ -17,12 +17,12 @@ from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
 from transformer.inference._image_classifier import image_classifier
 from transformer.inference._image_inputs import with_size_of
-from transformer.inference._loading import LoadedModel, is_workdir, open_model
+from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._loading import is_workdir, load_model
 from transformer.media._image_settings import SETTINGS_FILES, image_processor
 from transformer.nn._adapted import has_encoded
-from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Classifier, MaskedLM
-from transformer.nn.models._vision import VisionClassifier, VisionEncoder
+from transformer.nn.models._vision import VisionClassifier
 from transformer.nn.models._vision_language import VisionLanguageModel
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
     wanted = TASKS[recipe.task].model
     options = {} if is_workdir(source) else {"dtype": recipe.model.param_dtype}
     with host_memory():  # on an accelerator, the training state has a copy of the initial parameters
-        opened = open_model(source, **options)
+        opened = load_model(source, **options)
     if has_encoded(opened.params):
         raise ConfigError(
             f"the weights in {source} are quantized and can't be trained. Start from the original weights, with "
@@ -68,7 +68,7 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
         )
     opened, processor = _with_image_size(opened, recipe)
     config, params, left = opened.model.config, opened.params, ()
-    if wanted is VisionClassifier and isinstance(opened.model, VisionEncoder | DualEncoder):
+    if wanted is VisionClassifier and "images" in opened.kind.embeds:
         config, params, left = image_classifier(opened, recipe)
     elif type(opened.model) is not wanted:
         if wanted is not Classifier or not (opened.pretrained or isinstance(opened.model, MaskedLM)):
@@ -103,7 +103,7 @@ def _with_image_size(opened: LoadedModel, recipe: Recipe) -> tuple[LoadedModel, 
     from transformer.data._image_files import DEFAULT
 
     given = getattr(recipe.data, "processor", None)
-    if given is None or not isinstance(opened.model, VisionEncoder | DualEncoder | VisionLanguageModel):
+    if given is None or "images" not in opened.kind.reads:
         return opened, None
     own = given
     if given == DEFAULT and any((opened.directory / name).exists() for name in SETTINGS_FILES):

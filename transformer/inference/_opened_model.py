@@ -1,26 +1,29 @@
-"""Methods of a loaded model with text in and text out; they call the functions of this package."""
+"""The model that `transformer.open` returns: a loaded model with methods for text in and text out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
-from transformer.config._checks import ConfigError
+import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
+from transformer.generate._sampling import Sampling
+from transformer.inference._chat import open_chat
+from transformer.inference._classify import Class, classify, classify_series
+from transformer.inference._embed import embed
+from transformer.inference._generate import generate_text
+from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._loading import load_model
+from transformer.inference._sentences import sentence_settings
+from transformer.inference._translate import translate_texts
 
-    from transformer.chat._chat import Chat
-    from transformer.chat._image_prompts import ImagePrompts
-    from transformer.inference._loading import LoadedModel
-    from transformer.inference._text_inputs import Class
 
-
-class TextMethods:
-    """Text in, text out: `generate`, `chat`, `translate`, `embed` and `classify`, for the models that have them."""
+class OpenedModel(LoadedModel):
+    """A loaded model with methods for text in and text out; which of them it supports depends on its kind."""
 
     def generate(
-        self: LoadedModel,
+        self,
         prompt: str,
         *,
         max_new_tokens: int | None = None,
@@ -49,21 +52,10 @@ class TextMethods:
         Raises:
             ValueError: the model generates no text, or the prompt is empty or too long.
         """
-        from transformer.generate._prompts import check_text_model
-        from transformer.generate._sampling import Sampling
-        from transformer.inference._generate import continue_texts, translate
-        from transformer.nn.models._seq2seq import Seq2Seq
+        sampling = Sampling(temperature=0.0 if self.kind.source else temperature, top_k=top_k, top_p=top_p)
+        return generate_text(self, prompt, max_new_tokens, sampling, seed, parse_special=parse_special)
 
-        check_text_model("generate", self.model, self.params)
-        translates = isinstance(self.model, Seq2Seq)
-        sampling = Sampling(temperature=0.0 if translates else temperature, top_k=top_k, top_p=top_p)
-        options = {"sampling": sampling, "seed": seed}
-        if translates:
-            return translate(self, [prompt], max_new_tokens=max_new_tokens, **options)[0].output
-        options |= {"max_new_tokens": 200 if max_new_tokens is None else max_new_tokens}
-        return continue_texts(self, [prompt], parse_special=parse_special, **options)[0].output
-
-    def chat(self: LoadedModel, messages: str | Sequence[dict[str, Any]], **options: Any) -> str:
+    def chat(self, messages: str | Sequence[dict[str, Any]], **options: Any) -> str:
         """Return the reply of a chat model.
 
         Args:
@@ -76,7 +68,7 @@ class TextMethods:
         given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         return open_chat(self).reply(given, **options).text
 
-    def translate(self: LoadedModel, texts: str | Sequence[str], **options: Any) -> Any:
+    def translate(self, texts: str | Sequence[str], **options: Any) -> str | list[str]:
         """Return the translation of a text, or those of a list of texts, by beam search.
 
         Args:
@@ -86,26 +78,18 @@ class TextMethods:
         Raises:
             ConfigError: the model does not translate text.
         """
-        from transformer.inference._translate import translate_lines
+        return _apply(lambda given: translate_texts(self, given, **options), texts)
 
-        given = [texts] if isinstance(texts, str) else list(texts)
-        found = [line.best[0].text for chunk in translate_lines(self, given, **options) for line in chunk]
-        return found[0] if isinstance(texts, str) else found
-
-    def embed(self: LoadedModel, texts: str | Sequence[str]) -> np.ndarray:
+    def embed(self, texts: str | Sequence[str]) -> np.ndarray:
         """Return the vector (D,) of a text, or the vectors (n, D) of n texts, pooled as the model's files say.
 
         Raises:
             ConfigError, ValueError: see `transformer.inference.embed`.
         """
-        from transformer.inference._sentences import sentence_settings
-        from transformer.inference._text_inputs import embed
-
         settings = None if self.pretrained is None else sentence_settings(self.directory)
-        vectors = embed(self, [texts] if isinstance(texts, str) else texts, settings)
-        return vectors[0] if isinstance(texts, str) else vectors
+        return _apply(lambda given: embed(self, given, settings), texts)
 
-    def classify(self: LoadedModel, texts: str | Sequence[str] | np.ndarray) -> Class | list[Class]:
+    def classify(self, texts: str | Sequence[str] | np.ndarray) -> Class | list[Class]:
         """Return the most probable class of a text, or those of a list of texts.
 
         For a classifier of time series, pass one series (context_length, channels), or n of them (n, context_length,
@@ -114,39 +98,29 @@ class TextMethods:
         Raises:
             ConfigError, ValueError: see `transformer.inference.classify` and `classify_series`.
         """
-        from transformer.nn.models._series import SeriesClassifier
-
-        if isinstance(self.model, SeriesClassifier):
-            from transformer.inference._series import classify_series
-
-            single = getattr(texts, "ndim", 3) == 2
-            found = classify_series(self, texts[None] if single else texts)
-            return found[0] if single else found
-        from transformer.inference._text_inputs import classify
-
-        found = classify(self, [texts] if isinstance(texts, str) else texts)
-        return found[0] if isinstance(texts, str) else found
+        compute = classify_series if self.kind.classifies == "series" else classify
+        return _apply(lambda given: compute(self, given), texts)
 
 
-def open_chat(opened: LoadedModel, template: Any = None, images: ImagePrompts | None = None) -> Chat:
-    """Return the chat of a model with its chat template, or with this one; `images`: how it reads images.
+def open_model(
+    source: str | os.PathLike, *, step: Literal["best", "newest"] | int = "best", **options: Any
+) -> OpenedModel:
+    """Load a model from the workdir of a training run, or from pretrained weights.
+
+    Args:
+        source: a workdir, or a source for `zoo.load_pretrained`.
+        step: which checkpoint of a workdir to load.
+        **options: options of `zoo.load_pretrained`.
 
     Raises:
-        ConfigError: the model is not a causal model, or it has no chat template.
-        ValueError: the template is invalid.
+        FileNotFoundError: the directory does not exist, or it has no checkpoint.
+        ConfigError: the directory is neither a workdir nor a directory of weights, or the options do not apply to it.
+        ValueError: a file is invalid or not supported.
     """
-    from transformer.chat._chat import Chat
-    from transformer.chat._template import find_template
-    from transformer.nn.models._causal_lm import CausalLM
+    return OpenedModel(**vars(load_model(source, step=step, **options)))
 
-    if not isinstance(opened.model, CausalLM):
-        kind = type(opened.model).__name__
-        raise ConfigError(
-            f"a conversation needs a causal model; {opened.directory} contains a model of type {kind}. Pass the "
-            "directory of a model trained for conversations."
-        )
-    if template is None:
-        template = find_template(getattr(opened.tokenizer, "files", {}), place=str(opened.directory))
-    # Without special tokens, `Chat` adds those of the tokenizer.
-    options = {"context": opened.context, "suppress": opened.suppressed, "images": images}
-    return Chat(opened.model, opened.params, opened.tokenizer, template=template, **options)
+
+def _apply(compute: Callable[[Any], Any], inputs: Any) -> Any:
+    """Return the results for several inputs, or the result for a single text or series."""
+    single = isinstance(inputs, str) or getattr(inputs, "ndim", 3) == 2
+    return compute([inputs])[0] if single else compute(inputs)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from transformer.config._checks import ConfigError, nearest
-from transformer.inference._loading import open_model
-from transformer.inference._text_inputs import classify
+from transformer.inference._classify import classify
+from transformer.inference._loading import load_model
 
 if TYPE_CHECKING:
     from transformer.training._recipe import Recipe
@@ -26,7 +26,7 @@ def reward_model(recipe: Recipe) -> RewardModel | None:
     options = recipe.grpo
     if options is None or options.reward_model is None:
         return None
-    opened = open_model(options.reward_model)
+    opened = load_model(options.reward_model)
     labels = list(classify(opened, ["a"])[0].probabilities)  # now, before training: it must be a classifier
     wanted = labels[-1] if options.reward_class is None else options.reward_class
     if wanted not in labels:

@@ -10,11 +10,10 @@ import numpy as np
 from jaxtyping import Float
 
 from transformer.config._checks import ConfigError
-from transformer.inference._loading import LoadedModel
+from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._transcribe import Transcriber, TranscriptionOptions
 from transformer.inference._word_times import TimedWord
 from transformer.media._audio import check_samples
-from transformer.nn.models._audio import SpeechRecognizer
 from transformer.nn.models._speech import FRAMES_A_POSITION
 
 
@@ -54,7 +53,7 @@ def speech_attention(opened: LoadedModel, samples: Any) -> SpeechAttention:
         ConfigError: another kind of model, missing settings, or a recording that is longer than a window.
         ValueError: invalid samples, a recording without words, or logits that are not finite.
     """
-    if isinstance(opened.model, SpeechRecognizer):
+    if opened.kind.writes == "characters":
         raise ConfigError(
             f"{opened.directory} contains a {type(opened.model).__name__}, which has no cross-attention: with CTC, "
             f"each frame gives a character. Pass a model of Whisper; for times of words, use `transcribe`."

@@ -17,7 +17,7 @@ from transformer.config._checks import ConfigError, nearest
 from transformer.generate._prompts import decoding_model
 from transformer.generate._speech import SpeechRules, WindowResult, decode_window, start_window
 from transformer.inference._ctc import recognize, waveform_features
-from transformer.inference._loading import LoadedModel
+from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._word_times import (
     TimedWord,
     alignment_heads,
@@ -28,8 +28,7 @@ from transformer.inference._word_times import (
 )
 from transformer.media._audio import check_samples
 from transformer.media._features import LogMel, Waveform, load_features
-from transformer.nn.models._audio import SpeechRecognizer
-from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText
+from transformer.nn.models._speech import FRAMES_A_POSITION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +149,7 @@ def transcribe_windows(
 
     Arguments and errors are those of `transcribe`. A model with CTC yields all segments at once.
     """
-    if isinstance(opened.model, SpeechRecognizer) and opened.pretrained is not None:
+    if opened.kind.writes == "characters" and opened.pretrained is not None:
         return iter([(None, _recognized(opened, samples, options))])
     return Transcriber(opened, options).windows(samples)
 
@@ -193,9 +192,9 @@ def speech_features(opened: LoadedModel) -> LogMel | Waveform:
         ConfigError: another kind of model, or features that do not fit it.
         FileNotFoundError: preprocessor_config.json is missing.
     """
-    if isinstance(opened.model, SpeechRecognizer) and opened.pretrained is not None:
+    if opened.kind.writes == "characters" and opened.pretrained is not None:
         return waveform_features(opened)
-    if not isinstance(opened.model, SpeechToText) or opened.pretrained is None:
+    if opened.kind.writes != "transcript" or opened.pretrained is None:
         raise ConfigError(
             f"{opened.directory} contains a {type(opened.model).__name__}, but transcription needs pretrained weights "
             f"of Whisper, or of wav2vec 2.0 or HuBERT with CTC. Pass a directory of such weights."

@@ -13,9 +13,7 @@ from transformer.config._progress import counting
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import Beam, Hypothesis
 from transformer.inference._generation_settings import longest_target, recommended_beam
-from transformer.inference._loading import LoadedModel
-from transformer.nn.models._seq2seq import Seq2Seq
-from transformer.nn.models._speech import SpeechToText
+from transformer.inference._loaded_model import LoadedModel
 
 USUAL_SOURCE = 1024
 """Default maximum number of source tokens per line, unless the model was trained on longer sources."""
@@ -80,7 +78,7 @@ def translate_lines(
         ConfigError: the model does not translate text, or max_source_tokens, chunk_lines or batch_tokens is below 1.
         ValueError: see `beam_search_all`.
     """
-    if not isinstance(opened.model, Seq2Seq) or isinstance(opened.model, SpeechToText):
+    if opened.kind.writes != "translation":
         raise ConfigError(
             f"{opened.directory} contains a {type(opened.model).__name__}, which does not translate text. Pass an "
             f"encoder-decoder model for text."
@@ -100,6 +98,11 @@ def translate_lines(
     most = longest_target(opened, max_new_tokens)
     options |= {"beam": beam, "max_new_tokens": most, "batch_tokens": batch_tokens}
     return _chunks(opened, lines, chunk_lines, max_source_tokens, options)
+
+
+def translate_texts(opened: LoadedModel, texts: Iterable[str], **options: Any) -> list[str]:
+    """Return the best translation of each text; options and errors are those of `translate_lines`."""
+    return [line.best[0].text for chunk in translate_lines(opened, texts, **options) for line in chunk]
 
 
 def _chunks(

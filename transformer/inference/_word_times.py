@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from transformer.config._checks import ConfigError
-from transformer.inference._loading import LoadedModel
+from transformer.inference._loaded_model import LoadedModel
 from transformer.nn._axes import Array, Int
 from transformer.nn.models._speech import SpeechToText
 from transformer.viz._attention_weights import layer_weights

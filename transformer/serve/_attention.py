@@ -16,7 +16,7 @@ from transformer.chat._prompts import ChatPrompts
 from transformer.config._checks import nearest
 from transformer.data._long_texts import check_length
 from transformer.generate._prompts import decoding_model
-from transformer.inference._loading import LoadedModel
+from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._text_attention import sown_weights
 from transformer.serve._bodies import read_json, template_switches
 from transformer.serve._errors import APIError

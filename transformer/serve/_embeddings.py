@@ -13,10 +13,10 @@ from starlette.responses import Response
 
 from transformer.config._checks import nearest
 from transformer.data._long_texts import TooManyTokensError, check_length
-from transformer.inference._loading import LoadedModel
+from transformer.inference._embed import embed_encoded, encode_sentences
+from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._sentences import SentenceSettings
-from transformer.inference._text_batches import slots_at_once
-from transformer.inference._text_inputs import Columns, embed_encoded, encode_sentences
+from transformer.inference._text_batches import Columns, slots_at_once
 from transformer.serve._bodies import read_json, text_prompts
 from transformer.serve._errors import APIError, json_response
 from transformer.serve._http import Handler

@@ -17,7 +17,7 @@ from transformer.data._long_texts import TooManyTokensError, check_length
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import MOST_ALPHA, USUAL, Beam, Hypothesis
 from transformer.inference._generation_settings import longest_target, recommended_beam
-from transformer.inference._loading import LoadedModel
+from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._translate import text_of
 from transformer.serve._answers import Answer
 from transformer.serve._bodies import MOST_CHOICES, integer, read_json, text_prompts
