@@ -15,8 +15,7 @@ import numpy as np
 from transformer.generate._beam import USUAL, Beam, Hypothesis, beam_search
 from transformer.generate._prompts import Ids, check_rows, check_source_lengths, check_text_model, padded_length
 from transformer.nn._partitioning import has_mesh, platform
-from transformer.nn.models._seq2seq import Seq2Seq
-from transformer.nn.models._speech import SpeechToText
+from transformer.nn.models._kinds import kind_of
 
 MAX_PARALLEL_BATCHES = 4
 """maximum number of batches that are searched in parallel, since each has a KV cache"""
@@ -51,7 +50,7 @@ def beam_search_all(
         ValueError: as `beam_search`, or if batch_tokens is below 1. All sources are checked before the first search.
     """
     vocab_size = check_text_model("beam_search_all", model, params)
-    if not isinstance(model, Seq2Seq) or isinstance(model, SpeechToText):
+    if kind_of(model).writes != "translation":
         raise ValueError(
             f"beam_search_all needs a Seq2Seq that reads tokens, got a {type(model).__name__}. Use beam_search."
         )

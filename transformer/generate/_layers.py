@@ -16,6 +16,7 @@ from transformer.nn._parameter_axes import axes_of
 from transformer.nn._partitioning import has_mesh, platform
 from transformer.nn._transposed import Widened, multiplies_bfloat16, transposed
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._kinds import kind_of
 from transformer.nn.models._seq2seq import Seq2Seq
 
 COPIED = 2**31
@@ -113,7 +114,7 @@ def unstacked_model(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
 
 
 def _layers(model: CausalLM | Seq2Seq) -> tuple[Layer, ...]:
-    return model.config.layers(model.config.decoder_layers if isinstance(model, Seq2Seq) else None)
+    return model.config.layers(model.config.decoder_layers if kind_of(model).source else None)
 
 
 def _part(tree: Any, layer: Layer) -> Any:

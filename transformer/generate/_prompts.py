@@ -17,10 +17,9 @@ from transformer.generate._decoding import Batch
 from transformer.nn.kernels import portable
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._dynamic_images import ImagePatches, check_image
-from transformer.nn.models._encoders import Classifier
+from transformer.nn.models._kinds import kind_of
 from transformer.nn.models._seq2seq import Seq2Seq
-from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText, check_frames
-from transformer.nn.models._vision_language import VisionLanguageModel
+from transformer.nn.models._speech import FRAMES_A_POSITION, check_frames
 
 Ids: TypeAlias = Any
 """token ids of one row: a list or an array of integers; `check_rows` validates it"""
@@ -38,8 +37,9 @@ def check_text_model(verb: str, model: Any, params: Any) -> int:
         ValueError: if the model does not generate text, or the parameters have an outer "params".
         ConfigError: if the config has no vocab_size.
     """
-    if not isinstance(model, CausalLM | Seq2Seq):
-        instead = "`classify` returns its classes" if isinstance(model, Classifier) else "`embed` returns its vectors"
+    kind = kind_of(model)
+    if kind.writes in (None, "characters"):
+        instead = "`classify` returns its classes" if kind.classifies == "text" else "`embed` returns its vectors"
         raise ValueError(
             f"{verb} needs a CausalLM or a Seq2Seq, got a {type(model).__name__}, which generates no text; {instead}."
         )
@@ -71,7 +71,8 @@ def source_rows(model: CausalLM | Seq2Seq, sources: Any, vocab_size: int) -> Bat
     Raises:
         ValueError: if a CausalLM has sources, a Seq2Seq has none, or they are invalid.
     """
-    if isinstance(model, CausalLM):
+    kind = kind_of(model)
+    if not kind.source:
         if sources is not None:
             raise ValueError(
                 "sources are only supported for a Seq2Seq: a CausalLM has no encoder. Pass the text as prompts."
@@ -79,7 +80,7 @@ def source_rows(model: CausalLM | Seq2Seq, sources: Any, vocab_size: int) -> Bat
         return None
     if sources is None:
         raise ValueError("sources is missing: a Seq2Seq needs a source. prompts contain only the start of the targets.")
-    if isinstance(model, SpeechToText):
+    if kind.reads == ("sound",):
         return frame_rows(model.config, sources)
     rows = check_rows("source", sources, model.config.embedding.source_vocab_size or vocab_size)
     check_source_lengths(model.config, rows)
@@ -119,7 +120,7 @@ def image_rows(
             its images.
     """
     config = None
-    if isinstance(model, VisionLanguageModel):
+    if kind_of(model).image_prompts:
         config = model.config.image_tokens or model.config.dynamic_images
     if images is not None and config is None:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import flax.linen as nn
 
 from transformer.nn.models._causal_lm import CausalLM
-from transformer.nn.models._encoders import MaskedLM
+from transformer.nn.models._kinds import kind_of
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo._family import Family, abstract_params
 from transformer.zoo._pretrained import choose_family
@@ -80,7 +80,7 @@ def _links(model: nn.Module, family: Family, architecture: str) -> list[Link]:
 
 def _copies(model: nn.Module, family: Family, links: Sequence[Link]) -> dict[str, str]:
     """Return the tensors of modules that are tied to others: copy -> the tensor of `links` with the same values."""
-    if not isinstance(model, CausalLM | MaskedLM | Seq2Seq) or not model.config.embedding.tie:
+    if not kind_of(model).predicts_tokens or not model.config.embedding.tie:
         return {}
     names = {name for link in links for name in link.tensors}
     return {copy: name for copy, name in family.copies.items() if name in names and copy not in names}

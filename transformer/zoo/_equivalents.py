@@ -22,6 +22,7 @@ from transformer.config._model import TransformerConfig
 from transformer.nn._blocks import position_scheme
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
+from transformer.nn.models._kinds import kind_of
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo._family import NoCounterpart, abstract_params
 from transformer.zoo._pretrained import choose_family
@@ -126,7 +127,7 @@ def _unchanged(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
 def _plain_embeddings_config(model: nn.Module, positions: int) -> TransformerConfig | None:
     config = model.config
     # Only these models have an output map that can be tied to the embeddings.
-    tied = config.embedding.tie and isinstance(model, CausalLM | Seq2Seq | MaskedLM)
+    tied = config.embedding.tie and kind_of(model).predicts_tokens
     if not config.embedding.scale or (tied and config.output.bias):
         return None
     return config.replace(**{"embedding.scale": False} | ({"embedding.tie": False} if tied else {}))
@@ -169,8 +170,8 @@ def _norm_bias_config(model: nn.Module, positions: int) -> TransformerConfig | N
 
 
 def _output_bias_config(model: nn.Module, positions: int) -> TransformerConfig | None:
-    config = model.config
-    if config.output.bias or not isinstance(model, Seq2Seq | MaskedLM):
+    config, kind = model.config, kind_of(model)
+    if config.output.bias or not kind.predicts_tokens or kind.writes == "continuation":
         return None
     return config.replace(**{"output.bias": True})
 
@@ -253,7 +254,8 @@ def _epsilon(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
     # The output map reads the last norm, so its result keeps the old scale. If the output map is the embedding table
     # (tied), it has become `larger` times as large, and the norm must make up for that.
     last = 1 / larger if config.embedding.tie else 1.0
-    place, index = layer_places(config, config.decoder_layers if isinstance(before, Seq2Seq) else config.num_layers)[-1]
+    layers = config.decoder_layers if kind_of(before).source else config.num_layers
+    place, index = layer_places(config, layers)[-1]
     norm = f"decoder/{place}/feed_forward_norm" if post else "decoder/final_norm"
     for path in (f"{norm}/scale", f"{norm}/bias"):
         if path not in params:

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._model import Execution
-from transformer.nn.models._dual import DualEncoder
-from transformer.nn.models._seq2seq import Seq2Seq
+from transformer.nn.models._kinds import kind_of
 from transformer.zoo._family import example_inputs
 from transformer.zoo.weights._header import WeightsError
 from transformer.zoo.weights._integrity import INTEGRITY_FILE
@@ -98,7 +97,8 @@ def _vocabularies(model: nn.Module) -> list[int]:
     """Return the vocabulary size for each input of a model (unused for inputs that are not tokens)."""
     target = model.config.vocab_size or 1
     source = model.config.embedding.source_vocab_size or target
-    return [source, target] if isinstance(model, Seq2Seq | DualEncoder) else [target]
+    kind = kind_of(model)
+    return [source, target] if kind.source or kind.compares else [target]
 
 
 def _default_inputs(model: nn.Module) -> list[dict[str, Any]]:

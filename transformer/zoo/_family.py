@@ -16,14 +16,11 @@ from transformer.config._checks import ConfigError, nearest
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.config._paths import fields_by_path, get_path
-from transformer.nn.models._audio import SpeechEncoder
 from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Embedder
-from transformer.nn.models._forecaster import SeriesEncoder
-from transformer.nn.models._seq2seq import Seq2Seq
-from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText
-from transformer.nn.models._vision import VisionEmbedder, VisionEncoder
-from transformer.nn.models._vision_language import VisionLanguageModel
+from transformer.nn.models._kinds import kind_of
+from transformer.nn.models._speech import FRAMES_A_POSITION
+from transformer.nn.models._vision import VisionEmbedder
 from transformer.zoo._fields import FIXED_EVERYWHERE, NEUTRAL, Codec, Field, FieldError
 from transformer.zoo.weights._rules import Link, Rule, layer_kinds, layer_places, link
 
@@ -262,18 +259,18 @@ def rename(links: Sequence[Link], named: Callable[[str], str]) -> list[Link]:
 
 def stack_places(model: Any) -> dict[str, list[tuple[str, int | None]]]:
     """Return the path and index of each layer, for each stack of a model."""
-    config = model.config
+    config, kind = model.config, kind_of(model)
     encoder, decoder = config.num_layers, config.num_layers
-    if isinstance(model, DualEncoder):
+    if kind.compares:
         both = {"text": config, "image": config.image_encoder}
         return {f"{name}/encoder": layer_places(one, one.num_layers) for name, one in both.items()}
-    if isinstance(model, VisionLanguageModel):
+    if kind.image_prompts:
         image = config.image_encoder
         return {
             "image/encoder": layer_places(image, image.num_layers),
             "decoder": layer_places(config, config.num_layers),
         }
-    if isinstance(model, Seq2Seq):
+    if kind.source:
         encoder, decoder = config.encoder_layers, config.decoder_layers
     return {"encoder": layer_places(config, encoder), "decoder": layer_places(config, decoder)}
 
@@ -447,22 +444,19 @@ def _check_layers(changes: Mapping[str, Any]) -> None:
 
 def example_inputs(model: Any) -> tuple[Any, ...]:
     """Return the smallest valid inputs of a model."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    if isinstance(model, VisionEncoder | DualEncoder):
-        before = (tokens,) if isinstance(model, DualEncoder) else ()
-        patches = model.config.patches or model.config.images.patches
-        return (
-            *before,
-            jnp.zeros((1, patches.image_height, patches.image_width, patches.channels)),
-        )
-    if isinstance(model, SeriesEncoder):
-        return (jnp.zeros((1, model.config.series.context_length, model.config.series.channels)),)
-    if isinstance(model, SpeechEncoder):
-        return (jnp.zeros((1, model.config.audio.shortest)),)
-    if isinstance(model, SpeechToText):
-        positions = model.config.longest_source or 1
-        return (jnp.zeros((1, FRAMES_A_POSITION * positions, model.config.speech.mel_bins)), tokens)
-    return (tokens, tokens) if isinstance(model, Seq2Seq) else (tokens,)
+    config, kind, tokens = model.config, kind_of(model), jnp.zeros((1, 1), jnp.int32)
+    if "images" in kind.embeds:
+        patches = config.patches or config.images.patches
+        pixels = jnp.zeros((1, patches.image_height, patches.image_width, patches.channels))
+        return (tokens, pixels) if kind.compares else (pixels,)
+    match kind.reads, kind.source:
+        case ("series",), _:
+            return (jnp.zeros((1, config.series.context_length, config.series.channels)),)
+        case ("sound",), False:
+            return (jnp.zeros((1, config.audio.shortest)),)
+        case ("sound",), True:
+            return (jnp.zeros((1, FRAMES_A_POSITION * (config.longest_source or 1), config.speech.mel_bins)), tokens)
+    return (tokens, tokens) if kind.source else (tokens,)
 
 
 def abstract_params(model: Any) -> Any:

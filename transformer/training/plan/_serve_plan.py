@@ -21,6 +21,7 @@ from transformer.nn._paged import LANES, paged_cache
 from transformer.nn._sharding import check_model, describe_sizes, mesh_sizes, parameter_spec
 from transformer.nn.models._base import count_parameters
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._kinds import kind_of
 from transformer.training._flops import matrix_flops
 from transformer.training._recipe import Recipe, build_model
 from transformer.training._state import abstract_state
@@ -110,9 +111,10 @@ def make_serve_plan(recipe: Recipe, length: int, topology: Topology, bits: Liter
     """
     recipe = dataclasses.replace(recipe, lora=None)
     model = build_model(recipe)
-    if not isinstance(model, CausalLM) or recipe.model.has_linear_attention:
-        kind = "linear attention" if isinstance(model, CausalLM) else f"a {type(model).__name__}"
-        raise ConfigError(f"--serve plans for a CausalLM with a KV cache, got {kind}. Remove --serve.")
+    is_causal = kind_of(model).writes == "continuation"
+    if not is_causal or recipe.model.has_linear_attention:
+        got = "linear attention" if is_causal else f"a {type(model).__name__}"
+        raise ConfigError(f"--serve plans for a CausalLM with a KV cache, got {got}. Remove --serve.")
     sizes = _sizes(recipe, topology, bits)
     devices = math.prod(sizes.values())
     shapes = abstract_state(recipe).params
