@@ -14,8 +14,7 @@ from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
-    from transformer.inference._transcribe import Segment, Transcript
-    from transformer.inference._word_times import TimedWord
+    from transformer.inference._transcript import Segment, TimedWord, Transcript
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from transformer.inference._classify import Class, classify, classify_images, classify_series, classify_with_labels
 from transformer.inference._embed import embed, embed_images, embed_texts
-from transformer.inference._export import export, save
+from transformer.inference._export import export
 from transformer.inference._grammars import GrammarConstraint, GrammarError, Grammars
 from transformer.inference._harness import HarnessModel, evaluate_tasks, harness_model
 from transformer.inference._image_attention import ImageAttention, image_attention
@@ -15,16 +15,10 @@ from transformer.inference._reward_model import reward_model
 from transformer.inference._score import Score, TextScore, score, score_text
 from transformer.inference._sentences import SentenceSettings, sentence_settings
 from transformer.inference._speech_attention import SpeechAttention, speech_attention
-from transformer.inference._transcribe import (
-    Segment,
-    Transcript,
-    TranscriptionOptions,
-    sampling_rate,
-    transcribe,
-    transcribe_windows,
-)
+from transformer.inference._transcribe import TranscriptionOptions, sampling_rate, transcribe, transcribe_windows
+from transformer.inference._transcript import Segment, TimedWord, Transcript
 from transformer.inference._translate import TranslatedLine, TranslatedText, translate_lines
-from transformer.inference._word_times import TimedWord
+from transformer.zoo._pretrained import save_pretrained as save
 
 __all__ = [
     "Class",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,14 +16,12 @@ from transformer.inference._image_inputs import filled, run_images
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._text_batches import Batch, pool_texts
 from transformer.inference._text_inputs import encode_texts, hidden_states, run_texts, text_model
+from transformer.media._images import ImageProcessor
 from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.nn.models._encoders import Classifier
 from transformer.nn.models._series import SeriesClassifier
 from transformer.nn.models._vision import VisionClassifier
-
-if TYPE_CHECKING:
-    from transformer.media._images import ImageProcessor
 
 BATCH = 64
 """Number of series that the model reads at the same time."""

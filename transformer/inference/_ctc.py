@@ -18,6 +18,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._untrusted import parse_json, read_bounded
 from transformer.generate._prompts import decoding_model
 from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._transcript import Segment, clipped
 from transformer.media._audio import check_samples
 from transformer.media._features import Waveform, load_features
 from transformer.nn.models._audio import SpeechRecognizer
@@ -29,21 +30,6 @@ WINDOW_SECONDS = 30
 """Seconds that the model reads at once."""
 CONTEXT_SECONDS = 5
 """Seconds at both ends of a window whose characters are those of the neighboring windows."""
-
-
-@dataclass(frozen=True)
-class Word:
-    """A recognized word."""
-
-    start: float
-    """seconds from the start of the recording"""
-    end: float
-    """seconds from the start of the recording"""
-    text: str
-    tokens: list[int]
-    """ids of the characters"""
-    log_probability: float
-    """mean log-probability of the characters of the word, at the first frame of each"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +126,8 @@ class CTCVocabulary:
         return text.lower() if self.lower_case else text
 
 
-def recognize(opened: LoadedModel, samples: Any) -> tuple[list[Word], str]:
-    """Recognize the words of a recording, and return them and the text between two of them.
+def recognize(opened: LoadedModel, samples: Any) -> list[Segment]:
+    """Recognize the words of a recording, and return a segment for each.
 
     The character of each frame is the most probable one. A recording of more than 30 seconds is read in windows of this
     length. The first and the last 5 seconds of a window are only context: their characters are those of the windows
@@ -158,6 +144,7 @@ def recognize(opened: LoadedModel, samples: Any) -> tuple[list[Word], str]:
     """
     features = waveform_features(opened)
     vocabulary = CTCVocabulary.load(opened.directory, opened.model.config.vocab_size)
+    duration = len(samples) / features.sampling_rate
     samples = features.frames(check_samples(samples, features.sampling_rate))
     audio = opened.model.config.audio
     tokens: list[int] = []
@@ -171,17 +158,18 @@ def recognize(opened: LoadedModel, samples: Any) -> tuple[list[Word], str]:
             f"are complete, or load them as float32."
         )
     seconds = audio.stride / features.sampling_rate
-    words = [
-        Word(
+    segments = []
+    for word in vocabulary.words(tokens):
+        ids = [token for token, _, _ in word]
+        segment = Segment(
             start=round(word[0][1] * seconds, 3),
             end=round(word[-1][2] * seconds, 3),
-            text=vocabulary.text([token for token, _, _ in word]),
-            tokens=[token for token, _, _ in word],
-            log_probability=float(np.mean([scores[first] for _, first, _ in word])),
+            text=vocabulary.text(ids) if not segments else vocabulary.space + vocabulary.text(ids),
+            tokens=ids,
+            average_log_probability=float(np.mean([scores[first] for _, first, _ in word])),
         )
-        for word in vocabulary.words(tokens)
-    ]
-    return words, vocabulary.space
+        segments.append(clipped(segment, duration))
+    return segments
 
 
 def waveform_features(opened: LoadedModel) -> Waveform:

@@ -6,7 +6,7 @@ import functools
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,13 @@ from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._sentences import SentenceSettings
 from transformer.inference._text_batches import Batch, Columns, pool_texts, round_up
 from transformer.inference._text_inputs import encode_texts, hidden_states, run_texts, text_model
+from transformer.media._images import ImageProcessor
 from transformer.nn._masks import Mask
 from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.nn.models._kinds import kind_of
 from transformer.nn.models._vision import VisionEmbedder, VisionEncoder
 from transformer.zoo.weights._flax_files import open_files
-
-if TYPE_CHECKING:
-    from transformer.media._images import ImageProcessor
 
 BATCH = 64
 """Number of texts that the model reads at the same time."""
@@ -168,11 +166,7 @@ def _change_of_texts(opened: LoadedModel, settings: Mapping[str, Any]) -> Callab
 
 
 def dual_encoder(opened: LoadedModel) -> DualEncoder:
-    """Return a model with one space for texts and images.
-
-    Raises:
-        ConfigError: another kind of model.
-    """
+    """Return a model with one space for texts and images; raise ConfigError for another kind of model."""
     if not opened.kind.compares:
         raise ConfigError(
             f"{opened.directory} contains a model of the class {type(opened.model).__name__}, which does not compare "

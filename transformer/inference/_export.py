@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -16,15 +16,19 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
+from transformer.data._tokenizer_files import as_pretrained
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._loading import is_workdir
 from transformer.media._image_settings import image_processor, save_image_processor
 from transformer.nn._adapted import has_encoded
 from transformer.nn.models._kinds import kind_of
+from transformer.zoo._adapters import save_adapter
+from transformer.zoo._entries import ENTRIES
+from transformer.zoo._equivalents import with_equivalent
+from transformer.zoo._family import Family, abstract_params
 from transformer.zoo._opening import open_weights
-
-if TYPE_CHECKING:
-    from transformer.zoo._family import Family
+from transformer.zoo._pretrained import choose_family, save_pretrained
+from transformer.zoo.weights._adapters import Adapter
 
 KEPT_FIELDS = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id"),
@@ -51,23 +55,8 @@ CTC_FILES = ("vocab.json", "tokenizer_config.json", "special_tokens_map.json", "
 """Files with the characters of a model with CTC."""
 
 
-def save(model: nn.Module, params: Any, directory: str | os.PathLike, **options: Any) -> Path:
-    """Save a model in the Hugging Face format (config.json and safetensors).
-
-    See `zoo.save_pretrained` for the options (`family`, `fields`, `tokenizer`, ...) and the errors.
-
-    Returns:
-        The path of the directory.
-    """
-    from transformer.zoo._pretrained import save_pretrained
-
-    return save_pretrained(model, params, directory, **options)
-
-
 def _cast(model: nn.Module, params: Any) -> Any:
     """Cast the parameters to the dtypes of the model, in which a few parameters are always float32."""
-    from transformer.zoo._family import abstract_params
-
     beyond = []
 
     def cast(path: tuple, leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
@@ -138,10 +127,6 @@ def export(
             the range of the dtype, or they were rounded to fewer bits when they were loaded.
         WeightsError: the directory is not empty.
     """
-    from transformer.data._tokenizer_files import as_pretrained
-    from transformer.zoo._equivalents import with_equivalent
-    from transformer.zoo._pretrained import choose_family, save_pretrained
-
     directory = local_path(directory, "directory")
     model, params = opened.model, opened.params
     if dtype is not None:
@@ -201,9 +186,6 @@ def export_adapter(
         ConfigError: not the workdir of a run with `lora`, or updates that PEFT's format can't express.
     """
     from transformer.training.workdir._runs import load_updates
-    from transformer.zoo._adapters import save_adapter
-    from transformer.zoo._entries import ENTRIES
-    from transformer.zoo.weights._adapters import Adapter
 
     directory = local_path(directory, "directory")
     if not is_workdir(local_path(workdir, "workdir")):

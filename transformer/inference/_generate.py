@@ -25,16 +25,10 @@ from transformer.inference._loaded_model import LoadedModel
 
 UNBOUNDED = 2**30
 """context length of a model without a limit"""
-
-
 MOST_SOURCE_TOKENS = 16_384
 """maximum number of source tokens; a tiny model takes 15 s for such a source on two cores"""
-
-
 USUAL_TARGET = 128
 """maximum number of tokens of a translation, if neither the caller nor generation_config.json limits it"""
-
-
 MOST_PROMPTS = 10_000
 """maximum number of prompts in one call of `translate`"""
 
@@ -91,16 +85,9 @@ def encode_prompt(opened: LoadedModel, prompt: str, *, parse_special: bool = Tru
 
 
 def encode(opened: LoadedModel, text: str, what: str, *, parse_special: bool = True) -> list[int]:
-    """Return the token ids of a text, which may be empty.
+    """Return the token ids of a text, which may be empty; errors and `parse_special` are those of `encode_prompt`.
 
-    Args:
-        opened: the model and its tokenizer.
-        text: the text.
-        what: name of the text in error messages; "prompt" encodes it as a prompt or source.
-        parse_special: see `encode_prompt`.
-
-    Raises:
-        ValueError: the tokenizer can't encode the text, or it is too long for the model.
+    `what` is the name of the text in error messages; "prompt" encodes it as a prompt or source.
     """
     tokenizer = opened.tokenizer
     try:

@@ -10,6 +10,7 @@ from typing import Any
 from transformer.config._checks import ConfigError
 from transformer.generate._beam import USUAL, Beam
 from transformer.generate._rules import Rules
+from transformer.inference._loaded_model import LoadedModel
 
 _SEARCHES = ("num_beams", "length_penalty", "early_stopping")
 """if one of them is given, the score and the end of a search are those of transformers"""

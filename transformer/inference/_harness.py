@@ -343,13 +343,7 @@ class HarnessModel:
         options = {"longest": self._model.config.max_length, "most": scored_at_once(self._model)}
         with self._on_mesh():
             found = run_batches(texts, lambda batch: compute(self._placed(batch)), each_token=True, **options)
-        if any(not np.isfinite(values).all() for values in found):
-            raise ValueError(
-                f"the model computed numbers that are not finite: the weights in {self.opened.directory} are "
-                f"{self._model.config.param_dtype}, and activations may exceed its range. Convert the model to another "
-                f"dtype (python -m transformer convert ... --dtype float32) and use the result."
-            )
-        return found
+        return [self.opened.finite(number, values) for number, values in enumerate(found)]
 
     def _placed(self, batch: Batch) -> Batch:
         """Return the batch with its rows split over the mesh; empty rows are added if they can't be split evenly."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,9 @@ from transformer.inference._generate import continuation
 from transformer.inference._image_inputs import with_size_of
 from transformer.inference._image_prompts import encode_with_images, image_prompts
 from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._text_attention import reference_model
 from transformer.inference._word_times import word_slices
+from transformer.media._image_settings import image_processor
 from transformer.nn._axes import Array, Int
 from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.nn.models._vision_language import VisionLanguageModel
@@ -87,8 +88,6 @@ def image_attention(opened: LoadedModel, image: Any, prompt: str, *, max_new_tok
         ConfigError: as `encode_with_images`, or the text is longer than the context of the model.
         ValueError: as `encode_with_images`, or the model generates no text.
     """
-    from transformer.media._image_settings import image_processor
-
     prompts = image_prompts(opened)
     processor = image_processor(opened.directory)
     opened = with_size_of(opened, processor)
@@ -120,8 +119,7 @@ def image_attention(opened: LoadedModel, image: Any, prompt: str, *, max_new_tok
     fixed, dynamic = opened.model.config.image_tokens, opened.model.config.dynamic_images
     read = np.array([*ids, *new[:-1]])
     of_image = read == (fixed or dynamic).token_id
-    model = decoding_model(opened.model)
-    model = model.clone(execution=dataclasses.replace(model.execution, attention="reference", sow_weights=True))
+    model = reference_model(decoding_model(opened.model))
     weights, means = jax.device_get(
         _weights(
             model,

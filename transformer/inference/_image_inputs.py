@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,10 +13,10 @@ from transformer.config._checks import ConfigError
 from transformer.config._image_tokens import DynamicImageTokens
 from transformer.config._parts import Patches
 from transformer.inference._loaded_model import LoadedModel
+from transformer.media._image_settings import image_processor
+from transformer.media._images import ImageProcessor
 from transformer.nn.models._dynamic_images import ImagePatches
-
-if TYPE_CHECKING:
-    from transformer.media._images import ImageProcessor
+from transformer.zoo._image_size import with_image_size
 
 BATCH = 16
 """Number of images that the model reads at the same time."""
@@ -37,8 +37,6 @@ def run_images(
         ValueError: results that are not finite; the message has the number of the image.
     """
     if processor is None:
-        from transformer.media._image_settings import image_processor
-
         processor = image_processor(opened.directory)
     opened = with_size_of(opened, processor)
     results: list[np.ndarray] = []
@@ -65,8 +63,6 @@ def with_size_of(opened: LoadedModel, processor: ImageProcessor) -> LoadedModel:
     fits = len(processor.mean) == patches.channels
     found = opened.pretrained
     if fits and size not in (None, wanted) and found is not None and found.family.any_image_size:
-        from transformer.zoo._image_size import with_image_size
-
         model, params = with_image_size(opened.model, opened.params, *size, antialias=found.family.antialias)
         return dataclasses.replace(opened, model=model, params=params)
     if not fits or size not in (None, wanted):

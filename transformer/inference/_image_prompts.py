@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,8 @@ from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer_files import as_pretrained
 from transformer.inference._image_inputs import with_size_of
 from transformer.inference._loaded_model import LoadedModel
-
-if TYPE_CHECKING:
-    from transformer.media._images import ImageProcessor
+from transformer.media._image_settings import image_processor
+from transformer.media._images import ImageProcessor
 
 
 def image_prompts(opened: LoadedModel, processor: ImageProcessor | None = None) -> ImagePrompts:
@@ -37,8 +36,6 @@ def image_prompts(opened: LoadedModel, processor: ImageProcessor | None = None) 
             f"google/gemma-3-4b-it."
         )
     if processor is None:
-        from transformer.media._image_settings import image_processor
-
         processor = image_processor(opened.directory)
     with_size_of(opened, processor)
     images = opened.model.config.image_tokens or opened.model.config.dynamic_images

@@ -15,23 +15,26 @@ from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
-from transformer.inference._image_classifier import image_classifier
+from transformer.data._image_files import DEFAULT
 from transformer.inference._image_inputs import with_size_of
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._loading import is_workdir, load_model
 from transformer.media._image_settings import SETTINGS_FILES, image_processor
+from transformer.media._images import ImageProcessor
 from transformer.nn._adapted import has_encoded
 from transformer.nn.models._encoders import Classifier, MaskedLM
 from transformer.nn.models._vision import VisionClassifier
 from transformer.nn.models._vision_language import VisionLanguageModel
+from transformer.zoo._family import abstract_params
+from transformer.zoo._opening import open_weights
+from transformer.zoo._pretrained import as_in_files
+from transformer.zoo.weights._loading import load_params, parameter_dtypes, parameter_shapes
 
 if TYPE_CHECKING:
-    from transformer.media._images import ImageProcessor
     from transformer.training._recipe import Recipe
     from transformer.training._start import Start
 
-
-_HEAD = ("output", "output_bias", "head_transform")
+_HEAD = ("output", "output_bias", "head_transform", "distillation_output")
 """Names of the parameters of a model's head."""
 
 
@@ -69,7 +72,7 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
     opened, processor = _with_image_size(opened, recipe)
     config, params, left = opened.model.config, opened.params, ()
     if wanted is VisionClassifier and "images" in opened.kind.embeds:
-        config, params, left = image_classifier(opened, recipe)
+        config, params, left = _as_image_classifier(opened, recipe)
     elif type(opened.model) is not wanted:
         if wanted is not Classifier or not (opened.pretrained or isinstance(opened.model, MaskedLM)):
             raise ConfigError(
@@ -100,8 +103,6 @@ def _with_image_size(opened: LoadedModel, recipe: Recipe) -> tuple[LoadedModel, 
     Raises:
         ConfigError: the model reads only images of another size, or its preprocessing is not supported.
     """
-    from transformer.data._image_files import DEFAULT
-
     given = getattr(recipe.data, "processor", None)
     if given is None or "images" not in opened.kind.reads:
         return opened, None
@@ -123,11 +124,6 @@ def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConf
     Returns:
         Its config, the parameters that the files contain, and the paths of parameters that are dropped.
     """
-    from transformer.zoo._family import abstract_params
-    from transformer.zoo._opening import open_weights
-    from transformer.zoo._pretrained import as_in_files
-    from transformer.zoo.weights._loading import load_params, parameter_dtypes, parameter_shapes
-
     found = opened.pretrained
     family = found.family
     name, head = next(((name, head) for name, head in family.heads.items() if head.model is Classifier), (None, None))
@@ -148,6 +144,36 @@ def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConf
     params = load_params(files, available, shapes, dtypes, lambda path, array: jax.device_put(array))
     left = _dropped(found.params, params, old_transform=config.output.transform != found.model.config.output.transform)
     return config, params, left
+
+
+def _as_image_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
+    """Turn an encoder of images into a classifier of the classes of a recipe's data.
+
+    The head is kept if it has the same classes; their order may differ. Otherwise the classifier gets a new head on the
+    pooled vector. Of a DualEncoder, only the encoder of images is used.
+
+    Returns:
+        Its config, the parameters that are kept, and the paths of those that are dropped.
+    """
+    model, params, names = opened.model, opened.params, recipe.data.class_names()
+    if type(model) is VisionClassifier:
+        labels = opened.labels
+        if not names or list(names) == labels:
+            return model.config, params, ()
+        if sorted(names) == sorted(labels):
+            order = jax.numpy.array([labels.index(name) for name in names])
+            head = jax.tree.map(lambda leaf: leaf[..., order], params["output"])  # kernel (D, C), bias (C,)
+            return model.config, params | {"output": head}, ()
+    config = model.config
+    if opened.kind.compares:
+        config, params = config.image_encoder, params["image"]
+    classes = len(names) or recipe.model.output.num_classes
+    output = dataclasses.replace(config.output, num_classes=classes, transform=None, normalize=False)
+    kept = {name: part for name, part in params.items() if name not in _HEAD}
+    prefix = "image/" if opened.kind.compares else ""
+    paths = {f"{prefix}{path}" for path in flax.traverse_util.flatten_dict(kept, sep="/")}
+    left = tuple(sorted(path for path in flax.traverse_util.flatten_dict(opened.params, sep="/") if path not in paths))
+    return config.replace(output=output), kept, left
 
 
 def _with_new_head(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:

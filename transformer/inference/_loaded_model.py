@@ -6,20 +6,22 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import flax.linen as nn
 import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
+from transformer.data._tokenizer import Tokenizer
 from transformer.nn.models._kinds import ModelKind, kind_of
+from transformer.zoo._adapters import adapter_for
+from transformer.zoo._opening import why_no_tokenizer
+from transformer.zoo._pretrained import Pretrained
+from transformer.zoo.weights._adapters import Adapter
 
 if TYPE_CHECKING:
-    from transformer.data._tokenizer import Tokenizer
     from transformer.training.workdir._runs import Run
-    from transformer.zoo._pretrained import Pretrained
-    from transformer.zoo.weights._adapters import Adapter
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class LoadedModel:
     base: Any = None
     """Parameters without an adapter; None: `params`, because no adapter is applied."""
 
-    def add_adapter(self, directory: str | os.PathLike, name: str | None = None) -> LoadedModel:
+    def add_adapter(self, directory: str | os.PathLike, name: str | None = None) -> Self:
         """Return the model with an adapter in the format of PEFT added to `adapters`, for `with_adapter`.
 
         Args:
@@ -57,8 +59,6 @@ class LoadedModel:
             FileNotFoundError, WeightsError: the adapter is missing, damaged or has options that are not supported.
             ConfigError: the adapter does not fit the model; the message names the modules and their sizes.
         """
-        from transformer.zoo._adapters import adapter_for
-
         directory = local_path(directory, "directory")
         base = self.params if self.base is None else self.base
         found = self.pretrained
@@ -66,7 +66,7 @@ class LoadedModel:
         adapter = adapter_for(self.model, base, directory, family, architecture)
         return replace(self, adapters=dict(self.adapters) | {name or Path(directory).name: adapter})
 
-    def with_adapter(self, name: str | None) -> LoadedModel:
+    def with_adapter(self, name: str | None) -> Self:
         """Return the model with one of its adapters applied, or with none. The weights are shared, not copied.
 
         Raises:
@@ -80,13 +80,13 @@ class LoadedModel:
             )
         return self._replaced(base if name is None else self.adapters[name].applied_to(base), base)
 
-    def merged(self) -> LoadedModel:
+    def merged(self) -> Self:
         """Return the model with its adapter merged into the weights, which is faster to apply and can be exported."""
         from transformer.training.lora import flatten_adapted
 
         return self._replaced(flatten_adapted(self.params), None)
 
-    def _replaced(self, params: Any, base: Any) -> LoadedModel:
+    def _replaced(self, params: Any, base: Any) -> Self:
         run = None if self.run is None else replace(self.run, params=params)
         return replace(self, params=params, base=base, run=run)
 
@@ -107,8 +107,6 @@ class LoadedModel:
                 f"{self.directory} contains a {type(self.model).__name__}, which reads numeric data, not text."
             )
         if self.vocabulary is None:
-            from transformer.zoo._opening import why_no_tokenizer
-
             raise ConfigError(why_no_tokenizer(self.directory))
         return self.vocabulary
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 
@@ -13,9 +13,8 @@ from transformer.config._local_paths import local_path
 from transformer.config._recipe_files import SAVED_RECIPE
 from transformer.inference._loaded_model import LoadedModel
 from transformer.nn.models._kinds import kind_of
-
-if TYPE_CHECKING:
-    from transformer.zoo._pretrained import Pretrained
+from transformer.zoo._gemma_orbax import is_orbax
+from transformer.zoo._pretrained import Pretrained, load_pretrained
 
 
 def is_workdir(path: str | os.PathLike) -> bool:
@@ -43,9 +42,6 @@ def load_model(
         context = TASKS[run.recipe.task].context(run.recipe.model, run.recipe.data)
         begin = None if run.tokenizer is None else run.tokenizer.begin_id
         return LoadedModel(run.model, run.params, Path(source), run.tokenizer, context, begin, run=run)
-
-    from transformer.zoo._gemma_orbax import is_orbax
-    from transformer.zoo._pretrained import load_pretrained
 
     if Path(source).is_dir() and not (Path(source) / "config.json").exists() and not is_orbax(source):
         raise ConfigError(

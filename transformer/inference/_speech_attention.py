@@ -12,7 +12,7 @@ from jaxtyping import Float
 from transformer.config._checks import ConfigError
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._transcribe import Transcriber, TranscriptionOptions
-from transformer.inference._word_times import TimedWord
+from transformer.inference._transcript import TimedWord
 from transformer.media._audio import check_samples
 from transformer.nn.models._speech import FRAMES_A_POSITION
 

@@ -75,14 +75,9 @@ def run_texts(
     numbers: Sequence[int] | None = None,
     **options: Any,
 ) -> list[np.ndarray]:
-    """Call `run_batches` and raise ValueError if a result is not finite.
+    """Call `run_batches`, with its options, and raise ValueError if a result is not finite.
 
-    Args:
-        opened: the model.
-        texts: columns of each text or window.
-        compute: see `run_batches`.
-        numbers: number of the text of each entry, for the error message; None: the entries are the texts.
-        **options: options of `run_batches`.
+    `numbers` are the numbers of the texts in the error message, for entries that are parts of texts.
     """
     options |= {"longest": opened.model.config.longest_source}  # equals max_length for a model without an encoder
     rows = run_batches(texts, compute, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -18,14 +18,8 @@ from transformer.generate._prompts import decoding_model
 from transformer.generate._speech import SpeechRules, WindowResult, decode_window, start_window
 from transformer.inference._ctc import recognize, waveform_features
 from transformer.inference._loaded_model import LoadedModel
-from transformer.inference._word_times import (
-    TimedWord,
-    alignment_heads,
-    cross_attention,
-    median_width,
-    token_edges,
-    word_slices,
-)
+from transformer.inference._transcript import Segment, TimedWord, Transcript, clipped
+from transformer.inference._word_times import alignment_heads, cross_attention, median_width, token_edges, word_slices
 from transformer.media._audio import check_samples
 from transformer.media._features import LogMel, Waveform, load_features
 from transformer.nn.models._speech import FRAMES_A_POSITION
@@ -74,50 +68,6 @@ class TranscriptionOptions:
             )
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A part of a transcript."""
-
-    start: float
-    """seconds from the start of the recording"""
-    end: float
-    """seconds from the start of the recording, at most its duration"""
-    text: str
-    """text without timestamps; it may start with a space"""
-    tokens: list[int]
-    """token ids with timestamps"""
-    temperature: float | None = None
-    """temperature of the window; None: greedy CTC decoding"""
-    average_log_probability: float | None = None
-    """mean log-probability of the tokens of the window"""
-    compression_ratio: float | None = None
-    """ratio of the bytes of the window's text before and after compression"""
-    no_speech: float | None = None
-    """probability that the window has no speech"""
-    words: list[TimedWord] | None = None
-    """words with their times; None: without `word_timestamps`, or CTC"""
-
-
-def clipped(segment: Segment, duration: float) -> Segment:
-    """Return a segment that ends within a recording of this duration: a model may also predict later times."""
-    words = None if segment.words is None else [_clipped(word, duration) for word in segment.words]
-    return _clipped(replace(segment, words=words), duration)
-
-
-def _clipped(part: Any, duration: float) -> Any:
-    return replace(part, start=round(min(part.start, duration), 3), end=round(min(part.end, duration), 3))
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """The text of a recording, and its segments."""
-
-    text: str
-    language: str | None
-    """language of the recording; None: the model has only one"""
-    segments: list[Segment]
-
-
 def transcribe(opened: LoadedModel, samples: Any, options: TranscriptionOptions = TranscriptionOptions()) -> Transcript:
     """Transcribe a recording.
 
@@ -150,27 +100,10 @@ def transcribe_windows(
     Arguments and errors are those of `transcribe`. A model with CTC yields all segments at once.
     """
     if opened.kind.writes == "characters" and opened.pretrained is not None:
-        return iter([(None, _recognized(opened, samples, options))])
+        if options.language is not None or options.translate:
+            _refuse_languages(opened)
+        return iter([(None, recognize(opened, samples))])
     return Transcriber(opened, options).windows(samples)
-
-
-def _recognized(opened: LoadedModel, samples: Any, options: TranscriptionOptions) -> list[Segment]:
-    """Return the words of a recording as segments."""
-    if options.language is not None or options.translate:
-        _refuse_languages(opened)
-    words, space = recognize(opened, samples)
-    duration = len(samples) / sampling_rate(opened)
-    segments = [
-        Segment(
-            start=word.start,
-            end=word.end,
-            text=space + word.text if number else word.text,
-            tokens=word.tokens,
-            average_log_probability=word.log_probability,
-        )
-        for number, word in enumerate(words)
-    ]
-    return [clipped(segment, duration) for segment in segments]
 
 
 def _refuse_languages(opened: LoadedModel) -> NoReturn:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,6 +14,7 @@ from jaxtyping import Float
 
 from transformer.config._checks import ConfigError
 from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._text_attention import reference_model
 from transformer.nn._axes import Array, Int
 from transformer.nn.models._speech import SpeechToText
 from transformer.viz._attention_weights import layer_weights
@@ -28,20 +27,6 @@ OPENING = "\"'“¡¿([{-"
 """punctuation that belongs to the next word"""
 CLOSING = "\"'.。,，!！?？:：”)]}、"
 """punctuation that belongs to the word before it"""
-
-
-@dataclass(frozen=True)
-class TimedWord:
-    """A word of a transcript and the time when it is spoken."""
-
-    start: float
-    """seconds from the start of the recording"""
-    end: float
-    """seconds from the start of the recording"""
-    text: str
-    """the word with its punctuation; it may start with a space"""
-    tokens: list[int]
-    """token ids"""
 
 
 def alignment_heads(opened: LoadedModel) -> tuple[tuple[int, int], ...]:
@@ -103,9 +88,8 @@ def cross_attention(
         tokens: (1, T); padding at the end does not change the weights of the tokens before it.
         heads: layer and head of each of the N heads.
     """
-    execution = dataclasses.replace(model.execution, attention="reference", sow_weights=True)
-    variables = {"params": params}
-    _, seen = model.clone(execution=execution).apply(variables, None, tokens, cache=cache, mutable=["intermediates"])
+    variables, options = {"params": params}, {"cache": cache, "mutable": ["intermediates"]}
+    _, seen = reference_model(model).apply(variables, None, tokens, **options)
     layers = layer_weights(seen["intermediates"], model.config, "decoder", "cross")
     return jnp.stack([layers[layer][0, head] for layer, head in heads]).astype(jnp.float32)
 
