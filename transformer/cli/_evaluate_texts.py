@@ -85,11 +85,10 @@ def evaluate_text(command: Evaluate) -> None:
     """Print loss, perplexity and bits per byte of a text file."""
     from transformer.data._local_files import read_text
     from transformer.inference._score import score_text
-    from transformer.nn.models._causal_lm import CausalLM
 
     text = read_text(str(command.text))
     opened = command.load()
-    if not isinstance(opened.model, CausalLM):
+    if opened.kind.writes != "continuation":
         raise ConfigError(
             f"--text needs a causal language model, but {command.directory} contains a "
             f"{type(opened.model).__name__}. Pass another model."

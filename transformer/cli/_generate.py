@@ -79,12 +79,11 @@ def main(arguments: Sequence[str]) -> None:
     _check(command)
     from transformer.cli import _texts as texts
     from transformer.inference import _generate as generating
-    from transformer.nn.models._seq2seq import Seq2Seq
 
     texts.check_prompts(command.prompt)  # before loading the model, which takes seconds
     check_images(command.image)
     run = command.load_writer()
-    translates = isinstance(run.model, Seq2Seq)
+    translates = run.kind.source
     if translates and (used := _causal_options(command)):
         raise ConfigError(f"{used[0]} needs a causal model, but this model is an encoder-decoder. Remove it.")
     if translates and command.no_parse_special:
@@ -156,9 +155,7 @@ def _appears_while_generated(command: Generate, run: LoadedModel, prompts: Seque
 
     Several prompts are generated as one batch instead, which is faster, unless an option needs them one by one.
     """
-    from transformer.nn.models._causal_lm import CausalLM
-
-    if not sys.stdout.isatty() or command.json or not isinstance(run.model, CausalLM):
+    if not sys.stdout.isatty() or command.json or run.kind.source:
         return False
     one_by_one = len(prompts) == 1 or bool(_causal_options(command))
     return one_by_one and all(getattr(command, name) is None for name in FAST)

@@ -150,8 +150,6 @@ def _read(command: Inspect, run: LoadedModel) -> _Text:
     from transformer.cli import _texts as texts
     from transformer.generate._sampling import Sampling
     from transformer.inference import _generate as generating
-    from transformer.nn.models._causal_lm import CausalLM
-    from transformer.nn.models._seq2seq import Seq2Seq
 
     _check_reader(command, run)
     (prompt,) = texts.read_prompts([command.prompt], lines=False)  # with "-", all of stdin is one text
@@ -160,12 +158,12 @@ def _read(command: Inspect, run: LoadedModel) -> _Text:
         return _answered(command, run, prompt)
     texts.warn_of_unknown(run, [prompt])
     ids, new = generating.encode_prompt(run, prompt), command.max_new_tokens
-    if not isinstance(run.model, Seq2Seq):
+    if not run.kind.source:
         if target is not None:
             raise ConfigError(
                 "--target needs an encoder-decoder; this model has one stack and reads one text. Pass it as --prompt."
             )
-        if isinstance(run.model, CausalLM):
+        if run.kind.writes == "continuation":
             return _Text(prompt, {"target": ids}) if new is None else _continued(run, prompt, ids, new)
         if new is not None:
             raise ConfigError(
@@ -183,12 +181,7 @@ def _read(command: Inspect, run: LoadedModel) -> _Text:
 
 def _check_reader(command: Inspect, run: LoadedModel) -> None:
     """Raise ConfigError for a model that does not read text."""
-    from transformer.nn.models._base import TokenEncoder
-    from transformer.nn.models._causal_lm import CausalLM
-    from transformer.nn.models._seq2seq import Seq2Seq
-    from transformer.nn.models._speech import SpeechToText
-
-    if not isinstance(run.model, CausalLM | Seq2Seq | TokenEncoder) or isinstance(run.model, SpeechToText):
+    if "text" not in run.kind.inspects:
         raise ConfigError(
             f"`inspect` needs a model that reads text; {command.directory} contains a model of type "
             f"{type(run.model).__name__}. Draw its attention maps from Python instead: see docs/inspect.md."
@@ -258,8 +251,7 @@ def _side_by_side(
         raise ConfigError(
             f"--compare {command.compare} is the same model as the first one, {_name(run)}. Pass another step or DIR."
         )
-    sides = _read_sides(run), _read_sides(other)
-    if sides[0] != sides[1]:
+    if run.kind.writes != other.kind.writes:
         kinds = f"a {type(run.model).__name__} and a {type(other.model).__name__}"
         raise ConfigError(f"--compare needs two models of the same kind, got {kinds}. Pass another DIR.")
     _check_same_tokens(command, other, text, labels)
@@ -267,13 +259,6 @@ def _side_by_side(
     if names[0] == names[1]:
         names = [f"{name} ({opened.directory})" for name, opened in zip(names, (run, other), strict=True)]
     return dict(zip(names, (run, other), strict=True))
-
-
-def _read_sides(run: LoadedModel) -> str:
-    from transformer.nn.models._causal_lm import CausalLM
-    from transformer.nn.models._seq2seq import Seq2Seq
-
-    return next((kind.__name__ for kind in (Seq2Seq, CausalLM) if isinstance(run.model, kind)), "encoder")
 
 
 def _check_same_tokens(command: Inspect, other: LoadedModel, text: _Text, labels: dict[str, list[str]]) -> None:

@@ -49,10 +49,8 @@ def check(command: Inspect) -> None:
 
 def draw(command: Inspect, arguments: Sequence[str]) -> None:
     """Draw the attention to the patches of an image on the image, and print the paths of the files."""
-    from transformer.nn.models._vision_language import VisionLanguageModel
-
     run = command.load()
-    if isinstance(run.model, VisionLanguageModel):
+    if run.kind.image_prompts:
         _draw_words(command, arguments, run)
         return
     _check_reader(command, run)
@@ -141,10 +139,7 @@ def _check_reader(command: Inspect, run: LoadedModel) -> None:
             f"--{given[0].replace('_', '-')} together with --image is for vision-language models; {command.directory} "
             f"contains a model of type {type(run.model).__name__}. Remove one of them."
         )
-    from transformer.nn.models._dual import DualEncoder
-    from transformer.nn.models._vision import VisionEncoder
-
-    if not isinstance(run.model, VisionEncoder | DualEncoder):
+    if "images" not in run.kind.inspects:
         raise ConfigError(
             f"`inspect --image` needs an encoder of images, such as ViT, DINOv2, CLIP or SigLIP; {command.directory} "
             f"contains a model of type {type(run.model).__name__}. Pass --prompt for a model that reads text."
@@ -160,14 +155,13 @@ def _capture(run: LoadedModel, image: str) -> tuple[Any, Any, Any]:
 
     from transformer.inference._image_inputs import with_size_of
     from transformer.media._image_settings import image_processor
-    from transformer.nn.models._dual import DualEncoder
 
     processor = image_processor(run.directory)
     run = with_size_of(run, processor)
     pixels = processor([image])
     # The reference kernel is the only one that stores its attention weights.
     execution = dataclasses.replace(run.model.execution, attention="reference", sow_weights=True)
-    model, dual = run.model.clone(execution=execution), isinstance(run.model, DualEncoder)
+    model, dual = run.model.clone(execution=execution), run.kind.compares
 
     @jax.jit
     def sown(params, pixels):

@@ -87,21 +87,16 @@ class ModelCommand:
 
     def load_writer(self) -> LoadedModel:
         """Load a model that generates text from a prompt; raise ConfigError for any other model."""
-        from transformer.nn.models._audio import SpeechRecognizer
-        from transformer.nn.models._causal_lm import CausalLM
-        from transformer.nn.models._seq2seq import Seq2Seq
-        from transformer.nn.models._speech import SpeechToText
-
         opened = self.load()
-        if not isinstance(opened.model, CausalLM | Seq2Seq) or isinstance(opened.model, SpeechToText):
-            kind = type(opened.model).__name__
-            verb = {"MaskedLM": "embed", "Embedder": "embed", "Classifier": "classify"}.get(kind)
+        kind = opened.kind
+        if kind.writes not in ("continuation", "translation"):
+            verb = "classify" if kind.classifies == "text" else "embed" if kind.serves == "embeddings" else None
             remedy = f" Use {program(verb)} {self.directory} --text ..." if verb else ""
-            if isinstance(opened.model, SpeechToText | SpeechRecognizer):
+            if kind.writes is not None:
                 remedy = f" Use {program('transcribe')} {self.directory} FILE"
             raise ConfigError(
                 f"this verb needs a causal model or an encoder-decoder for text; {self.directory} contains a model of "
-                f"type {kind}.{remedy}"
+                f"type {type(opened.model).__name__}.{remedy}"
             )
         return opened
 

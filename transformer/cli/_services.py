@@ -56,24 +56,19 @@ def make_service(
         ConfigError: the server has no interface for a model of this kind, or the sizes do not fit it.
         ValueError: the draft does not fit the model.
     """
-    from transformer.nn.models._base import TokenEncoder
-    from transformer.nn.models._causal_lm import CausalLM
-    from transformer.nn.models._seq2seq import Seq2Seq
-    from transformer.nn.models._speech import SpeechToText
-
     common = {"name": opened.directory.resolve().name, "api_key": api_key, "local_only": local_only}
     is_sentence_encoder = opened.pretrained is not None and (opened.directory / "modules.json").exists()
-    is_writer = isinstance(opened.model, CausalLM) and not is_sentence_encoder
-    if (draft is not None or mesh is not None) and not is_writer:
+    serves = "embeddings" if is_sentence_encoder else opened.kind.serves
+    if (draft is not None or mesh is not None) and serves != "completions":
         raise ConfigError(
             f"--draft, --lookup and --parallel need a causal model; {opened.directory} contains a model of type "
             f"{type(opened.model).__name__}. Remove them."
         )
-    if is_sentence_encoder or isinstance(opened.model, TokenEncoder):
+    if serves == "embeddings":
         return _embedding_service(opened, max_tokens, queue=queue, **common)
-    if isinstance(opened.model, CausalLM):
+    if serves == "completions":
         return _causal_service(opened, slots, max_tokens, queue, cache_tokens, draft, mesh, **common)
-    if isinstance(opened.model, Seq2Seq) and not isinstance(opened.model, SpeechToText):
+    if serves == "translations":
         return _translation_service(opened, max_tokens, queue=queue, **common)
     raise ConfigError(
         f"the server needs a causal model, an encoder-decoder for text or a text encoder; {opened.directory} contains "
