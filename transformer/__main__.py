@@ -65,7 +65,7 @@ def _transcribe(arguments: Sequence[str]) -> int | None:
 
 
 def _evaluate(arguments: Sequence[str]) -> int | None:
-    from transformer.cli._evaluate import main
+    from transformer.cli._evaluate_run import main
 
     return main(arguments)
 
@@ -77,7 +77,7 @@ def _average(arguments: Sequence[str]) -> int | None:
 
 
 def _inspect(arguments: Sequence[str]) -> int | None:
-    from transformer.cli._inspect_studies import main
+    from transformer.cli._study import main
 
     return main(arguments)
 
@@ -125,7 +125,7 @@ def _push(arguments: Sequence[str]) -> int | None:
 
 
 def _list(arguments: Sequence[str]) -> int | None:
-    from transformer.cli._families import main
+    from transformer.cli._list import main
 
     return main(arguments)
 

@@ -9,7 +9,7 @@ import pytest
 import transformer.cli
 from transformer.__main__ import VERBS, main
 from transformer.cli._arguments import _is_positional, _path_fields, parse
-from transformer.cli._inspect_studies import STUDIES
+from transformer.cli._study import STUDIES
 
 REMOTE = "gs://bucket/x"
 OTHER_TEXTS = {

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from transformer.cli._evaluate import main
+from transformer.cli._evaluate_run import main
 from transformer.config._checks import ConfigError
 from transformer.data import TextFile, TokenizerConfig, prepare
 from transformer.inference import open_model, score_text

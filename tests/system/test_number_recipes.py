@@ -55,7 +55,7 @@ def test_conversations_follow_running_text_with_its_model_and_tokenizer(trained)
 
 @pytest.mark.slow
 def test_evaluate_prints_the_exact_match_of_the_test_answers(trained, capsys):
-    from transformer.cli._evaluate import main as evaluate
+    from transformer.cli._evaluate_run import main as evaluate
 
     workdir, summary = trained("number_chat")
     assert summary.split == "test"
@@ -79,7 +79,7 @@ def test_preferences_follow_and_report_both_models(trained):
 @pytest.mark.slow
 def test_rewards_follow_and_their_curves_are_drawn(trained, capsys):
     """Reward, KL divergence, length and entropy are in the metrics, in TensorBoard's events and in the report."""
-    from transformer.cli._evaluate import main as evaluate
+    from transformer.cli._evaluate_run import main as evaluate
     from transformer.cli._report import main as report
 
     workdir, summary = trained("number_grpo")

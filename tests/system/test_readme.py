@@ -43,7 +43,7 @@ def test_every_recipe_is_in_the_table():
 
 
 def test_the_table_of_families_is_the_generated_one():
-    from transformer.cli._families import markdown
+    from transformer.cli._list import markdown
 
     table = FAMILIES.partition("<!-- families -->\n")[2].partition("\n<!-- end of families -->")[0]
     assert table == markdown(), "update it with the output of: .venv/bin/python -m transformer list --markdown"

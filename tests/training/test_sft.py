@@ -220,7 +220,7 @@ def test_a_run_logs_padding_and_keeps_its_example(finished, capsys):
 
 @pytest.mark.slow
 def test_a_trained_model_is_evaluated_and_talked_to(folder, finished, capsys):
-    from transformer.cli._evaluate import main as evaluate
+    from transformer.cli._evaluate_run import main as evaluate
     from transformer.cli._generate import main as generate
 
     evaluate([str(finished), "--json"])

@@ -67,7 +67,7 @@ def _options(verb: str, run: Callable[[Sequence[str]], int | None]) -> list[str]
         run(["--help"])
     found = re.findall(r"^[│ ]*(?:-h, )?(--[a-z0-9][a-z0-9-]*)", text.getvalue(), re.MULTILINE)
     if verb in RECIPE_VERBS:
-        from transformer.cli._recipe_help import SHOWN
+        from transformer.cli._help import SHOWN
 
         found += [f"--{group}.{field}".replace("_", "-") for group, fields in SHOWN.items() for field in fields]
         found += ["--help", "--help-all"]

@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformer.cli._inspect_images import check_page
+from transformer.cli._inspect_image import check_page
 from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
 
 if TYPE_CHECKING:
-    from transformer.cli._inspect_attention import Inspect
+    from transformer.cli._inspect_text import Inspect
     from transformer.inference._loaded_model import LoadedModel
     from transformer.inference._speech_attention import SpeechAttention
 

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     if not own.here:
         _without_devices()
 
-    from transformer.cli._recipe_help import overridden
+    from transformer.cli._help import overridden
     from transformer.training._overrides import find_recipe, load_recipe_file
     from transformer.training.plan._assumptions import without_data
 

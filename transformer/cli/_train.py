@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     _check_given(own, rest)
     recipe, about = _recipe_of(rest[0], own)
 
-    from transformer.cli._recipe_help import overridden
+    from transformer.cli._help import overridden
     from transformer.training._overrides import fast
 
     before = fast(recipe) if own.fast else recipe

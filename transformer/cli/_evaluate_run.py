@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformer.cli._arguments import option_names_in_errors, parse
-from transformer.cli._evaluate_texts import check, evaluate_tasks, evaluate_text
+from transformer.cli._evaluate_tasks import check, evaluate_tasks, evaluate_text
 from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
 

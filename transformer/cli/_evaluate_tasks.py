@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
-    from transformer.cli._evaluate import Evaluate
+    from transformer.cli._evaluate_run import Evaluate
     from transformer.inference._loaded_model import LoadedModel
 
 TASK_OPTIONS = ("include_dir", "limit", "num_fewshot", "apply_chat_template", "batch_size")

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from vision_parts import picture
 
 from transformer.__main__ import main
-from transformer.cli import _inspect_images as module
+from transformer.cli import _inspect_image as module
 from transformer.inference import open_model
 from transformer.media import image_processor
 from transformer.viz import attention_maps

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from transformer.__main__ import main
-from transformer.cli._inspect_studies import STUDIES
+from transformer.cli._study import STUDIES
 from transformer.viz.studies import _memory, _padding, _positions, _scale
 
 

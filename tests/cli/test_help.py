@@ -6,7 +6,7 @@ import re
 import pytest
 
 from transformer.__main__ import main
-from transformer.cli._recipe_help import SHOWN, field_docs
+from transformer.cli._help import SHOWN, field_docs
 from transformer.config._recipe_files import recipe_files
 from transformer.training._overrides import load_recipe_file
 from transformer.training._serial import flatten

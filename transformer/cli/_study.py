@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from transformer.cli import _inspect_attention as inspect_attention
+from transformer.cli import _inspect_text as inspect_attention
 from transformer.cli._arguments import parse
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._invocation import program

@@ -12,7 +12,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
 
 if TYPE_CHECKING:
-    from transformer.cli._inspect_attention import Inspect
+    from transformer.cli._inspect_text import Inspect
     from transformer.inference._loaded_model import LoadedModel
 
 _OF_TEXTS = ("target", "system", "template", "switch", "compare", "chat", "sizes")

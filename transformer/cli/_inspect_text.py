@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from transformer.cli import _inspect_audio, _inspect_images
+from transformer.cli import _inspect_audio, _inspect_image
 from transformer.cli._arguments import PathText, parse
 from transformer.cli._chat import check_chat_options, conversation, open_chat
 from transformer.cli._models import ModelCommand
@@ -76,8 +76,8 @@ def main(arguments: Sequence[str]) -> None:
         _inspect_audio.draw(command, arguments)
         return
     if command.image is not None:
-        _inspect_images.check(command)
-        _inspect_images.draw(command, arguments)
+        _inspect_image.check(command)
+        _inspect_image.draw(command, arguments)
         return
     _check(command)
     run = command.load()
@@ -129,7 +129,7 @@ def _check(command: Inspect) -> None:
         raise ConfigError(
             "--compare shows two models on one HTML page and needs --html. Pass a file, such as --html attention.html."
         )
-    _inspect_images.check_page(command)
+    _inspect_image.check_page(command)
 
 
 @dataclass(frozen=True)
