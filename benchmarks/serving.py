@@ -30,9 +30,10 @@ from transformer import CausalLM, TransformerConfig
 from transformer.cli._allocator import keep_freed_memory
 from transformer.config import EmbeddingOptions
 from transformer.generate import Draft, Sampling, generate
+from transformer.generate._loop import decode
 from transformer.generate._prompts import bucket, pad
 from transformer.generate._sampling import SamplerParams
-from transformer.generate._speculative import decode_with_draft
+from transformer.generate._speculative import Proposer
 from transformer.inference import LoadedModel, open_model
 
 VOCABULARY, ENDS, MOST = 8_208, 171, 192
@@ -143,10 +144,12 @@ def guesses(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 def rounds_of(target: LoadedModel, draft: Draft, prompt: list[int], new: int, sampling: Sampling) -> int:
     """Return the number of decoding steps of the large model for one row, which `generate` does not return."""
     width, room = bucket(len(prompt)), bucket(new)
-    given = pad([np.array(prompt)], width), jax.random.split(jax.random.key(0), 1)
+    rows, keys = pad([np.array(prompt)], width), jax.random.split(jax.random.key(0), 1)
     how = SamplerParams.of(sampling, target.model.config.vocab_size), np.array([-1], np.int32), np.int32(new)
     slots = {"cache_slots": width + room + bucket(draft.tokens), "new_slots": room}
-    return int(decode_with_draft(target.model, target.params, draft, *given, *how, **slots)[1])
+    proposals = {"proposer": Proposer.of(draft), "draft_params": draft.params}
+    result = decode(target.model, target.params, rows, None, keys, *how, **slots, **proposals)
+    return int(result.steps.max())
 
 
 def main() -> None:

@@ -121,7 +121,7 @@ class ScriptedSlots:
         row, count = self._rows[slot], out.counts[slot]
         text = [self._stored[self._place(slot, i)] for i in range(row.length)]
         token = next_token(text, row.request.seed)
-        if masks.constrained[slot]:
+        if masks is not None and masks.constrained[slot]:
             assert count >= len(known), "a mask is for the first token that is not known"
             token = among(
                 np.flatnonzero(np.unpackbits(masks.allowed[slot].view(np.uint8), bitorder="little")),
@@ -156,6 +156,13 @@ def _no_steps(slots):
     shape = slots, MOST_STEPS
     floats, whole = np.zeros(shape), np.zeros(shape, int)
     tops = np.zeros((*shape, MOST_TOP), int), np.zeros((*shape, MOST_TOP))
-    counts = {name: np.zeros(slots, int) for name in ("counts", "proposed", "accepted")}
-    flags = {name: np.zeros(slots, bool) for name in ("ended", "failed")}
-    return Steps(whole, floats, *tops, steps=np.array(0), **counts, **flags)
+    names = ("counts", "steps", "proposed", "accepted")
+    return Steps(
+        tokens=whole,
+        log_probabilities=floats,
+        top_tokens=tops[0],
+        top_log_probabilities=tops[1],
+        ended=np.zeros(slots, bool),
+        failed_at=np.full(slots, -1),
+        **{name: np.zeros(slots, int) for name in names},
+    )

@@ -9,8 +9,8 @@ from chat_parts import drawn_params
 from transformer.config import Execution, TransformerConfig
 from transformer.generate import Draft, Sampling, generate
 from transformer.generate import _continuous as continuous
-from transformer.generate._decoding import DecodeResult
 from transformer.generate._layers import unstack_layers, unstacked_model
+from transformer.generate._loop import DecodeResult, Slots
 from transformer.generate._sampling import SamplerParams
 from transformer.nn.models import CausalLM, Seq2Seq
 
@@ -90,7 +90,7 @@ def test_no_step_is_made_while_a_slot_is_free_and_others_wait():
 
     @jax.jit
     def counts(running, prompts_wait):
-        state = continuous.Slots(
+        state = Slots(
             tokens=jnp.zeros((2,), jnp.int32),
             running=running,
             keys=jax.random.split(jax.random.key(0), 2),

@@ -12,7 +12,8 @@ from chat_parts import drawn_params
 
 from transformer.config import EmbeddingOptions, Execution, LayerKind, TransformerConfig
 from transformer.generate import Sampling, generate
-from transformer.generate._decoding import decode, decode_step, prefill
+from transformer.generate._decoding import decode_step, prefill
+from transformer.generate._loop import decode
 from transformer.generate._prompts import bucket, pad
 from transformer.generate._sampling import SamplerParams
 from transformer.nn._masks import Mask

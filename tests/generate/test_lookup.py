@@ -11,8 +11,9 @@ from transformer.config import ConfigError, Execution, RotaryScaling, Transforme
 from transformer.generate import PromptLookup, Sampling, generate
 from transformer.generate._decoding import Batch
 from transformer.generate._lookup import looked_up
+from transformer.generate._loop import decode
 from transformer.generate._sampling import SamplerParams
-from transformer.generate._speculative import decode_with_draft
+from transformer.generate._speculative import Proposer
 from transformer.nn.models import CausalLM, Seq2Seq
 
 VOCABULARY = 11
@@ -72,9 +73,10 @@ def test_a_repetition_saves_steps():
     given = Batch(np.stack([np.pad(row, (0, 16 - len(row)), mode="edge") for row in PROMPTS]).astype(np.int32), lengths)
     keys = jax.random.split(jax.random.key(0), len(PROMPTS))
     how = (keys, SamplerParams.of(GREEDY, VOCABULARY), np.array([-1], np.int32), np.int32(60))
-    result, rounds = decode_with_draft(MODEL, PARAMS, PromptLookup(tokens=5), given, *how, cache_slots=96, new_slots=64)
+    proposer = Proposer.of(PromptLookup(tokens=5))
+    result = decode(MODEL, PARAMS, given, None, *how, cache_slots=96, new_slots=64, proposer=proposer)
     assert result.counts.tolist() == [60] * 4
-    assert 59 / 6 <= rounds <= 30
+    assert 59 / 6 <= result.steps.max() <= 30
 
 
 def test_rejects_what_a_lookup_is_not_for():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from transformer.config import EmbeddingOptions, Execution, TransformerConfig
 from transformer.generate import Sampling, _decoding, generate
-from transformer.generate._decoding import decode
+from transformer.generate._loop import decode
 from transformer.generate._pages import OutOfPagesError, PageAllocator
 from transformer.generate._prompts import pad
 from transformer.generate._sampling import SamplerParams

@@ -10,8 +10,9 @@ from chat_parts import drawn_params
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.generate import Draft, Sampling, generate
 from transformer.generate._decoding import Batch
+from transformer.generate._loop import decode
 from transformer.generate._sampling import SamplerParams
-from transformer.generate._speculative import decode_with_draft
+from transformer.generate._speculative import Proposer
 from transformer.nn.models import CausalLM, Seq2Seq
 
 VOCABULARY = 11
@@ -66,8 +67,9 @@ def rounds(draft, tokens, new=13):
     keys = jax.random.split(jax.random.key(0), len(PROMPTS))
     ends, limit = np.array([-1], np.int32), np.int32(new)
     how = (keys, SamplerParams.of(GREEDY, VOCABULARY), ends, limit)
-    draft = dataclasses.replace(draft, tokens=tokens)
-    return int(decode_with_draft(MODEL, PARAMS, draft, given, *how, cache_slots=48, new_slots=16)[1])
+    proposals = {"proposer": Proposer.of(dataclasses.replace(draft, tokens=tokens)), "draft_params": draft.params}
+    result = decode(MODEL, PARAMS, given, None, *how, cache_slots=48, new_slots=16, **proposals)
+    return int(result.steps.max())
 
 
 def test_good_guesses_save_steps():

@@ -102,13 +102,13 @@ def test_log_probabilities_are_those_of_a_pass_over_the_whole_text(rotary):
 
 
 def test_the_next_turn_reads_only_its_new_tokens(rotary, monkeypatch):
-    read, original = [], streaming.read_tokens
+    read, original = [], streaming.read_part
 
     def recorded(model, params, tokens, before, count, cache, images):
         read.append((int(before[0]), int(count[0])))
         return original(model, params, tokens, before, count, cache)
 
-    monkeypatch.setattr(streaming, "read_tokens", recorded)
+    monkeypatch.setattr(streaming, "read_part", recorded)
     stream = TokenStream(*rotary)
     first, _ = joined(stream.generate(PROMPTS[1], max_new_tokens=9, sampling=GREEDY))
     turn = [*PROMPTS[1], *first, 5, 6]
@@ -176,11 +176,11 @@ def test_an_interruption_inside_a_piece_loses_only_the_cache(rotary, monkeypatch
 @pytest.mark.slow
 def test_few_programs_are_compiled(rotary):
     """One program for each width of a prompt and one that generates, for each size of the cache."""
-    read, advance = streaming.read_tokens._cache_size(), streaming._advance._cache_size()
+    read, advance = streaming.read_part._cache_size(), streaming._advance._cache_size()
     stream = TokenStream(*rotary)
     for length in (1, 5, 16, 17, 50, 64, 100, 200):
         joined(stream.generate(PROMPTS[1] * 6 if length > 199 else [1] * length, max_new_tokens=20, sampling=GREEDY))
-    assert streaming.read_tokens._cache_size() - read <= 3  # 16, 64 and 256 tokens
+    assert streaming.read_part._cache_size() - read <= 3  # 16, 64 and 256 tokens
     assert streaming._advance._cache_size() - advance <= 1
 
 

@@ -117,13 +117,13 @@ def test_a_row_does_not_depend_on_the_others_and_a_stream_gives_the_same(opened,
 @pytest.mark.programs(20, reason="a stream makes its cache outside of jit")
 def test_a_stream_reads_an_image_once(opened, family, monkeypatch):
     one, read = opened[family], []
-    compute = _streaming.read_tokens
+    compute = _streaming.read_part
 
     def record(model, params, part, before, count, cache, pixels):
         read.append((int(count[0]), pixels is not None))
         return compute(model, params, part, before, count, cache, pixels)
 
-    monkeypatch.setattr(_streaming, "read_tokens", record)
+    monkeypatch.setattr(_streaming, "read_part", record)
     stream = TokenStream(one.model, one.params)
     question = f"A{marker(family)}is it"
     for prompt, image in ((question, 1), (question + ", is it?", 1), (question + ", is it?", 2)):

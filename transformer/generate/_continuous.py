@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.generate._decoding import Batch, DecodeResult, decode_step, prefill
+from transformer.generate._decoding import Batch, prefill
 from transformer.generate._layers import copy_decoding_params, unstacked_model
-from transformer.generate._sampling import SamplerParams, choose
-from transformer.nn._axes import Array, Bool, Int, Leaf, PRNGKey
-from transformer.nn._caches import cache_length
+from transformer.generate._loop import DecodeResult, Slots, Stepper, sampler
+from transformer.generate._sampling import SamplerParams
+from transformer.nn._axes import Array, Bool, Int, PRNGKey
 from transformer.nn.models._causal_lm import CausalLM
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Slots:
-    """The state of S slots, each with one row; a slot whose row has ended is free."""
-
-    tokens: Leaf
-    """(S,), the last token of each row, not yet in the cache"""
-    running: Leaf
-    """(S,), whether the slot's row still generates tokens"""
-    keys: PRNGKey
-    """(S,), random key of each row"""
-    cache: Any
-    """KV cache of S rows, with one tree per layer"""
-    result: DecodeResult
-    """tokens generated so far"""
 
 
 def decode_in_slots(
@@ -70,14 +53,8 @@ def decode_in_slots(
     order = sorted(range(len(prompts)), key=lambda number: -prompts[number].tokens.shape[1])
     params = copy_decoding_params(model, params)
     model = unstacked_model(model)
-    state = Slots(
-        tokens=jnp.zeros((slots,), jnp.int32),
-        running=jnp.zeros((slots,), bool),
-        keys=jnp.broadcast_to(keys[:1], (slots,)),
-        cache=model.init_cache(slots, cache_slots),
-        result=DecodeResult.blank(slots, new_slots),
-    )
-    found = jax.tree.map(np.array, DecodeResult.blank(len(prompts), new_slots))
+    state = _free_slots(model, keys, slots, cache_slots, new_slots)
+    found = jax.tree.map(lambda leaf: np.repeat(leaf[:1], len(prompts), axis=0), jax.device_get(state.result))
     rows_of: dict[int, int] = {}  # slot -> index of its prompt
     while order or rows_of:
         free = [slot for slot in range(slots) if slot not in rows_of]
@@ -102,6 +79,14 @@ def decode_in_slots(
     return found
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2, 3, 4))
+def _free_slots(model: CausalLM, keys: PRNGKey, slots: int, cache_slots: int, new_slots: int) -> Slots:
+    started = Slots.started(
+        jnp.broadcast_to(keys[:1], (slots,)), model.init_cache(slots, cache_slots), DecodeResult.blank(slots, new_slots)
+    )
+    return dataclasses.replace(started, running=jnp.zeros((slots,), bool))
+
+
 @functools.partial(jax.jit, static_argnames=("model", "cache_slots"), donate_argnames="state")
 def fill_slots(
     model: CausalLM,
@@ -118,19 +103,10 @@ def fill_slots(
 ) -> Slots:
     """Prefill R prompts into the given slots (R,), and sample the first token of each."""
     logits, cache = prefill(model, params, prompts, None, cache_slots)
-
-    def put(whole, part):
-        return whole.at[slots].set(part)
-
-    fresh = Slots(
-        tokens=jnp.zeros_like(prompts.lengths),
-        running=jnp.ones_like(prompts.lengths, bool),
-        keys=keys,
-        cache=cache,
-        result=DecodeResult.blank(len(prompts.lengths), state.result.tokens.shape[1]),
-    )
-    fresh = _record(fresh, logits, prompts.lengths, choice, eos_ids, limit)
-    return jax.tree.map(put, state, fresh)
+    blank = DecodeResult.blank(len(prompts.lengths), state.result.tokens.shape[1])
+    stepper = Stepper(model, params, sampler(choice), eos_ids, limit)
+    fresh = stepper.sample(Slots.started(keys, cache, blank), logits, prompts.lengths)
+    return jax.tree.map(lambda whole, part: whole.at[slots].set(part), state, fresh)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="state")
@@ -144,30 +120,9 @@ def continue_decoding(
     prompts_wait: Bool[Array, ""],
 ) -> Slots:
     """Generate tokens until a row has ended, if other prompts wait; otherwise until all rows have ended."""
+    stepper = Stepper(model, params, sampler(choice), eos_ids, limit)
 
     def unfinished(state):
-        wanted = jnp.where(prompts_wait, state.running.all(), state.running.any())  # stop at a free slot
-        return wanted & (state.result.failed_at < 0).all()
+        return state.unfinished() & (state.running.all() | ~prompts_wait)  # stop at a free slot
 
-    def advance(state):
-        logits, cache = decode_step(model, params, jnp.maximum(state.tokens, 0), state.cache, None)
-        grown = Slots(state.tokens, state.running, state.keys, cache, state.result)
-        return _record(grown, logits, cache_length(cache), choice, eos_ids, limit)
-
-    return jax.lax.while_loop(unfinished, advance, state)
-
-
-def _record(state, logits, positions, choice, eos_ids, limit):
-    """Sample a token for each running row, and append it to the result unless it ends the row."""
-    tokens = choose(logits, jax.vmap(jax.random.fold_in)(state.keys, positions), choice)
-    failed, ended = state.running & (tokens < 0), (tokens[:, None] == eos_ids[None, :]).any(1)
-    running, result = state.running & ~failed & ~ended, state.result
-    # Rows that do not run write to a column past the end, which mode="drop" ignores.
-    columns = jnp.where(running, result.counts, result.tokens.shape[1])
-    counts = result.counts + running
-    result = DecodeResult(
-        tokens=result.tokens.at[jnp.arange(tokens.shape[0]), columns].set(tokens, mode="drop"),
-        counts=counts,
-        failed_at=jnp.where(failed, positions, result.failed_at),
-    )
-    return Slots(tokens, running & (counts < limit), state.keys, state.cache, result)
+    return jax.lax.while_loop(unfinished, stepper.advance, state)

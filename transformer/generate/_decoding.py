@@ -1,8 +1,7 @@
-"""Compiled decoding: prefill, the one-token step and the loop, as pure functions of model, parameters and arrays."""
+"""Calls of a model with a KV cache: prefill, and reading one or several more tokens, as pure functions of arrays."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from transformer.generate._layers import decoding_params, unstack_layers, unstacked_model, uses_unstacked_layers
-from transformer.generate._penalties import History
-from transformer.generate._sampling import SamplerParams, choose
-from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey, Tokens
+from transformer.nn._axes import Array, Float, Int, Leaf, Tokens
 from transformer.nn._caches import ContextCache, cache_length, set_cache_length
 from transformer.nn._masks import Mask
 from transformer.nn._paged import paged_cache, set_rows
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.nn.models._seq2seq import Seq2Seq
 
 PAGE_SIZE = 128
@@ -58,11 +56,18 @@ def prefill(
         # Tokens can attend to later ones of their prompt, so the mask must hide the padding.
         given = {"mask": Mask.lengths(prompts.lengths), "cache": cache, "images": prompts.images}
         hidden, cache = model.apply({"params": params}, prompts.tokens, **given, method=type(model).hidden)
-    # Prompts are padded on the right, so the last token of row b is at index lengths[b] - 1: (B, T, D) -> (B, 1, D).
-    # Only these positions go through the head, which avoids logits of shape (B, T, V).
-    last = jnp.take_along_axis(hidden, prompts.lengths[:, None, None] - 1, axis=1)
     # The cache also holds keys of the padding. A length that excludes them hides them, and later tokens overwrite them.
-    return _logits(model, params, last), set_cache_length(cache, prompts.lengths)
+    return last_logits(model, params, hidden, prompts.lengths), set_cache_length(cache, prompts.lengths)
+
+
+def last_logits(
+    model: CausalLM | Seq2Seq, params: Any, hidden: Float[Array, "B T D"], counts: Int[Array, " B"]
+) -> Float[Array, "B V"]:
+    """Return the logits (B, V) after the first `counts` of the T tokens of each row; the others are padding."""
+    # The last token of row b is at index counts[b] - 1: (B, T, D) -> (B, 1, D). Only these positions go through the
+    # head, which avoids logits of shape (B, T, V).
+    last = jnp.take_along_axis(hidden, counts[:, None, None] - 1, axis=1)
+    return model.apply({"params": params}, last, method=type(model).head)[:, 0]
 
 
 def new_cache(model: CausalLM | Seq2Seq, rows: int, slots: int, *, paged: bool = False) -> Any:
@@ -116,19 +121,31 @@ def decode_hypotheses(
     return logits, _with_context(grown, cache)
 
 
-def decode_chunk(model: CausalLM, params: Any, tokens: Tokens, cache: Any) -> tuple[Float[Array, "B T V"], Any]:
+def read_tokens(
+    model: CausalLM,
+    params: Any,
+    tokens: Tokens,
+    cache: Any,
+    mask: Mask | None = None,
+    images: Float[Array, "B I ..."] | ImagePatches | None = None,
+) -> tuple[Float[Array, "B T D"], Any]:
     """Read T more tokens per row, (B, T), some of which may be beyond the end of a learned position table.
 
     Returns:
-        The logits (B, T, V) after each token, and the cache with the tokens.
+        The hidden vectors (B, T, D) of the tokens, and the cache with the tokens.
     """
-    # Token t of a row is at position (tokens in the cache) + t, (B, T).
-    positions = cache_length(cache)[:, None] + jnp.arange(tokens.shape[1])[None, :]
+    positions = None  # they continue those in the cache
     if model.config.position == "learned":
+        positions = cache_length(cache)[:, None] + jnp.arange(tokens.shape[1])[None, :]
         positions = jnp.minimum(positions, model.config.max_length - 1)  # NaN past the table
-    variables = {"params": params}
-    hidden, cache = model.apply(variables, tokens, positions, cache=cache, method=CausalLM.hidden)
-    return model.apply(variables, hidden, method=CausalLM.head), cache
+    given = {"cache": cache, "mask": mask} | ({} if images is None else {"images": images})
+    return model.apply({"params": params}, tokens, positions, **given, method=CausalLM.hidden)
+
+
+def decode_chunk(model: CausalLM, params: Any, tokens: Tokens, cache: Any) -> tuple[Float[Array, "B T V"], Any]:
+    """Return the logits (B, T, V) after each of the tokens of `read_tokens`, and the cache with them."""
+    hidden, cache = read_tokens(model, params, tokens, cache)
+    return model.apply({"params": params}, hidden, method=CausalLM.head), cache
 
 
 def with_unstacked_layers(model: CausalLM | Seq2Seq, params: Any, cache: Any) -> tuple[CausalLM | Seq2Seq, Any, Any]:
@@ -155,10 +172,6 @@ def _hidden(model, params, new_source, tokens: Tokens, cache, source, positions=
     )
 
 
-def _logits(model, params, hidden: Float[Array, "B 1 D"]) -> Float[Array, "B V"]:
-    return model.apply({"params": params}, hidden, method=type(model).head)[:, 0]
-
-
 def _with_context(cache: Any, before: Any) -> Any:
     """Return the cache with the old cross-attention part.
 
@@ -170,100 +183,3 @@ def _with_context(cache: Any, before: Any) -> Any:
         return isinstance(node, ContextCache)
 
     return jax.tree.map(lambda new, old: old if is_context(new) else new, cache, before, is_leaf=is_context)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DecodeResult:
-    """The tokens that a decoding loop generated."""
-
-    tokens: Leaf
-    """(B, new_slots), new tokens; entries from `counts` on are undefined"""
-    counts: Leaf
-    """(B,), number of new tokens per row, without the end token"""
-    failed_at: Leaf
-    """(B,), position with non-finite logits, or -1; the loop stops for all rows at the first such position"""
-
-    @staticmethod
-    def blank(batch: int, new_slots: int) -> DecodeResult:
-        """Return a result without tokens."""
-        return DecodeResult(
-            tokens=jnp.zeros((batch, new_slots), jnp.int32),
-            counts=jnp.zeros((batch,), jnp.int32),
-            failed_at=jnp.full((batch,), -1, jnp.int32),
-        )
-
-
-@functools.partial(jax.jit, static_argnames=("model", "cache_slots", "new_slots", "paged"))
-def decode(
-    model: CausalLM | Seq2Seq,
-    params: Any,
-    prompts: Batch,
-    source: Batch | None,
-    keys: PRNGKey,
-    choice: SamplerParams,
-    eos_ids: Int[Array, " E"],
-    limit: Int[Array, ""],
-    *,
-    cache_slots: int,
-    new_slots: int,
-    paged: bool = False,
-) -> DecodeResult:
-    """Prefill the prompts, then generate until every row has ended or has `limit` new tokens.
-
-    Compiled once per model, array shapes and kind of `choice`.
-
-    Args:
-        model: a `CausalLM` or a `Seq2Seq`.
-        params: its parameters.
-        prompts: B rows of token ids.
-        source: B sources of a Seq2Seq, or None.
-        keys: (B,), one random key per row; the token at position p is drawn with `fold_in(key, p)`.
-        choice: how tokens are sampled.
-        eos_ids: (E,), ids that end a row; -1: none.
-        limit: maximum number of new tokens, at most `new_slots`.
-        cache_slots: positions per row in the KV cache.
-        new_slots: size of the output.
-        paged: store keys and values of a `CausalLM` in pages.
-    """
-    logits, cache = prefill(model, params, prompts, source, cache_slots, paged=paged)
-    model, params, cache = with_unstacked_layers(model, params, cache)
-    batch = prompts.lengths.shape[0]
-
-    # With the row's key folded with the position, a sample depends neither on the other rows nor on the number of
-    # steps.
-    def draw(logits, positions, history):
-        return choose(logits, jax.vmap(jax.random.fold_in)(keys, positions), choice, history)
-
-    def record(result, step, running, tokens, positions, history):
-        # `choose` marks non-finite logits with the token -1.
-        failed, ended = running & (tokens < 0), (tokens[:, None] == eos_ids[None, :]).any(1)
-        running = running & ~failed & ~ended
-        result = DecodeResult(
-            tokens=jax.lax.dynamic_update_slice(result.tokens, tokens[:, None], (jnp.int32(0), step)),
-            counts=result.counts + running,
-            failed_at=jnp.where(failed, positions, result.failed_at),
-        )
-        return result, running, None if history is None else history.add(tokens, running)
-
-    def unfinished(state):
-        step, _, running, _, result, _ = state
-        return (step < limit) & running.any() & (result.failed_at < 0).all()
-
-    def advance(state):
-        step, tokens, running, cache, result, history = state
-        # All rows take part in each step, since shapes are fixed. The tokens of ended rows are not counted; the -1 of a
-        # failed row is replaced by a valid id.
-        logits, cache = decode_step(model, params, jnp.maximum(tokens, 0), cache, source)
-        positions = cache_length(cache)
-        tokens = draw(logits, positions, history)
-        result, running, history = record(result, step, running, tokens, positions, history)
-        return step + 1, tokens, running, cache, result, history
-
-    history = None  # only penalties need the tokens so far
-    if choice.penalties is not None:
-        history = History.of(prompts.tokens, prompts.lengths, logits.shape[-1])
-    tokens = draw(logits, prompts.lengths, history)
-    blank, running = DecodeResult.blank(batch, new_slots), jnp.ones((batch,), bool)
-    result, running, history = record(blank, jnp.int32(0), running, tokens, prompts.lengths, history)
-    return jax.lax.while_loop(unfinished, advance, (jnp.int32(1), tokens, running, cache, result, history))[-2]

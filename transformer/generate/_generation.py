@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from transformer.generate._continuous import decode_in_slots
-from transformer.generate._decoding import decode
 from transformer.generate._lookup import PromptLookup
+from transformer.generate._loop import decode
 from transformer.generate._prompts import (
     Ids,
     bucket,
@@ -31,7 +31,7 @@ from transformer.generate._prompts import (
     warn_if_rescaled,
 )
 from transformer.generate._sampling import PLAIN, SamplerParams, Sampling
-from transformer.generate._speculative import Draft, decode_with_draft
+from transformer.generate._speculative import Draft, Proposer
 from transformer.nn.models._base import first_bad_parameter
 from transformer.nn.models._causal_lm import CausalLM
 
@@ -110,14 +110,11 @@ def generate(
     if slots is not None and slots < len(prompt_rows):
         each = [pad([row], padded_length([row], model.config.max_length)) for row in prompt_rows]
         result = decode_in_slots(model, params, each, keys, *how, slots=int(slots), **room)
-    elif draft is not None:
-        room["cache_slots"] += bucket(draft.tokens)
-        if isinstance(draft, Draft):
-            draft = dataclasses.replace(draft, model=decoding_model(draft.model))
-        result, _ = decode_with_draft(model, params, draft, pad(prompt_rows, prompt_slots), keys, *how, **room)
     else:
+        room["cache_slots"] += 0 if draft is None else bucket(draft.tokens)
+        proposals = {"proposer": Proposer.of(draft), "draft_params": draft.params if isinstance(draft, Draft) else None}
         rows = dataclasses.replace(pad(prompt_rows, prompt_slots), images=pixels)
-        result = decode(model, params, rows, source, keys, *how, **room)
+        result = decode(model, params, rows, source, keys, *how, **room, **proposals)
     result = jax.device_get(result)
     check_finite(result.failed_at, prompt_rows, params, model.config.dtype)
     lengths = np.array(list(map(len, prompt_rows)))

@@ -15,39 +15,28 @@ import jax
 import jax.numpy as jnp
 
 from transformer.generate._decoding import decode_chunk, decode_step
-from transformer.generate._penalties import log_probabilities
+from transformer.generate._lookup import looked_up
+from transformer.generate._loop import DecodeResult
 from transformer.generate._row_pages import pools_of, row_cache
-from transformer.generate._row_proposals import NO_PROPOSER, Proposer, propose
 from transformer.generate._rows import MOST_STEPS, MOST_TOP, RowMasks, Rows, choose_in_rows, stored, whole
+from transformer.generate._speculative import NO_PROPOSER, Proposer
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
 from transformer.nn.models._causal_lm import CausalLM
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Steps:
-    """The tokens of one call of `advance`; entries from `counts` on are undefined."""
+@dataclass(frozen=True, kw_only=True)
+class Steps(DecodeResult):
+    """The tokens of one call of `advance`; N is `MOST_STEPS`."""
 
-    tokens: Leaf
-    """(R, MOST_STEPS)"""
-    log_probabilities: Leaf
-    """(R, MOST_STEPS), under the model, before penalties, temperature and filters"""
     top_tokens: Leaf
-    """(R, MOST_STEPS, A), the A most probable tokens, if the row wants them"""
+    """(R, N, A), the A most probable tokens, if the row wants them"""
     top_log_probabilities: Leaf
-    """(R, MOST_STEPS, A)"""
-    counts: Leaf
-    """(R,), number of tokens without an end token"""
-    ended: Leaf
-    """(R,), whether an end token followed"""
-    failed: Leaf
-    """(R,), whether logits were not finite"""
+    """(R, N, A)"""
     proposed: Leaf
     """(R,), number of tokens that were proposed and verified"""
     accepted: Leaf
     """(R,), number of proposed tokens that the model sampled too"""
-    steps: Leaf
-    """(), number of decoding steps"""
 
 
 @functools.partial(jax.jit, static_argnames=("model", "proposer"), donate_argnames="rows")
@@ -90,13 +79,15 @@ def advance(
     def unfinished(carry):
         rows, out = carry
         has_room = (out.counts <= MOST_STEPS - width).all()  # for all tokens of a step in the output
-        return (out.steps < limit) & has_room & rows.running.any() & ~(until_free & (start & ~rows.running).any())
+        is_free = until_free & (start & ~rows.running).any()
+        return (out.steps.max() < limit) & has_room & rows.running.any() & ~is_free
 
     def step(carry):
         rows, out = carry
+        out = dataclasses.replace(out, steps=out.steps + rows.running)
         tokens = draw(rows, out, masks)
         rows, out = _recorded(rows, out, tokens, rows.running)
-        rows, proposals, counts = propose(proposer, draft_params, rows, table, tokens, suppressed)
+        rows, proposals, counts = _propose(proposer, draft_params, rows, table, tokens, suppressed)
         # A row that does not run stores nothing: its pages may belong to another row by now.
         cache = row_cache(model, rows.pools, table, rows.lengths, jnp.where(rows.running, 1 + counts, 0))
         tokens = jnp.where(rows.running, tokens, 0)
@@ -110,7 +101,7 @@ def advance(
         rows = dataclasses.replace(
             rows, logits=logits[:, 0], lengths=rows.lengths + rows.running, pools=pools_of(cache)
         )
-        out = dataclasses.replace(out, steps=out.steps + 1, proposed=out.proposed + counts)
+        out = dataclasses.replace(out, proposed=out.proposed + counts)
         return _verified(rows, out, proposals, counts, logits, functools.partial(draw, masks=masks.unconstrained()))
 
     rows, out = jax.lax.while_loop(unfinished, step, (rows, _no_steps(rows)))
@@ -123,6 +114,47 @@ def _draw(known: Int[Array, "R n"], suppressed: Int[Array, " S"], rows: Rows, ou
     tokens = choose_in_rows(rows.logits, keys, rows.sampling, rows.history, masks, suppressed)
     again = jnp.take_along_axis(known, jnp.minimum(out.counts, known.shape[1] - 1)[:, None], axis=1)[:, 0]
     return jnp.where(again >= 0, again, tokens)
+
+
+def _propose(
+    proposer: Proposer,
+    draft_params: Any,
+    rows: Rows,
+    table: Int[Array, "R M"],
+    tokens: Int[Array, " R"],
+    suppressed: Int[Array, " S"],
+) -> tuple[Rows, Int[Array, "R Z"], Int[Array, " R"]]:
+    """Propose the tokens after `tokens` (R,), which the cache does not contain yet.
+
+    A row proposes at most one token fewer than it may still generate, and none if it has a constraint. A draft model
+    samples with the settings and with the noise of the model at the same position, so that it proposes the token that
+    the model samples from similar logits.
+
+    Returns:
+        The slots, the proposals (R, Z), and how many of them count, (R,).
+    """
+    if proposer.source is None:
+        return rows, jnp.zeros((len(tokens), 0), jnp.int32), jnp.zeros((len(tokens),), jnp.int32)
+    most = jnp.where(rows.running & rows.proposes, jnp.clip(rows.left - 1, 0, proposer.tokens), 0)
+    if proposer.draft is None:
+        found = looked_up(rows.text, rows.lengths + 1, proposer.source)
+        return rows, found, jnp.where(found[:, 0] >= 0, most, 0)
+    masks = RowMasks.blank(*rows.logits.shape)
+
+    def one_more(carry, i):
+        tokens, history, pools = carry
+        # The last proposal is read too, in case it is accepted: the caches of both models contain the same tokens.
+        live = rows.running & (most > 0) & (i <= most)
+        cache = row_cache(proposer.draft, pools, table, rows.lengths + i, live.astype(jnp.int32))
+        tokens = jnp.where(live, jnp.maximum(tokens, 0), 0)
+        logits, cache = decode_step(proposer.draft, draft_params, tokens, cache, None)
+        keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.lengths + i + 1)
+        found = choose_in_rows(logits.astype(jnp.float32), keys, rows.sampling, history, masks, suppressed)
+        return (found, history.add(found, live & (found >= 0)), pools_of(cache)), found
+
+    start = tokens, rows.history, rows.draft_pools
+    (_, _, pools), found = jax.lax.scan(one_more, start, jnp.arange(proposer.tokens + 1))
+    return dataclasses.replace(rows, draft_pools=pools), found[:-1].T, most
 
 
 def _verified(
@@ -168,26 +200,20 @@ def _verified(
 
 def _no_steps(rows: Rows) -> Steps:
     slots, vocab_size = rows.logits.shape
-    most = min(MOST_TOP, vocab_size)
+    blank, top = DecodeResult.blank(slots, MOST_STEPS, scored=True), (slots, MOST_STEPS, min(MOST_TOP, vocab_size))
     return Steps(
-        tokens=jnp.zeros((slots, MOST_STEPS), jnp.int32),
-        log_probabilities=jnp.zeros((slots, MOST_STEPS), jnp.float32),
-        top_tokens=jnp.zeros((slots, MOST_STEPS, most), jnp.int32),
-        top_log_probabilities=jnp.zeros((slots, MOST_STEPS, most), jnp.float32),
-        counts=jnp.zeros((slots,), jnp.int32),
-        ended=jnp.zeros((slots,), bool),
-        failed=jnp.zeros((slots,), bool),
-        proposed=jnp.zeros((slots,), jnp.int32),
-        accepted=jnp.zeros((slots,), jnp.int32),
-        steps=jnp.int32(0),
+        **vars(blank),
+        top_tokens=jnp.zeros(top, jnp.int32),
+        top_log_probabilities=jnp.zeros(top, jnp.float32),
+        proposed=blank.counts,
+        accepted=blank.counts,
     )
 
 
 def _recorded(rows: Rows, out: Steps, tokens: Int[Array, " R"], wanted: Bool[Array, " R"]) -> tuple[Rows, Steps]:
     """Append a token, whose logits are `rows.logits`, to each row of `wanted` (R,), unless it ends the row."""
-    failed = wanted & (tokens < 0)
-    ended = wanted & (tokens[:, None] == rows.ends).any(1) & ~failed
-    new = wanted & ~failed & ~ended
+    grown = out.add(tokens[:, None], wanted.astype(jnp.int32), rows.ends, rows.lengths[:, None], rows.logits)
+    new = grown.counts > out.counts
     slots, most = jnp.arange(tokens.shape[0]), out.top_tokens.shape[-1]
     columns = jnp.where(new, out.counts, MOST_STEPS)  # past the end: mode="drop" ignores the other rows
 
@@ -199,19 +225,10 @@ def _recorded(rows: Rows, out: Steps, tokens: Int[Array, " R"], wanted: Bool[Arr
         return jnp.zeros((len(tokens), most), jnp.int32), jnp.zeros((len(tokens), most), jnp.float32)
 
     ids, values = jax.lax.cond((rows.sampling.top & new).any(), top, none)
-
-    def put(whole, part):
-        return whole.at[slots, columns].set(part, mode="drop")
-
     out = dataclasses.replace(
-        out,
-        tokens=put(out.tokens, tokens),
-        log_probabilities=put(out.log_probabilities, log_probabilities(rows.logits, tokens)),
-        top_tokens=put(out.top_tokens, ids),
-        top_log_probabilities=put(out.top_log_probabilities, values),
-        counts=out.counts + new,
-        ended=out.ended | ended,
-        failed=out.failed | failed,
+        grown,
+        top_tokens=out.top_tokens.at[slots, columns].set(ids, mode="drop"),
+        top_log_probabilities=out.top_log_probabilities.at[slots, columns].set(values, mode="drop"),
     )
     left, text = rows.left - new, rows.text
     if text is not None:

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from transformer.generate._constraints import WORD, only_allowed
+from transformer.generate._decoding import last_logits, read_tokens
 from transformer.generate._generation import row_keys
 from transformer.generate._penalties import History, Penalties, penalized
 from transformer.generate._row_pages import blank_pools, pools_of, row_cache
@@ -85,52 +86,40 @@ class RowSampling:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Rows:
+@dataclass(frozen=True, kw_only=True)
+class NewRow:
+    """What a row brings into its slot, besides its pages: the fields without the leading axis R."""
+
+    left: Leaf
+    """(R,), number of tokens that the row may still generate"""
+    keys: PRNGKey | np.uint32
+    """(R,), random key of each row; of a new row the seed"""
+    ends: Leaf
+    """(R, MOST_ENDS), tokens that end the row; -1: none"""
+    sampling: RowSampling
+    history: History
+    """(R, V) each; the counts of a new row can be 0 without an axis"""
+    lengths: Leaf
+    """(R,), number of tokens of each row whose keys and values are in its pages"""
+    proposes: Leaf
+    """(R,), whether the row proposes tokens (speculative decoding)"""
+    text: Leaf | None = None
+    """(R, S), tokens of each row, if proposals are looked up in them; entries after the last token are not read"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Rows(NewRow):
     """The state of R slots between two calls; a slot that does not run is free."""
 
     logits: Leaf
     """(R, V), for the next token of each row"""
     running: Leaf
     """(R,), whether the row still generates tokens"""
-    left: Leaf
-    """(R,), number of tokens that the row may still generate"""
-    keys: PRNGKey
-    """(R,), random key of each row"""
-    ends: Leaf
-    """(R, MOST_ENDS), tokens that end the row; -1: none"""
-    sampling: RowSampling
-    history: History
-    lengths: Leaf
-    """(R,), number of tokens of each row whose keys and values are in its pages"""
     pools: list[Leaf]
     """(P, Q, C, W) each, pools of pages of all layers"""
-    proposes: Leaf
-    """(R,), whether the row proposes tokens (speculative decoding)"""
-    text: Leaf | None = None
-    """(R, S), tokens of each row, if proposals are looked up in them"""
-    draft_pools: list[Leaf] = dataclasses.field(default_factory=list)
+    draft_pools: list[Leaf]
     """(P, Q, C, W) each, pools of all layers of a draft model, with the page tables of the model"""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class NewRow:
-    """What a row brings into its slot, besides its pages: the fields of `Rows` without the leading axis."""
-
-    left: Leaf
-    seed: Leaf
-    """(), uint32"""
-    ends: Leaf
-    sampling: RowSampling
-    in_prompt: Leaf
-    """(V,), whether the prompt has the token"""
-    length: Leaf
-    """(), number of tokens of the prompt"""
-    proposes: Leaf
-    """()"""
-    text: Leaf | None = None
-    """(S,), the prompt, if proposals are looked up; later entries are not read"""
 
 
 @jax.tree_util.register_dataclass
@@ -229,32 +218,17 @@ def read_part(
     Returns:
         The logits (1, V) after the last token, and the slots.
     """
-    place = table, tokens, before, count, length
-    hidden, pools = _read(model, params, rows.pools, *place)
-    last = jnp.take_along_axis(hidden, count[:, None, None] - 1, axis=1)
-    logits = model.apply({"params": params}, last, method=CausalLM.head)[:, 0]
-    draft_pools = rows.draft_pools if draft is None else _read(draft, draft_params, rows.draft_pools, *place)[1]
+
+    def read(model: CausalLM, params: Any, pools: list[Leaf]) -> tuple[Float[Array, "1 T D"], list[Leaf]]:
+        # All parts of a prompt are rotated by its whole length, as if they were read in one call.
+        cache = row_cache(model, pools, table, before, count, length if model.config.reads_lengths else None)
+        hidden, cache = read_tokens(model, params, tokens, cache)
+        return hidden, pools_of(cache)
+
+    hidden, pools = read(model, params, rows.pools)
+    draft_pools = rows.draft_pools if draft is None else read(draft, draft_params, rows.draft_pools)[1]
+    logits = last_logits(model, params, hidden, count)
     return whole(logits), stored(dataclasses.replace(rows, pools=pools, draft_pools=draft_pools))
-
-
-def _read(
-    model: CausalLM,
-    params: Any,
-    pools: list[Leaf],
-    table: Int[Array, "1 M"],
-    tokens: Int[Array, "1 T"],
-    before: Int[Array, " 1"],
-    count: Int[Array, " 1"],
-    length: Int[Array, " 1"],
-) -> tuple[Float[Array, "1 T D"], list[Leaf]]:
-    """Return the hidden vectors of the tokens, and the pools with their keys and values."""
-    positions = before[:, None] + jnp.arange(tokens.shape[1])[None, :]
-    if model.config.position == "learned":
-        positions = jnp.minimum(positions, model.config.max_length - 1)  # padding may be past the table
-    # All parts of a prompt are rotated by its whole length, as if they were read in one call.
-    cache = row_cache(model, pools, table, before, count, length if model.config.reads_lengths else None)
-    hidden, cache = model.apply({"params": params}, tokens, positions, cache=cache, method=CausalLM.hidden)
-    return hidden, pools_of(cache)
 
 
 @functools.partial(jax.jit, donate_argnames="rows")
@@ -264,21 +238,11 @@ def start_row(rows: Rows, slot: Int[Array, ""], new: NewRow, logits: Float[Array
     def put(whole, part):
         return whole.at[slot].set(part)
 
-    started = Rows(
-        logits=put(rows.logits, logits[0].astype(jnp.float32)),
-        running=put(rows.running, True),
-        left=put(rows.left, new.left),
-        keys=put(rows.keys, row_keys(new.seed[None], jnp.zeros((1,), int))[0]),  # as `generate` with one prompt
-        ends=put(rows.ends, new.ends),
-        sampling=jax.tree.map(put, rows.sampling, new.sampling),
-        history=History(put(rows.history.in_prompt, new.in_prompt), put(rows.history.counts, 0)),
-        lengths=put(rows.lengths, new.length),
-        pools=rows.pools,
-        proposes=put(rows.proposes, new.proposes),
-        text=None if rows.text is None else put(rows.text, new.text),
-        draft_pools=rows.draft_pools,
-    )
-    return stored(started)
+    (key,) = row_keys(new.keys[None], jnp.zeros((1,), int))  # as `generate` with one prompt
+    brought = vars(dataclasses.replace(new, keys=key))
+    filled = {name: jax.tree.map(put, getattr(rows, name), part) for name, part in brought.items()}
+    logits = put(rows.logits, logits[0].astype(jnp.float32))
+    return stored(dataclasses.replace(rows, **filled, logits=logits, running=put(rows.running, True)))
 
 
 def stored(rows: Rows) -> Rows:

@@ -9,15 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.generate._decoding import (
-    Batch,
-    decode_hypotheses,
-    decode_step,
-    prefill,
-    with_unstacked_layers,
-)
+from transformer.generate._decoding import Batch, decode_hypotheses, prefill, with_unstacked_layers
+from transformer.generate._loop import DecodeResult, Slots, Stepper
 from transformer.generate._sampling import gumbel_noise
 from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey
+from transformer.nn._caches import cache_length
 from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText
 
 
@@ -44,7 +40,7 @@ class SpeechRules:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SpeechState:
-    """The tokens that the rules depend on."""
+    """The tokens that the rules depend on, and how probable all tokens are."""
 
     step: Leaf
     """(), number of generated tokens"""
@@ -54,17 +50,19 @@ class SpeechState:
     """(B,), the token before it"""
     latest: Leaf
     """(B,), the last timestamp; -1: none yet"""
+    log_probability: Leaf
+    """(B,), sum of the log-probabilities of the tokens, the end token included"""
 
     @staticmethod
     def empty(batch: int) -> SpeechState:
         """Return the state before the first token."""
         none = jnp.full((batch,), -1, jnp.int32)
-        return SpeechState(step=jnp.int32(0), last=none, before=none, latest=none)
+        return SpeechState(jnp.int32(0), none, none, none, jnp.zeros((batch,), jnp.float32))
 
-    def add(self, tokens: Int[Array, " B"], rules: SpeechRules) -> SpeechState:
-        """Return the state after one more token per row, (B,)."""
+    def add(self, tokens: Int[Array, " B"], log_probability: Float[Array, " B"], rules: SpeechRules) -> SpeechState:
+        """Return the state after one more token per row, (B,), with its log-probability, or 0 for an ended row."""
         latest = jnp.where(tokens > rules.no_timestamps_id, tokens, self.latest)
-        return SpeechState(step=self.step + 1, last=tokens, before=self.last, latest=latest)
+        return SpeechState(self.step + 1, tokens, self.last, latest, self.log_probability + log_probability)
 
 
 def apply_rules(
@@ -127,23 +125,6 @@ def _source(frames: int, batch: int, tokens: Any) -> Batch:
     return Batch(tokens=tokens, lengths=jnp.full((batch,), -(-frames // FRAMES_A_POSITION), jnp.int32))
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class WindowResult:
-    """The tokens of windows, and how probable they are."""
-
-    tokens: Leaf
-    """(B, new_slots), generated tokens; entries from `counts` on are undefined"""
-    counts: Leaf
-    """(B,), number of tokens per row, without the end token"""
-    ended: Leaf
-    """(B,), whether the end token was generated"""
-    log_probability: Leaf
-    """(B,), sum of the log-probabilities of the tokens, the end token included"""
-    finite: Leaf
-    """(), whether all logits were finite"""
-
-
 @functools.partial(jax.jit, static_argnames=("model", "num_frames", "new_slots", "timestamps"))
 def decode_window(
     model: SpeechToText,
@@ -159,7 +140,7 @@ def decode_window(
     num_frames: int,
     new_slots: int,
     timestamps: bool,
-) -> WindowResult:
+) -> tuple[DecodeResult, Float[Array, " B"]]:
     """Generate the transcripts of windows until every row has ended or has `limit` tokens.
 
     Compiled once per model, shapes and `timestamps`; the temperature may change.
@@ -177,6 +158,9 @@ def decode_window(
         num_frames: F, frames per window.
         new_slots: size of the output.
         timestamps: whether timestamps are generated.
+
+    Returns:
+        The tokens of the windows, and the sum of their log-probabilities, (B,), the end token included.
     """
     batch, vocab_size = logits.shape
     source = _source(num_frames, batch, None)
@@ -185,47 +169,20 @@ def decode_window(
         every, cache = decode_hypotheses(model, params, prompt, None, None, cache, source)
         logits = every[:, -1]
 
-    def draw(logits, state):
-        """Return the next token of each row, its log-probability, and whether the logits are finite."""
-        logits = logits.astype(jnp.float32)
+    def draw(slots, logits, positions):
+        state, logits = slots.history, logits[:, 0].astype(jnp.float32)
         finite = jnp.isfinite(logits.max(-1)).all()
         logits = apply_rules(logits, state, rules, timestamps)
-        noise = gumbel_noise(jax.random.fold_in(key, state.step), (batch, vocab_size))
+        noise = gumbel_noise(jax.random.fold_in(slots.keys, state.step), (batch, vocab_size))
         # Gumbel-max sampling: argmax of logits / temperature + noise; without noise at temperature 0.
         scores = jnp.where(temperature > 0, logits / jnp.where(temperature > 0, temperature, 1.0) + noise, logits)
         tokens = jnp.argmax(scores, -1).astype(jnp.int32)
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
-        return tokens, chosen, finite
+        state = state.add(tokens, jnp.where(slots.running, chosen, 0.0), rules)
+        return jnp.where(finite, tokens, -1)[:, None], state
 
-    def record(result, state, logits):
-        tokens, log_probability, finite = draw(logits, state)
-        running = ~result.ended
-        ended = tokens == rules.end_id
-        result = WindowResult(
-            tokens=jax.lax.dynamic_update_slice(result.tokens, tokens[:, None], (jnp.int32(0), state.step)),
-            counts=result.counts + (running & ~ended),
-            ended=result.ended | ended,
-            log_probability=result.log_probability + jnp.where(running, log_probability, 0.0),
-            finite=result.finite & finite,
-        )
-        return result, state.add(tokens, rules)
-
-    def advance(loop):
-        result, state, cache = loop
-        logits, cache = decode_step(model, params, state.last, cache, source)
-        return *record(result, state, logits), cache
-
-    def unfinished(loop):
-        result, state, _ = loop
-        return (state.step < limit) & ~result.ended.all() & result.finite
-
-    zeros = jnp.zeros((batch,), jnp.int32)
-    blank = WindowResult(
-        tokens=jnp.zeros((batch, new_slots), jnp.int32),
-        counts=zeros,
-        ended=jnp.zeros((batch,), bool),
-        log_probability=jnp.zeros((batch,), jnp.float32),
-        finite=jnp.bool_(True),
-    )
-    loop = (*record(blank, SpeechState.empty(batch), logits), cache)
-    return jax.lax.while_loop(unfinished, advance, loop)[0]
+    stepper = Stepper(model, params, draw, rules.end_id[None], limit, source)
+    slots = Slots.started(key, cache, DecodeResult.blank(batch, new_slots), SpeechState.empty(batch))
+    slots = stepper.sample(slots, logits, cache_length(cache))
+    slots = jax.lax.while_loop(Slots.unfinished, stepper.advance, slots)
+    return slots.result, slots.history.log_probability

@@ -8,6 +8,7 @@ such as the next turn of a conversation, reads only its new ones.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
@@ -20,10 +21,11 @@ import numpy as np
 
 from transformer.config._progress import counting
 from transformer.generate._constraints import Constraint, next_allowed, only_allowed
-from transformer.generate._decoding import decode_step
+from transformer.generate._decoding import decode_step, last_logits, read_tokens
 from transformer.generate._generation import check_finite, row_keys
 from transformer.generate._layers import copy_decoding_params, unstacked_model, uses_unstacked_layers
-from transformer.generate._penalties import History, log_probabilities
+from transformer.generate._loop import DecodeResult, Slots, Stepper, sampler
+from transformer.generate._penalties import History
 from transformer.generate._prompts import (
     Ids,
     bucket,
@@ -37,7 +39,7 @@ from transformer.generate._prompts import (
     row_seeds,
     warn_if_rescaled,
 )
-from transformer.generate._sampling import PLAIN, SamplerParams, Sampling, choose
+from transformer.generate._sampling import PLAIN, SamplerParams, Sampling
 from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey
 from transformer.nn._caches import cache_length, lengthen_cache, set_cache_length
 from transformer.nn._masks import Mask
@@ -167,18 +169,19 @@ class TokenStream:
             limits = ends, np.int32(min(steps, left)), allowed
             state, out = _advance(self._model, self._params, state, keys, choice, *limits)
             out = jax.device_get(out)
-            if out.failed_at >= 0:
-                check_finite(np.array([out.failed_at]), [prompt], self._original, self._model.config.dtype)
-            self._read, self._cache = [*read, *out.tokens[: out.steps].tolist()], state.cache
+            check_finite(out.failed_at, [prompt], self._original, self._model.config.dtype)
+            ended, count = bool(out.ended[0]), int(out.counts[0])
+            self._read, self._cache = [*read, *out.tokens[0, : count + ended].tolist()], state.cache
             warn_if_rescaled(self._model.config, len(prompt), len(self._read) - 1)  # the last one has no effect yet
-            ended, left = bool(out.ended), left - int(out.count)
+            left -= count
+            tokens, scores = (values[0, :count].tolist() for values in (out.tokens, out.log_probabilities))
             if constraint is not None and not ended:
-                constraint.accept(int(out.tokens[0]))
-            yield Piece(out.tokens[: out.count].tolist(), out.log_probabilities[: out.count].tolist(), ended)
+                constraint.accept(tokens[0])
+            yield Piece(tokens, scores, ended)
             if constraint is not None:
                 continue  # which tokens are allowed depends on the last one, so there is one step at a time
             # The first call includes the compilation, so the number of steps at most doubles in each piece.
-            seconds = (time.perf_counter() - started) / max(int(out.steps), 1)
+            seconds = (time.perf_counter() - started) / max(count + ended, 1)
             steps = max(1, min(MOST_STEPS, round(SECONDS / max(seconds, 1e-6)), 2 * steps))
 
     def _prefilled(
@@ -205,7 +208,7 @@ class TokenStream:
         for start, end, width in parts:
             part = np.pad(prompt[start:end], (0, width - (end - start)), mode="edge")[None].astype(np.int32)
             before, count = np.array([[start], [end - start]], np.int32)
-            logits, cache = read_tokens(self._model, self._params, part, before, count, cache, pixels)
+            logits, cache = read_part(self._model, self._params, part, before, count, cache, pixels)
             if width == WIDTHS[-1]:
                 logits.block_until_ready()  # progress counts what is computed, not what is queued
             add(end - start)
@@ -268,7 +271,7 @@ def _parts(start: int, end: int, slots: int) -> Iterator[tuple[int, int, int]]:
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
-def read_tokens(
+def read_part(
     model: CausalLM,
     params: Any,
     tokens: Int[Array, "1 T"],
@@ -282,39 +285,11 @@ def read_tokens(
     Returns:
         The logits (1, V) after the last token, and the cache.
     """
-    cache = set_cache_length(cache, before)
-    positions = None  # they go on after those in the cache
-    if model.config.position == "learned":
-        positions = before[:, None] + jnp.arange(tokens.shape[1])[None, :]
-        positions = jnp.minimum(positions, model.config.max_length - 1)  # padding may be past the table
-    given: dict[str, Any] = {"cache": cache}
+    mask = None
     if images is not None or model.config.reads_lengths:  # the mask must hide the padding
-        given |= {"mask": Mask.lengths(before + count)}
-    if images is not None:
-        given |= {"images": images}
-    hidden, cache = model.apply({"params": params}, tokens, positions, **given, method=CausalLM.hidden)
-    last = jnp.take_along_axis(hidden, count[:, None, None] - 1, axis=1)
-    logits = model.apply({"params": params}, last, method=CausalLM.head)[:, 0]
-    return logits, set_cache_length(cache, before + count)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Out:
-    """Tokens of one piece; entries from `count` on are undefined, but for an end token at `count`."""
-
-    tokens: Leaf
-    """(MOST_STEPS,)"""
-    log_probabilities: Leaf
-    """(MOST_STEPS,)"""
-    steps: Leaf
-    """(), number of tokens that were read into the cache, an end token included"""
-    count: Leaf
-    """(), number of tokens without an end token"""
-    ended: Leaf
-    """(), whether an end token was generated"""
-    failed_at: Leaf
-    """(), position with non-finite logits, or -1"""
+        mask = Mask.lengths(before + count)
+    hidden, cache = read_tokens(model, params, tokens, set_cache_length(cache, before), mask, images)
+    return last_logits(model, params, hidden, count), set_cache_length(cache, before + count)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="state")
@@ -327,38 +302,17 @@ def _advance(
     ends: Int[Array, " E"],
     limit: Int[Array, ""],
     allowed: Leaf | None = None,
-) -> tuple[_Row, _Out]:
+) -> tuple[_Row, DecodeResult]:
     """Generate at most `limit` tokens, and read each of them into the cache; with `allowed`, only tokens with a bit."""
-
-    def unfinished(carry):
-        _, out = carry
-        return (out.steps < limit) & ~out.ended & (out.failed_at < 0)
+    stepper = Stepper(model, params, sampler(choice), ends, limit)
 
     def advance(carry):
-        row, out = carry
-        positions = cache_length(row.cache)
-        logits = row.logits if allowed is None else only_allowed(row.logits, allowed)
-        token = choose(logits, jax.vmap(jax.random.fold_in)(keys, positions), choice, row.history)
-        failed, ended = token[0] < 0, (token[0] == ends).any()
-        running = ~failed & ~ended
-        grown = _Out(
-            tokens=out.tokens.at[out.steps].set(token[0]),
-            log_probabilities=out.log_probabilities.at[out.steps].set(log_probabilities(row.logits, token)[0]),
-            steps=out.steps + 1,
-            count=out.count + running,
-            ended=ended,
-            failed_at=jnp.where(failed, positions[0], -1),
-        )
-        history = None if row.history is None else row.history.add(token, running[None])
-        logits, cache = decode_step(model, params, jnp.maximum(token, 0), row.cache, None)
-        return _Row(logits, cache, history), grown
+        slots, logits = carry
+        possible = logits if allowed is None else only_allowed(logits, allowed)
+        slots = stepper.sample(slots, possible, cache_length(slots.cache), scored=logits)
+        logits, cache = decode_step(model, params, jnp.maximum(slots.tokens, 0), slots.cache, None)
+        return dataclasses.replace(slots, cache=cache), logits
 
-    blank = _Out(
-        tokens=jnp.zeros((MOST_STEPS,), jnp.int32),
-        log_probabilities=jnp.zeros((MOST_STEPS,), jnp.float32),
-        steps=jnp.int32(0),
-        count=jnp.int32(0),
-        ended=jnp.bool_(False),
-        failed_at=jnp.int32(-1),
-    )
-    return jax.lax.while_loop(unfinished, advance, (state, blank))
+    slots = Slots.started(keys, state.cache, DecodeResult.blank(1, MOST_STEPS, scored=True), state.history)
+    slots, logits = jax.lax.while_loop(lambda carry: carry[0].unfinished(), advance, (slots, state.logits))
+    return _Row(logits, slots.cache, slots.history), slots.result

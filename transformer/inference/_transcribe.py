@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._checks import ConfigError, nearest
+from transformer.generate._loop import DecodeResult
 from transformer.generate._prompts import decoding_model
-from transformer.generate._speech import SpeechRules, WindowResult, decode_window, start_window
+from transformer.generate._speech import SpeechRules, decode_window, start_window
 from transformer.inference._ctc import recognize, waveform_features
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._transcript import Segment, TimedWord, Transcript, clipped
@@ -296,7 +297,7 @@ class Transcriber:
                     timestamps=timestamps,
                 )
             )
-            best = self._judge(result, temperature, no_speech)
+            best = self._judge(*result, temperature, no_speech)
             if best.silent or not best.fails:
                 break
         return Window(language=language, best=best, cache=cache, prompt=prompt[0].tolist())
@@ -319,15 +320,17 @@ class Transcriber:
         edges = token_edges(weights, self.median) if weights.shape[-1] else np.zeros(weights.shape[1] + 1, int)
         return np.pad(edges, (0, len(window.best.tokens) + 1 - len(edges)), mode="edge")
 
-    def _judge(self, result: WindowResult, temperature: float, no_speech: float) -> Decoded:
+    def _judge(
+        self, result: DecodeResult, log_probability: np.ndarray, temperature: float, no_speech: float
+    ) -> Decoded:
         """Compare the result of one temperature with the thresholds."""
-        if not result.finite:
+        if result.failed.any():
             raise ValueError(
                 f"the logits of {self.opened.directory} are not finite, so no token can be chosen. Check that the "
                 f"weights are complete, or load them as float32."
             )
         tokens = result.tokens[0, : result.counts[0]].tolist()
-        average = float(result.log_probability[0]) / max(len(tokens) + bool(result.ended[0]), 1)
+        average = float(log_probability[0]) / max(len(tokens) + bool(result.ended[0]), 1)
         options, text = self.options, self._text(tokens).strip().encode()
         ratio = len(text) / len(zlib.compress(text))
         unlikely = options.min_log_probability is not None and average < options.min_log_probability

@@ -394,10 +394,10 @@ class Engine:
         started = time.perf_counter()
         out = self._call_advance(steps, bool(self._queue), masks)
         now = time.perf_counter()
-        if out.steps:
-            each = max((now - started) / int(out.steps), 1e-6)
+        if count := int(out.steps.max()):
+            each = max((now - started) / count, 1e-6)
             self._steps = max(1, min(MOST_STEPS, round(SECONDS / each), 2 * self._steps))
-            self.metrics.steps += int(out.steps)
+            self.metrics.steps += count
             self.metrics.proposed_tokens += int(out.proposed.sum())
             self.metrics.accepted_tokens += int(out.accepted.sum())
         for slot in list(self._active):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 from transformer.generate._layers import copy_decoding_params, unstacked_model
 from transformer.generate._lookup import PromptLookup
 from transformer.generate._pages import PageAllocator
-from transformer.generate._row_proposals import NO_PROPOSER, Proposer
+from transformer.generate._penalties import History
 from transformer.generate._row_steps import Steps, advance
 from transformer.generate._rows import (
     MOST_ENDS,
@@ -26,7 +27,7 @@ from transformer.generate._rows import (
     read_widths,
     start_row,
 )
-from transformer.generate._speculative import Draft
+from transformer.generate._speculative import Draft, Proposer
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.serve._lockstep import PING, STOP, Lockstep
 from transformer.serve._placement import Placement
@@ -136,7 +137,7 @@ class Slots:
         positions: maximum number of tokens of a slot.
         num_pages: P, number of pages of the pool.
         suppressed: (S,), ids that are never generated.
-        draft: a draft model that `decoding_model` has prepared, or a lookup; None: nothing proposes tokens.
+        draft: a draft model or a lookup; None: nothing proposes tokens.
         mesh: devices over which parameters and pages are sharded; None: the default device.
 
     Raises:
@@ -158,13 +159,11 @@ class Slots:
         self._placement = Placement(model, mesh)
         self._lockstep = Lockstep(self._placement.is_shared)
         self._model, self._params = self._unstacked(model, params)
-        self._proposer, self._draft_params = NO_PROPOSER, None
+        self._proposer, self._draft_params = Proposer.of(draft), None
         self._text_size = positions if isinstance(draft, PromptLookup) else None
-        if isinstance(draft, PromptLookup):
-            self._proposer = Proposer(draft, int(draft.tokens))
-        elif draft is not None:
-            small, self._draft_params = self._unstacked(draft.model, draft.params)
-            self._proposer = Proposer(small, int(draft.tokens))
+        if isinstance(draft, Draft):
+            small, self._draft_params = self._unstacked(self._proposer.draft, draft.params)
+            self._proposer = dataclasses.replace(self._proposer, source=small)
         kept = {"draft": self._proposer.draft, "text_size": self._text_size}
         with self._placement.context():
             self._rows = blank_rows(self._model, slots, num_pages, PAGE_SIZE, **kept)
@@ -197,14 +196,14 @@ class Slots:
         self._call("start", {"slot": np.int32(slot)} | {f"row_{i}": leaf for i, leaf in enumerate(leaves)})
 
     def advance(
-        self, keep: np.ndarray, known: Mapping[int, list[int]], masks: RowMasks, steps: int, until_free: bool
+        self, keep: np.ndarray, known: Mapping[int, list[int]], masks: RowMasks | None, steps: int, until_free: bool
     ) -> Steps:
         """Make at most `steps` steps, each of which generates 1 to `width` tokens per slot.
 
         Args:
             keep: (R,), slots that continue.
             known: the next tokens of slots that are computed again.
-            masks: the allowed tokens.
+            masks: the allowed tokens; None: all.
             steps: maximum number of steps.
             until_free: return as soon as a text has ended.
         """
@@ -213,7 +212,7 @@ class Slots:
             given["known"] = np.full((self._slots, MOST_STEPS), -1, np.int32)
             for slot, tokens in known.items():
                 given["known"][slot, : len(tokens)] = tokens[:MOST_STEPS]
-        if masks.constrained.any():
+        if masks is not None and masks.constrained.any():
             given |= {"constrained": masks.constrained, "allowed": masks.allowed}
         return jax.device_get(self._call("advance", given))
 
@@ -275,11 +274,11 @@ class Slots:
         in_prompt[np.asarray(request.prompt)] = True
         return NewRow(
             left=np.int32(request.max_tokens),
-            seed=np.uint32(request.seed),
+            keys=np.uint32(request.seed),
             ends=np.array([*request.ends, *[-1] * (MOST_ENDS - len(request.ends))], np.int32),
             sampling=RowSampling.of(request.sampling, vocab_size, top=request.top > 0),
-            in_prompt=in_prompt,
-            length=np.int32(len(request.prompt)),
+            history=History(in_prompt, np.int32(0)),
+            lengths=np.int32(len(request.prompt)),
             proposes=np.bool_(request.constraint is None),  # a constraint allows what is known for one token only
             text=None if self._text_size is None else _padded(request.prompt, self._text_size),
         )

@@ -17,8 +17,8 @@ from transformer.config._checks import ConfigError
 from transformer.data._dataset import Batch, Dataset
 from transformer.data.kinds._prompts import PromptDataset
 from transformer.generate._decoding import Batch as Rows
-from transformer.generate._decoding import DecodeResult, decode
 from transformer.generate._generation import check_finite
+from transformer.generate._loop import DecodeResult, decode
 from transformer.generate._prompts import bucket, decoding_model
 from transformer.generate._sampling import SamplerParams, Sampling
 from transformer.nn._sharding import place_batch

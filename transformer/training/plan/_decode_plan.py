@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from transformer.config._checks import ConfigError
-from transformer.generate._decoding import Batch, decode
+from transformer.generate._decoding import Batch
+from transformer.generate._loop import decode
 from transformer.generate._prompts import decoding_model
 from transformer.generate._sampling import SamplerParams, Sampling
 from transformer.nn._sharding import (
