@@ -39,7 +39,7 @@ def started_engine(parts, positions, warm=False, **options):
     made.start()
     yield made
     made.close()
-    assert made._pages.num_free == made.pages
+    assert made._device.pages.num_free == made.pages
 
 
 def answers(engine, requests):
@@ -64,13 +64,13 @@ def prompts(count, seed=0, longest=70):
 
 def slow_down(monkeypatch, engine, seconds=0.05):
     """Let every decoding call of an engine take at least `seconds`, and generate one token."""
-    advance = engine._call_advance
+    advance = engine._scheduler.call_advance
 
     def slowly(steps, *rest):
         time.sleep(seconds)
         return advance(1, *rest)
 
-    monkeypatch.setattr(engine, "_call_advance", slowly)
+    monkeypatch.setattr(engine._scheduler, "call_advance", slowly)
 
 
 def scripted_service(tokenizer, texts, chat=None):

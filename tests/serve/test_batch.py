@@ -176,7 +176,7 @@ def test_longest_first(service, tmp_path, monkeypatch):
 
 def test_a_failure_ends_the_run_without_an_answer(model, tmp_path, monkeypatch):
     made = make_service(open_model(model), slots=1, max_tokens=32, api_key=None, local_only=True)
-    monkeypatch.setattr(made.engine, "_read_part", lambda: 1 / 0)
+    monkeypatch.setattr(made.engine._scheduler, "_read_part", lambda: 1 / 0)
     made.start()
     requests, _ = read(write_lines(tmp_path / "requests.jsonl", [line("a", prompt="a"), line("b", prompt="b")]))
     answers = []

@@ -16,7 +16,7 @@ from transformer.config._checks import ConfigError
 from transformer.generate import Sampling, generate
 from transformer.generate._rows import MOST_STEPS
 from transformer.serve import Engine, EngineClosedError, QueueFullError, Request, _metrics
-from transformer.serve import _engine as module
+from transformer.serve import _scheduler as module
 from transformer.serve._engine import _check_sizes
 from transformer.serve._lockstep import PING
 from transformer.serve._metrics import Metrics
@@ -175,7 +175,7 @@ def test_prompts_of_at_most_one_chunk_are_read_between_steps(parts):
 
 def test_a_call_fills_its_output(parts, monkeypatch):
     """The number of steps per call doubles, as long as a call is quick, to the size of its output."""
-    monkeypatch.setattr("transformer.serve._engine.SECONDS", 1e9)
+    monkeypatch.setattr("transformer.serve._scheduler.SECONDS", 1e9)
     with started_engine(parts, POSITIONS) as engine:
         advance, made = engine._device.advance, []
         engine._device.advance = lambda *given: (made.append(advance(*given)), made[-1])[1]
@@ -252,13 +252,13 @@ def test_a_prompt_that_is_preempted_keeps_what_was_read(parts):
     """The calls of the engine's thread, one by one: the second time, its pages are found as those of a prefix."""
     engine = Engine(*parts, slots=3, positions=POSITIONS)
     engine.submit([Request(prompt=[5 + i % 9 for i in range(90)], max_tokens=4)], lambda number, delta: None)
-    engine._take_next()
-    engine._read_part()
-    assert engine._reading.done == 64  # one chunk
-    engine._preempt_youngest()
+    engine._scheduler.take_next()
+    engine._scheduler._read_part()
+    assert engine._scheduler.reading.done == 64  # one chunk
+    engine._scheduler._preempt_youngest()
     assert (engine.metrics.preemptions, engine.running, engine.waiting) == (1, 0, 1)
-    engine._take_next()
-    assert engine._reading.done == engine.metrics.shared_tokens == 64
+    engine._scheduler.take_next()
+    assert engine._scheduler.reading.done == engine.metrics.shared_tokens == 64
 
 
 def test_a_full_queue_refuses(parts):
@@ -278,7 +278,7 @@ def test_a_full_queue_refuses(parts):
 
 def test_a_failure_answers_all_requests(parts, monkeypatch, capsys):
     engine = Engine(*parts, slots=1, positions=32)
-    monkeypatch.setattr(engine, "_read_part", lambda: 1 / 0)
+    monkeypatch.setattr(engine._scheduler, "_read_part", lambda: 1 / 0)
     events = queue.Queue()
     engine.submit([Request(prompt=[5], max_tokens=2)] * 2, lambda number, delta: events.put((number, delta.finish)))
     engine.start()

@@ -58,14 +58,13 @@ class Client:
     def turn(self):
         """Make one turn of the engine's thread."""
         with self.engine._changed:
-            self.engine._take_next()
-        self.engine._read_parts()
-        if self.engine._active:
-            self.engine._generate()
+            self.engine._scheduler.take_next()
+        self.engine._scheduler.read_parts()
+        self.engine._scheduler.generate()
 
     def finished(self):
         for _ in range(2000):
-            if not self.engine._has_work():
+            if not self.engine._scheduler.has_work:
                 return self
             self.turn()
         raise AssertionError("the engine makes no progress")
@@ -110,22 +109,22 @@ def test_each_text_is_that_of_its_request_alone(make, seed):
         set(),
     )
     waiting = list(requests)
-    while waiting or engine._has_work():
+    while waiting or engine._scheduler.has_work:
         if waiting and draw.random() < 0.4:
             group = [waiting.pop(0) for _ in range(min(len(waiting), draw.randint(1, 4)))]
             client.submit(*map(fresh, group))
         if draw.random() < 0.15 and (ongoing := [i for i in range(len(client.tickets)) if i not in client.finish]):
-            reading = engine._reading and client.tickets.index(engine._reading.ticket)
+            reading = engine._scheduler.reading and client.tickets.index(engine._scheduler.reading.ticket)
             number = draw.choice(ongoing) if reading is None or draw.random() < 0.2 else reading
             left.add(number)
             states.add("reading" if number == reading else "waiting" if not client.tokens[number] else "generating")
             client.tickets[number].cancel()
         client.turn()
-        held = sum(len(pages) for pages in engine._pages._pages)
-        assert engine._pages.num_free >= engine.pages - held
+        held = sum(len(pages) for pages in engine._device.pages._pages)
+        assert engine._device.pages.num_free >= engine.pages - held
     assert states == {"reading", "waiting", "generating"}
     assert min(engine.metrics.preemptions, engine.metrics.shared_tokens, engine.metrics.recomputed_tokens) > 0
-    assert engine._pages.num_free == engine.pages
+    assert engine._device.pages.num_free == engine.pages
     assert engine.metrics.generated_tokens == sum(map(len, client.tokens.values()))
     for number, request in enumerate(requests):
         text, tokens, finish = alone(make, request)
@@ -163,13 +162,13 @@ def test_a_prompt_that_is_left_while_it_is_read_returns_its_pages(make):
     client = Client(engine)
     client.submit(*(Request(prompt=[5 + number] * (POSITIONS - 4), max_tokens=4) for number in range(2)))
     client.turn()
-    assert engine._reading is not None
-    assert engine._pages.num_free < engine.pages
+    assert engine._scheduler.reading is not None
+    assert engine._device.pages.num_free < engine.pages
     client.tickets[0].cancel()
     client.turn()
     assert client.finish == {0: "cancelled"}
     assert client.finished().finish[1] == "length"
-    assert engine._pages.num_free == engine.pages
+    assert engine._device.pages.num_free == engine.pages
 
 
 def test_the_queue_holds_its_size_besides_free_slots(make):
@@ -183,7 +182,7 @@ def test_the_queue_holds_its_size_besides_free_slots(make):
     with pytest.raises(QueueFullError):
         client.submit(*[long] * 5)
     client.submit(*[long] * 4)
-    while len(engine._active) < 2:
+    while len(engine._scheduler.active) < 2:
         client.turn()
     assert (engine.running, engine.waiting) == (2, 3)
     with pytest.raises(QueueFullError, match="queue holds 3"):
@@ -216,7 +215,7 @@ def test_a_preempted_text_comes_before_those_that_wait(make):
     client.submit(Request(prompt=[9] * 4, max_tokens=2))
     while not engine.metrics.preemptions:
         client.turn()
-    assert [ticket.number for ticket in engine._queue] == [2, 3]
+    assert [ticket.number for ticket in engine._scheduler.queue] == [2, 3]
     assert next(iter(client.finished().finish)) == 0
 
 
@@ -239,12 +238,12 @@ def test_a_preempted_text_can_be_left_or_stopped(make):
         assert client.finish == {0: "length", 1: "cancelled" if leaves else "stop"}
         expected = whole[: whole.index(stop)]
         assert expected.startswith(client.texts[1]) if leaves else client.texts[1] == expected
-        assert engine._pages.num_free == engine.pages
+        assert engine._device.pages.num_free == engine.pages
 
 
 def test_tokens_after_a_stop_string_are_not_delivered(make, monkeypatch):
     """A call computes up to 16 tokens, of which those after the stop string are neither delivered nor counted."""
-    monkeypatch.setattr("transformer.serve._engine.SECONDS", 1e9)
+    monkeypatch.setattr("transformer.serve._scheduler.SECONDS", 1e9)
     request = Request(prompt=[9] * 5, max_tokens=64, top=1)
     whole, tokens, _ = alone(make, request)
     stop = whole[40:44]

@@ -110,7 +110,7 @@ def test_texts_do_not_depend_on_arrivals_pages_and_cancellations(roomy, tight, p
 
 def test_all_pages_are_free_at_the_end(tight):
     answers(tight, [Request(prompt=[5 + i], max_tokens=60, seed=i) for i in range(5)])
-    assert tight._pages.num_free == tight.pages == POSITIONS // PAGE_SIZE + 2
+    assert tight._device.pages.num_free == tight.pages == POSITIONS // PAGE_SIZE + 2
     assert tight.metrics.recomputed_tokens > 0
     text = tight.metrics.text(running=0, waiting=0, slots=4, pages=tight.pages)
     assert "transformer_pages 12\n" in text

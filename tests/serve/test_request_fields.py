@@ -77,7 +77,7 @@ def test_recommended_sampling_ends_and_suppressed_tokens(call, service):
     )
     assert set(request.eos_ids) >= {2, 299}
     assert service.suppress == (7, 8)
-    assert service.engine._masks._suppressed.tolist() == [7, 8]
+    assert service.engine._scheduler._suppressed.tolist() == [7, 8]
     assert service.engine._device.suppressed.tolist() == [7, 8]
 
 

@@ -96,6 +96,13 @@ class Ticket:
         """Next tokens to compute that were generated before a preemption."""
         return self.tokens[self.computed :]
 
+    def send(self, delta: Delta) -> None:
+        """Pass a part of the answer to the client; if it has disconnected, cancel the request."""
+        try:
+            self.deliver(delta)
+        except RuntimeError:  # the event loop of the client is closed
+            self.cancel()
+
     def cancel(self) -> None:
         """End the answer. Its slot becomes free before the next decoding step."""
         self._cancelled.set()
