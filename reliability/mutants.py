@@ -45,7 +45,10 @@ REASONS = "reliability/surviving_mutants.json"
 ROOMS = {
     "nn": ["transformer/nn"],
     "generate": ["transformer/generate"],
-    "training": [f"transformer/training/{name}.py" for name in ("_losses", "_step", "_preference", "_policy_gradient")],
+    "training": [
+        "transformer/training/_step.py",
+        *(f"transformer/training/tasks/{name}.py" for name in ("_losses", "_preference", "_policy_gradient")),
+    ],
     "chat": ["transformer/chat"],
     "serve": ["transformer/serve"],
     "weights": ["transformer/zoo/weights"],
