@@ -1,8 +1,8 @@
 """Serialize frozen dataclasses to JSON and back. An unknown or mistyped field is an error.
 
 Every dataclass becomes a JSON object with its tag under the key `class` (a Python keyword, so never a field): the class
-attribute `kind` if there is one, otherwise the class name. Decoding follows the type hints; a missing field takes its
-default, so that a file lacks no field that was added after it was written.
+attribute `kind` if there is one, otherwise the class name. Decoding follows the type hints. A missing field takes its
+default, so older files stay readable after a class gets another field.
 """
 
 from __future__ import annotations
