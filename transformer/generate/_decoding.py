@@ -49,13 +49,10 @@ def prefill(
         The logits (B, V) after the last token of each prompt, and the KV cache with the prompts.
     """
     cache = new_cache(model, prompts.tokens.shape[0], cache_slots, paged=paged)
-    if prompts.images is None:
-        mask = Mask.lengths(prompts.lengths) if model.config.reads_lengths else None
-        hidden, cache = _hidden(model, params, source, prompts.tokens, cache, source, mask=mask)
-    else:
-        # Tokens can attend to later ones of their prompt, so the mask must hide the padding.
-        given = {"mask": Mask.lengths(prompts.lengths), "cache": cache, "images": prompts.images}
-        hidden, cache = model.apply({"params": params}, prompts.tokens, **given, method=type(model).hidden)
+    # Tokens of an image can attend to later ones of their prompt, so the mask must hide the padding.
+    masked = prompts.images is not None or model.config.reads_lengths
+    mask = Mask.lengths(prompts.lengths) if masked else None
+    hidden, cache = _hidden(model, params, source, prompts.tokens, cache, source, mask=mask, images=prompts.images)
     # The cache also holds keys of the padding. A length that excludes them hides them, and later tokens overwrite them.
     return last_logits(model, params, hidden, prompts.lengths), set_cache_length(cache, prompts.lengths)
 
@@ -138,8 +135,7 @@ def read_tokens(
     if model.config.position == "learned":
         positions = cache_length(cache)[:, None] + jnp.arange(tokens.shape[1])[None, :]
         positions = jnp.minimum(positions, model.config.max_length - 1)  # NaN past the table
-    given = {"cache": cache, "mask": mask} | ({} if images is None else {"images": images})
-    return model.apply({"params": params}, tokens, positions, **given, method=CausalLM.hidden)
+    return _hidden(model, params, None, tokens, cache, None, positions, mask, images)
 
 
 def decode_chunk(model: CausalLM, params: Any, tokens: Tokens, cache: Any) -> tuple[Float[Array, "B T V"], Any]:
@@ -158,8 +154,10 @@ def with_unstacked_layers(model: CausalLM | Seq2Seq, params: Any, cache: Any) ->
     return unstacked_model(model), decoding_params(model, params), unstack_layers(model, cache)
 
 
-def _hidden(model, params, new_source, tokens: Tokens, cache, source, positions=None, mask=None):
+def _hidden(model, params, new_source, tokens: Tokens, cache, source, positions=None, mask=None, images=None):
     variables, given = {"params": params}, {"positions": positions, "mask": mask, "cache": cache}
+    if images is not None:
+        given["images"] = images
     if isinstance(model, CausalLM):
         return model.apply(variables, tokens, **given, method=CausalLM.hidden)
     return model.apply(

@@ -17,8 +17,17 @@ import jax.numpy as jnp
 from transformer.generate._decoding import decode_chunk, decode_step
 from transformer.generate._lookup import looked_up
 from transformer.generate._loop import DecodeResult
-from transformer.generate._row_pages import pools_of, row_cache
-from transformer.generate._rows import MOST_STEPS, MOST_TOP, RowMasks, Rows, choose_in_rows, stored, whole
+from transformer.generate._rows import (
+    MOST_STEPS,
+    MOST_TOP,
+    RowMasks,
+    Rows,
+    choose_in_rows,
+    pools_of,
+    row_cache,
+    stored,
+    whole,
+)
 from transformer.generate._speculative import NO_PROPOSER, Proposer
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
 from transformer.nn.models._causal_lm import CausalLM

@@ -26,9 +26,9 @@ from transformer.generate._constraints import WORD, only_allowed
 from transformer.generate._decoding import last_logits, read_tokens
 from transformer.generate._generation import row_keys
 from transformer.generate._penalties import History, Penalties, penalized
-from transformer.generate._row_pages import blank_pools, pools_of, row_cache
 from transformer.generate._sampling import SamplerParams, Sampling, choose
-from transformer.nn._axes import Array, Bool, Float, Int, Leaf, PRNGKey
+from transformer.nn._axes import Array, Bool, Float, Int, Leaf, Lengths, PRNGKey
+from transformer.nn._paged import PagedKVCache, paged_cache
 from transformer.nn._partitioning import constrain, has_mesh
 from transformer.nn.models._causal_lm import CausalLM
 
@@ -148,6 +148,46 @@ def read_widths(positions: int) -> tuple[int, ...]:
     return tuple(1 << n for n in range(4, CHUNK.bit_length()) if 1 << n <= positions)
 
 
+def row_cache(
+    model: CausalLM,
+    pools: list[Leaf],
+    table: Int[Array, "B M"],
+    lengths: Lengths,
+    counts: Lengths,
+    text_lengths: Lengths | None = None,
+) -> Any:
+    """Return the cache of B rows for the next call of the model.
+
+    Args:
+        model: a `CausalLM` with unstacked layers.
+        pools: (P, Q, C, W) each, in the order of `pools_of`.
+        table: (B, M), pages of each row.
+        lengths: (B,), number of tokens of each row in its pages.
+        counts: (B,), how many of the tokens of the call belong to each row; the others are not stored.
+        text_lengths: (B,), number of tokens of the texts of which the call reads a part, for rotary scaling that
+            depends on it; None: the texts end with the tokens of the call.
+    """
+    rows, pages = table.shape
+    shapes = jax.eval_shape(lambda: paged_cache(model, rows=rows, pages_per_row=pages, num_pages=1, page_size=1))
+    left = iter(pools)
+
+    def filled(node):
+        given = {"pages": next(left), "page_table": table, "length": lengths, "chunk_length": counts}
+        given |= {"text_length": text_lengths}
+        return dataclasses.replace(node, **given) if _is_paged(node) else node
+
+    return jax.tree.map(filled, shapes, is_leaf=_is_paged)
+
+
+def pools_of(cache: Any) -> list[Leaf]:
+    """Return the pools of pages of all layers, (P, Q, C, W) each, of a paged cache, a tree."""
+    return [node.pages for node in jax.tree.leaves(cache, is_leaf=_is_paged) if _is_paged(node)]
+
+
+def _is_paged(node: Any) -> bool:
+    return isinstance(node, PagedKVCache)
+
+
 @functools.partial(jax.jit, static_argnames=("model", "slots", "num_pages", "page_size", "draft", "text_size"))
 def blank_rows(
     model: CausalLM,
@@ -168,6 +208,10 @@ def blank_rows(
         draft: a draft model with unstacked layers, which gets pools of the same size.
         text_size: S, number of tokens of a row that are kept for lookups; None: none.
     """
+
+    def blank_pools(model: CausalLM) -> list[Leaf]:
+        return pools_of(paged_cache(model, rows=1, pages_per_row=1, num_pages=num_pages, page_size=page_size))
+
     vocab_size = model.config.vocab_size
     one = RowSampling.of(Sampling(temperature=0.0), vocab_size, top=False)
     rows = Rows(
@@ -179,10 +223,10 @@ def blank_rows(
         sampling=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots,)), one),
         history=History(jnp.zeros((slots, vocab_size), bool), jnp.zeros((slots, vocab_size), jnp.int32)),
         lengths=jnp.zeros((slots,), jnp.int32),
-        pools=blank_pools(model, num_pages, page_size),
+        pools=blank_pools(model),
         proposes=jnp.zeros((slots,), bool),
         text=None if text_size is None else jnp.zeros((slots, text_size), jnp.int32),
-        draft_pools=[] if draft is None else blank_pools(draft, num_pages, page_size),
+        draft_pools=[] if draft is None else blank_pools(draft),
     )
     return stored(rows)
 
