@@ -78,7 +78,7 @@ class ChatTemplate:
             self._refuse(f"must be a text, got {self.source!r:.80}")
         if len(self.source) > MAX_CHARACTERS:
             self._refuse(f"has {len(self.source):,} characters; expected at most {MAX_CHARACTERS:,}")
-        self._rendered(None)
+        self._answers([], None)
 
     def render(
         self,
@@ -166,7 +166,6 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: as `render`.
         """
-        values = {**dict(self.special_tokens), **values}
         if not continue_final_message:
             return self._rendered(values, now)
         messages, final = _tagged(values["messages"])
@@ -178,24 +177,48 @@ class ChatTemplate:
         # If the template trimmed the tag, it also trims the spaces at the end of a message.
         return Rendered(kept if found.text[end : end + len(_TAG)] == _TAG else kept.rstrip())
 
-    def _rendered(self, values: Mapping[str, Any] | None, now: datetime | None = None) -> Rendered:
-        """Return the rendered variables; with None, only parse the template."""
+    def run_each(
+        self, several: Sequence[Mapping[str, Any]], now: datetime | None = None
+    ) -> list[Rendered | ChatTemplateError]:
+        """Render checked variables several times, which costs less than one by one; a failure is its error.
+
+        Raises:
+            ChatTemplateError: the template takes too long.
+        """
+        answers = self._answers([{**dict(self.special_tokens), **values} for values in several], now)
+        return [
+            self._error(one)
+            if "error" in one
+            else Rendered(one["text"], tuple((start, end) for start, end in one["generated"]))
+            for one in answers
+        ]
+
+    def _rendered(self, values: Mapping[str, Any], now: datetime | None) -> Rendered:
+        (found,) = self.run_each([values], now)
+        if isinstance(found, ChatTemplateError):
+            raise found
+        return found
+
+    def _answers(self, several: Sequence[Mapping[str, Any]], now: datetime | None) -> list[dict[str, Any]]:
+        """Return the answers of `_template_worker.py` to variables; without variables, only parse the template."""
         _check_jinja()
         try:
-            answer = _renderers().ask((self.source, values, now or datetime.now()))
+            answers = _renderers().ask((self.source, several, now or datetime.now()))
         except LimitExceededError as error:
-            answer = {"kind": "stopped", "error": f"was stopped, because it needs more than {error}"}
-        if "error" in answer:
-            remedy = "Change the messages" if answer["kind"] == "refused" else "Correct it"
-            self._refuse(answer["error"], remedy, _StoppedError if answer["kind"] == "stopped" else ChatTemplateError)
-        return Rendered(answer["text"], tuple((start, end) for start, end in answer["generated"]))
+            answers = [{"kind": "stopped", "error": f"was stopped, because it needs more than {error}"}]
+        if len(answers) != len(several):
+            raise self._error(answers[0])
+        return answers
 
-    def _refuse(
-        self, what: str, remedy: str = "Correct it", kind: type[ChatTemplateError] = ChatTemplateError
-    ) -> NoReturn:
-        raise kind(
-            f"{self.name}: the chat template {what}. {remedy}, or use another template ({self.option})."
-        ) from None
+    def _error(self, answer: Mapping[str, str]) -> ChatTemplateError:
+        remedy = "Change the messages" if answer["kind"] == "refused" else "Correct it"
+        kind = _StoppedError if answer["kind"] == "stopped" else ChatTemplateError
+        return kind(
+            f"{self.name}: the chat template {answer['error']}. {remedy}, or use another template ({self.option})."
+        )
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise self._error({"kind": "failed", "error": what})
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal, NoReturn
 
@@ -57,37 +57,44 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return {"text": "".join(blocks), "generated": self.generated}
 
 
-def prepare(_: None) -> Callable[[tuple[str, Mapping[str, Any] | None, datetime | None]], dict[str, Any]]:
-    """Return a function that renders a template: (source, variables, time) to an answer; no variables: only parse it.
+def prepare(_: None) -> Callable[[tuple[str, Sequence[Mapping[str, Any]], datetime]], list[dict[str, Any]]]:
+    """Return a function that renders a template: (source, the variables of each rendering, time) to the answers.
 
-    The answer has a text and the places of generated parts, or an error of the kind "refused", "stopped" or "failed".
+    An answer has a text and the places of generated parts, or an error of the kind "refused", "stopped" or "failed".
+    Of a template that does not parse, the only answer is an error.
     """
     environment = _Environment()
     parsed = functools.lru_cache(maxsize=16)(environment.from_string)
     parsed("{{ 1 }}")  # what every template needs does not count
 
-    def render(message: tuple[str, Mapping[str, Any] | None, datetime | None]) -> dict[str, Any]:
-        source, values, now = message
+    def render(message: tuple[str, Sequence[Mapping[str, Any]], datetime]) -> list[dict[str, Any]]:
+        source, several, now = message
         try:
             template = parsed(source)
         except (RecursionError, MemoryError):
             why = "its blocks or expressions are nested too deeply, or its constants need too much memory"
-            return _error("failed", f"does not parse: {why}")
+            return [_error("failed", f"does not parse: {why}")]
         except Exception as error:  # also errors of Python's compiler, and of constants that Jinja computes
             where = _in_line(getattr(error, "lineno", None))
-            return _error("failed", f"does not parse{where}: {_line(error) or type(error).__name__}")
-        try:
-            return environment.render(template, values, now) if values is not None else {"text": "", "generated": []}
-        except _Refused as error:
-            return _error("refused", f"refuses the messages: {_line(error)}")
-        except RecursionError:
-            return _error("stopped", "was stopped, because its calls are nested too deeply")
-        except MemoryError:  # ends the process
-            raise
-        except Exception as error:  # templates call methods of any value, which can raise anything
-            return _error("failed", f"fails{_in_line(_line_number(error))}: {type(error).__name__}, {_line(error)}")
+            return [_error("failed", f"does not parse{where}: {_line(error) or type(error).__name__}")]
+        return [_rendered(environment, template, values, now) for values in several]
 
     return render
+
+
+def _rendered(
+    environment: _Environment, template: jinja2.Template, values: Mapping[str, Any], now: datetime
+) -> dict[str, Any]:
+    try:
+        return environment.render(template, values, now)
+    except _Refused as error:
+        return _error("refused", f"refuses the messages: {_line(error)}")
+    except RecursionError:
+        return _error("stopped", "was stopped, because its calls are nested too deeply")
+    except MemoryError:  # ends the process
+        raise
+    except Exception as error:  # templates call methods of any value, which can raise anything
+        return _error("failed", f"fails{_in_line(_line_number(error))}: {type(error).__name__}, {_line(error)}")
 
 
 def _error(kind: Literal["refused", "stopped", "failed"], text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformer.data._records import Record, parsed
 
 if TYPE_CHECKING:
     from transformer.chat._markers import ChatEncoder, Encoded
-    from transformer.chat._template import ChatTemplate
+    from transformer.chat._template import ChatTemplate, ChatTemplateError, Rendered
     from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 
 TrainOn = Literal["assistant", "last", "everything"]
@@ -168,14 +168,17 @@ def _spans(
         )
     chosen = [turn for turn in (turns[-1:] if train_on == "last" else turns) if turn not in without]
     if encoder.template.marks_generated and not without:
-        first = 0 if train_on == "assistant" and not given else _start(encoder, encoded, values, chosen[0], now)
-        return [(first, len(encoded.text))]
+        if train_on == "assistant" and not given:
+            return [(0, len(encoded.text))]
+        prompt, plain, _ = _renderings(encoder, values, chosen[0], now)
+        return [(_start(encoded, prompt, plain, chosen[0]), len(encoded.text))]
     spans: list[tuple[int, int]] = []
     for turn in chosen:
-        start = _start(encoder, encoded, values, turn, now)
+        prompt, plain, alone = _renderings(encoder, values, turn, now)
+        start = _start(encoded, prompt, plain, turn)
         if spans and start < spans[-1][1]:
             _refuse_changed(turn)
-        spans.append((start, _end(encoder, encoded, values, turn, start, now)))
+        spans.append((start, _end(encoder, encoded, alone, turn, start)))
     return spans
 
 
@@ -199,18 +202,29 @@ def _without_training(messages: Sequence[Mapping[str, Any]], train_on: TrainOn) 
     return {number for number, weight in weights.items() if weight == 0}
 
 
-def _start(encoder: ChatEncoder, encoded: Encoded, values: Mapping[str, Any], turn: int, now: datetime) -> int:
-    """Return where the text of a message begins: where the prompt for it ends."""
-    from transformer.chat._template import ChatTemplateError
+def _renderings(
+    encoder: ChatEncoder, values: Mapping[str, Any], turn: int, now: datetime
+) -> list[Rendered | ChatTemplateError]:
+    """Render the messages before a turn, with and without the prompt for it, and those up to it."""
+    before, upto = values["messages"][:turn], values["messages"][: turn + 1]
+    given = [{"messages": before, "add_generation_prompt": asked} for asked in (True, False)]
+    return encoder.template.run_each([{**values, **one} for one in (*given, {"messages": upto})], now)
 
-    before = values["messages"][:turn]
+
+def _text(rendered: Rendered | ChatTemplateError) -> str:
+    if isinstance(rendered, Exception):
+        raise rendered
+    return rendered.text
+
+
+def _start(
+    encoded: Encoded, with_prompt: Rendered | ChatTemplateError, without: Rendered | ChatTemplateError, turn: int
+) -> int:
+    """Return where the text of a message begins: where the prompt for it ends."""
     try:
-        prompt, plain = (
-            encoder.template.run({**values, "messages": before, "add_generation_prompt": asked}, now=now).text
-            for asked in (True, False)
-        )
-    except ChatTemplateError:
-        if before:
+        prompt, plain = _text(with_prompt), _text(without)
+    except ValueError:
+        if turn:
             raise
         return 0  # many templates can't render an empty conversation
     # A template may begin the message with more than the prompt, such as <think>.
@@ -223,13 +237,11 @@ def _start(encoder: ChatEncoder, encoded: Encoded, values: Mapping[str, Any], tu
     return start
 
 
-def _end(
-    encoder: ChatEncoder, encoded: Encoded, values: Mapping[str, Any], turn: int, start: int, now: datetime
-) -> int:
+def _end(encoder: ChatEncoder, encoded: Encoded, rendered: Rendered | ChatTemplateError, turn: int, start: int) -> int:
     """Return where the text of a message ends, including the marker after it, without line feeds after that."""
     tokens = list(zip(encoded.offsets, encoded.ids, strict=True))
     found = [end for (offset, end), i in tokens if offset >= start and i in encoder.ends][:1]
-    alone = encoder.template.run({**values, "messages": values["messages"][: turn + 1]}, now=now).text
+    alone = _text(rendered)
     stripped = alone.rstrip()
     if marker := encoder.last_marker(stripped):
         # Another marker may follow the message here: some templates end the last message with its own one.
