@@ -7,7 +7,7 @@ Needs libtpu (`pip install "libtpu>=0.0.51"`) and no TPU: nothing runs on a devi
 training step of the task `sft` (conversations packed into rows of a fixed length) is compiled, which takes 1 to 2
 minutes on two cores. Parameters are float32 unless the method quantizes the frozen ones, computation is bfloat16, the
 optimizer is AdamW, and layers are recomputed in the backward pass (remat `full`). The last line is a JSON object.
-`plan RECIPE --largest-batch` searches for the largest batch of one recipe.
+`plan batch RECIPE` searches for the largest batch of one recipe.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def main() -> None:
 
 
 def _command(case: Case) -> str:
-    return " ".join(["plan", case.recipe, "--topology", case.topology, *case.options])
+    return " ".join(["plan", "train", case.recipe, "--topology", case.topology, *case.options])
 
 
 def _row(name: str, step: Step, fields: Sequence[str]) -> str:

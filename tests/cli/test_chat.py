@@ -1,4 +1,4 @@
-"""The commands `chat` and `generate --chat`, `--stream` and others that generate text in pieces."""
+"""The commands `chat`, `answer` and `generate`, with options that generate text in pieces."""
 
 import io
 import json
@@ -156,9 +156,10 @@ def test_a_terminal_continues_after_an_error(model, monkeypatch, capsys):
         (("chat", "MODEL", "--repetition-penalty", "0"), "--repetition-penalty must be a number from 0.001 to 1000"),
         (("chat", "MODEL", "--switch", "x"), "--switch must be NAME=VALUE, such as enable_thinking=false, got 'x'"),
         (("chat", "MODEL", "--template", "no-such-file"), "no-such-file"),
-        (("generate", "MODEL", "--prompt", "x", "--system", "y"), "--system needs --chat"),
+        (("generate", "MODEL", "--prompt", "x", "--system", "y"), "generate has no option --system"),
         (("generate", "MODEL", "--prompt", "x", "--stream", "--json"), "--stream and --json can't be used together"),
-        (("generate", "MODEL", "--prompt", "x", "--log-probabilities"), "--log-probabilities needs --json"),
+        (("answer", "MODEL", "--prompt", "x", "--stream", "--log-probabilities"), "--stream and --log-probabilities"),
+        (("answer", "MODEL", "--prompt", "x", "--slots", "1"), "answer has no option --slots"),
         (("generate", "MODEL", "--prompt", "x", "--samples", "0"), "--samples must be at least 1, got 0"),
         (("generate", "MODEL", "--prompt", "x", "--stop", ""), "--stop must be a text of at least one character"),
         (("generate", "MODEL", "--prompt", "x", "--stream", "--slots", "1"), "--slots and --stream can't be used"),
@@ -174,15 +175,15 @@ def test_invalid_options_are_refused_with_one_line(words, message, model, capsys
 def test_a_refusal_of_the_template_names_its_file(model, tmp_path, capsys):
     file = tmp_path / "my.jinja"
     file.write_text("{{ raise_exception('no system message, please') }}")
-    assert main(["generate", str(model), "--chat", "--prompt", "x", "--template", str(file)]) == 2
+    assert main(["answer", str(model), "--prompt", "x", "--template", str(file)]) == 2
     assert f"{file}: the chat template refuses the messages: no system message, please" in capsys.readouterr().err
 
 
 class TestGenerate:
-    """Options of `generate`."""
+    """Options of `generate` and `answer`."""
 
-    def call(self, model, capsys, *words):
-        assert main(["generate", str(model), "--max-new-tokens", "9", *words]) == 0
+    def call(self, model, capsys, *words, command="generate"):
+        assert main([command, str(model), "--max-new-tokens", "9", *words]) == 0
         return capsys.readouterr().out
 
     def test_a_stream_is_the_text(self, model, capsys):
@@ -192,16 +193,16 @@ class TestGenerate:
     def test_one_turn(self, model, capsys, chat):
         messages = [{"role": "system", "content": "Be brief"}, user("Hello")]
         expected = chat.reply(messages, max_new_tokens=9, sampling=Sampling(temperature=0.0, presence_penalty=1.0))
-        words = ("--chat", "--system", "Be brief", "--prompt", "Hello", "--presence-penalty", "1")
-        assert self.call(model, capsys, *words) == f"{expected.text}\n"
-        assert self.call(model, capsys, *words, "--stream") == f"{expected.text}\n"
+        words = ("--system", "Be brief", "--prompt", "Hello", "--presence-penalty", "1")
+        assert self.call(model, capsys, *words, command="answer") == f"{expected.text}\n"
+        assert self.call(model, capsys, *words, "--stream", command="answer") == f"{expected.text}\n"
 
     def test_samples_and_log_probabilities(self, model, capsys):
-        words = ("--prompt", "Hello", "--samples", "2", "--json", "--seed", "4")
+        words = ("--prompt", "Hello", "--samples", "2", "--seed", "4")
         results = json.loads(self.call(model, capsys, *words, "--log-probabilities"))["results"]
         assert [len(one["tokens"]) == len(one["log_probabilities"]) for one in results] == [True, True]
         assert results[0]["output"] != results[1]["output"]
-        again = json.loads(self.call(model, capsys, *words))["results"]
+        again = json.loads(self.call(model, capsys, *words, "--json"))["results"]
         assert [one["output"] for one in again] == [one["output"] for one in results]
         assert "tokens" not in again[0]
 

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from transformer.__main__ import VERBS, main
+from transformer.__main__ import COMMANDS, main
 from transformer.config._recipe_files import recipe_files
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -34,8 +34,10 @@ def completed(script, *words):
     return run.stdout.split()
 
 
-def test_bash_completes_verbs_options_and_recipes(script):
-    assert set(completed(script, "transformer-zoo", "")) >= set(VERBS)
+def test_bash_completes_commands_options_and_recipes(script):
+    assert set(completed(script, "transformer-zoo", "")) >= {name.split()[0] for name in COMMANDS}
+    assert completed(script, "transformer-zoo", "inspect", "i") == ["image"]
+    assert completed(script, "transformer-zoo", "inspect", "chat", "--sw") == ["--switch"]
     assert completed(script, "transformer-zoo", "ser") == ["serve"]
     assert completed(script, "transformer-zoo", "generate", "DIR", "--max-n") == ["--max-new-tokens"]
     assert completed(script, "transformer-zoo", "train", "shakespeare_c") == ["shakespeare_cpu"]
@@ -45,9 +47,9 @@ def test_bash_completes_verbs_options_and_recipes(script):
     assert completed(script, "transformer-zoo", "generate", "some") == [], "bash completes files"
 
 
-def test_every_verb_has_options(script):
-    for verb in VERBS:
-        assert "--help" in completed(script, "transformer-zoo", verb, "--h"), verb
+def test_every_command_has_options(script):
+    for name in COMMANDS:
+        assert "--help" in completed(script, "transformer-zoo", *name.split(), "--h"), name
 
 
 @pytest.mark.parametrize("words", [["fish"], []])

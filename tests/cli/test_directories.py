@@ -46,10 +46,10 @@ def test_a_checkpoint_instead_of_its_run(error, tmp_path, name, step):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "verb"), [("classifier", "Classifier", "classify"), ("encoder", "Embedder", "embed")]
+    ("name", "kind", "command"), [("classifier", "Classifier", "classify text"), ("encoder", "Embedder", "embed text")]
 )
-def test_a_model_that_generates_nothing_points_to_the_verb_for_it(models, error, name, kind, verb):
+def test_a_model_that_generates_nothing_points_to_the_command_for_it(models, error, name, kind, command):
     message = error("generate", models[name], "--prompt", "the cat")
     assert f"{models[name]} contains a model of type {kind}. Use " in message
-    assert "this verb needs a causal model or an encoder-decoder for text; " in message
-    assert f" {verb} {models[name]} --text ..." in message
+    assert "this command needs a causal model or an encoder-decoder for text; " in message
+    assert f" {command} {models[name]} --text ..." in message

@@ -12,7 +12,7 @@ OPTIONS = {
     "train --init": ["train", "number_words", "--init", ""],
     "average --to": ["average", "run", "--to", ""],
     "report --output": ["report", "run", "--output", ""],
-    "inspect --html": ["inspect", "run", "--prompt", "a", "--html="],
+    "inspect --html": ["inspect", "text", "run", "--prompt", "a", "--html="],
 }
 
 

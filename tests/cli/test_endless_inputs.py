@@ -56,27 +56,27 @@ class Stdin:
 
 
 @pytest.mark.parametrize(
-    ("verb", "model", "message", "most"),
+    ("command", "model", "message", "most"),
     [
         ("translate", "translator", "line 1 of stdin has more than", MOST_LINE_BYTES),
         ("chat", "writer", "line 1 of stdin has more than", MOST_LINE_BYTES),
         ("generate", "writer", "stdin has more than", _texts.MOST_STDIN),
-        ("embed", "encoder", "stdin has more than", _texts.MOST_STDIN),
+        ("embed text", "encoder", "stdin has more than", _texts.MOST_STDIN),
         ("score", "writer", "stdin has more than", _texts.MOST_STDIN),
     ],
 )
-def test_stdin_without_an_end_is_one_line(directories, monkeypatch, capsys, verb, model, message, most):
+def test_stdin_without_an_end_is_one_line(directories, monkeypatch, capsys, command, model, message, most):
     zeros = Zeros()
     monkeypatch.setattr("sys.stdin", Stdin(zeros))
-    if verb == "chat":
+    if command == "chat":
         monkeypatch.setattr("transformer.cli._chat.open_chat", lambda *args, **kwargs: None)
         from transformer.cli._chat import _lines
 
         with pytest.raises(ValueError, match=message):
             next(_lines())
     else:
-        text = ["--text", "-"] if verb in ("embed", "score") else []
-        assert main([verb, str(directories[model]), *text]) == 2
+        text = ["--text", "-"] if command in ("embed text", "score") else []
+        assert main([*command.split(), str(directories[model]), *text]) == 2
         errors = capsys.readouterr().err.splitlines()
         assert message in errors[-1]
         assert sum("error" in line for line in errors) == 1

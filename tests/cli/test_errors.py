@@ -11,7 +11,7 @@ import pytest
 from flax.errors import ScopeParamShapeError
 
 from transformer import __main__ as program
-from transformer.cli._errors import run_command
+from transformer.cli._errors import run_program
 from transformer.cli._train import _remove_temporary, _workdir
 from transformer.config import ConfigError
 from transformer.training.workdir._lock import WorkdirInUseError
@@ -24,7 +24,7 @@ class TestRunCommand:
         def command():
             raise error
 
-        code = run_command(command, debug)
+        code = run_program(command, debug)
         out, err = capsys.readouterr()
         assert out == ""
         return code, err
@@ -108,7 +108,7 @@ class TestRunCommand:
 
     @pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (143, 143)])
     def test_what_a_command_returns_is_the_exit_code(self, returned, code, capsys):
-        assert run_command(lambda: returned, False) == code
+        assert run_program(lambda: returned, False) == code
         assert capsys.readouterr() == ("", "")
 
     def test_a_warning_is_one_line(self, capsys):
@@ -116,7 +116,7 @@ class TestRunCommand:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             shown = warnings.showwarning
-            assert run_command(lambda: warnings.warn("step 3 is\nbroken", stacklevel=1), False) == 0
+            assert run_program(lambda: warnings.warn("step 3 is\nbroken", stacklevel=1), False) == 0
             assert warnings.showwarning is shown
         assert capsys.readouterr().err == "warning: step 3 is broken\n"
         assert warnings.showwarning is before
@@ -126,12 +126,12 @@ class TestRunCommand:
         os.close(reader)
         with open(writer, "w") as stdout:
             monkeypatch.setattr(sys, "stdout", stdout)
-            assert run_command(lambda: print("text"), False) == 141
+            assert run_program(lambda: print("text"), False) == 141
         assert capsys.readouterr().err == ""
 
     def test_help_goes_through(self):
         with pytest.raises(SystemExit):
-            run_command(lambda: sys.exit(0), False)
+            run_program(lambda: sys.exit(0), False)
 
 
 def test_the_main_program_leaves_a_run_of_several_processes_with_its_exit_code(monkeypatch):

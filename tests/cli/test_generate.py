@@ -61,7 +61,7 @@ def test_slots_and_a_draft_change_no_text(written, runs, plain, words):
 
 
 @pytest.mark.default_cases(1)
-@pytest.mark.parametrize("words", [("--int8",), ("--int4", "--group-size", "64")])
+@pytest.mark.parametrize("words", [("--quantize", "int8"), ("--quantize", "int4", "--group-size", "64")])
 @pytest.mark.programs(70, reason="the report of quantized weights is computed outside of jit")
 def test_reports_what_few_bits_save(written, words):
     _, printed = written(*words)
@@ -117,7 +117,6 @@ def test_a_text_appears_on_a_terminal_while_it_is_generated(words, appears, runs
         (("--lookup", "0"), "--lookup must be at least 1, got 0"),
         (("--lookup", "2", "--draft", "x"), "--draft and --lookup can't be used together. Remove one of them"),
         (("--lookup", "2", "--stream"), "--lookup and --stream can't be used together. Remove one of them"),
-        (("--no-parse-special", "--chat"), "--no-parse-special can't be used with --chat"),
         (("--no-parse-special", "--image", "x"), "--no-parse-special can't be used with --image"),
         (("--draft", "x", "--slots", "2"), "--slots and --draft can't be used together. Remove one of them"),
     ],

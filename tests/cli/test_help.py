@@ -6,7 +6,8 @@ import re
 import pytest
 
 from transformer.__main__ import main
-from transformer.cli._help import SHOWN, field_docs
+from transformer.cli._help import described, field_docs
+from transformer.cli._recipe_help import SHOWN
 from transformer.config._recipe_files import recipe_files
 from transformer.training._overrides import load_recipe_file
 from transformer.training._serial import flatten
@@ -21,7 +22,7 @@ def help_of(capsys, *words):
 
 def options(text):
     """Return the options of recipe fields that a help text describes."""
-    return re.findall(r"^[│ ]+--((?:\w[\w-]*\.)+[\w-]+) ", text, re.MULTILINE)
+    return re.findall(r"^ +--((?:\w[\w-]*\.)+[\w-]+) ", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["number_words", "shakespeare_cpu", "etth1", "shapes_clip", "llama_1b"])
@@ -39,9 +40,10 @@ def test_help_shows_the_main_options_with_the_recipe_s_defaults(name, capsys):
     values = flatten(recipe)
     assert f"--help-all lists all {len(values)} fields" in text
     for option in shown:
-        described = text.rpartition(f"  --{option} ")[2].partition("\n  --")[0]
+        shown_text = " ".join(text.rpartition(f"  --{option} ")[2].partition("\n  --")[0].split())
         value = values.get(option.replace("-", "_"), "off")
-        assert f"(default: {value})" in " ".join(described.split())
+        assert "None|" not in shown_text
+        assert (f"(default: {value})" in shown_text) == (value is not None)
 
 
 def test_help_shows_the_values_of_the_command_line(capsys):
@@ -70,3 +72,17 @@ def test_a_field_of_a_base_class_has_its_docstring():
     docs = field_docs(type(recipe.data))
     assert set(docs) >= {field.name for field in dataclasses.fields(recipe.data)}
     assert docs["batch_size"] == "windows per step, over all devices and processes"
+
+
+@pytest.mark.parametrize(
+    ("doc", "value", "expected"),
+    [
+        ("beam size; None: 4", None, ("beam size", "4")),
+        ("beam size;\nNone: 4", 2, ("beam size; None: 4", "2")),
+        ("a file", None, ("a file", "none")),
+        ("files", (), ("files", "none")),
+        ("sizes", (2, 3), ("sizes", "2 3")),
+    ],
+)
+def test_the_default_of_none_is_what_the_docstring_says(doc, value, expected):
+    assert described(doc, value) == expected

@@ -46,8 +46,8 @@ def test_chat_begins_with_images(model, capsys, monkeypatch):
     assert main(["chat", str(model), *pictures(model, 1), *short]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["message"], second["message"]) == ("is it?", "B?")
-    once = ["--prompt", "is it?", "--chat"]
-    assert main(["generate", str(model), *pictures(model, 1), *once, *short]) == 0
+    once = ["--prompt", "is it?"]
+    assert main(["answer", str(model), *pictures(model, 1), *once, *short]) == 0
     assert json.loads(capsys.readouterr().out)["results"][0]["output"] == first["output"]
 
 

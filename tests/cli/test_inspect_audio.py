@@ -1,4 +1,4 @@
-"""Tests of `inspect --audio`: pictures and page of the attention of words over time, and errors."""
+"""Tests of `inspect audio`: pictures and page of the attention of words over time, and errors."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.programs(28, reason="scores of a window and attention are read outside of jit")
 def test_a_picture_for_the_alignment_heads_and_for_each_layer(model, tmp_path, capsys):
-    words = ["inspect", str(model), "--audio", str(model / "a.wav"), "--output", str(tmp_path), "--json"]
+    words = ["inspect", "audio", str(model), str(model / "a.wav"), "--output", str(tmp_path), "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     names = [name.rpartition("/")[2] for name in found["paths"]]
@@ -43,7 +43,7 @@ def test_a_picture_for_the_alignment_heads_and_for_each_layer(model, tmp_path, c
 @pytest.mark.programs(28, reason="scores of a window and attention are read outside of jit")
 def test_the_page_has_the_words_and_the_weights(model, tmp_path, capsys):
     page = tmp_path / "a.html"
-    assert main(["inspect", str(model), "--audio", str(model / "a.wav"), "--html", str(page)]) == 0
+    assert main(["inspect", "audio", str(model), str(model / "a.wav"), "--html", str(page)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(page)
     data = data_of(page.read_text())
     (group,) = data["panels"][0]["groups"]
@@ -79,18 +79,18 @@ def test_the_weights_of_a_word_are_the_mean_over_the_queries_that_predict_it(mod
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--audio", "none.wav"], "no file none.wav"),
-        (["--audio", "{model}/a.wav", "--prompt", "a"], "--prompt can't be combined with --audio"),
-        (["--audio", "{model}/a.wav", "--image", "a.png"], "--image can't be combined with --audio"),
-        (["--audio", "{model}/a.wav", "--html", "a.png"], "--html must name the HTML file to write"),
+        (["none.wav"], "no file none.wav"),
+        (["{model}/a.wav", "--prompt", "a"], "inspect audio has no option --prompt"),
+        ([], "AUDIO is missing"),
+        (["{model}/a.wav", "--html", "a.png"], "--html must name the HTML file to write"),
         (
-            ["--audio", "{model}/long.wav"],
+            ["{model}/long.wav"],
             "must have at most 1 seconds, one window of the model, got 1.2",
         ),
     ],
 )
 def test_mistakes_are_one_line(model, capsys, words, message):
-    assert main(["inspect", str(model), *[word.format(model=model) for word in words]]) == 2
+    assert main(["inspect", "audio", str(model), *[word.format(model=model) for word in words]]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
@@ -98,5 +98,5 @@ def test_mistakes_are_one_line(model, capsys, words, message):
 
 def test_a_model_with_ctc_has_no_cross_attention(model, tmp_path, capsys):
     path = speech_parts.write_ctc(tmp_path)
-    assert main(["inspect", str(path), "--audio", str(model / "a.wav")]) == 2
+    assert main(["inspect", "audio", str(path), str(model / "a.wav")]) == 2
     assert "which has no cross-attention" in capsys.readouterr().err

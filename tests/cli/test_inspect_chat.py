@@ -1,4 +1,4 @@
-"""Tests of `inspect --chat`: the page of a conversation and its answer, a base model beside it, and errors."""
+"""Tests of `inspect chat`: the page of a conversation and its answer, a base model beside it, and errors."""
 
 import dataclasses
 import json
@@ -27,10 +27,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def call(capsys):
-    """Run `inspect --chat` with a message; return exit code, stdout and stderr."""
+    """Run `inspect chat` with a message; return exit code, stdout and stderr."""
 
     def run(directory, *words):
-        code = main(["inspect", str(directory), "--prompt", MESSAGE, *words])
+        code = main(["inspect", "chat", str(directory), "--prompt", MESSAGE, *words])
         return code, *capsys.readouterr()
 
     return run
@@ -40,7 +40,7 @@ def call(capsys):
 def test_the_page_shows_the_conversation_and_the_answer(model, call, tmp_path):
     """The tokens are those that `Chat` reads and generates; the answer begins after the generation prompt."""
     page = tmp_path / "page.html"
-    words = ("--chat", "--system", "Be brief", "--max-new-tokens", "5", "--html", str(page))
+    words = ("--system", "Be brief", "--max-new-tokens", "5", "--html", str(page))
     code, out, err = call(model, *words, "--json")
     assert (code, err) == (0, "")
     opened = open_model(model)
@@ -67,7 +67,7 @@ def test_a_base_model_without_a_template_is_shown_beside_it(model, call, tmp_pat
     del settings["chat_template"]
     (base / "tokenizer_config.json").write_text(json.dumps(settings))
     (base / "integrity.json").unlink(missing_ok=True)
-    words = ("--chat", "--max-new-tokens", "3", "--html", str(page), "--compare")
+    words = ("--max-new-tokens", "3", "--html", str(page), "--compare")
     assert call(model, *words, str(base))[0] == 0
     data = data_of(page.read_text())
     assert [one["name"] for one in data["panels"]] == [str(model), str(base)]
@@ -75,7 +75,7 @@ def test_a_base_model_without_a_template_is_shown_beside_it(model, call, tmp_pat
     code, _, err = call(model, *words, str(other))
     assert (code, err.count("\n")) == (2, 1)
     assert "--compare needs a model with the same tokenizer" in err
-    code, _, err = call(base, "--chat", "--html", str(tmp_path / "new.html"))
+    code, _, err = call(base, "--html", str(tmp_path / "new.html"))
     assert (code, err.count("\n")) == (2, 1)
     assert f"{base} has no chat template" in err
     template = tmp_path / "my.jinja"
@@ -90,19 +90,16 @@ def test_a_base_model_without_a_template_is_shown_beside_it(model, call, tmp_pat
         "--output",
         str(tmp_path / "maps"),
     )
-    assert call(base, "--chat", *words, "--json")[0] == 0
+    assert call(base, *words, "--json")[0] == 0
     assert len(list((tmp_path / "maps").glob("*.png"))) == 2, "one picture per layer"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--system", "x"), "--system needs --chat. Pass --chat, or remove --system."),
-        (("--template", "x"), "--template needs --chat"),
-        (("--switch", "x=1"), "--switch needs --chat"),
-        (("--chat", "--switch", "x"), "--switch must be NAME=VALUE"),
-        (("--chat", "--target", "x"), "--target and --chat can't be used together"),
-        (("--chat", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1, got 0."),
+        (("--switch", "x"), "--switch must be NAME=VALUE"),
+        (("--target", "x"), "inspect chat has no option --target"),
+        (("--max-new-tokens", "0"), "--max-new-tokens must be at least 1, got 0."),
     ],
 )
 def test_invalid_options_are_refused_before_the_model_is_loaded(words, message, call):
@@ -115,7 +112,7 @@ def test_other_models_are_refused(model, call, monkeypatch):
     opened = open_model(model)
     classifier = dataclasses.replace(opened, model=Classifier(opened.model.config))
     monkeypatch.setattr(ModelCommand, "load", lambda self: classifier)
-    code, _, err = call(model, "--chat")
+    code, _, err = call(model)
     assert (code, err.count("\n")) == (2, 1)
     assert "a conversation needs a causal model; " in err
     assert "contains a model of type Classifier. Pass the directory of a model trained for conversations." in err

@@ -1,4 +1,4 @@
-"""Tests of `inspect --image`: pictures of the attention to patches for every family of images, and errors."""
+"""Tests of `inspect image`: pictures of the attention to patches for every family of images, and errors."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def written(directory, family):
 @pytest.mark.programs(10, reason="the package computes single operations outside of jit")
 def test_every_layer_the_rollout_and_the_pooling_are_drawn(tmp_path, capsys, family):
     path, config = written(tmp_path, family)
-    assert main(["inspect", str(path), "--image", str(path / "a.png"), "--json"]) == 0
+    assert main(["inspect", "image", str(path), str(path / "a.png"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     names = [name.rpartition("/")[2] for name in found["paths"]]
     layers = [f"image_layer{number + 1}.png" for number in range(config.num_layers)]
@@ -65,7 +65,7 @@ def test_every_layer_the_rollout_and_the_pooling_are_drawn(tmp_path, capsys, fam
 @pytest.mark.programs(10, reason="the package computes single operations outside of jit")
 def test_the_page_has_every_layer_and_query(tmp_path, capsys, family):
     path, config = written(tmp_path, family)
-    assert main(["inspect", str(path), "--image", str(path / "a.png"), "--html", str(tmp_path / "a.html")]) == 0
+    assert main(["inspect", "image", str(path), str(path / "a.png"), "--html", str(tmp_path / "a.html")]) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "a.html")]
     data = data_of((tmp_path / "a.html").read_text())
     assert (len(data["layers"]), len(data["rollout"])) == (config.num_layers, config.num_layers)
@@ -92,7 +92,7 @@ def test_the_command_does_not_replace_a_picture_of_the_user(tmp_path, capsys):
     path, _ = written(tmp_path / "model", "vit")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "image_layer1.png").write_text("mine")
-    words = ["inspect", str(path), "--image", str(path / "a.png"), "--output", str(tmp_path / "out")]
+    words = ["inspect", "image", str(path), str(path / "a.png"), "--output", str(tmp_path / "out")]
     assert main(words) == 2
     assert "this program did not write it" in capsys.readouterr().err
     assert main([*words[:3], "https://example.com/a.png"]) == 2
@@ -104,20 +104,20 @@ def test_the_command_does_not_replace_a_picture_of_the_user(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "inspect needs an input. Pass --prompt TEXT, or --image FILE"),
-        (["--image", "none.png"], "image none.png not found"),
-        (["--image", "a.png", "--target", "a"], "--target is for texts and can't be combined with --image"),
-        (["--image", "a.png", "--html", "a.png"], "--html must name the HTML file to write"),
-        (["--image", "a.png", "--html", "mine.html"], "this program did not write it"),
-        (["--image", "a.png", "--sizes"], "--sizes is for texts"),
-        (["--image", "a.png", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+        ([], "IMAGE is missing: image file"),
+        (["none.png"], "image none.png not found"),
+        (["a.png", "--target", "a"], "inspect image has no option --target"),
+        (["a.png", "--html", "a.png"], "--html must name the HTML file to write"),
+        (["a.png", "--html", "mine.html"], "this program did not write it"),
+        (["a.png", "--sizes"], "inspect image has no option --sizes"),
+        (["a.png", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
     ],
 )
 def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, capsys, monkeypatch, words, message):
     picture(0).save(tmp_path / "a.png")
     (tmp_path / "mine.html").write_text("mine")
     monkeypatch.chdir(tmp_path)
-    assert main(["inspect", "nowhere", *words]) == 2
+    assert main(["inspect", "image", "nowhere", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
@@ -126,14 +126,14 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, capsys, monkey
 def test_a_model_of_text_has_no_patches(tmp_path, capsys):
     path = ours.write(tmp_path, golden_case.golden("gpt2")["lm"])
     picture(0).save(path / "a.png")
-    assert main(["inspect", str(path), "--image", str(path / "a.png")]) == 2
-    assert "needs an encoder of images, such as ViT, DINOv2, CLIP or SigLIP" in capsys.readouterr().err
+    assert main(["inspect", "image", str(path), str(path / "a.png")]) == 2
+    assert "needs a model that reads images, such as ViT, DINOv2, CLIP, SigLIP or LLaVA" in capsys.readouterr().err
 
 
 def test_an_encoder_of_images_reads_no_prompt(tmp_path, capsys):
     path, _ = written(tmp_path, "vit")
-    assert main(["inspect", str(path), "--image", str(path / "a.png"), "--prompt", "a"]) == 2
-    assert "--prompt together with --image is for vision-language models" in capsys.readouterr().err
+    assert main(["inspect", "image", str(path), str(path / "a.png"), "--prompt", "a"]) == 2
+    assert "--prompt is for vision-language models" in capsys.readouterr().err
 
 
 @pytest.mark.parity

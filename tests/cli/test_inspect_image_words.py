@@ -1,4 +1,4 @@
-"""Tests of `inspect --image --prompt`: the attention of generated words to an image."""
+"""Tests of `inspect image --prompt`: the attention of generated words to an image."""
 
 import dataclasses
 import functools
@@ -62,8 +62,8 @@ def test_pictures_and_a_page_are_written(models, tmp_path, capsys):
     folder, paths = models
     words = [
         "inspect",
+        "image",
         str(paths["gemma3"]),
-        "--image",
         str(folder / "a.png"),
         "--prompt",
         "A",
@@ -85,7 +85,7 @@ def test_pictures_and_a_page_are_written(models, tmp_path, capsys):
 
 def test_a_prompt_is_needed(models, capsys):
     folder, paths = models
-    assert main(["inspect", str(paths["llava"]), "--image", str(folder / "a.png")]) == 2
+    assert main(["inspect", "image", str(paths["llava"]), str(folder / "a.png")]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert "contains a vision-language model" in err

@@ -1,4 +1,4 @@
-"""Tests of `inspect --html`: the page of a model, generated text, comparison of two checkpoints, and errors."""
+"""Tests of `inspect text --html`: the page of a model, generated text, comparison of two checkpoints, and errors."""
 
 import functools
 import json
@@ -58,7 +58,7 @@ def inspect(capsys, tmp_path):
 
     def call(*words):
         path = tmp_path / "new" / "page.html"
-        code = main(["inspect", *words, "--html", str(path), "--json"])
+        code = main(["inspect", "text", *words, "--html", str(path), "--json"])
         out, err = capsys.readouterr()
         assert (code, err) == (0, "")
         found = json.loads(out)
@@ -70,10 +70,10 @@ def inspect(capsys, tmp_path):
 
 @pytest.fixture
 def fails(capsys):
-    """Run `inspect` with arguments that must fail with one line; return that line."""
+    """Run `inspect text` with arguments that must fail with one line; return that line."""
 
     def call(*words):
-        code = main(["inspect", *words])
+        code = main(["inspect", "text", *words])
         out, err = capsys.readouterr()
         assert (code, out, err.count("\n")) == (2, "", 1), err
         return err.removeprefix("error: ").rstrip("\n")
@@ -108,8 +108,8 @@ def test_a_prompt_and_what_the_model_writes(runs, inspect):
     assert "blockwise" in facts["Kernel"]
     assert facts["Model"].startswith("tiny, step 7: CausalLM in runs/tiny; layers: 1, heads: 2, d_model: 8, ")
     words = shlex.split(facts["Command"])
-    assert words[:6] == [*shlex.split(program("inspect")), "runs/tiny", "--prompt"]
-    assert words[6] == "ab <$>"
+    assert words[:7] == [*shlex.split(program("inspect text")), "runs/tiny", "--prompt"]
+    assert words[7] == "ab <$>"
     assert data["title"] == "Attention of tiny"
 
 
@@ -136,7 +136,7 @@ def test_two_checkpoints(runs, inspect, fails, monkeypatch, tmp_path):
     assert "no checkpoint of step 3" in fails("runs/tiny", *page, "3")
     runs["other"] = opened(CausalLM, OTHERS, directory="other")
     message = fails("runs/tiny", *page, "other")
-    assert "other splits this text into other tokens than the first model" in message
+    assert "other splits this text into different tokens" in message
     assert "Pass a model with the same tokenizer, or write one page per model." in message
     runs["pairs"] = opened(Seq2Seq, directory="pairs")
     assert "models of the same kind, got a CausalLM and a Seq2Seq" in fails("runs/tiny", *page, "pairs")
@@ -211,6 +211,4 @@ def test_what_cannot_be_shown(runs, fails, monkeypatch, tmp_path):
         )
     )
     runs["seen"] = LoadedModel(vision, {}, Path("seen"), None, None, None, run=run)
-    assert "seen contains a model of type VisionClassifier. Draw its attention maps from Python" in fails(
-        "seen", "--prompt", "a"
-    )
+    assert "seen contains a model of type VisionClassifier. Use inspect image" in fails("seen", "--prompt", "a")

@@ -14,7 +14,7 @@ def models(tmp_path_factory):
     return write_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("words", [["generate", "{}"], ["inspect", "{}", "--html", "page.html"]])
+@pytest.mark.parametrize("words", [["generate", "{}"], ["inspect", "text", "{}", "--html", "page.html"]])
 def test_a_very_long_source(models, words, monkeypatch, capsys):
     monkeypatch.setattr(generating, "MOST_SOURCE_TOKENS", 5)
     words = [word.format(models["translator"]) for word in words]
@@ -30,8 +30,7 @@ def test_very_many_sources(models, monkeypatch, capsys):
 
 def test_pictures_of_very_many_weights(models, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("transformer.viz._attention_page.MOST_WEIGHTS", 10)
-    assert (
-        main(["inspect", str(models["writer"]), "--prompt", "the cat sat on", "--output", str(tmp_path / "new")]) == 2
-    )
+    words = ["--prompt", "the cat sat on", "--output", str(tmp_path / "new")]
+    assert main(["inspect", "text", str(models["writer"]), *words]) == 2
     assert re.search(r"error: .*attention weights.* at most 10\b", capsys.readouterr().err)
     assert not (tmp_path / "new").exists()

@@ -190,16 +190,16 @@ def test_each_sample_of_each_prompt_has_a_seed(written, monkeypatch):
 def test_bits_of_the_weights(written, monkeypatch, capsys):
     quantize = Recorder(("params", []))
     monkeypatch.setattr("transformer.nn._int8.quantize", quantize)
-    got = written("--int4", *words_of(group_size=64))
+    got = written(*words_of(quantize="int4", group_size=64))
     assert quantize.named == {"bits": 4, "group_size": 64}
     assert got.given[0].params == "params"
-    written("--int8")
+    written("--quantize", "int8")
     assert quantize.named["bits"] == 8
 
 
 @pytest.fixture
 def replied(model, monkeypatch):
-    """Run `chat`, or `generate --chat`, with these options; return the arguments of `Chat.stream`."""
+    """Run `chat` or `answer` with these options; return the arguments of `Chat.stream`."""
 
     class Reply:
         reply = SimpleNamespace(text="", finish="end", tokens=[], log_probabilities=[], message={})
@@ -212,7 +212,7 @@ def replied(model, monkeypatch):
         monkeypatch.setattr(Chat, "stream", lambda self, *given, **named: recorder(*given, **named))
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n")))
         with contextlib.redirect_stdout(io.StringIO()):
-            command = ["chat", str(model)] if chat else ["generate", str(model), "--chat", "--prompt", "Hello"]
+            command = ["chat", str(model)] if chat else ["answer", str(model), "--prompt", "Hello"]
             assert main([*command, *words]) == 0
         return recorder
 

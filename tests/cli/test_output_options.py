@@ -37,7 +37,7 @@ def refused(path):
 @pytest.mark.programs(26, reason="masks and maps of attention are computed outside of jit")
 def test_a_page_replaces_a_page_and_nothing_else(writer, run, tmp_path):
     page = tmp_path / "page.html"
-    words = ("inspect", writer, "--prompt", "the cat", "--html", page)
+    words = ("inspect", "text", writer, "--prompt", "the cat", "--html", page)
     page.write_text(THEIRS)
     assert run(*words) == refused(page)
     assert page.read_text() == THEIRS
@@ -50,7 +50,7 @@ def test_a_page_replaces_a_page_and_nothing_else(writer, run, tmp_path):
 
 @pytest.mark.programs(15, reason="masks and maps of attention are computed outside of jit")
 def test_pictures_replace_pictures_and_nothing_else(writer, run, tmp_path):
-    words = ("inspect", writer, "--prompt", "the cat", "--output", tmp_path)
+    words = ("inspect", "text", writer, "--prompt", "the cat", "--output", tmp_path)
     assert run(*words) == (0, "")
     picture, *_ = sorted(tmp_path.glob("*.png"))
     assert run(*words) == (0, "")
@@ -64,9 +64,9 @@ def test_pictures_replace_pictures_and_nothing_else(writer, run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "name"),
     [
-        (("inspect", "--scale"), "scale.png"),
-        (("inspect", "--positions"), "positions.png"),
-        (("inspect", "--memory"), "memory.png"),
+        (("study", "scale"), "scale.png"),
+        (("study", "positions"), "positions.png"),
+        (("study", "memory"), "memory.png"),
         (("report", "runs/none"), "report.html"),
     ],
 )

@@ -7,9 +7,10 @@ import pkgutil
 import pytest
 
 import transformer.cli
-from transformer.__main__ import VERBS, main
-from transformer.cli._arguments import _is_positional, _path_fields, parse
-from transformer.cli._study import STUDIES
+from transformer.__main__ import COMMANDS as NAMES
+from transformer.__main__ import main
+from transformer.cli._arguments import _path_fields, parse
+from transformer.cli._help import is_positional
 
 REMOTE = "gs://bucket/x"
 OTHER_TEXTS = {
@@ -20,7 +21,7 @@ OTHER_TEXTS = {
 
 
 def commands():
-    """Yield each class of options that a verb parses, with the words of the verb."""
+    """Yield each class of options that a command parses."""
     for info in pkgutil.iter_modules(transformer.cli.__path__):
         module = importlib.import_module(f"transformer.cli.{info.name}")
         for kind in vars(module).values():
@@ -41,14 +42,14 @@ def words_with(kind, option, value):
     for field in dataclasses.fields(kind):
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if needed or field.name == option:
-            words += [] if _is_positional(field) else [f"--{field.name.replace('_', '-')}"]
+            words += [] if is_positional(field) else [f"--{field.name.replace('_', '-')}"]
             words += [value if field.name == option else "3"]
     return words
 
 
 @pytest.mark.parametrize(("kind", "option"), PATHS.values(), ids=PATHS)
 def test_each_option_with_a_path_refuses_a_scheme(kind, option):
-    is_named = r"^[A-Z]+" if _is_positional(next(one for one in _path_fields(kind) if one.name == option)) else "^--"
+    is_named = r"^[A-Z]+" if is_positional(next(one for one in _path_fields(kind) if one.name == option)) else "^--"
     with pytest.raises(ValueError, match=rf"{is_named}.* must be a local path.*got gs://bucket/x"):
         parse(kind, "verb", words_with(kind, option, REMOTE))
     assert parse(kind, "verb", words_with(kind, option, "a:b/x"))
@@ -65,9 +66,9 @@ def test_no_option_with_a_path_is_a_plain_text():
     assert not unknown
 
 
-def test_all_verbs_are_covered():
-    """Each verb parses one of these commands, except those that take a recipe; `inspect` also parses its studies."""
-    assert len(COMMANDS) >= len(set(VERBS) - {"train", "plan"}) + len(STUDIES)
+def test_all_commands_are_covered():
+    """Each command parses one of these classes, except `devices` and those that take a recipe."""
+    assert len(COMMANDS) >= len({name for name in NAMES if name.split()[0] not in ("train", "plan", "devices")})
 
 
 OF_RECIPES = {
@@ -76,8 +77,8 @@ OF_RECIPES = {
     "train --init": ["train", "number_words", "--init", REMOTE],
     "train RECIPE": ["train", REMOTE],
     "train --data.data-dir": ["train", "number_words", "--data.data-dir", REMOTE],
-    "plan RECIPE": ["plan", REMOTE, "--topology", "v5e:1x1"],
-    "plan --data.data-dir": ["plan", "number_words", "--topology", "v5e:1x1", "--data.data-dir", REMOTE],
+    "plan RECIPE": ["plan", "train", REMOTE, "--topology", "v5e:1x1"],
+    "plan --data.data-dir": ["plan", "train", "number_words", "--topology", "v5e:1x1", "--data.data-dir", REMOTE],
 }
 
 

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from transformer.__main__ import VERBS
+from transformer.__main__ import COMMANDS
 from transformer.cli import _limits as limits
 from transformer.cli import _streams as streams
-from transformer.cli._errors import run_command
+from transformer.cli._errors import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PRINT = """
 import sys
-from transformer.cli._errors import run_command
+from transformer.cli._errors import run_program
 from transformer.cli._streams import decode_argument
 def say():
     print(decode_argument(sys.argv[1]), sys.stdin.read(), end="")
     print(decode_argument(sys.argv[1]), file=sys.stderr)
-sys.exit(run_command(say, debug=False))
+sys.exit(run_program(say, debug=False))
 """
 
 
@@ -71,28 +71,28 @@ def test_a_full_stdout_is_named():
 @pytest.mark.parametrize(("columns", "expected"), [("1", "20"), ("19", "20"), ("20", "20"), ("90", "90")])
 def test_a_narrow_terminal_counts_as_20_columns(columns, expected, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)
-    assert run_command(lambda: print(os.environ["COLUMNS"]), debug=False) == 0
+    assert run_program(lambda: print(os.environ["COLUMNS"]), debug=False) == 0
     assert capsys.readouterr().out == f"{expected}\n"
 
 
 def test_no_columns_are_an_unknown_width(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "0")
-    assert run_command(lambda: print(os.environ.get("COLUMNS")), debug=False) == 0
+    assert run_program(lambda: print(os.environ.get("COLUMNS")), debug=False) == 0
     assert capsys.readouterr().out == "None\n"
 
 
-def test_help_of_every_verb_ends_in_a_narrow_terminal():
+def test_help_of_every_command_ends_in_a_narrow_terminal():
     program = f"""
 import contextlib
 from transformer.__main__ import main
-for verb in {[*VERBS]}:
+for name in {[*COMMANDS]}:
     with contextlib.suppress(SystemExit):
-        main([verb, "--help"])
+        main([*name.split(), "--help"])
 main(["train", "number_words", "--help"])
 """
     code, out, err = call(["-c", program], COLUMNS="2")
     assert (code, err) == (0, b"")
-    assert out.count(b"--debug") >= len(VERBS) - 2
+    assert out.count(b"--debug") >= len(COMMANDS) - 1
     assert b"--data." in out
 
 
@@ -116,8 +116,8 @@ def test_an_unlimited_address_space_is_enough(monkeypatch):
 
 
 def test_a_platform_that_is_missing_is_one_sentence():
-    program = "import sys, jax; from transformer.cli._errors import run_command; "
-    program += "sys.exit(run_command(lambda: jax.devices() and None, debug=False))"
+    program = "import sys, jax; from transformer.cli._errors import run_program; "
+    program += "sys.exit(run_program(lambda: jax.devices() and None, debug=False))"
     code, out, err = call(["-c", program], JAX_PLATFORMS="cuda")
     assert (code, out) == (1, b"")
     assert err.startswith(b"error: JAX found no device for JAX_PLATFORMS=cuda")

@@ -1,4 +1,4 @@
-"""Tests of `inspect --scale`, `--positions` and `--memory`: tables, JSON, plots, and error messages."""
+"""Tests of `study scale`, `positions` and `memory`: tables, JSON, plots, and error messages."""
 
 import functools
 import json
@@ -8,16 +8,15 @@ import pytest
 from matplotlib.image import imread
 
 from transformer.__main__ import main
-from transformer.cli._study import STUDIES
 from transformer.viz.studies import _memory, _padding, _positions, _scale
 
 
 @pytest.fixture
 def run(capsys):
-    """Run `inspect` with these arguments; return its exit code, stdout and stderr."""
+    """Run `study` with these arguments; return its exit code, stdout and stderr."""
 
     def call(*words):
-        code = main(["inspect", *(str(word) for word in words)])
+        code = main(["study", *(str(word) for word in words)])
         return code, *capsys.readouterr()
 
     return call
@@ -25,7 +24,7 @@ def run(capsys):
 
 @pytest.fixture
 def fails(run):
-    """Run `inspect` with arguments that must fail with one line on stderr; return that line."""
+    """Run `study` with arguments that must fail with one line on stderr; return that line."""
 
     def call(*words):
         code, out, err = run(*words)
@@ -61,17 +60,17 @@ def tables(out):
 class TestStudies:
     @pytest.mark.programs(27, reason="the study makes single measurements outside of jit")
     def test_scale(self, run, small):
-        code, out, err = run("--scale")
+        code, out, err = run("scale")
         assert (code, err) == (0, "")
         (table,) = tables(out)
         assert table[0] == ["d_k", "scale", "mean", "variance", "largest weight", "gradient"]
         assert [row[:2] for row in table[1:]] == [["4", "1"], ["4", "1/2"], ["1,024", "1"], ["1,024", "1/32"]]
-        assert out.splitlines()[-1] == "inspect-scale.png"
-        assert imread(small / "inspect-scale.png").std() > 0.05
+        assert out.splitlines()[-1] == "study-scale.png"
+        assert imread(small / "study-scale.png").std() > 0.05
 
     @pytest.mark.programs(27, reason="the study makes single measurements outside of jit")
     def test_scale_as_json(self, run, small):
-        code, out, err = run("--scale", "--json", "--output", "here/scale.png")
+        code, out, err = run("scale", "--json", "--output", "here/scale.png")
         found = json.loads(out)
         assert (code, err, found["study"], found["picture"]) == (0, "", "scale", "here/scale.png")
         assert [(row["d_k"], row["scaled"]) for row in found["rows"]] == [
@@ -81,22 +80,22 @@ class TestStudies:
             (1_024, True),
         ]
         assert (small / "here" / "scale.png").is_file()
-        assert not (small / "inspect-scale.png").exists()
+        assert not (small / "study-scale.png").exists()
 
     @pytest.mark.programs(70, reason="the study makes single measurements outside of jit")
     def test_positions(self, run, small):
-        code, out, err = run("--positions")
+        code, out, err = run("positions")
         assert (code, err) == (0, "")
         similarities, codes, repeats = tables(out)
         assert similarities[0] == ["similarity at distance", "1", "10", "100", "1,000"]
         assert {row[0] for row in similarities} >= {"sinusoidal, d_model 512", "rotary, base 500,000", "none"}
         assert ["T5, decoder", "32", "16", "113"] in codes
         assert repeats[1][:4] == ["4", "6.28", "628", "6"]
-        assert imread(small / "inspect-positions.png").std() > 0.05
+        assert imread(small / "study-positions.png").std() > 0.05
         assert out.isascii()
 
     def test_memory(self, run, small):
-        code, out, err = run("--memory", "--json")
+        code, out, err = run("memory", "--json")
         found = json.loads(out)
         assert (code, err) == (0, "")
         assert {(row["kernel"], row["length"]) for row in found["memory"]} == {
@@ -104,11 +103,11 @@ class TestStudies:
         }
         assert found["lengths"]["count"] == 300
         assert [row["strategy"] for row in found["padding"]][::3] == ["longest of all", "packing"]
-        assert imread(small / "inspect-memory.png").std() > 0.05
+        assert imread(small / "study-memory.png").std() > 0.05
 
     def test_padding_of_a_text_of_ones_own(self, run, small):
         (small / "text.txt").write_text("a b c d\n\na b\n" * 4)
-        code, out, err = run("--memory", "--lengths-of", "text.txt")
+        code, out, err = run("memory", "--lengths-of", "text.txt")
         assert (code, err) == (0, "")
         memory, padding = tables(out)
         kernels = [
@@ -124,63 +123,38 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (("--scale", "--memory"), "--scale and --memory can't be used together. Pass one of them."),
-            (("--scale", "runs/x"), "--scale does not load a model, got runs/x. Remove it, or remove --scale to draw"),
-            (("runs/x", "--memory"), "--memory does not load a model, got runs/x."),
-            (("--scale", "--prompt", "one"), "--scale does not load a model, got --prompt."),
-            (("--scale", "--step=3"), "--scale does not load a model, got --step."),
-            (("--scale", "--output=a.png", "b"), "--scale does not load a model, got b."),
-            (
-                ("--scale", "--lengths-of", "x"),
-                "--lengths-of is an option of --memory, not of --scale. Remove it, or pass --memory",
-            ),
-            (("--scale", "--outptu", "x"), "inspect --scale has no option --outptu. Did you mean '--output'?"),
-            (("--scale", "--zzzz"), "inspect --scale has no option --zzzz. --help lists all options."),
-            (("--scale", "--positions=1"), "--positions takes no value. Remove the value."),
-            (("--scale=1",), "--scale takes no value. Remove the value."),
-            (("--scal",), "inspect has no option --scal. Did you mean '--scale'?"),
-            (("--posiitons", "--json"), "inspect has no option --posiitons. Did you mean '--positions'?"),
-            (("x", "--promt", "y"), "inspect has no option --promt. Did you mean '--prompt'?"),
-            (("x", "--prompt", "--qqq"), "starts with dashes as --prompt='--qqq'"),
-            (("x", "--prompt=--scale"), "directory x not found."),
-            (("--scale", "--output"), "--output"),
-            ((), "DIR is missing"),
+            (("scale", "runs/x"), "unexpected argument: runs/x"),
+            (("scale", "--prompt", "one"), "study scale has no option --prompt"),
+            (("scale", "--lengths-of", "x"), "study scale has no option --lengths-of"),
+            (("scale", "--outptu", "x"), "study scale has no option --outptu. Did you mean '--output'?"),
+            (("scal",), "unknown command 'study scal'. Did you mean 'study scale'?"),
+            (("--scale",), "missing command after study. Use one of study scale, "),
+            (("scale", "--output"), "--output"),
         ],
     )
     def test_wrong_words(self, words, message, fails):
         assert message in fails(*words)
 
     def test_a_text_that_cannot_be_read(self, fails, small):
-        assert "no file none.txt" in fails("--memory", "--lengths-of", "none.txt")
+        assert "no file none.txt" in fails("memory", "--lengths-of", "none.txt")
         (small / "empty.txt").write_text(" \n\n")
-        assert "empty.txt is empty" in fails("--memory", "--lengths-of", "empty.txt")
+        assert "empty.txt is empty" in fails("memory", "--lengths-of", "empty.txt")
         (small / "latin.txt").write_bytes(b"caf\xe9")
-        assert "latin.txt is not UTF-8 text: byte 3" in fails("--memory", "--lengths-of", "latin.txt")
-        assert f"{small} is not a file" in fails("--memory", "--lengths-of", small)
+        assert "latin.txt is not UTF-8 text: byte 3" in fails("memory", "--lengths-of", "latin.txt")
+        assert f"{small} is not a file" in fails("memory", "--lengths-of", small)
 
     @pytest.mark.programs(27, reason="the study makes single measurements outside of jit")
     def test_a_folder_as_picture(self, fails, small):
-        assert "Pass a file" in fails("--scale", "--output", small)
+        assert "Pass a file" in fails("scale", "--output", small)
 
 
 class TestHelp:
-    def test_both_uses(self, capsys):
+    @pytest.mark.parametrize(("name", "own"), [("scale", ""), ("positions", ""), ("memory", "--lengths-of")])
+    def test_of_a_study(self, name, own, capsys):
         with pytest.raises(SystemExit) as stop:
-            main(["inspect", "--help"])
+            main(["study", name, "--help"])
         out, err = capsys.readouterr()
         assert (stop.value.code or 0, err) == (0, "")
-        assert "DIR" in out
-        assert "--prompt" in out
-        for flag, study in STUDIES.items():
-            assert any(line.split(maxsplit=1) == [flag, study.help] for line in out.splitlines())
-        assert "\x1b" not in out
-
-    @pytest.mark.parametrize(("flag", "own"), [("--scale", ""), ("--positions", ""), ("--memory", "--lengths-of")])
-    def test_of_a_study(self, flag, own, capsys):
-        with pytest.raises(SystemExit) as stop:
-            main(["inspect", flag, "--help"])
-        out, err = capsys.readouterr()
-        assert (stop.value.code or 0, err) == (0, "")
-        assert f"inspect-{flag[2:]}.png" in out
+        assert f"study-{name}.png" in out
         assert ("--lengths-of" in out) == bool(own)
         assert "DIR" not in out

@@ -50,7 +50,7 @@ def test_times_are_minutes_and_seconds():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "transcribe needs audio files, got none"),
+        ([], "FILE is missing: audio files"),
         (["missing.wav"], "no file missing.wav. Check the path."),
         (["https://x.org/a.wav"], "is a URL"),
         (["a.wav", "--language", "english"], "--language must be one of de, en, es, got 'english'"),

@@ -1,4 +1,4 @@
-"""Tests of the verb translate: one output line per input line, equal to beam search of that line alone."""
+"""Tests of the command translate: one output line per input line, equal to beam search of that line alone."""
 
 import contextlib
 import dataclasses
@@ -71,7 +71,7 @@ def weights(tmp_path_factory):
 
 @pytest.fixture
 def translate(capsys, monkeypatch):
-    """Run the verb with these bytes on stdin; return its exit code, stdout and stderr."""
+    """Run the command with these bytes on stdin; return its exit code, stdout and stderr."""
 
     def call(directory, content, *words, terminal=False):
         stdin = io.TextIOWrapper(io.BytesIO(content))

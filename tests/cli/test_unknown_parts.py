@@ -26,23 +26,23 @@ def models(tmp_path_factory):
     return write_models(tmp_path_factory.mktemp("models"))
 
 
-VERBS = {
+COMMANDS = {
     "generate": ("writer", ["--prompt", "{}", "--max-new-tokens", "1"]),
-    "inspect": ("writer", ["--prompt", "{}", "--html", "{tmp}/page.html"]),
-    "classify": ("classifier", ["--text", "{}"]),
-    "embed": ("encoder", ["--text", "{}"]),
+    "inspect text": ("writer", ["--prompt", "{}", "--html", "{tmp}/page.html"]),
+    "classify text": ("classifier", ["--text", "{}"]),
+    "embed text": ("encoder", ["--text", "{}"]),
     "score": ("writer", ["--text", "{}"]),
     "score of a source": ("translator", ["--text", KNOWN, "--source", "{}"]),
-    "inspect of a target": ("translator", ["--prompt", KNOWN, "--target", "{}", "--html", "{tmp}/page.html"]),
+    "inspect text of a target": ("translator", ["--prompt", KNOWN, "--target", "{}", "--html", "{tmp}/page.html"]),
 }
 
 
 @pytest.mark.programs(22, reason="masks and maps of attention are computed outside of jit")
-@pytest.mark.parametrize("case", VERBS)
+@pytest.mark.parametrize("case", COMMANDS)
 def test_unknown_words_are_reported_once(models, case, capsys, tmp_path):
-    name, words = VERBS[case]
-    verb = case.split()[0]
-    code = main([verb, str(models[name]), *(word.format(ODD, tmp=tmp_path) for word in words)])
+    name, words = COMMANDS[case]
+    command = case.partition(" of ")[0].split()
+    code = main([*command, str(models[name]), *(word.format(ODD, tmp=tmp_path) for word in words)])
     err = capsys.readouterr().err
     assert (code, err) == (0, WARNING)
 

@@ -192,10 +192,10 @@ def test_evaluate_and_classify(trained, capsys):
     from transformer.inference import classify, open_model
 
     folder, _ = trained
-    assert main(["evaluate", str(folder / "run"), "--json"]) == 0
+    assert main(["evaluate", "run", str(folder / "run"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["accuracy"] == read_summary(folder / "run").held_out.accuracy
-    assert main(["evaluate", str(folder / "run"), "--examples", "5"]) == 2
+    assert main(["evaluate", "run", str(folder / "run"), "--examples", "5"]) == 2
     assert "--examples, --beam-size and --alpha need a translation model" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="which reads images, not text"):
         classify(open_model(folder / "run"), ["a text"])
@@ -212,7 +212,7 @@ def test_what_was_trained_with_a_kernel_for_a_mesh_or_a_gpu_is_evaluated_without
     assert found.held_out.loss == pytest.approx(summary.held_out.loss, rel=1e-6)
     shutil.copytree(trained[0] / "run", tmp_path / "run")
     (tmp_path / "run" / "recipe.json").write_text(json.dumps(to_json(recipe)))
-    assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    assert main(["evaluate", "run", str(tmp_path / "run"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(summary.held_out.loss, rel=1e-6)
 
 

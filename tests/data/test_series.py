@@ -257,7 +257,7 @@ def test_evaluate_tells_the_errors_of_forecasts(trained, capsys):
     from transformer.__main__ import main
 
     folder, _ = trained
-    assert main(["evaluate", str(folder / "run"), "--json"]) == 0
+    assert main(["evaluate", "run", str(folder / "run"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     summary = read_summary(folder / "run")
     assert (told["split"], told["loss"]) == ("test", pytest.approx(summary.held_out.loss))

@@ -73,7 +73,7 @@ def test_on_the_command_line(directory, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("[00:00.")
     assert main(["generate", str(directory), "--prompt", "a"]) == 2
     assert "transcribe" in capsys.readouterr().err
-    assert main(["embed", str(directory), "--text", "a"]) == 2
+    assert main(["embed", "text", str(directory), "--text", "a"]) == 2
     assert "reads sound, not text" in capsys.readouterr().err
 
 

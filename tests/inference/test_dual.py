@@ -122,14 +122,14 @@ def test_long_texts_keep_their_end_token(opened):
 
 def test_commands(directory, opened, capsys):
     files = [str(directory / "0.png"), str(directory / "1.png")]
-    assert main(["embed", str(directory), "--image", *files]) == 0
+    assert main(["embed", "image", str(directory), *files]) == 0
     vectors = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     np.testing.assert_allclose(vectors, embed_images(opened, files), atol=1e-6)
-    assert main(["embed", str(directory), "--text", "a cat", "--json"]) == 0
+    assert main(["embed", "text", str(directory), "--text", "a cat", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["pooling"], report["normalize"]) == ("last", True)
     np.testing.assert_allclose(report["results"][0]["vector"], embed(opened, ["a cat"])[0], atol=1e-6)
-    assert main(["classify", str(directory), "--image", *files, "--labels", *LABELS, "--top-k", "2"]) == 0
+    assert main(["classify", "image", str(directory), *files, "--labels", *LABELS, "--top-k", "2"]) == 0
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     found = classify_with_labels(opened, files, LABELS)
     expected = [[label, f"{p:.4f}", name] for name, one in zip(files, found, strict=True) for label, p in one.top(2)]
@@ -139,15 +139,15 @@ def test_commands(directory, opened, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--image", "0.png"], "compares images with texts: pass labels (--labels)"),
-        (["--labels", "a"], "--labels are compared with images"),
-        (["--image", "0.png", "--labels", "a", "a"], "labels must be different texts"),
-        (["--text", "a"], "which is not a classifier"),
+        (["image", "0.png"], "compares images with texts: pass labels (--labels)"),
+        (["image", "--labels", "a"], "IMAGE is missing: image files"),
+        (["image", "0.png", "--labels", "a", "a"], "labels must be different texts"),
+        (["text", "--text", "a"], "which is not a classifier"),
     ],
 )
 def test_mistakes_are_one_line(directory, capsys, words, message):
     words = [str(directory / word) if word.endswith(".png") else word for word in words]
-    assert main(["classify", str(directory), *words]) == 2
+    assert main(["classify", words[0], str(directory), *words[1:]]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from transformer.cli._evaluate_run import main
+from transformer.__main__ import run_command
 from transformer.config._checks import ConfigError
 from transformer.data import TextFile, TokenizerConfig, prepare
 from transformer.inference import open_model, score_text
@@ -234,32 +234,31 @@ class TestCommand:
     def test_text(self, opened, tmp_path, capsys):
         (tmp_path / "text.txt").write_text("Hello world, é\n", encoding="utf-8")
         one = opened("bytes_with_start")
-        main([str(one.directory), "--text", str(tmp_path / "text.txt"), "--json"])
+        run_command(["evaluate", "text", str(one.directory), str(tmp_path / "text.txt"), "--json"])
         values = json.loads(capsys.readouterr().out)
         assert values["bytes"] == 16
         assert values["bits_per_byte"] == pytest.approx(score_text(one, "Hello world, é\n").bits_per_byte)
-        main([str(one.directory), "--text", str(tmp_path / "text.txt")])
+        run_command(["evaluate", "text", str(one.directory), str(tmp_path / "text.txt")])
         assert f"bits per byte {values['bits_per_byte']:.4f}" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--tasks", "a", "--text", "b"], r"--tasks.*--text"),
-            (["--limit", "3"], r"--limit.*--tasks"),
-            (["--tasks", "a", "--split", "test"], r"--split"),
-            (["--tasks", ","], r"--tasks"),
-            (["--tasks", "a", "--num-fewshot", "-1"], r"--num-fewshot.*0"),
+            (["a", "--split", "test"], r"--split"),
+            ([], r"TASK is missing"),
+            (["a", "--limit", "0"], r"--limit.*0"),
+            (["a", "--num-fewshot", "-1"], r"--num-fewshot.*0"),
         ],
     )
     def test_refused(self, arguments, message):
         with pytest.raises(ConfigError, match=message):
-            main(["nowhere", *arguments])
+            run_command(["evaluate", "tasks", "nowhere", *arguments])
 
     def test_harness_not_installed(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "lm_eval", None)
         monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
         with pytest.raises(ConfigError, match=r"'transformer-zoo\[evaluate\]'"):
-            main(["nowhere", "--tasks", "a"])
+            run_command(["evaluate", "tasks", "nowhere", "a"])
 
     @pytest.mark.slow
     def test_tasks(self, opened, tasks, tmp_path, monkeypatch, capsys):
@@ -267,16 +266,16 @@ class TestCommand:
         offline(monkeypatch, tmp_path)
         directory = str(opened("bytes_with_start").directory)
         common = ["--include-dir", str(tasks), "--num-fewshot", "1", "--limit", "3"]
-        main([directory, "--tasks", "choices, texts", "--json", *common])
+        run_command(["evaluate", "tasks", directory, "choices", "texts", "--json", *common])
         values = json.loads(capsys.readouterr().out)
         assert set(values["results"]) == {"choices", "texts"}
         assert values["n-samples"]["choices"]["effective"] == 3
-        main([directory, "--tasks", "choices,texts", *common])
+        run_command(["evaluate", "tasks", directory, "choices", "texts", *common])
         (row,) = [line for line in capsys.readouterr().out.splitlines() if "bits_per_byte" in line]
         shown = [float(cell) for cell in row.split("|") if re.fullmatch(r"\s*\d+\.\d+\s*", cell)]
         assert shown[0] == pytest.approx(values["results"]["texts"]["bits_per_byte,none"], rel=1e-2)  # rounded
         with pytest.raises(ConfigError, match=r"'choice'.*'choices'"):
-            main([directory, "--tasks", "choice", *common])
+            run_command(["evaluate", "tasks", directory, "choice", *common])
 
 
 def offline(monkeypatch, folder):

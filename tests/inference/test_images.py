@@ -53,11 +53,11 @@ def test_classes_are_the_softmax_of_the_model_s_logits(vit):
 def test_the_command_prints_the_best_classes(vit, capsys):
     files = [str(vit / "0.png"), str(vit / "1.png")]
     found = classify_images(open_model(vit), files)
-    assert main(["classify", str(vit), "--image", *files, "--top-k", "2"]) == 0
+    assert main(["classify", "image", str(vit), *files, "--top-k", "2"]) == 0
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     expected = [[label, f"{p:.4f}", name] for name, one in zip(files, found, strict=True) for label, p in one.top(2)]
     assert lines == expected
-    assert main(["classify", str(vit), "--image", files[0], "--json"]) == 0
+    assert main(["classify", "image", str(vit), files[0], "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]
     assert result["image"] == files[0]
     assert result["label"] == found[0].label
@@ -66,15 +66,15 @@ def test_the_command_prints_the_best_classes(vit, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--image", "none.png"], "image none.png not found"),
-        (["--image", "https://example.com/a.png"], "URLs are not downloaded"),
-        (["--image", "a.png", "--text", "a"], "--image and --text can't be combined"),
-        (["--text", "a"], "which reads images, not text. On the command line, pass --image"),
-        (["--top-k", "0"], "--top-k must be at least 1"),
+        (["image", "none.png"], "image none.png not found"),
+        (["image", "https://example.com/a.png"], "URLs are not downloaded"),
+        (["image", "a.png", "--text", "a"], "classify image has no option --text"),
+        (["text", "--text", "a"], "which reads images, not text. On the command line, use `classify image`"),
+        (["image", "a.png", "--top-k", "0"], "--top-k must be at least 1"),
     ],
 )
 def test_mistakes_are_one_line(vit, capsys, words, message):
-    assert main(["classify", str(vit), *words]) == 2
+    assert main(["classify", words[0], str(vit), *words[1:]]) == 2
     assert message in capsys.readouterr().err
 
 

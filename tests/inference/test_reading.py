@@ -84,12 +84,12 @@ class TestEmbed:
         np.testing.assert_array_equal(found, expected)
 
     def test_one_array_a_line(self, directories, run):
-        code, lines, err = run("embed", directories["encoder"], "--text", LONG, "--text", SHORT)
+        code, lines, err = run("embed", "text", directories["encoder"], "--text", LONG, "--text", SHORT)
         assert (code, err) == (0, "")
         vectors = [json.loads(line) for line in lines]
         np.testing.assert_allclose(vectors[1], hidden(directories["encoder"], SHORT).mean(0), atol=2e-5)
         assert len(vectors) == 2
-        code, lines, err = run("embed", directories["encoder"], "--text", SHORT, "--json")
+        code, lines, err = run("embed", "text", directories["encoder"], "--text", SHORT, "--json")
         found = json.loads("\n".join(lines))
         np.testing.assert_allclose(
             found["results"][0]["vector"], vectors[1], atol=2e-6
@@ -121,11 +121,11 @@ class TestEmbed:
 
         modules[2]["type"] = "sentence_transformers.models.Dense"
         (directory / "modules.json").write_text(json.dumps(modules))
-        code, _, err = run("embed", directory, "--text", SHORT)
+        code, _, err = run("embed", "text", directory, "--text", SHORT)
         assert code == 2
         assert "requires a module Dense" in err
         (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
-        code, _, err = run("embed", directory, "--text", SHORT)
+        code, _, err = run("embed", "text", directory, "--text", SHORT)
         assert "requires pooling by pooling_mode_max_tokens" in err
 
     @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ class TestEmbed:
             if name != file:
                 (directory / name).parent.mkdir(exist_ok=True)
                 (directory / name).write_text(json.dumps(content))
-        code, lines, err = run("embed", directory, "--text", SHORT)
+        code, lines, err = run("embed", "text", directory, "--text", SHORT)
         assert (code, lines) == (2, [])
         assert message in err
 
@@ -254,12 +254,12 @@ class TestClassify:
         expected /= expected.sum()
         np.testing.assert_allclose(list(found[1].probabilities.values()), expected, atol=1e-5)
         assert found[1].label == opened.labels[expected.argmax()]
-        code, lines, _ = run("classify", directories["classifier"], "--text", SHORT)
+        code, lines, _ = run("classify", "text", directories["classifier"], "--text", SHORT)
         assert code == 0
         assert lines == [f"{found[1].label}\t{found[1].probability:.4f}\t{SHORT}"]
 
     def test_only_classifiers_know_classes(self, directories, run):
-        code, _, err = run("classify", directories["writer"], "--text", SHORT)
+        code, _, err = run("classify", "text", directories["writer"], "--text", SHORT)
         assert code == 2
         assert "contains a model of the class CausalLM, which is not a classifier" in err
 
@@ -275,7 +275,7 @@ class TestClassify:
     )
     def test_names_and_purpose_are_those_of_classes(self, directories, run, tmp_path, changes, message):
         directory = changed(directories["classifier"], tmp_path, "config.json", changes)
-        code, lines, err = run("classify", directory, "--text", SHORT)
+        code, lines, err = run("classify", "text", directory, "--text", SHORT)
         assert (code, lines) == (2, [])
         assert message in err
 
@@ -284,7 +284,7 @@ class TestClassify:
         for part in tokenizer["post_processor"]["single"]:
             next(iter(part.values()))["type_id"] = 2
         directory = changed(directories["classifier"], tmp_path, "tokenizer.json", tokenizer)
-        code, _, err = run("classify", directory, "--text", SHORT)
+        code, _, err = run("classify", "text", directory, "--text", SHORT)
         assert code == 2
         assert "text 0 has the token type 2, but the model has only 2 types" in err
 

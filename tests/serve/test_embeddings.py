@@ -1,4 +1,4 @@
-"""Embeddings over HTTP with the client of OpenAI: the vectors of `embed`."""
+"""Embeddings over HTTP with the client of OpenAI: the vectors of `embed text`."""
 
 import base64
 import json
@@ -67,7 +67,10 @@ def test_vectors_are_those_of_embed(client, directories, capsys):
         found = client.embeddings.create(model="encoder", input=TEXTS, **format)
         assert [one.index for one in found.data] == [0, 1, 2]
         np.testing.assert_array_equal(np.float32([one.embedding for one in found.data]), wanted)
-    assert main(["embed", str(directories["encoder"]), *(word for text in TEXTS for word in ("--text", text))]) == 0
+    assert (
+        main(["embed", "text", str(directories["encoder"]), *(word for text in TEXTS for word in ("--text", text))])
+        == 0
+    )
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     np.testing.assert_allclose([one.embedding for one in found.data], printed, atol=1e-7)
 

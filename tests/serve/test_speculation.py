@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from transformer.__main__ import main
 from transformer.cli._services import make_service
-from transformer.cli._speculation import open_draft
+from transformer.cli._speculation import SpeculationOptions
 from transformer.config import ConfigError
 from transformer.generate import Draft, PromptLookup, Sampling
 from transformer.generate._row_steps import advance
@@ -186,7 +186,7 @@ def answer_without_draft(opened):
 
 def test_speculation_over_http(model, opened, answer_without_draft):
     """The options of `serve`: the model as its own draft gives the same answer, in fewer steps."""
-    found, service = answer_over_http(opened, open_draft(str(model), None, None))
+    found, service = answer_over_http(opened, SpeculationOptions(draft=str(model)).open_draft())
     assert found == answer_without_draft
     assert service.metrics.steps <= 12
     assert service.metrics.accepted_tokens > 0

@@ -70,7 +70,7 @@ def errors(node: ast.AST) -> set[str]:
 
 
 def missing_errors(member: Member) -> str:
-    """The errors that a function itself raises are documented. `main` of a verb returns an exit code instead."""
+    """The errors that a function itself raises are documented. `main` of a command returns an exit code instead."""
     if not isinstance(member.node, ast.FunctionDef) or member.name == "main":
         return ""
     silent = [error for error in sorted(errors(member.node)) if not re.search(rf"\b{error}\b", member.words)]

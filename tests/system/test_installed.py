@@ -154,7 +154,7 @@ def test_messages_name_the_command_that_was_called(installed):
 
 def test_a_missing_package_is_installed_by_an_extra(installed):
     """Without a checkout, the error message suggests to install an extra of the package."""
-    code = "import sys; sys.modules['tyro'] = None; from transformer.__main__ import main; sys.exit(main(['embed']))"
+    code = "import sys; sys.modules['tyro'] = None; from transformer.__main__ import main; sys.exit(main(['score']))"
     done = installed.run(sys.executable, "-c", code)
     assert done.returncode == 1
     assert done.stderr.endswith("Install the dependencies of this command: pip install 'transformer-zoo[train]'.\n")
@@ -171,7 +171,7 @@ def test_the_command_restarts_once_with_the_same_words(installed):
     first, second = [line.split(" ", 1) for line in done.stdout.splitlines()]
     assert first == [second[0], "['no such', '--debug'] None"]
     assert second[1] == f"['no such', '--debug'] {KEEP}"
-    assert "error: unknown verb 'no such'" in done.stderr
+    assert "error: unknown command 'no such'" in done.stderr
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ ALLOWED = {
             ("transformer/training/tasks/_rewards.py", "loader.exec_module"),
             ("transformer/training/tasks/_rewards.py", "importlib.import_module"),
         ),
-        "rewards are Python code of the user; `evaluate` runs those that a workdir names only with --trust-rewards",
+        "rewards are Python code of the user; `evaluate run` runs those that a workdir names only with --trust-rewards",
     ),
     (
         "examples/elsewhere/compare.py",

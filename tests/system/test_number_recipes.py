@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from transformer.__main__ import run_command
 from transformer.inference import open_model, start_from
 from transformer.training import exact_answer, load_recipe_file, override, train
 from transformer.viz import read_metrics
@@ -55,15 +56,13 @@ def test_conversations_follow_running_text_with_its_model_and_tokenizer(trained)
 
 @pytest.mark.slow
 def test_evaluate_prints_the_exact_match_of_the_test_answers(trained, capsys):
-    from transformer.cli._evaluate_run import main as evaluate
-
     workdir, summary = trained("number_chat")
     assert summary.split == "test"
     expected = summary.held_out.others["exact_match"]
     capsys.readouterr()
-    evaluate([str(workdir)])
+    run_command(["evaluate", "run", str(workdir)])
     assert f"exact match {100 * expected:.2f} % of the answers" in capsys.readouterr().out
-    evaluate([str(workdir), "--json"])
+    run_command(["evaluate", "run", str(workdir), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert (found["split"], found["exact_match"]) == ("test", expected)
 
@@ -79,19 +78,16 @@ def test_preferences_follow_and_report_both_models(trained):
 @pytest.mark.slow
 def test_rewards_follow_and_their_curves_are_drawn(trained, capsys):
     """Reward, KL divergence, length and entropy are in the metrics, in TensorBoard's events and in the report."""
-    from transformer.cli._evaluate_run import main as evaluate
-    from transformer.cli._report import main as report
-
     workdir, summary = trained("number_grpo")
     assert (summary.step, summary.split) == (2, "test")
     assert "eval/exact_match" in measures_of(workdir)
     names = {f"train/{name}" for name in ("reward", "kl", "completion_length", "entropy", "truncated")}
     assert names <= measures_of(workdir)
-    report([str(workdir)])
+    run_command(["report", str(workdir)])
     for name in (*names, "eval/exact_match", "eval/reward"):
         assert (workdir / "report_plots" / f"{name.partition('/')[2].replace('_', '-')}.png").exists()
     capsys.readouterr()
-    evaluate([str(workdir), "--trust-rewards", "--json"])
+    run_command(["evaluate", "run", str(workdir), "--trust-rewards", "--json"])
     assert json.loads(capsys.readouterr().out)["exact_match"] == summary.held_out.accuracy
 
 

@@ -1,7 +1,7 @@
 """Every shell block of README.md, CONTRIBUTING.md and docs/ works: bash runs each complete block.
 
 By default, the called programs are replaced by stand-ins that record their arguments. Then each of our programs parses
-these arguments with its own parser, up to the point where its work would begin. This finds wrong recipes, verbs,
+these arguments with its own parser, up to the point where its work would begin. This finds wrong recipes, commands,
 options, values, targets and quotes without training anything. A slow test actually runs the blocks in RUN; PARSED gives
 the reason why the blocks of other pages are only parsed. Every page with blocks is in one of the two tables.
 """
@@ -27,7 +27,7 @@ from shared_folders import copy_once_made
 from training_recipes import xla_flags
 
 import train
-from transformer.__main__ import VERBS
+from transformer.__main__ import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -35,7 +35,7 @@ LANGUAGES = {"bash", "console", "json", "math", "python", "text"}
 
 RUN = {
     "README.md": ("generate runs/number_words",),
-    "docs/inspect.md": ("inspect --scale",),
+    "docs/inspect.md": ("study scale",),
     "docs/tutorial.md": ("",),
 }
 """pages with blocks that are actually run: those whose first command contains one of these strings"""
@@ -198,8 +198,8 @@ def check_python(words: list[str], folder: Path, monkeypatch) -> None:
                 train.main(rest)
             case ["-m", "transformer", ("--help" | "--version")]:
                 pass
-            case ["-m", "transformer", verb, *rest]:
-                VERBS[verb].run(rest)
+            case ["-m", "transformer", *rest]:
+                run_command(rest)
             case ["-m", module, *rest]:
                 assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), f"module {module} does not exist"
                 patch.setattr(sys, "argv", [module, *rest])
@@ -236,10 +236,10 @@ WRONG = {
     "recipe": "python train.py shakespear",
     "option": "python train.py shakespeare --optimizer.learningrate 3",
     "value": "python train.py shakespeare --training.steps many",
-    "verb": "python -m transformer generat DIR",
-    "verb of the command": "transformer-zoo generat DIR",
-    "recipe of the command": "transformer-zoo train shakespear",
-    "option of a verb": "python -m transformer generate DIR --promt x",
+    "command": "python -m transformer generat DIR",
+    "command of the script": "transformer-zoo generat DIR",
+    "recipe of the script": "transformer-zoo train shakespear",
+    "option of a command": "python -m transformer generate DIR --promt x",
     "option of a benchmark": "python -m benchmarks.fast_shakespeare --seed 1 --nonsense",
     "module": "python -m benchmarks.nothing",
     "target": "make tea",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from training_recipes import change, text_recipe, tiny_batch, tiny_recipe
 
-from transformer.cli._errors import run_command
+from transformer.cli._errors import run_program
 from transformer.config import Execution, TransformerConfig
 from transformer.data import TextFile
 from transformer.nn._sharding import ParallelConfig, mesh_sizes
@@ -108,7 +108,7 @@ class TestAdvice:
         )
         assert "--training.accumulation 4: smaller micro-batches, same result (about 14.00 GiB)" in text
         assert "--execution.remat full" in text
-        assert "python -m transformer plan RECIPE --here FLAGS" in text
+        assert "python -m transformer plan here RECIPE FLAGS" in text
 
     def test_reports_what_is_not_enough_alone(self):
         text = advice(RECIPE, sizes(), need(2, 7, 40), 12 * GIB, SHAPES)
@@ -222,7 +222,7 @@ def test_a_run_says_it_in_one_line_and_ends_with_a_fault(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(MeshPlacement, "train_step", refuse)
     recipe = text_recipe(tmp_path)
-    assert run_command(lambda: train(recipe, tmp_path / "run").exit_code, debug=False) == 1
+    assert run_program(lambda: train(recipe, tmp_path / "run").exit_code, debug=False) == 1
     output = capsys.readouterr().err
     assert output.count("\n") == 1
     found = re.match(

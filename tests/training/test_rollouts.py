@@ -133,10 +133,10 @@ def test_evaluate_runs_the_rewards_of_a_run_only_if_they_are_trusted(equally_rew
     code = REWARDS + f"\nimport pathlib\npathlib.Path({str(marker)!r}).touch()\n"
     (folder / "rewards.py").write_text(code)
     try:
-        assert main(["evaluate", str(equally_rewarded)]) == 2
+        assert main(["evaluate", "run", str(equally_rewarded)]) == 2
         assert "If you trust this run, pass --trust-rewards." in capsys.readouterr().err
         assert not marker.exists()
-        assert main(["evaluate", str(equally_rewarded), "--trust-rewards"]) == 0
+        assert main(["evaluate", "run", str(equally_rewarded), "--trust-rewards"]) == 0
         assert "reward" in capsys.readouterr().out
         assert marker.exists()
     finally:

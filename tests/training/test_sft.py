@@ -12,6 +12,7 @@ from chat_parts import template, write_chat_model
 from numeric_parts import random_params
 from training_recipes import assert_equals_resumed_run, change, short_recipe
 
+from transformer.__main__ import run_command
 from transformer.chat import Chat, ChatEncoder, find_template
 from transformer.config import TransformerConfig, llama_decoder
 from transformer.data import Conversations, JsonLines, TokenizerConfig, prepare
@@ -210,22 +211,17 @@ def test_a_run_logs_padding_and_keeps_its_example(finished, capsys):
     parts = read_example(finished)
     assert ("0, of 0.<eos>", True) in parts
     assert parts[0] == ("<|user|>What is 0?<|assistant|>", False)
-    from transformer.cli._report import main as report
-
-    report([str(finished)])
+    run_command(["report", str(finished)])
     page = (finished / "report.html").read_text()
     assert "<mark>0, of 0.&lt;eos&gt;</mark>" in page
-    assert "--chat --prompt" in page
+    assert " answer " in page
 
 
 @pytest.mark.slow
 def test_a_trained_model_is_evaluated_and_talked_to(folder, finished, capsys):
-    from transformer.cli._evaluate_run import main as evaluate
-    from transformer.cli._generate import main as generate
-
-    evaluate([str(finished), "--json"])
+    run_command(["evaluate", "run", str(finished), "--json"])
     assert json.loads(capsys.readouterr().out)["targets"] > 0
-    generate([str(finished), "--chat", "--prompt", "What is 1?", "--max-new-tokens", "4"])
+    run_command(["answer", str(finished), "--prompt", "What is 1?", "--max-new-tokens", "4"])
     assert capsys.readouterr().out.strip()
     run = load_run(finished)
     chat = Chat(run.model, run.params, run.tokenizer)

@@ -298,9 +298,9 @@ def test_low_rank_updates_learn_and_the_run_stands_alone(adapted, capsys):
     good, bad = classify(open_model(adapted), ["good film", "bad film"])
     assert good.label == "positive"
     assert good.probabilities["positive"] > bad.probabilities["positive"] + 0.2
-    assert main(["classify", str(adapted), "--text", "good film"]) == 0
+    assert main(["classify", "text", str(adapted), "--text", "good film"]) == 0
     assert capsys.readouterr().out.startswith("positive\t0.")
-    assert main(["evaluate", str(adapted), "--json"]) == 0
+    assert main(["evaluate", "run", str(adapted), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == summary["eval_accuracy"]
     assert main(["generate", str(adapted), "--prompt", "very good"]) == 2
     assert "contains a model of type Classifier." in capsys.readouterr().err
@@ -330,9 +330,9 @@ def test_a_converted_run_gives_the_same_logits_by_its_merged_weights(adapted, tm
 def test_the_updates_of_a_run_are_exported_alone(adapted, tmp_path, capsys):
     """The adapter and the frozen parameters give the logits of the run; a family is never replaced by another."""
     out = tmp_path / "adapter"
-    assert main(["convert", str(adapted), str(out), "--adapter-only", "--family", "nonsense"]) == 2
+    assert main(["adapter", str(adapted), str(out), "--family", "nonsense"]) == 2
     assert "unknown family 'nonsense'" in capsys.readouterr().err
-    assert main(["convert", str(adapted), str(out), "--adapter-only"]) == 0
+    assert main(["adapter", str(adapted), str(out)]) == 0
     assert capsys.readouterr().out.startswith("adapter for BERT\n")
     _, model, trained, base = load_updates(adapted)
     # The parameters that are not in the pretrained weights, such as the classifier, come from the adapter.

@@ -147,7 +147,7 @@ def test_a_summary_of_earlier_is_read(copied, tmp_path):
 
 
 def evaluated(capsys, *words):
-    code = main(["evaluate", *map(str, words), "--json"])
+    code = main(["evaluate", "run", *map(str, words), "--json"])
     out, err = capsys.readouterr()
     assert code == 0, err
     return json.loads(out)
@@ -171,7 +171,7 @@ def test_evaluate_finds_the_same_and_writes_what_was_compared(copied, capsys):
 
 def test_evaluate_says_it_in_words(copied, capsys):
     workdir, summary = copied
-    assert main(["evaluate", str(workdir)]) == 0
+    assert main(["evaluate", "run", str(workdir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2:] == [
         *summary.corpus.lines("validation"),
@@ -212,9 +212,9 @@ def test_beams(copied, capsys):
         EvaluationConfig(beam_size=0)
     with pytest.raises(ConfigError, match=r"evaluation\.beam_alpha.*0.*got -1"):
         EvaluationConfig(beam_alpha=-1.0)
-    assert main(["evaluate", str(copied[0]), "--beam-size", "0"]) == 2
+    assert main(["evaluate", "run", str(copied[0]), "--beam-size", "0"]) == 2
     assert "size must be an integer of at least 1, got 0" in capsys.readouterr().err
-    assert main(["evaluate", str(copied[0]), "--beam-size", "1", "--alpha", "1"]) == 2
+    assert main(["evaluate", "run", str(copied[0]), "--beam-size", "1", "--alpha", "1"]) == 2
     assert "--alpha is the length penalty of beam search, but the beam size is 1" in capsys.readouterr().err
 
 
@@ -228,7 +228,7 @@ def test_reports_other_data_than_in_training(copied, tmp_path, capsys):
     (tmp_path / "other.tsv").write_text("".join(lines[::-1]))
     recipe["recipe"]["data"]["source_path"] = str(tmp_path / "other.tsv")
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    assert main(["evaluate", str(tmp_path), "--json", "--examples", "0"]) == 0
+    assert main(["evaluate", "run", str(tmp_path), "--json", "--examples", "0"]) == 0
     out, err = capsys.readouterr()
     assert "the data differs from the training data of" in err
     found = json.loads(out)

@@ -88,7 +88,7 @@ def make_run(folder, name, *, steps=8, done=8, every=2, bad=(), **groups):
 
 @pytest.fixture
 def run(capsys):
-    """Run the verb; return its exit code, stdout and stderr."""
+    """Run the command; return its exit code, stdout and stderr."""
 
     def call(*words):
         code = main(["report", *map(str, words)])
@@ -158,7 +158,7 @@ class TestVerb:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ((), "WORKDIR is missing. Pass the workdir"),
+            ((), "WORKDIR is missing: workdirs of runs"),
             (("nowhere",), "nowhere is not the workdir of a run"),
             (("{run}", "--output", "{run}"), "--output must name the HTML file to write"),
             (("{run}", "--output", "x.png"), "such as report.html, got x.png"),

@@ -125,5 +125,7 @@ def test_generate_takes_4_bits(small, original, capsys):
         np.asarray(jax.jit(m.apply)({"params": p}, ids)) for m, p in ((model, params), (whole, whole_params))
     )
     assert 0 < np.abs(found - expected).max() < np.abs(expected).max()
-    assert main(["generate", str(original), "--prompt", "x", "--int4", "--int8"]) == 2
-    assert "--int8 and --int4 can't be used together" in capsys.readouterr().err
+    assert main(["generate", str(original), "--prompt", "x", "--quantize", "int2"]) == 2
+    message = capsys.readouterr().err
+    assert "invalid choice 'int2' for argument '--quantize'" in message
+    assert "None" not in message

@@ -1,6 +1,6 @@
-"""Command line `python -m transformer VERB`, with one file per verb, and the functions that the notebooks call.
+"""The command line, `python -m transformer COMMAND`: one file per command, and functions that the notebooks call.
 
-Public names are imported on first use, so that each verb imports only the modules that it needs.
+Public names are imported on first use: each command imports only the modules that it needs.
 """
 
 from __future__ import annotations

@@ -7,21 +7,34 @@ import dataclasses
 import io
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import tyro
 
+from transformer.cli._help import command_help, field_docs, is_positional, metavar_of
+from transformer.cli._own_options import HELP
 from transformer.config._checks import ConfigError, boxed_message, nearest
 from transformer.config._invocation import program
 from transformer.config._local_paths import local_path
 
-Command = TypeVar("Command")
+Parsed = TypeVar("Parsed", bound="Command")
 
 PathText: TypeAlias = str
 """type of an option with a path whose text is kept as given; `Path` is the type of any other path"""
 
 
-def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Command:
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Options of every command."""
+
+    json: bool = False
+    """print JSON"""
+    debug: bool = False
+    """show the traceback of an error"""
+
+
+def parse(command: type[Parsed], name: str, arguments: Sequence[str]) -> Parsed:
     """Parse arguments into a command; `--help` prints the docstrings of the class and its fields.
 
     Raises:
@@ -36,17 +49,22 @@ def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Comman
             hint = nearest(option, options)
             if not hint and texts:
                 hint = f" Pass a text that starts with dashes as {texts[0]}='{option}'."
-            raise ConfigError(f"{verb} has no option {option}.{hint} --help lists all options.")
-    _refuse_empty_paths(command, verb, arguments)
+            raise ConfigError(f"{name} has no option {option}.{hint} --help lists all options.")
+    _refuse_empty_paths(command, name, arguments)
+    if set(HELP) & set(arguments):
+        print(command_help(command, program(name)), end="")
+        raise SystemExit(0)
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            parsed = tyro.cli(tyro.conf.FlagCreatePairsOff[command], args=list(arguments), prog=program(verb))
-    except SystemExit as stop:
-        if stop.code in (None, 0):
-            raise
+            parsed = tyro.cli(tyro.conf.FlagCreatePairsOff[command], args=list(arguments), prog=program(name))
+    except SystemExit:
         raise ConfigError(f"{boxed_message(captured.getvalue())} --help describes each option.") from None
     _refuse_remote_paths(parsed)
+    for field in filter(is_positional, dataclasses.fields(command)):
+        if getattr(parsed, field.name) == ():
+            meaning = " ".join(field_docs(command)[field.name].split())
+            raise ConfigError(f"{metavar_of(field)} is missing: {meaning}. --help describes each option.")
     return parsed
 
 
@@ -65,25 +83,20 @@ def _path_fields(command: Any) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(command) if "Path" in str(field.type)]
 
 
-def _is_positional(field: dataclasses.Field) -> bool:
-    return "Positional" in str(field.type)
-
-
 def _refuse_remote_paths(command: Any) -> None:
     """Raise ConfigError for a path that starts with a scheme, such as s3://."""
     for field in _path_fields(command):
         value = getattr(command, field.name)
-        metavar = re.search(r"metavar=['\"](\w+)", str(field.type))
-        name = metavar[1] if metavar else f"--{field.name.replace('_', '-')}"
+        name = metavar_of(field) if is_positional(field) else f"--{field.name.replace('_', '-')}"
         for path in value if isinstance(value, tuple) else (value,):
             if path is not None:
                 local_path(path, name)
 
 
-def _refuse_empty_paths(command: type, verb: str, arguments: Sequence[str]) -> None:
+def _refuse_empty_paths(command: type, name: str, arguments: Sequence[str]) -> None:
     """Raise ConfigError for an empty path: pathlib would read it as the current directory."""
     fields = _path_fields(command)
-    options = {f"--{field.name.replace('_', '-')}" for field in fields if not _is_positional(field)}
+    options = {f"--{field.name.replace('_', '-')}" for field in fields if not is_positional(field)}
     before, leading = "", True  # after an option, an empty argument may be one of several texts
     for word in arguments:
         option, separator, value = word.partition("=")
@@ -93,7 +106,7 @@ def _refuse_empty_paths(command: type, verb: str, arguments: Sequence[str]) -> N
             raise ConfigError(f"{before} must name a file or a directory, got ''. Remove it, or pass a path.")
         leading = leading and not word.startswith("-")
         if word == "" and leading and len(fields) > len(options):
-            raise ConfigError(f"{verb} needs a file or a directory, got ''. Pass a path.")
+            raise ConfigError(f"{name} needs a file or a directory, got ''. Pass a path.")
         before = word
 
 

@@ -1,25 +1,24 @@
-"""`python -m transformer average`: average the last checkpoints of a run into a new model."""
+"""`transformer-zoo average`: average the last checkpoints of a run into a new model."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from transformer.cli._arguments import parse
+from transformer.cli._arguments import Command
 from transformer.config._checks import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Average:
+class Average(Command):
     """Average the parameters of the last checkpoints of a run (Vaswani et al. 2017, section 6.1: the last 5 or 20).
 
-    The average is written to a new workdir, which every other verb can open. The run itself is not changed.
+    The average is written to a new workdir, which every other command can open. The run itself is not changed.
     """
 
     workdir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="WORKDIR")]
@@ -27,16 +26,11 @@ class Average:
     last: int
     """number of checkpoints to average; a run keeps its newest --checkpoint.keep-last checkpoints"""
     to: Path | None = None
-    """directory to write; None: WORKDIR-average-LAST. Only an existing average is replaced"""
-    json: bool = False
-    """print JSON"""
-    debug: bool = False
-    """show the traceback of an error"""
+    """directory to write, which must be new or contain an average; None: WORKDIR-average-LAST"""
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(command: Average) -> None:
     """Average the checkpoints; print their steps and the new workdir."""
-    command = parse(Average, "average", arguments)
     if command.last < 1:
         raise ConfigError(f"--last must be at least 1, got {command.last}.")
 

@@ -35,7 +35,7 @@ def bars() -> Iterator[None]:
 class _Bars:
     """One bar at a time. It appears after `DELAY`, and disappears when its work is done.
 
-    A timer opens the bar, so that it also appears if the first of few large pieces takes long.
+    A timer opens the bar: it appears even if the first of few large pieces takes long.
     """
 
     def __init__(self):

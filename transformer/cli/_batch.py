@@ -1,7 +1,8 @@
-"""`python -m transformer batch`: answer a file of requests."""
+"""`transformer-zoo batch`: answer a file of requests."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -12,11 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from transformer.cli._arguments import parse
-from transformer.cli._models import ModelCommand
-from transformer.cli._parallel import ONE_DEVICE, Parallel
-from transformer.cli._serve import check_sizes, report_compilation
-from transformer.cli._services import make_service
+from transformer.cli._services import ServiceCommand, check_sizes, make_service, report_compilation
 from transformer.cli._streams import open_input
 from transformer.config._checks import ConfigError
 
@@ -32,9 +29,10 @@ LONGEST_WAIT = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerBatch(ModelCommand):
-    """Answer a file of requests in OpenAI's batch form: one JSON object per line with custom_id, method, url and body,
-    for the paths of `serve`. The answers are lines with custom_id, response and error, in the order of completion.
+class AnswerBatch(ServiceCommand):
+    """Answer a file of requests in OpenAI's batch format: one JSON object per line with custom_id, method, url and
+    body, for the paths of `serve`. The answers are lines with custom_id, response and error, in the order of
+    completion.
 
     With --output, a run that was killed is continued: requests that have an answer in the file are skipped.
     With --shard, several processes answer one file; a process that was killed is started again with the same command.
@@ -48,17 +46,10 @@ class AnswerBatch(ModelCommand):
     shard: str | None = None
     """INDEX/COUNT: answer the requests of one of COUNT processes, which read the same REQUESTS and have the same
     --output on a shared file system; the last one to end joins the answers; None: all requests"""
-    slots: int = 8
-    """maximum number of texts that are generated at a time; each has a KV cache of --max-tokens tokens"""
-    max_tokens: int | None = None
-    """maximum number of tokens of a request, prompt and answer together; None: the context of the model, at most
-    2048"""
-    parallel: Parallel = ONE_DEVICE
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(command: AnswerBatch) -> None:
     """Answer the requests."""
-    command = parse(AnswerBatch, "batch", arguments)
     check_sizes(slots=command.slots, max_tokens=command.max_tokens)
     from transformer.serve._batch import Answers, read_batch
     from transformer.serve._shards import Shard
@@ -69,18 +60,18 @@ def main(arguments: Sequence[str]) -> None:
         lines = read_batch(file, str(command.requests))
     if command.parallel.has_processes:
         with command.parallel.together("Start all again with the same command: what is answered stays answered."):
-            _answer_together(command, command.parallel.mesh(copies=True), *lines)
+            _Batch(command, command.parallel.mesh(copies=True), *lines).answer_together()
         return
-    mesh = command.parallel.mesh()
+    batch = _Batch(command, command.parallel.mesh(), *lines)
     if shard is not None:
-        _answer_shard(command, mesh, shard, *lines)
-        state = f"{command.output} has all answers" if _join(command, *lines) else "other shards are not complete yet"
+        batch.answer_shard(shard)
+        state = f"{command.output} has all answers" if batch.join() else "other shards are not complete yet"
         print(f"shard {command.shard} is complete; {state}", file=sys.stderr)
     elif command.output is None:
-        _answer(command, mesh, *lines, _print)
+        batch.answer(lambda answer: print(json.dumps(answer), flush=True))
     else:
         with Answers(command.output) as answers:
-            _answer_missing(command, mesh, *lines, answers, answers.keys)
+            batch.answer_missing(answers, answers.keys)
 
 
 def _check_processes(command: AnswerBatch) -> None:
@@ -95,124 +86,110 @@ def _check_processes(command: AnswerBatch) -> None:
         raise ConfigError(f"{option} needs --output, a file on a file system that all processes share. Add it.")
 
 
-def _answer_together(
-    command: AnswerBatch, mesh: Mesh | None, requests: Sequence[BatchRequest], bad: Sequence[BadLine]
-) -> None:
-    """Answer in connected processes: all with one model, for which process 0 reads and writes, or each one its shard.
+@dataclass(frozen=True)
+class _Batch:
+    """The lines of a file: requests, and lines that are none."""
 
-    Raises:
-        ConfigError: the processes do not see each other's answers.
-    """
-    import jax
+    command: AnswerBatch
+    mesh: Mesh | None
+    requests: Sequence[BatchRequest]
+    bad: Sequence[BadLine]
 
-    from transformer.serve._batch import Answers
-    from transformer.serve._shards import Shard
-    from transformer.training import _processes as processes
+    def answer_together(self) -> None:
+        """Answer in connected processes: all with one model, for which process 0 reads and writes, or each one its
+        shard.
 
-    if mesh is not None and mesh.is_multi_process:
-        if processes.is_first():
-            with Answers(command.output) as answers:
-                _answer_missing(command, mesh, requests, bad, answers, answers.keys)
-        else:
-            _service(command, mesh).engine.follow()
-    else:
-        _answer_shard(command, mesh, Shard(jax.process_index(), jax.process_count()), requests, bad)
+        Raises:
+            ConfigError: the processes do not see each other's answers.
+        """
+        import jax
+
+        from transformer.serve._batch import Answers
+        from transformer.serve._shards import Shard
+        from transformer.training import _processes as processes
+
+        output = self.command.output
+        if self.mesh is not None and self.mesh.is_multi_process:
+            if processes.is_first():
+                with Answers(output) as answers:
+                    self.answer_missing(answers, answers.keys)
+            else:
+                self._service().engine.follow()
+            return
+        self.answer_shard(Shard(jax.process_index(), jax.process_count()))
         processes.barrier("answered", LONGEST_WAIT)
-        if processes.is_first() and not _join(command, requests, bad):
+        if processes.is_first() and not self.join():
             raise ConfigError(
-                f"answers of other processes are missing beside {command.output}. Start all processes again with the "
-                f"same command, and an --output on a file system that they share."
+                f"answers of other processes are missing beside {output}. Start all processes again with the same "
+                f"command, and an --output on a file system that they share."
             )
 
+    def answer_shard(self, shard: Shard) -> None:
+        """Answer the requests of one shard, in a file of its own."""
+        from transformer.serve._batch import Answers
+        from transformer.serve._shards import Shard, answered
+        from transformer.training import _processes as processes
 
-def _answer_shard(
-    command: AnswerBatch,
-    mesh: Mesh | None,
-    shard: Shard,
-    requests: Sequence[BatchRequest],
-    bad: Sequence[BadLine],
-) -> None:
-    """Answer the requests of one shard, in a file of its own."""
-    from transformer.serve._batch import Answers
-    from transformer.serve._shards import Shard, answered
-    from transformer.training import _processes as processes
+        output = self.command.output
+        with Answers(shard.part(output)) as answers:
+            if self.command.parallel.has_processes:
+                processes.check_shared(Shard(0, shard.count).part(output), "--output")
+            lines = {"requests": shard.select(self.requests), "bad": shard.select(self.bad)}
+            dataclasses.replace(self, **lines).answer_missing(answers, answered(output))
 
-    with Answers(shard.part(command.output)) as answers:
-        if command.parallel.has_processes:
-            processes.check_shared(Shard(0, shard.count).part(command.output), "--output")
-        _answer_missing(command, mesh, shard.select(requests), shard.select(bad), answers, answered(command.output))
+    def join(self) -> bool:
+        """Join the answers of all shards, if all exist; return whether they do."""
+        from transformer.serve._shards import join_parts
 
+        return join_parts(self.command.output, [line.key for line in (*self.requests, *self.bad)])
 
-def _join(command: AnswerBatch, requests: Sequence[BatchRequest], bad: Sequence[BadLine]) -> bool:
-    """Join the answers of all shards, if all are there; return whether they are."""
-    from transformer.serve._shards import join_parts
+    def answer_missing(self, answers: Answers, done: Collection[Key]) -> None:
+        """Append the answers of the lines whose key is not in `done`."""
+        new = [request for request in self.requests if request.key not in done]
+        new_bad = [line for line in self.bad if line.key not in done]
+        total = len(self.requests) + len(self.bad)
+        if skipped := total - len(new) - len(new_bad):
+            print(f"{skipped:,} of {total:,} requests are answered already", file=sys.stderr)
+        dataclasses.replace(self, requests=new, bad=new_bad).answer(answers.write)
 
-    return join_parts(command.output, [line.key for line in (*requests, *bad)])
+    def answer(self, write: Callable[[dict[str, Any]], None]) -> None:
+        """Write the answers of all lines; load the model only if there is a request, or other processes load it."""
+        from transformer.serve._batch import answer_batch
 
+        for line in self.bad:
+            write(line.answer)
+        if self.bad:
+            print(
+                f"{len(self.bad):,} lines of {self.command.requests} are not requests; their answers say why",
+                file=sys.stderr,
+            )
+        if not self.requests and not self.command.parallel.has_processes:
+            return
+        service = self._service()
+        service.warm_up(report_compilation)
+        service.start()
+        started = time.monotonic()
+        try:
+            answer_batch(service, self.requests, write, at_once=2 * self.command.slots)
+        finally:
+            service.close()
+        took, metrics = max(time.monotonic() - started, 1e-9), service.metrics
+        print(
+            f"{len(self.requests):,} requests in {took:.1f} s: {metrics.prompt_tokens:,} prompt tokens and "
+            f"{metrics.generated_tokens:,} generated tokens, {metrics.tokens / took:,.0f} tokens/s",
+            file=sys.stderr,
+        )
 
-def _answer_missing(
-    command: AnswerBatch,
-    mesh: Mesh | None,
-    requests: Sequence[BatchRequest],
-    bad: Sequence[BadLine],
-    answers: Answers,
-    done: Collection[Key],
-) -> None:
-    """Append the answers of the lines whose key is not in `done`."""
-    new = [request for request in requests if request.key not in done]
-    new_bad = [line for line in bad if line.key not in done]
-    total = len(requests) + len(bad)
-    if skipped := total - len(new) - len(new_bad):
-        print(f"{skipped:,} of {total:,} requests are answered already", file=sys.stderr)
-    _answer(command, mesh, new, new_bad, answers.write)
+    def _service(self) -> HTTPService:
+        from transformer.serve._bodies import MOST_CHOICES
 
-
-def _answer(
-    command: AnswerBatch,
-    mesh: Mesh | None,
-    requests: Sequence[BatchRequest],
-    bad: Sequence[BadLine],
-    write: Callable[[dict[str, Any]], None],
-) -> None:
-    """Write the answers of all lines; load the model only if there is a request, or other processes load it too."""
-    from transformer.serve._batch import answer_batch
-
-    for line in bad:
-        write(line.answer)
-    if bad:
-        print(f"{len(bad):,} lines of {command.requests} are not requests; their answers say why", file=sys.stderr)
-    if not requests and not command.parallel.has_processes:
-        return
-    service = _service(command, mesh)
-    service.warm_up(report_compilation)
-    service.start()
-    started = time.monotonic()
-    try:
-        answer_batch(service, requests, write, at_once=2 * command.slots)
-    finally:
-        service.close()
-    took, metrics = max(time.monotonic() - started, 1e-9), service.metrics
-    print(
-        f"{len(requests):,} requests in {took:.1f} s: {metrics.prompt_tokens:,} prompt tokens and "
-        f"{metrics.generated_tokens:,} generated tokens, {metrics.tokens / took:,.0f} tokens/s",
-        file=sys.stderr,
-    )
-
-
-def _service(command: AnswerBatch, mesh: Mesh | None) -> HTTPService:
-    """Return the service of the model."""
-    from transformer.serve._bodies import MOST_CHOICES
-
-    return make_service(
-        command.load_sharded(mesh),
-        slots=command.slots,
-        max_tokens=command.max_tokens,
-        api_key=None,
-        local_only=True,
-        queue=2 * command.slots * MOST_CHOICES,  # while some end, others wait already
-        mesh=mesh,
-    )
-
-
-def _print(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
+        command = self.command
+        return make_service(
+            command.load_sharded(self.mesh),
+            slots=command.slots,
+            max_tokens=command.max_tokens,
+            api_key=None,
+            local_only=True,
+            queue=2 * command.slots * MOST_CHOICES,  # while some end, others wait already
+            mesh=self.mesh,
+        )

@@ -1,4 +1,4 @@
-"""`python -m transformer chat`: a conversation with a model in the terminal."""
+"""`transformer-zoo chat`: a conversation with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from transformer.cli._arguments import PathText, parse
+from transformer.cli._arguments import PathText
 from transformer.cli._errors import describe
 from transformer.cli._models import check_images
-from transformer.cli._sampling import SamplingCommand, switches
+from transformer.cli._sampling import ChatOptions, SamplingCommand
 from transformer.cli._streams import decode_argument
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._local_paths import local_path
@@ -26,7 +24,6 @@ from transformer.config._untrusted import bounded_lines
 if TYPE_CHECKING:
     from transformer.chat._chat import Chat, ReplyStream
     from transformer.chat._image_prompts import ImagePrompts
-    from transformer.inference._generate import StreamedText
     from transformer.inference._loaded_model import LoadedModel
 
 COMMANDS = {
@@ -39,7 +36,7 @@ COMMANDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatCommand(SamplingCommand):
+class ChatCommand(ChatOptions, SamplingCommand):
     """Talk to a chat model. Each line is a message; lines that begin with / are commands, which /help lists.
 
     Ctrl-C stops an answer, Ctrl-D ends the conversation. If stdin is not a terminal, each of its lines is a message.
@@ -48,30 +45,29 @@ class ChatCommand(SamplingCommand):
     max_new_tokens: int | None = None
     """maximum number of tokens of an answer; None: 1024"""
     temperature: float | None = None
-    """sampling temperature (0: greedy); None: the value of generation_config.json, or else 0"""
-    system: str | None = None
-    """system message"""
-    template: Path | None = None
-    """file with the chat template; None: that of the model"""
-    switch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """variable of the template as NAME=VALUE, such as enable_thinking=false; repeat for several"""
+    """sampling temperature (0: greedy); None: the value of generation_config.json, or 0"""
     image: tuple[PathText, ...] = ()
-    """vision-language model: paths of images at the beginning of the first message: --image a.jpg b.png"""
+    """vision-language model: images at the beginning of the first message: --image a.jpg b.png"""
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(command: ChatCommand) -> None:
     """Answer messages until the end of the input."""
-    command = parse(ChatCommand, "chat", arguments)
     command.check()
-    switches(command.switch)
+    command.variables()
     check_images(command.image)
-    run = command.load_writer()
-    images = image_reader(run, command.image)
-    run = command.quantized(run)
-    Conversation(open_chat(run, command.template, images), command).hold(_lines())
+    chat, _ = load_chat(command)
+    Conversation(chat, command).hold(_lines())
 
 
-def image_reader(run: LoadedModel, images: Sequence[str]) -> ImagePrompts | None:
+def load_chat(command: Any) -> tuple[Chat, LoadedModel]:
+    """Return the chat of a model with the options of `answer` or `chat`, and the model."""
+    opened = command.load_writer()
+    images = image_reader(opened, command.image)
+    opened = command.quantized(opened)
+    return open_chat(opened, command.template, images), opened
+
+
+def image_reader(opened: LoadedModel, images: Sequence[str]) -> ImagePrompts | None:
     """Return how the model reads images in prompts; None if there are no images.
 
     Raises:
@@ -81,57 +77,34 @@ def image_reader(run: LoadedModel, images: Sequence[str]) -> ImagePrompts | None
         return None
     from transformer.inference._image_prompts import image_prompts
 
-    return image_prompts(run)
+    return image_prompts(opened)
 
 
-def open_chat(run: LoadedModel, template: Path | None = None, images: ImagePrompts | None = None) -> Chat:
-    """Return the chat of a model, with the template of a file, or with that of the model.
+def open_chat(opened: LoadedModel, template: Path | None = None, images: ImagePrompts | None = None) -> Chat:
+    """Return the chat of a model, with the template of a file, or with the model's own.
 
     Raises:
-        ConfigError: the model is not a causal model, it has no chat template, or the template is no regular file.
+        ConfigError: the model is not a causal model, it has no chat template, or the template is not a regular file.
         ValueError: the template is invalid.
     """
     from transformer.chat._template import ChatTemplate
     from transformer.inference._chat import open_chat as open_with
 
     if template is None:
-        return open_with(run, images=images)
+        return open_with(opened, images=images)
     if template.exists() and not template.is_file():  # reading a pipe can block forever
         raise ConfigError(f"{template} must be a file with a chat template; a directory, pipe or device is not read.")
     try:
-        return open_with(run, ChatTemplate(template.read_text(encoding="utf-8"), str(template)), images)
+        return open_with(opened, ChatTemplate(template.read_text(encoding="utf-8"), str(template)), images)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{template} is not UTF-8: byte {error.start} can't be read. Convert it.") from None
 
 
 def start_reply(command: Any, chat: Chat, messages: Sequence[dict[str, Any]], seed: int) -> ReplyStream:
-    """Return the reply to a conversation, with the options of `generate` or `chat`."""
+    """Return the reply to a conversation, with the options of `answer` or `chat`."""
     limit = {} if command.max_new_tokens is None else {"max_new_tokens": command.max_new_tokens}
     sampling = command.sampling_from(chat.sampling)
-    return chat.stream(messages, sampling=sampling, stop=command.stop, seed=seed, **limit, **switches(command.switch))
-
-
-def answer(
-    command: Any, chat: Chat, prompt: str, seed: int, show: Callable[[str], None], images: Sequence[str] = ()
-) -> StreamedText:
-    """Return the answer to one message, with the options of `generate --chat`; pass its pieces to `show`."""
-    from transformer.inference._generate import StreamedText
-
-    stream = start_reply(command, chat, conversation(command.system, prompt, images), seed)
-    for piece in stream:
-        show(piece)
-    reply, ended = stream.reply, stream.reply.finish == "end"
-    names = chat.tokenizer.tokens(reply.tokens)
-    return StreamedText(prompt, reply.text, ended, names, reply.log_probabilities, reply.finish)
-
-
-def check_chat_options(command: Any) -> None:
-    """Raise ConfigError if an option that needs --chat is given without it, or if --switch is invalid."""
-    chat_only = {"--system": command.system, "--template": command.template, "--switch": command.switch or None}
-    for option, value in chat_only.items():
-        if value is not None and not command.chat:
-            raise ConfigError(f"{option} needs --chat. Pass --chat, or remove {option}.")
-    switches(command.switch)
+    return chat.stream(messages, sampling=sampling, stop=command.stop, seed=seed, **limit, **command.variables())
 
 
 def conversation(system: str | None, prompt: str, images: Sequence[str] = ()) -> list[dict[str, Any]]:

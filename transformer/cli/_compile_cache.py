@@ -1,4 +1,4 @@
-"""Persistent compilation cache: compiled programs are stored on disk, so that later runs start faster."""
+"""Persistent compilation cache: compiled programs are stored on disk to make later runs start faster."""
 
 from __future__ import annotations
 

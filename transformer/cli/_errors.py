@@ -43,8 +43,9 @@ _REMEDIES = {
 }
 
 
-def run_command(main: Callable[[], int | None], debug: bool) -> int:
-    """Run a command and return the exit code of the process: the result of `main` (None: 0), or that of its error.
+def run_program(main: Callable[[], int | None], debug: bool) -> int:
+    """Run a command and return the exit code of the process: the result of `main` (None: 0), or the code of its
+    error.
 
     Exit codes: 2 for bad input (ValueError, file not found), 1 for an environment problem or a bug of this program, 130
     for Ctrl-C, 141 if the reader of stdout was closed. An error is printed as one line on stderr, after its traceback
@@ -230,7 +231,7 @@ def _flush_stdout() -> None:
 
 
 def _abandon_stdout() -> None:
-    """Redirect stdout to the null device, so that the interpreter's flush at exit succeeds."""
+    """Redirect stdout to the null device, for the interpreter's flush at exit to succeed."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError, AttributeError):

@@ -1,19 +1,17 @@
-"""`python -m transformer evaluate`: evaluate a trained model on held-out data."""
+"""`transformer-zoo evaluate run`: evaluate a run on its held-out data."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformer.cli._arguments import option_names_in_errors, parse
-from transformer.cli._evaluate_tasks import check, evaluate_tasks, evaluate_text
+from transformer.cli._arguments import option_names_in_errors
 from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
+from transformer.config._invocation import program
 
 if TYPE_CHECKING:
     from transformer.data._dataset import Dataset
@@ -23,11 +21,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(ModelCommand):
+class EvaluateRun(ModelCommand):
     """Measure loss and perplexity, or the forecast error, on a split of the run's data.
-
-    With --tasks, evaluate a causal model on tasks of lm-evaluation-harness and print its table. With --text, print
-    loss, perplexity and bits per byte of a text file. Both need no recipe.
 
     For translation, also translate the sources and compare them with the references: number words by exact match, other
     pairs by BLEU and chrF. The translations are written to DIR/hypotheses.SPLIT.txt, one per line in the order of the
@@ -44,40 +39,11 @@ class Evaluate(ModelCommand):
     """beam size; 1 is greedy decoding; None: the value in the run's recipe"""
     alpha: float | None = None
     """length penalty: log-probabilities are divided by ((5 + length) / 6)^alpha; None: the value in the recipe"""
-    text: Path | None = None
-    """text file (UTF-8) to evaluate a causal model on"""
-    tasks: str | None = None
-    """tasks of lm-evaluation-harness, separated by commas (pip install 'transformer-zoo[evaluate]')"""
-    include_dir: Path | None = None
-    """with --tasks: directory with further tasks as YAML files"""
-    limit: float | None = None
-    """with --tasks: number of examples per task, or their fraction if below 1; None: all"""
-    num_fewshot: int | None = None
-    """with --tasks: number of solved examples in the prompt; None: that of the task"""
-    apply_chat_template: bool = False
-    """with --tasks: write prompts with the chat template of the model"""
-    batch_size: int | None = None
-    """with --tasks: number of texts that are generated at the same time; None: by their length"""
-    max_length: int | None = None
-    """with --tasks or --text: maximum number of tokens that the model reads; None: its context length"""
     trust_rewards: bool = False
     """run the reward functions that the run's recipe names: they are code, which runs with your permissions"""
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Evaluate the model and print the results."""
-    command = parse(Evaluate, "evaluate", arguments)
-    check(command)
-    if command.tasks is not None:
-        evaluate_tasks(command)
-        return
-    if command.text is not None:
-        evaluate_text(command)
-        return
-    _evaluate_run(command)
-
-
-def _evaluate_run(command: Evaluate) -> None:
+def main(command: EvaluateRun) -> None:
     """Evaluate a run on a split of its data, and print the results."""
     if command.examples is not None and command.examples < 0:
         raise ConfigError(f"--examples must be at least 0, got {command.examples}.")
@@ -85,8 +51,8 @@ def _evaluate_run(command: Evaluate) -> None:
     run = opened.run
     if run is None:
         raise ConfigError(
-            f"{command.directory} contains weights but no recipe, so that there is no data to evaluate on. Pass the "
-            f"workdir of a training run, or use --tasks, or --text FILE for your own text."
+            f"{command.directory} contains weights but no recipe, so there is no data to evaluate on. Pass the workdir "
+            f"of a training run, or use {program('evaluate tasks')} or {program('evaluate text')}."
         )
 
     from transformer.data._pipeline import prepare
@@ -118,7 +84,7 @@ def _evaluate_run(command: Evaluate) -> None:
         print(line)
 
 
-def _is_training_data(command: Evaluate, run: Run, dataset: Dataset) -> bool:
+def _is_training_data(command: EvaluateRun, run: Run, dataset: Dataset) -> bool:
     """Return whether the data is that of the training; warn if it is not."""
     same = dataset.fingerprint == run.fingerprint
     if not same:
@@ -144,7 +110,7 @@ def _measures(result: EvalLoss, compares: bool) -> tuple[dict[str, float], str]:
     return measures, summary
 
 
-def _evaluation(command: Evaluate, run: Run, dataset: Dataset) -> Evaluation:
+def _evaluation(command: EvaluateRun, run: Run, dataset: Dataset) -> Evaluation:
     """Return the evaluation of a run on its data, with the reference model and the rewards of its task."""
     from transformer.inference._reward_model import reward_model
     from transformer.training._step import compiled_eval_step
@@ -173,7 +139,7 @@ def _evaluation(command: Evaluate, run: Run, dataset: Dataset) -> Evaluation:
     )
 
 
-def _beam(command: Evaluate, run: Run) -> Beam | None:
+def _beam(command: EvaluateRun, run: Run) -> Beam | None:
     from transformer.training.tasks._translation import make_beam
 
     wanted = run.recipe.evaluation
@@ -188,7 +154,7 @@ def _beam(command: Evaluate, run: Run) -> Beam | None:
 
 
 def _translations(
-    command: Evaluate, run: Evaluation, split: str, beam: Beam | None
+    command: EvaluateRun, run: Evaluation, split: str, beam: Beam | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Translate examples of a split; return the results as JSON values and as lines to print."""
     from transformer.training.tasks._translation import corpus_score, scores, translations, write_lines

@@ -1,125 +1,128 @@
-"""The text of `train RECIPE --help`: the options of a recipe that most runs change. `--help-all` lists all of them."""
+"""The text of --help: options are fields of dataclasses, and the string below a field is its meaning.
+
+A clause "None: ..." at the end of this string describes the default of an option whose value is None.
+"""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
+import re
+import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
 from typing import Any, Literal, Union
 
-from transformer.cli._own_options import HELP
-from transformer.config._paths import get_path
-from transformer.data.kinds import PLACES
-from transformer.training._overrides import override
-from transformer.training._recipe import Recipe
-from transformer.training._serial import flatten
-from transformer.training.lora import LoRA
 
-HELP_ALL = "--help-all"
-
-SHOWN = {
-    "training": ("steps", "seed", "accumulation"),
-    "optimizer": ("learning_rate", "warmup_steps"),
-    "data": (
-        *("sequence_length", "context_length", "max_length", "max_source_length", "max_target_length"),
-        *("batch_size", "batch_tokens", *sorted(PLACES)),
-    ),
-    "model": ("num_layers", "d_model", "num_heads", "d_ff", "dropout_rate", "dtype"),
-    "lora": ("rank",),
-    "parallel": ("data", "fsdp", "tensor"),
-    "evaluation": ("every",),
-    "checkpoint": ("every",),
-    "logging": ("every",),
-}
-"""fields that the short help shows, by group; a recipe may lack some of them"""
-
-
-def overridden(
-    recipe: Recipe, words: Sequence[str], *, called: str, about: str, own: str, help_all: bool = False
-) -> Recipe:
-    """Return the recipe with its fields overridden by a command line, or print its help.
+def command_help(command: type, called: str) -> str:
+    """Return the help of a command whose options are the fields of a dataclass.
 
     Args:
-        recipe: recipe of the command.
-        words: arguments after the recipe.
-        called: the command up to the recipe.
-        about: description of the recipe.
-        own: lines about the options of the command itself.
-        help_all: print all options.
-
-    Raises:
-        SystemExit: help was printed (code 0).
+        command: the class.
+        called: the words that call the command.
     """
-    if help_all:
-        return override(recipe, ["--help"], program=called, description=f"{about}\n\n{own}")
-    recipe = override(recipe, [word for word in words if word not in HELP], program=called)
-    if set(HELP) & set(words):
-        print(short_help(recipe, usage=f"{called} [OPTIONS]", about=about, own=own), end="")
-        raise SystemExit(0)
-    return recipe
-
-
-def short_help(recipe: Recipe, *, usage: str, about: str, own: str) -> str:
-    """Return the help of a recipe: what it is, the options of the command itself, and the fields in `SHOWN`.
-
-    Args:
-        recipe: the recipe, whose values are the defaults.
-        usage: the first line, without "usage: ".
-        about: description of the recipe.
-        own: lines about the options of the command itself.
-    """
-    parser = argparse.ArgumentParser(prog=usage, usage=usage, add_help=False, formatter_class=_Formatter)
-    parser.description = f"{about}\n\n{own.rstrip()}"
-    for group, fields in SHOWN.items():
-        part = LoRA() if group == "lora" and recipe.lora is None else getattr(recipe, group)
-        present = {field.name for field in dataclasses.fields(part)}
-        section = parser.add_argument_group(group)
-        for field in filter(present.__contains__, fields):
-            _add(section, f"{group}.{field}", part, off=group == "lora" and recipe.lora is None)
-    parser.epilog = (
-        f"{HELP_ALL} lists all {len(flatten(recipe))} fields of this recipe with their meanings and defaults."
+    fields = dataclasses.fields(command)
+    arguments = [f"{metavar_of(f)}{' ...' if 'tuple' in str(f.type) else ''}" for f in fields if is_positional(f)]
+    width = max(shutil.get_terminal_size().columns - 2, 20)
+    about = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    parser = help_parser(
+        " ".join([called, *arguments, "[OPTIONS]"]), "\n\n".join(textwrap.fill(p, width) for p in about)
     )
+    positional, options = parser.add_argument_group("arguments"), parser.add_argument_group("options")
+    hints, docs = typing.get_type_hints(command), field_docs(command)
+    for field in fields:
+        name, doc = field.name.replace("_", "-"), docs.get(field.name, "")
+        if is_positional(field):
+            positional.add_argument(metavar_of(field), help=_escaped(doc))
+        elif dataclasses.is_dataclass(field.default):
+            nested = parser.add_argument_group(
+                name, textwrap.fill(inspect.cleandoc(field.default.__doc__ or ""), width)
+            )
+            for inner in dataclasses.fields(field.default):
+                add_option(nested, f"{name}.{inner.name}", field.default, inner.name)
+        elif field.default is False:
+            options.add_argument(f"--{name}", action="store_true", help=_escaped(doc))
+        else:
+            doc, placeholder = _option(field, doc, hints[field.name])
+            options.add_argument(f"--{name}", metavar=placeholder, help=_escaped(doc))
     return parser.format_help()
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the descriptions; puts the meaning of an option below it, indented."""
+def _option(field: dataclasses.Field, doc: str, hint: Any) -> tuple[str, str]:
+    """Return the meaning of an option with its default, and the placeholder of its value."""
+    notes = []
+    if "UseAppendAction" in str(field.type):
+        notes, hint = ["repeatable"], typing.get_args(hint)[0]
+    doc, default = described(doc, None if field.default == () else field.default)
+    if field.default is dataclasses.MISSING:
+        notes.append("required")
+    elif default != "none":
+        notes.append(f"default: {default}")
+    doc += f" ({'; '.join(notes)})" if notes else ""
+    return doc, metavar(hint).replace("TEXT", "PATH" if "PathText" in str(field.type) else "TEXT")
 
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=6)
+
+def help_parser(usage: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser that only formats a help text: it keeps the lines of the description."""
+    layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=6)
+    return argparse.ArgumentParser(usage=usage, description=description, add_help=False, formatter_class=layout)
 
 
-def _add(section: Any, path: str, part: Any, off: bool) -> None:
-    """Add the option of a field to a section of the help; `off`: the group is not in use."""
-    name = path.rpartition(".")[2]
-    value = get_path(part, name)
-    default = "off" if off else " ".join(map(str, value)) if isinstance(value, tuple) else value
-    meaning = f"{field_docs(type(part)).get(name, '')} (default: {'none' if default == '' else default})"
+def add_option(section: Any, path: str, part: Any, name: str, *, off: bool = False) -> None:
+    """Add the option of a field of a dataclass to a section of the help.
+
+    Args:
+        section: a group of arguments.
+        path: name of the option without dashes, such as "model.num_layers".
+        part: the dataclass, whose value is the default.
+        name: name of the field.
+        off: the dataclass is not in use.
+    """
+    doc, default = described(field_docs(type(part)).get(name, ""), getattr(part, name))
     section.add_argument(
         f"--{path.replace('_', '-')}",
-        metavar=_metavar(typing.get_type_hints(type(part))[name]),
-        help=" ".join(meaning.split()).replace("%", "%%"),
+        metavar=metavar(typing.get_type_hints(type(part))[name]),
+        help=_escaped(f"{doc} (default: {'off' if off else default})"),
     )
 
 
-def _metavar(hint: Any) -> str:
-    """Return the placeholder of a value: `INT`, `{a,b}`, `INT|None`."""
+def described(doc: str, value: Any) -> tuple[str, str]:
+    """Return the meaning of a field, and its default value as a text: for None, what the clause "None: ..." says."""
+    doc = " ".join(doc.split())
+    if value is None:
+        found = re.search(r"[;,.]? ?\bNone: (.*)$", doc)
+        return (doc, "none") if found is None else (doc[: found.start()], found[1])
+    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return doc, text or "none"
+
+
+def metavar(hint: Any) -> str:
+    """Return the placeholder of a value: `INT`, `{a,b}`, `TEXT ...`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return f"{{{','.join(map(str, arguments))}}}"
     if origin in (Union, types.UnionType):
-        return "|".join(_metavar(one) for one in arguments)
+        return "|".join(metavar(one) for one in arguments if one is not type(None))
     if origin is tuple:
-        return f"{_metavar(arguments[0])} ..."
+        return f"{metavar(arguments[0])} ..."
     if hint is bool:
         return "{True,False}"
-    return {str: "TEXT", type(None): "None"}.get(hint, getattr(hint, "__name__", str(hint)).upper())
+    return {str: "TEXT"}.get(hint, getattr(hint, "__name__", str(hint)).upper())
+
+
+def is_positional(field: dataclasses.Field) -> bool:
+    """Return whether the field of a command is an argument without a name."""
+    return "Positional" in str(field.type)
+
+
+def metavar_of(field: dataclasses.Field) -> str:
+    """Return the name of a positional argument in help and errors."""
+    return re.search(r"metavar=['\"]([^'\"]+)", str(field.type))[1]
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -133,3 +136,7 @@ def field_docs(cls: type) -> dict[str, str]:
                 if isinstance(text, str):
                     found[statement.target.id] = inspect.cleandoc(text)
     return found
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.split()).replace("%", "%%")

@@ -1,70 +1,63 @@
-"""`python -m transformer inspect --image`: attention over the patches of an image."""
+"""`transformer-zoo inspect image`: attention over the patches of an image."""
 
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import tyro
+
+from transformer.cli._arguments import PathText, parse
+from transformer.cli._inspect import InspectCommand, called, check_new_tokens
+from transformer.cli._models import check_images
 from transformer.config._checks import ConfigError
-from transformer.config._invocation import program
 
 if TYPE_CHECKING:
-    from transformer.cli._inspect_text import Inspect
     from transformer.inference._loaded_model import LoadedModel
 
-_OF_TEXTS = ("target", "system", "template", "switch", "compare", "chat", "sizes")
-"""options that need a text"""
 NEW_TOKENS = 32
 """default maximum of new tokens about an image"""
 
 
-def check_page(command: Inspect) -> None:
-    """Raise an error if --html names no HTML file, or a file of the user, before a model is loaded."""
-    if command.html is None:
-        return
-    if command.html.is_dir() or command.html.suffix not in (".html", ".htm"):
-        raise ConfigError(f"--html must name the HTML file to write, such as attention.html, got {command.html}.")
-    if not command.overwrite:
-        from transformer.viz._output_files import check_replaceable
+@dataclass(frozen=True, kw_only=True)
+class InspectImage(InspectCommand):
+    """Draw the attention of a model on an image: for an encoder of images its attention to the patches, for a
+    vision-language model the attention of the words that it generates after --prompt.
+    """
 
-        check_replaceable([command.html])
-
-
-def check(command: Inspect) -> None:
-    """Raise an error for options that --image excludes, or a missing image, before a model is loaded."""
-    from transformer.cli._models import check_images
-
-    if given := [name for name in _OF_TEXTS if getattr(command, name) not in (None, False, ())]:
-        raise ConfigError(
-            f"--{given[0].replace('_', '-')} is for texts and can't be combined with --image. Remove one of them."
-        )
-    if command.max_new_tokens is not None and command.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, got {command.max_new_tokens}.")
-    check_images([command.image])
-    check_page(command)
+    image: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="IMAGE")]
+    """image file"""
+    prompt: str | None = None
+    """vision-language model: text after the image; - reads stdin"""
+    max_new_tokens: int | None = None
+    """vision-language model: maximum new tokens to generate (greedily); None: 32"""
 
 
-def draw(command: Inspect, arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Draw the attention to the patches of an image on the image, and print the paths of the files."""
-    run = command.load()
-    if run.kind.image_prompts:
-        _draw_words(command, arguments, run)
+    command = parse(InspectImage, "inspect image", arguments)
+    check_new_tokens(command.max_new_tokens)
+    check_images([command.image])
+    command.check_page()
+    opened = command.load()
+
+    if opened.kind.image_prompts:
+        _draw_words(command, arguments, opened)
         return
-    _check_reader(command, run)
+    _check_reader(command, opened)
     from transformer.viz._attention_weights import attention_maps
 
-    image, config, sown = _capture(run, command.image)
+    image, config, sown = _capture(opened, command.image)
     pooling = sown.get("attention_pooling", {}).get("cross_attention", {}).get("weights")
     maps, pooling = attention_maps(sown, config), None if pooling is None else pooling[0][0]
     paths = []
-    if command.html is None or command.output is not None:
+    if command.draws_pictures:
         from transformer.viz._image_maps import save_image_attention
 
-        directory = command.directory / "attention" if command.output is None else command.output
-        overwrite = command.overwrite or command.output is None  # this program owns the file names in a workdir
+        directory, overwrite = command.pictures
         paths = save_image_attention(
             image, maps, directory, patches=config.patches, pooling=pooling, overwrite=overwrite
         )
@@ -72,81 +65,69 @@ def draw(command: Inspect, arguments: Sequence[str]) -> None:
         from transformer.viz._image_page import save_image_page
 
         facts = {
-            "Model": f"{type(run.model).__name__} in {run.directory}; layers: {config.num_layers}, heads: "
+            "Model": f"{type(opened.model).__name__} in {opened.directory}; layers: {config.num_layers}, heads: "
             f"{config.num_heads}, patches: {config.patches.count} of {config.patches.patch_size} x "
             f"{config.patches.patch_size} pixels",
             "Image": command.image,
-            "Command": f"{program('inspect')} {shlex.join(arguments)}",
+            "Command": called("image", arguments),
         }
-        title = f"Attention of {run.directory} to {Path(command.image).name}"
+        title = f"Attention of {opened.directory} to {Path(command.image).name}"
         save_image_page(command.html, image, maps, patches=config.patches, title=title, pooling=pooling, facts=facts)
-    if command.json:
-        page = {} if command.html is None else {"page": str(command.html)}
-        command.print_json(run, image=command.image, paths=[str(path) for path in paths], **page)
-        return
-    for path in [*paths, *([] if command.html is None else [command.html])]:
-        print(path)
+    command.report(opened, None, image=command.image, paths=paths)
 
 
-def _draw_words(command: Inspect, arguments: Sequence[str], run: LoadedModel) -> None:
+def _draw_words(command: InspectImage, arguments: Sequence[str], opened: LoadedModel) -> None:
     """Draw the attention of the words that a vision-language model generates about the image."""
     if command.prompt is None:
         raise ConfigError(
             f"{command.directory} contains a vision-language model, which reads an image together with a text. Pass "
-            f"--prompt TEXT, too."
+            f"--prompt TEXT."
         )
     from transformer.cli._texts import read_prompts, shown
     from transformer.inference._image_attention import image_attention
 
     (prompt,) = read_prompts([command.prompt], lines=False)
-    found = image_attention(run, command.image, prompt, max_new_tokens=command.max_new_tokens or NEW_TOKENS)
+    found = image_attention(opened, command.image, prompt, max_new_tokens=command.max_new_tokens or NEW_TOKENS)
     given = {"words": found.words, "patches": found.patches}
     paths = []
-    if command.html is None or command.output is not None:
+    if command.draws_pictures:
         from transformer.viz._word_images import save_word_images
 
-        directory = command.directory / "attention" if command.output is None else command.output
-        overwrite = command.overwrite or command.output is None  # this program owns the file names in a workdir
+        directory, overwrite = command.pictures
         paths = save_word_images(found.pixels, found.weights, found.rollout, directory, overwrite=overwrite, **given)
     if command.html is not None:
         from transformer.viz._word_images import save_word_page
 
-        config, size = run.model.config, found.patches.patch_size
+        config, size = opened.model.config, found.patches.patch_size
         facts = {
-            "Model": f"{type(run.model).__name__} in {run.directory}; layers: {config.num_layers}, heads: "
+            "Model": f"{type(opened.model).__name__} in {opened.directory}; layers: {config.num_layers}, heads: "
             f"{config.num_heads}, image tokens: {found.patches.count}, each for {size} x {size} pixels",
             "Image": command.image,
             "Prompt": prompt,
             "Generated": found.text,
-            "Command": f"{program('inspect')} {shlex.join(arguments)}",
+            "Command": called("image", arguments),
         }
-        title = f"Attention of {run.directory} to {Path(command.image).name}"
+        title = f"Attention of {opened.directory} to {Path(command.image).name}"
         save_word_page(command.html, found.pixels, found.weights, found.rollout, title=title, facts=facts, **given)
-    if command.json:
-        page = {} if command.html is None else {"page": str(command.html)}
-        texts = {"image": command.image, "prompt": prompt, "output": found.text, "words": found.words}
-        command.print_json(run, paths=[str(path) for path in paths], **texts, **page)
-        return
-    print(shown(found.text))
-    for path in [*paths, *([] if command.html is None else [command.html])]:
-        print(path)
+    texts = {"image": command.image, "prompt": prompt, "output": found.text, "words": found.words}
+    command.report(opened, shown(found.text), paths=paths, **texts)
 
 
-def _check_reader(command: Inspect, run: LoadedModel) -> None:
+def _check_reader(command: InspectImage, opened: LoadedModel) -> None:
     """Raise ConfigError for a model that does not encode images alone, or for options of texts."""
     if given := [name for name in ("prompt", "max_new_tokens") if getattr(command, name) is not None]:
         raise ConfigError(
-            f"--{given[0].replace('_', '-')} together with --image is for vision-language models; {command.directory} "
-            f"contains a model of type {type(run.model).__name__}. Remove one of them."
+            f"--{given[0].replace('_', '-')} is for vision-language models; {command.directory} contains a model of "
+            f"type {type(opened.model).__name__}. Remove it."
         )
-    if "images" not in run.kind.inspects:
+    if "images" not in opened.kind.inspects:
         raise ConfigError(
-            f"`inspect --image` needs an encoder of images, such as ViT, DINOv2, CLIP or SigLIP; {command.directory} "
-            f"contains a model of type {type(run.model).__name__}. Pass --prompt for a model that reads text."
+            f"inspect image needs a model that reads images, such as ViT, DINOv2, CLIP, SigLIP or LLaVA; "
+            f"{command.directory} contains a model of type {type(opened.model).__name__}. Pass another model."
         )
 
 
-def _capture(run: LoadedModel, image: str) -> tuple[Any, Any, Any]:
+def _capture(opened: LoadedModel, image: str) -> tuple[Any, Any, Any]:
     """Return the pixels (height, width, channels) from 0 to 1 that the model reads, the config of its image encoder,
     and the weights that this encoder sows.
     """
@@ -156,19 +137,19 @@ def _capture(run: LoadedModel, image: str) -> tuple[Any, Any, Any]:
     from transformer.inference._image_inputs import with_size_of
     from transformer.media._image_settings import image_processor
 
-    processor = image_processor(run.directory)
-    run = with_size_of(run, processor)
+    processor = image_processor(opened.directory)
+    opened = with_size_of(opened, processor)
     pixels = processor([image])
     # The reference kernel is the only one that stores its attention weights.
-    execution = dataclasses.replace(run.model.execution, attention="reference", sow_weights=True)
-    model, dual = run.model.clone(execution=execution), run.kind.compares
+    execution = dataclasses.replace(opened.model.execution, attention="reference", sow_weights=True)
+    model, dual = opened.model.clone(execution=execution), opened.kind.compares
 
     @jax.jit
     def sown(params, pixels):
         method = "embed_images" if dual else None
         return model.apply({"params": params}, pixels, method=method, mutable=["intermediates"])[1]["intermediates"]
 
-    found = jax.device_get(sown(run.params, pixels))
+    found = jax.device_get(sown(opened.params, pixels))
     shown = np.clip(pixels[0] * np.asarray(processor.std) + np.asarray(processor.mean), 0.0, 1.0)
     config = model.config.image_encoder if dual else model.config
     if config.patches.resize_positions:  # the pictures show the grid of this image

@@ -1,29 +1,23 @@
-"""`python -m transformer list`: the pretrained families and their published sizes."""
+"""`transformer-zoo list`: the pretrained families and their published sizes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformer.cli._arguments import parse
+from transformer.cli._arguments import Command
 
 
 @dataclass(frozen=True, kw_only=True)
-class List:
+class List(Command):
     """List the supported families of pretrained models, their classes, and their variants with parameter counts."""
 
     markdown: bool = False
     """print the table in docs/families.md"""
-    json: bool = False
-    """print one JSON object"""
-    debug: bool = False
-    """show the traceback of an error"""
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(command: List) -> None:
     """Print the families."""
-    command = parse(List, "list", arguments)
     from transformer.zoo._entries import ENTRIES
 
     if command.json:

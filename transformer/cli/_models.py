@@ -1,4 +1,4 @@
-"""Options and model loading shared by the verbs that use one model."""
+"""Options and model loading shared by the commands that use one model."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from transformer.cli._arguments import PathText
+from transformer.cli._arguments import Command, PathText
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._invocation import program
 from transformer.config._local_paths import local_path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelCommand:
+class ModelCommand(Command):
     """Options of a command that uses a trained or pretrained model."""
 
     directory: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
@@ -35,13 +35,9 @@ class ModelCommand:
     step: Literal["best", "newest"] | int = "best"
     """checkpoint of a workdir: best (held-out loss, or accuracy of a classifier), newest, or a step number"""
     adapter: Path | None = None
-    """directory of a LoRA adapter in the format of PEFT, which is merged into the weights"""
+    """directory of a LoRA adapter in PEFT's format, which is merged into the weights"""
     tokenizer: Path | None = None
     """directory with a tokenizer.json to use instead of the tokenizer of the weights"""
-    json: bool = False
-    """print JSON"""
-    debug: bool = False
-    """show the traceback of an error"""
 
     def load(self, **options: Any) -> LoadedModel:
         """Load the model, with options of `zoo.load_pretrained`.
@@ -88,21 +84,46 @@ class ModelCommand:
     def load_writer(self) -> LoadedModel:
         """Load a model that generates text from a prompt; raise ConfigError for any other model."""
         opened = self.load()
-        kind = opened.kind
-        if kind.writes not in ("continuation", "translation"):
-            verb = "classify" if kind.classifies == "text" else "embed" if kind.serves == "embeddings" else None
-            remedy = f" Use {program(verb)} {self.directory} --text ..." if verb else ""
-            if kind.writes is not None:
+        if opened.kind.writes not in ("continuation", "translation"):
+            kind = type(opened.model).__name__
+            other = {"MaskedLM": "embed text", "Embedder": "embed text", "Classifier": "classify text"}.get(kind)
+            remedy = f" Use {program(other)} {self.directory} --text ..." if other else ""
+            if opened.kind.writes in ("transcript", "characters"):
                 remedy = f" Use {program('transcribe')} {self.directory} FILE"
             raise ConfigError(
-                f"this verb needs a causal model or an encoder-decoder for text; {self.directory} contains a model of "
-                f"type {type(opened.model).__name__}.{remedy}"
+                f"this command needs a causal model or an encoder-decoder for text; {self.directory} contains a model "
+                f"of type {kind}.{remedy}"
             )
         return opened
 
     def print_json(self, opened: LoadedModel, **values: Any) -> None:
-        """Print one JSON object on stdout. Non-ASCII characters are escaped, so that any encoding can carry it."""
+        """Print one JSON object on stdout. Non-ASCII characters are escaped, for any encoding."""
         print(json.dumps({**opened.place(), **values}, indent=2))
+
+    def print_results(
+        self, opened: LoadedModel, results: Sequence[dict[str, Any]], lines: Iterable[str], **described: Any
+    ) -> None:
+        """Print the results as lines, or as JSON together with what describes them."""
+        if self.json:
+            self.print_json(opened, **described, results=results)
+            return
+        for line in lines:
+            print(line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationOptions:
+    """Options of quantized weights."""
+
+    quantize: Literal["int8", "int4"] | None = None
+    """quantize the weights: int8, or int4 (layers in 4 bits, embeddings and output layer in 8)"""
+    group_size: Literal[32, 64, 128] = 32
+    """number of weights that share a scale (int4)"""
+
+    @property
+    def bits(self) -> int | None:
+        """Bits per weight; None: not quantized."""
+        return None if self.quantize is None else int(self.quantize.removeprefix("int"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +131,7 @@ class TextsCommand(ModelCommand):
     """Options of a command whose model reads texts but does not generate any."""
 
     text: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """input text; repeat the option to pass several; - reads one text per line from stdin"""
+    """input text; - reads one text per line from stdin; None: stdin"""
 
     def load_with_texts(self) -> tuple[LoadedModel, list[str]]:
         """Load the model and read the texts; warn about words that the tokenizer does not know."""
@@ -125,17 +146,11 @@ class TextsCommand(ModelCommand):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputsCommand(TextsCommand):
-    """Options of a command whose model reads texts or images."""
+class ImagesCommand(ModelCommand):
+    """Options of a command that reads images."""
 
-    image: tuple[PathText, ...] = ()
-    """paths of images: --image a.jpg b.png"""
-
-    def check_inputs(self) -> None:
-        """Raise ConfigError for texts together with images, and FileNotFoundError for a missing image."""
-        if self.image and self.text:
-            raise ConfigError("--image and --text can't be combined. Pass one of them.")
-        check_images(self.image)
+    images: Annotated[tyro.conf.Positional[tuple[PathText, ...]], tyro.conf.arg(metavar="IMAGE")]
+    """image files"""
 
 
 def check_images(names: Sequence[str]) -> None:

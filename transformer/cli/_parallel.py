@@ -1,4 +1,4 @@
-"""Options of the verbs that shard a model over devices, of one process or several."""
+"""Options of the commands that shard a model over devices, of one process or several."""
 
 from __future__ import annotations
 

@@ -1,17 +1,18 @@
-"""`python -m transformer plan RECIPE --topology v5e:4x4`: estimate memory and speed on a TPU you don't have."""
+"""`transformer-zoo plan train RECIPE --topology v5e:4x4` and other plans: memory and speed on a TPU you don't have."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from transformer.cli._errors import DONE, FAULT
 from transformer.cli._own_options import HELP, split_options
@@ -32,72 +33,100 @@ if TYPE_CHECKING:
     from transformer.training._recipe import Recipe
     from transformer.training.plan._topologies import Topology
 
+Tried = TypeVar("Tried")
 SEARCHED = 12
 """default number of candidates that a search compiles"""
 STEPS = 10
-"""number of steps that --here measures"""
+"""number of steps that `plan here` measures"""
 USAGE = """\
-usage: {program} RECIPE --topology v5e:4x4 [--decode [ROWS:PROMPT:NEW]] [--search [N]] [--largest-batch] [--json]
-       {program} RECIPE --topology v5e:1x1 --serve [LENGTH] [--int8 | --int4] [--json]
-       {program} RECIPE --here
+usage: {program} RECIPE{topology} [OPTIONS]
 
-Compile the training step of a recipe for a TPU, which this machine does not need to have. Print whether the step fits,
-its memory by kind, the collectives between the chips, and an estimate of the step time. No data is read. The exit code
-is 1 if the step does not fit. Override the recipe's fields as for `train`: --parallel.fsdp 4 --data.batch-size 64.
-RECIPE --help lists the main ones, and RECIPE --help-all all of them.
+{about}
+
+No data is read. The exit code is 1 if it does not fit. Override the recipe's fields as for `train`: --parallel.fsdp 4
+--data.batch-size 64. RECIPE --help lists the main ones, and RECIPE --help-all all of them.
 
 """
-OWN_OPTIONS = """\
-  --topology NAME:SIZES       TPU type and number of chips along each axis: v5e:4x4, v5p:2x2x2; two slices: '2*v5e:4x4'
-  --decode [ROWS:PROMPT:NEW]  plan generation instead of training: batch size, prompt tokens and new tokens per row
-  --serve [LENGTH]            plan a server: weights, pages, texts of LENGTH (default: 2048) tokens, bounds of the speed
-  --int8, --int4              with --serve: quantized weights, as for `generate`
-  --search [N]                compile and rank the N (default: 12) most promising meshes, batch sizes and remat policies
-  --largest-batch             find the largest batch that fits; compiles up to 12 programs
-  --here                      compile for the devices of this machine, run steps and compare with the estimate
-  --json                      print one JSON object
-  --debug                     show the traceback of an error, and the compiler's output on stderr
+TOPOLOGY = {
+    "--topology": "NAME:SIZES|TPU type and number of chips along each axis: v5e:4x4, v5p:2x2x2; two slices: '2*v5e:4x4'"
+}
+FLAGS = {
+    "--json": "|print one JSON object",
+    "--debug": "|show the traceback of an error, and the compiler's output on stderr",
+}
+KINDS = {
+    "train": (
+        "Compile the training step for a TPU, and print its memory by kind, the collectives between the chips, and an\n"
+        "estimate of the step time.",
+        TOPOLOGY,
+    ),
+    "decode": (
+        "Compile the program of `generate` for a TPU, and print its memory and an estimate of its time.",
+        TOPOLOGY
+        | {"--shape": "ROWS:PROMPT:NEW|batch size, prompt tokens and new tokens per row (default: 8 and the recipe's)"},
+    ),
+    "serve": (
+        "Compute the weights, pages and bounds of the speed of a server on a TPU. Nothing is compiled.",
+        TOPOLOGY
+        | {
+            "--length": "TOKENS|tokens of a text (default: 2048)",
+            "--quantize": "int8|int4|quantized weights, as for `generate` (default: none)",
+        },
+    ),
+    "search": (
+        "Compile and rank the most promising meshes, batch sizes and remat policies for a TPU.",
+        TOPOLOGY | {"--candidates": f"N|number of candidates to compile (default: {SEARCHED})"},
+    ),
+    "batch": ("Find the largest batch that fits on a TPU. This compiles up to 12 programs.", TOPOLOGY),
+    "here": (
+        "Compile the training step for the devices of this machine, run steps, and compare with the estimate.",
+        {},
+    ),
+}
+"""kinds of plans by the second word of the command: description, and options with a value; an option has the
+placeholder of its value and its meaning
 """
-
-
-def usage() -> str:
-    """Return the text that --help prints without a recipe."""
-    return USAGE.format(program=program("plan")) + OWN_OPTIONS
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the plan; return 0 if the recipe fits, 1 if it does not."""
+    kind, *arguments = arguments
+    about, options = KINDS[kind]
     own, rest = split_options(
         arguments,
-        flags=("--json", "--debug", "--here", "--largest-batch", "--help-all", "--int8", "--int4"),
-        options={"--topology": None, "--decode": "", "--search": str(SEARCHED), "--serve": ""},
+        flags=(*FLAGS, "--help-all"),
+        options=options,
         hint="--topology takes a TPU type and its chips along each axis, such as v5e:4x4.",
     )
+    called, topology = program(f"plan {kind}"), " --topology v5e:4x4" if options else ""
+    described = ""
+    for option, text in (options | FLAGS).items():
+        value, _, meaning = text.rpartition("|")
+        described += f"  {f'{option} {value}':25}{meaning}\n"
     if (rest and rest[0] in HELP) or (own.help_all and not rest):
-        print(usage(), end="")
+        print(USAGE.format(program=called, topology=topology, about=about) + described, end="")
         return DONE
     if not rest or rest[0].startswith("-"):
         got = f"got {rest[0]}" if rest else "got nothing"
-        raise ConfigError(
-            f"the first argument must be a recipe, {got}. Try: {program('plan')} number_words --topology v5e:1x1"
-        )
-    _check(own)
-    if not own.here:
+        raise ConfigError(f"the first argument must be a recipe, {got}. Try: {called} number_words{topology}")
+    _check(kind, own)
+    if options:
         _without_devices()
 
-    from transformer.cli._help import overridden
+    from transformer.cli._recipe_help import overridden
     from transformer.training._overrides import find_recipe, load_recipe_file
     from transformer.training.plan._assumptions import without_data
 
     recipe, about = load_recipe_file(find_recipe(rest[0]))
-    called = f"{program('plan')} {rest[0]}"
-    recipe = overridden(recipe, rest[1:], called=called, about=about, own=OWN_OPTIONS, help_all=own.help_all)
-    if own.topology is None and not own.here:
+    called = f"{called} {rest[0]}"
+    recipe = overridden(recipe, rest[1:], called=called, about=about, own=described, help_all=own.help_all)
+    if options and own.topology is None:
         raise ConfigError(
-            "--topology is missing. Pass the TPU to plan for, such as --topology v5e:4x4, or pass --here."
+            f"--topology is missing. Pass the TPU to plan for, such as --topology v5e:4x4, or use "
+            f"{program('plan here')}."
         )
     recipe, assumed = without_data(recipe)
-    answer = _here(recipe, assumed) if own.here else _there(own, recipe, assumed)
+    answer = _there(kind, own, recipe, assumed) if options else _here(recipe, assumed)
     if own.json:
         values = {"recipe": recipe.name, "topology": str(answer.topology), "assumed": assumed, **answer.values}
         print(json.dumps(values, indent=2))
@@ -106,29 +135,14 @@ def main(arguments: Sequence[str]) -> int:
     return DONE if answer.fits else FAULT
 
 
-def _check(own: argparse.Namespace) -> None:
-    modes = {
-        "--here": own.here,
-        "--decode": own.decode is not None,
-        "--search": own.search is not None,
-        "--largest-batch": own.largest_batch,
-        "--serve": own.serve is not None,
-    }
-    chosen = [flag for flag, given in modes.items() if given]
-    if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} can't be used together. Pass one of them.")
-    if own.search is not None and not (own.search.isdecimal() and int(own.search)):
+def _check(kind: str, own: argparse.Namespace) -> None:
+    if kind == "search" and own.candidates is not None and not (own.candidates.isdecimal() and int(own.candidates)):
         raise ConfigError(
-            f"--search takes the number of candidates to compile, an integer of at least 1, got {own.search!r}."
+            f"--candidates must be the number of candidates to compile, an integer of at least 1, got "
+            f"{own.candidates!r}."
         )
-    if own.int8 and own.int4:
-        raise ConfigError("--int8 and --int4 can't be used together. Remove one of them.")
-    if (own.int8 or own.int4) and own.serve is None:
-        raise ConfigError("--int8 and --int4 need --serve. Pass --serve, or remove them.")
-    if own.here and own.topology is not None:
-        raise ConfigError(
-            "--here and --topology can't be used together: --here plans for this machine. Remove one of them."
-        )
+    if kind == "serve" and own.quantize not in (None, "int8", "int4"):
+        raise ConfigError(f"--quantize must be int8 or int4, got {own.quantize!r}.")
 
 
 @dataclass(frozen=True)
@@ -158,21 +172,21 @@ def _values(plan: Any) -> dict[str, Any]:
     return values
 
 
-def _there(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str]) -> Answer:
+def _there(kind: str, own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str]) -> Answer:
     from transformer.training.plan._decode_plan import make_decode_plan, parse_generation
     from transformer.training.plan._topologies import parse_topology, topology_devices
     from transformer.training.plan._train_plan import make_plan
 
     topology = parse_topology(own.topology)
-    if own.serve is not None:
+    if kind == "serve":
         return _serve(own, recipe, assumed, topology)
-    generation = None if own.decode is None else parse_generation(own.decode or None, recipe)
+    generation = parse_generation(own.shape, recipe) if kind == "decode" else None
     terminal = os.fdopen(os.dup(2), "w")  # the terminal, for the progress bar, while stderr is silenced
     with terminal, contextlib.nullcontext() if own.debug else quiet_stderr():
         devices = topology_devices(topology)
-        if own.search is not None:
-            return _search(recipe, assumed, topology, devices, int(own.search), terminal)
-        if own.largest_batch:
+        if kind == "search":
+            return _search(recipe, assumed, topology, devices, int(own.candidates or SEARCHED), terminal)
+        if kind == "batch":
             return _largest_batch(recipe, assumed, topology, devices, terminal)
         if generation is not None:
             plan = make_decode_plan(recipe, generation, topology, devices)
@@ -185,8 +199,8 @@ def _serve(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str], topo
     from transformer.training.plan._serve_plan import USUAL_LENGTH, make_serve_plan, parse_length
 
     usual = min(USUAL_LENGTH, recipe.model.max_length or USUAL_LENGTH)
-    length = parse_length(own.serve or str(usual), recipe)
-    plan = make_serve_plan(recipe, length, topology, 8 if own.int8 else 4 if own.int4 else None)
+    length = parse_length(own.length or str(usual), recipe)
+    plan = make_serve_plan(recipe, length, topology, None if own.quantize is None else int(own.quantize[3:]))
     return Answer(topology, _values(plan), serve_lines(recipe.name, topology, assumed, plan), plan.fits)
 
 
@@ -210,15 +224,9 @@ def _here(recipe: Recipe, assumed: Sequence[str]) -> Answer:
 def _search(
     recipe: Recipe, assumed: Sequence[str], topology: Topology, devices: list[Any], limit: int, terminal: TextIO
 ) -> Answer:
-    from transformer.training.metrics._writer import Progress
     from transformer.training.plan._search import ranked, search
 
-    tried = []
-    with Progress(limit, stream=terminal) as progress:
-        for one in search(recipe, topology, devices, limit):
-            tried.append(one)
-            progress.advance(len(tried))
-            progress.print(search_line(one))
+    tried = _tried(search(recipe, topology, devices, limit), limit, terminal, search_line)
     best = ranked(tried)
     values = [{"flags": one.candidate.flags} | _values(one.plan) for one in best]
     fits = any(one.plan is not None and one.plan.fits for one in tried)
@@ -229,21 +237,29 @@ def _largest_batch(
     recipe: Recipe, assumed: Sequence[str], topology: Topology, devices: list[Any], terminal: TextIO
 ) -> Answer:
     from transformer.training._flops import batch_field
-    from transformer.training.metrics._writer import Progress
     from transformer.training.plan._largest_batch import MOST_PROGRAMS, best_of, largest_batch
 
     field = f"--data.{batch_field(recipe.data).replace('_', '-')}"
-    tried = []
-    with Progress(MOST_PROGRAMS, stream=terminal) as progress:
-        for one in largest_batch(recipe, topology, devices):
-            tried.append(one)
-            progress.advance(len(tried))
-            progress.print(batch_line(field, one))
+    plans = largest_batch(recipe, topology, devices)
+    tried = _tried(plans, MOST_PROGRAMS, terminal, functools.partial(batch_line, field))
     best = best_of(tried)
     values = {"tried": {one.size: one.plan.needed_bytes for one in tried}}
     if best is not None:
         values |= {"flags": f"{field} {best.size}", "largest_batch": best.size} | _values(best.plan)
     return Answer(topology, values, batch_lines(recipe.name, topology, assumed, field, tried, best), best is not None)
+
+
+def _tried(plans: Iterable[Tried], limit: int, terminal: TextIO, line: Callable[[Tried], str]) -> list[Tried]:
+    """Return plans that are compiled one after the other, and show each as a line."""
+    from transformer.training.metrics._writer import Progress
+
+    tried = []
+    with Progress(limit, stream=terminal) as progress:
+        for one in plans:
+            tried.append(one)
+            progress.advance(len(tried))
+            progress.print(line(one))
+    return tried
 
 
 @contextlib.contextmanager

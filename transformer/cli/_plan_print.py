@@ -55,7 +55,7 @@ def decode_lines(name: str, topology: Topology, assumed: Sequence[str], plan: De
     yield _title(name, topology, plan.mesh)
     yield from (f"assumed: {assumption}" for assumption in assumed)
     yield (
-        f"generation (--decode {wanted}): {wanted.rows} rows, {wanted.prompt:,} prompt tokens and {wanted.new:,} "
+        f"generation (--shape {wanted}): {wanted.rows} rows, {wanted.prompt:,} prompt tokens and {wanted.new:,} "
         f"new tokens per row; {plan.num_parameters:,} parameters"
     )
     yield from _memory(plan, topology)

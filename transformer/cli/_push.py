@@ -1,22 +1,21 @@
-"""`python -m transformer push`: upload an exported model to the Hugging Face hub."""
+"""`transformer-zoo push`: upload an exported model to the Hugging Face Hub."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from transformer.cli._arguments import parse
+from transformer.cli._arguments import Command
 
 
 @dataclass(frozen=True, kw_only=True)
-class Push:
-    """Upload an exported model to the Hugging Face hub, with a model card.
+class Push(Command):
+    """Upload an exported model to the Hugging Face Hub, with a model card.
 
     DIR is a directory that `convert` wrote, or an adapter. Only config.json, safetensors, the tokenizer and other JSON
     and text files are uploaded, in one commit. Log in first with `hf auth login`, or set HF_TOKEN. HF_ENDPOINT selects
@@ -33,15 +32,10 @@ class Push:
     """license in a new model card, such as apache-2.0"""
     message: str | None = None
     """message of the commit"""
-    json: bool = False
-    """print JSON"""
-    debug: bool = False
-    """show the traceback of an error"""
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(command: Push) -> None:
     """Upload the directory; print the address of the commit."""
-    command = parse(Push, "push", arguments)
     from transformer.zoo.weights._upload import push
 
     options = {"private": command.private, "license_id": command.license, "message": command.message}

@@ -1,4 +1,4 @@
-"""`python -m transformer report`: an HTML report of one run, or a comparison of several runs."""
+"""`transformer-zoo report`: an HTML report of one run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from transformer import __version__
-from transformer.cli._arguments import parse
+from transformer.cli._arguments import Command
 from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Command):
     """Write an HTML report of a run: curves of loss, learning rate, gradient norm and throughput, samples over time,
     the resolved recipe, versions, and the commands that reproduce the run.
 
@@ -33,24 +33,17 @@ class Report:
     runs are not changed and may still be training.
     """
 
-    workdirs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="WORKDIR [WORKDIR ...]")]
+    workdirs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="WORKDIR")]
     """workdirs of runs, such as runs/number_words"""
     output: Path | None = None
-    """HTML file to write; None: report.html or comparison.html in the first workdir. Its PNG files are in NAME_plots"""
+    """HTML file to write, with PNG files in NAME_plots; None: report.html or comparison.html in the first workdir"""
     overwrite: bool = False
     """replace files at --output that this program did not write"""
-    json: bool = False
-    """print JSON"""
-    debug: bool = False
-    """show the traceback of an error"""
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(command: Report) -> None:
     """Write the report; print the paths of the page and of the PNG files."""
-    command = parse(Report, "report", arguments)
     workdirs = [*dict.fromkeys(Path(os.path.normpath(path)) for path in command.workdirs)]
-    if not workdirs:
-        raise ConfigError("WORKDIR is missing. Pass the workdir of a run, such as runs/number_words.")
     output, ours = command.output, command.output is None  # this program owns the file names in a workdir
     if output is None:
         output = workdirs[0] / ("report.html" if len(workdirs) == 1 else "comparison.html")
@@ -184,7 +177,7 @@ def _commands(workdir: Path, recipe: Recipe, summary: Summary | None, calls: Seq
     if pins:
         commands["Install the same versions:"] = f"pip install {' '.join(pins)}"
     where = shlex.quote(str(workdir))
-    commands["Evaluate it on held-out data:"] = f"{program('evaluate')} {where}"
+    commands["Evaluate it on held-out data:"] = f"{program('evaluate run')} {where}"
     task = TASKS[recipe.task]
     if task.writes and task.try_it is not None:
         prompt = summary.prompt if summary is not None and summary.prompt else "..."

@@ -1,21 +1,25 @@
-"""Options of the commands that sample text: `generate` and `chat`."""
+"""Options of the commands that sample text: `generate`, `answer` and `chat`."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from transformer.cli._arguments import option_names_in_errors
-from transformer.cli._models import ModelCommand
+from transformer.cli._arguments import PathText, option_names_in_errors
+from transformer.cli._models import ModelCommand, QuantizationOptions, check_images
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
     from transformer.generate._sampling import Sampling
+    from transformer.inference._generate import StreamedText
     from transformer.inference._loaded_model import LoadedModel
 
 FILTERS = ("top_k", "top_p", "min_p")
@@ -25,7 +29,7 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingCommand(ModelCommand):
+class SamplingCommand(QuantizationOptions, ModelCommand):
     """Options of a command that samples text."""
 
     max_new_tokens: int | None = None
@@ -39,21 +43,15 @@ class SamplingCommand(ModelCommand):
     min_p: float | None = None
     """sample from tokens with at least this fraction of the probability of the most likely token"""
     repetition_penalty: float | None = None
-    """above 1: make tokens of the prompt and of the text less probable"""
+    """values above 1 penalize tokens that already occurred in the prompt or in the text"""
     presence_penalty: float | None = None
-    """subtract this from the logits of tokens that were generated"""
+    """subtracted from the logits of tokens that were already generated"""
     frequency_penalty: float | None = None
-    """subtract this from the logits of generated tokens, once for each time they occur"""
+    """subtracted from the logits of generated tokens, once for each occurrence"""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """causal model: text that ends the output, which does not contain it; repeat the option for several"""
+    """causal model: stop string, not included in the output"""
     seed: int = 0
     """random seed for sampling; the same seed gives the same text"""
-    int8: bool = False
-    """quantize the weights to 8 bits, a quarter of the memory of float32; stderr reports memory and rounding errors"""
-    int4: bool = False
-    """quantize the weights of the layers to 4 bits, the embeddings and the output layer to 8 bits"""
-    group_size: Literal[32, 64, 128] = 32
-    """with --int4: number of weights that share a scale"""
 
     def check(self) -> None:
         """Raise ConfigError, naming the option, for values that are invalid with any model."""
@@ -61,25 +59,21 @@ class SamplingCommand(ModelCommand):
             raise ConfigError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}.")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {self.seed}.")
-        if self.int8 and self.int4:
-            raise ConfigError("--int8 and --int4 can't be used together. Remove one of them.")
         if "" in self.stop:
             raise ConfigError("--stop must be a text of at least one character, got ''. Remove it.")
         with option_names_in_errors(**{name: name for name in ("temperature", *FILTERS, *PENALTIES)}):
             self.sampling(greedy=False)
 
-    def quantized(self, run: LoadedModel) -> LoadedModel:
-        """Return the model with the weights that --int8 or --int4 asks for; print memory and errors on stderr."""
-        if not self.int8 and not self.int4:
-            return run
-        import dataclasses
-
+    def quantized(self, opened: LoadedModel) -> LoadedModel:
+        """Return the model with quantized weights if --quantize asks for them; print memory and errors on stderr."""
+        if self.bits is None:
+            return opened
         from transformer.nn._int8 import quantize
 
-        params, report = quantize(run.params, bits=4 if self.int4 else 8, group_size=self.group_size)
+        params, report = quantize(opened.params, bits=self.bits, group_size=self.group_size)
         for row in report:
             print(row, file=sys.stderr)
-        return dataclasses.replace(run, params=params)
+        return dataclasses.replace(opened, params=params)
 
     def sampling(self, *, greedy: bool) -> Sampling:
         """Return the sampling settings; without a temperature or a filter, `greedy` selects the default temperature."""
@@ -94,8 +88,6 @@ class SamplingCommand(ModelCommand):
 
     def sampling_from(self, default: Sampling) -> Sampling:
         """Return the settings that are given, and those of `default` for the others."""
-        import dataclasses
-
         given = self._given(("temperature", *FILTERS, *PENALTIES))
         if default.temperature == 0 and "temperature" not in given and self._given(FILTERS):
             given["temperature"] = 1.0
@@ -105,19 +97,98 @@ class SamplingCommand(ModelCommand):
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-def switches(given: Sequence[str]) -> dict[str, Any]:
-    """Return the variables of a template that `--switch NAME=VALUE` sets; a value is JSON, or else a text.
+@dataclass(frozen=True, kw_only=True)
+class PromptsCommand(SamplingCommand):
+    """Options of a command that generates texts for prompts of the command line or of stdin."""
 
-    Raises:
-        ConfigError: an entry has no name or no "=".
-    """
-    found: dict[str, Any] = {}
-    for entry in given:
-        name, separator, value = entry.partition("=")
-        if not separator or not name.isidentifier():
-            raise ConfigError(f"--switch must be NAME=VALUE, such as enable_thinking=false, got {entry!r:.80}.")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
-    return found
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """prompt; - reads stdin; None: stdin"""
+    image: tuple[PathText, ...] = ()
+    """vision-language model: images that each prompt is about: --image a.jpg b.png"""
+    stream: bool = False
+    """causal model: print the text while it is generated, even into a pipe; a terminal shows a single text like this"""
+    samples: int = 1
+    """causal model: number of texts per prompt, with the seeds --seed, --seed + 1, ..."""
+    log_probabilities: bool = False
+    """causal model: print JSON with the tokens and their log-probabilities"""
+
+    def check(self) -> None:
+        """Raise an error for values that are invalid with any model, before the model is loaded."""
+        from transformer.cli._texts import check_prompts
+
+        super().check()
+        if self.samples < 1:
+            raise ConfigError(f"--samples must be at least 1, got {self.samples}.")
+        if self.stream and self.prints_json:
+            other = "--json" if self.json else "--log-probabilities"
+            raise ConfigError(f"--stream and {other} can't be used together. Remove one of them.")
+        check_prompts(self.prompt)
+        check_images(self.image)
+
+    @property
+    def prints_json(self) -> bool:
+        """Whether to print JSON."""
+        return self.json or self.log_probabilities
+
+    def print_pieces(
+        self,
+        opened: LoadedModel,
+        prompts: Sequence[str],
+        write: Callable[[str, int, Callable[[str], None]], StreamedText],
+        shown: Callable[[StreamedText], str],
+    ) -> None:
+        """Print texts that are generated one after the other, in pieces.
+
+        Args:
+            run: the model.
+            prompts: the prompts; each gives `samples` texts.
+            write: generates the text of a prompt with a seed, and passes its pieces to a function.
+            shown: what is printed of a text.
+        """
+        from transformer.cli import _texts as texts
+
+        def show(piece: str) -> None:
+            print(texts.shown(piece) if self.stream else "", end="", flush=self.stream)
+
+        results, separator = [], "\n---\n"
+        for number, sample in itertools.product(range(len(prompts)), range(self.samples)):
+            prompt, seed = prompts[number], (self.seed + sample + 7919 * number) % 2**32
+            show(separator if results else "")
+            results.append(write(prompt, seed, show))
+        if self.stream:
+            print()
+        elif self.prints_json:
+            hidden = set() if self.log_probabilities else {"tokens", "log_probabilities"}
+            values = [dataclasses.asdict(one) for one in results]
+            self.print_json(opened, results=[{k: v for k, v in one.items() if k not in hidden} for one in values])
+        else:
+            print(separator.join(texts.shown(shown(one)) for one in results))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Options of a command that writes conversations with a chat template."""
+
+    system: str | None = None
+    """system message"""
+    template: Path | None = None
+    """file with the chat template; None: the template of the model"""
+    switch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """variable of the template as NAME=VALUE, such as enable_thinking=false"""
+
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the template that --switch sets; a value is JSON, or else a text.
+
+        Raises:
+            ConfigError: an entry has no name or no "=".
+        """
+        found: dict[str, Any] = {}
+        for entry in self.switch:
+            name, separator, value = entry.partition("=")
+            if not separator or not name.isidentifier():
+                raise ConfigError(f"--switch must be NAME=VALUE, such as enable_thinking=false, got {entry!r:.80}.")
+            try:
+                found[name] = json.loads(value)
+            except ValueError:
+                found[name] = value
+        return found

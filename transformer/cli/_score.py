@@ -1,13 +1,11 @@
-"""`python -m transformer score`: log-likelihood and perplexity of texts."""
+"""`transformer-zoo score`: log-likelihood and perplexity of texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tyro
 
-from transformer.cli._arguments import parse
 from transformer.cli._models import ModelCommand
 from transformer.cli._streams import decode_argument
 
@@ -20,14 +18,13 @@ class ScoreTexts(ModelCommand):
     """
 
     text: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """text to score; repeat the option to pass several; - reads one text per line from stdin"""
+    """text to score; - reads one text per line from stdin; None: stdin"""
     source: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """encoder-decoder: source of the text; one per text"""
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(command: ScoreTexts) -> None:
     """Print the scores of each text."""
-    command = parse(ScoreTexts, "score", arguments)
     from transformer.cli._texts import read_prompts, shown, warn_of_unknown
     from transformer.inference._score import score
 
@@ -37,12 +34,9 @@ def main(arguments: Sequence[str]) -> None:
     warn_of_unknown(opened, texts, normalize=False)
     warn_of_unknown(opened, sources)
     scores = score(opened, texts, sources or None)
-    if command.json:
-        results = [
-            {"text": text, "log_likelihood": one.log_likelihood, "tokens": one.tokens, "perplexity": one.perplexity}
-            for text, one in zip(texts, scores, strict=True)
-        ]
-        command.print_json(opened, results=results)
-        return
+    results, lines = [], []
     for text, one in zip(texts, scores, strict=True):
-        print(f"{one.perplexity:.4g}\t{one.log_likelihood:.4f}\t{one.tokens}\t{shown(text)}")
+        found = {"log_likelihood": one.log_likelihood, "tokens": one.tokens, "perplexity": one.perplexity}
+        results.append({"text": text, **found})
+        lines.append(f"{one.perplexity:.4g}\t{one.log_likelihood:.4f}\t{one.tokens}\t{shown(text)}")
+    command.print_results(opened, results, lines)

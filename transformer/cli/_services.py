@@ -1,9 +1,13 @@
-"""The service for a model: which part of OpenAI's interface it can answer, and its sizes."""
+"""The service for a model: the part of OpenAI's interface that it can answer, and its sizes."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from transformer.cli._models import ModelCommand
+from transformer.cli._parallel import ONE_DEVICE, Parallel
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +28,34 @@ USUAL_QUEUE = 64
 """maximum number of texts that wait"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServiceCommand(ModelCommand):
+    """Options of a command that answers requests."""
+
+    slots: int = 8
+    """maximum number of texts that are generated at the same time"""
+    max_tokens: int | None = None
+    """maximum number of tokens of a request, prompt and answer together; None: the context of the model, at most
+    2048"""
+    parallel: Parallel = ONE_DEVICE
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raise ConfigError for values of options that are invalid with any model."""
+    limits = {"port": (0, 65535), "slots": (1, 1024), "max_tokens": (16, 2**24), "cache_tokens": (16, 2**30)}
+    for option, value in sizes.items():
+        name = f"--{option.replace('_', '-')}"
+        least, most = limits[option]
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{name} must be from {least} to {most}, got {value}.")
+
+
+def report_compilation(done: int, total: int) -> None:
+    """Show how many programs are compiled, on one line of a terminal."""
+    if sys.stderr.isatty():
+        print(f"\rcompiled {done} of {total} programs", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
 def make_service(
     opened: LoadedModel,
     *,
@@ -38,7 +70,7 @@ def make_service(
 ) -> HTTPService:
     """Return the service of a model: completions of a causal model, translations of an encoder-decoder, or embeddings.
 
-    A model with the files of sentence-transformers (modules.json) is an embedding model, also if it is causal.
+    A model with the files of sentence-transformers (modules.json) is an embedding model, even if it is causal.
 
     Args:
         opened: the model.
@@ -47,8 +79,8 @@ def make_service(
         api_key: key that clients must send; None: no key.
         local_only: refuse requests for other hosts than the loopback address.
         queue: maximum number of texts that wait.
-        cache_tokens: causal model: number of tokens of all texts whose keys and values fit into memory; None: `slots`
-            times the maximum of a request.
+        cache_tokens: causal model: size of the paged KV cache in tokens, shared by all requests; None: `slots` times
+            the maximum of a request.
         draft: causal model: proposes tokens for speculative decoding; None: nothing does.
         mesh: causal model: devices over which it is sharded; None: one device.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from transformer.cli._arguments import PathText
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
@@ -14,26 +16,37 @@ USUAL_DRAFT_TOKENS = 4
 """default number of tokens that a draft model proposes per step"""
 
 
-def check_speculation(draft: str | None, draft_tokens: int | None, lookup: int | None) -> None:
-    """Raise ConfigError for options of speculative decoding that are invalid with any model."""
-    if draft is not None and lookup is not None:
-        raise ConfigError("--draft and --lookup can't be used together. Remove one of them.")
-    for option, value in (("--draft-tokens", draft_tokens), ("--lookup", lookup)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{option} must be at least 1, got {value}.")
-    if draft_tokens is not None and draft is None:
-        raise ConfigError("--draft-tokens needs --draft. Pass --draft, or remove --draft-tokens.")
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """Options of a command that decodes speculatively, which does not change the texts."""
 
+    draft: PathText | None = None
+    """causal model: draft model for speculative decoding, with the same tokenizer; it does not change the texts"""
+    draft_tokens: int | None = None
+    """number of tokens that the draft model proposes per step; None: 4"""
+    lookup: int | None = None
+    """causal model: speculative decoding without a draft model: tokens to propose per step, copied from an earlier
+    match in the text; it does not change the texts"""
 
-def open_draft(draft: str | None, draft_tokens: int | None, lookup: int | None) -> Draft | PromptLookup | None:
-    """Return what proposes tokens for speculative decoding; None: nothing."""
-    from transformer.generate._lookup import PromptLookup
-    from transformer.generate._speculative import Draft
-    from transformer.inference._opened_model import open_model
+    def check_speculation(self) -> None:
+        """Raise ConfigError for options that are invalid with any model."""
+        if self.draft is not None and self.lookup is not None:
+            raise ConfigError("--draft and --lookup can't be used together. Remove one of them.")
+        for option, value in (("--draft-tokens", self.draft_tokens), ("--lookup", self.lookup)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{option} must be at least 1, got {value}.")
+        if self.draft_tokens is not None and self.draft is None:
+            raise ConfigError("--draft-tokens needs --draft. Pass --draft, or remove --draft-tokens.")
 
-    if lookup is not None:
-        return PromptLookup(tokens=lookup)
-    if draft is None:
-        return None
-    opened = open_model(draft)
-    return Draft(model=opened.model, params=opened.params, tokens=draft_tokens or USUAL_DRAFT_TOKENS)
+    def open_draft(self) -> Draft | PromptLookup | None:
+        """Return what proposes tokens for speculative decoding; None: nothing."""
+        from transformer.generate._lookup import PromptLookup
+        from transformer.generate._speculative import Draft
+        from transformer.inference._opened_model import open_model
+
+        if self.lookup is not None:
+            return PromptLookup(tokens=self.lookup)
+        if self.draft is None:
+            return None
+        opened = open_model(self.draft)
+        return Draft(model=opened.model, params=opened.params, tokens=self.draft_tokens or USUAL_DRAFT_TOKENS)

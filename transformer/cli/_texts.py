@@ -82,8 +82,8 @@ def _stdin_prompts(lines: bool, option: str) -> list[str]:
 class UnknownParts:
     """Collect the words and characters of texts that a model's tokenizer does not know, for one warning."""
 
-    def __init__(self, run: LoadedModel):
-        self._run = run
+    def __init__(self, opened: LoadedModel):
+        self._run = opened
         self.counts: Counter[str] = Counter()
 
     def add(self, text: str, *, normalize: bool = True) -> None:
@@ -109,9 +109,9 @@ class UnknownParts:
         )
 
 
-def warn_of_unknown(run: LoadedModel, texts: Iterable[str], *, normalize: bool = True) -> None:
+def warn_of_unknown(opened: LoadedModel, texts: Iterable[str], *, normalize: bool = True) -> None:
     """Warn once about all words and characters of the texts that the tokenizer does not know."""
-    found = UnknownParts(run)
+    found = UnknownParts(opened)
     for text in texts:
         found.add(text, normalize=normalize)
     found.warn()

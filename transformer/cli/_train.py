@@ -47,7 +47,7 @@ OWN_OPTIONS = """\
                   the data: learning rate and schedule, batch size, regularization
   --take-over     take over the workdir's lock from a process on another host that no longer exists
   --skip-memory-check
-                  start although parameters, optimizer state and batch don't fit into memory, as their shapes show
+                  start even if the state and the batch are estimated not to fit into memory
   --dry-run       print the complete recipe, parameters, memory and the first batch; train nothing, write nothing
   --fast          run a few steps of everything (training, evaluation, checkpoint, samples) in a temporary workdir,
                   which is removed at the end
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     own, rest = split_options(
         arguments,
         flags=FLAGS,
-        options={"--workdir": None, "--init": None, "--profile": None},
+        options=("--workdir", "--init", "--profile"),
         hint="--workdir and --init take a directory, such as runs/mine; --profile takes steps: 20:30.",
     )
     if own.list:
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     _check_given(own, rest)
     recipe, about = _recipe_of(rest[0], own)
 
-    from transformer.cli._help import overridden
+    from transformer.cli._recipe_help import overridden
     from transformer.training._overrides import fast
 
     before = fast(recipe) if own.fast else recipe
@@ -112,10 +112,10 @@ def main(arguments: Sequence[str]) -> int:
         start = start_from(own.init, recipe)
     command = _command_to_resume(arguments, own, workdir)
     teacher = _teacher(recipe, workdir, own.restart)
+    checks = {"restart": own.restart, "check_memory": not own.skip_memory_check, "allow_change": own.allow_change}
     if own.dry_run:
         from transformer.training._dry_run import dry_run
 
-        checks = {"restart": own.restart, "check_memory": not own.skip_memory_check, "allow_change": own.allow_change}
         dry_run(recipe, workdir, start=start, teacher=teacher, **checks)
         return 0
     options = {
@@ -124,12 +124,9 @@ def main(arguments: Sequence[str]) -> int:
         "reward_model": reward_model(recipe),
         "profile": window,
         "take_over": own.take_over,
-        "restart": own.restart,
-        "check_memory": not own.skip_memory_check,
         "temporary": _is_temporary(own),
-        "allow_change": own.allow_change,
     }
-    code = train(recipe, workdir, command=command, **options).exit_code
+    code = train(recipe, workdir, command=command, **options, **checks).exit_code
     _remove_temporary(workdir, own, code)
     processes.part()
     return code

@@ -1,4 +1,4 @@
-"""`python -m transformer transcribe`: transcribe audio files."""
+"""`transformer-zoo transcribe`: transcribe audio files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import tyro
 
 from transformer.cli._arguments import PathText, option_names_in_errors, parse
 from transformer.cli._models import ModelCommand
-from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
     from transformer.inference._transcript import Segment, TimedWord, Transcript
@@ -26,7 +25,7 @@ class Transcribe(ModelCommand):
     """
 
     files: Annotated[tyro.conf.Positional[tuple[PathText, ...]], tyro.conf.arg(metavar="FILE")]
-    """audio files"""
+    """audio files (WAV, FLAC or OGG)"""
     timestamps: Literal["none", "segment", "word"] = "none"
     """print a line for each segment (with CTC: for each word) or for each word: start, end and text; --timestamps alone
     means segment"""
@@ -39,8 +38,6 @@ class Transcribe(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Print the transcripts."""
     command = parse(Transcribe, "transcribe", _with_kind(arguments))
-    if not command.files:
-        raise ConfigError("transcribe needs audio files, got none. Pass one or more files after the directory.")
     from transformer.inference._transcribe import TranscriptionOptions, sampling_rate, transcribe
     from transformer.media._audio import check_file, read_audio
 

@@ -1,4 +1,4 @@
-"""`python -m transformer translate`: translate the lines of stdin."""
+"""`transformer-zoo translate`: translate the lines of stdin."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformer.cli._arguments import option_names_in_errors, parse
+from transformer.cli._arguments import option_names_in_errors
 from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
 from transformer.config._untrusted import bounded_lines
@@ -34,7 +34,7 @@ class Translate(ModelCommand):
     beam_size: int | None = None
     """beam size; 1 is greedy decoding; None: num_beams of generation_config.json, or 4"""
     alpha: float | None = None
-    """length penalty: log-probabilities are divided by ((5 + length) / 6)^alpha; higher favors longer translations;
+    """length penalty: log-probabilities are divided by ((5 + length) / 6)^alpha; higher values favor longer ones;
     None: length_penalty of generation_config.json, with its formula length^length_penalty, or 0.6"""
     n_best: int = 1
     """translations per line; if more than 1, each is printed as a line: line number, score and text, tab-separated"""
@@ -55,12 +55,11 @@ class Translate(ModelCommand):
     """print one JSON object per line"""
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(command: Translate) -> None:
     """Print the translations."""
-    command = parse(Translate, "translate", arguments)
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError(
-            "stdin is a terminal, so that there is nothing to translate. Pipe lines of text into this command, or use "
+            "stdin is a terminal, so there is nothing to translate. Pipe lines of text into this command, or use "
             "< FILE."
         )
     from transformer.cli._texts import UnknownParts, shown
@@ -112,7 +111,7 @@ def _beam(command: Translate, recommended: Beam) -> Beam:
 def _lines(unknown: UnknownParts) -> Iterator[str]:
     """Yield the lines of stdin; `unknown` collects the words that the tokenizer does not know.
 
-    Bytes that are not UTF-8 become lone surrogates, so that only their line fails.
+    Bytes that are not UTF-8 become lone surrogates: only their line fails.
     """
     for number, line in enumerate(bounded_lines(sys.stdin.buffer, "stdin")):
         text = line.decode("utf-8" if number else "utf-8-sig", errors="surrogateescape")

@@ -45,6 +45,8 @@ def boxed_message(box: str) -> str:
             meaning = re.sub(r"^(\{\S+\}|[A-Z]+)(\|\S+)? ", "", meaning)
         text = f"{name} is missing: {meaning}"
     text = re.sub(r"no type matching (\S+) could be instantiated from \['(.*)'\]", r"expected \1, got '\2'", text)
+    if "Expected one of (" in text:
+        text = text.replace("'None', ", "").replace(", 'None')", ")")
     place = re.match(r"Error parsing ([\w.-]+): ", text)
     if place:
         text = text[place.end() :]

@@ -12,19 +12,19 @@ SCRIPT = "transformer-zoo"
 """name of the console script that `pip install` creates (pyproject.toml, project.scripts)"""
 
 
-def program(verb: str) -> str:
-    """Return the command line for `verb`, for a shell in the current directory, in the form in which this process was
-    started.
+def program(command: str) -> str:
+    """Return the command line for a command, for a shell in the current directory, in the form in which this process
+    was started.
 
-    That is `transformer-zoo VERB` if the process runs the console script, `python train.py` for the verb "train" if it
-    runs that file, and `python -m transformer VERB` in all other cases (a notebook, a test, another program).
+    This is `transformer-zoo COMMAND` if the process runs the console script, `python train.py` for "train" if it runs
+    that file, and `python -m transformer COMMAND` in all other cases (a notebook, a test, another program).
     """
     caller = Path(sys.argv[0])
     if caller.stem == SCRIPT:
-        return f"{_script(caller)} {verb}".strip()
-    if verb == "train" and caller.name == "train.py":
+        return f"{_script(caller)} {command}".strip()
+    if command == "train" and caller.name == "train.py":
         return f"{python()} {shlex.quote(os.path.relpath(caller))}"
-    return f"{python()} -m transformer {verb}".strip()
+    return f"{python()} -m transformer {command}".strip()
 
 
 def python() -> str:

@@ -33,7 +33,7 @@ def text_model(opened: LoadedModel) -> Any:
     model = opened.model
     reads, classifies = opened.kind.reads, opened.kind.classifies
     if reads and "text" not in reads:
-        option = " On the command line, pass --image." if reads == ("images",) else ""
+        option = " On the command line, use `classify image` or `embed image`." if reads == ("images",) else ""
         option = " In Python, classify_series classifies them." if classifies == "series" else option
         what = f"{opened.directory} contains a {type(model).__name__}"
         raise ConfigError(f"{what}, which reads {reads[0]}, not text.{option}")

@@ -296,7 +296,7 @@ def advice(
         text += " So it should fit: check whether another process uses the device, or whether its memory is fragmented."
     if platform == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
         text += " By default, JAX uses 75 % of a GPU; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 to use more."
-    return f"{text} To test options without data, run: python -m transformer plan RECIPE --here FLAGS"
+    return f"{text} To test options without data, run: python -m transformer plan here RECIPE FLAGS"
 
 
 def _more_devices(recipe: Recipe, sizes: Mapping[str, int], need: Need, available: int) -> list[Remedy]:

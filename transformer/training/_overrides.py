@@ -89,14 +89,13 @@ def _recipes_importable(folder: Path) -> Iterator[None]:
         sys.modules.update(before)
 
 
-def override(recipe: Recipe, arguments: Sequence[str], *, program: str, description: str = "") -> Recipe:
+def override(recipe: Recipe, arguments: Sequence[str], *, program: str) -> Recipe:
     """Return the recipe with fields set by options such as `--model.num-layers 4`.
 
     Any option of a group in `_GROUPS` turns it on, such as `--lora.rank 4`; `--lora None` turns it off.
 
     Args:
         program: name of the command in usage and errors.
-        description: first text of --help.
 
     Raises:
         ConfigError: an unknown option (the error suggests the nearest one), an invalid value, contradictory fields, or
@@ -115,7 +114,6 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
                 default=recipe,
                 args=list(arguments),
                 prog=program,
-                description=description or "Train a recipe.",
             )
     except SystemExit as stop:
         if stop.code in (None, 0):

@@ -268,7 +268,7 @@ def test_impossible_data_says_what_to_change(fields, message):
 )
 def test_the_recipes_are_the_paper_s(name, steps, kept, dropout, bleu):
     """Sections 5.1 to 5.4 and 6.1, and table 2, of arXiv 1706.03762."""
-    recipe, about = load_recipe_file(ROOT / "configs" / f"{name}.py")
+    recipe, _ = load_recipe_file(ROOT / "configs" / f"{name}.py")
     assert recipe.training.steps == steps
     assert (recipe.checkpoint.keep_last, recipe.model.dropout_rate) == (kept, dropout)
     assert recipe.data.tokenizer == TokenizerConfig(kind="bpe", vocab_size=37_000)
@@ -309,10 +309,10 @@ def test_the_recipes_train_and_translate(name, folder, tmp_path):
     small += "--data.batch-tokens 400 --data.buckets 2 --data.eval-batch-size 9 --model.d-model 8 --model.num-heads 2 "
     small += "--model.num-layers 1 --model.d-ff 8 --training.steps 6 --evaluation.every 3 --checkpoint.every 2 "
     small += "--checkpoint.keep-last 3 --parallel.devices 1 --logging.tensorboard False --logging.progress none"
-    recipe, about = load_recipe_file(ROOT / "configs" / f"{name}.py")
-    recipe = override(recipe, small.split(), program="train.py", description=about)
+    recipe, _ = load_recipe_file(ROOT / "configs" / f"{name}.py")
+    recipe = override(recipe, small.split(), program="train.py")
     summary = loop.train(recipe, tmp_path / "run")
     assert (summary.split, summary.corpus.pairs) == ("test", 7)
     main(["average", str(tmp_path / "run"), "--last", "3"])
-    main(["evaluate", str(tmp_path / "run-average-3"), "--split", "test"])
+    main(["evaluate", "run", str(tmp_path / "run-average-3"), "--split", "test"])
     assert len((tmp_path / "run-average-3" / "hypotheses.test.txt").read_text().splitlines()) == 7

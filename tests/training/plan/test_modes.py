@@ -111,7 +111,7 @@ class TestDecode:
         pairs = dataclasses.replace(PAIRS, model=PAIRS.model.replace(num_layers=1))
         plan = make_decode_plan(pairs, Generation(8, 12, 10), CHIPS, jax.devices())
         text = "\n".join(decode_lines("x", CHIPS, ["y"], plan))
-        assert "generation (--decode 8:12:10): 8 rows, 12 prompt tokens and 10 new tokens per row" in text
+        assert "generation (--shape 8:12:10): 8 rows, 12 prompt tokens and 10 new tokens per row" in text
         assert re.search(
             r"(?m)^estimate, not a measurement: [\d.e-]+ ms in total; after the prefill, [\d,]+ new tokens/s$", text
         )
@@ -164,7 +164,7 @@ class TestDecode:
             (
                 TEXT,
                 6,
-                r"--decode 6:8:8.*8.*8.*--parallel",
+                r"--shape 6:8:8.*8.*8.*--parallel",
             ),
             (parallel(TEXT, kind="pmap"), 8, r"Remove --parallel\.kind"),
             (parallel(TEXT, tensor=8, data=1), 8, "num_heads"),
@@ -214,20 +214,20 @@ def test_durations():
 TINY = "--model.num-layers 1 --model.d-model 32 --data.sequence-length 16 --execution.scan False --parallel.devices 1"
 
 
-class TestVerb:
+class TestCommand:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ("--topology v5e:1x1 --decode 3", "--decode must be ROWS:PROMPT:NEW"),
-            ("--topology v5e:1x1 --search 0", "--search takes the number of candidates.*got '0'"),
-            ("--topology v5e:1x1 --search many", "got 'many'"),
-            ("--topology v5e:1x1 --search --decode", "--decode and --search can't be used together"),
-            ("--topology v5e:1x1 --here", "--here and --topology can't be used together"),
+            ("decode --topology v5e:1x1 --shape 3", "--shape must be ROWS:PROMPT:NEW"),
+            ("search --topology v5e:1x1 --candidates 0", "--candidates must be the number of candidates.*got '0'"),
+            ("search --topology v5e:1x1 --candidates many", "got 'many'"),
+            ("here --topology v5e:1x1", "unknown option --topology"),
         ],
     )
     def test_what_is_wrong_is_one_line(self, words, message, capsys, monkeypatch):
         monkeypatch.setattr("transformer.training.plan._topologies.topology_devices", lambda topology: jax.devices())
-        code = main(["plan", "shakespeare_cpu", *words.split()])
+        kind, *options = words.split()
+        code = main(["plan", kind, "shakespeare_cpu", *options])
         out, err = capsys.readouterr()
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert re.search(message, err)
@@ -235,7 +235,7 @@ class TestVerb:
     def test_here(self, capsys, monkeypatch):
         monkeypatch.setattr("transformer.training.plan._measurement.MATRIX", 128)
         monkeypatch.setattr("transformer.training.plan._measurement.COPIED", 2**16)
-        code = main(["plan", "shakespeare_cpu", "--here", *TINY.split()])
+        code = main(["plan", "here", "shakespeare_cpu", *TINY.split()])
         out, _ = capsys.readouterr()
         assert code == 0
         assert "shakespeare_cpu on cpu:1: 1 device, " in out
@@ -245,7 +245,7 @@ class TestVerb:
         monkeypatch.setattr("transformer.training.plan._measurement.MATRIX", 128)
         monkeypatch.setattr("transformer.training.plan._measurement.COPIED", 2**16)
         monkeypatch.setattr("transformer.training.plan._measurement.device_bytes", lambda devices: 1e5)
-        code = main(["plan", "shakespeare_cpu", "--here", *TINY.split()])
+        code = main(["plan", "here", "shakespeare_cpu", *TINY.split()])
         out, err = capsys.readouterr()
         assert (code, err) == (1, "")
         assert re.search(r"does not fit: it needs [\d.]+ MiB of 97.66 KiB per device", out)
@@ -253,7 +253,8 @@ class TestVerb:
 
     def test_search_as_json(self, capsys, monkeypatch):
         monkeypatch.setattr("transformer.training.plan._topologies.topology_devices", lambda topology: jax.devices())
-        code = main(["plan", "shakespeare_cpu", "--topology", "v5e:2x4", "--search", "1", "--json", *TINY.split()])
+        words = ("--topology", "v5e:2x4", "--candidates", "1", "--json")
+        code = main(["plan", "search", "shakespeare_cpu", *words, *TINY.split()])
         values = json.loads(capsys.readouterr().out)
         assert (code, values["topology"], len(values["ranked"])) == (0, "v5e:2x4", 1)
         assert values["ranked"][0]["flags"].startswith("--parallel.data 1 --data.batch-size ")

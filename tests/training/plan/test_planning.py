@@ -298,9 +298,9 @@ def test_shapes_of_a_batch_are_where_its_arrays_would_be():
     assert shape.sharding.shard_shape(shape.shape) == (3, 40)
 
 
-class TestVerb:
+class TestCommand:
     def run(self, capsys, *words):
-        return main(["plan", *words]), *capsys.readouterr()
+        return main(["plan", "train", *words]), *capsys.readouterr()
 
     @pytest.mark.parametrize(
         ("words", "message"),
@@ -423,8 +423,8 @@ class TestCompiler:
     def compiler(self):
         pytest.importorskip("libtpu", reason='no TPU compiler: pip install "libtpu>=0.0.51"')
 
-    def plan(self, capsys, *words):
-        code = main(["plan", "shakespeare_cpu", *TINY, *words, "--json"])
+    def plan(self, capsys, *words, kind="train"):
+        code = main(["plan", kind, "shakespeare_cpu", *TINY, *words, "--json"])
         out, err = capsys.readouterr()
         assert err == ""
         return code, json.loads(out)
@@ -492,7 +492,7 @@ class TestCompiler:
 
     def test_the_gradient_of_the_head_is_summed_before_the_layers(self, capsys):
         """Otherwise a chip holds its own gradient of the head, 1.96 GiB, in the backward pass: a peak of 11.23 GiB."""
-        assert main(["plan", "llama3_8b", "--topology", "v5p:4x4x4", "--json"]) == 0
+        assert main(["plan", "train", "llama3_8b", "--topology", "v5p:4x4x4", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["needed_bytes"] < 10.5 * 2**30
 
     def test_too_large_is_an_answer(self, capsys):
@@ -518,6 +518,6 @@ class TestCompiler:
         assert times[0] == pytest.approx(times[1], rel=0.2)
 
     def test_generation(self, capsys):
-        code, plan = self.plan(capsys, "--topology", "v5e:1x1", "--decode", "8:64:32")
+        code, plan = self.plan(capsys, "--topology", "v5e:1x1", "--shape", "8:64:32", kind="decode")
         assert (code, plan["fits"], plan["generation"]) == (0, True, {"rows": 8, "prompt": 64, "new": 32})
         assert plan["prefill"]["compute_seconds"] > 8 * plan["token"]["compute_seconds"] > 0

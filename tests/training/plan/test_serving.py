@@ -19,12 +19,12 @@ NORMS = (2 * 32 + 1) * 4096
 
 
 def planned(capsys, *words):
-    code = main(["plan", "llama3_8b", "--json", *words])
+    code = main(["plan", "serve", "llama3_8b", "--json", *words])
     return code, json.loads(capsys.readouterr().out)
 
 
 def test_a_model_that_is_sharded_over_eight_chips(capsys):
-    code, plan = planned(capsys, "--topology", "v5e:2x4", "--serve", "4096", "--parallel.tensor", "8")
+    code, plan = planned(capsys, "--topology", "v5e:2x4", "--length", "4096", "--parallel.tensor", "8")
     weights = 2 * (32 * LAYER + 2 * TABLE) // 8 + 2 * NORMS  # bfloat16; norms are on every chip
     assert (code, plan["num_parameters"]) == (0, 32 * LAYER + 2 * TABLE + NORMS)
     assert plan["weight_bytes"] == weights
@@ -42,14 +42,14 @@ def test_a_model_that_is_sharded_over_eight_chips(capsys):
 
 
 def test_what_does_not_fit_fits_with_fewer_bits(capsys):
-    assert main(["plan", "llama3_8b", "--topology", "v5e:1x1", "--serve"]) == 1
+    assert main(["plan", "serve", "llama3_8b", "--topology", "v5e:1x1"]) == 1
     assert "does not fit: the weights and one text of 2,048 tokens need 15.21 GiB per chip" in capsys.readouterr().out
-    found = {bits: planned(capsys, "--topology", "v5e:1x1", "--serve", f"--int{bits}") for bits in (8, 4)}
+    found = {bits: planned(capsys, "--topology", "v5e:1x1", "--quantize", f"int{bits}") for bits in (8, 4)}
     assert [code for code, _ in found.values()] == [0, 0]
     # 8 bits: one byte a weight. 4 bits: half a byte, and a scale of two bytes for 32 weights; tables have 8 bits.
     assert found[8][1]["weight_bytes"] == pytest.approx(32 * LAYER + 2 * TABLE, rel=0.002)
     assert found[4][1]["weight_bytes"] == pytest.approx(32 * LAYER * (0.5 + 2 / 32) + 2 * TABLE, rel=0.002)
-    assert main(["plan", "llama_1b", "--topology", "v5e:1x1", "--serve"]) == 0
+    assert main(["plan", "serve", "llama_1b", "--topology", "v5e:1x1"]) == 0
     printed = capsys.readouterr().out
     assert "pages of 16 tokens in bfloat16: 24,776, each 512 KiB per chip" in printed
     assert "fits: 193 texts of 2,048 tokens (--slots 193 --max-tokens 2048)" in printed
@@ -70,16 +70,15 @@ def test_a_step_reads_the_experts_of_its_texts():
 
 def test_what_can_not_be_planned_is_one_line(capsys):
     for words, message in (
-        (("--serve", "many"), "--serve must be the number of tokens of a text, such as 2048, got 'many'"),
-        (("--serve", "--int8", "--int4"), "--int8 and --int4 can't be used together"),
-        (("--int8",), "--int8 and --int4 need --serve"),
-        (("--serve", "--search"), "--search and --serve can't be used together"),
+        (("--length", "many"), "--length must be the number of tokens of a text, such as 2048, got 'many'"),
+        (("--quantize", "int2"), "--quantize must be int8 or int4, got 'int2'"),
+        (("--candidates", "3"), "unknown option --candidates"),
     ):
-        assert main(["plan", "llama_1b", "--topology", "v5e:1x1", *words]) == 2
+        assert main(["plan", "serve", "llama_1b", "--topology", "v5e:1x1", *words]) == 2
         assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match="must multiply to the 8 devices of v5e:2x4, got tensor 1 and expert 1"):
         make_serve_plan(TEXT, 24, EIGHT)
-    with pytest.raises(ConfigError, match=r"got 8.*--int4"):
+    with pytest.raises(ConfigError, match=r"got 8.*--quantize int4"):
         make_serve_plan(parallel(TEXT, tensor=4, expert=2), 24, EIGHT, 4)
     with pytest.raises(ConfigError, match="Seq2Seq"):
         make_serve_plan(PAIRS, 24, ONE)

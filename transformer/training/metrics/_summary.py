@@ -193,7 +193,7 @@ def _file_lines(summary: Summary) -> list[str]:
 
 def _next_command(summary: Summary) -> str:
     """Return the command that tries the trained model: generate, classify or evaluate."""
-    try_it, words = TASKS[summary.task].try_it, ["evaluate", str(Path(summary.workdir))]
+    try_it, words = TASKS[summary.task].try_it, ["evaluate", "run", str(Path(summary.workdir))]
     if summary.prompt and try_it is not None:
         words = [try_it[0], str(Path(summary.workdir)), *shlex.split(try_it[1]), summary.prompt]
     return f"{program(words[0])} {shlex.join(words[1:])}"

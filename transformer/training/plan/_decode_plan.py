@@ -76,7 +76,7 @@ def parse_generation(text: str | None, recipe: Recipe) -> Generation:
     if text is not None:
         if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", text):
             raise ConfigError(
-                f"--decode must be ROWS:PROMPT:NEW (batch size, prompt tokens and new tokens per row), such as "
+                f"--shape must be ROWS:PROMPT:NEW (batch size, prompt tokens and new tokens per row), such as "
                 f"8:1024:256, got {text!r}."
             )
         wanted = Generation(*map(int, text.split(":")))
@@ -92,7 +92,7 @@ def parse_generation(text: str | None, recipe: Recipe) -> Generation:
     ):
         if longest is not None and length > longest:
             raise ConfigError(
-                f"--decode {wanted}: the model has only {longest} positions (model.max_length, and for sources "
+                f"--shape {wanted}: the model has only {longest} positions (model.max_length, and for sources "
                 f"model.embedding.source_max_length). Pass fewer tokens."
             )
     return wanted
@@ -198,7 +198,7 @@ def _checked_sizes(recipe: Recipe, generation: Generation, num_devices: int) -> 
     ways = num_row_shards(sizes)
     if generation.rows % ways:
         raise ConfigError(
-            f"--decode {generation}: the number of rows must be a multiple of {ways}, because they are split over the "
+            f"--shape {generation}: the number of rows must be a multiple of {ways}, because they are split over the "
             f"mesh (data x fsdp x expert). Pass {-(-generation.rows // ways) * ways} rows, or --parallel.tensor "
             f"{num_devices}."
         )
@@ -212,7 +212,9 @@ def _pairs(recipe: Recipe) -> bool:
 def _check_writes(recipe: Recipe) -> None:
     task = TASKS[recipe.task]
     if not task.writes:
-        raise ConfigError(f"a {task.model.__name__} does not generate text. Remove --decode.")
+        raise ConfigError(
+            f"a {task.model.__name__} does not generate text, so `plan decode` has nothing to plan. Use `plan train`."
+        )
 
 
 def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh, paged: bool) -> tuple[jax.stages.Lowered, Any]:
@@ -339,5 +341,5 @@ def _remedies(recipe: Recipe, generation: Generation, sizes: Mapping[str, int]) 
         )
     if generation.rows > 1 and generation.rows // 2 % num_row_shards(sizes) == 0:
         fewer = dataclasses.replace(generation, rows=generation.rows // 2)
-        found.append(f"--decode {fewer}: smaller batch")
+        found.append(f"--shape {fewer}: smaller batch")
     return [*found, "another --topology with more chips, or chips with more memory"]

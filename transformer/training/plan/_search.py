@@ -200,7 +200,7 @@ def search(recipe: Recipe, topology: Topology, devices: list[Any], limit: int) -
     found = candidates(recipe, topology, num_devices)
     if not found:
         why = _why_none(recipe, topology, num_devices)
-        raise ConfigError(f"--search found no mesh for {num_devices} {topology.unit}s: {why}")
+        raise ConfigError(f"plan search found no mesh for {num_devices} {topology.unit}s: {why}")
     for candidate in found:
         if tried == limit:
             return

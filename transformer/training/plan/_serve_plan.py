@@ -79,16 +79,16 @@ class ServePlan:
 
 
 def parse_length(text: str, recipe: Recipe) -> int:
-    """Parse the value of `--serve`, the number of tokens of a text.
+    """Parse the value of `--length`, the number of tokens of a text.
 
     Raises:
         ConfigError: it is no positive integer, or exceeds the positions of the model.
     """
     if not re.fullmatch(r"[1-9]\d*", text):
-        raise ConfigError(f"--serve must be the number of tokens of a text, such as {USUAL_LENGTH}, got {text!r}.")
+        raise ConfigError(f"--length must be the number of tokens of a text, such as {USUAL_LENGTH}, got {text!r}.")
     longest = recipe.model.max_length
     if longest is not None and int(text) > longest:
-        raise ConfigError(f"--serve {text}: the model has only {longest} positions. Pass at most {longest}.")
+        raise ConfigError(f"--length {text}: the model has only {longest} positions. Pass at most {longest}.")
     return int(text)
 
 
@@ -114,7 +114,7 @@ def make_serve_plan(recipe: Recipe, length: int, topology: Topology, bits: Liter
     is_causal = kind_of(model).writes == "continuation"
     if not is_causal or recipe.model.has_linear_attention:
         got = "linear attention" if is_causal else f"a {type(model).__name__}"
-        raise ConfigError(f"--serve plans for a CausalLM with a KV cache, got {got}. Remove --serve.")
+        raise ConfigError(f"plan serve needs a CausalLM with a KV cache, got {got}. Pass another recipe.")
     sizes = _sizes(recipe, topology, bits)
     devices = math.prod(sizes.values())
     shapes = abstract_state(recipe).params
@@ -172,7 +172,7 @@ def _sizes(recipe: Recipe, topology: Topology, bits: int | None) -> dict[str, in
     sizes = mesh_sizes(asked, devices)
     check_model(recipe.model, sizes)
     if bits is not None and devices > 1:
-        raise ConfigError(f"quantized weights are not sharded, got {devices} devices. Remove --int{bits}.")
+        raise ConfigError(f"quantized weights are not sharded, got {devices} devices. Remove --quantize int{bits}.")
     return sizes
 
 

@@ -271,7 +271,7 @@ class Task(ABC):
     """what distinguishes the evaluation with the lowest `metric`"""
     try_it: ClassVar[tuple[str, str] | None] = None
     """command and options that apply a trained model to a text or the path of an image, which follows them; None:
-    `evaluate`"""
+    `evaluate run`"""
 
     def eval_line(self, loss: float, best: float | None, step: int | None) -> str:
         """Describe the loss of the last evaluation and the best one of all, which was at `step`."""

@@ -75,7 +75,7 @@ class SupervisedFineTuning(LanguageModeling):
 
     name = "sft"
     targets = "trained tokens"
-    try_it = ("generate", "--chat --prompt")
+    try_it = ("answer", "--prompt")
 
     def sums(self, model: nn.Module, params: PyTree, batch: Batch, reference: PyTree, options: Options) -> Sums:
         return answer_sums(model, params, self.inputs(model.config, batch), batch)
@@ -191,4 +191,4 @@ class Classification(LabelTask, EncoderTask):
     model = Classifier
     targets = "texts"
     unit = "nats per text"
-    try_it = ("classify", "--text")
+    try_it = ("classify text", "--text")

@@ -1,4 +1,4 @@
-"""Tests of the command line: output, exit codes and error messages of the verbs."""
+"""Tests of the command line: output, exit codes and error messages of the commands."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from training_recipes import few_number_words
 
-from transformer.__main__ import VERBS, main
+from transformer.__main__ import COMMANDS, main
 from transformer.config import Execution, LayerKind, TransformerConfig
 from transformer.data import TextFile
 from transformer.nn._sharding import ParallelConfig
@@ -109,20 +109,34 @@ def pipe(monkeypatch, content, *, terminal=False):
     monkeypatch.setattr(sys, "stdin", stdin)
 
 
-class TestVerbs:
-    def test_help_names_every_verb_with_a_line(self, run):
+class TestCommands:
+    def test_help_names_every_command_with_a_line(self, run):
         code, out, err = run("--help")
         assert (code, err) == (0, "")
-        for name, verb in VERBS.items():
-            assert any(line.split(maxsplit=1) == [name, verb.help] for line in out.splitlines())
+        lines = [" ".join(line.split()) for line in out.splitlines()]
+        assert {f"{name} {summary}" for name, summary in COMMANDS.items()} <= set(lines)
+
+    def test_help_of_a_group(self, run):
+        code, out, err = run("inspect", "--help")
+        assert (code, err) == (0, "")
+        assert [line.split()[1] for line in out.splitlines() if line.startswith("  ")] == [
+            name.split()[1] for name in COMMANDS if name.startswith("inspect ")
+        ]
 
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ((), "a verb is missing. Use one of train, generate, chat, serve, batch, translate, transcribe, embed"),
-            (("generat", "x"), "unknown verb 'generat'. Did you mean 'generate'?"),
+            (
+                (),
+                "missing command. Use one of train, generate, answer, chat, serve, batch, translate, transcribe, ",
+            ),
+            (("generat", "x"), "unknown command 'generat'. Did you mean 'generate'?"),
+            (("evaluate", "runs/x"), "unknown command 'evaluate runs/x'."),
+            (("inspect", "txt", "x"), "unknown command 'inspect txt'. Did you mean 'inspect text'?"),
+            (("study",), "missing command after study. Use one of study scale, study positions, study memory; "),
+            (("inspect", "--prompt", "x"), "missing command after inspect. Use one of inspect text, inspect chat"),
             (("generate",), "DIR is missing"),
-            (("inspect", "x"), "inspect needs an input. Pass --prompt TEXT, or --image FILE"),
+            (("inspect", "text", "x"), "--prompt is missing: input text of the model"),
             (("generate", "x", "y"), "unexpected argument: y"),
             (("generate", "x", "--promt", "y"), "generate has no option --promt. Did you mean '--prompt'?"),
             (("generate", "x", "--prompt", "--xyz"), "starts with dashes as --prompt='--xyz'"),
@@ -135,36 +149,39 @@ class TestVerbs:
             (("generate", "x", "--temperature", "nan"), "--temperature must be a number from 0 to 1000"),
             (("generate", "x", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1, got 0"),
             (("generate", "x", "--seed", "-1"), "--seed must be from 0"),
-            (("evaluate", "x", "--examples", "-1"), "--examples must be at least 0, got -1"),
+            (("evaluate", "run", "x", "--examples", "-1"), "--examples must be at least 0, got -1"),
             (
                 ("generate", "x", "--prompt", "a", "--draft-tokens", "3"),
                 "--draft-tokens needs --draft",
             ),
-            (("classify", "x", "--text", "--qqqqqq"), "starts with dashes as --text='--qqqqqq'"),
+            (("classify", "text", "x", "--text", "--qqqqqq"), "starts with dashes as --text='--qqqqqq'"),
             (("average", "x", "--qqqqqq"), "average has no option --qqqqqq. --help lists all options."),
         ],
     )
     def test_wrong_words(self, words, message, fails):
         assert message in fails(*words)
 
-    @pytest.mark.parametrize("verb", ["generate", "evaluate", "inspect"])
-    def test_a_place_that_is_no_workdir(self, verb, fails, tmp_path, pairs_run):
-        prompt = ("--prompt", "one") if verb != "evaluate" else ()
+    @pytest.mark.parametrize("command", ["generate", "evaluate run", "inspect text"])
+    def test_a_place_that_is_no_workdir(self, command, fails, tmp_path, pairs_run):
+        prompt = ("--prompt", "one") if command != "evaluate run" else ()
         missing, empty, bare = tmp_path / "missing", tmp_path / "empty", tmp_path / "bare"
-        assert f"directory {missing} not found. Pass the workdir" in fails(verb, missing, *prompt)
+        words = command.split()
+        assert f"directory {missing} not found. Pass the workdir" in fails(*words, missing, *prompt)
         empty.mkdir()
-        assert "contains neither a run (recipe.json) nor weights (config.json)" in fails(verb, empty, *prompt)
+        assert "contains neither a run (recipe.json) nor weights (config.json)" in fails(
+            *command.split(), empty, *prompt
+        )
         bare.mkdir()
         shutil.copy(pairs_run / "recipe.json", bare)
         shutil.copytree(pairs_run / "tokenizer", bare / "tokenizer")
-        assert "No checkpoint in" in fails(verb, bare, *prompt)
+        assert "No checkpoint in" in fails(*words, bare, *prompt)
 
     def test_a_broken_recipe(self, fails, tmp_path):
         (tmp_path / "recipe.json").write_text('{"format"')
         assert "recipe.json is damaged" in fails("generate", tmp_path, "--prompt", "one")
 
-    def test_help_imports_no_verb(self):
-        """Listing the verbs must not wait for their imports."""
+    def test_help_imports_no_command(self):
+        """Listing the commands must not wait for their imports."""
         code = (
             "import sys; from transformer.__main__ import main; main(['--help'])\n"
             "print(sorted({'tyro', 'orbax', 'matplotlib', 'grain', 'optax'} & set(sys.modules)), file=sys.stderr)"
@@ -173,14 +190,15 @@ class TestVerbs:
         assert done.stderr == "[]\n"
         assert "\x1b" not in done.stdout
 
-    @pytest.mark.parametrize("verb", ["generate", "evaluate", "inspect"])
-    def test_help_of_a_verb(self, verb, capsys):
+    @pytest.mark.parametrize("command", ["generate", "evaluate run", "inspect text"])
+    def test_help_of_a_command(self, command, capsys):
         with pytest.raises(SystemExit) as stop:
-            main([verb, "--help"])
+            main([*command.split(), "--help"])
         assert not stop.value.code
         out, err = capsys.readouterr()
         assert "DIR" in out
         assert "--step" in out
+        assert "None" not in out
         assert "\x1b" not in out
         assert err == ""
 
@@ -303,7 +321,7 @@ class TestGenerate:
 
 class TestEvaluate:
     def test_pairs(self, run, pairs):
-        code, out, err = run("evaluate", pairs, "--json")
+        code, out, err = run("evaluate", "run", pairs, "--json")
         found = json.loads(out)
         assert (code, err) == (0, "")
         assert (found["split"], found["step"]) == ("test", 40)
@@ -313,7 +331,7 @@ class TestEvaluate:
         assert found["exact_match"]["all"]["total"] == 7
 
     def test_another_split_in_words(self, run, fails, pairs):
-        code, out, err = run("evaluate", pairs, "--split", "validation", "--examples", 3)
+        code, out, err = run("evaluate", "run", pairs, "--split", "validation", "--examples", 3)
         assert (code, err) == (0, "")
         first, second, third, fourth, *files = out.splitlines()
         assert first.startswith(f"{pairs}, step 40, split validation: ")
@@ -321,10 +339,10 @@ class TestEvaluate:
         assert re.fullmatch(r"exact match: [0-3] of 3 \([\d.]+ %\)", third)
         assert re.fullmatch(r"  digits 2: [0-3] of 3 \([\d.]+ %\)", fourth)
         assert files == [f"{name}: {pairs}/{name}.validation.txt" for name in ("hypotheses", "references")]
-        assert "split must be one of" in fails("evaluate", pairs, "--split", "tset")
+        assert "split must be one of" in fails("evaluate", "run", pairs, "--split", "tset")
 
     def test_text(self, run, text):
-        found = json.loads(run("evaluate", text, "--json")[1])
+        found = json.loads(run("evaluate", "run", text, "--json")[1])
         assert (found["split"], found["exact_match"]) == ("validation", {})
         assert found["targets"] == len(LINE) * 4 - 1
 
@@ -335,13 +353,13 @@ class TestEvaluate:
             (moved / name).symlink_to(text_run / name)
         recipe = (text_run / "recipe.json").read_text()
         (moved / "recipe.json").write_text(recipe.replace("text.txt", "gone.txt"))
-        assert "gone.txt" in fails("evaluate", moved)
+        assert "gone.txt" in fails("evaluate", "run", moved)
 
 
 @pytest.mark.programs(36, reason="masks and maps of attention are computed outside of jit")
 class TestInspect:
     def test_a_translation(self, run, pairs, tmp_path):
-        words = ("inspect", pairs, "--prompt", "Forty-two", "--output", tmp_path / "maps", "--target")
+        words = ("inspect", "text", pairs, "--prompt", "Forty-two", "--output", tmp_path / "maps", "--target")
         code, out, err = run(*words, "cuarenta y dos")
         assert (code, err) == (0, "")
         first, *paths = out.splitlines()
@@ -354,20 +372,22 @@ class TestInspect:
         assert all(Path(path).read_bytes().startswith(PNG) for path in paths)
 
     def test_the_target_is_what_the_model_writes(self, run, pairs):
-        found = json.loads(run("inspect", pairs, "--prompt", "one", "--json")[1])
+        found = json.loads(run("inspect", "text", pairs, "--prompt", "one", "--json")[1])
         written = json.loads(run("generate", pairs, "--prompt", "one", "--json")[1])
         assert found["target"] == written["results"][0]["output"]
         assert {Path(path).parent for path in found["paths"]} == {Path(pairs) / "attention"}
 
     def test_a_causal_model(self, run, fails, text):
-        found = json.loads(run("inspect", text, "--prompt", "what $5", "--json")[1])
+        found = json.loads(run("inspect", "text", text, "--prompt", "what $5", "--json")[1])
         assert [Path(path).name for path in found["paths"]] == ["decoder_self_layer1.png"]
         assert found["target"] is None
-        assert "--target needs an encoder-decoder" in fails("inspect", text, "--prompt", "what", "--target", "x")
+        assert "--target needs an encoder-decoder" in fails(
+            "inspect", "text", text, "--prompt", "what", "--target", "x"
+        )
 
     @pytest.mark.slow
     def test_sizes(self, run, pairs, tmp_path):
-        words = ("inspect", pairs, "--prompt", "one", "--target", "uno", "--sizes", "--output", tmp_path)
+        words = ("inspect", "text", pairs, "--prompt", "one", "--target", "uno", "--sizes", "--output", tmp_path)
         code, out, err = run(*words)
         assert (code, err) == (0, "")
         assert "source, 1 tokens: one\ntarget, 2 tokens: <bos> uno\n" in out
@@ -383,15 +403,17 @@ class TestInspect:
         with contextlib.redirect_stdout(io.StringIO()):
             brief = {"training": TrainingConfig(steps=2), "optimizer": OptimizerConfig(warmup_steps=1)}
             train(dataclasses.replace(recipe, model=model, **brief), tmp_path / "blind")
-        message = fails("inspect", tmp_path / "blind", "--prompt", "what")
+        message = fails("inspect", "text", tmp_path / "blind", "--prompt", "what")
         assert "has no attention layer" in message
         assert "Use --sizes to print the shapes" in message
-        code, out, _ = run("inspect", tmp_path / "blind", "--prompt", "what", "--sizes")
+        code, out, _ = run("inspect", "text", tmp_path / "blind", "--prompt", "what", "--sizes")
         assert code == 0
         assert "x W_1" in out
         assert "query" not in out
 
     def test_wrong_texts(self, fails, pairs, text):
-        assert "the prompt is empty" in fails("inspect", pairs, "--prompt", " ")
-        assert "the target can't be encoded" in fails("inspect", pairs, "--prompt", "one", "--target", "uno zwei")
-        assert "(model.max_length), got 25" in fails("inspect", text, "--prompt", LINE[:25])
+        assert "the prompt is empty" in fails("inspect", "text", pairs, "--prompt", " ")
+        assert "the target can't be encoded" in fails(
+            "inspect", "text", pairs, "--prompt", "one", "--target", "uno zwei"
+        )
+        assert "(model.max_length), got 25" in fails("inspect", "text", text, "--prompt", LINE[:25])

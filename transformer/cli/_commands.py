@@ -1,0 +1,116 @@
+"""Find the command of a command line in a table of commands, and run it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import platform
+import typing
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+from transformer.cli._bars import bars
+from transformer.cli._limits import check_address_space
+from transformer.config._checks import ConfigError, nearest
+from transformer.config._invocation import program
+
+
+def run(words: Sequence[str], commands: Mapping[str, str]) -> int | None:
+    """Run a command line.
+
+    Args:
+        words: the command line after the program name.
+        commands: name -> summary.
+
+    Returns:
+        the exit code; None means 0.
+
+    Raises:
+        ConfigError: the command is missing or unknown. Errors of the command itself are raised unchanged.
+    """
+    match words:
+        case ["-h" | "--help", *_]:
+            print(usage(commands))
+            return 0
+        case ["--version", *_]:
+            print(versions())
+            return 0
+        case ["--completion", *shell]:
+            from transformer.cli._completion import completion
+
+            print(completion(" ".join(shell), commands), end="")
+            return 0
+        case [group, "-h" | "--help", *_] if members(group, commands):
+            print(usage(members(group, commands), group))
+            return 0
+    name, arguments = find(words, commands)
+    if not {"-h", "--help", "--list"} & set(words):
+        check_address_space()
+    # Training has its own display, and a plan too.
+    with contextlib.nullcontext() if words[0] in ("train", "plan") else bars():
+        return call(name, arguments)
+
+
+def call(name: str, arguments: Sequence[str]) -> int | None:
+    """Run the function `main` of the module of a command, with the options that it takes: `inspect text` is
+    `cli/_inspect_text.py`. Some commands read their arguments themselves; those of `plan` share a module.
+    """
+    first, _, second = name.partition(" ")
+    if first == "plan" and second:
+        return call(first, [second, *arguments])
+    main = importlib.import_module(f"transformer.cli._{name.replace(' ', '_')}").main
+    options = typing.get_type_hints(main).get("command")
+    if options is None:
+        return main(arguments)
+    from transformer.cli._arguments import parse
+
+    return main(parse(options, name, arguments))
+
+
+def find(words: Sequence[str], commands: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Return the command that a command line begins with, and its arguments.
+
+    Raises:
+        ConfigError: the command is missing or unknown.
+    """
+    for size in (1, 2):
+        name = " ".join(words[:size])
+        if name in commands:
+            return name, list(words[size:])
+    group = words[0] if words and members(words[0], commands) else ""
+    names = list(members(group, commands) if group else dict.fromkeys(name.partition(" ")[0] for name in commands))
+    given = words[1:2] if group else words[:1]
+    remedy = f"Use one of {', '.join(names)}; {program(group)} --help explains them."
+    if not given or given[0].startswith("-"):
+        raise ConfigError(f"missing command{f' after {group}' if group else ''}. {remedy}")
+    asked = f"{group} {given[0]}".strip()
+    raise ConfigError(f"unknown command {asked!r:.200}.{nearest(asked, names)} {remedy}")
+
+
+def members(group: str, commands: Mapping[str, str]) -> dict[str, str]:
+    """Return the commands whose first of two words is this one."""
+    return {name: summary for name, summary in commands.items() if name.startswith(f"{group} ")}
+
+
+def usage(commands: Mapping[str, str], group: str = "") -> str:
+    """Return the text that --help prints, for all commands or for those of a group."""
+    width = max(map(len, commands))
+    called = program("")
+    lines = [f"  {name:{width}}  {summary}" for name, summary in commands.items()]
+    end = f"{called} COMMAND --help lists the options of a command"
+    if not group:
+        end += f"; {called} --version prints versions; {called} --completion bash prints a completion script"
+    return "\n".join([f"usage: {program(group)} COMMAND ...", "", *lines, "", f"{end}."])
+
+
+def versions() -> str:
+    """Return the text that --version prints: the versions of this package, Python and the numeric libraries."""
+    from transformer import __version__
+
+    lines = [f"transformer-zoo {__version__}", f"python {platform.python_version()}"]
+    for name in ("jax", "jaxlib", "flax"):
+        try:
+            lines.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{name} not installed")
+    return "\n".join(lines)

@@ -1,0 +1,33 @@
+"""`transformer-zoo verify`: check an exported model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from transformer.cli._arguments import Command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify(Command):
+    """Compare the files of a directory that `convert` wrote, and the logits of a short input, with integrity.json."""
+
+    directory: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """directory that `convert` wrote"""
+
+
+def main(command: Verify) -> None:
+    """Print the largest difference between the logits of an exported directory and the expected logits."""
+    from transformer.zoo._pretrained import verify
+
+    if not command.directory.is_dir():
+        raise FileNotFoundError(f"directory {command.directory} not found. Pass a directory that `convert` wrote.")
+    difference = verify(command.directory)
+    if command.json:
+        print(json.dumps({"directory": str(command.directory), "difference": difference}, indent=2))
+    else:
+        print(f"{command.directory}: files unchanged, logits within {difference:.1g} of the expected values")
