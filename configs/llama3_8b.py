@@ -7,7 +7,7 @@ Shape, vocabulary size and learning rate are from arXiv 2407.21783, table 3; the
 parameters and optimizer state are sharded over all devices. The vocabulary is trained on the text, which must be large
 enough for it.
 For accelerators with at least 128 GB of memory in total; 8,030,261,248 parameters. Expected: not trained here; the
-requirements are in docs/scaling.md. Plan the run first: python -m transformer plan llama3_8b --topology v5p:4x4x4
+requirements are in docs/scaling.md. Plan the run first: python -m transformer plan train llama3_8b --topology v5p:4x4x4
 """
 
 from transformer.config import Execution, RotaryOptions, llama_decoder

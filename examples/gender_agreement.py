@@ -49,7 +49,7 @@ def main(workdir: str = "runs/gender_agreement", steps: int = 300) -> dict[str, 
     words = generate(run.model, run.params, ids, max_new_tokens=1, sampling=Sampling(temperature=0.0))
     answers = dict(zip(prompts, map(run.tokenizer.decode, words), strict=True))
     print("\nnot in the training data:", *(f"  {prompt} -> {word}" for prompt, word in answers.items()), sep="\n")
-    command_line(["inspect", workdir, "--prompt", "La sopa se cocinó en la olla y estaba rica", "--sizes"])
+    command_line(["inspect", "text", workdir, "--prompt", "La sopa se cocinó en la olla y estaba rica", "--sizes"])
     return answers
 
 
