@@ -30,7 +30,6 @@ class Adapter(Command):
 
 
 def main(command: Adapter) -> None:
-    """Write the LoRA updates; print the files."""
     check_output(command.output)
     from transformer.inference._export import export_adapter
 

@@ -29,7 +29,6 @@ class Answer(ChatOptions, PromptsCommand):
 
 
 def main(command: Answer) -> None:
-    """Print the answers."""
     command.check()
     command.variables()
     from transformer.cli._texts import read_prompts, warn_of_unknown

@@ -30,7 +30,6 @@ class Average(Command):
 
 
 def main(command: Average) -> None:
-    """Average the checkpoints; print their steps and the new workdir."""
     if command.last < 1:
         raise ConfigError(f"--last must be at least 1, got {command.last}.")
 

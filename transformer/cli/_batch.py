@@ -49,7 +49,6 @@ class AnswerBatch(ServiceCommand):
 
 
 def main(command: AnswerBatch) -> None:
-    """Answer the requests."""
     check_sizes(slots=command.slots, max_tokens=command.max_tokens)
     from transformer.serve._batch import Answers, read_batch
     from transformer.serve._shards import Shard

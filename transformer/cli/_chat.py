@@ -51,7 +51,6 @@ class ChatCommand(ChatOptions, SamplingCommand):
 
 
 def main(command: ChatCommand) -> None:
-    """Answer messages until the end of the input."""
     command.check()
     command.variables()
     check_images(command.image)

@@ -17,7 +17,6 @@ class ClassifyImage(ClassifyCommand, ImagesCommand):
 
 
 def main(command: ClassifyImage) -> None:
-    """Print the most likely classes of each image."""
     command.check()
     check_images(command.images)
     images, opened = list(command.images), command.load()

@@ -46,7 +46,6 @@ class ClassifyText(ClassifyCommand, TextsCommand):
 
 
 def main(command: ClassifyText) -> None:
-    """Print the most likely classes of each text."""
     command.check()
     from transformer.inference._classify import classify
 

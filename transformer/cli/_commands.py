@@ -52,19 +52,21 @@ def run(words: Sequence[str], commands: Mapping[str, str]) -> int | None:
 
 
 def call(name: str, arguments: Sequence[str]) -> int | None:
-    """Run the function `main` of the module of a command, with the options that it takes: `inspect text` is
-    `cli/_inspect_text.py`. Some commands read their arguments themselves; those of `plan` share a module.
+    """Run the function `main` of the module of a command: `inspect text` is `cli/_inspect_text.py`.
+
+    It receives its options as `command`, or its `arguments` to parse them itself, or both. All kinds of `plan` share a
+    module.
     """
     first, _, second = name.partition(" ")
     if first == "plan" and second:
         return call(first, [second, *arguments])
     main = importlib.import_module(f"transformer.cli._{name.replace(' ', '_')}").main
-    options = typing.get_type_hints(main).get("command")
-    if options is None:
-        return main(arguments)
-    from transformer.cli._arguments import parse
+    given, hints = {"arguments": arguments}, typing.get_type_hints(main)
+    if "command" in hints:
+        from transformer.cli._arguments import parse
 
-    return main(parse(options, name, arguments))
+        given["command"] = parse(hints["command"], name, arguments)
+    return main(**{parameter: given[parameter] for parameter in hints.keys() & given})
 
 
 def find(words: Sequence[str], commands: Mapping[str, str]) -> tuple[str, list[str]]:

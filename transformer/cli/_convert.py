@@ -33,7 +33,6 @@ class Convert(QuantizationOptions, ModelCommand):
 
 
 def main(command: Convert) -> None:
-    """Export the model; print the files that were written."""
     if not 0 < command.max_shard_gib < math.inf:
         raise ConfigError(f"--max-shard-gib must be a number above 0, got {command.max_shard_gib}.")
     from transformer.inference._export import export

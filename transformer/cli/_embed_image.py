@@ -17,7 +17,6 @@ class EmbedImage(ImagesCommand):
 
 
 def main(command: EmbedImage) -> None:
-    """Print the embedding of each image."""
     check_images(command.images)
     from transformer.inference._embed import embed_images
 

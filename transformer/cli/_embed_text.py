@@ -19,7 +19,6 @@ class EmbedText(TextsCommand):
 
 
 def main(command: EmbedText) -> None:
-    """Print the embedding of each text."""
     from transformer.inference._embed import embed
     from transformer.inference._sentences import SentenceSettings, sentence_settings
 

@@ -44,7 +44,6 @@ class EvaluateRun(ModelCommand):
 
 
 def main(command: EvaluateRun) -> None:
-    """Evaluate a run on a split of its data, and print the results."""
     if command.examples is not None and command.examples < 0:
         raise ConfigError(f"--examples must be at least 0, got {command.examples}.")
     opened = command.load()

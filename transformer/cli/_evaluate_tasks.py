@@ -38,7 +38,6 @@ class EvaluateTasks(ModelCommand):
 
 
 def main(command: EvaluateTasks) -> None:
-    """Print the results of tasks, as the tables of the harness."""
     _check(command)
     from transformer.inference import _harness as harness
 

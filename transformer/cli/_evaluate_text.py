@@ -24,7 +24,6 @@ class EvaluateText(ModelCommand):
 
 
 def main(command: EvaluateText) -> None:
-    """Score the text and print the results."""
     from transformer.data._local_files import read_text
     from transformer.inference._score import score_text
 

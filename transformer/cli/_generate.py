@@ -43,7 +43,6 @@ class Generate(SpeculationOptions, PromptsCommand):
 
 
 def main(command: Generate) -> None:
-    """Print the generated texts."""
     _check(command)
     from transformer.cli import _texts as texts
     from transformer.inference import _generate as generating

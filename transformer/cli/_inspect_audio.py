@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from transformer.cli._arguments import PathText, parse
+from transformer.cli._arguments import PathText
 from transformer.cli._inspect import InspectCommand, called
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ class InspectAudio(InspectCommand):
     """audio file (WAV, FLAC or OGG)"""
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Draw the cross-attention of the words of a recording; print its text and the paths of the files."""
-    command = parse(InspectAudio, "inspect audio", arguments)
+def main(command: InspectAudio, arguments: Sequence[str]) -> None:
     from transformer.cli._texts import shown
     from transformer.inference._speech_attention import speech_attention
     from transformer.inference._transcribe import sampling_rate

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transformer.cli._arguments import parse
 from transformer.cli._chat import conversation, open_chat
 from transformer.cli._inspect import ModelInput, PromptCommand, called, check_reader, draw
 from transformer.cli._sampling import ChatOptions
@@ -28,9 +27,7 @@ class InspectChat(ChatOptions, PromptCommand):
     """maximum new tokens of the answer; None: 128"""
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Draw the attention maps of a conversation; print the answer and the paths of the files."""
-    command = parse(InspectChat, "inspect chat", arguments)
+def main(command: InspectChat, arguments: Sequence[str]) -> None:
     command.variables()
     command.check()
     opened = command.load()

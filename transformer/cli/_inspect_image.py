@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from transformer.cli._arguments import PathText, parse
+from transformer.cli._arguments import PathText
 from transformer.cli._inspect import InspectCommand, called, check_new_tokens
 from transformer.cli._models import check_images
 from transformer.config._checks import ConfigError
@@ -36,9 +36,7 @@ class InspectImage(InspectCommand):
     """vision-language model: maximum new tokens to generate (greedily); None: 32"""
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Draw the attention to the patches of an image on the image, and print the paths of the files."""
-    command = parse(InspectImage, "inspect image", arguments)
+def main(command: InspectImage, arguments: Sequence[str]) -> None:
     check_new_tokens(command.max_new_tokens)
     check_images([command.image])
     command.check_page()

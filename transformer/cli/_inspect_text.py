@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transformer.cli._arguments import parse
 from transformer.cli._inspect import ModelInput, PromptCommand, called, check_reader, draw
 from transformer.cli._streams import decode_argument
 from transformer.config._checks import ConfigError
@@ -27,9 +26,7 @@ class InspectText(PromptCommand):
     """maximum new tokens to generate (greedily) and to show; None: 128 for a translation, 0 for a causal model"""
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Draw the attention maps of a text; print the paths of the files."""
-    command = parse(InspectText, "inspect text", arguments)
+def main(command: InspectText, arguments: Sequence[str]) -> None:
     command.check()
     if command.max_new_tokens is not None and command.target is not None:
         raise ConfigError(

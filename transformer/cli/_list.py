@@ -17,7 +17,6 @@ class List(Command):
 
 
 def main(command: List) -> None:
-    """Print the families."""
     from transformer.zoo._entries import ENTRIES
 
     if command.json:

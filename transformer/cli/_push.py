@@ -35,7 +35,6 @@ class Push(Command):
 
 
 def main(command: Push) -> None:
-    """Upload the directory; print the address of the commit."""
     from transformer.zoo.weights._upload import push
 
     options = {"private": command.private, "license_id": command.license, "message": command.message}

@@ -42,7 +42,6 @@ class Report(Command):
 
 
 def main(command: Report) -> None:
-    """Write the report; print the paths of the page and of the PNG files."""
     workdirs = [*dict.fromkeys(Path(os.path.normpath(path)) for path in command.workdirs)]
     output, ours = command.output, command.output is None  # this program owns the file names in a workdir
     if output is None:

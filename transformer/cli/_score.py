@@ -24,7 +24,6 @@ class ScoreTexts(ModelCommand):
 
 
 def main(command: ScoreTexts) -> None:
-    """Print the scores of each text."""
     from transformer.cli._texts import read_prompts, shown, warn_of_unknown
     from transformer.inference._score import score
 

@@ -39,7 +39,6 @@ class Serve(SpeculationOptions, ServiceCommand):
 
 
 def main(command: Serve) -> None:
-    """Serve a model until the process is asked to end."""
     sizes = {"slots": command.slots, "max_tokens": command.max_tokens, "cache_tokens": command.cache_tokens}
     check_sizes(port=command.port, **sizes)
     command.check_speculation()

@@ -24,7 +24,6 @@ class Memory(StudyCommand):
 
 
 def main(command: Memory) -> None:
-    """Print the tables of the study, and write its plot."""
     run("memory", _study, command)
 
 

@@ -22,7 +22,6 @@ class Positions(StudyCommand):
 
 
 def main(command: Positions) -> None:
-    """Print the tables of the study, and write its plot."""
     run("positions", _study, command)
 
 

@@ -22,7 +22,6 @@ class Scale(StudyCommand):
 
 
 def main(command: Scale) -> None:
-    """Print the tables of the study, and write its plot."""
     run("scale", _study, command)
 
 

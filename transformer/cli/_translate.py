@@ -56,7 +56,6 @@ class Translate(ModelCommand):
 
 
 def main(command: Translate) -> None:
-    """Print the translations."""
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError(
             "stdin is a terminal, so there is nothing to translate. Pipe lines of text into this command, or use "

@@ -21,7 +21,6 @@ class Verify(Command):
 
 
 def main(command: Verify) -> None:
-    """Print the largest difference between the logits of an exported directory and the expected logits."""
     from transformer.zoo._pretrained import verify
 
     if not command.directory.is_dir():
