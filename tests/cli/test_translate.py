@@ -231,7 +231,7 @@ def test_what_is_read_of_a_line_at_most(weights, trained, most):
 
 def test_wrong_input(translate, weights, tmp_path):
     assert translate(weights, b"", terminal=True)[2].startswith(
-        "error: stdin is a terminal, so that there is nothing to translate. Pipe lines"
+        "error: stdin is a terminal, so there is nothing to translate. Pipe lines"
     )
     code, _, err = translate(weights, b"", "--n-best", 5)
     assert code == 2

@@ -166,7 +166,7 @@ def test_a_run_knows_its_classes(trained):
     assert 0 <= summary.held_out.accuracy <= 1
     assert summary.held_out.targets == prepare(recipe.data)._size("test")
     assert "images/s while training" in render(summary)
-    assert f"evaluate {folder / 'run'}" in render(summary)
+    assert f"evaluate run {folder / 'run'}" in render(summary)
 
 
 def test_batches_go_on_where_they_were(tmp_path):
