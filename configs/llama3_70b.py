@@ -5,7 +5,8 @@ Usage: python train.py configs/llama3_70b.py --data.path my-text.txt --workdir r
 Equals configs/llama3_8b.py except for the shape, the learning rate (both from arXiv 2407.21783, table 3) and the batch
 size. The vocabulary is trained on the text, which must be large enough for it.
 For accelerators with at least 1.1 TB of memory in total; 70,553,706,496 parameters. Expected: not trained here; the
-requirements are in docs/scaling.md. Plan the run first: python -m transformer plan train llama3_70b --topology v5p:8x8x8
+requirements are in docs/scaling.md. Plan the run first:
+python -m transformer plan train llama3_70b --topology v5p:8x8x8
 """
 
 from dataclasses import replace

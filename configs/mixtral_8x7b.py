@@ -7,7 +7,8 @@ does not publish the training settings, so context, batch size and optimizer are
 weight of the load-balancing loss is 0.01 per layer (arXiv 2101.03961, section 2.2). The vocabulary is trained on the
 text, which must be large enough for it.
 For accelerators with at least 800 GB of memory in total; 46,702,792,704 parameters. Expected: not trained here; the
-requirements are in docs/scaling.md. Plan the run first: python -m transformer plan train mixtral_8x7b --topology v5p:4x4x4
+requirements are in docs/scaling.md. Plan the run first:
+python -m transformer plan train mixtral_8x7b --topology v5p:4x4x4
 """
 
 from dataclasses import replace

@@ -2,7 +2,8 @@
 
 Usage: python train.py configs/multi30k.py
 
-Then: python -m transformer evaluate run runs/multi30k --split test; python -m transformer translate runs/multi30k < in.txt.
+Then: python -m transformer evaluate run runs/multi30k --split test, and
+python -m transformer translate runs/multi30k < in.txt.
 Joint BPE vocabulary of 6,000 tokens on lower-cased, tokenized captions; batches of about 4,096 source and 4,096 target
 tokens in six length buckets; beam size 5. Without network access: pass --data.manual-dir FOLDER; the error message
 lists the files that it must contain.

@@ -59,6 +59,9 @@ ALLOWED = {
         "examples/elsewhere/compare.py",
         "importlib.import_module",
     ): "runs a patched copy of a project that the user passes",
+    ("transformer/config/_limited.py", "pickle"): "writes messages to a process that it started; answers are JSON",
+    ("transformer/config/_limited_worker.py", "pickle"): "reads the messages of the process that started it",
+    ("transformer/config/_limited_worker.py", "runpy"): "runs a file of this package, which the parent process names",
     ("reliability/monitored.py", "runpy"): "runs train.py as a script",
     ("reliability/monitored.py", "ctypes.CDLL"): "opens the C library, which the process has already loaded",
 }
