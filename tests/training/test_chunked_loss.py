@@ -151,9 +151,9 @@ def test_many_logits_are_made_in_parts_by_themselves(monkeypatch):
     whole = [step(state, batch)[1], jax.jit(make_eval_step(recipe))(state.params, batch)]
     monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": 16 * 13})
     calls = []
-    for name in ("loss_in_chunks", "sum_in_chunks"):
+    for name, user in (("loss_in_chunks", "_step"), ("sum_in_chunks", "tasks._base")):
         original = getattr(chunked_loss, name)
-        monkeypatch.setattr(f"transformer.training._step.{name}", _counted(original, calls))
+        monkeypatch.setattr(f"transformer.training.{user}.{name}", _counted(original, calls))
     by_itself = change(recipe, training={"loss_tokens": None})
     parts = [
         jax.jit(make_train_step(by_itself))(state, batch)[1],

@@ -268,7 +268,7 @@ def test_impossible_data_says_what_to_change(fields, message):
 )
 def test_the_recipes_are_the_paper_s(name, steps, kept, dropout, bleu):
     """Sections 5.1 to 5.4 and 6.1, and table 2, of arXiv 1706.03762."""
-    recipe, _ = load_recipe_file(ROOT / "configs" / f"{name}.py")
+    recipe, about = load_recipe_file(ROOT / "configs" / f"{name}.py")
     assert recipe.training.steps == steps
     assert (recipe.checkpoint.keep_last, recipe.model.dropout_rate) == (kept, dropout)
     assert recipe.data.tokenizer == TokenizerConfig(kind="bpe", vocab_size=37_000)
