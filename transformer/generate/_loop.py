@@ -87,8 +87,8 @@ class DecodeResult:
         # Index of the first token that stops the row, or Z if there is none.
         first = jnp.where(stops.any(1), jnp.argmax(stops, 1), num)
         stopped, taken = first < most, jnp.minimum(most, first)
-        last = jnp.minimum(first, num - 1)[:, None]
-        fails = stopped & jnp.take_along_axis(failed, last, 1)[:, 0]
+        last = jnp.minimum(first, num - 1)
+        fails = stopped & _of_rows(failed, last)
         index = jnp.arange(self.tokens.shape[1])[None, :] - self.counts[:, None]  # (B, N), of the token for each entry
         new = (index >= 0) & (index < (taken + stopped)[:, None])
         values = tokens if num == 1 else jnp.take_along_axis(tokens, jnp.clip(index, 0, num - 1), axis=1)
@@ -100,9 +100,14 @@ class DecodeResult:
             tokens=jnp.where(new, values, self.tokens),
             counts=self.counts + taken,
             ended=self.ended | (stopped & ~fails),
-            failed_at=jnp.where(fails, jnp.take_along_axis(positions, last, 1)[:, 0], self.failed_at),
+            failed_at=jnp.where(fails, _of_rows(positions, last), self.failed_at),
             log_probabilities=scores,
         )
+
+
+def _of_rows(array: Array, index: Int[Array, " B"]) -> Array:
+    """Return array[b, index[b]], (B,), of an array (B, Z); without a gather if Z = 1."""
+    return array[:, 0] if array.shape[1] == 1 else jnp.take_along_axis(array, index[:, None], axis=1)[:, 0]
 
 
 @jax.tree_util.register_dataclass
@@ -239,10 +244,10 @@ class Stepper:
         """Record at most `most` (B,) of the sampled tokens of each running row, as far as the limit allows."""
         most = jnp.where(slots.running, jnp.minimum(most, self.limit - slots.result.counts), 0)
         result = slots.result.add(tokens, most, self.ends, positions, scored)
-        last = jnp.maximum(result.counts - slots.result.counts - 1, 0)[:, None]
+        last = jnp.maximum(result.counts - slots.result.counts - 1, 0)
         return dataclasses.replace(
             slots,
-            tokens=jnp.take_along_axis(tokens, last, 1)[:, 0],
+            tokens=_of_rows(tokens, last),
             running=slots.running & ~result.stopped & (result.counts < self.limit),
             result=result,
         )
