@@ -1,5 +1,6 @@
 """Tests of `make flaky`: which tests it runs."""
 
+import signal
 import subprocess
 
 import pytest
@@ -53,8 +54,16 @@ def test_a_failed_run_is_the_exit_status(monkeypatch, tmp_path, capsys):
         calls.append(words)
         return subprocess.CompletedProcess(words, returncode=len(calls) == 2)
 
+    started, start = [], subprocess.Popen
+
+    def popen(words):
+        started.append(start(words))
+        return started[-1]
+
     monkeypatch.setattr(flaky.subprocess, "run", run)
+    monkeypatch.setattr(flaky.subprocess, "Popen", popen)
     assert flaky.main(["--times", "3", "--seed", "7"]) == 1
+    assert [process.poll() for process in started] == [-signal.SIGKILL]  # the busy process does not outlive it
     assert "1 of 3" in capsys.readouterr().out
     assert [words[words.index("--shuffle") + 1] for words in calls] == ["7", "8", "9"]
     assert all(words[-2:] == ["tests/test_a.py", "tests/test_b.py::test_y"] for words in calls)
