@@ -1,5 +1,6 @@
 """The site that `make docs` builds: its reference contains every public name, and its pages download nothing."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -11,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from browser import Browser
-from package_exports import PACKAGE, exports, rooms
+from package_exports import PACKAGE, assigned, exports, rooms
 from package_layers import LAYERS
 
 import transformer
@@ -48,6 +49,16 @@ def test_every_export_is_in_the_reference_once():
     assert len(found) - len(set(found)) == 1, (
         "dot_product_attention is the only name with two entries: ours, and the one compatible with Flax"
     )
+
+
+@pytest.mark.parametrize("package", [room for room, path in rooms().items() if path.name == "__init__.py"])
+def test_each_lazy_export_has_an_import_that_tools_can_read(package):
+    """The reference and type checkers read files without running them, so names imported lazily need such a line."""
+    path = rooms()[package]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    seen = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    late = assigned(path, "_EXPORTS") or {}
+    assert {f"{package}.{module}" for module in late} <= seen
 
 
 def test_what_the_package_offers_is_in_the_table():
