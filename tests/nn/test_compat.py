@@ -1,4 +1,4 @@
-"""`transformer.nn.compat` and `attention_fn=transformer.dot_product_attention` against Flax's own classes."""
+"""`transformer.nn.compat` against Flax's own classes."""
 
 import dataclasses
 import functools
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from numeric_parts import random_params
 
-import transformer
 from transformer import Mask, compat
 
 SEEDS = range(16)
@@ -250,10 +249,10 @@ def test_precision_is_that_of_the_products():
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_our_function_is_an_attention_fn(lead, broadcast):
-    """`attention_fn=transformer.dot_product_attention` works with dropout, weights and any number of batch axes."""
+    """`attention_fn=compat.dot_product_attention` works with dropout, weights and any number of batch axes."""
     fields = {"num_heads": 2, "dropout_rate": 0.4, "broadcast_dropout": broadcast}
     theirs = nn.MultiHeadDotProductAttention(**fields)
-    ours = nn.MultiHeadDotProductAttention(**fields, attention_fn=transformer.dot_product_attention)
+    ours = nn.MultiHeadDotProductAttention(**fields, attention_fn=compat.dot_product_attention)
     x = normal(2, *lead, 5, 6)
     params = random_params(theirs, x, deterministic=True)
     mask = jax.device_put(np.broadcast_to(np.tri(5, dtype=bool), (*lead, 1, 5, 5)))
@@ -261,29 +260,19 @@ def test_our_function_is_an_attention_fn(lead, broadcast):
         assert_close(call(ours, params, [x], options), call(theirs, params, [x], options))
 
 
-def test_flax_module_with_our_function_asks_for_a_boolean_mask_inside_jit():
-    ours = nn.MultiHeadDotProductAttention(3, attention_fn=transformer.dot_product_attention)
-    theirs = nn.MultiHeadDotProductAttention(3)
-    params = random_params(theirs, X)
-    causal = jax.jit(nn.make_causal_mask)(np.ones((2, 5), np.float32))
-    # A mask of numbers is accepted where its values are known: here it is a constant of the program.
-    got, expected = jax.jit(lambda params: [one.apply(params, X, mask=causal) for one in (ours, theirs)])(params)
-    np.testing.assert_allclose(got, expected, atol=1e-5)
-    with pytest.raises(ValueError, match=r"\(True attends\).*got float32.*mask.astype\(bool\)"):
-        jax.jit(lambda x: ours.apply(params, x, mask=nn.make_causal_mask(x[..., 0])))(X)
-
-
 @pytest.mark.parametrize("implementation", ["reference", "query_chunked", "blockwise"])
 def test_broadcast_dropout_drops_the_same_weights_in_all_rows_and_heads(implementation):
     ones = np.ones((3, 200, 2, 1), np.float32)
     value = np.broadcast_to(np.eye(200, dtype=np.float32)[None, :, None], (3, 200, 2, 200))
     attend = functools.partial(
-        transformer.dot_product_attention, dropout_rate=0.3, dropout_key=KEY, implementation=implementation
+        compat.dot_product_attention, dropout_rate=0.3, dropout_rng=KEY, implementation=implementation
     )
-    run = jax.jit(lambda ones, value: (attend(ones, ones, value, broadcast_dropout=True), attend(ones, ones, value)))
+
+    @jax.jit
+    def run(ones, value):
+        return [attend(ones, ones, value, broadcast_dropout=broadcast) for broadcast in (True, False)]
+
     kept, alone = (np.asarray(out) > 0 for out in run(ones, value))  # (B, T, N, S)
     np.testing.assert_array_equal(kept, np.broadcast_to(kept[:1, :, :1], kept.shape))
     assert 0.68 < kept[0, :, 0].mean() < 0.72
     assert (alone[0] != alone[1]).any()
-    with pytest.raises(ValueError, match=r"dropout_rng.*dropout_key"):
-        jax.eval_shape(lambda ones, value: attend(ones, ones, value, dropout_rng=KEY), ones, value)

@@ -12,9 +12,10 @@ from transformer.config import MLA, AttentionOptions, ConfigError, LayerKind, Tr
 from transformer.generate import Sampling, generate
 from transformer.nn._caches import KVCache, cache_length, set_cache_length
 from transformer.nn._masks import Mask
-from transformer.nn._mla import LatentAttention, absorbed_attention, absorbs, expanded_attention
+from transformer.nn._mla import LatentAttention, Latents, absorbs
 from transformer.nn._positions import Rotary
 from transformer.nn._sharding import make_mesh, parameter_spec
+from transformer.nn.kernels import AttentionSpec
 from transformer.nn.models import CausalLM, Seq2Seq
 
 B, T, D, N = 2, 7, 10, 3
@@ -53,13 +54,14 @@ def test_both_orders_give_the_same_values_and_gradients():
 
     @jax.jit
     def run(attend, *arrays):
-        def weighted(*arrays):
-            out, weights = attend(*arrays, mask=mask, scale=0.4, softcap=2.0, return_weights=True)
+        def weighted(query, *latents):
+            spec = AttentionSpec(mask=mask, scale=0.4, softcap=2.0, return_weights=True)
+            out, weights = attend(Latents(*latents), query, spec, "auto")
             return (out * wanted).sum(), (out, weights)
 
         return jax.value_and_grad(weighted, argnums=(0, 1, 2, 3), has_aux=True)(*arrays)
 
-    ours, theirs = (run(jax.tree_util.Partial(attend), *latents) for attend in (expanded_attention, absorbed_attention))
+    ours, theirs = (run(jax.tree_util.Partial(attend), *latents) for attend in (Latents.expanded, Latents.absorbed))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), ours, theirs)
     assert all(np.abs(leaf).max() > 0.1 for leaf in jax.tree.leaves(ours))
 

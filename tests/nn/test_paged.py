@@ -18,14 +18,16 @@ from transformer.config._checks import ConfigError
 from transformer.config._parts import MLA, RotaryScaling
 from transformer.data import TextFile
 from transformer.nn import _attention, _paged, kernels
-from transformer.nn._attention import MultiHeadAttention, paged_attention
+from transformer.nn._attention import MultiHeadAttention
 from transformer.nn._caches import KVCache, cache_length
 from transformer.nn._masks import Mask
 from transformer.nn._paged import NO_PAGE, PagedKVCache, copy_pages, heads_together, paged_cache, set_rows
 from transformer.nn._positions import ALiBi, Rotary
 from transformer.nn._sharding import make_mesh
-from transformer.nn.kernels import GATHER_PAGES, PAGE_BLOCKS, RAGGED_PAGED, _page_blocks, choose_paged
+from transformer.nn.kernels import GATHER_PAGES, _page_blocks, choose
 from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec
+from transformer.nn.kernels._dot_product import score_scale
+from transformer.nn.kernels._keys_values import KeysValues
 from transformer.nn.models import CausalLM
 from transformer.training import Recipe
 from transformer.training.plan import Generation, make_decode_plan, parse_topology, topology_devices
@@ -37,6 +39,11 @@ HEADS = (2, 4, 5)
 
 def random(number, *shape):
     return put(np.random.default_rng(number).normal(size=shape), np.float32)
+
+
+def paged_attention(query, cache, start, implementation, **options):
+    spec = AttentionSpec(scale=score_scale(None, query.shape[-1]), **options)
+    return KeysValues(cache=cache, start=start).attend(query, spec, implementation)[0]
 
 
 append, whole = jax.jit(PagedKVCache.append), jax.jit(PagedKVCache.whole)
@@ -244,9 +251,10 @@ class TestModels:
         assert {shard.data.shape[0] for shard in own.addressable_shards} == {20 // parts}
 
 
-def spec(mask=None, **options):
+def spec(cache, mask=None, **options):
     shapes = AttentionShapes(num_queries=1, num_keys=15, head_dim=64, value_dim=64, dtype=jnp.float32)
-    return AttentionSpec(mask=Mask.causal() if mask is None else mask, scale=0.125, shapes=shapes, **options)
+    mask = Mask.causal() if mask is None else mask
+    return AttentionSpec(mask=mask, scale=0.125, pages=cache, shapes=shapes, **options)
 
 
 class TestKernel:
@@ -266,11 +274,10 @@ class TestKernel:
         # As the second of two layers, whose pools are one pool for the kernel.
         stacked = jax.tree.map(lambda leaf: jnp.stack([jnp.zeros_like(leaf), leaf]), cache)
         query = random(5, 3, num_tokens, heads[0] * groups, heads[1])
-        options = {"mask": Mask.causal() & Mask.window(4), "scale": None, "softcap": 3.0}
-        options |= {"dropout_rate": 0.0, "return_weights": False}
+        options = {"mask": Mask.causal() & Mask.window(4), "softcap": 3.0}
         given, expected = (
             paged_attention(query, one, start, implementation=name, **options)
-            for one, name in ((dataclasses.replace(stacked, layer=jnp.int32(1)), RAGGED_PAGED), (cache, "reference"))
+            for one, name in ((dataclasses.replace(stacked, layer=jnp.int32(1)), "ragged_paged"), (cache, "reference"))
         )
         used = np.arange(num_tokens)[None, :] < np.array(counts or [1, 1, 1])[:, None]
         np.testing.assert_allclose(given[used], expected[used], rtol=1e-4, atol=1e-5)
@@ -292,21 +299,21 @@ class TestKernel:
     def test_what_it_can_not_do(self, options, change, why):
         cache = pool(**{"lanes": 128, "heads": (2, 64, 64)} | change)
         with pytest.raises(ConfigError, match=rf"ragged_paged.*{why}"):
-            choose_paged(RAGGED_PAGED, spec(**options), cache)
+            choose("ragged_paged", spec(cache, **options))
         with computing_on("tpu", "TPU v5 lite"):
-            assert choose_paged("auto", spec(**options), cache) == GATHER_PAGES
+            assert choose("auto", spec(cache, **options)) == GATHER_PAGES
 
     def test_choice(self, caplog):
         kernels._log_once.cache_clear()  # a choice is logged once per process
         cache = pool(lanes=128, heads=(2, 64, 64))
-        assert choose_paged(RAGGED_PAGED, spec(), cache) == RAGGED_PAGED
+        assert choose("ragged_paged", spec(cache)) == "ragged_paged"
         with caplog.at_level("INFO", "transformer.nn.kernels"):
-            assert choose_paged("auto", spec(), cache) == PAGE_BLOCKS
-            assert choose_paged("reference", spec(), cache) == GATHER_PAGES
+            assert choose("auto", spec(cache)) == "page_blocks"
+            assert choose("reference", spec(cache)) == GATHER_PAGES
             with computing_on("gpu", "NVIDIA H100"):
-                assert choose_paged("auto", spec(), cache) == GATHER_PAGES
+                assert choose("auto", spec(cache)) == GATHER_PAGES
             with computing_on("tpu", "TPU v5 lite"):
-                assert choose_paged("auto", spec(), cache) == RAGGED_PAGED
+                assert choose("auto", spec(cache)) == "ragged_paged"
         assert "1 x 15 scores per head in pages of 3 on cpu: auto selects page_blocks" in caplog.text
         assert "in pages of 3 on gpu: auto selects gather_pages (ragged_paged is for" in caplog.text
         assert "on tpu: auto selects ragged_paged" in caplog.text
@@ -325,12 +332,12 @@ class TestPageBlocks:
         start = cache.row_lengths
         cache, *_ = written(cache, 3, num_tokens, [num_tokens, num_tokens, 0])
         query = random(5, 3, num_tokens, 4, 6)
-        options = {"mask": Mask.causal() & Mask.window(7), "scale": None, "softcap": 3.0, "dropout_rate": 0.0}
-        options |= {"return_weights": False, "sinks": random(6, 4)}
+        options = {"mask": Mask.causal() & Mask.window(7), "softcap": 3.0}
+        options |= {"sinks": random(6, 4)}
 
         @jax.jit
         def both(query, cache, start):
-            kernels = PAGE_BLOCKS, "reference"
+            kernels = "page_blocks", "reference"
             return [paged_attention(query, cache, start, implementation=name, **options) for name in kernels]
 
         given, expected = map(np.asarray, both(query, cache, start))
@@ -349,11 +356,11 @@ class TestPageBlocks:
         cache = pool(2, 1, (2, 8, 8), [[7, 2, 5, 8, 9], [1, 0, 3, 4, 6]])
         cache, *_ = written(cache, 1, 14, [4, 14])
         query = random(5, 2, 1, 4, 8)
-        options = {"mask": Mask.causal(), "scale": None, "softcap": None, "dropout_rate": 0.0, "return_weights": False}
+        options = {"mask": Mask.causal(), "softcap": None}
 
         @jax.jit
         def attend(cache):
-            return paged_attention(query, cache, cache.row_lengths - 1, implementation=PAGE_BLOCKS, **options)
+            return paged_attention(query, cache, cache.row_lengths - 1, implementation="page_blocks", **options)
 
         both = np.asarray(attend(cache))
         short = np.asarray(attend(dataclasses.replace(cache, length=ints([4, 0]))))
@@ -364,15 +371,15 @@ class TestPageBlocks:
         ("heads", "options", "why"),
         [
             ((1, 128, 0), {}, "compute values from keys"),
-            ((2, 64, 64), {"return_weights": True}, "support weights"),
-            ((2, 64, 64), {"dropout_rate": 0.5}, "support dropout"),
+            ((2, 64, 64), {"return_weights": True}, "return attention weights: it is for decoding"),
+            ((2, 64, 64), {"dropout_rate": 0.5}, "drop attention weights: it is for decoding"),
         ],
     )
     def test_what_it_can_not_do(self, heads, options, why):
         cache = pool(lanes=1, heads=heads)
         with pytest.raises(ConfigError, match=rf"page_blocks.*{why}"):
-            choose_paged(PAGE_BLOCKS, spec(**options), cache)
-        assert choose_paged("auto", spec(**options), cache) == GATHER_PAGES
+            choose("page_blocks", spec(cache, **options))
+        assert choose("auto", spec(cache, **options)) == GATHER_PAGES
 
 
 class TestStoredTogether:
@@ -448,12 +455,12 @@ class TestCompiler:
         """Prefill and decoding, for what `ragged_paged_limits` permits."""
         mesh = make_mesh({}, topology_devices(parse_topology(topology)))
         place = NamedSharding(mesh, PartitionSpec())
-        options = {"scale": None, "softcap": 3.0, "dropout_rate": 0.0, "return_weights": False}
+        options = {"softcap": 3.0}
 
         def attend(query, cache):
             cache = dataclasses.replace(cache, chunk_length=cache.length)
             mask = Mask.causal() & Mask.window(300)
-            return paged_attention(query, cache, cache.length, mask=mask, implementation=RAGGED_PAGED, **options)
+            return paged_attention(query, cache, cache.length, mask=mask, implementation="ragged_paged", **options)
 
         with jax.set_mesh(mesh):
             sizes = 2 * 2048 // page, page, 2, 2048 // page, (heads, width, width), dtype

@@ -1,18 +1,14 @@
-"""Attention: `dot_product_attention` as a pure function, and `MultiHeadAttention`, which owns the projections."""
+"""`MultiHeadAttention`, which owns the projections; `kernels/_dot_product.py` has attention as a pure function."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from transformer.config._parts import QueryTemperature
 from transformer.nn._axes import (
@@ -25,253 +21,26 @@ from transformer.nn._axes import (
     Float,
     Hidden,
     Int,
-    Key,
-    Leaf,
     Lengths,
     Positions,
-    PRNGKey,
     Query,
-    Value,
     Weights,
 )
-from transformer.nn._caches import (
-    ContextCache,
-    KVCache,
-    SelfAttentionCache,
-    attended_of_stored,
-    of_layer,
-    query_of_stored,
-)
+from transformer.nn._caches import ContextCache, SelfAttentionCache, of_layer
 from transformer.nn._layers import NORMS, Initializer, Linear, is_deterministic, unscaled_rms_norm
 from transformer.nn._masks import Mask, real_tokens
 from transformer.nn._paged import PagedKVCache
 from transformer.nn._parameter_axes import declare
-from transformer.nn._partitioning import constrain, explicit_spec, in_auto_axes
+from transformer.nn._partitioning import constrain
 from transformer.nn._positions import NoPosition, PositionScheme
 from transformer.nn._quantization import Quantization
-from transformer.nn.kernels import ALL_KERNELS, PAGE_BLOCKS, RAGGED_PAGED, choose, choose_paged
-from transformer.nn.kernels._arguments import (
-    bias_function,
-    check_shapes,
-    checked_mask,
-    dropout_of,
-    sum_of_biases,
-    with_one_batch_axis,
-)
-from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec, BiasFunction, Kernel
-from transformer.nn.kernels._page_blocks import page_blocks_attention
-from transformer.nn.kernels._paged import ragged_paged_attention
+from transformer.nn.kernels._arguments import bias_function, sum_of_biases
+from transformer.nn.kernels._contract import AttentionSpec, BiasFunction
+from transformer.nn.kernels._dot_product import score_scale
+from transformer.nn.kernels._keys_values import KeysValues
 
-FEW_QUERIES = 32
-"""maximum number of queries per row that read a cache of heads stored together without separating them"""
-
-
-def dot_product_attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
-    *,
-    mask: Mask | Array | None = None,
-    bias: BiasFunction | Array | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: PRNGKey | None = None,
-    implementation: str = "auto",
-    return_weights: bool = False,
-    dropout_rng: PRNGKey | None = None,
-    broadcast_dropout: bool = False,
-    deterministic: bool = False,
-    module: nn.Module | None = None,
-) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T S"]]:
-    """Compute softmax(scale Q K^T + bias + mask) V for every head (Vaswani et al. 2017, section 3.2.1, equation 1).
-
-    The softmax is computed in float32. The last four arguments exist so that this function can be the `attention_fn` of
-    Flax's attention modules, which pass them.
-
-    Args:
-        query: (B, T, N, H). B may stand for any number of batch axes. N must be a multiple of K: each key/value head
-            serves N / K query heads (grouped-query attention, Ainslie et al. 2023).
-        key: (B, S, K, H).
-        value: (B, S, K, Hv); Hv may differ from H.
-        mask: a `Mask`, or a boolean array that broadcasts to (B, N, T, S); True means that the query attends to the
-            key (`Mask.array` lists the accepted arrays). The output of a query that attends to no key is 0.
-        bias: added to the scores: an array that broadcasts to (B, N, T, S), or a function (query indices (t,), key
-            indices (s,)) -> that block of the bias. With a function, blockwise kernels never store the full bias.
-        scale: factor on the scores; None: 1 / sqrt(H); 1.0: unscaled attention.
-        softcap: replaces the scores by softcap tanh(scores / softcap), before bias and mask (Gemma 2, arXiv
-            2408.00118).
-        sinks: (N,), one logit per head that takes part in the softmax but has no value (Xiao et al. 2023, arXiv
-            2309.17453).
-        dropout_rate: fraction of the weights set to zero; needs `dropout_key`.
-        dropout_key: random key of the dropout.
-        implementation: name of a kernel in `transformer.nn.kernels`, or "auto".
-        return_weights: also return the softmax weights, before dropout.
-        dropout_rng: Flax's name for `dropout_key`.
-        broadcast_dropout: use the same dropout mask (T, S) for all rows of the batch and all heads.
-        deterministic: True ignores `dropout_rate`.
-        module: a module that sows the softmax weights as `attention_weights` in its collection "intermediates".
-
-    Returns:
-        The attended values (B, T, N, Hv); with `return_weights`, a pair of these and the softmax weights (B, N, T, S).
-
-    Raises:
-        ValueError: shapes that don't fit, a dropout rate without a key, or a kernel that does not support an option.
-    """
-    # Shapes in the comments: query (B, T, N, H), key (B, S, K, H), value (B, S, K, Hv), scores (B, N, T, S).
-    check_shapes(query, key, value, sinks)
-    dropout_rate, dropout_key = dropout_of(dropout_rate, dropout_key, dropout_rng, deterministic)
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}. Use scale=1.0 for unscaled attention.")
-
-    # Kernels expect exactly one batch axis: merge all leading axes here, restore them below.
-    lead = query.shape[:-3]
-    if len(lead) != 1:
-        query, key, value = (array.reshape(math.prod(lead), *array.shape[-3:]) for array in (query, key, value))
-        mask, bias = (with_one_batch_axis(array, lead) for array in (mask, bias))
-    (batch, num_queries, num_heads, head_dim), num_keys = query.shape, key.shape[1]
-    sizes = (batch, num_heads, num_queries, num_keys)
-
-    # The spec says what to compute. Choose the kernel from it: each kernel supports only some of the options.
-    spec = AttentionSpec(
-        mask=checked_mask(mask, sizes).with_padding_as_segments(num_queries),
-        bias=bias_function(bias, sizes),
-        sinks=sinks,
-        dropout_key=dropout_key,
-        scale=_scale(scale, head_dim),
-        softcap=softcap,
-        dropout_rate=dropout_rate,
-        broadcast_dropout=broadcast_dropout and dropout_rate > 0.0,
-        return_weights=return_weights or module is not None,
-        shapes=AttentionShapes.of(query, key, value),
-    )
-    # All kernels compute the same formula; the reference kernel in `kernels/_reference.py` writes it out.
-    kernel = ALL_KERNELS[choose(implementation, spec)]
-    length = "length" if kernel.split_keys else None  # most kernels need the full length of a row on each device
-    key, value = (constrain(array, "batch", length, "kv_heads", "head_dim") for array in (key, value))
-    out, weights = _run(kernel, query, key, value, spec)
-
-    # Restore the caller's batch axes.
-    if len(lead) != 1:
-        out, weights = (a if a is None else a.reshape(*lead, *a.shape[1:]) for a in (out, weights))
-    if module is not None:
-        module.sow("intermediates", "attention_weights", weights.astype(query.dtype))
-    return (out, weights) if return_weights else out
-
-
-def paged_attention(
-    query: Query,
-    cache: PagedKVCache,
-    start: Lengths,
-    *,
-    mask: Mask,
-    bias: BiasFunction | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    implementation: str = "auto",
-    **options: Any,
-) -> Attended | tuple[Attended, Weights]:
-    """Compute `dot_product_attention` of new tokens to all tokens of their row in a paged cache.
-
-    Args:
-        query: (B, T, N, H), of the last T tokens of each row, padding included.
-        cache: with the keys and values of the T tokens.
-        start: (B,), number of tokens of each row before the T tokens.
-        mask: in addition to the lengths of the rows; index 0 of the keys is the first token of a row.
-        bias: as in `dot_product_attention`.
-        sinks: as in `dot_product_attention`.
-        implementation: name of a kernel, `kernels.RAGGED_PAGED` or "auto".
-        **options: the other options of `dot_product_attention`.
-
-    Returns:
-        The result of `dot_product_attention`; that of padding is undefined.
-    """
-    num_queries, head_dim = query.shape[1], query.shape[3]
-    # S = M Q slots per row, empty ones included
-    num_keys, scale = cache.page_table.shape[-1] * cache.page_size, options["scale"]
-    spec = AttentionSpec(
-        mask=mask,
-        bias=bias,
-        sinks=sinks,
-        scale=_scale(scale, head_dim),
-        softcap=options["softcap"],
-        dropout_rate=options["dropout_rate"],
-        return_weights=options["return_weights"],
-        shapes=AttentionShapes(
-            num_queries=num_queries,
-            num_keys=num_keys,
-            head_dim=head_dim,
-            value_dim=cache.value_dim,
-            dtype=query.dtype,
-        ),
-    )
-    kernel = choose_paged(implementation, spec, cache)
-    if kernel == RAGGED_PAGED:
-        return ragged_paged_attention(query, cache, spec)
-    mask = mask.shifted(start) & Mask.lengths(cache.row_lengths)
-    if kernel == PAGE_BLOCKS:
-        return page_blocks_attention(query, cache, spec, mask)
-    key, value = cache.whole()
-    given = {"mask": mask, "bias": bias, "sinks": sinks, "implementation": implementation}
-    return dot_product_attention(query, key, value, **given, **options)
-
-
-def cached_attention(
-    query: Query, cache: KVCache, *, scale: float | None, **options: Any
-) -> Attended | tuple[Attended, Weights]:
-    """Compute `dot_product_attention` of queries (B, T, N, H) to all slots of a cache, with its options.
-
-    For few queries, heads that are stored together are read together, as one head of W numbers: a decoding step then
-    reads the cache in place. Its multiplications, of which it has few, take W / H times as many FLOPs. For more
-    queries, the heads are separated first, which copies the cache.
-    """
-    if cache.heads_per_stored == 1 or query.shape[1] > FEW_QUERIES:
-        return dot_product_attention(query, *cache.whole(), scale=scale, **options)
-    (key, value), head_dim, together = cache.stored(), query.shape[-1], cache.heads_per_stored
-    # (B, T, N, H) -> (B, T, N, W), attend to keys and values (B, S, K', W), -> (B, T, N, W) -> (B, T, N, Hv). The scale
-    # stays 1 / sqrt(H): the zeros in a query add nothing to q . k.
-    kv_heads = key.shape[2] * together
-    out = dot_product_attention(
-        query_of_stored(query, kv_heads, together, key.shape[3]),
-        key,
-        value,
-        scale=_scale(scale, head_dim),
-        **options,
-    )
-    out, *weights = out if options["return_weights"] else (out,)
-    out = attended_of_stored(out, kv_heads, together, head_dim)
-    return (out, *weights) if weights else out
-
-
-def _scale(scale: float | None, head_dim: int) -> float:
-    # q . k is a sum of H terms. For entries of mean 0 and variance 1 its variance is H, so dividing by sqrt(H)
-    # restores variance 1 and keeps the softmax from saturating (Vaswani et al. 2017, section 3.2.1, footnote 4).
-    return 1.0 / math.sqrt(head_dim) if scale is None else scale
-
-
-def _run(kernel: Kernel, query: Query, key: Key, value: Value, spec: AttentionSpec) -> tuple[Attended, Weights | None]:
-    """Call the kernel, also under a mesh with Explicit axes: there the output is sharded like the query.
-
-    Under such a mesh, a bias function that reads arrays must be a pytree with these arrays as leaves.
-
-    Returns:
-        The attended values (B, T, N, Hv), and the weights (B, N, T, S) if `spec.return_weights`, else None.
-    """
-
-    def attended(query, key, value, spec):
-        out, weights = kernel.run(query, key, value, spec)
-        return (out, weights) if spec.return_weights else (out,)
-
-    sharding = explicit_spec(query)
-    if sharding is not None:
-        rows, length, heads, _ = sharding
-        # The output (B, T, N, Hv) and the weights (B, N, T, S)
-        specs = PartitionSpec(rows, length, heads, None), PartitionSpec(rows, heads, length, None)
-        attended = in_auto_axes(attended, specs if spec.return_weights else specs[:1])
-    out, *weights = attended(query, key, value, spec)
-    if not kernel.residuals:  # a kernel with residuals stores its output among them: one copy is enough
-        out = checkpoint_name(out, "attention_output")
-    return out, weights[0] if weights else None
+Attend: TypeAlias = Callable[[Query, AttentionSpec, str], tuple[Attended, Weights | None]]
+"""(query (B, T, N, H), options, name of a kernel) -> the attended values, and the weights if they are asked for"""
 
 
 class AttentionModule(nn.Module, kw_only=True):
@@ -298,79 +67,40 @@ class AttentionModule(nn.Module, kw_only=True):
     @nn.nowrap
     def attended(
         self,
-        attend: Callable[..., Any],
-        *arrays: Array | SelfAttentionCache,
-        scale: float | None,
+        attend: Attend,
+        query: Query,
+        *,
+        scale: float,
+        mask: Mask,
+        bias: BiasFunction | Array | None,
+        sinks: Float[Array, " N"] | None = None,
         deterministic: bool | None,
         sow_weights: bool,
-        **options: Any,
-    ) -> Float[Array, "B T N Hv"]:
-        """Return `attend(*arrays, **options)`, called with this module's options.
+    ) -> Attended:
+        """Return `attend(query, spec, implementation)` (B, T, N, Hv), called with this module's options.
 
-        Sows the weights if `sow_weights` is True and the collection "intermediates" is mutable.
-
-        Args:
-            attend: `dot_product_attention`, or a function with the same options.
-            *arrays: its positional arguments.
-            scale: factor on the scores, as in `dot_product_attention`.
-            deterministic: True disables dropout.
-            sow_weights: sow the weights (B, N, T, S), before dropout, as `weights`.
-            **options: other options of `attend`.
-
-        Returns:
-            The attended values (B, T, N, Hv).
+        Sows the weights (B, N, T, S), before dropout, as `weights`, if `sow_weights` is True and the collection
+        "intermediates" is mutable. The other arguments are those of `dot_product_attention`.
         """
         # Ask for weights only if they are collected: most kernels never compute the full (B, N, T, S) matrix.
         sown = sow_weights and self.is_mutable_collection("intermediates") and not self.is_initializing()
         dropout_rate = 0.0 if is_deterministic(self, deterministic, self.dropout_rate) else self.dropout_rate
-        out = attend(
-            *arrays,
+        spec = AttentionSpec(
+            mask=mask,
+            bias=bias,
+            sinks=sinks,
+            dropout_key=self.make_rng("dropout") if dropout_rate > 0.0 else None,
             scale=scale,
             softcap=self.softcap,
             dropout_rate=dropout_rate,
-            dropout_key=self.make_rng("dropout") if dropout_rate > 0.0 else None,
-            implementation=self.implementation,
             return_weights=sown,
-            **options,
         )
+        out, weights = attend(query, spec, self.implementation)
         if sown:
-            out, weights = out
             self.sow("intermediates", "weights", weights)
-        out = out.astype(arrays[0].dtype)  # that of the query: a cache may have float32 for 16-bit numbers
+        out = out.astype(query.dtype)  # a cache may have float32 for 16-bit numbers
         # The name lets the remat policy "names" (`_stacks.py`) store this array instead of recomputing it.
         return constrain(out, "batch", "length", "heads", "head_dim")
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StoredKV:
-    """Keys and values of a layer, for later layers without own ones (Brandon et al. 2024, arXiv 2405.12981)."""
-
-    key: Leaf | None
-    """(B, S, K, H), rotated; None with a cache"""
-    value: Leaf | None
-    """(B, S, K, Hv); None with a cache"""
-    positions: Leaf
-    """(B, S), positions of the keys"""
-    cache: Leaf | None
-    """the `KVCache` or `PagedKVCache` of the layer, with the new tokens"""
-    start: Leaf | None
-    """(B,), number of tokens in the cache before the new ones"""
-
-    @staticmethod
-    def of(arrays: tuple[Any, ...], positions: Positions, cache: Any, start: Lengths | None) -> StoredKV:
-        """Return what a layer attends to: `arrays` are its query, key and value, or its query and its cache."""
-        key, value = arrays[1:3] if cache is None else (None, None)
-        return StoredKV(key, value, positions, cache, start)
-
-    def read(self, query: Query, mask: Mask) -> tuple[Callable[..., Any], tuple[Any, ...], Mask, Int[Array, "B S"]]:
-        """Return the attention function of rotated queries (B, T, N, H), its arrays and mask, and the positions."""
-        if self.cache is None:
-            return dot_product_attention, (query, self.key, self.value), mask, self.positions
-        if isinstance(self.cache, PagedKVCache):
-            return paged_attention, (query, self.cache, self.start), mask, self.positions
-        mask = mask.shifted(self.start) & Mask.lengths(self.cache.row_lengths)
-        return cached_attention, (query, self.cache), mask, self.positions
 
 
 def nan_without_room(out: Hidden, fits: Bool[Array, "B T"], mask: Mask) -> Hidden:
@@ -446,7 +176,7 @@ class MultiHeadAttention(AttentionModule):
     keys_as_values: bool = False
     """values are the projected keys, before their norm and rotation: there is no projection of values"""
     stores_kv: bool = False
-    """also return the keys and values, for later layers: the second result is a pair (cache, `StoredKV`)"""
+    """also return the keys and values, for later layers: the second result is a pair (cache, `KeysValues`)"""
     temperature: QueryTemperature | None = None
     """factor on the queries that grows with their position"""
     output_gate: bool = False
@@ -465,7 +195,7 @@ class MultiHeadAttention(AttentionModule):
         positions: Coordinates | None = None,
         position_table: Float[Array, "R W"] | None = None,
         cache: SelfAttentionCache | ContextCache | None = None,
-        stored: StoredKV | None = None,
+        stored: KeysValues | None = None,
         bias: BiasFunction | Array | None = None,
         deterministic: bool | None = None,
         sow_weights: bool = False,
@@ -497,8 +227,7 @@ class MultiHeadAttention(AttentionModule):
             ValueError: sizes that don't fit; outside jit, tokens that don't fit the cache.
         """
         self._check(x, context, cache)
-        mask, head_dim, attend = Mask.of(mask), self._head_dim(x), dot_product_attention
-        given, fits = mask, None
+        mask, head_dim, fits = Mask.of(mask), self._head_dim(x), None
         # Q = x W_Q for all heads: (B, T, D) x (D, N, H) -> (B, T, N, H)
         query = constrain(self._project("query", x, (self.num_heads, head_dim)), "batch", "length", "heads", "head_dim")
         if self.qk_norm:
@@ -515,33 +244,31 @@ class MultiHeadAttention(AttentionModule):
             if stored is None:
                 # Self-attention: keys and values come from x, K = x W_K (B, T, K, H) and V = x W_V (B, T, K, Hv).
                 key, value = self._keys_and_values(x, None, head_dim)
-                start, fits = (None, None) if cache is None else (cache.row_lengths, cache.fits(x.shape[1]))
-                attend, arrays, mask, key_positions, cache = self._with_cache(
-                    query, key, value, coordinates, mask, cache
-                )
-                stored = StoredKV.of(arrays, key_positions, cache, start)
+                fits = None if cache is None else cache.fits(x.shape[1])
+                query, attended_to = self._with_cache(query, key, value, coordinates, mask, cache)
+                cache = attended_to.cache
             else:
-                query = _rotated(self.position, query, coordinates, None)
-                attend, arrays, mask, key_positions = stored.read(query, mask)
+                query, attended_to = _rotated(self.position, query, coordinates, None), stored
                 cache = count_tokens(x, cache)
+            key_positions = attended_to.positions
             sizes = (x.shape[0], self.num_heads, x.shape[1], key_positions.shape[1])
             bias = sum_of_biases(bias_function(bias, sizes), self._bias(positions, key_positions, position_table))
         elif context is None:
             # Cross-attention to the context of an earlier call: its keys and values do not change between steps.
-            arrays = query, *cache.whole()
+            attended_to = KeysValues(*cache.whole())
         else:
             # Cross-attention: queries come from x, keys and values from the context (section 3.2.3).
             # No positions: distances between the two sequences have no meaning, so nothing is rotated or biased.
             key, value = self._keys_and_values(x, context, head_dim)
-            arrays, cache = (query, key, value), None if cache is None else ContextCache.of(key, value)
+            attended_to, cache = KeysValues(key, value), None if cache is None else ContextCache.of(key, value)
 
         # weight_s = exp(S_s) / (exp(sink) + sum_j exp(S_j)): with a sink the weights sum to less than 1, so a head can
         # attend to nothing. All sinks start at logit 0.
         sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype) if self.sinks else None
         out = self.attended(
-            attend,
-            *arrays,
-            scale=self.scale,
+            attended_to.attend,
+            query,
+            scale=score_scale(self.scale, head_dim),
             mask=mask,
             bias=bias,
             sinks=sinks,
@@ -552,20 +279,16 @@ class MultiHeadAttention(AttentionModule):
             # (B, T, N, Hv), before the output projection
             out = out * jax.nn.sigmoid(self._project("output_gate", x, out.shape[2:]))
         features = x.shape[-1] if self.out_features is None else self.out_features
-        cache = (cache, stored) if self.stores_kv else cache
+        cache = (cache, attended_to) if self.stores_kv else cache
         # Concat(head_1, ..., head_N) W_O: (B, T, N, Hv) x (N, Hv, Do) -> (B, T, Do), contracting both N and Hv.
         out = self._project("out", out, (features,), contract=2)
-        return out if fits is None else nan_without_room(out, fits, given), cache
+        return out if fits is None else nan_without_room(out, fits, mask), cache
 
     @nn.nowrap
     def _with_cache(
         self, query: Array, key: Array, value: Array, coordinates: Array, mask: Mask, cache: SelfAttentionCache | None
-    ) -> tuple[Callable[..., Any], tuple[Any, ...], Mask, Array, SelfAttentionCache | None]:
-        """Rotate queries and keys (B, T, N, H) by their positions, (B, T) or (B, T, A), and append to the cache.
-
-        Returns:
-            The attention function, its arrays and mask, the positions of the keys (B, S), and the cache.
-        """
+    ) -> tuple[Query, KeysValues]:
+        """Rotate queries and keys (B, T, N, H) by their positions, (B, T) or (B, T, A), and append to the cache."""
         # Rotate before appending to the cache: each key is rotated once, by its own position, and never again. (R_m q)
         # . (R_n k) = q . (R_(n - m) k) depends on the difference of positions alone (Su et al. 2021, section 3.2.2). A
         # scheme that depends on the length rotates all keys again when the text grows, so the cache stores them before
@@ -576,21 +299,14 @@ class MultiHeadAttention(AttentionModule):
         query = _rotated(self.position, query, coordinates, lengths)
         if cache is None:
             key = _rotated(self.position, key, coordinates, lengths)
-            return dot_product_attention, (query, key, value), mask, positions, None
-        if self.position.by_length:
-            cache = cache.append(key, value, positions)
-            key, value = cache.whole()
-            key = _rotated(self.position, key, cache.key_positions, lengths)
-            attend, arrays = dot_product_attention, (query, key, value)
-        else:
+            return query, KeysValues(key, value, positions)
+        if not self.position.by_length:
             cache = cache.append(_rotated(self.position, key, coordinates, lengths), value, positions)
-            if isinstance(cache, PagedKVCache):
-                return paged_attention, (query, cache, start), mask, cache.key_positions, cache
-            attend, arrays = cached_attention, (query, cache)
-        # Attend to all S slots of the cache. Query index 0 is key index `start`, and the mask hides empty slots: they
-        # contain zeros, whose score of 0 would still get weight.
-        mask = mask.shifted(start) & Mask.lengths(cache.row_lengths)
-        return attend, arrays, mask, cache.key_positions, cache
+            return query, KeysValues(None, None, cache.key_positions, cache, start)
+        cache = cache.append(key, value, positions)
+        key, value = cache.whole()
+        key = _rotated(self.position, key, cache.key_positions, lengths)
+        return query, KeysValues(key, value, cache.key_positions, cache, start)
 
     def _head_dim(self, x: Hidden) -> int:
         if self.head_dim is None and x.shape[-1] % self.num_heads:

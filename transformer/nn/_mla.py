@@ -7,15 +7,15 @@ head dimensions without rotation, Hr rotated head dimensions, H = Hp + Hr; W = R
 from __future__ import annotations
 
 import dataclasses
-import functools
+from dataclasses import dataclass
 
 import flax.linen as nn
 import jax.numpy as jnp
 
 from transformer.config._parts import MLA
 from transformer.nn._adapted import dense, kernel_parameter
-from transformer.nn._attention import AttentionModule, dot_product_attention, nan_without_room
-from transformer.nn._axes import Array, DType, Float, Hidden, Positions
+from transformer.nn._attention import AttentionModule, nan_without_room
+from transformer.nn._axes import Array, Attended, DType, Float, Hidden, Positions, Query, Weights
 from transformer.nn._caches import SelfAttentionCache
 from transformer.nn._layers import Initializer, Linear, RMSNorm, as_matrix, glorot_uniform, linear
 from transformer.nn._masks import Mask
@@ -23,7 +23,8 @@ from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain
 from transformer.nn._positions import PositionScheme, Rotary
 from transformer.nn._quantization import Scheme
-from transformer.nn.kernels._contract import BiasFunction
+from transformer.nn.kernels._contract import AttentionSpec, BiasFunction
+from transformer.nn.kernels._dot_product import attend
 
 
 class LatentAttention(AttentionModule):
@@ -120,13 +121,15 @@ class LatentAttention(AttentionModule):
             cache = cache.append(kv_latent, kv_latent[..., :0], positions)
             kv_latent, mask = cache.whole()[0].astype(self.dtype), mask.shifted(start) & Mask.lengths(cache.row_lengths)
 
-        expanded = functools.partial(expanded_attention, quantization=(self._scheme("key"), self._scheme("value")))
-        out = self.attended(
-            absorbed_attention if absorbs(x.shape[1], kv_latent.shape[1], mla) else expanded,
-            query,
+        latents = Latents(
             kv_latent,
             self._heads("key", mla.kv_lora_rank, mla.qk_nope_head_dim),
             self._heads("value", mla.kv_lora_rank, mla.v_head_dim),
+            (self._scheme("key"), self._scheme("value")),
+        )
+        out = self.attended(
+            latents.absorbed if absorbs(x.shape[1], kv_latent.shape[1], mla) else latents.expanded,
+            query,
             # H, not the size R + Hr of the absorbed query: both orders must compute the same scores.
             scale=mla.head_dim**-0.5 if self.scale is None else self.scale,
             mask=mask,
@@ -159,7 +162,7 @@ class LatentAttention(AttentionModule):
 class _Kernel(nn.Module):
     """Owns the `kernel` of a map into heads; calling it returns the kernel, in `dtype`.
 
-    Unlike `Linear` it does not apply the kernel, because the two functions below multiply by it in different orders.
+    Unlike `Linear` it does not apply the kernel, because the methods of `Latents` multiply by it in different orders.
     """
 
     shape: tuple[int, int, int]
@@ -173,61 +176,47 @@ class _Kernel(nn.Module):
         return dense(kernel_parameter(self, init, self.shape, self.param_dtype), self.dtype)
 
 
-def expanded_attention(
-    query: Float[Array, "B T N H"],
-    kv_latent: Float[Array, "B S 1 W"],
-    key_kernel: Float[Array, "R N h"],
-    value_kernel: Float[Array, "R N Hv"],
-    quantization: tuple[Scheme | None, Scheme | None] = (None, None),
-    **options,
-) -> Array | tuple[Array, Array]:
-    """Compute keys and values of every head from the latents and attend to them, as the paper writes the formula.
+@dataclass(frozen=True)
+class Latents:
+    """Latents of all tokens, and the kernels that map them to keys and values: what the queries attend to."""
 
-    k = [c W_k, r], v = c W_v (arXiv 2405.04434, equations 10, 11 and 17), then ordinary attention over N heads.
+    kv_latent: Float[Array, "B S 1 W"]
+    """[c, r] of each token, W = R + Hr"""
+    key_kernel: Float[Array, "R N h"]
+    """W_k, h = Hp"""
+    value_kernel: Float[Array, "R N Hv"]
+    """W_v"""
+    quantization: tuple[Scheme | None, Scheme | None] = (None, None)
+    """how to quantize the factors of c W_k and of c W_v in `expanded`"""
 
-    Args:
-        query: (B, T, N, H).
-        kv_latent: (B, S, 1, R + Hr), [c, r] of each token.
-        key_kernel: (R, N, Hp), W_k.
-        value_kernel: (R, N, Hv), W_v.
-        quantization: how to quantize the factors of c W_k and of c W_v.
-        **options: those of `dot_product_attention`.
+    def expanded(self, query: Query, spec: AttentionSpec, implementation: str) -> tuple[Attended, Weights | None]:
+        """Compute keys and values of every head from the latents and attend to them, as the paper writes the formula.
 
-    Returns:
-        The result of `dot_product_attention`, (B, T, N, Hv).
-    """
-    latent, rope = jnp.split(kv_latent[:, :, 0], [key_kernel.shape[0]], axis=-1)
-    key = linear(latent, key_kernel, quantization=quantization[0])  # (B, S, N, Hp)
-    value = linear(latent, value_kernel, quantization=quantization[1])  # (B, S, N, Hv)
-    rope = jnp.broadcast_to(rope[:, :, None], (*key.shape[:3], rope.shape[-1]))  # the same for all heads
-    return dot_product_attention(query, jnp.concatenate([key, rope], axis=-1), value, **options)
+        k = [c W_k, r], v = c W_v (arXiv 2405.04434, equations 10, 11 and 17), then ordinary attention over N heads.
+        """
+        latent, rope = jnp.split(self.kv_latent[:, :, 0], [self.key_kernel.shape[0]], axis=-1)
+        key = linear(latent, self.key_kernel, quantization=self.quantization[0])  # (B, S, N, Hp)
+        value = linear(latent, self.value_kernel, quantization=self.quantization[1])  # (B, S, N, Hv)
+        rope = jnp.broadcast_to(rope[:, :, None], (*key.shape[:3], rope.shape[-1]))  # the same for all heads
+        return attend(query, jnp.concatenate([key, rope], axis=-1), value, spec, implementation)
 
+    def absorbed(self, query: Query, spec: AttentionSpec, implementation: str) -> tuple[Attended, Weights | None]:
+        """Compute the same result as `expanded` without computing keys and values.
 
-def absorbed_attention(
-    query: Float[Array, "B T N H"],
-    kv_latent: Float[Array, "B S 1 W"],
-    key_kernel: Float[Array, "R N h"],
-    value_kernel: Float[Array, "R N Hv"],
-    **options,
-) -> Array | tuple[Array, Array]:
-    """Compute the same result as `expanded_attention` without computing keys and values.
-
-    Because matrix multiplication is associative, q (c W_k)^T = (q W_k^T) c^T and a (c W_v) = (a c) W_v, with attention
-    weights a: W_k is absorbed into the query and W_v is applied to the output. All heads attend to the latents
-    themselves, with a single key/value head (arXiv 2405.04434, section 2.1.2). Arguments as in `expanded_attention`,
-    without `quantization`: a decoding step is bound by memory, not by its multiplications.
-    """
-    rank, _, nope_dim = key_kernel.shape
-    latent_query = jnp.einsum("btnp,rnp->btnr", query[..., :nope_dim], key_kernel)  # q W_k^T: (B, T, N, R)
-    query = jnp.concatenate([latent_query, query[..., nope_dim:]], axis=-1)  # (B, T, N, R + Hr), matches [c, r]
-    out = dot_product_attention(query, kv_latent, kv_latent[..., :rank], **options)  # a c: (B, T, N, R)
-    out, weights = out if isinstance(out, tuple) else (out, None)
-    out = jnp.einsum("btnr,rnv->btnv", out, value_kernel)  # (a c) W_v: (B, T, N, Hv)
-    return out if weights is None else (out, weights)
+        Because matrix multiplication is associative, q (c W_k)^T = (q W_k^T) c^T and a (c W_v) = (a c) W_v, with
+        attention weights a: W_k is absorbed into the query and W_v is applied to the output. All heads attend to the
+        latents themselves, with a single key/value head (arXiv 2405.04434, section 2.1.2). Nothing is quantized: a
+        decoding step is bound by memory, not by its multiplications.
+        """
+        rank, _, nope_dim = self.key_kernel.shape
+        latent_query = jnp.einsum("btnp,rnp->btnr", query[..., :nope_dim], self.key_kernel)  # q W_k^T: (B, T, N, R)
+        query = jnp.concatenate([latent_query, query[..., nope_dim:]], axis=-1)  # (B, T, N, R + Hr), matches [c, r]
+        out, weights = attend(query, self.kv_latent, self.kv_latent[..., :rank], spec, implementation)  # a c
+        return jnp.einsum("btnr,rnv->btnv", out, self.value_kernel), weights  # (a c) W_v: (B, T, N, Hv)
 
 
 def absorbs(queries: int, keys: int, mla: MLA) -> bool:
-    """Return whether `absorbed_attention` needs fewer multiplications than `expanded_attention`.
+    """Return whether `Latents.absorbed` needs fewer multiplications than `Latents.expanded`.
 
     It does for decoding, with few queries and many cached keys, but hardly ever if there are as many queries as keys.
     """

@@ -10,9 +10,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer.nn import _attention as attention
 from transformer.nn._axes import Array, DType, Float, PRNGKey
 from transformer.nn._masks import Mask
+from transformer.nn.kernels._contract import AttentionSpec
+from transformer.nn.kernels._dot_product import attend, score_scale
 
 __all__ = ["MultiHeadDotProductAttention", "dot_product_attention"]
 
@@ -93,20 +94,21 @@ def dot_product_attention(
     _check_shapes(query, key, value)
     if mask is not None and not isinstance(mask, Mask):
         query, bias, mask = _as_flax_masks(query, bias, jnp.asarray(mask).astype(bool))
+    dropout_rate = 0.0 if deterministic else dropout_rate
+    spec = AttentionSpec(
+        mask=mask,
+        bias=bias,
+        dropout_key=dropout_rng,
+        scale=score_scale(None, query.shape[-1]),
+        dropout_rate=dropout_rate,
+        broadcast_dropout=broadcast_dropout and dropout_rate > 0.0,
+        return_weights=module is not None,
+    )
     with _matmul_precision(precision):
-        return attention.dot_product_attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=bias,
-            dropout_rate=dropout_rate,
-            dropout_rng=dropout_rng,
-            broadcast_dropout=broadcast_dropout,
-            deterministic=deterministic,
-            module=module,
-            implementation=implementation,
-        )
+        out, weights = attend(query, key, value, spec, implementation)
+    if module is not None:
+        module.sow("intermediates", "attention_weights", weights.astype(query.dtype))
+    return out
 
 
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):

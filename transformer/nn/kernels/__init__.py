@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -20,8 +18,9 @@ from transformer.nn.kernels import _splash as splash
 from transformer.nn.kernels._blockwise import blockwise_attention
 from transformer.nn.kernels._contract import OPTIONS, AttentionShapes, AttentionSpec, BiasFunction, Kernel, Option
 from transformer.nn.kernels._cudnn import cudnn_attention, cudnn_compiler_refusal, cudnn_limits
-from transformer.nn.kernels._page_blocks import page_blocks_attention, page_blocks_limits
+from transformer.nn.kernels._page_blocks import PAGE_BLOCKS_REASONS, page_blocks_attention, page_blocks_limits
 from transformer.nn.kernels._paged import (
+    RAGGED_PAGED_REASONS,
     ragged_paged_attention,
     ragged_paged_compiler_refusal,
     ragged_paged_limits,
@@ -51,9 +50,8 @@ __all__ = [
     "GPU_KERNELS",
     "KERNELS",
     "OPTIONS",
-    "PAGE_BLOCKS",
+    "PAGED_KERNELS",
     "QUERY_CHUNKED_SCORES",
-    "RAGGED_PAGED",
     "SPLASH_FROM",
     "SPLIT_KERNELS",
     "TPU_KERNELS",
@@ -66,7 +64,6 @@ __all__ = [
     "all_gather_kv_attention",
     "blockwise_attention",
     "choose",
-    "choose_paged",
     "cudnn_attention",
     "page_blocks_attention",
     "portable",
@@ -93,11 +90,26 @@ KERNELS = _by_name(
 """kernels by name, for any device; they need the whole length of keys and values on each device"""
 
 TPU_KERNELS = _by_name(
-    Kernel("splash", splash_attention, limits=splash_limits, reasons=splash.REASONS, residuals=(splash.RESIDUALS,))
+    Kernel(
+        "splash",
+        splash_attention,
+        limits=splash_limits,
+        reasons=splash.REASONS,
+        compiler_refusal=splash_compiler_refusal,
+        residuals=(splash.RESIDUALS,),
+    )
 )
 """kernels by name, for TPUs; on CPU they run in interpret mode, for tests"""
 
-GPU_KERNELS = _by_name(Kernel("cudnn", cudnn_attention, limits=cudnn_limits, reasons=cudnn.REASONS))
+GPU_KERNELS = _by_name(
+    Kernel(
+        "cudnn",
+        cudnn_attention,
+        limits=cudnn_limits,
+        reasons=cudnn.REASONS,
+        compiler_refusal=cudnn_compiler_refusal,
+    )
+)
 """kernels by name, for NVIDIA GPUs"""
 
 SPLIT_KERNELS = _by_name(
@@ -108,24 +120,24 @@ SPLIT_KERNELS = _by_name(
 )
 """kernels by name, only for queries whose length is sharded over a mesh"""
 
-ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | SPLIT_KERNELS
+PAGED_KERNELS = _by_name(
+    Kernel(
+        "ragged_paged",
+        ragged_paged_attention,
+        limits=ragged_paged_limits,
+        reasons=RAGGED_PAGED_REASONS,
+        compiler_refusal=ragged_paged_compiler_refusal,
+    ),
+    Kernel("page_blocks", page_blocks_attention, limits=page_blocks_limits, reasons=PAGE_BLOCKS_REASONS),
+)
+"""kernels by name that read a paged KV cache in place: ragged_paged on TPUs (on CPU the library's reference takes its
+place, for tests), and page_blocks in plain JAX, which reads blocks of pages up to the longest row"""
+
+ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | SPLIT_KERNELS | PAGED_KERNELS
 """all kernels by name"""
-
-RAGGED_PAGED = "ragged_paged"
-"""name of the kernel for a paged KV cache on TPUs; on CPU the library's reference takes its place, for tests"""
-
-PAGE_BLOCKS = "page_blocks"
-"""name of the kernel for a paged KV cache in plain JAX, which reads blocks of pages up to the longest row"""
 
 GATHER_PAGES = "gather_pages"
 """name of the alternative for a paged KV cache: gather the pages of each row, then use any other kernel"""
-
-_COMPILER_REFUSALS: dict[str, Callable[[AttentionSpec], str | None]] = {
-    "splash": splash_compiler_refusal,
-    "cudnn": cudnn_compiler_refusal,
-}
-"""for kernels that depend on other software's versions: returns why they don't compile for the current devices, or
-None"""
 
 FUSED_FROM = 256 * 256
 """auto: minimum number of scores per head for cudnn on a GPU (an estimate, not a measurement: docs/benchmarks.md)"""
@@ -150,6 +162,8 @@ def choose(implementation: str, spec: AttentionSpec) -> str:
     "auto" logs its choice once per size (logger "transformer.nn.kernels", level INFO). If the installed compiler
     rejects the fastest kernel, "auto" warns once and chooses another one.
 
+    For keys and values in pages, every kernel that does not read these becomes `GATHER_PAGES`.
+
     Args:
         implementation: name of a kernel, or "auto".
         spec: options and sizes of the call.
@@ -159,64 +173,26 @@ def choose(implementation: str, spec: AttentionSpec) -> str:
             current devices. The message lists the kernels that support the call.
     """
     if implementation == "auto":
-        name = _fastest(spec)
-        _log_once(
-            f"{spec.shapes.num_queries} x {spec.shapes.num_keys} scores per head on {platform()}: auto selects {name}"
-        )
+        name, why = (_fastest(spec), "") if spec.pages is None else _fastest_for_pages(spec)
+        pages = "" if spec.pages is None else f" in pages of {spec.pages.page_size}"
+        sizes = f"{spec.shapes.num_queries} x {spec.shapes.num_keys} scores per head{pages}"
+        _log_once(f"{sizes} on {platform()}: auto selects {name}{why}")
         return name
+    if spec.pages is not None and implementation not in PAGED_KERNELS:
+        return GATHER_PAGES
     if implementation not in ALL_KERNELS:
-        names = ["auto", *(ALL_KERNELS if spec.shapes.length_shards > 1 else KERNELS | TPU_KERNELS | GPU_KERNELS)]
+        names = ["auto", *(KERNELS | TPU_KERNELS | GPU_KERNELS)]
+        names += SPLIT_KERNELS if spec.shapes.length_shards > 1 else []
         raise ConfigError(
             f"the attention kernel must be one of {', '.join(names)}, got {implementation!r}."
             f"{nearest(implementation, names)}"
         )
     # The second check compiles a small program (once per process), so it comes last.
-    refused = ALL_KERNELS[implementation].unsupported(spec) or _compiler_refusal(implementation, spec)
-    if refused is not None:
+    if (refused := _refusal(implementation, spec)) is not None:
         able = [name for name in ALL_KERNELS if name != implementation and _serves(name, spec)]
-        raise ConfigError(f"the {implementation} attention kernel can't {refused}. Use {' or '.join(able)}, or auto.")
+        instead = f"{' or '.join(able)}, or auto" if spec.pages is None else "auto, which gathers pages in that case"
+        raise ConfigError(f"the {implementation} attention kernel can't {refused}. Use {instead}.")
     return implementation
-
-
-def choose_paged(implementation: str, spec: AttentionSpec, cache: Any) -> str:
-    """Return how a call attends to a paged cache: `RAGGED_PAGED` or `GATHER_PAGES`.
-
-    The kernel `RAGGED_PAGED` reads pages in place. `GATHER_PAGES` copies the pages of each row into one array, for
-    every other kernel. "auto" uses the kernel on a TPU if it supports the call, and logs its choice as `choose` does.
-
-    Args:
-        implementation: "auto", `RAGGED_PAGED`, or the name of another kernel, which gets the gathered pages.
-        spec: options and sizes of the call. Its mask must not contain the offset and the lengths of the cache.
-        cache: the `PagedKVCache`, with the new tokens.
-
-    Raises:
-        ConfigError: `RAGGED_PAGED` is requested by name and does not support the call, or does not compile.
-    """
-    if implementation not in ("auto", RAGGED_PAGED, PAGE_BLOCKS):
-        return GATHER_PAGES
-    if implementation == PAGE_BLOCKS:
-        if (limit := page_blocks_limits(spec, cache)) is not None:
-            raise ConfigError(f"the {PAGE_BLOCKS} attention kernel can't {limit}. Use auto, which gathers pages then.")
-        return PAGE_BLOCKS
-    refused = ragged_paged_limits(spec, cache) or ragged_paged_compiler_refusal(spec)
-    if implementation == RAGGED_PAGED:
-        if refused is not None:
-            raise ConfigError(
-                f"the {RAGGED_PAGED} attention kernel can't {refused}. Use auto, which gathers pages in that case."
-            )
-        return RAGGED_PAGED
-    chosen, why = RAGGED_PAGED, ""
-    # Blocks up to the longest row take time with the texts. Gathered pages take time with the table, S = M Q slots per
-    # row.
-    if platform() == "cpu" and page_blocks_limits(spec, cache) is None:
-        chosen = PAGE_BLOCKS
-    elif platform() != "tpu":
-        chosen, why = GATHER_PAGES, f" ({RAGGED_PAGED} is for TPUs)"
-    elif refused is not None:
-        chosen, why = GATHER_PAGES, f" ({RAGGED_PAGED} can't {refused})"
-    sizes = f"{spec.shapes.num_queries} x {spec.shapes.num_keys} scores per head"
-    _log_once(f"{sizes} in pages of {cache.page_size} on {platform()}: auto selects {chosen}{why}")
-    return chosen
 
 
 def portable(execution: Execution) -> Execution:
@@ -252,11 +228,23 @@ def _fastest(spec: AttentionSpec) -> str:
     return next(name for name in ("all_gather_kv", "blockwise") if _serves(name, spec))
 
 
+def _fastest_for_pages(spec: AttentionSpec) -> tuple[str, str]:
+    """Return the fastest way to attend to pages, and why it is not ragged_paged, if it gathers the pages."""
+    # Blocks up to the longest row take time with the texts. Gathered pages take time with the table, S = M Q slots per
+    # row.
+    if platform() == "cpu" and _serves("page_blocks", spec):
+        return "page_blocks", ""
+    if platform() != "tpu":
+        return GATHER_PAGES, " (ragged_paged is for TPUs)"
+    refused = _refusal("ragged_paged", spec)
+    return ("ragged_paged", "") if refused is None else (GATHER_PAGES, f" (ragged_paged can't {refused})")
+
+
 def _compiles(name: str, spec: AttentionSpec) -> bool:
     """Return whether a kernel supports a call and compiles here; warn once if only the compiler rejects it."""
     if not _serves(name, spec):
         return False
-    refused = _compiler_refusal(name, spec)
+    refused = ALL_KERNELS[name].compiler_refusal(spec)
     if refused is not None:
         _warn(f"the {name} attention kernel can't {refused}. A slower kernel is used instead.")
     return refused is None
@@ -277,8 +265,8 @@ def _has_its_devices(name: str) -> bool:
     return False
 
 
-def _compiler_refusal(name: str, spec: AttentionSpec) -> str | None:
-    return _COMPILER_REFUSALS[name](spec) if name in _COMPILER_REFUSALS else None
+def _refusal(name: str, spec: AttentionSpec) -> str | None:
+    return ALL_KERNELS[name].unsupported(spec) or ALL_KERNELS[name].compiler_refusal(spec)
 
 
 # Cached, so each text appears once: every layer asks again, and so does each new trace.

@@ -36,23 +36,12 @@ def check_shapes(query: Array, key: Array, value: Array, sinks: Array | None) ->
         raise ValueError(f"attention can't be computed for {shapes}: {'; '.join(problems)}.")
 
 
-def dropout_of(
-    rate: float, key: PRNGKey | None, rng: PRNGKey | None, deterministic: bool
-) -> tuple[float, PRNGKey | None]:
-    """Return the effective dropout rate and its key, which Flax calls `rng`.
-
-    Raises:
-        ValueError: both names of the key are given, the rate is out of range, or a rate above 0 has no key.
-    """
-    if rng is not None and key is not None:
-        raise ValueError("dropout_rng is another name of dropout_key: pass only one of them.")
-    key = key if rng is None else rng
-    rate = 0.0 if deterministic else rate
+def check_dropout(rate: float, key: PRNGKey | None) -> None:
+    """Raise a ValueError for a rate out of range, or a rate above 0 without a key."""
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate}.")
     if rate > 0.0 and key is None:
         raise ValueError("dropout_rate is above 0 but dropout_key is None: pass a jax.random.key, or dropout_rate=0.")
-    return rate, key
 
 
 def checked_mask(mask: Mask | Array | None, sizes: tuple[int, int, int, int]) -> Mask:

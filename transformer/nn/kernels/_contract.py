@@ -55,6 +55,9 @@ NO_WEIGHT = -1e30
 """Logit of a key that gets no weight. It is finite, unlike -inf: the difference of two such logits is 0 and not NaN,
 and a query without visible keys divides its zeros by exp(0) = 1 and not by 0."""
 
+NO_PAGES = "read keys and values outside a paged KV cache"
+"""why kernels for pages do not support other calls; the text follows "can't" """
+
 _UNKNOWN = AttentionShapes(num_queries=1, num_keys=1)
 
 
@@ -74,6 +77,11 @@ class AttentionSpec:
     """(N,), one extra logit per head that takes part in the softmax but has no value vector"""
     dropout_key: Leaf | None = None
     """random key of the attention dropout"""
+    pages: Leaf | None = None
+    """a `PagedKVCache` with the keys and values of the queries' tokens too, for kernels that read its pages; None: keys
+    and values are arrays. The mask is then in addition to the lengths of the rows"""
+    start: Leaf | None = None
+    """(B,), with `pages`: number of tokens of each row before the queries"""
     scale: float = _static(1.0)
     """factor applied to the scores, usually 1 / sqrt(H)"""
     softcap: float | None = _static(None)
@@ -139,24 +147,32 @@ def _option(words: str, kernels: str, is_used: Callable[[AttentionSpec], bool]) 
 
 
 _ANY = "reference query_chunked blockwise all_gather_kv"
+_ALSO_PAGES = f"{_ANY} page_blocks"
 
 OPTIONS: dict[str, Option] = {
+    "pages": _option("read a paged KV cache", "ragged_paged page_blocks", lambda spec: spec.pages is not None),
     "weights": _option("return attention weights", "reference", lambda spec: spec.return_weights),
-    "bias": _option("add a bias", _ANY, lambda spec: spec.bias is not None),
+    "bias": _option("add a bias", _ALSO_PAGES, lambda spec: spec.bias is not None),
     "dropout": _option("drop attention weights", _ANY, lambda spec: spec.dropout_rate > 0.0),
-    "mask array": _option("apply a mask array", _ANY, lambda spec: spec.mask.facts["has_dense_mask"]),
+    "mask array": _option("apply a mask array", _ALSO_PAGES, lambda spec: spec.mask.facts["has_dense_mask"]),
     "segments": _option(
-        "keep packed segments apart", f"{_ANY} ring splash", lambda spec: spec.mask.facts["has_segments"]
+        "keep packed segments apart", f"{_ALSO_PAGES} ring splash", lambda spec: spec.mask.facts["has_segments"]
     ),
     "two-sided window": _option(
         "apply a two-sided window",
-        f"{_ANY} ring splash",
+        f"{_ALSO_PAGES} ring splash",
         lambda spec: spec.mask.facts["has_two_sided_window"],
     ),
-    "chunks": _option("attend in chunks", f"{_ANY} splash", lambda spec: spec.mask.facts["has_chunks"]),
-    "offset": _option("start at an offset (a cache)", f"{_ANY} ring", lambda spec: spec.mask.facts["has_offset"]),
-    "softcap": _option("apply a softcap", f"{_ANY} ring splash", lambda spec: spec.softcap is not None),
-    "sinks": _option("use attention sinks", f"{_ANY} ring splash", lambda spec: spec.sinks is not None),
+    "chunks": _option("attend in chunks", f"{_ALSO_PAGES} splash", lambda spec: spec.mask.facts["has_chunks"]),
+    "offset": _option(
+        "start at an offset (a cache)",
+        f"{_ALSO_PAGES} ring ragged_paged",
+        lambda spec: spec.mask.facts["has_offset"],
+    ),
+    "softcap": _option(
+        "apply a softcap", f"{_ALSO_PAGES} ring splash ragged_paged", lambda spec: spec.softcap is not None
+    ),
+    "sinks": _option("use attention sinks", f"{_ALSO_PAGES} ring splash", lambda spec: spec.sinks is not None),
 }
 """Options of a call and the kernels that support them. Every kernel supports causal masks, causal windows and
 lengths."""
@@ -167,15 +183,18 @@ class Kernel:
     """An implementation of attention.
 
     `run(query, key, value, spec)` returns (attended, weights); weights are None unless `spec.return_weights` is set.
+    Kernels that read `spec.pages` get None for key and value.
     """
 
     name: str
     """key in `ALL_KERNELS`"""
-    run: Callable[[Query, Key, Value, AttentionSpec], tuple[jax.Array, Any]]
+    run: Callable[[Query, Key | None, Value | None, AttentionSpec], tuple[jax.Array, Any]]
     reasons: Mapping[str, str] = field(default_factory=dict)
     """option -> why this kernel does not support it"""
     limits: Callable[[AttentionSpec], str | None] = lambda spec: None
     """returns why the kernel does not support the sizes, types or devices of a call; None if it supports them"""
+    compiler_refusal: Callable[[AttentionSpec], str | None] = lambda spec: None
+    """for a kernel that depends on versions of other software: returns why it does not compile for the devices"""
     residuals: tuple[str, ...] = ()
     """checkpoint names of the values that the forward pass stores for the kernel's own backward pass"""
     split_keys: bool = False

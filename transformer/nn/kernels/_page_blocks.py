@@ -14,39 +14,40 @@ import jax.numpy as jnp
 
 from transformer.nn._axes import Attended, Query
 from transformer.nn._masks import Mask
-from transformer.nn.kernels._contract import AttentionSpec, bias_block
+from transformer.nn.kernels._contract import NO_PAGES, AttentionSpec, bias_block
 
 BLOCK_KEYS = 256
 """maximum number of keys per block"""
 BLOCK_BYTES = 4 * 2**20
 """size of the keys and values of a block in all rows: they then fit in the cache of a CPU (docs/serving.md)"""
 
-UNSUPPORTED = ("weights", "dropout")
-"""options that the kernel does not support"""
+PAGE_BLOCKS_REASONS = dict.fromkeys(("weights", "dropout"), "it is for decoding")
+"""option -> why the kernel does not support it"""
 
 
-def page_blocks_limits(spec: AttentionSpec, cache: Any) -> str | None:
+def page_blocks_limits(spec: AttentionSpec) -> str | None:
     """Return why the kernel does not support a call; None if it does. The text follows "can't"."""
-    found = [name for name in UNSUPPORTED if name in spec.options]
-    if found:
-        return f"support {found[0]}: it is for decoding"
-    if cache.value_dim == 0:
+    if spec.pages is None:
+        return NO_PAGES
+    if spec.pages.value_dim == 0:
         return "compute values from keys (MLA): it reads both from the pool"
     return None
 
 
-def page_blocks_attention(query: Query, cache: Any, spec: AttentionSpec, mask: Mask) -> Attended:
+def page_blocks_attention(query: Query, key: None, value: None, spec: AttentionSpec) -> tuple[Attended, None]:
     """Attend to the pages of each row, block by block (Dao et al. 2022, arXiv 2205.14135, algorithm 1).
 
     Args:
         query: (B, T, N, H).
-        cache: a `PagedKVCache`, which already contains the keys and values of the T tokens.
-        spec: scale, softcap, bias and sinks.
-        mask: with the offsets and the lengths of the rows.
+        key: not used.
+        value: not used.
+        spec: pages, mask, scale, softcap, bias and sinks.
 
     Returns:
-        (B, T, N, Hv); the result of padding is undefined.
+        (B, T, N, Hv), of which the result of padding is undefined; and None.
     """
+    cache = spec.pages
+    mask = spec.mask.shifted(spec.start) & Mask.lengths(cache.row_lengths)
     batch, num_queries, num_heads, head_dim = query.shape
     groups = num_heads // cache.kv_heads
     grouped = query.reshape(batch, num_queries, cache.kv_heads, groups, head_dim)
@@ -83,7 +84,7 @@ def page_blocks_attention(query: Query, cache: Any, spec: AttentionSpec, mask: M
     start = (top, total, jnp.zeros((*shape, cache.value_dim)))
     _, total, out = jax.lax.fori_loop(0, blocks, body, start)
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]  # no visible key: the output is 0, not 0 / 0
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, num_heads, -1).astype(query.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, num_heads, -1).astype(query.dtype), None
 
 
 def pages_per_block(cache: Any, batch: int) -> int:

@@ -18,7 +18,7 @@ from transformer.nn._axes import Array, Attended, Float, Int, Lengths, Query
 from transformer.nn._caches import attended_of_stored, of_layer, query_of_stored
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import num_shards, own_part, platform, shard_map, unmapped_reason
-from transformer.nn.kernels._contract import OPTIONS, AttentionSpec
+from transformer.nn.kernels._contract import NO_PAGES, AttentionSpec
 from transformer.nn.kernels._probing import tpu_compiler_refusal
 
 LANES = 128
@@ -34,7 +34,7 @@ BLOCK_QUERIES = 1024
 """maximum number of queries per block, times the number of heads of a device. With twice as many queries and keys, a
 block needs 19.1 of the 16 MiB of VMEM that a kernel may use by default (the compiler's message for llama_1b on v5e)."""
 
-UNSUPPORTED = {
+RAGGED_PAGED_REASONS = {
     "weights": "it never stores the full attention matrix",
     "bias": "scores never leave the kernel",
     "dropout": "it does not generate random numbers",
@@ -44,23 +44,23 @@ UNSUPPORTED = {
     "chunks": "it is only causal",
     "sinks": "its softmax contains only keys",
 }
-"""options that the kernel does not support, and why"""
+"""option -> why the kernel does not support it"""
 
 
-def ragged_paged_limits(spec: AttentionSpec, cache: Any) -> str | None:
+def ragged_paged_limits(spec: AttentionSpec) -> str | None:
     """Return why the kernel does not support a call; None if it does. The text follows "can't"."""
+    if spec.pages is None:
+        return NO_PAGES
     if platform() not in ("tpu", "cpu"):
         return f"run on {platform()}: it is a kernel for TPUs"
     if (refused := unmapped_reason()) is not None:
         return refused
-    for name in spec.options:
-        if name in UNSUPPORTED:
-            return f"{OPTIONS[name].words}: {UNSUPPORTED[name]}"
-    if not spec.mask.is_causal or spec.mask.key_lengths is not None:
+    hides_keys = not spec.mask.is_causal or spec.mask.key_lengths is not None
+    if hides_keys and not RAGGED_PAGED_REASONS.keys() & set(spec.options):  # an option has a more exact reason
         return "hide keys by their number: it is causal, and attends to all tokens of a row"
-    if cache.value_dim == 0:
+    if spec.pages.value_dim == 0:
         return "compute values from keys (MLA): it reads both from the pool"
-    return _size_limits(spec, cache)
+    return _size_limits(spec, spec.pages)
 
 
 def _size_limits(spec: AttentionSpec, cache: Any) -> str | None:
@@ -99,19 +99,21 @@ def _example(dtype: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
     return attend, floats + [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 2), (8,))]
 
 
-def ragged_paged_attention(query: Query, cache: Any, spec: AttentionSpec) -> Attended:
+def ragged_paged_attention(query: Query, key: None, value: None, spec: AttentionSpec) -> tuple[Attended, None]:
     """Attend to the pages of each row (Kwon et al. 2023, vLLM, arXiv 2309.06180, section 4.1; kernel of JAX).
 
     The compiler can't partition a Pallas kernel: over a mesh each device runs it on its own rows and heads.
 
     Args:
-        query: (B, T, N, H), of which the first `cache.chunk_lengths` of each row are no padding.
-        cache: a `PagedKVCache`, which already contains the keys and values of the T tokens.
-        spec: scale, softcap and window.
+        query: (B, T, N, H), of which the first `spec.pages.chunk_lengths` of each row are no padding.
+        key: not used.
+        value: not used.
+        spec: pages, scale, softcap and window.
 
     Returns:
-        (B, T, N, Hv); the result of padding is undefined.
+        (B, T, N, Hv), of which the result of padding is undefined; and None.
     """
+    cache = spec.pages
     own_pages = own_part("batch", cache.num_pages)
 
     def on_each_device(query, pool, table, *arrays):
@@ -129,7 +131,7 @@ def ragged_paged_attention(query: Query, cache: Any, spec: AttentionSpec) -> Att
         cache.chunk_lengths(query.shape[1]),
         cache.layer_index,
     )
-    return attended_of_stored(out, cache.kv_heads, cache.heads_per_stored, cache.value_dim)
+    return attended_of_stored(out, cache.kv_heads, cache.heads_per_stored, cache.value_dim), None
 
 
 def _attend_rows(
