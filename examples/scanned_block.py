@@ -11,13 +11,13 @@ from transformer import LayerInputs, Mask, PreNormBlock, TransformerConfig
 
 
 class Layer(nn.Module):
-    """One step of the scan: carry -> (carry, output). A block returns (x, cache, aux); only x is used here."""
+    """One step of the scan: carry -> (carry, output). Of the output of a block, only x is used here."""
 
     config: TransformerConfig
 
     @nn.compact
     def __call__(self, x, _):
-        x, _, _ = PreNormBlock(self.config, causal=True, name="block")(x, LayerInputs(mask=Mask.causal()))
+        x = PreNormBlock(self.config, causal=True, name="block")(x, LayerInputs(mask=Mask.causal())).x
         return x, jnp.sqrt(jnp.square(x).mean())  # the scan stacks the root mean square of x
 
 

@@ -97,7 +97,7 @@ def test_s4_3_the_pre_norm_block_is_its_equation():
 
     @jax.jit
     def run(x):
-        got = block.apply({"params": params}, x, inputs)[0]
+        got = block.apply({"params": params}, x, inputs).x
         x = x + part(mha, "self_attention", part(LayerNorm(), "attention_norm", x), mask=Mask.causal())[0]
         return got, x + part(ffn, "feed_forward", part(LayerNorm(), "feed_forward_norm", x))
 

@@ -308,12 +308,12 @@ def test_dropout_takes_its_keys_from_nnx():
     module = BLOCKS["pre"](CONFIG.replace(dropout_rate=0.5, **{"attention.dropout_rate": 0.3}))
     noisy = LayerInputs(deterministic=False)
     model, params = bridged(module, X, INPUTS)
-    run = nnx.jit(lambda model, seed: model(X, noisy, rngs=nnx.Rngs(dropout=jax.random.key(seed)))[0])
+    run = nnx.jit(lambda model, seed: model(X, noisy, rngs=nnx.Rngs(dropout=jax.random.key(seed))).x)
 
     @jax.jit
     def linen(params, seed):
         key = nnx.Rngs(dropout=jax.random.key(seed)).dropout()
-        return module.apply({"params": params}, X, noisy, rngs={"dropout": key})[0]
+        return module.apply({"params": params}, X, noisy, rngs={"dropout": key}).x
 
     close(run(model, 5), linen(params, 5))
     assert np.abs(np.asarray(run(model, 5)) - np.asarray(run(model, 6))).max() > 0.1

@@ -12,7 +12,7 @@ import pytest
 from parity_tools import EPSILON, SCALINGS, close, compare, llama_config, normal, randomize
 
 from transformer.config import RotaryScaling, TransformerConfig
-from transformer.nn._blocks import BLOCKS, LayerInputs
+from transformer.nn._blocks import BLOCKS, LayerInputs, LayerOutput
 from transformer.nn._masks import Mask
 from transformer.nn._positions import ALiBi, Rotary, Sinusoidal, T5Bias
 from transformer.nn._stacks import Decoder, Encoder
@@ -136,6 +136,7 @@ def causal(torch):
 
 def first(results):
     """Return the hidden states, the first result of a block or stack; return variables unchanged."""
+    results = results.x if isinstance(results, LayerOutput) else results
     return results[0] if isinstance(results, tuple) else results
 
 

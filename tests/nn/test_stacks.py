@@ -32,10 +32,10 @@ def test_blocks_are_their_equations(norm):
             @nn.compact
             def __call__(self, x):
                 if block_class is PreNormBlock:
-                    x = x + self.attend_to_self(self.norm("attention_norm")(x), inputs, None)[0]
-                    return x + self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs)[0]
-                x = self.norm("attention_norm")(x + self.attend_to_self(x, inputs, None)[0])
-                return self.norm("feed_forward_norm")(x + self.apply_feed_forward(x, inputs)[0])
+                    x = x + self.attend_to_self(self.norm("attention_norm")(x), inputs, None).x
+                    return x + self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs).x
+                x = self.norm("attention_norm")(x + self.attend_to_self(x, inputs, None).x)
+                return self.norm("feed_forward_norm")(x + self.apply_feed_forward(x, inputs).x)
 
         return Written(config).apply(params, x)
 
@@ -45,9 +45,9 @@ def test_blocks_are_their_equations(norm):
 
         @jax.jit
         def run(params, block=block, block_class=block_class):
-            out, cache, aux = block.apply(params, X, inputs)
-            assert (cache, aux) == (None, {})
-            return out, equation(block_class, params, X)
+            out = block.apply(params, X, inputs)
+            assert (out.cache, out.stored, out.aux) == (None, None, {})
+            return out.x, equation(block_class, params, X)
 
         out, expected = map(np.asarray, run(random_params(block, X, inputs)))
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
@@ -95,7 +95,7 @@ def test_norms_elsewhere_are_their_equations(norm_position):
 
     @jax.jit
     def run(params):
-        return block.apply(params, X, inputs)[0], EQUATIONS[norm_position](X, *parts(config, params["params"]))
+        return block.apply(params, X, inputs).x, EQUATIONS[norm_position](X, *parts(config, params["params"]))
 
     np.testing.assert_allclose(*run(random_params(block, X, inputs)), rtol=1e-4, atol=1e-5)
 
@@ -132,7 +132,7 @@ def test_a_layer_without_its_first_norm_reads_x_as_it_is():
     def run(params):
         attend, feed, norm = parts(block.config, params["params"])
         x = X + attend(X)
-        return block.apply(params, X, inputs)[0], x + feed(norm("feed_forward_norm", x))
+        return block.apply(params, X, inputs).x, x + feed(norm("feed_forward_norm", x))
 
     np.testing.assert_allclose(*run(params), rtol=1e-4, atol=1e-5)
     assert "attention_norm" not in params["params"]
@@ -186,7 +186,7 @@ def test_dropout_is_where_the_paper_puts_it():
     @jax.jit
     def run(params, block_params):
         rngs = {"dropout": jax.random.key(1)}
-        out, _, _ = block.apply(block_params, X, LayerInputs(deterministic=False), rngs=rngs)
+        out = block.apply(block_params, X, LayerInputs(deterministic=False), rngs=rngs).x
         return out, stack.apply(params, X, deterministic=False, rngs=rngs)[0]
 
     params = random_params(stack, X)

@@ -176,7 +176,7 @@ class MultiHeadAttention(AttentionModule):
     keys_as_values: bool = False
     """values are the projected keys, before their norm and rotation: there is no projection of values"""
     stores_kv: bool = False
-    """also return the keys and values, for later layers: the second result is a pair (cache, `KeysValues`)"""
+    """return the `KeysValues`, which contain the cache, in its place: for later layers"""
     temperature: QueryTemperature | None = None
     """factor on the queries that grows with their position"""
     output_gate: bool = False
@@ -279,10 +279,10 @@ class MultiHeadAttention(AttentionModule):
             # (B, T, N, Hv), before the output projection
             out = out * jax.nn.sigmoid(self._project("output_gate", x, out.shape[2:]))
         features = x.shape[-1] if self.out_features is None else self.out_features
-        cache = (cache, attended_to) if self.stores_kv else cache
         # Concat(head_1, ..., head_N) W_O: (B, T, N, Hv) x (N, Hv, Do) -> (B, T, Do), contracting both N and Hv.
         out = self._project("out", out, (features,), contract=2)
-        return out if fits is None else nan_without_room(out, fits, mask), cache
+        out = out if fits is None else nan_without_room(out, fits, mask)
+        return out, attended_to if self.stores_kv else cache
 
     @nn.nowrap
     def _with_cache(

@@ -58,7 +58,7 @@ class LayerInputs:
     layer_embedding: Leaf | None = None
     """(B, T, P), the embedding of the tokens for this layer alone, if the config has such embeddings"""
     stored: Leaf | None = None
-    """name -> `StoredKV`, keys and values of earlier layers with `stores_kv`; None: there are none"""
+    """name -> `KeysValues`, keys and values of earlier layers with `stores_kv`; None: there are none"""
     deterministic: bool | None = field(default=None, metadata={"static": True})
     """True: disable dropout and the capacity of experts; False: enable them (rng "dropout"). Required if the config has
     a dropout rate above 0"""
@@ -101,6 +101,21 @@ class LayerCache:
             # XLA would convert the arrays of all tokens to float32 and back, whenever one token is stored.
             dtype = jnp.dtype(jnp.float32)
         return LayerCache(KVCache.create(batch, length, *sizes, dtype, together), context)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerOutput:
+    """The result of a layer, or of one of its sublayers."""
+
+    x: Leaf
+    """(B, T, D)"""
+    cache: Leaf | None = None
+    """the updated cache: a `LayerCache`, or the part of a sublayer; None: no cache"""
+    stored: Leaf | None = None
+    """a `KeysValues` for later layers, with `stores_kv`"""
+    aux: Leaf = field(default_factory=dict)
+    """`Aux`: the losses of a router, if any"""
 
 
 def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *, causal: bool) -> PositionScheme:
@@ -211,14 +226,11 @@ class Block(nn.Module):
         # which keeps deep stacks trainable (Touvron et al. 2021, arXiv 2103.17239, section 2).
         return x * scale.astype(x.dtype)[None, None]
 
-    def attend_to_self(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> tuple[Hidden, Any]:
-        """Apply self-attention to x (B, T, D), including the tokens in the cache; return (B, T, D) and the cache.
-
-        With `stores_kv`, the second result is a pair of the cache and the `StoredKV`.
-        """
+    def attend_to_self(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> LayerOutput:
+        """Apply self-attention to x (B, T, D), including the tokens in the cache."""
         if self.kind.gated_delta is not None:
             own = None if cache is None else cache.self_attention
-            return self._linear_attention(self.kind.gated_delta)(x, mask=inputs.mask, cache=own)
+            return LayerOutput(*self._linear_attention(self.kind.gated_delta)(x, mask=inputs.mask, cache=own))
         scheme = position_scheme(self.config, self.kind, causal=self.causal)
         scheme = NoPosition() if scheme.adds else scheme  # the stack has already added it to the embeddings
         table = inputs.position_table
@@ -233,9 +245,10 @@ class Block(nn.Module):
             "sow_weights": self.execution.sow_weights,
         }
         if self.config.attention.mla is not None:
-            return self._latent_attention("self_attention", self.config.attention.mla, scheme)(x, **given)
+            return LayerOutput(*self._latent_attention("self_attention", self.config.attention.mla, scheme)(x, **given))
         stored = None if self.kind.reads_kv is None else inputs.stored[self.kind.reads_kv]
-        return self._attention("self_attention", scheme)(x, position_table=table, stored=stored, **given)
+        x, own = self._attention("self_attention", scheme)(x, position_table=table, stored=stored, **given)
+        return LayerOutput(x, own) if self.kind.stores_kv is None else LayerOutput(x, own.cache, own)
 
     def _mask(self, inputs: LayerInputs, cache: LayerCache | None) -> Mask:
         """Return the mask of self-attention. The stack has made it causal; the kind of layer hides more keys."""
@@ -252,13 +265,8 @@ class Block(nn.Module):
         # instead.
         return mask.with_chunks_of_segments(chunk, inputs.positions)
 
-    def attend_to_context(
-        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None
-    ) -> tuple[Hidden, ContextCache | None]:
+    def attend_to_context(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> LayerOutput:
         """Apply cross-attention from x (B, T, D) to the context (B, S, Dc), or to the cached keys and values of it.
-
-        Returns:
-            (B, T, D) and the cache.
 
         Raises:
             ValueError: neither a context nor a cache is given.
@@ -268,26 +276,26 @@ class Block(nn.Module):
             raise ConfigError("mla supports only self-attention: leave it out for an encoder-decoder.")
         if inputs.context is None and cache is None:
             raise ValueError("cross-attention has nothing to attend to: pass a context, or a cache filled with one.")
-        return self._attention("cross_attention", NoPosition())(
-            x,
-            inputs.context,
-            mask=inputs.context_mask,
-            cache=None if cache is None else cache.cross_attention,
-            deterministic=inputs.deterministic,
-            sow_weights=self.execution.sow_weights,
+        attention = self._attention("cross_attention", NoPosition())
+        return LayerOutput(
+            *attention(
+                x,
+                inputs.context,
+                mask=inputs.context_mask,
+                cache=None if cache is None else cache.cross_attention,
+                deterministic=inputs.deterministic,
+                sow_weights=self.execution.sow_weights,
+            )
         )
 
     def apply_feed_forward(
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None, residual: Hidden | None = None
-    ) -> tuple[Hidden, Aux]:
+    ) -> LayerOutput:
         """Apply the feed-forward network to each position separately: (B, T, D) -> (B, T, D).
 
         If the kind of layer has a `moe`, tokens pass through the experts that a router selects. `cache` is not read,
         because no other position is; with a cache, experts have no capacity. `residual` (B, T, D) is the input of the
         sublayer before its norm, for experts beside a dense layer; None: x.
-
-        Returns:
-            (B, T, D), and aux: the losses of the router, if any.
         """
         config, moe = self.config, self.kind.moe
         options = {
@@ -304,7 +312,7 @@ class Block(nn.Module):
             width = self.kind.d_ff or config.feed_forward_width
             dense = FeedForward(width=width, **options, name="feed_forward")(x)
         if moe is None:
-            return dense, {}
+            return LayerOutput(dense)
         # The mask excludes padding from the router's losses and, in training, from the capacity of experts. A decoding
         # step does not see the other tokens of its sequence, so it could not drop the same ones.
         training = inputs.deterministic is False and cache is None
@@ -312,12 +320,13 @@ class Block(nn.Module):
         options |= {"implementation": self.execution.experts, "norm_epsilon": config.norm_epsilon}
         if not moe.beside_dense:
             routed = RoutedFeedForward(moe, width=width, **options, name="feed_forward")
-            return routed(x, inputs.mask, deterministic=not training)
+            x, aux = routed(x, inputs.mask, deterministic=not training)
+            return LayerOutput(x, aux=aux)
         # norm(dense(norm(x))) + norm(experts(norm(x))), each with norms of its own; the router reads x itself.
         residual = x if residual is None else residual
         experts = RoutedFeedForward(moe, width=width, **options, name="experts_beside")
         routed, aux = experts(self.norm("experts_norm")(residual), inputs.mask, residual, deterministic=not training)
-        return self.norm("dense_post_norm")(dense) + self.norm("experts_post_norm")(routed), aux
+        return LayerOutput(self.norm("dense_post_norm")(dense) + self.norm("experts_post_norm")(routed), aux=aux)
 
     def _linear_attention(self, delta: GatedDelta) -> GatedDeltaNet:
         config = self.config
@@ -391,45 +400,28 @@ class Block(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no equation. Use a subclass that defines one.")
 
     @nn.compact
-    def __call__(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Hidden, Any, Aux]:
-        """Apply all sublayers to x (B, T, D).
-
-        Returns:
-            x (B, T, D), the cache of the layer, and aux. With `stores_kv`, a pair of the cache and the `StoredKV` takes
-            the place of the cache.
-        """
-        compute = {
-            "attention": self.attend_to_self,
-            "cross_attention": self.attend_to_context,
-            "feed_forward": self.apply_feed_forward,
-        }
-        # An equation only maps arrays to arrays. Caches and aux of the sublayers are collected here on the side.
-        extras: dict[str, Any] = {}
+    def __call__(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None) -> LayerOutput:
+        """Apply all sublayers to x (B, T, D)."""
+        outputs: dict[str, LayerOutput] = {}
         # The name has an effect only with the remat policy "offload" (`_stacks.py`), which moves this array to the
         # host.
         x = block_input = checkpoint_name(x, "layer_input")
         for name in self.sublayers():
-
-            def run(y: Hidden, name: str = name, residual: Hidden = x) -> Hidden:
-                more = {"residual": residual} if name == "feed_forward" else {}
-                y, extras[name] = compute[name](y, inputs, cache, **more)
-                return y
-
+            f = Sublayer(self, name, inputs, cache, residual=x, block_input=block_input)
             # For example, pre-norm computes x = x + dropout(f(norm(x))), first for attention, then for feed-forward.
-            x = self.equation(x, Sublayer(self, name, run, inputs, block_input))
+            x = self.equation(x, f)
+            outputs[name] = f.output
         x = self._after_sublayers(x, inputs)
-        own, stored = extras.get("attention"), None
-        if self.kind.stores_kv is not None:
-            own, stored = own
+        attended, crossed = (outputs.get(name, LayerOutput(x)) for name in ("attention", "cross_attention"))
         if cache is not None:
             # All layers must have the same cache length: a layer without attention counts the tokens that it does not
             # store.
-            own = own if "attention" in extras else count_tokens(x, cache.self_attention)
-            cache = LayerCache(own, extras.get("cross_attention"))
-        result = cache if stored is None else (cache, stored)
+            own = attended.cache if self.kind.self_attention else count_tokens(x, cache.self_attention)
+            cache = LayerCache(own, crossed.cache)
         # Between layers, x is split along rows and length, and replicated over the axis tensor. The compiler then sums
         # the partial results of `out` and `down` once per sublayer (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
-        return constrain(x, "batch", "length", "embed"), result, extras["feed_forward"]
+        x = constrain(x, "batch", "length", "embed")
+        return LayerOutput(x, cache, attended.stored, outputs["feed_forward"].aux)
 
     def _after_sublayers(self, x: Hidden, inputs: LayerInputs) -> Hidden:
         """Add the per-layer embedding, and multiply by the scalar of the layer, if the config has them.
@@ -452,7 +444,7 @@ class Block(nn.Module):
         return x
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sublayer:
     """The sublayer f in the equation of a block (Vaswani et al. 2017, section 3.1): attention or feed-forward.
 
@@ -462,15 +454,24 @@ class Sublayer:
     block: Block
     name: str
     """attention, cross_attention or feed_forward: the prefix of the names of its norms"""
-    run: Callable[[Hidden], Hidden]
-    """the function f itself"""
     inputs: LayerInputs
+    cache: LayerCache | None
+    residual: Hidden
+    """the input x of the equation"""
     block_input: Hidden
     """the input x of the whole block, before its first sublayer"""
+    output: LayerOutput | None = None
+    """the result of the call, with cache and aux: an equation only maps arrays to arrays"""
 
     def __call__(self, x: Hidden) -> Hidden:
         """Return f(x), multiplied by the factors of LayerScale if the config has them."""
-        return self.block.layer_scale(self.name, self.run(x))
+        if self.name == "feed_forward":
+            self.output = self.block.apply_feed_forward(x, self.inputs, self.cache, self.residual)
+        elif self.name == "attention":
+            self.output = self.block.attend_to_self(x, self.inputs, self.cache)
+        else:
+            self.output = self.block.attend_to_context(x, self.inputs, self.cache)
+        return self.block.layer_scale(self.name, self.output.x)
 
     def norm(self, x: Hidden) -> Hidden:
         """Apply the norm of this sublayer, which has its own parameters."""

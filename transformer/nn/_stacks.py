@@ -13,7 +13,16 @@ import jax.numpy as jnp
 from transformer.config._model import Execution, TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.nn._axes import Array, Context, Coordinates, Float, Hidden, Int
-from transformer.nn._blocks import BLOCKS, Aux, LayerCache, LayerInputs, make_norm, position_scheme, table_parameter
+from transformer.nn._blocks import (
+    BLOCKS,
+    Aux,
+    LayerCache,
+    LayerInputs,
+    LayerOutput,
+    make_norm,
+    position_scheme,
+    table_parameter,
+)
 from transformer.nn._caches import cache_length, check_room
 from transformer.nn._layers import is_deterministic
 from transformer.nn._masks import Mask
@@ -85,10 +94,11 @@ class _Period(nn.Module):
             if name in caches:
                 cache = LayerCache(dataclasses.replace(caches[name], layer=number), contexts[name])
             own = inputs if embeddings is None else dataclasses.replace(inputs, layer_embedding=embeddings[slot])
-            x, cache, auxes[name] = block(x, own, cache)
-            if cache is not None:
-                caches[name] = dataclasses.replace(cache.self_attention, layer=None)
-                contexts[name] = cache.cross_attention
+            output = block(x, own, cache)
+            x, auxes[name] = output.x, output.aux
+            if output.cache is not None:
+                caches[name] = dataclasses.replace(output.cache.self_attention, layer=None)
+                contexts[name] = output.cache.cross_attention
         return (x, caches or None), (contexts or None, sum_aux(auxes.values()))
 
 
@@ -109,11 +119,8 @@ def sum_aux(auxes: Iterable[Aux]) -> Aux:
     return total
 
 
-def _inputs_of_layer(
-    inputs: LayerInputs, embeddings: Float[Array, "L B T P"] | None, layer: int, stored: dict[str, Any]
-) -> LayerInputs:
-    own = None if embeddings is None else embeddings[layer]
-    return dataclasses.replace(inputs, layer_embedding=own, stored=dict(stored) or None)
+def _with_embedding(inputs: LayerInputs, embeddings: Float[Array, "L B T P"] | None, layer: int) -> LayerInputs:
+    return inputs if embeddings is None else dataclasses.replace(inputs, layer_embedding=embeddings[layer])
 
 
 class Stack(nn.Module):
@@ -218,22 +225,16 @@ class Stack(nn.Module):
     def _run_layers(
         self, x: Hidden, cache: Any, inputs: LayerInputs, embeddings: Float[Array, "L B T P"] | None
     ) -> tuple[Hidden, Any, Aux]:
-        config, repeats = self.config, self.config.repeats(self.num_layers)
-        caches, auxes, stored = {}, [], {}
-
-        def run_one(name, kind, x, layer):
-            block = _block(self, kind, name, scanned=False)
-            given = _inputs_of_layer(inputs, embeddings, layer, stored)
-            x, caches[name], aux = block(x, given, None if cache is None else cache[name])
+        stack, repeats = self.config.stack, self.config.repeats(self.num_layers)
+        first = len(stack.prefix)
+        last = first + repeats * len(stack.period)
+        given, outputs = cache or {}, {}
+        for i, kind in enumerate(stack.prefix):
+            own, block = _with_embedding(inputs, embeddings, i), _block(self, kind, f"prefix_{i}", scanned=False)
+            output = outputs[block.name] = block(x, own, given.get(block.name))
+            x = output.x
             if kind.stores_kv is not None:
-                caches[name], stored[kind.stores_kv] = caches[name]
-            auxes.append(aux)
-            return x
-
-        for i, kind in enumerate(config.stack.prefix):
-            x = run_one(f"prefix_{i}", kind, x, i)
-        first, inputs = len(config.stack.prefix), dataclasses.replace(inputs, stored=stored or None)
-        last = first + repeats * len(config.stack.period)
+                inputs = dataclasses.replace(inputs, stored={**(inputs.stored or {}), kind.stores_kv: output.stored})
         if repeats:
             # Without `scan`, this is still nn.scan, but with all repeats unrolled. Either way the parameters of repeats
             # are stacked on a leading axis, so a checkpoint loads with both settings.
@@ -246,7 +247,7 @@ class Stack(nn.Module):
                 length=repeats,
                 unroll=1 if self.execution.scan else repeats,
                 metadata_params={nn.PARTITION_NAME: LAYERS},  # for parameters in boxes (`sharding.with_logical_axes`)
-            )(config, self.causal, self.cross, self.execution, name="layers")
+            )(self.config, self.causal, self.cross, self.execution, name="layers")
             # Caches of self-attention are carried from repeat to repeat, and each repeat updates its own part in place.
             # If each repeat got its slice and returned it, every token would copy the whole cache several times.
             number, own, contexts = None, None, None
@@ -257,12 +258,15 @@ class Stack(nn.Module):
             # (L, B, T, P) -> (repeats, layers of a period, B, T, P); None stays None
             each = jax.tree.map(lambda a: a[first:last].reshape(repeats, -1, *a.shape[1:]), embeddings)
             (x, own), (contexts, aux) = period((x, own), (number, contexts, each), inputs)
-            if cache is not None:
-                caches["layers"] = {name: LayerCache(own[name], contexts[name]) for name in own}
-            auxes.append(jax.tree.map(lambda a: a.sum(0), aux))  # (repeats, B) -> (B,)
-        for i, kind in enumerate(config.stack.suffix):
-            x = run_one(f"suffix_{i}", kind, x, last + i)
-        return x, None if cache is None else caches, sum_aux(auxes)
+            caches = None if cache is None else {name: LayerCache(own[name], contexts[name]) for name in own}
+            aux = jax.tree.map(lambda a: a.sum(0), aux)  # (repeats, B) -> (B,)
+            outputs["layers"] = LayerOutput(x, caches, aux=aux)
+        for i, kind in enumerate(stack.suffix):
+            own, block = _with_embedding(inputs, embeddings, last + i), _block(self, kind, f"suffix_{i}", scanned=False)
+            output = outputs[block.name] = block(x, own, given.get(block.name))
+            x = output.x
+        caches = None if cache is None else {name: output.cache for name, output in outputs.items()}
+        return x, caches, sum_aux(output.aux for output in outputs.values())
 
     @nn.nowrap
     def init_cache(self, batch: int, length: int) -> dict[str, Any]:

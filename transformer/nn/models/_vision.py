@@ -90,9 +90,8 @@ class AttentionPooling(Block):
         # The learned query is the same for all sequences: (D,) -> (B, 1, D).
         x = jnp.broadcast_to(query.astype(hidden.dtype), (hidden.shape[0], 1, hidden.shape[2]))
         inputs = LayerInputs(context=hidden, context_mask=Mask.of(mask), deterministic=deterministic)
-        x, _ = self.attend_to_context(x, inputs, None)  # no residual connection: the query itself is not part of it
-        y, _ = self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs)
-        return (x + y)[:, 0]
+        x = self.attend_to_context(x, inputs, None).x  # no residual connection: the query itself is not part of it
+        return (x + self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs).x)[:, 0]
 
 
 class VisionEncoder(Model):

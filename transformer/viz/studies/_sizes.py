@@ -112,7 +112,7 @@ def _step(module: nn.Module, method: str, result: Any) -> tuple[tuple[str, ...],
     if isinstance(module, LayerNorm | RMSNorm) and isinstance(parent, Block | Stack):
         return path[:-1], module.name.replace("_", " "), "B T D", result
     if isinstance(module, Block):
-        return path, "the layer's output", "B T D", result[0]
+        return path, "the layer's output", "B T D", result.x
     if isinstance(module, Stack):
         return path, "the stack's output", "B T D", result[0]
     if method == "head":
