@@ -25,6 +25,7 @@ LAYERS = {
     "nn/attention": 3,
     "nn/delta_net": 3,
     "nn/grouped": 3,
+    "nn/router": 3,
     "nn/moe": 4,
     "nn/compat": 4,
     "nn/mla": 4,

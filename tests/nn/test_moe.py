@@ -18,7 +18,8 @@ from training_recipes import VOCABULARY, batch_outputs, change, compiled_step, s
 from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
 from transformer.nn._layers import ACTIVATIONS
 from transformer.nn._masks import Mask
-from transformer.nn._moe import RoutedFeedForward, grouped_linear, router_losses, within_capacity
+from transformer.nn._moe import RoutedFeedForward, grouped_linear
+from transformer.nn._router import router_losses, within_capacity
 from transformer.nn._stacks import Decoder
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
 from transformer.training import _recipe as recipes

@@ -13,7 +13,8 @@ from transformer.config import Execution, LayerKind, MoE, StackOptions, Transfor
 from transformer.generate import Beam, Draft, Sampling, beam_search, generate
 from transformer.nn._blocks import LayerInputs, PreNormBlock
 from transformer.nn._layers import FeedForward
-from transformer.nn._moe import RoutedFeedForward, choose, router_losses
+from transformer.nn._moe import RoutedFeedForward
+from transformer.nn._router import choose, router_losses
 from transformer.nn._sharding import parameter_spec
 from transformer.nn.models import CausalLM
 
@@ -213,7 +214,7 @@ def test_experts_beside_a_dense_layer_are_added_and_the_router_reads_the_residua
     config = TransformerConfig(vocab_size=11, d_model=6, num_layers=1, num_heads=2, d_ff=7, norm="rms_norm")
     block = PreNormBlock(config, LayerKind(self_attention=False, moe=moe))
     params = random_params(block, X, LayerInputs())["params"]
-    got, _, aux = jax.jit(block.apply)({"params": params}, X, LayerInputs())
+    output = jax.jit(block.apply)({"params": params}, X, LayerInputs())
     options = {"activation": config.activation, "gated": config.gated, "use_bias": config.use_bias}
 
     def norm(name, x):
@@ -229,8 +230,8 @@ def test_experts_beside_a_dense_layer_are_added_and_the_router_reads_the_residua
     experts = RoutedFeedForward(moe, width=5, **options)
     routed, expected_aux = applied(experts, "experts_beside", norm("experts_norm", x), router_input=x)
     expected = x + norm("dense_post_norm", dense) + norm("experts_post_norm", routed)
-    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), aux, expected_aux)
+    np.testing.assert_allclose(output.x, expected, rtol=1e-4, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), output.aux, expected_aux)
 
 
 def test_biases_of_a_router_lie_whole():
