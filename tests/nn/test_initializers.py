@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from transformer import MLA, MoE, MultiHeadAttention
-from transformer.nn._layers import FeedForward, Linear, glorot_uniform
 from transformer.nn._mla import LatentAttention
 from transformer.nn._moe import RoutedFeedForward
+from transformer.nn.layers._layers import FeedForward, Linear, glorot_uniform
 
 KEY = jax.device_put(np.array([0, 3], np.uint32))
 """a random key, in the old format, because `jax.random.key` compiles a program"""

@@ -9,9 +9,9 @@ from numeric_parts import random_params
 
 from transformer.config import MLA, Execution, LayerKind, MoE, TransformerConfig
 from transformer.generate import Sampling, generate
-from transformer.nn._adapted import Encoded
-from transformer.nn._int8 import Int4, Int8, Rule, quantize, quantized, quantized_int4, quantized_shapes
 from transformer.nn._parameter_axes import axes_of
+from transformer.nn.layers._adapted import Encoded
+from transformer.nn.layers._int8 import Int4, Int8, Rule, quantize, quantized, quantized_int4, quantized_shapes
 from transformer.nn.models import CausalLM, Seq2Seq
 
 SIZES = {"vocab_size": 40, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 24}

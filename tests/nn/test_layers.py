@@ -9,7 +9,7 @@ import pytest
 from numeric_parts import random_params
 from scipy.special import erf
 
-from transformer.nn._layers import (
+from transformer.nn.layers._layers import (
     ACTIVATIONS,
     NORMS,
     Embedding,

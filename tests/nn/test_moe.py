@@ -16,11 +16,11 @@ from numeric_parts import random_params
 from training_recipes import VOCABULARY, batch_outputs, change, compiled_step, start, tiny_batch, tiny_recipe
 
 from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
-from transformer.nn._layers import ACTIVATIONS
 from transformer.nn._masks import Mask
 from transformer.nn._moe import RoutedFeedForward, grouped_linear
 from transformer.nn._router import router_losses, within_capacity
 from transformer.nn._stacks import Decoder
+from transformer.nn.layers._layers import ACTIVATIONS
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
 from transformer.training import _recipe as recipes
 from transformer.training._step import make_eval_step, training_loss

@@ -12,10 +12,10 @@ from numeric_parts import random_params
 from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
 from transformer.generate import Beam, Draft, Sampling, beam_search, generate
 from transformer.nn._blocks import LayerInputs, PreNormBlock
-from transformer.nn._layers import FeedForward
 from transformer.nn._moe import RoutedFeedForward
 from transformer.nn._router import choose, router_losses
 from transformer.nn._sharding import parameter_spec
+from transformer.nn.layers._layers import FeedForward
 from transformer.nn.models import CausalLM
 
 X = jax.device_put(np.random.default_rng(0).normal(size=(2, 7, 6)).astype(np.float32))

@@ -14,11 +14,11 @@ from training_recipes import tiny_recipe
 
 import transformer.nn.models  # noqa: F401 - declares the axes of their parameters
 from transformer.config import MLA, AttentionOptions, TransformerConfig
-from transformer.nn._int8 import Int8, quantize
-from transformer.nn._layers import Linear
 from transformer.nn._parameter_axes import axes_of, declare, declared, parameter_axes
 from transformer.nn._partitioning import axis_rules
 from transformer.nn._sharding import state_shardings, with_logical_axes
+from transformer.nn.layers._int8 import Int8, quantize
+from transformer.nn.layers._layers import Linear
 from transformer.nn.models import CausalLM
 from transformer.training import lora
 from transformer.training._flops import matrix_flops

@@ -13,11 +13,11 @@ from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint only pri
 from numeric_parts import random_params
 
 from transformer.config import MLA, ConfigError, Execution, LayerKind, MoE, TransformerConfig
-from transformer.nn._int8 import quantized, quantized_shapes
-from transformer.nn._layers import linear, linear_int8
 from transformer.nn._moe import grouped_linear
 from transformer.nn._parameter_axes import axes_of
-from transformer.nn._quantization import SCHEMES, quantized_linear
+from transformer.nn.layers._int8 import quantized, quantized_shapes
+from transformer.nn.layers._layers import linear, linear_int8
+from transformer.nn.layers._quantization import SCHEMES, quantized_linear
 from transformer.nn.models import CausalLM, Seq2Seq
 
 qwix = pytest.importorskip("qwix")
@@ -227,7 +227,7 @@ def test_scan_and_remat_change_nothing(kind):
 
 def test_remat_dots_stores_rounded_products_and_not_their_integers(monkeypatch):
     # As on other devices: products of bfloat16 that a CPU computes directly have float32.
-    monkeypatch.setattr("transformer.nn._layers.multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("transformer.nn.layers._layers.multiplies_bfloat16", lambda: False)
 
     def stored(quantization):
         config = TransformerConfig(**SIZES, dtype="bfloat16")

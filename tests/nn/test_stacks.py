@@ -12,9 +12,9 @@ from transformer.config import ConfigError, Execution, LayerKind, StackOptions, 
 from transformer.nn._attention import MultiHeadAttention
 from transformer.nn._blocks import BLOCKS, LayerCache, LayerInputs, PostNormBlock, PreNormBlock
 from transformer.nn._caches import cache_length
-from transformer.nn._layers import FeedForward, RMSNorm
 from transformer.nn._masks import Mask
 from transformer.nn._stacks import Decoder, Encoder
+from transformer.nn.layers._layers import FeedForward, RMSNorm
 from transformer.training._state import parameter_paths
 
 CONFIG = TransformerConfig(d_model=12, num_layers=2, num_heads=3, d_ff=7)

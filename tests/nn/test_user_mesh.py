@@ -13,10 +13,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numeric_parts import random_params
 
 import transformer
-from transformer.nn._layers import Embedding
 from transformer.nn._partitioning import axis_rules, constrain, mesh_axes, num_shards, unmapped_axes
 from transformer.nn._sharding import make_mesh
 from transformer.nn.kernels import choose
+from transformer.nn.layers._layers import Embedding
 
 ROWS, LENGTH, WIDTH, HEADS = 8, 6, 16, 4
 NAMES = [("data", "tensor"), ("dp", "tp"), ("data", "model")]

@@ -210,11 +210,11 @@ def test_the_core_needs_four_packages():
     ("unit", "source"),
     [
         ("nn/masks", "from transformer.nn._attention import MultiHeadAttention"),
-        ("nn/masks", "from transformer.nn._layers import linear"),
+        ("nn/masks", "from transformer.nn.layers._layers import linear"),
         ("nn/masks", "from transformer import layers"),
         ("nn/masks", "from .layers import linear"),
         ("nn/masks", "from . import layers"),
-        ("nn/masks", "def late():\n    import transformer.nn._layers"),
+        ("nn/masks", "def late():\n    import transformer.nn.layers._layers"),
         ("nn/masks", "import transformer"),
         ("training", "from transformer.zoo import ENTRIES"),
         ("zoo", "from transformer.training._recipe import Recipe"),

@@ -2,7 +2,7 @@
 
 A page can quote code: a list item with file and link, followed by consecutive lines of that file.
 
-- Computed in [`transformer/nn/_layers.py`](../transformer/nn/_layers.py): `activate(self.activation, up, gate)`
+- Computed in [`transformer/nn/_moe.py`](../transformer/nn/_moe.py): `activate(self.activation, up, gate)`
 """
 
 import pathlib

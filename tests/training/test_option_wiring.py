@@ -13,8 +13,8 @@ from training_recipes import VOCABULARY, short_recipe, start, tiny_batch, tiny_r
 
 from transformer.config import Execution, TransformerConfig
 from transformer.data import NumberWords, Preferences
-from transformer.nn._adapted import NF4, Adapted
-from transformer.nn._int8 import Int8
+from transformer.nn.layers._adapted import NF4, Adapted
+from transformer.nn.layers._int8 import Int8
 from transformer.nn.models._dual import PairLogits
 from transformer.training import DPO, GRPO, CheckpointConfig, EvaluationConfig, LoRA, OptimizerConfig, TrainingConfig
 from transformer.training import _loop as loop

@@ -68,7 +68,7 @@ class SamplingCommand(QuantizationOptions, ModelCommand):
         """Return the model with quantized weights if --quantize asks for them; print memory and errors on stderr."""
         if self.bits is None:
             return opened
-        from transformer.nn._int8 import quantize
+        from transformer.nn.layers._int8 import quantize
 
         params, report = quantize(opened.params, bits=self.bits, group_size=self.group_size)
         for row in report:

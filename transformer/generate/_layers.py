@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from transformer.config._options import StackOptions
 from transformer.config._parts import Layer
-from transformer.nn._int8 import Int8
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn._partitioning import has_mesh, platform
-from transformer.nn._transposed import Widened, multiplies_bfloat16, transposed
+from transformer.nn.layers._int8 import Int8
+from transformer.nn.layers._transposed import Widened, multiplies_bfloat16, transposed
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._kinds import kind_of
 from transformer.nn.models._seq2seq import Seq2Seq
@@ -49,7 +49,7 @@ def decoding_params(model: CausalLM | Seq2Seq, params: Any) -> Any:
     """Return the parameters for `unstacked_model`, in the layout that is fast for the few rows of a decoding step.
 
     On CPU, 8-bit kernels get one row per output, and 16-bit kernels that XLA would convert for each product become
-    32-bit ones (`nn/_transposed.py`).
+    32-bit ones (`nn/layers/_transposed.py`).
     """
     return {**params, **_decoding_parts(model, _read_by_steps(params))}
 

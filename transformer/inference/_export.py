@@ -20,7 +20,7 @@ from transformer.data._tokenizer_files import as_pretrained
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._loading import is_workdir
 from transformer.media._image_settings import image_processor, save_image_processor
-from transformer.nn._adapted import has_encoded
+from transformer.nn.layers._adapted import has_encoded
 from transformer.nn.models._kinds import kind_of
 from transformer.zoo._adapters import save_adapter
 from transformer.zoo._entries import ENTRIES

@@ -21,7 +21,7 @@ from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._loading import is_workdir, load_model
 from transformer.media._image_settings import SETTINGS_FILES, image_processor
 from transformer.media._images import ImageProcessor
-from transformer.nn._adapted import has_encoded
+from transformer.nn.layers._adapted import has_encoded
 from transformer.nn.models._encoders import Classifier, MaskedLM
 from transformer.nn.models._vision import VisionClassifier
 from transformer.nn.models._vision_language import VisionLanguageModel

@@ -8,8 +8,6 @@ from transformer.nn._attention import MultiHeadAttention
 from transformer.nn._blocks import LayerInputs, PostNormBlock, PreNormBlock
 from transformer.nn._caches import KVCache
 from transformer.nn._delta_net import GatedDeltaNet
-from transformer.nn._int8 import quantize
-from transformer.nn._layers import FeedForward, LayerNorm
 from transformer.nn._masks import Mask
 from transformer.nn._paged import PagedKVCache, copy_pages, paged_cache, set_rows
 from transformer.nn._partitioning import axis_rules
@@ -35,6 +33,8 @@ from transformer.nn._sharding import (
 )
 from transformer.nn._stacks import Decoder, Encoder
 from transformer.nn.kernels._dot_product import dot_product_attention
+from transformer.nn.layers._int8 import quantize
+from transformer.nn.layers._layers import FeedForward, LayerNorm
 from transformer.nn.models._audio import SpeechEncoder, SpeechRecognizer
 from transformer.nn.models._base import count_parameters
 from transformer.nn.models._causal_lm import CausalLM

@@ -27,17 +27,17 @@ from transformer.nn._axes import (
     Weights,
 )
 from transformer.nn._caches import ContextCache, SelfAttentionCache, of_layer
-from transformer.nn._layers import NORMS, Initializer, Linear, is_deterministic, unscaled_rms_norm
 from transformer.nn._masks import Mask, real_tokens
 from transformer.nn._paged import PagedKVCache
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain
 from transformer.nn._positions import NoPosition, PositionScheme
-from transformer.nn._quantization import Quantization
 from transformer.nn.kernels._arguments import bias_function, sum_of_biases
 from transformer.nn.kernels._contract import AttentionSpec, BiasFunction
 from transformer.nn.kernels._dot_product import score_scale
 from transformer.nn.kernels._keys_values import KeysValues
+from transformer.nn.layers._layers import NORMS, Initializer, Linear, is_deterministic, unscaled_rms_norm
+from transformer.nn.layers._quantization import Quantization
 
 Attend: TypeAlias = Callable[[Query, AttentionSpec, str], tuple[Attended, Weights | None]]
 """(query (B, T, N, H), options, name of a kernel) -> the attended values, and the weights if they are asked for"""

@@ -24,7 +24,6 @@ from transformer.nn._attention import MultiHeadAttention, count_tokens
 from transformer.nn._axes import Hidden, Leaf
 from transformer.nn._caches import ContextCache, KVCache
 from transformer.nn._delta_net import GatedDeltaNet, StateCache
-from transformer.nn._layers import ACTIVATIONS, NORMS, FeedForward, Initializer, Linear, is_deterministic
 from transformer.nn._masks import Mask
 from transformer.nn._mla import LatentAttention
 from transformer.nn._moe import RoutedFeedForward
@@ -32,7 +31,8 @@ from transformer.nn._paged import heads_together
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain, platform
 from transformer.nn._positions import NoPosition, PositionScheme
-from transformer.nn._quantization import Quantization
+from transformer.nn.layers._layers import ACTIVATIONS, NORMS, FeedForward, Initializer, Linear, is_deterministic
+from transformer.nn.layers._quantization import Quantization
 
 Aux: TypeAlias = dict[str, jax.Array]
 """additional outputs of a layer: the losses of a router, (B,) each, one sum per row; empty for dense layers"""

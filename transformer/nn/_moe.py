@@ -20,10 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from transformer.config._parts import MoE
-from transformer.nn._adapted import dense, kernel_parameter
 from transformer.nn._axes import Array, DType, Hidden
 from transformer.nn._grouped import GROUPED, Call, choose_experts, collect, dispatch, padded_rows, tile_rows
-from transformer.nn._layers import FeedForward, Initializer, Linear, activate, glorot_uniform
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import (
@@ -36,8 +34,10 @@ from transformer.nn._partitioning import (
     num_shards,
     platform,
 )
-from transformer.nn._quantization import Quantization, Scheme, multiply, quantized
 from transformer.nn._router import Router, router_losses, within_capacity
+from transformer.nn.layers._adapted import dense, kernel_parameter
+from transformer.nn.layers._layers import FeedForward, Initializer, Linear, activate, glorot_uniform
+from transformer.nn.layers._quantization import Quantization, Scheme, multiply, quantized
 
 
 class RoutedFeedForward(nn.Module):

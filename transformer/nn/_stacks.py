@@ -24,11 +24,11 @@ from transformer.nn._blocks import (
     table_parameter,
 )
 from transformer.nn._caches import cache_length, check_room
-from transformer.nn._layers import is_deterministic
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import LAYERS, declare
 from transformer.nn._partitioning import constrain
 from transformer.nn.kernels import ALL_KERNELS
+from transformer.nn.layers._layers import is_deterministic
 
 SAVED_NAMES = ("attention_output", "feed_forward_hidden")
 """names of the values that remat="names" stores for the backward pass"""

@@ -10,9 +10,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from transformer.config._checks import ConfigError
-from transformer.nn._adapted import has_encoded
 from transformer.nn._partitioning import axis_rules
 from transformer.nn._sharding import check_model, state_shardings
+from transformer.nn.layers._adapted import has_encoded
 from transformer.nn.models._causal_lm import CausalLM
 
 SPLIT = {"heads": "tensor", "kv_heads": "tensor", "feed_forward": "tensor", "vocab": "tensor", "expert": "expert"}

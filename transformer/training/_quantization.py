@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 
 from transformer.config._checks import ConfigError
 from transformer.nn._parameter_axes import LAYERS, axes_of
-from transformer.nn._quantization import INSTALL, Quantization, is_installed
+from transformer.nn.layers._quantization import INSTALL, Quantization, is_installed
 from transformer.training._recipe import Recipe
 from transformer.training._state import initial_params
 

@@ -19,10 +19,10 @@ import numpy as np
 
 import transformer.nn.models  # noqa: F401 - declares the axes of their parameters
 from transformer.config._checks import ConfigError, check_choice, check_positive, check_whole
-from transformer.nn._adapted import NF4, Adapted, Encoded, dense, output_norms, quantized_nf4
 from transformer.nn._axes import DType, PRNGKey
-from transformer.nn._int8 import Int8, quantized
 from transformer.nn._parameter_axes import axes_of, declared
+from transformer.nn.layers._adapted import NF4, Adapted, Encoded, dense, output_norms, quantized_nf4
+from transformer.nn.layers._int8 import Int8, quantized
 
 __all__ = [
     "Base",

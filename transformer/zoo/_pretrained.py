@@ -22,9 +22,9 @@ from transformer.config._checks import ConfigError, nearest, shortened
 from transformer.config._local_paths import local_path
 from transformer.config._model import Execution, TransformerConfig
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.nn._adapted import has_encoded
-from transformer.nn._int8 import quantize
 from transformer.nn._sharding import AXES, check_model, parameter_spec
+from transformer.nn.layers._adapted import has_encoded
+from transformer.nn.layers._int8 import quantize
 from transformer.zoo._entries import ENTRIES
 from transformer.zoo._example import MAX_EXAMPLE_BYTES, compare_example, example_dtype, make_example
 from transformer.zoo._family import Family, Head, NoCounterpart, Variant, abstract_params, canonical, rename

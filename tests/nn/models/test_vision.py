@@ -10,10 +10,10 @@ from numeric_parts import random_params
 
 from transformer.config import ConfigError, Images, Patches, TransformerConfig
 from transformer.nn._blocks import position_scheme
-from transformer.nn._layers import ACTIVATIONS
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn._positions import RotaryGrid
+from transformer.nn.layers._layers import ACTIVATIONS
 from transformer.nn.models import (
     Classifier,
     DistilledVisionClassifier,

@@ -11,7 +11,7 @@ import pytest
 from golden import case as golden_case
 from golden import ours
 
-import transformer.nn._layers
+import transformer.nn.layers._layers
 from transformer.__main__ import main
 from transformer.config import ConfigError, EmbeddingOptions, TransformerConfig
 from transformer.inference import load
@@ -196,7 +196,7 @@ def test_half_precision_has_a_tolerance_of_its_own(saved, tmp_path, dtype, capsy
 def test_other_numerics_are_found(directory, monkeypatch, capsys):
     assert main(["verify", str(directory)]) == 0
     assert "logits within 0" in capsys.readouterr().out
-    monkeypatch.setitem(transformer.nn._layers.ACTIVATIONS, "gelu_tanh", jax.nn.relu)
+    monkeypatch.setitem(transformer.nn.layers._layers.ACTIVATIONS, "gelu_tanh", jax.nn.relu)
     assert main(["verify", str(directory)]) == 2
     assert "differ from those in integrity.json: at index" in capsys.readouterr().err
 

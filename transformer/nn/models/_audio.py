@@ -13,10 +13,10 @@ from transformer.config._model import TransformerConfig
 from transformer.config._options import Audio
 from transformer.nn._axes import Array, DType, Float, Hidden, Lengths, Logits
 from transformer.nn._blocks import Aux, kernel_init, make_norm
-from transformer.nn._layers import ACTIVATIONS, FrozenBatchNorm, LayerNorm, Linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Encoder
+from transformer.nn.layers._layers import ACTIVATIONS, FrozenBatchNorm, LayerNorm, Linear
 from transformer.nn.models._base import Model
 from transformer.nn.models._speech import Convolution, convolve
 

@@ -16,10 +16,10 @@ from transformer.config._model import Execution, TransformerConfig
 from transformer.config._parts import HeadTransform
 from transformer.nn._axes import Array, Float, Hidden, Int, Logits, Positions, Tokens
 from transformer.nn._blocks import Aux, kernel_init, make_norm
-from transformer.nn._layers import ACTIVATIONS, Embedding, Linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Encoder
+from transformer.nn.layers._layers import ACTIVATIONS, Embedding, Linear
 
 
 class HeadMap(nn.Module):

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from transformer.nn._axes import Array, Float, Hidden, Logits, Positions, Tokens
 from transformer.nn._blocks import Aux, kernel_init
-from transformer.nn._layers import NORMS, Linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Decoder
+from transformer.nn.layers._layers import NORMS, Linear
 from transformer.nn.models._base import Model, check_tokens
 
 

@@ -14,9 +14,9 @@ from transformer.config._checks import ConfigError
 from transformer.config._model import Execution, TransformerConfig
 from transformer.nn._axes import Array, Float, Int
 from transformer.nn._blocks import Aux, kernel_init
-from transformer.nn._layers import Linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
+from transformer.nn.layers._layers import Linear
 from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.nn.models._encoders import Embedder, normalized
 from transformer.nn.models._vision import VisionEmbedder

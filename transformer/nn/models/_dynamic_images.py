@@ -14,10 +14,10 @@ from transformer.config._image_tokens import DynamicImageTokens
 from transformer.config._model import Execution, TransformerConfig
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
 from transformer.nn._blocks import Aux, kernel_init
-from transformer.nn._layers import ACTIVATIONS, Linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Encoder
+from transformer.nn.layers._layers import ACTIVATIONS, Linear
 
 SMALLEST = 64
 """smallest padded number of patches of an image"""

@@ -12,9 +12,9 @@ from transformer.config._checks import ConfigError
 from transformer.config._parts import Series
 from transformer.nn._axes import Array, Bool, Float
 from transformer.nn._blocks import Aux, kernel_init
-from transformer.nn._layers import Linear
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Encoder
+from transformer.nn.layers._layers import Linear
 from transformer.nn.models._base import Model
 
 Values: TypeAlias = Float[Array, "B T C"]

@@ -12,8 +12,8 @@ from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.nn._axes import Array, DType, Float, Hidden
 from transformer.nn._blocks import kernel_init
-from transformer.nn._layers import ACTIVATIONS, Initializer, glorot_uniform
 from transformer.nn._parameter_axes import declare
+from transformer.nn.layers._layers import ACTIVATIONS, Initializer, glorot_uniform
 from transformer.nn.models._seq2seq import Seq2Seq
 
 FRAMES_A_POSITION = 2

@@ -10,10 +10,10 @@ from transformer.config._checks import ConfigError
 from transformer.config._parts import Patches
 from transformer.nn._axes import Array, Float, Hidden, Int
 from transformer.nn._blocks import Aux, Block, LayerInputs, kernel_init
-from transformer.nn._layers import Linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Encoder
+from transformer.nn.layers._layers import Linear
 from transformer.nn.models._base import Model
 from transformer.nn.models._dynamic_images import ImagePatches
 from transformer.nn.models._encoders import normalized, pool

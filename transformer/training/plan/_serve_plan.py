@@ -16,9 +16,9 @@ from jax.sharding import AbstractMesh, AxisType
 from transformer.config._checks import ConfigError
 from transformer.generate._prompts import decoding_model
 from transformer.generate._rows import PAGE_SIZE
-from transformer.nn._int8 import GROUP_SIZE, quantized_shapes
 from transformer.nn._paged import LANES, paged_cache
 from transformer.nn._sharding import check_model, describe_sizes, mesh_sizes, parameter_spec
+from transformer.nn.layers._int8 import GROUP_SIZE, quantized_shapes
 from transformer.nn.models._base import count_parameters
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._kinds import kind_of

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.nn._axes import Array, DType, Float, Leaf
-from transformer.nn._four_bits import in_blocks, out_of_blocks, packed, shape_before, unpacked
+from transformer.nn.layers._four_bits import in_blocks, out_of_blocks, packed, shape_before, unpacked
 
 NF4_LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

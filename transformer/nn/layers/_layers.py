@@ -13,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer.nn._adapted import Adapted, Encoded, kernel_parameter
 from transformer.nn._axes import Array, DType, Float, Hidden, Logits, Tokens
-from transformer.nn._int8 import Int8
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import (
     constrain,
@@ -27,8 +25,10 @@ from transformer.nn._partitioning import (
     platform,
     rows_can_merge,
 )
-from transformer.nn._quantization import Quantization, Scheme, integer_linear, quantized_linear
-from transformer.nn._transposed import Transposed, Widened, bfloat16_product, multiplies_bfloat16, row_product
+from transformer.nn.layers._adapted import Adapted, Encoded, kernel_parameter
+from transformer.nn.layers._int8 import Int8
+from transformer.nn.layers._quantization import Quantization, Scheme, integer_linear, quantized_linear
+from transformer.nn.layers._transposed import Transposed, Widened, bfloat16_product, multiplies_bfloat16, row_product
 
 Initializer = Callable[..., jax.Array]
 """(key, shape, dtype) -> initial value of a parameter"""

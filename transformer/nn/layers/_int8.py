@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.nn._axes import Array, DType, Float, Leaf
-from transformer.nn._four_bits import in_blocks, out_of_blocks, packed, shape_before, unpacked
 from transformer.nn._parameter_axes import axes_of, declared, end_of
+from transformer.nn.layers._four_bits import in_blocks, out_of_blocks, packed, shape_before, unpacked
 
 GROUP_SIZES = (32, 64, 128)
 """numbers of 4-bit weights that can share a scale"""
