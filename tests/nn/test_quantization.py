@@ -16,7 +16,7 @@ from transformer.config import MLA, ConfigError, Execution, LayerKind, MoE, Tran
 from transformer.nn._moe import grouped_linear
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn.layers._int8 import quantized, quantized_shapes
-from transformer.nn.layers._layers import linear, linear_int8
+from transformer.nn.layers._linear import linear
 from transformer.nn.layers._quantization import SCHEMES, quantized_linear
 from transformer.nn.models import CausalLM, Seq2Seq
 
@@ -227,7 +227,7 @@ def test_scan_and_remat_change_nothing(kind):
 
 def test_remat_dots_stores_rounded_products_and_not_their_integers(monkeypatch):
     # As on other devices: products of bfloat16 that a CPU computes directly have float32.
-    monkeypatch.setattr("transformer.nn.layers._layers.multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("transformer.nn.layers._linear.multiplies_bfloat16", lambda: False)
 
     def stored(quantization):
         config = TransformerConfig(**SIZES, dtype="bfloat16")
@@ -261,7 +261,7 @@ def test_a_product_with_an_8_bit_kernel_is_that_of_the_rounded_factors():
         small = quantized(kernel, (0, 1))
         rows = qwix.dequantize(qwix.quantize(x, jnp.int8, channelwise_axes=[0]))
         schemes = SCHEMES["int8"], SCHEMES["int8_full"], SCHEMES["fp8"], None
-        return rows, small.array(), [linear_int8(x, small, 2, scheme) for scheme in schemes]
+        return rows, small.array(), [small.product(x, 2, scheme) for scheme in schemes]
 
     rows, array, products = jax.tree.map(np.asarray, run(normal(5, 4, 3), normal(4, 3, 7, seed=1)))
     for found in products[:2]:
@@ -278,7 +278,7 @@ def test_the_gradient_through_a_frozen_8_bit_kernel(name, error):
     def run(x, kernel, dy):
         small = quantized(kernel, (0, 1))
         return [
-            jax.vjp(lambda x, scheme=scheme: linear_int8(x, small, 2, scheme), x)[1](dy)[0]
+            jax.vjp(lambda x, scheme=scheme: small.product(x, 2, scheme), x)[1](dy)[0]
             for scheme in (SCHEMES[name], None)
         ]
 

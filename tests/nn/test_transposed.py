@@ -13,7 +13,8 @@ from transformer.generate import Sampling, TokenStream, generate
 from transformer.generate import _layers as generate_layers
 from transformer.generate._layers import decoding_params
 from transformer.nn import quantize
-from transformer.nn.layers._transposed import Transposed, Widened, bfloat16_product, row_product, transposed
+from transformer.nn.layers._linear import bfloat16_product
+from transformer.nn.layers._transposed import Transposed, Widened, row_product, transposed
 from transformer.nn.models import CausalLM
 
 
@@ -118,8 +119,9 @@ def test_texts_are_the_likeliest_of_the_weights(tie, bits, monkeypatch):
     fields = {"dtype": "bfloat16", "param_dtype": "bfloat16"} if bits == 16 else {}
     model, params = build(**{"embedding.tie": tie}, **fields)
     if bits == 8:
-        # Its report reads traced numbers.
-        monkeypatch.setattr("transformer.nn.layers._int8._compared", lambda *pairs: None)
+        monkeypatch.setattr(
+            "transformer.nn.layers._int8._compared", lambda *pairs: None
+        )  # its report reads traced numbers
         params = jax.jit(lambda params: quantize(params)[0])(params)
     kind = Transposed if bits == 8 else Widened
     nodes = jax.tree.leaves(kept(model, params), is_leaf=lambda node: isinstance(node, kind))

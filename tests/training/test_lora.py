@@ -14,9 +14,8 @@ from numeric_parts import random_values
 from training_recipes import change, compiled_step, tiny_batch, tiny_recipe
 
 from transformer.config import ConfigError, LayerKind, MoE
-from transformer.nn.layers._adapted import NF4, NF4_LEVELS, quantized_nf4
+from transformer.nn.layers._adapted import NF4, NF4_LEVELS, linear_frozen, quantized_nf4
 from transformer.nn.layers._int8 import Int8
-from transformer.nn.layers._layers import linear_frozen
 from transformer.nn.models import count_parameters
 from transformer.training import lora
 from transformer.training._overrides import override

@@ -14,7 +14,8 @@ from transformer.config._parts import Layer
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn._partitioning import has_mesh, platform
 from transformer.nn.layers._int8 import Int8
-from transformer.nn.layers._transposed import Widened, multiplies_bfloat16, transposed
+from transformer.nn.layers._linear import multiplies_bfloat16
+from transformer.nn.layers._transposed import Widened, transposed
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._kinds import kind_of
 from transformer.nn.models._seq2seq import Seq2Seq

@@ -23,7 +23,8 @@ from transformer.nn._positions import PositionScheme, Rotary
 from transformer.nn.kernels._contract import AttentionSpec, BiasFunction
 from transformer.nn.kernels._dot_product import attend
 from transformer.nn.layers._adapted import dense, kernel_parameter
-from transformer.nn.layers._layers import Initializer, Linear, RMSNorm, as_matrix, glorot_uniform, linear
+from transformer.nn.layers._layers import Initializer, Linear, RMSNorm, as_matrix, glorot_uniform
+from transformer.nn.layers._linear import linear
 from transformer.nn.layers._quantization import Scheme
 
 

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from transformer.nn._axes import Array, DType, Float, Leaf
-from transformer.nn.layers._four_bits import in_blocks, out_of_blocks, packed, shape_before, unpacked
+from transformer.nn.layers._four_bits import FourBits, in_blocks, packed
+from transformer.nn.layers._linear import linear
+from transformer.nn.layers._quantization import Scheme
 
 NF4_LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -32,7 +34,7 @@ NF4_BLOCK = 64
 
 @runtime_checkable
 class Encoded(Protocol):
-    """A kernel that is not an array, but can be converted to one: `Int8`, `Int4`, `NF4` or `Adapted`."""
+    """A kernel that is not an array: `Int8`, `Int4`, `NF4` or `Adapted`; or `Transposed` or `Widened`, for decoding."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,36 +43,24 @@ class Encoded(Protocol):
     def array(self, dtype: DType) -> Array:
         """Return the kernel as an array."""
 
+    def product(self, x: Array, contract: int = 1, quantization: Scheme | None = None) -> Array:
+        """Multiply x (..., *in) by the kernel (*in, *out), where *in* has `contract` axes: (..., *out), as x in dtype.
+
+        `quantization` selects how to quantize the factors; None: not at all.
+        """
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class NF4:
-    """A 4-bit parameter: levels of `NF4_LEVELS` times a scale, the largest absolute value of a block of 64 weights.
+class NF4(FourBits):
+    """A 4-bit parameter: levels of `NF4_LEVELS` times a scale, the largest absolute value of a block of 64 weights."""
 
-    Blocks run along one axis of the parameter. A byte holds two weights of a block, which are half a block apart.
-    """
-
-    codes: Leaf
-    """uint8, two indices of levels per byte; the axis `axis` has half its size, rounded up to whole blocks"""
     absmax: Leaf
     """float32, one scale per block; the axis `axis` enumerates the blocks"""
-    axis: int = field(metadata={"static": True})
-    """axis of the blocks, counted from the end"""
-    size: int = field(metadata={"static": True})
-    """size of this axis in the parameter"""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return shape_before(self.codes, self.codes.ndim + self.axis, self.size)
 
     def array(self, dtype: DType = jnp.float32) -> Array:
         """Return the dequantized parameter, level * absmax, in its original shape."""
-        place = self.codes.ndim + self.axis
-        codes = unpacked(self.codes, place, self.absmax.shape[place])
-        # In float32, and rounded once: absmax has more significant bits than a 16-bit dtype.
-        weights = _levels_at(codes) * jnp.expand_dims(self.absmax, place + 1)
-        return out_of_blocks(weights, place, self.size).astype(dtype)
+        return self._decoded(_levels_at, self.absmax, dtype)
 
 
 def _levels_at(codes: Array) -> Array:
@@ -97,7 +87,7 @@ def quantized_nf4(array: Float[Array, "..."], axis: int) -> NF4:
     # The nearest level: count the midpoints between neighboring levels that are below.
     middles = [(low + high) / 2 for low, high in itertools.pairwise(NF4_LEVELS)]
     codes = sum((scaled > middle).astype(jnp.uint8) for middle in middles)
-    return NF4(packed(codes, place), absmax.squeeze(place + 1), axis, size)
+    return NF4(packed(codes, place), axis, size, absmax.squeeze(place + 1))
 
 
 @jax.tree_util.register_dataclass
@@ -135,6 +125,23 @@ class Adapted:
             wide = wide * self.factor()[..., None, :]
         return wide.reshape(self.shape).astype(dtype)
 
+    def product(self, x: Array, contract: int = 1, quantization: Scheme | None = None) -> Array:
+        """Multiply x by the kernel, as `Encoded`, with quantized factors only for W.
+
+        x (W + s A B) = x W + s (x A) B: the update is applied to the activations, so that neither A B nor a gradient of
+        the size of W exists. With DoRA each output is then multiplied by m / ||W + s A B||.
+        """
+        y = linear_frozen(x, self.kernel, contract, quantization)
+        inner, outer = self.shape[:contract], self.shape[contract:]
+        a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
+        # (..., *in) -> (..., r) -> (..., *out)
+        low = linear(x, a.reshape(*inner, -1), contract=contract)
+        y = y + linear(low, b.reshape(-1, *outer)) * self.scale
+        if self.magnitude is None:
+            return y
+        factor = self.factor().reshape((1,) * (y.ndim - len(outer)) + outer)
+        return y * factor.astype(x.dtype)
+
     def factor(self) -> Array:
         """Return DoRA's m / ||W + scale A B||, (..., O), in float32.
 
@@ -147,6 +154,22 @@ class Adapted:
         norm = jnp.linalg.norm(jax.lax.stop_gradient(wide + self.scale * jnp.matmul(a, b)), axis=-2)
         # An output whose weights are all zero has norm 0: it stays zero, and 0 / 0 would be NaN.
         return self.magnitude.astype(jnp.float32) / jnp.where(norm == 0.0, 1.0, norm)
+
+
+def linear_frozen(x: Array, kernel: Any, contract: int = 1, quantization: Scheme | None = None) -> Array:
+    """Multiply x by a frozen kernel, an array or one of `Encoded`: (..., *in) -> (..., *out), in the dtype of x.
+
+    The backward pass dequantizes the kernel again instead of storing it.
+    """
+    if isinstance(kernel, Adapted):
+        return kernel.product(x, contract, quantization)
+
+    def product(x, kernel):
+        if isinstance(kernel, Encoded):
+            return kernel.product(x, contract, quantization)
+        return linear(x, kernel.astype(x.dtype), contract=contract, quantization=quantization)
+
+    return jax.checkpoint(product)(x, kernel)
 
 
 def dense(kernel: Any, dtype: DType) -> Array:

@@ -2,8 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 import jax
 import jax.numpy as jnp
+
+from transformer.nn._axes import Array, DType, Leaf
+from transformer.nn.layers._linear import linear
+from transformer.nn.layers._quantization import Scheme
+
+
+@dataclass(frozen=True)
+class FourBits:
+    """Base class of 4-bit parameters, whose blocks of weights along one axis share a scale.
+
+    A byte holds two weights of a block, which are half a block apart.
+    """
+
+    codes: Leaf
+    """uint8, two codes per byte; the axis `axis` has half its size, rounded up to whole blocks"""
+    axis: int = field(metadata={"static": True})
+    """axis of the blocks, counted from the end"""
+    size: int = field(metadata={"static": True})
+    """size of this axis in the parameter"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        place = self.codes.ndim + self.axis
+        return (*self.codes.shape[:place], self.size, *self.codes.shape[place + 1 :])
+
+    def array(self, dtype: DType = jnp.float32) -> Array:
+        """Return the dequantized parameter in its original shape."""
+        raise NotImplementedError(f"{type(self).__name__} does not define the meaning of its codes.")
+
+    def product(self, x: Array, contract: int = 1, quantization: Scheme | None = None) -> Array:
+        """Multiply x by the kernel, as `Encoded`."""
+        return linear(x, self.array(x.dtype), contract=contract, quantization=quantization)
+
+    def _decoded(self, decode: Callable[[Array], Array], scale: Array, dtype: DType) -> Array:
+        """Return the parameter: `decode` of the codes times the scale of their block."""
+        place = self.codes.ndim + self.axis
+        codes = unpacked(self.codes, place, scale.shape[place])
+        # In float32, and rounded once: the scale may have more significant bits than a 16-bit dtype.
+        weights = decode(codes) * jnp.expand_dims(scale, place + 1).astype(jnp.float32)
+        return out_of_blocks(weights, place, self.size).astype(dtype)
 
 
 def in_blocks(array: jax.Array, place: int, most: int) -> jax.Array:
@@ -39,8 +83,3 @@ def out_of_blocks(blocks: jax.Array, place: int, size: int) -> jax.Array:
     """Undo `in_blocks`: join the blocks of the axis `place`, and cut it to its `size`."""
     joined = blocks.reshape(*blocks.shape[:place], -1, *blocks.shape[place + 2 :])
     return jax.lax.slice_in_dim(joined, 0, size, axis=place)
-
-
-def shape_before(codes: jax.Array, place: int, size: int) -> tuple[int, ...]:
-    """Return the shape of the array whose packed codes these are."""
-    return (*codes.shape[:place], size, *codes.shape[place + 1 :])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -13,7 +13,9 @@ import numpy as np
 
 from transformer.nn._axes import Array, DType, Float, Leaf
 from transformer.nn._parameter_axes import axes_of, declared, end_of
-from transformer.nn.layers._four_bits import in_blocks, out_of_blocks, packed, shape_before, unpacked
+from transformer.nn.layers._four_bits import FourBits, in_blocks, packed
+from transformer.nn.layers._linear import linear
+from transformer.nn.layers._quantization import Scheme, integer_linear
 
 GROUP_SIZES = (32, 64, 128)
 """numbers of 4-bit weights that can share a scale"""
@@ -59,37 +61,36 @@ class Int8:
         # Multiply in float32 and round once: the scale has more significant bits than a 16-bit dtype.
         return (self.values.astype(jnp.float32) * self.scale).astype(dtype)
 
+    def product(self, x: Array, contract: int = 1, quantization: Scheme | None = None) -> Array:
+        """Multiply x by the kernel, as `Encoded`.
+
+        sum_i x_i (q_ij s_j) = s_j sum_i x_i q_ij: multiply by the integers, then scale each output once (Dettmers et
+        al. 2022, arXiv 2208.07339, section 2). No dequantized kernel is stored. With a scheme for integers, x is
+        rounded to integers too, one scale per row. Other schemes leave x as it is.
+        """
+        if quantization is not None and quantization.dtype == "int8":
+            return integer_linear(x, self.values, self.scale, contract, quantization)
+        scale = self.scale.reshape(self.shape[contract:]).astype(x.dtype)
+        # Exact: integers up to 256 have a bfloat16 representation.
+        y = linear(x, self.values.astype(x.dtype), contract=contract)
+        return y * scale.reshape((1,) * (y.ndim - scale.ndim) + scale.shape)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Int4:
+class Int4(FourBits):
     """A 4-bit parameter: integers from -8 to 7 times a scale per group of weights along one input axis.
 
-    The method is that of the format Q4_0 of ggml: the weight of largest magnitude in a group becomes -8. A byte holds
-    two weights of a group, which are half a group apart.
+    The method is that of the format Q4_0 of ggml: the weight of largest magnitude in a group becomes -8.
     """
 
-    codes: Leaf
-    """uint8, two integers plus 8 per byte; the axis `axis` has half its size, rounded up"""
     scale: Leaf
     """bfloat16, one scale per group; the axis `axis` enumerates the groups"""
-    axis: int = field(metadata={"static": True})
-    """axis of the groups, counted from the end"""
-    size: int = field(metadata={"static": True})
-    """size of this axis in the parameter"""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return shape_before(self.codes, self.codes.ndim + self.axis, self.size)
 
     def array(self, dtype: DType = jnp.float32) -> Array:
         """Return the dequantized parameter, integer * scale, in its original shape."""
-        place = self.codes.ndim + self.axis
         # Stored as 0 to 15 for -8 to 7. With 16 bits of scale for 32 weights, a weight takes 4.5 bits.
-        codes = unpacked(self.codes, place, self.scale.shape[place]).astype(jnp.float32) - 8
-        weights = codes * jnp.expand_dims(self.scale, place + 1).astype(jnp.float32)
-        return out_of_blocks(weights, place, self.size).astype(dtype)
+        return self._decoded(lambda codes: codes.astype(jnp.float32) - 8, self.scale, dtype)
 
 
 def quantized_int4(array: Float[Array, "..."], axis: int, group_size: int = GROUP_SIZE) -> Int4:
@@ -109,7 +110,7 @@ def quantized_int4(array: Float[Array, "..."], axis: int, group_size: int = GROU
     divisor = scale.astype(jnp.float32)
     # The largest weight gives -8. Its negative would give 8, which has no code and is clipped to 7.
     codes = jnp.clip(jnp.round(groups / jnp.where(divisor == 0.0, 1.0, divisor)), -8, 7) + 8
-    return Int4(packed(codes, place), scale.squeeze(place + 1), axis, size)
+    return Int4(packed(codes, place), axis, size, scale.squeeze(place + 1))
 
 
 def quantized(array: Float[Array, "..."], inputs: Sequence[int]) -> Int8:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,20 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer.nn._axes import Array, DType, Float, Hidden, Logits, Tokens
 from transformer.nn._parameter_axes import declare
-from transformer.nn._partitioning import (
-    constrain,
-    explicit_spec,
-    in_auto_axes,
-    joined_spec,
-    lookup,
-    lookup_tokens,
-    platform,
-    rows_can_merge,
-)
-from transformer.nn.layers._adapted import Adapted, Encoded, kernel_parameter
+from transformer.nn._partitioning import constrain, lookup, lookup_tokens, platform, rows_can_merge
+from transformer.nn.layers._adapted import Encoded, kernel_parameter, linear_frozen
 from transformer.nn.layers._int8 import Int8
-from transformer.nn.layers._quantization import Quantization, Scheme, integer_linear, quantized_linear
-from transformer.nn.layers._transposed import Transposed, Widened, bfloat16_product, multiplies_bfloat16, row_product
+from transformer.nn.layers._linear import linear
+from transformer.nn.layers._quantization import Quantization
+from transformer.nn.layers._transposed import row_product
 
 Initializer = Callable[..., jax.Array]
 """(key, shape, dtype) -> initial value of a parameter"""
@@ -96,115 +86,6 @@ def activate(activation: str, up: Float[Array, "..."], gate: Float[Array, "..."]
         return ACTIVATIONS[activation](up)
     # Gated: the gate decides for each feature how much of `up` passes. With silu this is SwiGLU, with gelu GEGLU.
     return GATED[activation](gate, up) if activation in GATED else ACTIVATIONS[activation](gate) * up
-
-
-def linear_int8(
-    x: Float[Array, "..."], kernel: Int8, contract: int = 1, quantization: Scheme | None = None
-) -> Float[Array, "..."]:
-    """Apply `linear` without a bias to an 8-bit kernel (*in, *out): (..., *in) -> (..., *out), in the dtype of x.
-
-    sum_i x_i (q_ij s_j) = s_j sum_i x_i q_ij: multiply by the integers, then scale each output once (Dettmers et al.
-    2022, arXiv 2208.07339, section 2). No dequantized kernel is stored. With a scheme for integers, x is rounded to
-    integers too, one scale per row. Other schemes leave x as it is.
-    """
-    if quantization is not None and quantization.dtype == "int8":
-        return integer_linear(x, kernel.values, kernel.scale, contract, quantization)
-    scale = kernel.scale.reshape(kernel.shape[contract:]).astype(x.dtype)
-    # Exact: integers up to 256 have a bfloat16 representation.
-    y = linear(x, kernel.values.astype(x.dtype), contract=contract)
-    return y * scale.reshape((1,) * (y.ndim - scale.ndim) + scale.shape)
-
-
-def linear_frozen(
-    x: Float[Array, "..."], kernel: Any, contract: int = 1, quantization: Scheme | None = None
-) -> Float[Array, "..."]:
-    """Apply `linear` without a bias to a frozen kernel (*in, *out), in the dtype of x: (..., *in) -> (..., *out).
-
-    x (W + s A B) = x W + s (x A) B: the update is applied to the activations, so that neither A B nor a gradient of the
-    size of W exists. With DoRA each output is then multiplied by m / ||W + s A B||. The backward pass dequantizes W
-    again instead of storing it.
-
-    Args:
-        x: (..., *in).
-        kernel: an array, `Int8`, `Int4`, `NF4`, or one of them with an update, `Adapted`; or `Transposed` or
-            `Widened`, for decoding, whose factors are not quantized.
-        contract: number of axes of *in*.
-        quantization: how to quantize the factors of the multiplication by W; None: not at all.
-    """
-    if isinstance(kernel, Adapted):
-        y = linear_frozen(x, kernel.kernel, contract, quantization)
-        inner, outer = kernel.shape[:contract], kernel.shape[contract:]
-        a, b = kernel.a.astype(x.dtype), kernel.b.astype(x.dtype)
-        # (..., *in) -> (..., r) -> (..., *out)
-        low = linear(x, a.reshape(*inner, -1), contract=contract)
-        y = y + linear(low, b.reshape(-1, *outer)) * kernel.scale
-        if kernel.magnitude is None:
-            return y
-        factor = kernel.factor().reshape((1,) * (y.ndim - len(outer)) + outer)
-        return y * factor.astype(x.dtype)
-
-    def multiplied(x, kernel):
-        if isinstance(kernel, Transposed):
-            return kernel.product(x, contract)
-        if isinstance(kernel, Widened):
-            return linear(x.astype(jnp.float32), kernel.values, contract=contract).astype(x.dtype)
-        if isinstance(kernel, Int8):
-            return linear_int8(x, kernel, contract, quantization)
-        array = kernel.array(x.dtype) if isinstance(kernel, Encoded) else kernel.astype(x.dtype)
-        return linear(x, array, contract=contract, quantization=quantization)
-
-    return jax.checkpoint(multiplied)(x, kernel)
-
-
-def linear(
-    x: Float[Array, "..."],
-    kernel: Float[Array, "..."],
-    bias: Float[Array, "..."] | None = None,
-    *,
-    contract: int = 1,
-    quantization: Scheme | None = None,
-) -> Float[Array, "..."]:
-    """Compute x (..., *in) @ kernel (*in, *out) + bias (*out) -> (..., *out) as one matrix multiplication.
-
-    On CPU the leading axes are flattened to one. The weight gradient then contracts one axis instead of two, which
-    XLA's CPU matrix multiplications need to run at full speed. Not where a mesh axis may split the length: flattening
-    would gather it.
-
-    Args:
-        x: (..., *in).
-        kernel: (*in, *out).
-        bias: (*out), or None.
-        contract: number of axes of *in*.
-        quantization: how to quantize the factors of the multiplication; None: not at all.
-    """
-    # With contract=1 and *out = (N, H), one multiplication (B T, D) @ (D, N H) computes all heads.
-    inner, out = math.prod(kernel.shape[:contract]), kernel.shape[contract:]
-    lead = x.shape[: x.ndim - contract]
-    rows = explicit_spec(x)
-    if platform() == "cpu" and rows_can_merge():
-        x, kernel = x.reshape(-1, inner), kernel.reshape(inner, -1)
-        is_bfloat16 = quantization is None and x.dtype == kernel.dtype == jnp.bfloat16
-        if is_bfloat16 and multiplies_bfloat16():
-            y = bfloat16_product(x, kernel)
-        else:
-            y = _multiply(x, kernel, 1, quantization)
-        y = y.reshape(*lead, *out)
-    else:
-        # Without reshaping, because the compiler may gather a sharded array to reshape it. With Explicit mesh axes,
-        # where `rows` is the sharding of x, outputs are sharded like the kernel.
-        spec = None if rows is None else joined_spec(*rows[: len(lead)], *explicit_spec(kernel)[contract:])
-        product = functools.partial(_multiply, contract=contract, quantization=quantization)
-        y = in_auto_axes(product, spec)(x, kernel)
-    return y if bias is None else y + bias.reshape((1,) * len(lead) + out)
-
-
-def _multiply(x: jax.Array, kernel: jax.Array, contract: int, quantization: Scheme | None) -> jax.Array:
-    """Multiply x (..., *in) by kernel (*in, *out), where *in has `contract` axes."""
-    if quantization is not None:
-        # Stored by the remat policy "dots" (`_stacks.py`), which can't see this product: its integers are 4 bytes wide.
-        return checkpoint_name(quantized_linear(x, kernel, contract, quantization), "quantized_product")
-    axes = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
-    return jax.lax.dot_general(x, kernel, (axes, ((), ())))
 
 
 class Linear(nn.Module):
@@ -493,7 +374,7 @@ class Embedding(nn.Module):
         if isinstance(self.embedding, Int8):
             if step:
                 return self._row_product(x, self.embedding.values, self.embedding.scale[:, 0])
-            return linear_int8(x.astype(self.dtype), jax.tree.map(jnp.transpose, self.embedding))
+            return jax.tree.map(jnp.transpose, self.embedding).product(x.astype(self.dtype))
         if isinstance(self.embedding, Encoded):
             return linear(x.astype(self.dtype), self.embedding.array(self.dtype).T)
         if step and self.embedding.dtype.itemsize == 2 and self.dtype == self.embedding.dtype:

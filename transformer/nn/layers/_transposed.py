@@ -2,16 +2,14 @@
 
 A decoding step multiplies a few rows of activations by each kernel, so its time is that of reading the kernels. A CPU
 multiplies 8-bit integers as fast as it reads them, if the inputs of an output are next to each other (`Transposed`).
-Newer releases of XLA multiply bfloat16 directly (`bfloat16_product`). Otherwise XLA converts 16-bit kernels to float32
-before each product, which takes longer than the product; `Widened` is converted once. docs/benchmarks.md has the
-figures.
+Newer releases of XLA multiply bfloat16 directly (`bfloat16_product` in `_linear.py`). Otherwise XLA converts 16-bit
+kernels to float32 before each product, which takes longer than the product; `Widened` is converted once.
+docs/benchmarks.md has the figures.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import jax
@@ -19,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.nn._axes import Array, DType, Float, Leaf
+from transformer.nn.layers._linear import linear
+from transformer.nn.layers._quantization import Scheme
 
 INTEGER_ROWS = 32
 """Maximum number of rows that are rounded to integers for a product of integers. On two cores of an AMD EPYC, with 768
@@ -42,8 +42,8 @@ class Transposed:
         """Return the kernel in its original shape."""
         return (self.values.astype(jnp.float32) * self.scale[:, None]).T.reshape(self.shape).astype(dtype)
 
-    def product(self, x: Float[Array, "..."], contract: int) -> Float[Array, "..."]:
-        """Multiply x (..., *in) by the kernel (*in, *out), where *in* has `contract` axes: (..., *out)."""
+    def product(self, x: Array, contract: int = 1, quantization: Scheme | None = None) -> Array:
+        """Multiply x by the kernel, as `Encoded`; the factors are not quantized."""
         lead = x.shape[: x.ndim - contract]
         y = row_product(x.reshape(math.prod(lead), -1), self.values, self.scale)
         return y.astype(x.dtype).reshape(*lead, *self.shape[contract:])
@@ -66,34 +66,9 @@ class Widened:
         """Return the kernel in a dtype."""
         return self.values.astype(dtype)
 
-
-@functools.cache
-def multiplies_bfloat16() -> bool:
-    """Return whether XLA multiplies bfloat16 matrices on this CPU without converting them, by YNNPACK.
-
-    A small product is compiled once per process, in another thread, because the caller may be in a trace or a mesh.
-    """
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 64), (64, 64))]
-
-    def compiled() -> str:
-        return jax.jit(_accumulated).lower(*shapes).compile().as_text()
-
-    with ThreadPoolExecutor(1) as threads:
-        return "ynn_fusion" in threads.submit(compiled).result()
-
-
-def bfloat16_product(x: Float[Array, "R Di"], kernel: Float[Array, "Di Do"]) -> Float[Array, "R Do"]:
-    """Compute x @ kernel of bfloat16 matrices on a CPU: sums in float32, and the result in bfloat16.
-
-    With sums in bfloat16, or with a single row, XLA would convert both to float32 first.
-    """
-    rows = x.shape[0]
-    x = jnp.concatenate([x, x]) if rows == 1 else x
-    return _accumulated(x, kernel)[:rows].astype(jnp.bfloat16)
-
-
-def _accumulated(x: Array, kernel: Array) -> Array:
-    return jax.lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    def product(self, x: Array, contract: int = 1, quantization: Scheme | None = None) -> Array:
+        """Multiply x by the kernel, as `Encoded`; the factors are not quantized."""
+        return linear(x.astype(jnp.float32), self.values, contract=contract).astype(x.dtype)
 
 
 def row_product(
