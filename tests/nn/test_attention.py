@@ -8,11 +8,10 @@ import pytest
 from jaxprs import operations
 from numeric_parts import random_params
 
-from transformer.nn._attention import MultiHeadAttention
+from transformer.nn._attention import MultiHeadAttention, dot_product_attention
 from transformer.nn._caches import ContextCache, KVCache, cache_length, set_cache_length
 from transformer.nn._masks import Mask
 from transformer.nn._positions import ALiBi, Rotary
-from transformer.nn.kernels._dot_product import dot_product_attention
 
 B, T, S, N, K, H, HV, D = 2, 7, 11, 6, 3, 4, 5, 13
 

@@ -11,12 +11,11 @@ from numeric_parts import random_params
 
 from transformer import MLA, CausalLM, Decoder, Encoder, LayerInputs, NoPosition, PreNormBlock, TransformerConfig
 from transformer.config import ConfigError
-from transformer.nn._attention import MultiHeadAttention
+from transformer.nn._attention import MultiHeadAttention, dot_product_attention
 from transformer.nn._caches import KVCache
 from transformer.nn._masks import Mask
 from transformer.nn._mla import LatentAttention
 from transformer.nn._positions import ALiBi, Rotary
-from transformer.nn.kernels._dot_product import dot_product_attention
 
 B, T, N, H, D = 2, 7, 6, 4, 13
 

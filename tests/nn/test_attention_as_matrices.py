@@ -14,12 +14,11 @@ from jaxprs import operations
 from teaching_texts import KEYS, SMALL, B, D, T, X, captured, kernels, normal, softmax, start
 
 from transformer.config import RotaryScaling
-from transformer.nn._attention import MultiHeadAttention
+from transformer.nn._attention import MultiHeadAttention, dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn._positions import ALiBi, Rotary, Sinusoidal, T5Bias
 from transformer.nn._stacks import Encoder
 from transformer.nn.kernels import AttentionSpec, blockwise_attention, reference_attention
-from transformer.nn.kernels._dot_product import dot_product_attention
 from transformer.nn.models import CausalLM, Seq2Seq
 
 PLAIN = {"scale": 0.7}

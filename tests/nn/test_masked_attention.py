@@ -11,11 +11,10 @@ import pytest
 from teaching_texts import SMALL, B, D, T, X, captured, kernels, normal, softmax, start
 
 from transformer.config import ConfigError
-from transformer.nn._attention import MultiHeadAttention
+from transformer.nn._attention import MultiHeadAttention, dot_product_attention
 from transformer.nn._blocks import LayerInputs, PreNormBlock
 from transformer.nn._masks import Mask
 from transformer.nn._stacks import Decoder
-from transformer.nn.kernels._dot_product import dot_product_attention
 from transformer.nn.layers._layers import FeedForward, LayerNorm
 
 

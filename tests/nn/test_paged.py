@@ -17,17 +17,16 @@ from transformer.config import EmbeddingOptions, Execution, LayerKind, Transform
 from transformer.config._checks import ConfigError
 from transformer.config._parts import MLA, RotaryScaling
 from transformer.data import TextFile
-from transformer.nn import _attention, _paged, kernels
-from transformer.nn._attention import MultiHeadAttention
+from transformer.nn import _caches, _paged, kernels
+from transformer.nn._attention import KeysValues, MultiHeadAttention
 from transformer.nn._caches import KVCache, cache_length
 from transformer.nn._masks import Mask
 from transformer.nn._paged import NO_PAGE, PagedKVCache, copy_pages, heads_together, paged_cache, set_rows
 from transformer.nn._positions import ALiBi, Rotary
 from transformer.nn._sharding import make_mesh
 from transformer.nn.kernels import GATHER_PAGES, _page_blocks, choose
+from transformer.nn.kernels._arguments import score_scale
 from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec
-from transformer.nn.kernels._dot_product import score_scale
-from transformer.nn.kernels._keys_values import KeysValues
 from transformer.nn.models import CausalLM
 from transformer.training import Recipe
 from transformer.training.plan import Generation, make_decode_plan, parse_topology, topology_devices
@@ -394,7 +393,7 @@ class TestStoredTogether:
         variables = jax.jit(model.init)(jax.random.key(0), tokens)
         expected = jax.jit(model.apply)(variables, tokens)
         monkeypatch.setattr(_paged, "LANES", {"cpu": 8})  # two heads of four numbers
-        monkeypatch.setattr(_attention, "FEW_QUERIES", few)
+        monkeypatch.setattr(_caches, "FEW_QUERIES", few)
         cache = model.init_cache(2, 9)
         assert cache["layers"]["slot_0"].self_attention.key.shape == (2, 2, 2, 9, 8)
         logits, cache = jax.jit(model.apply)(variables, tokens[:, :5], cache=cache)

@@ -12,11 +12,11 @@ import pytest
 from parity_tools import EPSILON, SCALINGS, close, compare, llama_config, normal, randomize
 
 from transformer.config import RotaryScaling, TransformerConfig
+from transformer.nn._attention import dot_product_attention
 from transformer.nn._blocks import BLOCKS, LayerInputs, LayerOutput
 from transformer.nn._masks import Mask
 from transformer.nn._positions import ALiBi, Rotary, Sinusoidal, T5Bias
 from transformer.nn._stacks import Decoder, Encoder
-from transformer.nn.kernels._dot_product import dot_product_attention
 
 pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("torch")]
 

@@ -4,7 +4,7 @@ This package requires only jax, flax, numpy and jaxtyping.
 """
 
 from transformer.nn import compat
-from transformer.nn._attention import MultiHeadAttention
+from transformer.nn._attention import MultiHeadAttention, dot_product_attention
 from transformer.nn._blocks import LayerInputs, PostNormBlock, PreNormBlock
 from transformer.nn._caches import KVCache
 from transformer.nn._delta_net import GatedDeltaNet
@@ -32,7 +32,6 @@ from transformer.nn._sharding import (
     with_logical_axes,
 )
 from transformer.nn._stacks import Decoder, Encoder
-from transformer.nn.kernels._dot_product import dot_product_attention
 from transformer.nn.layers._int8 import quantize
 from transformer.nn.layers._layers import FeedForward, LayerNorm
 from transformer.nn.models._audio import SpeechEncoder, SpeechRecognizer

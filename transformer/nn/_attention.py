@@ -1,46 +1,187 @@
-"""`MultiHeadAttention`, which owns the projections; `kernels/_dot_product.py` has attention as a pure function."""
+"""Attention: `dot_product_attention` as a pure function, and `MultiHeadAttention`, which owns the projections."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from transformer.config._parts import QueryTemperature
 from transformer.nn._axes import (
     Array,
     Attended,
-    Bool,
     Context,
     Coordinates,
     DType,
     Float,
     Hidden,
-    Int,
-    Lengths,
-    Positions,
+    Leaf,
+    PRNGKey,
     Query,
     Weights,
 )
-from transformer.nn._caches import ContextCache, SelfAttentionCache, of_layer
-from transformer.nn._masks import Mask, real_tokens
-from transformer.nn._paged import PagedKVCache
+from transformer.nn._caches import (
+    ContextCache,
+    KVCache,
+    SelfAttentionCache,
+    count_tokens,
+    nan_without_room,
+)
+from transformer.nn._masks import Mask
+from transformer.nn._paged import text_lengths
 from transformer.nn._parameter_axes import declare
-from transformer.nn._partitioning import constrain
-from transformer.nn._positions import NoPosition, PositionScheme
-from transformer.nn.kernels._arguments import bias_function, sum_of_biases
-from transformer.nn.kernels._contract import AttentionSpec, BiasFunction
-from transformer.nn.kernels._dot_product import score_scale
-from transformer.nn.kernels._keys_values import KeysValues
+from transformer.nn._partitioning import constrain, explicit_spec
+from transformer.nn._positions import NoPosition, PositionScheme, heated, largest_coordinate, rotated
+from transformer.nn.kernels import ALL_KERNELS, PAGED_KERNELS, choose
+from transformer.nn.kernels._arguments import bias_function, kernel_arguments, score_scale, sum_of_biases
+from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec, BiasFunction
 from transformer.nn.layers._layers import NORMS, Initializer, Linear, is_deterministic, unscaled_rms_norm
 from transformer.nn.layers._quantization import Quantization
 
 Attend: TypeAlias = Callable[[Query, AttentionSpec, str], tuple[Attended, Weights | None]]
 """(query (B, T, N, H), options, name of a kernel) -> the attended values, and the weights if they are asked for"""
+
+
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    mask: Mask | Array | None = None,
+    bias: BiasFunction | Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: PRNGKey | None = None,
+    implementation: str = "auto",
+    return_weights: bool = False,
+) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T S"]]:
+    """Compute softmax(scale Q K^T + bias + mask) V for every head (Vaswani et al. 2017, section 3.2.1, equation 1).
+
+    The softmax is computed in float32. `compat.dot_product_attention` has the arguments of Flax's function.
+
+    Args:
+        query: (B, T, N, H). B may stand for any number of batch axes. N must be a multiple of K: each key/value head
+            serves N / K query heads (grouped-query attention, Ainslie et al. 2023).
+        key: (B, S, K, H).
+        value: (B, S, K, Hv); Hv may differ from H.
+        mask: a `Mask`, or a boolean array that broadcasts to (B, N, T, S); True means that the query attends to the
+            key (`Mask.array` lists the accepted arrays). The output of a query that attends to no key is 0.
+        bias: added to the scores: an array that broadcasts to (B, N, T, S), or a function (query indices (t,), key
+            indices (s,)) -> that block of the bias. With a function, blockwise kernels never store the full bias.
+        scale: factor on the scores; None: 1 / sqrt(H); 1.0: unscaled attention.
+        softcap: replaces the scores by softcap tanh(scores / softcap), before bias and mask (Gemma 2, arXiv
+            2408.00118).
+        sinks: (N,), one logit per head that takes part in the softmax but has no value (Xiao et al. 2023, arXiv
+            2309.17453).
+        dropout_rate: fraction of the weights set to zero; needs `dropout_key`.
+        dropout_key: random key of the dropout.
+        implementation: name of a kernel in `transformer.nn.kernels`, or "auto".
+        return_weights: also return the softmax weights, before dropout.
+
+    Returns:
+        The attended values (B, T, N, Hv); with `return_weights`, a pair of these and the softmax weights (B, N, T, S).
+
+    Raises:
+        ValueError: shapes that don't fit, a dropout rate without a key, or a kernel that does not support an option.
+    """
+    spec = AttentionSpec(
+        mask=mask,
+        bias=bias,
+        sinks=sinks,
+        dropout_key=dropout_key,
+        scale=score_scale(scale, query.shape[-1]),
+        softcap=softcap,
+        dropout_rate=dropout_rate,
+        return_weights=return_weights,
+    )
+    out, weights = attend(query, key, value, spec, implementation)
+    return (out, weights) if return_weights else out
+
+
+def attend(
+    query: Array, key: Array, value: Array, spec: AttentionSpec, implementation: str = "auto"
+) -> tuple[Array, Array | None]:
+    """Compute `dot_product_attention` with the options of `spec`, whose mask and bias may be arrays.
+
+    Returns:
+        The attended values (B, T, N, Hv), and the weights (B, N, T, S) if `spec.return_weights`, else None.
+    """
+    lead = query.shape[:-3]
+    query, key, value, spec = kernel_arguments(query, key, value, spec)
+    # All kernels compute the same formula; the reference kernel in `kernels/_reference.py` writes it out.
+    kernel = ALL_KERNELS[choose(implementation, spec)]
+    length = "length" if kernel.split_keys else None  # most kernels need the full length of a row on each device
+    key, value = (constrain(array, "batch", length, "kv_heads", "head_dim") for array in (key, value))
+    sharding = explicit_spec(query)
+    run = kernel.run if sharding is None else kernel.over_explicit_axes(spec, sharding)
+    out, weights = run(query, key, value, spec)
+    if not kernel.residuals:  # a kernel with residuals stores its output among them: one copy is enough
+        out = checkpoint_name(out, "attention_output")
+    # Restore the caller's batch axes.
+    if len(lead) != 1:
+        out, weights = (a if a is None else a.reshape(*lead, *a.shape[1:]) for a in (out, weights))
+    return out, weights
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KeysValues:
+    """Keys and values of a layer: arrays, or those of a cache.
+
+    Later layers without own ones can read them (Brandon et al. 2024, arXiv 2405.12981).
+    """
+
+    key: Leaf | None = None
+    """(B, S, K, H), rotated; None: those in the cache"""
+    value: Leaf | None = None
+    """(B, S, K, Hv); None: those in the cache"""
+    positions: Leaf | None = None
+    """(B, S), positions of the keys; None: keys of a context, which have none"""
+    cache: Leaf | None = None
+    """the `KVCache` or `PagedKVCache` of the layer, with the new tokens; None: no cache"""
+    start: Leaf | None = None
+    """(B,), number of tokens in the cache before the new ones"""
+
+    def attend(self, query: Query, spec: AttentionSpec, implementation: str) -> tuple[Attended, Weights | None]:
+        """Compute attention of rotated queries (B, T, N, H), the new tokens; see `attend`."""
+        if self.cache is None:
+            return attend(query, self.key, self.value, spec, implementation)
+        if self.key is None and not isinstance(self.cache, KVCache):
+            return self._attend_to_pages(query, spec, implementation)
+        spec = self._without_empty_slots(spec)
+        if self.key is not None:
+            return attend(query, self.key, self.value, spec, implementation)
+        query, key, value, unpacked = self.cache.packed(query)
+        out, weights = attend(query, key, value, spec, implementation)
+        return unpacked(out), weights
+
+    def _without_empty_slots(self, spec: AttentionSpec) -> AttentionSpec:
+        # Attend to all S slots of the cache. Query index 0 is key index `start`, and the mask hides empty slots: they
+        # contain zeros, whose score of 0 would still get weight.
+        mask = spec.mask.shifted(self.start) & Mask.lengths(self.cache.row_lengths)
+        return dataclasses.replace(spec, mask=mask)
+
+    def _attend_to_pages(
+        self, query: Query, spec: AttentionSpec, implementation: str
+    ) -> tuple[Attended, Weights | None]:
+        """Attend from the last T tokens of each row, whose result is undefined for padding, to the pages of the row."""
+        cache = self.cache
+        in_pages = dataclasses.replace(
+            spec, pages=cache, start=self.start, shapes=AttentionShapes.of_pages(query, cache)
+        )
+        name = choose(implementation, in_pages)
+        if name in PAGED_KERNELS:
+            return PAGED_KERNELS[name].run(query, None, None, in_pages)
+        return attend(query, *cache.whole(), self._without_empty_slots(spec), implementation)
 
 
 class AttentionModule(nn.Module, kw_only=True):
@@ -101,28 +242,6 @@ class AttentionModule(nn.Module, kw_only=True):
         out = out.astype(query.dtype)  # a cache may have float32 for 16-bit numbers
         # The name lets the remat policy "names" (`_stacks.py`) store this array instead of recomputing it.
         return constrain(out, "batch", "length", "heads", "head_dim")
-
-
-def nan_without_room(out: Hidden, fits: Bool[Array, "B T"], mask: Mask) -> Hidden:
-    """Return the result (B, T, D) of attention with a cache, NaN where keys are missing because the cache is full.
-
-    Args:
-        out: (B, T, D).
-        fits: (B, T), which tokens have a slot (`SelfAttentionCache.fits`).
-        mask: the mask of the tokens. If it is causal, a token that fits reads no token that doesn't.
-    """
-    # Without causality each token of the row may read the missing keys: (B, T) -> (B, 1).
-    if not mask.is_causal or mask.query_groups is not None or mask.query_places is not None:
-        fits = fits.all(1, keepdims=True)
-    return jnp.where(fits[:, :, None], out, jnp.nan)
-
-
-def count_tokens(x: Hidden, cache: SelfAttentionCache | None) -> SelfAttentionCache | None:
-    """Advance the cache of a layer without own keys by the T tokens of x (B, T, D): it only counts tokens."""
-    if cache is None:
-        return None
-    nothing = jnp.zeros((*x.shape[:2], 0, 0), x.dtype)  # (B, T, K = 0, H = 0)
-    return cache.append(nothing, nothing, jnp.zeros(x.shape[:2], jnp.int32))
 
 
 class MultiHeadAttention(AttentionModule):
@@ -240,7 +359,7 @@ class MultiHeadAttention(AttentionModule):
                 positions = positions if cache is None else positions + cache.row_lengths[:, None]
             coordinates = jnp.broadcast_to(positions, (*x.shape[:2], *positions.shape[2:]))
             positions = largest_coordinate(coordinates)
-            query = query if self.temperature is None else _heated(self.temperature, query, positions)
+            query = query if self.temperature is None else heated(self.temperature, query, positions)
             if stored is None:
                 # Self-attention: keys and values come from x, K = x W_K (B, T, K, H) and V = x W_V (B, T, K, Hv).
                 key, value = self._keys_and_values(x, None, head_dim)
@@ -248,11 +367,12 @@ class MultiHeadAttention(AttentionModule):
                 query, attended_to = self._with_cache(query, key, value, coordinates, mask, cache)
                 cache = attended_to.cache
             else:
-                query, attended_to = _rotated(self.position, query, coordinates, None), stored
+                query, attended_to = rotated(self.position, query, coordinates, None), stored
                 cache = count_tokens(x, cache)
             key_positions = attended_to.positions
             sizes = (x.shape[0], self.num_heads, x.shape[1], key_positions.shape[1])
-            bias = sum_of_biases(bias_function(bias, sizes), self._bias(positions, key_positions, position_table))
+            own = self.position.bias_of_scores(self.num_heads, positions, key_positions, position_table)
+            bias = sum_of_biases(bias_function(bias, sizes), own)
         elif context is None:
             # Cross-attention to the context of an earlier call: its keys and values do not change between steps.
             attended_to = KeysValues(*cache.whole())
@@ -296,16 +416,16 @@ class MultiHeadAttention(AttentionModule):
         start = None if cache is None else cache.row_lengths
         positions = largest_coordinate(coordinates)
         lengths = text_lengths(positions, mask, cache) if self.position.by_length else None
-        query = _rotated(self.position, query, coordinates, lengths)
+        query = rotated(self.position, query, coordinates, lengths)
         if cache is None:
-            key = _rotated(self.position, key, coordinates, lengths)
+            key = rotated(self.position, key, coordinates, lengths)
             return query, KeysValues(key, value, positions)
         if not self.position.by_length:
-            cache = cache.append(_rotated(self.position, key, coordinates, lengths), value, positions)
+            cache = cache.append(rotated(self.position, key, coordinates, lengths), value, positions)
             return query, KeysValues(None, None, cache.key_positions, cache, start)
         cache = cache.append(key, value, positions)
         key, value = cache.whole()
-        key = _rotated(self.position, key, cache.key_positions, lengths)
+        key = rotated(self.position, key, cache.key_positions, lengths)
         return query, KeysValues(key, value, cache.key_positions, cache, start)
 
     def _head_dim(self, x: Hidden) -> int:
@@ -349,18 +469,7 @@ class MultiHeadAttention(AttentionModule):
             raise ValueError(
                 f"position must be a position scheme such as Rotary() or ALiBi(num_heads=8), got {self.position!r}."
             )
-        if context is not None and type(self.position) is not NoPosition:
-            raise ValueError(
-                f"{type(self.position).__name__} is for self-attention, but a context is given: positions of x and of "
-                f"the context have no common origin. Leave the context out to attend from x to itself, or "
-                f"use position=NoPosition()."
-            )
-        if self.position.adds:
-            scheme = type(self.position).__name__
-            raise ValueError(
-                f"{scheme} is added to embeddings; attention only rotates queries and keys or biases scores, so it "
-                f"would have no effect here. Add it to x before ({scheme}.add), or use Rotary, ALiBi or T5Bias."
-            )
+        self.position.check_attention(context is not None)
 
     def _project(self, name: str, x: Array, features: tuple[int, ...], contract: int = 1) -> Array:
         # contract is 1 for (..., D) x (D, N, H), and 2 for (..., N, Hv) x (N, Hv, Do).
@@ -380,59 +489,3 @@ class MultiHeadAttention(AttentionModule):
         if self.qk_norm_scope == "head":
             return norm(heads)  # (B, T, N, H), over H
         return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)  # over N H together
-
-    def _bias(self, positions: Positions, key_positions: Int[Array, "B S"], table: Array | None) -> BiasFunction | None:
-        """Return the bias of the position scheme as a function of query and key indices, or None if it has no bias."""
-        # Tracing the bias of one query and one key gives its shape without computing anything.
-        probe = jax.eval_shape(lambda: self.position.bias(positions[:, :1], key_positions[:, :1], table))
-        if probe is None:
-            return None
-        if probe.shape[1] not in (1, self.num_heads):
-            raise ValueError(
-                f"{type(self.position).__name__} has a bias for {probe.shape[1]} heads, but num_heads is "
-                f"{self.num_heads}. Create it with num_heads={self.num_heads}."
-            )
-        # A Partial is a pytree: positions and table are its leaves, so they pass through jit, and the table gets a
-        # gradient.
-        return jax.tree_util.Partial(functools.partial(_position_bias, self.position), positions, key_positions, table)
-
-
-def largest_coordinate(coordinates: Coordinates) -> Positions:
-    """Return one number per token, (B, T), for caches and biases: the next token comes after the largest coordinate."""
-    return coordinates if coordinates.ndim == 2 else coordinates.max(2)
-
-
-def _heated(temperature: QueryTemperature, query: Query, positions: Positions) -> Query:
-    """Return queries (B, T, N, H) times 1 + scale ln(1 + floor((p + 1) / length)) of their positions p (B, T)."""
-    steps = ((positions + 1) // temperature.length).astype(jnp.float32)
-    # 1 for the first length - 1 positions; log1p(n) = ln(1 + n)
-    factor = 1.0 + temperature.scale * jnp.log1p(steps)
-    return query * factor.astype(query.dtype)[:, :, None, None]
-
-
-def _rotated(scheme: PositionScheme, heads: Array, positions: Array, lengths: Lengths | None) -> Array:
-    return scheme.rotate(heads, positions) if lengths is None else scheme.rotate(heads, positions, lengths)
-
-
-def text_lengths(positions: Positions, mask: Mask, cache: SelfAttentionCache | None) -> Lengths:
-    """Return the length (B,) of the text in each row: its largest position plus 1, without padding.
-
-    Args:
-        positions: (B, T), of the new tokens.
-        mask: its lengths and segments mark the padding.
-        cache: the cache before them, which can know the length of a text that is read in parts; None: no cache.
-    """
-    start = None if cache is None else cache.row_lengths
-    real = real_tokens(mask, positions.shape, start)
-    if isinstance(cache, PagedKVCache):
-        if cache.text_length is not None:
-            return of_layer(cache.text_length, cache.layer)
-        real = real & (jnp.arange(positions.shape[1])[None, :] < cache.chunk_lengths(positions.shape[1])[:, None])
-    return jnp.where(real, positions, 0).max(1) + 1
-
-
-def _position_bias(
-    scheme: PositionScheme, positions: Array, key_positions: Array, table: Array | None, queries: Array, keys: Array
-) -> Array:
-    # From indices to positions: they differ with packing, padding and a cache. (B, t), (B, s) -> (B, N or 1, t, s)
-    return scheme.bias(positions[:, queries], key_positions[:, keys], table)

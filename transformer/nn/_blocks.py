@@ -20,9 +20,9 @@ from transformer.config._checks import ConfigError
 from transformer.config._model import Execution, TransformerConfig
 from transformer.config._parts import MLA, GatedDelta, LayerKind
 from transformer.nn import _positions as schemes
-from transformer.nn._attention import MultiHeadAttention, count_tokens
+from transformer.nn._attention import MultiHeadAttention
 from transformer.nn._axes import Hidden, Leaf
-from transformer.nn._caches import ContextCache, KVCache
+from transformer.nn._caches import ContextCache, KVCache, count_tokens
 from transformer.nn._delta_net import GatedDeltaNet, StateCache
 from transformer.nn._masks import Mask
 from transformer.nn._mla import LatentAttention

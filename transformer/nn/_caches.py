@@ -6,6 +6,7 @@ A call that doesn't fit its cache is an error outside jit. Inside jit, where len
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformer.nn._axes import (
     Bool,
     DType,
     Float,
+    Hidden,
     Int,
     Key,
     Leaf,
@@ -27,6 +29,9 @@ from transformer.nn._axes import (
     Query,
     Value,
 )
+
+FEW_QUERIES = 32
+"""maximum number of queries per row that read a cache of heads stored together without separating them"""
 
 
 class SelfAttentionCache:
@@ -159,7 +164,7 @@ class KVCache(SelfAttentionCache):
         """Return the cache with T more keys and values in each row, from slot `length[b]` on.
 
         Inside jit the length is not known: tokens past the last slot are dropped there, and counted. Attention makes
-        its result NaN with `_attention.nan_without_room`.
+        its result NaN with `nan_without_room`.
 
         Raises:
             ValueError: T is larger than the number of slots; outside jit, than that of the free slots of a row.
@@ -198,6 +203,22 @@ class KVCache(SelfAttentionCache):
         size = self.key.shape[-1] // self.heads_per_stored
         key, value = (array.reshape(*array.shape[:2], -1, size) for array in self.stored())
         return key, value
+
+    def packed(self, query: Query) -> tuple[Array, Array, Array, Callable[[Array], Attended]]:
+        """Return queries, keys and values that attention reads fast, and the function that its result goes through.
+
+        For few queries, heads that are stored together are read together, as one head of W numbers: a decoding step
+        then reads the cache in place. Its multiplications, of which it has few, take W / H times as many FLOPs. For
+        more queries, the heads are separated first, which copies the cache.
+        """
+        if self.heads_per_stored == 1 or query.shape[1] > FEW_QUERIES:
+            return query, *self.whole(), lambda out: out
+        (key, value), head_dim, together = self.stored(), query.shape[-1], self.heads_per_stored
+        # (B, T, N, H) -> (B, T, N, W), attend to keys and values (B, S, K', W), -> (B, T, N, W) -> (B, T, N, Hv). The
+        # scale stays 1 / sqrt(H): the zeros in a query add nothing to q . k.
+        kv_heads = key.shape[2] * together
+        query = query_of_stored(query, kv_heads, together, key.shape[3])
+        return query, key, value, lambda out: attended_of_stored(out, kv_heads, together, head_dim)
 
 
 def query_of_stored(query: Query, kv_heads: int, together: int, width: int) -> Float[Array, "B T N W"]:
@@ -275,6 +296,28 @@ class ContextCache:
     def whole(self) -> tuple[Key, Value]:
         """Return keys (B, S, K, H) and values (B, S, K, Hv), the axis order of `dot_product_attention`."""
         return self.key.transpose(0, 2, 1, 3), self.value.transpose(0, 2, 1, 3)
+
+
+def nan_without_room(out: Hidden, fits: Bool[Array, "B T"], mask: Any) -> Hidden:
+    """Return the result (B, T, D) of attention with a cache, NaN where keys are missing because the cache is full.
+
+    Args:
+        out: (B, T, D).
+        fits: (B, T), which tokens have a slot (`SelfAttentionCache.fits`).
+        mask: the mask of the tokens. If it is causal, a token that fits reads no token that doesn't.
+    """
+    # Without causality each token of the row may read the missing keys: (B, T) -> (B, 1).
+    if not mask.is_causal or mask.query_groups is not None or mask.query_places is not None:
+        fits = fits.all(1, keepdims=True)
+    return jnp.where(fits[:, :, None], out, jnp.nan)
+
+
+def count_tokens(x: Hidden, cache: SelfAttentionCache | None) -> SelfAttentionCache | None:
+    """Advance the cache of a layer without own keys by the T tokens of x (B, T, D): it only counts tokens."""
+    if cache is None:
+        return None
+    nothing = jnp.zeros((*x.shape[:2], 0, 0), x.dtype)  # (B, T, K = 0, H = 0)
+    return cache.append(nothing, nothing, jnp.zeros(x.shape[:2], jnp.int32))
 
 
 def _is_cache(node: Any) -> bool:

@@ -13,15 +13,14 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from transformer.config._parts import MLA
-from transformer.nn._attention import AttentionModule, nan_without_room
+from transformer.nn._attention import AttentionModule, attend
 from transformer.nn._axes import Array, Attended, DType, Float, Hidden, Positions, Query, Weights
-from transformer.nn._caches import SelfAttentionCache
+from transformer.nn._caches import SelfAttentionCache, nan_without_room
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain
 from transformer.nn._positions import PositionScheme, Rotary
 from transformer.nn.kernels._contract import AttentionSpec, BiasFunction
-from transformer.nn.kernels._dot_product import attend
 from transformer.nn.layers._adapted import dense, kernel_parameter
 from transformer.nn.layers._layers import Initializer, Linear, RMSNorm, as_matrix, glorot_uniform
 from transformer.nn.layers._linear import linear

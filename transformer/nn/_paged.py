@@ -21,6 +21,7 @@ import numpy as np
 
 from transformer.nn._axes import Array, Bool, DType, Float, Int, Key, Leaf, Lengths, Positions, Value
 from transformer.nn._caches import KVCache, SelfAttentionCache, known_rows, of_layer
+from transformer.nn._masks import Mask, real_tokens
 from transformer.nn._partitioning import num_shards, own_part, platform, shard_map
 
 NO_PAGE = -1
@@ -175,7 +176,7 @@ class PagedKVCache(SelfAttentionCache):
         """Return the cache with T more keys and values in each row, without those of padding (`chunk_length`).
 
         Inside jit, tables and lengths are not known: tokens for which the table has no page are dropped there, and
-        counted. Attention makes its result NaN with `_attention.nan_without_room`.
+        counted. Attention makes its result NaN with `_caches.nan_without_room`.
 
         Args:
             key: (B, T, K, H).
@@ -291,6 +292,23 @@ class PagedKVCache(SelfAttentionCache):
         both = stored.reshape(batch, length, -1, 2, width)
         key, value = (both[:, :, :, part].reshape(batch, length, self.kv_heads, size) for part in (0, 1))
         return key[..., : self.head_dim], value[..., : self.value_dim]
+
+
+def text_lengths(positions: Positions, mask: Mask, cache: SelfAttentionCache | None) -> Lengths:
+    """Return the length (B,) of the text in each row: its largest position plus 1, without padding.
+
+    Args:
+        positions: (B, T), of the new tokens.
+        mask: its lengths and segments mark the padding.
+        cache: the cache before them, which can know the length of a text that is read in parts; None: no cache.
+    """
+    start = None if cache is None else cache.row_lengths
+    real = real_tokens(mask, positions.shape, start)
+    if isinstance(cache, PagedKVCache):
+        if cache.text_length is not None:
+            return of_layer(cache.text_length, cache.layer)
+        real = real & (jnp.arange(positions.shape[1])[None, :] < cache.chunk_lengths(positions.shape[1])[:, None])
+    return jnp.where(real, positions, 0).max(1) + 1
 
 
 def paged_cache(

@@ -7,15 +7,17 @@ stack owns the table and passes it in.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.config._parts import RotaryScaling
-from transformer.nn._axes import Array, Coordinates, Float, Hidden, Int, Lengths, Positions
+from transformer.config._parts import QueryTemperature, RotaryScaling
+from transformer.nn._axes import Array, Coordinates, Float, Hidden, Int, Lengths, Positions, Query
 from transformer.nn._partitioning import lookup, platform
 
 
@@ -56,6 +58,46 @@ class PositionScheme:
     ) -> Float[Array, "B N t s"] | None:
         """Return the bias added to the scores between these query and key positions, (B, N, t, s), or None."""
         return None
+
+    def bias_of_scores(
+        self, num_heads: int, positions: Positions, key_positions: Int[Array, "B S"], table: Array | None
+    ) -> Callable[[Array, Array], Array] | None:
+        """Return the bias as a function of query and key indices; None if the scheme has no bias.
+
+        Raises:
+            ValueError: the bias is for another number of heads.
+        """
+        # Tracing the bias of one query and one key gives its shape without computing anything.
+        probe = jax.eval_shape(lambda: self.bias(positions[:, :1], key_positions[:, :1], table))
+        if probe is None:
+            return None
+        if probe.shape[1] not in (1, num_heads):
+            raise ValueError(
+                f"{type(self).__name__} has a bias for {probe.shape[1]} heads, but num_heads is "
+                f"{num_heads}. Create it with num_heads={num_heads}."
+            )
+        # A Partial is a pytree: positions and table are its leaves, so they pass through jit, and the table gets a
+        # gradient.
+        return jax.tree_util.Partial(functools.partial(_position_bias, self), positions, key_positions, table)
+
+    def check_attention(self, with_context: bool) -> None:
+        """Check that attention can apply the scheme.
+
+        Raises:
+            ValueError: a scheme that is added to embeddings, or attention to a context.
+        """
+        if with_context and type(self) is not NoPosition:
+            raise ValueError(
+                f"{type(self).__name__} is for self-attention, but a context is given: positions of x and of "
+                f"the context have no common origin. Leave the context out to attend from x to itself, or "
+                f"use position=NoPosition()."
+            )
+        if self.adds:
+            scheme = type(self).__name__
+            raise ValueError(
+                f"{scheme} is added to embeddings; attention only rotates queries and keys or biases scores, so it "
+                f"would have no effect here. Add it to x before ({scheme}.add), or use Rotary, ALiBi or T5Bias."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,3 +471,27 @@ def _angles_of_units(positions: Coordinates, units: Array | np.ndarray) -> Float
     positions = positions[..., None] if positions.ndim == 2 else positions
     phase = jax.lax.bitcast_convert_type(positions.astype(jnp.uint32) * units, jnp.int32)
     return phase.astype(jnp.float32) * np.float32(2 * np.pi / 2**32)
+
+
+def largest_coordinate(coordinates: Coordinates) -> Positions:
+    """Return one number per token, (B, T), for caches and biases: the next token comes after the largest coordinate."""
+    return coordinates if coordinates.ndim == 2 else coordinates.max(2)
+
+
+def heated(temperature: QueryTemperature, query: Query, positions: Positions) -> Query:
+    """Return queries (B, T, N, H) times 1 + scale ln(1 + floor((p + 1) / length)) of their positions p (B, T)."""
+    steps = ((positions + 1) // temperature.length).astype(jnp.float32)
+    # 1 for the first length - 1 positions; log1p(n) = ln(1 + n)
+    factor = 1.0 + temperature.scale * jnp.log1p(steps)
+    return query * factor.astype(query.dtype)[:, :, None, None]
+
+
+def rotated(scheme: PositionScheme, heads: Array, positions: Array, lengths: Lengths | None) -> Array:
+    return scheme.rotate(heads, positions) if lengths is None else scheme.rotate(heads, positions, lengths)
+
+
+def _position_bias(
+    scheme: PositionScheme, positions: Array, key_positions: Array, table: Array | None, queries: Array, keys: Array
+) -> Array:
+    # From indices to positions: they differ with packing, padding and a cache. (B, t), (B, s) -> (B, N or 1, t, s)
+    return scheme.bias(positions[:, queries], key_positions[:, keys], table)

@@ -10,10 +10,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from transformer.nn._attention import attend
 from transformer.nn._axes import Array, DType, Float, PRNGKey
 from transformer.nn._masks import Mask
+from transformer.nn.kernels._arguments import score_scale
 from transformer.nn.kernels._contract import AttentionSpec
-from transformer.nn.kernels._dot_product import attend, score_scale
 
 __all__ = ["MultiHeadDotProductAttention", "dot_product_attention"]
 

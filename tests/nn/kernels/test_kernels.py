@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from kernel_parts import assert_close, ints, normal, numbers, put
 
 from transformer.config import ConfigError
+from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn.kernels import (
     ALL_KERNELS,
@@ -27,7 +28,6 @@ from transformer.nn.kernels import (
     choose,
     reference_attention,
 )
-from transformer.nn.kernels._dot_product import dot_product_attention
 
 B, T, S, N, K, H, HV = 2, 19, 23, 6, 3, 5, 7
 QUERY = normal(0, B, T, N, H)

@@ -14,13 +14,13 @@ from jax.sharding import AxisType, Mesh
 
 from transformer.config import ConfigError
 from transformer.nn import kernels
+from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import platform
 from transformer.nn.kernels import _cudnn as cudnn
 from transformer.nn.kernels import _probing as probing
 from transformer.nn.kernels import _splash as splash
 from transformer.nn.kernels import choose
-from transformer.nn.kernels._dot_product import dot_product_attention
 from transformer.training.plan import parse_topology, topology_devices
 
 ERROR = "INTERNAL: Failed to deserialize the Mosaic module: Unsupported version: expected <= 7 but got 8"

@@ -14,9 +14,9 @@ from jax.sharding import AxisType
 from kernel_parts import ints, numbers, put
 from property_parts import assert_close, often
 
+from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn.kernels import ALL_KERNELS, GPU_KERNELS, SPLIT_KERNELS
-from transformer.nn.kernels._dot_product import dot_product_attention
 from transformer.nn.kernels._splash import SplashBlocks
 
 BLOCKS = {"blockwise": 5, "ring": 3}

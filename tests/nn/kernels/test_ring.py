@@ -14,13 +14,12 @@ from numeric_parts import random_params
 from placements import mesh
 
 from transformer.config import ConfigError, Execution, TransformerConfig
-from transformer.nn._attention import MultiHeadAttention
+from transformer.nn._attention import MultiHeadAttention, dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import shard_map
 from transformer.nn._positions import Rotary
 from transformer.nn.kernels import AttentionSpec, choose, reference_attention, ring_attention
 from transformer.nn.kernels import _blockwise as blockwise
-from transformer.nn.kernels._dot_product import dot_product_attention
 from transformer.nn.models import CausalLM
 
 B, T, N, K, H, HV = 2, 48, 4, 2, 5, 7

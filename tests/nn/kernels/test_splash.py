@@ -23,11 +23,11 @@ from training_recipes import change, tiny_recipe
 
 from transformer.config import ConfigError, Execution, LayerKind, StackOptions, TransformerConfig
 from transformer.data import TextFile
+from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import shard_map
 from transformer.nn.kernels import AttentionSpec, choose, reference_attention, splash_attention
 from transformer.nn.kernels import _splash as splash
-from transformer.nn.kernels._dot_product import dot_product_attention
 from transformer.nn.models import CausalLM
 from transformer.training._chips import DEVICE_KINDS
 from transformer.training.plan import make_plan, parse_topology, topology_devices

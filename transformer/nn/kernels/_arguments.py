@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,9 +10,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.nn._axes import Array, PRNGKey
+from transformer.nn._axes import Array
 from transformer.nn._masks import Mask
-from transformer.nn.kernels._contract import BiasFunction, bias_block
+from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec, BiasFunction, bias_block
+
+
+def kernel_arguments(
+    query: Array, key: Array, value: Array, spec: AttentionSpec
+) -> tuple[Array, Array, Array, AttentionSpec]:
+    """Return the arguments of a kernel: exactly one batch axis, a `Mask`, a bias function, and the sizes of the call.
+
+    Args:
+        query: (*B, T, N, H).
+        key: (*B, S, K, H).
+        value: (*B, S, K, Hv).
+        spec: its mask and bias may be arrays.
+
+    Raises:
+        ValueError: shapes that don't fit, a scale or dropout rate out of range, or a dropout rate without a key.
+    """
+    check_shapes(query, key, value, spec.sinks)
+    if not 0.0 <= spec.dropout_rate < 1.0:
+        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {spec.dropout_rate}.")
+    if spec.dropout_rate > 0.0 and spec.dropout_key is None:
+        raise ValueError("dropout_rate is above 0 but dropout_key is None: pass a jax.random.key, or dropout_rate=0.")
+    if not spec.scale > 0:
+        raise ValueError(f"scale must be above 0, got {spec.scale}. Use scale=1.0 for unscaled attention.")
+    lead, mask, bias = query.shape[:-3], spec.mask, spec.bias
+    if len(lead) != 1:
+        query, key, value = (array.reshape(math.prod(lead), *array.shape[-3:]) for array in (query, key, value))
+        mask, bias = (with_one_batch_axis(array, lead) for array in (mask, bias))
+    batch, num_queries, num_heads, _ = query.shape
+    sizes = (batch, num_heads, num_queries, key.shape[1])
+    spec = dataclasses.replace(
+        spec,
+        mask=checked_mask(mask, sizes).with_padding_as_segments(num_queries),
+        bias=bias_function(bias, sizes),
+        shapes=AttentionShapes.of(query, key, value),
+    )
+    return query, key, value, spec
+
+
+def score_scale(scale: float | None, head_dim: int) -> float:
+    """Return the factor on the scores: `scale`, or 1 / sqrt(H) for None."""
+    # q . k is a sum of H terms. For entries of mean 0 and variance 1 its variance is H, so dividing by sqrt(H)
+    # restores variance 1 and keeps the softmax from saturating (Vaswani et al. 2017, section 3.2.1, footnote 4).
+    return 1.0 / math.sqrt(head_dim) if scale is None else scale
 
 
 def check_shapes(query: Array, key: Array, value: Array, sinks: Array | None) -> None:
@@ -34,14 +78,6 @@ def check_shapes(query: Array, key: Array, value: Array, sinks: Array | None) ->
     if problems:
         shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
         raise ValueError(f"attention can't be computed for {shapes}: {'; '.join(problems)}.")
-
-
-def check_dropout(rate: float, key: PRNGKey | None) -> None:
-    """Raise a ValueError for a rate out of range, or a rate above 0 without a key."""
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate}.")
-    if rate > 0.0 and key is None:
-        raise ValueError("dropout_rate is above 0 but dropout_key is None: pass a jax.random.key, or dropout_rate=0.")
 
 
 def checked_mask(mask: Mask | Array | None, sizes: tuple[int, int, int, int]) -> Mask:

@@ -8,10 +8,11 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from transformer.nn._axes import Array, DType, Float, Key, Leaf, PRNGKey, Query, Value
 from transformer.nn._masks import Mask
-from transformer.nn._partitioning import num_shards
+from transformer.nn._partitioning import in_auto_axes, num_shards
 
 BiasFunction: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """(query indices (t,), key indices (s,)) -> the term added to that block of scores; broadcasts to (B, N, t, s)"""
@@ -48,6 +49,17 @@ class AttentionShapes:
             value_dim=value.shape[3],
             dtype=jnp.result_type(query, key, value),
             length_shards=num_shards("length"),
+        )
+
+    @staticmethod
+    def of_pages(query: Query, cache: Any) -> AttentionShapes:
+        """Return the sizes of query (B, T, N, H) and a `PagedKVCache` of S = M Q slots per row, empty ones included."""
+        return AttentionShapes(
+            num_queries=query.shape[1],
+            num_keys=cache.page_table.shape[-1] * cache.page_size,
+            head_dim=query.shape[3],
+            value_dim=cache.value_dim,
+            dtype=query.dtype,
         )
 
 
@@ -199,6 +211,22 @@ class Kernel:
     """checkpoint names of the values that the forward pass stores for the kernel's own backward pass"""
     split_keys: bool = False
     """whether keys and values may stay sharded along the length; otherwise each device gets the whole length"""
+
+    def over_explicit_axes(self, spec: AttentionSpec, sharding: PartitionSpec) -> Callable[..., Any]:
+        """Return `run` for a mesh with Explicit axes, for a query of this sharding; the output is sharded like it.
+
+        Under such a mesh, a bias function that reads arrays must be a pytree with these arrays as leaves.
+        """
+
+        def attended(query, key, value, spec):
+            out, weights = self.run(query, key, value, spec)
+            return (out, weights) if spec.return_weights else (out,)
+
+        rows, length, heads, _ = sharding
+        # The output (B, T, N, Hv) and the weights (B, N, T, S)
+        specs = PartitionSpec(rows, length, heads, None), PartitionSpec(rows, heads, length, None)
+        run = in_auto_axes(attended, specs if spec.return_weights else specs[:1])
+        return lambda *given: (*run(*given), None)[:2]
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         """Return what this kernel can't do for a call, and why ("add a bias: ..."); None if it supports the call.

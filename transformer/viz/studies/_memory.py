@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn.kernels import KERNELS
-from transformer.nn.kernels._dot_product import dot_product_attention
 
 LENGTHS = (512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
 """sequence lengths in tokens"""
