@@ -189,8 +189,10 @@ def choose(implementation: str, spec: AttentionSpec) -> str:
         )
     # The second check compiles a small program (once per process), so it comes last.
     if (refused := _refusal(implementation, spec)) is not None:
-        able = [name for name in ALL_KERNELS if name != implementation and _serves(name, spec)]
-        instead = f"{' or '.join(able)}, or auto" if spec.pages is None else "auto, which gathers pages in that case"
+        instead = "auto, which gathers pages in that case"
+        if spec.pages is None:
+            able = [name for name in ALL_KERNELS if name != implementation and _serves(name, spec)]
+            instead = f"{' or '.join(able)}, or auto"
         raise ConfigError(f"the {implementation} attention kernel can't {refused}. Use {instead}.")
     return implementation
 
