@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
 from transformer.cli._allocator import keep_freed_memory
-from transformer.cli._commands import run
+from transformer.cli._bars import bars
+from transformer.cli._commands import call, find, members, usage, versions
 from transformer.cli._compile_cache import keep_compiled
 from transformer.cli._errors import run_program
+from transformer.cli._limits import check_address_space
 
 __all__ = ["console", "main", "run_command"]
 
@@ -89,7 +92,27 @@ def run_command(words: Sequence[str]) -> int | None:
     Raises:
         ConfigError: the command is missing or unknown. Errors of the command itself are raised unchanged.
     """
-    return run(words, COMMANDS)
+    match words:
+        case ["-h" | "--help", *_]:
+            print(usage(COMMANDS))
+            return 0
+        case ["--version", *_]:
+            print(versions())
+            return 0
+        case ["--completion", *shell]:
+            from transformer.cli._completion import completion
+
+            print(completion(" ".join(shell), COMMANDS), end="")
+            return 0
+        case [group, "-h" | "--help", *_] if members(group, COMMANDS):
+            print(usage(members(group, COMMANDS), group))
+            return 0
+    name, arguments = find(words, COMMANDS)
+    if not {"-h", "--help", "--list"} & set(words):
+        check_address_space()
+    # Training has its own display, and a plan too.
+    with contextlib.nullcontext() if words[0] in ("train", "plan") else bars():
+        return call(name, arguments)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from chat_parts import drawn_params
 
 from transformer.config import ConfigError, EmbeddingOptions, TransformerConfig
 from transformer.generate import Sampling, generate, sample
-from transformer.generate._penalties import History, Penalties, log_probabilities, penalized
+from transformer.generate._penalties import History, log_probabilities, penalized
 from transformer.nn.models import CausalLM
 
 VOCAB = 31
@@ -55,7 +55,7 @@ def by_hand(logits, prompt, generated, sampling):
 def test_the_formulas():
     logits = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
     for prompt, generated in (([3, 4], [5, 5, 3]), ([7], []), ([1, 1], [1])):
-        got = np.asarray(jax.jit(penalized)(logits[None], history(prompt, generated), Penalties.of(ALL)))[0]
+        got = np.asarray(jax.jit(penalized)(logits[None], history(prompt, generated), ALL.penalties))[0]
         np.testing.assert_allclose(got, by_hand(logits, prompt, generated, ALL), rtol=1e-6)
 
 
@@ -66,9 +66,9 @@ def test_padding_and_ended_rows_do_not_count():
 
 
 def test_no_penalty_compiles_no_history():
-    assert Penalties.of(Sampling()) is None
-    assert not Sampling(top_p=0.9).has_penalties
-    assert all(Sampling(**{name: 1.5}).has_penalties for name in ("repetition_penalty", "presence_penalty"))
+    assert Sampling().penalties is None
+    assert not Sampling(top_p=0.9).penalties
+    assert all(Sampling(**{name: 1.5}).penalties for name in ("repetition_penalty", "presence_penalty"))
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,6 @@ def test_the_repetition_penalty_is_that_of_transformers():
     logits = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
     prompt, generated = [3, 4, 4], [5, 5, 3]
     theirs = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[*prompt, *generated]]), torch.tensor(logits)[None])
-    only = Penalties.of(Sampling(repetition_penalty=1.7))
+    only = Sampling(repetition_penalty=1.7).penalties
     ours = jax.jit(penalized)(logits[None], history(prompt, generated), only)
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6)

@@ -339,12 +339,15 @@ def defined(path: Path) -> set[str]:
     return own | {file.stem for file in path.parent.glob("*.py")}
 
 
-def test_files_of_training_do_not_import_each_other_in_circles():
+def test_files_do_not_import_each_other_in_circles():
     """Imports inside of functions and for type checkers count too."""
-    files = {module_of(path): path for path in (PACKAGE / "training").rglob("*.py") if path.name != "__init__.py"}
+    files = {module_of(path): path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
     graph = {
         name: {
-            one for _, found in imports(path.read_text()) for one in (found, found.rpartition(".")[0]) if one in files
+            one
+            for _, module in imports(path.read_text(), package_of(path))
+            for one in (module, module.rpartition(".")[0])
+            if one in files
         }
         for name, path in files.items()
     }

@@ -9,7 +9,7 @@ from chat_parts import files, write_chat_model
 from fuzz_parts import CAGE, check_refusal
 
 from transformer.chat import _template
-from transformer.chat._template import find_template
+from transformer.chat._template_files import find_template
 from transformer.cli._errors import describe
 from transformer.config._limited import LimitedProcesses
 from transformer.data import Conversations, Preferences, Prompts, TokenizerConfig, prepare

@@ -10,7 +10,8 @@ from transformer.chat._markers import ChatEncoder, Encoded
 from transformer.chat._messages import check_messages
 from transformer.chat._pieces import Detokenizer, StopStrings
 from transformer.chat._prompts import ChatPrompts, default_sampling
-from transformer.chat._template import ChatTemplate, ChatTemplateError, Rendered, find_template
+from transformer.chat._template import ChatTemplate, ChatTemplateError, Rendered
+from transformer.chat._template_files import find_template
 
 __all__ = [
     "Chat",

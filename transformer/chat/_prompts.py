@@ -8,7 +8,8 @@ from typing import Any
 
 from transformer.chat._image_prompts import ImagePrompts, without_sources
 from transformer.chat._markers import ChatEncoder, Encoded
-from transformer.chat._template import ChatTemplate, find_template, json_object, special_tokens
+from transformer.chat._template import ChatTemplate
+from transformer.chat._template_files import find_template, json_object, special_tokens
 from transformer.config._checks import ConfigError
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer import Tokenizer

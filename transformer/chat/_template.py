@@ -1,4 +1,4 @@
-"""Chat templates: find the template of a model, and render messages with it."""
+"""Chat templates: give messages the form that a template reads, which differs between templates, and render them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
-from transformer.chat._fitting import fitted
 from transformer.chat._functions import tool_schemas
 from transformer.chat._messages import check_documents, check_messages, plain
-from transformer.config._checks import ConfigError, nearest
+from transformer.config._checks import ConfigError
 from transformer.config._limited import LimitedProcesses, LimitExceededError
 from transformer.config._untrusted import parse_json
-from transformer.data._pretrained_tokenizer import TEMPLATE_FILES, TEMPLATE_FOLDER
 
-TEMPLATE_FILE, JSON_FILE = TEMPLATE_FILES
-CONFIG_FILE = "tokenizer_config.json"
 MAX_CHARACTERS = 2**20
 """maximum length of a template"""
 MOST_SECONDS = 10.0
@@ -33,8 +29,9 @@ _OLDEST = (3, 1, 6)
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """marks the end of the message that `continue_final_message` continues"""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""special tokens that a template reads as `bos_token` and so on"""
+_PROBE = "text of a message"
+"""content of the messages that show how a template reads them"""
+_QUESTION = {"role": "user", "content": "a"}
 
 
 class ChatTemplateError(ConfigError):
@@ -127,7 +124,7 @@ class ChatTemplate:
                 "only one of them."
             )
         values = {
-            "messages": [fitted(self, number, one) for number, one in enumerate(check_messages(messages))],
+            "messages": [_fitted(self, number, one) for number, one in enumerate(check_messages(messages))],
             "tools": tool_schemas(tools),
             "documents": check_documents(documents),
             "add_generation_prompt": bool(add_generation_prompt),
@@ -251,97 +248,108 @@ def _tagged(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     return [*before, {**last, "content": parts}], part["text"]
 
 
-def has_template(files: Mapping[str, bytes]) -> bool:
-    """Return whether the files of a tokenizer contain a chat template; `find_template` finds it."""
-    return bool(_templates(files, ""))
+def _fitted(template: ChatTemplate, number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in the form that a template reads.
 
-
-def find_template(
-    files: Mapping[str, bytes], name: str | None = None, *, tools: bool = False, place: str = ""
-) -> ChatTemplate:
-    """Return the chat template among the files of a tokenizer.
-
-    A template can be in chat_template.jinja (further ones in additional_chat_templates/), in chat_template.json or in
-    tokenizer_config.json. The first of these files that has one is used.
+    Most templates write `message.content` as it is, so that a list would become the text of a Python list. For them,
+    the texts of the parts are joined by line breaks, as vLLM and llama.cpp do. Others iterate over the parts, and get
+    parts also for a text, if they need them. A message with calls of tools may have no content; a template that fails
+    then gets an empty one. The arguments of a call are an object or, as OpenAI writes them, its JSON text; a template
+    reads one of the two.
 
     Args:
-        files: contents by file name.
-        name: name of the template; None: "default", or "tool_use" if there are tools and a template of this name.
-        tools: whether tools are offered.
-        place: directory of the files, for error messages.
+        template: the template.
+        number: index of the message, for errors.
+        message: a checked message.
 
     Raises:
-        ChatTemplateError: there is no such template, or it does not parse.
+        ConfigError: the message has an image, and the template reads only texts; or the arguments of a call are neither
+            an object nor its JSON text.
     """
-    prefix = f"{place}/" if place else ""
-    found = {key: (f"{prefix}{file}", source) for key, (file, source) in _templates(files, prefix).items()}
-    if not found:
-        raise ChatTemplateError(
-            f"{place or 'the tokenizer'} has no chat template ({TEMPLATE_FILE}, {JSON_FILE}, or chat_template in "
-            f"{CONFIG_FILE}): expected a model trained for conversations. Use `generate` instead, or pass a template "
-            "(--template FILE)."
+    content, role = message.get("content"), message["role"]
+    if "tool_calls" in message:
+        message = {**message, "tool_calls": [_fitted_call(template, number, call) for call in message["tool_calls"]]}
+    if content is None:
+        needs_content = _tried(template, role, None) is None and _tried(template, role, "") is not None
+        return {**message, "content": ""} if needs_content else message
+    if isinstance(content, str) and not _reads(template, role, "text") and _reads(template, role, "parts"):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    if not _is_parts(content):
+        return message
+    reads_parts = _reads(template, role, "parts")
+    has_images = any(part["type"] == "image" for part in content)
+    if has_images and not (reads_parts and _reads(template, role, "images")):
+        raise ConfigError(
+            f"message {number} has an image, but {template.name} reads only texts in messages of the role {role}. "
+            "Remove the image."
         )
-    if name is None:
-        name = "tool_use" if tools and "tool_use" in found else "default"
-    if name not in found:
-        raise ChatTemplateError(
-            f"{place or 'the tokenizer'} has no chat template {name!r}.{nearest(name, found)} It has: "
-            f"{', '.join(sorted(found))}. Pass one of these names."
-        )
-    file, source = found[name]
-    return ChatTemplate(source, file, tuple(special_tokens(files).items()))
+    return message if reads_parts else {**message, "content": "\n".join(part["text"] for part in content)}
 
 
-def _templates(files: Mapping[str, bytes], prefix: str) -> dict[str, tuple[str, str]]:
-    """Return {name: (file, template)}."""
-    found: dict[str, tuple[str, str]] = {}
-    for file in sorted(name for name in files if name.startswith(f"{TEMPLATE_FOLDER}/") or name == TEMPLATE_FILE):
-        name = "default" if file == TEMPLATE_FILE else file.removeprefix(f"{TEMPLATE_FOLDER}/").removesuffix(".jinja")
-        try:
-            found[name] = file, files[file].decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ChatTemplateError(f"{prefix}{file} is not UTF-8: byte {error.start}. Convert it.") from None
-    for file in (JSON_FILE, CONFIG_FILE):
-        if not found and file in files:
-            value = json_object(files, file, prefix).get("chat_template")
-            found = {key: (file, source) for key, source in _named(value, f"{prefix}{file}").items()}
-    return found
+def _is_parts(content: Any) -> bool:
+    """Return whether a content is a list of texts and images."""
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and (part == {"type": "image"} or part.get("type") == "text") for part in content
+    )
 
 
-def _named(value: Any, file: str) -> dict[str, str]:
-    """Return the templates of a JSON value by name: a text, a list of named templates, or a dict of them."""
-    if value is None:
-        return {}
-    if isinstance(value, list):
-        entries = [one if isinstance(one, dict) else {} for one in value]
-        value = {one.get("name"): one.get("template") for one in entries}
-    templates = {"default": value} if isinstance(value, str) else value
-    pairs = templates.items() if isinstance(templates, dict) else ()
-    if not pairs or not all(isinstance(name, str) and isinstance(source, str) for name, source in pairs):
-        raise ChatTemplateError(
-            f'chat_template in {file} must be a text, or a list of {{"name": ..., "template": ...}}, got '
-            f"{json.dumps(value, default=str)[:80]}. Download the file again."
-        )
-    return dict(pairs)
-
-
-def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Return the names of special tokens that a template may use: {"bos_token": "<s>", ...}."""
-    found = {}
-    for file in ("special_tokens_map.json", CONFIG_FILE):
-        values = json_object(files, file, "")
-        for role in _ROLES:
-            token = values.get(f"{role}_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                found[f"{role}_token"] = token
-    return found
-
-
-def json_object(files: Mapping[str, bytes], file: str, prefix: str) -> dict[str, Any]:
-    """Return the JSON object of a file; {} if the file is missing or holds something else."""
+def _fitted_call(template: ChatTemplate, number: int, call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of a tool with its arguments in the form that a template reads."""
+    function = call.get("function")
+    if not isinstance(function, dict) or function.get("arguments") is None:
+        return call
+    arguments = function["arguments"]
     try:
-        value = parse_json(files.get(file, b"{}"))
-    except ValueError as error:
-        raise ChatTemplateError(f"{prefix}{file} is not valid JSON: {error}. Download the file again.") from None
-    return value if isinstance(value, dict) else {}
+        found = parse_json(arguments.encode()) if isinstance(arguments, str) else arguments
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"the arguments of a tool call of message {number} must be an object or its JSON text, got "
+            f"{arguments!r:.80}. Correct them."
+        )
+    found = plain(found, f"the arguments of a tool call of message {number}")
+    given = json.dumps(found, ensure_ascii=False) if _reads_arguments_as_text(template) else found
+    return {**call, "function": {**function, "arguments": given}}
+
+
+@functools.lru_cache(maxsize=256)
+def _reads(template: ChatTemplate, role: str, form: Literal["text", "parts", "images"]) -> bool:
+    """Return whether a template reads the content of messages of a role in a form, tried with a short conversation.
+
+    It reads a text or a list of parts if the text appears, and the list around it does not; it reads images if an image
+    changes the result.
+    """
+    part = {"type": "text", "text": _PROBE}
+    if form == "images":
+        with_image, without = (_tried(template, role, content) for content in ([{"type": "image"}, part], [part]))
+        return with_image not in (None, without)
+    text = _tried(template, role, _PROBE if form == "text" else [part])
+    return text is not None and _PROBE in text and "'type'" not in text and '"type"' not in text
+
+
+def _tried(template: ChatTemplate, role: str, content: Any) -> str | None:
+    """Return a short conversation with a message of this role and content; None: the template refuses it."""
+    call = _call({"key": "value"})
+    before: dict[str, list[dict[str, Any]]] = {
+        "assistant": [_QUESTION],
+        "tool": [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}],
+    }
+    last = {"role": role} | ({"tool_calls": [call]} if content is None else {"content": content})
+    after = [_QUESTION] if role in ("system", "developer") else []
+    return template.attempt(*before.get(role, []), last, *after)
+
+
+@functools.lru_cache(maxsize=64)
+def _reads_arguments_as_text(template: ChatTemplate) -> bool:
+    """Return whether a template needs the arguments of a call as JSON text: an object fails, or becomes Python text."""
+
+    def text_of(arguments: Any) -> str:
+        return template.attempt(_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_call(arguments)]}) or ""
+
+    of_object, of_text = text_of({"key": _PROBE}), text_of(json.dumps({"key": _PROBE}))
+    return (_PROBE not in of_object or "{'key'" in of_object) and json.dumps({"key": _PROBE}) in of_text
+
+
+def _call(arguments: Any) -> dict[str, Any]:
+    return {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": arguments}}

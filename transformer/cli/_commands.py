@@ -1,54 +1,15 @@
-"""Find the command of a command line in a table of commands, and run it."""
+"""Find the command of a command line in a table of commands, call it, and describe all commands."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import platform
 import typing
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
-from transformer.cli._bars import bars
-from transformer.cli._limits import check_address_space
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._invocation import program
-
-
-def run(words: Sequence[str], commands: Mapping[str, str]) -> int | None:
-    """Run a command line.
-
-    Args:
-        words: the command line after the program name.
-        commands: name -> summary.
-
-    Returns:
-        the exit code; None means 0.
-
-    Raises:
-        ConfigError: the command is missing or unknown. Errors of the command itself are raised unchanged.
-    """
-    match words:
-        case ["-h" | "--help", *_]:
-            print(usage(commands))
-            return 0
-        case ["--version", *_]:
-            print(versions())
-            return 0
-        case ["--completion", *shell]:
-            from transformer.cli._completion import completion
-
-            print(completion(" ".join(shell), commands), end="")
-            return 0
-        case [group, "-h" | "--help", *_] if members(group, commands):
-            print(usage(members(group, commands), group))
-            return 0
-    name, arguments = find(words, commands)
-    if not {"-h", "--help", "--list"} & set(words):
-        check_address_space()
-    # Training has its own display, and a plan too.
-    with contextlib.nullcontext() if words[0] in ("train", "plan") else bars():
-        return call(name, arguments)
 
 
 def call(name: str, arguments: Sequence[str]) -> int | None:

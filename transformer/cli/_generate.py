@@ -92,7 +92,7 @@ def _check(command: Generate) -> None:
     if len(fast) > 1:
         raise ConfigError(f"--{fast[0]} and --{fast[1]} can't be used together. Remove one of them.")
     command.check_speculation()
-    used = _causal_options(command) + (["a penalty"] if command.sampling(greedy=False).has_penalties else [])
+    used = _causal_options(command) + (["a penalty"] if command.sampling(greedy=False).penalties else [])
     if fast and used:
         raise ConfigError(f"--{fast[0]} and {used[0]} can't be used together. Remove one of them.")
 

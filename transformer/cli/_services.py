@@ -187,7 +187,7 @@ def _longest(max_tokens: int | None, context: int | None) -> int:
 def _chat_prompts(opened: LoadedModel, longest: int) -> ChatPrompts | None:
     """Return the chat template of a model, for conversations of at most `longest` tokens; None: it has none."""
     from transformer.chat._prompts import ChatPrompts
-    from transformer.chat._template import has_template
+    from transformer.chat._template_files import has_template
 
     files = getattr(opened.tokenizer, "files", {})
     return ChatPrompts(opened.tokenizer, longest=longest) if has_template(files) else None

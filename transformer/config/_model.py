@@ -15,6 +15,7 @@ from transformer.config._checks import (
     check_whole,
     nearest,
 )
+from transformer.config._image_encoders import encoder_fields
 from transformer.config._image_tokens import DynamicImageTokens, ImageTokens
 from transformer.config._options import (
     AttentionOptions,
@@ -477,9 +478,15 @@ class TransformerConfig:
         Raises:
             ConfigError: the input is not images in addition to or between tokens.
         """
-        from transformer.config._image_encoders import image_encoder  # which needs this class
-
-        return image_encoder(self)
+        images = self.images or self.image_tokens or self.dynamic_images
+        if images is None:
+            raise ConfigError("input is not images: a DualEncoder needs input=Images(patches=..., features=..., ...).")
+        shared = ("dropout_rate", "initializer_range", "dtype", "param_dtype")
+        return TransformerConfig(
+            **{name: getattr(self, name) for name in shared},
+            **{"attention.dropout_rate": self.attention.dropout_rate},
+            **encoder_fields(images, self.norm),
+        )
 
     @property
     def series(self) -> Series | None:

@@ -1,7 +1,7 @@
 """Training data: `prepare(config)` returns a dataset with batches, a tokenizer and a fingerprint."""
 
-from transformer.data._config import DataKind, TokenizerConfig
-from transformer.data._dataset import Batch, Dataset, Example
+from transformer.data._config import TokenizerConfig
+from transformer.data._dataset import Batch, DataKind, Dataset, Example
 from transformer.data._pipeline import prepare
 from transformer.data._series import from_model, to_model
 from transformer.data._tokenizer import Tokenizer

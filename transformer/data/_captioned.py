@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.data._config import WORDS, DataKind, TokenizerConfig, check_whole
-from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint
+from transformer.data._config import WORDS, TokenizerConfig, check_whole
+from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint
 from transformer.data._image_files import READING, ImageFiles
 from transformer.data._labeled import encode_within
 from transformer.data._tokenizer import Tokenizer

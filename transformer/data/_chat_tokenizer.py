@@ -148,7 +148,7 @@ def with_template(tokenizer: Tokenizer, template: str | None) -> PretrainedToken
     Raises:
         ConfigError: there is no template, and the tokenizer has no end token for the default one.
     """
-    from transformer.chat._template import find_template
+    from transformer.chat._template_files import find_template
 
     found = as_pretrained(tokenizer)
     if template is None:
@@ -169,7 +169,7 @@ def with_template(tokenizer: Tokenizer, template: str | None) -> PretrainedToken
 
 
 def _has_template(files: Mapping[str, bytes]) -> bool:
-    from transformer.chat._template import CONFIG_FILE, json_object
+    from transformer.chat._template_files import CONFIG_FILE, json_object
 
     listed = any(name in files for name in TEMPLATE_FILES)
     return listed or json_object(files, CONFIG_FILE, "").get("chat_template") is not None

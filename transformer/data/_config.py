@@ -1,17 +1,12 @@
-"""Shared parts of all data configs: the base class, the tokenizer options and the field checks."""
+"""Shared parts of all data configs: the tokenizer options and the field checks."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, Literal
 
 from transformer.config._checks import ConfigError, check_choice
-
-if TYPE_CHECKING:
-    from transformer.data._dataset import Dataset
-    from transformer.data._tokenizer import Tokenizer
 
 TokenizerKind = Literal["char", "byte", "word", "bpe"]
 
@@ -135,45 +130,6 @@ class HeldOutEnd:
         super().__post_init__()
         check_path(self, "path")
         check_share(self, "validation_share")
-
-
-class DataKind(ABC):
-    """Base class of all kinds of data: a frozen dataclass whose fields are the options of the kind.
-
-    `batch_size` and `eval_batch_size` are fields of every kind. A kind of data usually inherits from the base class of
-    its task (`TextConfig`, `PairConfig`, `LabeledConfig`, `MaskedConfig`, `SeriesConfig`, `ImageConfig`,
-    `CaptionConfig`), which implements `prepare`; it adds its fields and implements `read`.
-    """
-
-    kind: ClassVar[str]
-    """name of the kind, as saved in recipe.json"""
-    task: ClassVar[str]
-    """name of the training task, one of `training.tasks.TASKS`"""
-    open_lengths: ClassVar[tuple[str, ...]] = ()
-    """maximum lengths in tokens that may be None, in which case the data determines them"""
-
-    @property
-    def segments(self) -> bool:
-        """Whether a row can consist of several sequences, told apart by segment ids."""
-        return False
-
-    @abstractmethod
-    def read(self) -> Any:
-        """Read and return the texts or numeric data of every split.
-
-        Raises:
-            FileNotFoundError: a file is missing; the message says how to get it.
-            ValueError: a file has unexpected content.
-            OSError: no network, or the disk is full.
-            ImportError: the package that contains the data is not installed.
-        """
-
-    @abstractmethod
-    def prepare(self, tokenizer: Tokenizer | None = None) -> Dataset:
-        """Return the dataset; build a tokenizer from the texts if `tokenizer` is None.
-
-        Raises the errors of `read`, and ValueError if the data is too short.
-        """
 
 
 def shared_rows(config: Any) -> tuple[str, int]:

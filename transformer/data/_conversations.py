@@ -12,8 +12,8 @@ import numpy as np
 
 from transformer.config._checks import check_choice
 from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
-from transformer.data._config import SUBWORDS, DataKind, TokenizerConfig, check_date, check_whole
-from transformer.data._dataset import Batch, Dataset, fingerprint, spread
+from transformer.data._config import SUBWORDS, TokenizerConfig, check_date, check_whole
+from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint, spread
 from transformer.data._packed import PackedRows
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer import Tokenizer

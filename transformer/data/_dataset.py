@@ -1,4 +1,4 @@
-"""Base class of prepared datasets: NumPy batches of fixed shapes, shuffled by Grain, and the texts they come from."""
+"""Base classes of kinds of data, and of the datasets that they prepare: NumPy batches of fixed shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from transformer.config._checks import nearest
-from transformer.data._config import DataKind
 from transformer.data._tokenizer import Tokenizer
 from transformer.media._images import ImageProcessor
 
@@ -42,6 +41,45 @@ class Example:
     source: str
     target: str
     group: str = ""
+
+
+class DataKind(ABC):
+    """Base class of all kinds of data: a frozen dataclass whose fields are the options of the kind.
+
+    `batch_size` and `eval_batch_size` are fields of every kind. A kind of data usually inherits from the base class of
+    its task (`TextConfig`, `PairConfig`, `LabeledConfig`, `MaskedConfig`, `SeriesConfig`, `ImageConfig`,
+    `CaptionConfig`), which implements `prepare`; it adds its fields and implements `read`.
+    """
+
+    kind: ClassVar[str]
+    """name of the kind, as saved in recipe.json"""
+    task: ClassVar[str]
+    """name of the training task, one of `training.tasks.TASKS`"""
+    open_lengths: ClassVar[tuple[str, ...]] = ()
+    """maximum lengths in tokens that may be None, in which case the data determines them"""
+
+    @property
+    def segments(self) -> bool:
+        """Whether a row can consist of several sequences, told apart by segment ids."""
+        return False
+
+    @abstractmethod
+    def read(self) -> Any:
+        """Read and return the texts or numeric data of every split.
+
+        Raises:
+            FileNotFoundError: a file is missing; the message says how to get it.
+            ValueError: a file has unexpected content.
+            OSError: no network, or the disk is full.
+            ImportError: the package that contains the data is not installed.
+        """
+
+    @abstractmethod
+    def prepare(self, tokenizer: Tokenizer | None = None) -> Dataset:
+        """Return the dataset; build a tokenizer from the texts if `tokenizer` is None.
+
+        Raises the errors of `read`, and ValueError if the data is too short.
+        """
 
 
 class Dataset(ABC):

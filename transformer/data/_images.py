@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.data._config import DataKind, check_labels, check_whole
-from transformer.data._dataset import Batch, Dataset, fingerprint
+from transformer.data._config import check_labels, check_whole
+from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint
 from transformer.data._image_files import READING, ImageFiles
 from transformer.data._labeled import warn_of_missing
 from transformer.data._tokenizer import Tokenizer

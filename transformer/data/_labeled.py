@@ -12,8 +12,8 @@ from typing import ClassVar
 import numpy as np
 
 from transformer.config._checks import shortened
-from transformer.data._config import SUBWORDS, DataKind, TokenizerConfig, check_labels, check_whole
-from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint
+from transformer.data._config import SUBWORDS, TokenizerConfig, check_labels, check_whole
+from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer

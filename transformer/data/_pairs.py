@@ -13,8 +13,8 @@ import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.data._buckets import TokenBatches
-from transformer.data._config import DataKind, check_whole
-from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
+from transformer.data._config import check_whole
+from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint, spread
 from transformer.data._normalization import NORMALIZERS
 from transformer.data._packing import packed_batches
 from transformer.data._tokenizer import Tokenizer

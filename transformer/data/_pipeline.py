@@ -8,8 +8,8 @@ import os
 import numpy as np
 
 from transformer.config._local_paths import local_path
-from transformer.data._config import DataKind, is_path_field
-from transformer.data._dataset import Batch, Dataset
+from transformer.data._config import is_path_field
+from transformer.data._dataset import Batch, DataKind, Dataset
 from transformer.data._tokenizer import Tokenizer
 from transformer.data.kinds import DATA
 

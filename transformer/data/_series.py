@@ -10,8 +10,8 @@ from typing import ClassVar
 import numpy as np
 
 from transformer.config._checks import ConfigError
-from transformer.data._config import DataKind, check_whole
-from transformer.data._dataset import Batch, Dataset, fingerprint
+from transformer.data._config import check_whole
+from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint
 from transformer.data._tokenizer import Tokenizer
 
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from transformer.data._byte_counts import UNKNOWN_BYTES, bytes_after_first, token_bytes
-from transformer.data._config import CHARACTERS, DataKind, TokenizerConfig, check_whole
-from transformer.data._dataset import Batch, Dataset, fingerprint, spread
+from transformer.data._config import CHARACTERS, TokenizerConfig, check_whole
+from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint, spread
 from transformer.data._packed import PackedRows, chunks
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer

@@ -104,7 +104,7 @@ def chat_encoders(tokenizer: PretrainedTokenizer, template_path: str | None = No
     Errors of a template name the file at `template_path`, from which the tokenizer has it (None: its own file).
     """
     from transformer.chat._markers import ChatEncoder
-    from transformer.chat._template import find_template
+    from transformer.chat._template_files import find_template
 
     named = {"option": "--data.template-path"} | ({} if template_path is None else {"name": template_path})
     templates = {tools: replace(find_template(tokenizer.files, tools=tools), **named) for tools in (False, True)}

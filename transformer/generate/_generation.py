@@ -90,7 +90,7 @@ def generate(
     source = source_rows(model, sources, vocab_size)
     prompt_rows = target_rows(prompts, source, bos_id, vocab_size)
     check_lengths(model.config, prompt_rows, limit)
-    if sampling.has_penalties and (draft is not None or slots is not None):
+    if sampling.penalties and (draft is not None or slots is not None):
         raise ValueError("penalties can't be used with slots or a draft. Remove the penalties, or slots and draft.")
     if draft is not None:
         check_draft(model, vocab_size, draft, prompt_rows, limit)

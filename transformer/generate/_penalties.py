@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
-
-if TYPE_CHECKING:
-    from transformer.generate._sampling import Sampling
 
 
 @jax.tree_util.register_dataclass
@@ -26,14 +21,6 @@ class Penalties:
     """(), subtracted from the logits of tokens that were generated"""
     frequency: Leaf
     """(), subtracted once for each time that a token was generated"""
-
-    @staticmethod
-    def of(sampling: Sampling) -> Penalties | None:
-        """Return the penalties of `sampling`; None if it has none, so that a program without them is compiled."""
-        if not sampling.has_penalties:
-            return None
-        values = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
-        return Penalties(*(np.float32(value) for value in values))
 
 
 @jax.tree_util.register_dataclass

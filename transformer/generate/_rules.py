@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,6 @@ import numpy as np
 from transformer.config._checks import ConfigError
 from transformer.generate._penalties import without_repetition
 from transformer.nn._axes import Array, Float, Int, Leaf
-
-if TYPE_CHECKING:
-    from transformer.generate._searching import BeamParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,37 +129,3 @@ def _marked(columns: Int[Array, "B Z L"], shape: tuple[int, ...]) -> Array:
     batch, beam, _ = shape
     rows, beams = jnp.arange(batch)[:, None, None], jnp.arange(beam)[None, :, None]
     return jnp.zeros(shape, bool).at[rows, beams, columns].set(True, mode="drop")
-
-
-def ruled(
-    logits: Float[Array, "B Z V"],
-    norms: Float[Array, "B Z"],
-    texts: Int[Array, "B Z L"] | None,
-    lengths: Int[Array, " B"],
-    step: Int[Array, ""],
-    beam_params: BeamParams,
-) -> Float[Array, "B Z V"]:
-    """Return the logits after the rules; minus the normalizers they are log-probabilities.
-
-    Args:
-        logits: (B, Z, V), in which suppressed tokens and end tokens but the first are -inf.
-        norms: (B, Z), log-sum-exp of the logits.
-        texts: (B, Z, L), tokens of the targets; None: no rule reads them.
-        lengths: (B,), number of tokens of each target.
-        step: (), number of completed steps.
-        beam_params: settings of the search.
-    """
-    rules, ends = beam_params.rules, beam_params.end_ids
-    if rules.repetition is not None:
-        shift = 0.0 if beam_params.size == 1 else norms[:, :, None]
-        logits = penalize_repeated(logits - shift, texts, lengths, rules.repetition) + shift
-    if rules.no_repeat_ngram:
-        logits = ban_repeated_ngrams(logits, texts, lengths, rules.no_repeat_ngram)
-    if ends.size:
-        early = step < rules.fewest
-        logits = logits.at[:, :, ends[0]].set(jnp.where(early, -jnp.inf, logits[:, :, ends[0]]))
-    if ends.size and rules.force_end:
-        last = (step + 1 >= beam_params.limits)[:, None]
-        ended = jnp.full_like(logits, -jnp.inf).at[:, :, ends[0]].set(norms)
-        logits = jnp.where(last[:, :, None], ended, logits)
-    return logits

@@ -63,9 +63,10 @@ class Sampling:
             self._check(name, Real, f"a number from {-most:g} to {most:g} (0 is no penalty)", lambda x: abs(x) <= most)
 
     @property
-    def has_penalties(self) -> bool:
-        """Whether a choice depends on the tokens before it, other than through the logits."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+    def penalties(self) -> Penalties | None:
+        """The penalties as arguments of a compiled program; None: a choice depends on the logits only."""
+        values = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return None if values == (1, 0, 0) else Penalties(*(np.float32(value) for value in values))
 
     def _check(self, name, kind, expected, fits):
         value = getattr(self, name)
@@ -113,9 +114,8 @@ class SamplerParams:
         if beyond := [i for i in sampling.suppress if i >= vocab_size]:
             raise ConfigError(f"suppress must be ids below {vocab_size}, the size of the vocabulary, got {beyond[0]}.")
         suppressed = np.array(sampling.suppress, np.int32) if sampling.suppress else None
-        penalties = Penalties.of(sampling)
         if sampling.temperature == 0:
-            return SamplerParams(None, None, None, None, suppressed, penalties)
+            return SamplerParams(None, None, None, None, suppressed, sampling.penalties)
         top_k = None if sampling.top_k is None or sampling.top_k >= vocab_size else int(sampling.top_k)
         top_p = None if sampling.top_p is None or sampling.top_p == 1 else _not_zero(sampling.top_p)
         candidates = None if top_p is None else vocab_size
@@ -128,7 +128,7 @@ class SamplerParams:
             top_p=top_p,
             log_min_p=np.float32(math.log(sampling.min_p)) if sampling.min_p else None,
             suppressed=suppressed,
-            penalties=penalties,
+            penalties=sampling.penalties,
             candidates=candidates,
         )
 
@@ -158,7 +158,7 @@ def sample(logits: Float[Array, "B V"], key: PRNGKey, sampling: Sampling = PLAIN
     Raises:
         ConfigError: `sampling` has penalties, which need the tokens so far: use `generate`.
     """
-    if sampling.has_penalties:
+    if sampling.penalties:
         raise ConfigError("sample can't apply penalties, which need the tokens so far. Use generate, or remove them.")
     # One key per row, so that the sample of a row does not depend on the batch size.
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))

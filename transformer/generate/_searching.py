@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from transformer.generate._decoding import Batch, decode_hypotheses, prefill
 from transformer.generate._layers import decoding_params, unstack_layers, unstacked_model, uses_unstacked_layers
-from transformer.generate._rules import RuleParams, extended, ruled
+from transformer.generate._rules import RuleParams, ban_repeated_ngrams, extended, penalize_repeated
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
 from transformer.nn._caches import lengthen_cache
 from transformer.nn._masks import Mask
@@ -322,6 +322,40 @@ def choose(
     }
     running = running & ~failed & ~enough & (step + 1 < beam_params.limits)
     return dataclasses.replace(found, **of_rows, **of_steps), running
+
+
+def ruled(
+    logits: Float[Array, "B Z V"],
+    norms: Float[Array, "B Z"],
+    texts: Int[Array, "B Z L"] | None,
+    lengths: Int[Array, " B"],
+    step: Int[Array, ""],
+    beam_params: BeamParams,
+) -> Float[Array, "B Z V"]:
+    """Return the logits after the rules; minus the normalizers they are log-probabilities.
+
+    Args:
+        logits: (B, Z, V), in which suppressed tokens and end tokens but the first are -inf.
+        norms: (B, Z), log-sum-exp of the logits.
+        texts: (B, Z, L), tokens of the targets; None: no rule reads them.
+        lengths: (B,), number of tokens of each target.
+        step: (), number of completed steps.
+        beam_params: settings of the search.
+    """
+    rules, ends = beam_params.rules, beam_params.end_ids
+    if rules.repetition is not None:
+        shift = 0.0 if beam_params.size == 1 else norms[:, :, None]
+        logits = penalize_repeated(logits - shift, texts, lengths, rules.repetition) + shift
+    if rules.no_repeat_ngram:
+        logits = ban_repeated_ngrams(logits, texts, lengths, rules.no_repeat_ngram)
+    if ends.size:
+        early = step < rules.fewest
+        logits = logits.at[:, :, ends[0]].set(jnp.where(early, -jnp.inf, logits[:, :, ends[0]]))
+    if ends.size and rules.force_end:
+        last = (step + 1 >= beam_params.limits)[:, None]
+        ended = jnp.full_like(logits, -jnp.inf).at[:, :, ends[0]].set(norms)
+        logits = jnp.where(last[:, :, None], ended, logits)
+    return logits
 
 
 def top_k(x: Array, k: int) -> tuple[Array, Array]:

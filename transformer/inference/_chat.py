@@ -6,7 +6,7 @@ from typing import Any
 
 from transformer.chat._chat import Chat
 from transformer.chat._image_prompts import ImagePrompts
-from transformer.chat._template import find_template
+from transformer.chat._template_files import find_template
 from transformer.config._checks import ConfigError
 from transformer.inference._loaded_model import LoadedModel
 

@@ -147,7 +147,7 @@ def translate(
     tokenizer, limit = opened.tokenizer, opened.model.config.max_length
     sources = [encode_prompt(opened, prompt) for prompt in prompts]
     beam = recommended_beam(opened, size=1)
-    if beam != Beam(size=1) and sampling.temperature == 0 and not sampling.has_penalties:
+    if beam != Beam(size=1) and sampling.temperature == 0 and not sampling.penalties:
         if max_new_tokens is not None or beam.length_ratio > 0:
             most = longest_target(opened, max_new_tokens or USUAL_TARGET)
             beam = dataclasses.replace(beam, length_ratio=0.0, length_extra=most)

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from transformer.chat._template import ChatTemplateError, find_template, json_object
+from transformer.chat._template import ChatTemplateError
+from transformer.chat._template_files import find_template, json_object
 from transformer.config._checks import ConfigError, nearest
 from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.generate._generation import generate

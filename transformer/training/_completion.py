@@ -10,8 +10,7 @@ from flax.traverse_util import flatten_dict
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.config._paths import get_path
-from transformer.data._config import DataKind
-from transformer.data._dataset import Dataset
+from transformer.data._dataset import DataKind, Dataset
 from transformer.data._image_files import DEFAULT
 from transformer.media._images import ImageProcessor
 from transformer.training._recipe import Origin, Recipe, with_vocabulary

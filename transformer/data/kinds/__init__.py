@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Union
 
-from transformer.data._config import DataKind, is_path_field
+from transformer.data._config import is_path_field
+from transformer.data._dataset import DataKind
 from transformer.data.kinds._conversations import Conversations
 from transformer.data.kinds._digits import Digits
 from transformer.data.kinds._etth1 import ETTh1

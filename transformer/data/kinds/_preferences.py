@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
-from transformer.data._config import SUBWORDS, DataKind, HeldOutEnd, TokenizerConfig, check_date, check_whole
-from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint
+from transformer.data._config import SUBWORDS, HeldOutEnd, TokenizerConfig, check_date, check_whole
+from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint
 from transformer.data._records import Record, parsed, read_splits
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
-from transformer.data._config import SUBWORDS, DataKind, HeldOutEnd, TokenizerConfig, check_date, check_whole
-from transformer.data._dataset import Batch, Dataset, Ragged, fingerprint, spread
+from transformer.data._config import SUBWORDS, HeldOutEnd, TokenizerConfig, check_date, check_whole
+from transformer.data._dataset import Batch, DataKind, Dataset, Ragged, fingerprint, spread
 from transformer.data._records import Record, read_splits
 from transformer.data._tokenizer import Tokenizer
 from transformer.data._tokenizer_kinds import build_tokenizer

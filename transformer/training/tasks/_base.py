@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.config._paths import get_path
-from transformer.data._config import DataKind
+from transformer.data._dataset import DataKind
 from transformer.nn._axes import Array, Float
 from transformer.training._settings import TrainingConfig
 from transformer.training.tasks._chunked_loss import sum_in_chunks, tokens_at_once

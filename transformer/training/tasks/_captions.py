@@ -16,7 +16,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.config._progress import counting
 from transformer.data._captioning import CaptioningDataset
-from transformer.data._config import DataKind
+from transformer.data._dataset import DataKind
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
 from transformer.nn._masks import Mask

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
-from transformer.data._config import DataKind
+from transformer.data._dataset import DataKind
 from transformer.nn.models._forecaster import Forecaster
 from transformer.nn.models._vision import VisionClassifier
 from transformer.training._settings import TrainingConfig

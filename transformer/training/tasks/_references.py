@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
-from transformer.data._config import DataKind
+from transformer.data._dataset import DataKind
 from transformer.nn._axes import Array, Bool, Float
 from transformer.nn._masks import Mask
 from transformer.nn.models._causal_lm import CausalLM

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from transformer.config._model import TransformerConfig
-from transformer.data._config import DataKind
+from transformer.data._dataset import DataKind
 from transformer.nn._masks import Mask
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._encoders import Classifier, MaskedLM
