@@ -46,7 +46,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from benchmarks.machine import machine
 from benchmarks.side_by_side import versions
 from transformer import CausalLM, llama_decoder
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.zoo import save_pretrained
 
 PROMPT_TOKENS, ANSWER_TOKENS, SPREAD = 161, 338, 1.0

@@ -23,7 +23,7 @@ from benchmarks.machine import machine
 from benchmarks.side_by_side import last_line, versions
 from transformer import CausalLM, llama_decoder
 from transformer.cli._allocator import keep_freed_memory
-from transformer.data._vocabularies import ByteTokenizer
+from transformer.data.tokenizers._vocabularies import ByteTokenizer
 from transformer.serve import Engine, Request
 
 SUFFIX = 24

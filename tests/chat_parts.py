@@ -12,7 +12,7 @@ from shared_folders import copy_once_made
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from transformer.config import llama_decoder
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.zoo import save_pretrained
 

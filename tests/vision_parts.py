@@ -13,7 +13,7 @@ from PIL import Image
 from shared_folders import copy_once_made
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.zoo import ENTRIES, abstract_params, save_pretrained
 from transformer.zoo.weights._loading import parameter_shapes
 

@@ -9,8 +9,8 @@ from transformer.chat import Chat, ChatTemplate, ChatTemplateError, default_samp
 from transformer.chat._channels import Channels
 from transformer.config import ConfigError
 from transformer.data import TokenizerConfig
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
-from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer, load_pretrained_tokenizer
 from transformer.generate import Sampling, generate
 from transformer.inference import export, open_model
 

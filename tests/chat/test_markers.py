@@ -11,7 +11,7 @@ from library_tokenizers import unigram
 
 from transformer.chat import ChatEncoder, ChatTemplate, find_template
 from transformer.config import ConfigError
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 
 ENCODERS = {}
 

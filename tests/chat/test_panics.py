@@ -6,7 +6,7 @@ import pytest
 from chat_parts import files
 
 from transformer.chat._prompts import ChatPrompts
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 
 
 @pytest.mark.parametrize("size", [30, 3000])

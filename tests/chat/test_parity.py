@@ -9,7 +9,7 @@ import pytest
 from chat_parts import CONVERSATIONS, FAMILIES, files, weather
 
 from transformer.chat import ChatEncoder, ChatTemplateError, find_template, function_schema
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 
 pytestmark = pytest.mark.parity
 OPTIONS = {

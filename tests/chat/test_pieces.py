@@ -9,8 +9,8 @@ from library_tokenizers import byte_level, unigram, word_piece
 from transformer.chat import Detokenizer, StopStrings
 from transformer.config import ConfigError
 from transformer.data import TokenizerConfig
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 
 TEXT = "to be or not to be: that is the question, ¿qué pasa, niño? 你好 🙂"
 LIBRARIES = {

@@ -17,7 +17,7 @@ from transformer.__main__ import main
 from transformer.cli._models import ModelCommand
 from transformer.config import Execution, OutputOptions, Patches, TransformerConfig
 from transformer.config._invocation import program
-from transformer.data._vocabularies import CharTokenizer
+from transformer.data.tokenizers._vocabularies import CharTokenizer
 from transformer.generate import Sampling, generate
 from transformer.inference import LoadedModel
 from transformer.nn.models import CausalLM, MaskedLM, Seq2Seq, VisionClassifier

@@ -9,7 +9,7 @@ from inference_parts import write_models
 
 from transformer.__main__ import main
 from transformer.cli._texts import UnknownParts
-from transformer.data._vocabularies import ByteTokenizer, WordTokenizer
+from transformer.data.tokenizers._vocabularies import ByteTokenizer, WordTokenizer
 
 pytestmark = pytest.mark.filterwarnings("always")
 

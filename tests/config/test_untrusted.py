@@ -10,8 +10,8 @@ from training_recipes import tiny_recipe
 from transformer.config import ConfigError
 from transformer.config._untrusted import MAX_DEPTH, parse_json, read_bounded, regular_file
 from transformer.data import load_tokenizer
-from transformer.data._pretrained_tokenizer import load_pretrained_tokenizer
-from transformer.data._vocabularies import ByteTokenizer
+from transformer.data.tokenizers._pretrained import load_pretrained_tokenizer
+from transformer.data.tokenizers._vocabularies import ByteTokenizer
 from transformer.training import load_recipe, to_json
 from transformer.training._overrides import find_recipe
 from transformer.training._recipe import save_recipe

@@ -11,7 +11,7 @@ from transformer.data import Example, JsonLines, NumberWords, ParallelText, Text
 from transformer.data._pairs import PairDataset
 from transformer.data._pipeline import check_batch
 from transformer.data._texts import TextDataset
-from transformer.data._vocabularies import CharTokenizer, WordTokenizer
+from transformer.data.tokenizers._vocabularies import CharTokenizer, WordTokenizer
 
 TEXT = "".join(chr(ord("a") + i % 23) for i in range(211))
 

@@ -145,8 +145,8 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path):
 
 
 def test_a_vocabulary_without_unknown_token_names_the_problem():
-    from transformer.data._tokenizer_files import as_pretrained
-    from transformer.data._vocabularies import CharTokenizer
+    from transformer.data.tokenizers._export import as_pretrained
+    from transformer.data.tokenizers._vocabularies import CharTokenizer
 
     with pytest.raises(ValueError, match=r"vocabulary.*no unknown"):
         as_pretrained(CharTokenizer(["a"])).encode("b")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from transformer.config._limited import Cancellation
-from transformer.data._vocabularies import ByteTokenizer
+from transformer.data.tokenizers._vocabularies import ByteTokenizer
 from transformer.inference import GrammarError, Grammars, _grammar_checks
 from transformer.inference._grammar_checks import GrammarChecks
 

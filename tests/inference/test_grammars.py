@@ -14,10 +14,10 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 
 from transformer.config import TransformerConfig
-from transformer.data._bpe import BPETokenizer
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer_files import as_pretrained
-from transformer.data._vocabularies import ByteTokenizer, CharTokenizer
+from transformer.data.tokenizers._bpe import BPETokenizer
+from transformer.data.tokenizers._export import as_pretrained
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
+from transformer.data.tokenizers._vocabularies import ByteTokenizer, CharTokenizer
 from transformer.generate import Sampling, TokenStream
 from transformer.inference import GrammarError, Grammars
 from transformer.nn.models import CausalLM

@@ -17,7 +17,7 @@ from inference_parts import write_models
 from tokenizers import decoders, models, pre_tokenizers
 
 from transformer.__main__ import main
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.generate import Sampling
 from transformer.inference import SentenceSettings, classify, embed, export, open_model, score, sentence_settings
 from transformer.inference._embed import encode_sentences

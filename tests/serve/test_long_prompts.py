@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from transformer.chat import _markers
 from transformer.cli._services import make_service
-from transformer.data import _pretrained_tokenizer
+from transformer.data.tokenizers import _pretrained
 from transformer.inference import open_model
 from transformer.serve import _bodies
 from transformer.serve._errors import APIError
@@ -46,7 +46,7 @@ def client_of(service):
 
 def refuse_to_encode(monkeypatch, most):
     """Fail if the library is given a text of more than `most` characters."""
-    for module in (_pretrained_tokenizer, _markers):
+    for module in (_pretrained, _markers):
 
         def checked(library, given, special, encode=module.encode_one):
             assert len(given) <= most

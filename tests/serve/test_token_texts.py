@@ -14,8 +14,8 @@ from tokenizers import decoders, models, normalizers
 
 from transformer.chat import Detokenizer
 from transformer.data import TokenizerConfig
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.serve._answers import Answer
 from transformer.serve._requests import Delta, Token
 from transformer.serve._token_texts import TokenTexts

@@ -12,7 +12,7 @@ import pytest
 from teaching_texts import KEYS, SMALL, B, D, T, X, captured, softmax, start
 
 from transformer.config import Execution, LayerKind, transformer_base
-from transformer.data._vocabularies import WordTokenizer
+from transformer.data.tokenizers._vocabularies import WordTokenizer
 from transformer.generate import Sampling, generate
 from transformer.nn._attention import MultiHeadAttention
 from transformer.nn._masks import Mask

@@ -8,7 +8,7 @@ from training_recipes import change, record_drawn_run, tiny_recipe
 
 import transformer
 from transformer.__main__ import main
-from transformer.data._tokenizer_kinds import TOKENIZERS
+from transformer.data.tokenizers._kinds import TOKENIZERS
 from transformer.training.workdir._provenance import WorkdirError, tokenizer_fingerprint
 from transformer.training.workdir._runs import load_run
 

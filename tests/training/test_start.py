@@ -19,7 +19,7 @@ from training_recipes import change, text_recipe
 from transformer.__main__ import main
 from transformer.config import ConfigError
 from transformer.data import SST2, LabeledText, TokenizerConfig, load_tokenizer, prepare
-from transformer.data._pretrained_tokenizer import load_pretrained_tokenizer
+from transformer.data.tokenizers._pretrained import load_pretrained_tokenizer
 from transformer.inference import classify, export, open_model, start_from
 from transformer.nn._masks import Mask
 from transformer.nn._sharding import ParallelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.chat._pieces import Detokenizer
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 
 _HEADERS = ("<|start|>", "<|channel|>")
 _BODY, _END = "<|message|>", "<|end|>"

@@ -13,7 +13,7 @@ from transformer.chat._pieces import StopStrings
 from transformer.chat._prompts import ChatPrompts, Message
 from transformer.chat._template import ChatTemplate, ChatTemplateError
 from transformer.config._checks import ConfigError
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 from transformer.generate._sampling import Sampling
 from transformer.generate._streaming import TokenStream
 

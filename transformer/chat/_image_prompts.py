@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from transformer.config._checks import ConfigError
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer import utf8
+from transformer.data.tokenizers._base import utf8
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

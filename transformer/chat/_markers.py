@@ -21,10 +21,10 @@ from typing import Any
 from transformer.chat._image_prompts import ImagePrompts, expanded
 from transformer.chat._template import ChatTemplate
 from transformer.config._checks import ConfigError
-from transformer.data._library_errors import held_stderr, library_errors
-from transformer.data._long_texts import check_length
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer, encode_one
-from transformer.data._tokenizer import TOKENIZER_FILE
+from transformer.data.tokenizers._base import TOKENIZER_FILE
+from transformer.data.tokenizers._library_errors import held_stderr, library_errors
+from transformer.data.tokenizers._long_texts import check_length
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer, encode_one
 
 _FIXED = ("role", "type")
 """entries that are checked words rather than texts"""

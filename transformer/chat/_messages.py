@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from transformer.config._checks import ConfigError
-from transformer.data._tokenizer import utf8
+from transformer.data.tokenizers._base import utf8
 
 MAX_DEPTH = 32
 """maximum nesting depth of lists and dicts in a message, a tool or a document"""

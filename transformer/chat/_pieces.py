@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from transformer.config._checks import ConfigError
-from transformer.data._pretrained_tokenizer import BYTE_TOKEN
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
+from transformer.data.tokenizers._pretrained import BYTE_TOKEN
 
 _BROKEN = "\ufffd"
 

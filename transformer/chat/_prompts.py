@@ -11,9 +11,9 @@ from transformer.chat._markers import ChatEncoder, Encoded
 from transformer.chat._template import ChatTemplate
 from transformer.chat._template_files import find_template, json_object, special_tokens
 from transformer.config._checks import ConfigError
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer import Tokenizer
-from transformer.data._tokenizer_files import as_pretrained
+from transformer.data.tokenizers._base import Tokenizer
+from transformer.data.tokenizers._export import as_pretrained
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.generate._sampling import Sampling
 
 Message = Mapping[str, Any]

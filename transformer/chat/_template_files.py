@@ -9,7 +9,7 @@ from typing import Any
 from transformer.chat._template import ChatTemplate, ChatTemplateError
 from transformer.config._checks import nearest
 from transformer.config._untrusted import parse_json
-from transformer.data._pretrained_tokenizer import TEMPLATE_FILES, TEMPLATE_FOLDER
+from transformer.data.tokenizers._pretrained import TEMPLATE_FILES, TEMPLATE_FOLDER
 
 TEMPLATE_FILE, JSON_FILE = TEMPLATE_FILES
 CONFIG_FILE = "tokenizer_config.json"

@@ -4,8 +4,6 @@ from transformer.data._config import TokenizerConfig
 from transformer.data._dataset import Batch, DataKind, Dataset, Example
 from transformer.data._pipeline import prepare
 from transformer.data._series import from_model, to_model
-from transformer.data._tokenizer import Tokenizer
-from transformer.data._tokenizer_kinds import load_tokenizer
 from transformer.data.kinds import DATA, DataConfig
 from transformer.data.kinds._conversations import Conversations
 from transformer.data.kinds._digits import Digits
@@ -29,6 +27,8 @@ from transformer.data.kinds._text_file import TextFile
 from transformer.data.kinds._text_files import TextFiles
 from transformer.data.kinds._tfds_translation import TFDSTranslation
 from transformer.data.kinds._tiny_shakespeare import TinyShakespeare
+from transformer.data.tokenizers._base import Tokenizer
+from transformer.data.tokenizers._kinds import load_tokenizer
 
 __all__ = [
     "DATA",

@@ -13,8 +13,8 @@ from transformer.data._config import WORDS, TokenizerConfig, check_whole
 from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint
 from transformer.data._image_files import READING, ImageFiles
 from transformer.data._labeled import encode_within
-from transformer.data._tokenizer import Tokenizer
-from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.data.tokenizers._base import Tokenizer
+from transformer.data.tokenizers._kinds import build_tokenizer
 from transformer.media._images import ImageProcessor
 
 HALF = (0.5, 0.5, 0.5)

@@ -15,10 +15,10 @@ from transformer.data._captioned import CaptionConfig, CaptionDataset, Captioned
 from transformer.data._config import check_whole
 from transformer.data._dataset import Batch, Example
 from transformer.data._image_files import ImageFiles
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer import Tokenizer
-from transformer.data._tokenizer_files import as_pretrained
-from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.data.tokenizers._base import Tokenizer
+from transformer.data.tokenizers._export import as_pretrained
+from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 
 IMAGE_TOKEN = "<image>"
 """name of the image token of a tokenizer that is built from the captions"""

@@ -11,11 +11,11 @@ from typing import Any
 from transformer.config._checks import ConfigError
 from transformer.data._config import TokenizerConfig
 from transformer.data._local_files import read_text
-from transformer.data._pretrained_tokenizer import TEMPLATE_FILES, TEMPLATE_FOLDER, PretrainedTokenizer
-from transformer.data._tokenizer import SPECIAL_TOKENS, Tokenizer
-from transformer.data._tokenizer_files import as_pretrained
-from transformer.data._tokenizer_kinds import build_tokenizer
 from transformer.data._turns import Conversation, template_values
+from transformer.data.tokenizers._base import SPECIAL_TOKENS, Tokenizer
+from transformer.data.tokenizers._export import as_pretrained
+from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._pretrained import TEMPLATE_FILES, TEMPLATE_FOLDER, PretrainedTokenizer
 
 _MARKER = re.compile(r"<\|\w+\|>")
 _DEFAULT = """\

@@ -15,10 +15,10 @@ from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
 from transformer.data._config import SUBWORDS, TokenizerConfig, check_date, check_whole
 from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint, spread
 from transformer.data._packed import PackedRows
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer import Tokenizer
 from transformer.data._turns import Conversation, TrainOn, chat_encoders, encode
 from transformer.data._unread import warn_of_unread
+from transformer.data.tokenizers._base import Tokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 
 Splits = Mapping[str, Sequence[Conversation]]
 """conversations by split"""

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from transformer.data._byte_counts import UNKNOWN_BYTES, token_bytes
 from transformer.data._corpus_cache import Tokenized
 from transformer.data._corpus_rows import PackedDocuments, Tokens, Windows
 from transformer.data._dataset import Batch, Dataset, fingerprint, spread
 from transformer.data._mixture import Mixture
 from transformer.data._packed import packed_batch
 from transformer.data._texts import NO_PAIRS, beginnings
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
+from transformer.data.tokenizers._byte_counts import UNKNOWN_BYTES, token_bytes
 
 if TYPE_CHECKING:
     import grain

@@ -21,7 +21,7 @@ from typing import Any
 from transformer.config._local_paths import local_path
 from transformer.data._corpus_files import Segment, Source
 from transformer.data._corpus_shard import Facts, ShardJob, tokenize_shard
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 
 FORMAT = 1
 """version of the files in the cache"""

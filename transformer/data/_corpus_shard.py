@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from transformer.data._bpe import BPETokenizer
 from transformer.data._corpus_files import Segment, read_documents
-from transformer.data._tokenizer import Tokenizer, utf8
-from transformer.data._tokenizer_kinds import load_tokenizer
-from transformer.data._word_cache import WordCache
+from transformer.data.tokenizers._base import Tokenizer, utf8
+from transformer.data.tokenizers._bpe import BPETokenizer
+from transformer.data.tokenizers._kinds import load_tokenizer
+from transformer.data.tokenizers._word_cache import WordCache
 
 BLOCK = 8192
 """tokens of a record"""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from transformer.config._checks import nearest
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 from transformer.media._images import ImageProcessor
 
 if TYPE_CHECKING:

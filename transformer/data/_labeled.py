@@ -14,10 +14,10 @@ import numpy as np
 from transformer.config._checks import shortened
 from transformer.data._config import SUBWORDS, TokenizerConfig, check_labels, check_whole
 from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer import Tokenizer
-from transformer.data._tokenizer_kinds import build_tokenizer
-from transformer.data._tokenizer_settings import truncated
+from transformer.data.tokenizers._base import Tokenizer
+from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
+from transformer.data.tokenizers._settings import truncated
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import numpy as np
 from transformer.config._checks import ConfigError
 from transformer.data._config import SMALLEST_BPE, SUBWORDS, TokenizerConfig, check_share, check_whole
 from transformer.data._dataset import Batch, DataKind, Dataset, Ragged, fingerprint, spread
-from transformer.data._tokenizer import Tokenizer
-from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.data.tokenizers._base import Tokenizer
+from transformer.data.tokenizers._kinds import build_tokenizer
 from transformer.nn._axes import Array, Bool, Float, Int
 
 if TYPE_CHECKING:

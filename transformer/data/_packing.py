@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from transformer.data._dataset import IN_MEMORY, Batch, Ragged
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 
 if TYPE_CHECKING:
     import grain

@@ -15,10 +15,10 @@ from transformer.config._checks import ConfigError
 from transformer.data._buckets import TokenBatches
 from transformer.data._config import check_whole
 from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint, spread
-from transformer.data._normalization import NORMALIZERS
 from transformer.data._packing import packed_batches
-from transformer.data._tokenizer import Tokenizer
-from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.data.tokenizers._base import Tokenizer
+from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._normalization import NORMALIZERS
 
 if TYPE_CHECKING:
     import grain

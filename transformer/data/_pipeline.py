@@ -10,8 +10,8 @@ import numpy as np
 from transformer.config._local_paths import local_path
 from transformer.data._config import is_path_field
 from transformer.data._dataset import Batch, DataKind, Dataset
-from transformer.data._tokenizer import Tokenizer
 from transformer.data.kinds import DATA
+from transformer.data.tokenizers._base import Tokenizer
 
 
 def prepare(config: DataKind, tokenizer: Tokenizer | None = None) -> Dataset:

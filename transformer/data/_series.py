@@ -12,7 +12,7 @@ import numpy as np
 from transformer.config._checks import ConfigError
 from transformer.data._config import check_whole
 from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.data._byte_counts import UNKNOWN_BYTES, bytes_after_first, token_bytes
 from transformer.data._config import CHARACTERS, TokenizerConfig, check_whole
 from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint, spread
 from transformer.data._packed import PackedRows, chunks
-from transformer.data._tokenizer import Tokenizer
-from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.data.tokenizers._base import Tokenizer
+from transformer.data.tokenizers._byte_counts import UNKNOWN_BYTES, bytes_after_first, token_bytes
+from transformer.data.tokenizers._kinds import build_tokenizer
 
 NO_PAIRS = "is running text and has no pairs of source and target. Use prompts()."
 

@@ -13,7 +13,7 @@ from transformer.data._records import Record, parsed
 if TYPE_CHECKING:
     from transformer.chat._markers import ChatEncoder, Encoded
     from transformer.chat._template import ChatTemplate, ChatTemplateError, Rendered
-    from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+    from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 
 TrainOn = Literal["assistant", "last", "everything"]
 """which messages are trained"""

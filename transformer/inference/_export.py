@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
-from transformer.data._tokenizer_files import as_pretrained
+from transformer.data.tokenizers._export import as_pretrained
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._loading import is_workdir
 from transformer.media._image_settings import image_processor, save_image_processor

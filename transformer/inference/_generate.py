@@ -12,7 +12,7 @@ from typing import Any
 from transformer.chat._image_prompts import ImagePrompts
 from transformer.chat._pieces import Detokenizer, StopStrings
 from transformer.config._checks import ConfigError
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import Beam
 from transformer.generate._generation import generate

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from transformer.config._limited import Cancellation
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer import TOKENIZER_FILE, Tokenizer
-from transformer.data._tokenizer_files import as_pretrained
+from transformer.data.tokenizers._base import TOKENIZER_FILE, Tokenizer
+from transformer.data.tokenizers._export import as_pretrained
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.generate._constraints import WORD
 from transformer.inference._grammar_checks import LIMITS, GrammarChecks
 

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from transformer.chat._template import ChatTemplateError
 from transformer.chat._template_files import find_template, json_object
 from transformer.config._checks import ConfigError, nearest
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.generate._generation import generate
 from transformer.generate._prompts import bucket, decoding_model
 from transformer.generate._sampling import Sampling

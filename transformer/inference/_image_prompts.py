@@ -10,8 +10,8 @@ import numpy as np
 from transformer.chat._image_prompts import ImagePrompts, ImageText
 from transformer.config._checks import ConfigError
 from transformer.config._image_tokens import ImageTokens
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer_files import as_pretrained
+from transformer.data.tokenizers._export import as_pretrained
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.inference._image_inputs import with_size_of
 from transformer.inference._loaded_model import LoadedModel
 from transformer.media._image_settings import image_processor

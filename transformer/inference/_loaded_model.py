@@ -13,7 +13,7 @@ import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 from transformer.nn.models._kinds import ModelKind, kind_of
 from transformer.zoo._adapters import adapter_for
 from transformer.zoo._opening import why_no_tokenizer

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._checks import ConfigError
-from transformer.data._byte_counts import bytes_after_first
+from transformer.data.tokenizers._byte_counts import bytes_after_first
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._text_batches import Batch, Columns, run_pairs, scored_at_once
 from transformer.inference._text_inputs import run_texts, text_model

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from transformer.config._checks import ConfigError
-from transformer.data._tokenizer_settings import truncated
+from transformer.data.tokenizers._settings import truncated
 from transformer.generate._prompts import decoding_model
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._text_batches import Batch, Columns, run_batches

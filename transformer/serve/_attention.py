@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from transformer.chat._prompts import ChatPrompts
 from transformer.config._checks import nearest
-from transformer.data._long_texts import check_length
+from transformer.data.tokenizers._long_texts import check_length
 from transformer.generate._prompts import decoding_model
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._text_attention import sown_weights

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 
 from transformer.config._limited import Cancellation
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 from transformer.inference._grammars import GrammarConstraint, Grammars
 from transformer.serve._errors import APIError
 from transformer.serve._http import until_gone

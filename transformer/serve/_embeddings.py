@@ -12,7 +12,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from transformer.config._checks import nearest
-from transformer.data._long_texts import TooManyTokensError, check_length
+from transformer.data.tokenizers._long_texts import TooManyTokensError, check_length
 from transformer.inference._embed import embed_encoded, encode_sentences
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._sentences import SentenceSettings

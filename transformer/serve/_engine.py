@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from transformer.config._checks import ConfigError
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 from transformer.generate._generation import check_draft
 from transformer.generate._lookup import PromptLookup
 from transformer.generate._prompts import check_rows, check_text_model, decoding_model

@@ -10,7 +10,7 @@ from typing import Literal
 
 from transformer.chat._channels import Channels
 from transformer.chat._pieces import Detokenizer, StopStrings
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 from transformer.generate._constraints import Constraint
 from transformer.generate._sampling import PLAIN, Sampling
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from transformer.chat._prompts import ChatPrompts
 from transformer.config._checks import ConfigError
-from transformer.data._long_texts import TooManyTokensError, check_length
+from transformer.data.tokenizers._long_texts import TooManyTokensError, check_length
 from transformer.generate._rows import MOST_ENDS
 from transformer.generate._sampling import Sampling
 from transformer.serve._answers import Answer

@@ -13,7 +13,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 
 from transformer.config._checks import nearest
-from transformer.data._long_texts import TooManyTokensError, check_length
+from transformer.data.tokenizers._long_texts import TooManyTokensError, check_length
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import MOST_ALPHA, USUAL, Beam, Hypothesis
 from transformer.inference._generation_settings import longest_target, recommended_beam

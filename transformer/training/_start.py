@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 from transformer.media._images import ImageProcessor
 from transformer.training import lora
 from transformer.training._recipe import FILE, Recipe, load_recipe

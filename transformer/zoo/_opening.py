@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 
 from transformer.config._checks import ConfigError
-from transformer.data._gguf_tokenizer import UnsupportedTokenizer, tokenizer_files
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
-from transformer.data._tokenizer import TOKENIZER_FILE
+from transformer.data.tokenizers._base import TOKENIZER_FILE
+from transformer.data.tokenizers._gguf import UnsupportedTokenizer, tokenizer_files
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer, load_pretrained_tokenizer
 from transformer.zoo._gemma_orbax import GemmaOrbaxFiles, is_orbax
 from transformer.zoo._gguf import GGUFFiles, is_gguf
 from transformer.zoo._text_part import text_part

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from transformer.config._checks import ConfigError, nearest, shortened
 from transformer.config._local_paths import local_path
 from transformer.config._model import Execution, TransformerConfig
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.nn._sharding import AXES, check_model, parameter_spec
 from transformer.nn.layers._adapted import has_encoded
 from transformer.nn.layers._int8 import quantize

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from transformer.data._normalization import NORMALIZERS
 from transformer.data.kinds import _number_words as number_words
 from transformer.data.kinds._number_words import NORMALIZATION_OF, Language
+from transformer.data.tokenizers._normalization import NORMALIZERS
 
 KNOWN = {
     "en": {

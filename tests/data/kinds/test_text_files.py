@@ -22,11 +22,11 @@ from transformer.config import ConfigError
 from transformer.data import JsonLines, TextFiles, TokenizerConfig, prepare
 from transformer.data import _corpus_files as files
 from transformer.data import _corpus_shard as shard
-from transformer.data._bpe import BPETokenizer
 from transformer.data._corpus_rows import sequences
 from transformer.data._mixture import Mixture
 from transformer.data._packed import chunks
-from transformer.data._word_cache import WordCache
+from transformer.data.tokenizers._bpe import BPETokenizer
+from transformer.data.tokenizers._word_cache import WordCache
 from transformer.training import EvaluationConfig, LoggingConfig
 from transformer.training._loop import train
 

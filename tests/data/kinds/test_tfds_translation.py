@@ -13,8 +13,8 @@ from transformer import data
 from transformer.config import ConfigError
 from transformer.data import TFDSTranslation, TokenizerConfig
 from transformer.data._pipeline import check_batch
-from transformer.data._tokenizer_kinds import build_tokenizer
 from transformer.data.kinds._tfds_translation import BLOCK, PreparedPairs
+from transformer.data.tokenizers._kinds import build_tokenizer
 from transformer.training._overrides import load_recipe_file, override
 from transformer.training.plan import batch_shapes, without_data
 

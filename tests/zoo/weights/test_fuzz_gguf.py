@@ -7,8 +7,8 @@ from fuzz_parts import BYTE_EDITS, Fuzz, damaged, fuzz
 from gguf_parts import gguf, metadata_of, random_blocks, stored, value_of
 from hypothesis import strategies as st
 
-from transformer.data._gguf_tokenizer import tokenizer_files
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data.tokenizers._gguf import tokenizer_files
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.zoo._gguf import GGUFFiles
 
 __all__ = ["fuzz"]  # a fixture

@@ -37,8 +37,8 @@ def saved(tmp_path_factory):
 
 def letters(size):
     """Return a tokenizer with this many entries."""
-    from transformer.data._tokenizer_files import as_pretrained
-    from transformer.data._vocabularies import CharTokenizer
+    from transformer.data.tokenizers._export import as_pretrained
+    from transformer.data.tokenizers._vocabularies import CharTokenizer
 
     return as_pretrained(CharTokenizer([chr(ord("A") + i) for i in range(size - 3)]))
 

@@ -18,12 +18,12 @@ from transformer.data._chat_tokenizer import with_markers
 from transformer.data._config import TokenizerConfig, check_whole
 from transformer.data._conversations import ConversationConfig
 from transformer.data._texts import DocumentDataset, Documents, TextConfig, TextDataset
-from transformer.data._tokenizer import Tokenizer
-from transformer.data._tokenizer_kinds import build_tokenizer
 from transformer.data._turns import Conversation
 from transformer.data.kinds._number_words import basic_numbers, role, words
 from transformer.data.kinds._preferences import Preference, PreferenceConfig
 from transformer.data.kinds._prompts import Prompt, PromptConfig
+from transformer.data.tokenizers._base import Tokenizer
+from transformer.data.tokenizers._kinds import build_tokenizer
 
 LIMIT = 1000
 """numbers in questions are below this one"""

@@ -17,8 +17,8 @@ from transformer.data._corpus_shard import held_out
 from transformer.data._dataset import spread
 from transformer.data._mixture import Mixture
 from transformer.data._texts import TextConfig
-from transformer.data._tokenizer import TOKENIZER_FILE, Tokenizer
-from transformer.data._tokenizer_kinds import build_tokenizer, load_tokenizer
+from transformer.data.tokenizers._base import TOKENIZER_FILE, Tokenizer
+from transformer.data.tokenizers._kinds import build_tokenizer, load_tokenizer
 
 SAMPLE = 2**26
 """characters of text that a bpe vocabulary is learned from, at most"""

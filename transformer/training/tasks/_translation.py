@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from transformer.config._progress import counting
 from transformer.data._dataset import Example
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import Beam
 from transformer.generate._generation import generate

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformer.config._checks import ConfigError
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 from transformer.training._recipe import FILE, Change, Recipe, difference, from_json
 from transformer.training.workdir._changes import allowable, schedule_change
 from transformer.training.workdir._checkpoint import load_items

@@ -18,9 +18,9 @@ from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
 from transformer.data._dataset import Dataset
 from transformer.data._pipeline import prepare as prepare_data
-from transformer.data._tokenizer import Tokenizer
-from transformer.data._tokenizer_kinds import load_tokenizer
 from transformer.data.kinds import PLACES
+from transformer.data.tokenizers._base import Tokenizer
+from transformer.data.tokenizers._kinds import load_tokenizer
 from transformer.media._image_settings import save_image_processor
 from transformer.training import _processes as processes
 from transformer.training import lora

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from transformer.data._byte_level import byte_level_bytes
-from transformer.data._tokenizer import VISIBLE, Tokenizer, check_vocabulary, listed, utf8
+from transformer.data.tokenizers._base import VISIBLE, Tokenizer, check_vocabulary, listed, utf8
+from transformer.data.tokenizers._byte_level import byte_level_bytes
 
 
 class BPETokenizer(Tokenizer):

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from transformer.config._checks import shortened
 from transformer.config._local_paths import local_path
 from transformer.config._untrusted import MAX_JSON_BYTES, parse_json, read_bounded
-from transformer.data._byte_level import byte_level_bytes
-from transformer.data._library_errors import held_stderr, library_errors
-from transformer.data._tokenizer import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
-from transformer.data._tokenizer_settings import truncation_side, with_settings
+from transformer.data.tokenizers._base import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
+from transformer.data.tokenizers._byte_level import byte_level_bytes
+from transformer.data.tokenizers._library_errors import held_stderr, library_errors
+from transformer.data.tokenizers._settings import truncation_side, with_settings
 
 if TYPE_CHECKING:
     import tokenizers

@@ -12,8 +12,8 @@ from library_tokenizers import BERT, GPT, T5, byte_level, changed, save, unigram
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
-from transformer.data._library_errors import held_stderr
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
+from transformer.data.tokenizers._library_errors import held_stderr
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer, load_pretrained_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -352,6 +352,6 @@ def test_without_a_tokenizer_file_it_says_how_to_make_one(tmp_path, monkeypatch)
     (tmp_path / "tokenizer.json").mkdir()
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         load_pretrained_tokenizer(tmp_path)
-    monkeypatch.setattr("transformer.data._pretrained_tokenizer.MAX_JSON_BYTES", 20)
+    monkeypatch.setattr("transformer.data.tokenizers._pretrained.MAX_JSON_BYTES", 20)
     with pytest.raises(ValueError, match="at most 20 bytes"):
         load_pretrained_tokenizer(save(tmp_path / "large", unigram()))

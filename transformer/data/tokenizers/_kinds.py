@@ -11,10 +11,10 @@ from typing import Any
 from transformer.config._checks import nearest
 from transformer.config._local_paths import local_path
 from transformer.config._untrusted import parse_json, read_bounded
-from transformer.data._bpe import BPETokenizer
 from transformer.data._config import TokenizerConfig
-from transformer.data._tokenizer import FORMAT, SPECIAL_TOKENS, TOKENIZER_FILE, Tokenizer
-from transformer.data._vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
+from transformer.data.tokenizers._base import FORMAT, SPECIAL_TOKENS, TOKENIZER_FILE, Tokenizer
+from transformer.data.tokenizers._bpe import BPETokenizer
+from transformer.data.tokenizers._vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
 
 DEFAULT_BPE_SIZE = 8192
 """default vocabulary size of bpe"""
@@ -77,7 +77,7 @@ def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
     try:
         state = parse_json(read_bounded(Path(directory), TOKENIZER_FILE))
         if isinstance(state, dict) and "format" not in state and "model" in state:  # a file of the tokenizers library
-            from transformer.data._pretrained_tokenizer import load_saved_alone
+            from transformer.data.tokenizers._pretrained import load_saved_alone
 
             return load_saved_alone(directory)
         return _from_state(state)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from library_tokenizers import BERT, GPT, T5, byte_level, changed, unigram, word_piece
 
 from transformer.data import Tokenizer, TokenizerConfig, load_tokenizer
-from transformer.data._pretrained_tokenizer import load_pretrained_tokenizer
-from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._pretrained import load_pretrained_tokenizer
 
 __all__ = ["fuzz"]  # a fixture
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transformer.data._bpe import BPETokenizer
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer import Tokenizer, utf8
-from transformer.data._vocabularies import ByteTokenizer, CharTokenizer
+from transformer.data.tokenizers._base import Tokenizer, utf8
+from transformer.data.tokenizers._bpe import BPETokenizer
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
+from transformer.data.tokenizers._vocabularies import ByteTokenizer, CharTokenizer
 
 UNKNOWN_BYTES = -1
 

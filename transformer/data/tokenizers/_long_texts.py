@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformer.data._tokenizer import Tokenizer
+from transformer.data.tokenizers._base import Tokenizer
 
 USUAL_CHARACTERS = 8
 """characters per token that a usual text does not exceed: up to this length, a text is not checked"""

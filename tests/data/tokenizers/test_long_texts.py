@@ -5,12 +5,12 @@ import random
 import pytest
 from chat_parts import tokenizer as family_tokenizer
 
-from transformer.data import _long_texts
-from transformer.data._bpe import BPETokenizer
-from transformer.data._long_texts import MOST_PART, TooManyTokensError, check_length
-from transformer.data._pretrained_tokenizer import LONG_TEXT, encode_one
-from transformer.data._tokenizer_files import as_pretrained
-from transformer.data._vocabularies import ByteTokenizer
+from transformer.data.tokenizers import _long_texts
+from transformer.data.tokenizers._bpe import BPETokenizer
+from transformer.data.tokenizers._export import as_pretrained
+from transformer.data.tokenizers._long_texts import MOST_PART, TooManyTokensError, check_length
+from transformer.data.tokenizers._pretrained import LONG_TEXT, encode_one
+from transformer.data.tokenizers._vocabularies import ByteTokenizer
 
 TOKENIZERS = {
     "byte": ByteTokenizer(),

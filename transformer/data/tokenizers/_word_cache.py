@@ -7,8 +7,8 @@ from itertools import chain
 
 import numpy as np
 
-from transformer.data._bpe import BPETokenizer
-from transformer.data._tokenizer import utf8
+from transformer.data.tokenizers._base import utf8
+from transformer.data.tokenizers._bpe import BPETokenizer
 
 _MOST = 2**18
 """remembered words, about 40 MB; then all are forgotten"""

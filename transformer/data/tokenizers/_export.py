@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from transformer.data._bpe import BPETokenizer
-from transformer.data._byte_level import byte_level_characters
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
-from transformer.data._tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE, Tokenizer
-from transformer.data._vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
+from transformer.data.tokenizers._base import SPECIAL_TOKENS, TOKENIZER_FILE, Tokenizer
+from transformer.data.tokenizers._bpe import BPETokenizer
+from transformer.data.tokenizers._byte_level import byte_level_characters
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
+from transformer.data.tokenizers._vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
 
 if TYPE_CHECKING:
     import tokenizers

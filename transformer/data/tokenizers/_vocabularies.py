@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from transformer.config._checks import nearest
-from transformer.data._tokenizer import VISIBLE, Tokenizer, check_vocabulary, listed, utf8
+from transformer.data.tokenizers._base import VISIBLE, Tokenizer, check_vocabulary, listed, utf8
 
 
 class CharTokenizer(Tokenizer):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from transformer.data._tokenizer import TOKENIZER_FILE
+from transformer.data.tokenizers._base import TOKENIZER_FILE
 
 PREFIX = "tokenizer.ggml."
 MAX_PIECE = 256

@@ -3,10 +3,10 @@
 import pytest
 import tokenizers
 
-from transformer.data._bpe import BPETokenizer
-from transformer.data._pretrained_tokenizer import load_pretrained_tokenizer
-from transformer.data._tokenizer_files import as_pretrained
-from transformer.data._vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
+from transformer.data.tokenizers._bpe import BPETokenizer
+from transformer.data.tokenizers._export import as_pretrained
+from transformer.data.tokenizers._pretrained import load_pretrained_tokenizer
+from transformer.data.tokenizers._vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
 
 TEXT = "To be, or not to be:\nthat is the  question — ¿señor?\t42"
 OURS = {

@@ -8,7 +8,7 @@ from library_tokenizers import save
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
-from transformer.data._pretrained_tokenizer import load_pretrained_tokenizer
+from transformer.data.tokenizers._pretrained import load_pretrained_tokenizer
 from transformer.training.workdir._provenance import tokenizer_fingerprint
 
 CONTRADICTION = r"tokenizer_config\.json contradicts tokenizer\.json"

@@ -11,8 +11,8 @@ from library_tokenizers import TEXTS, byte_level
 from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from transformer.data._gguf_tokenizer import UnsupportedTokenizer, tokenizer_files
-from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data.tokenizers._gguf import UnsupportedTokenizer, tokenizer_files
+from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 WORDS = ["to be or not to be", "¿qué pasa? el niño", "a  b\n\nc\t1234567 x's", "<|end|> and <tag>", "日本 🙂", ""]

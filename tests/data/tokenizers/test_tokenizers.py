@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer.data import TokenizerConfig, load_tokenizer
-from transformer.data._bpe import BPETokenizer
-from transformer.data._tokenizer_kinds import build_tokenizer
-from transformer.data._vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
+from transformer.data.tokenizers._bpe import BPETokenizer
+from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
 
 TEXTS = ["to be or not to be", "that is the question", "¿qué pasa? <eos> el niño", "siebenhundertzweiundvierzig"] * 3
 KINDS = ("char", "byte", "word", "bpe")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from transformer.config._checks import nearest, shortened
 from transformer.config._local_paths import local_path
-from transformer.data._normalization import NORMALIZERS
+from transformer.data.tokenizers._normalization import NORMALIZERS
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<mask>")
 """names of special tokens, in the order of their ids; every tokenizer has the first three"""
