@@ -17,8 +17,8 @@ from transformer.data._chat_tokenizer import default_template, with_template
 from transformer.data._conversations import marked
 from transformer.data._dataset import padding
 from transformer.data._packed import PackedRows, best_fit, chunks
-from transformer.data._records import read_records
 from transformer.data._turns import Conversation, conversation, encode
+from transformer.data.files._records import read_records
 
 NOW = datetime(2025, 1, 1)
 TURNS = [

@@ -9,7 +9,7 @@ from fuzz_parts import BYTE_EDITS, JSON_EDITS, Fuzz, cleared, damaged, files_of,
 from hypothesis import strategies as st
 
 from transformer.data import Conversations, TokenizerConfig, prepare
-from transformer.data._records import read_records
+from transformer.data.files._records import read_records
 
 __all__ = ["fuzz"]  # a fixture
 

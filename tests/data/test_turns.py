@@ -9,8 +9,8 @@ from chat_parts import tokenizer
 
 from transformer.chat import ChatEncoder, ChatTemplate, find_template
 from transformer.data import Conversations, Preferences, Prompts, TokenizerConfig, prepare
-from transformer.data._records import Record
 from transformer.data._turns import Conversation, conversation, encode
+from transformer.data.files._records import Record
 
 NOW = datetime(2025, 1, 1)
 BODY = "{% generation %}{{ m.content }}<|end|>{% endgeneration %}"

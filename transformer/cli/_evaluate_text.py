@@ -24,7 +24,7 @@ class EvaluateText(ModelCommand):
 
 
 def main(command: EvaluateText) -> None:
-    from transformer.data._local_files import read_text
+    from transformer.data.files._texts import read_text
     from transformer.inference._score import score_text
 
     text = read_text(str(command.file))

@@ -14,7 +14,7 @@ from transformer.config._checks import ConfigError
 from transformer.data._captioned import CaptionConfig, CaptionDataset, Captioned
 from transformer.data._config import check_whole
 from transformer.data._dataset import Batch, Example
-from transformer.data._image_files import ImageFiles
+from transformer.data.files._images import ImageFiles
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.data.tokenizers._export import as_pretrained
 from transformer.data.tokenizers._kinds import build_tokenizer

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformer.config._checks import ConfigError
 from transformer.data._config import TokenizerConfig
-from transformer.data._local_files import read_text
 from transformer.data._turns import Conversation, template_values
+from transformer.data.files._texts import read_text
 from transformer.data.tokenizers._base import SPECIAL_TOKENS, Tokenizer
 from transformer.data.tokenizers._export import as_pretrained
 from transformer.data.tokenizers._kinds import build_tokenizer

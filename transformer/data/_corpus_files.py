@@ -13,7 +13,7 @@ from typing import Any
 
 from transformer.config._checks import nearest
 from transformer.data import _corpus_tables as tables
-from transformer.data._local_files import decode_utf8, unix_lines
+from transformer.data.files._texts import decode_utf8, unix_lines
 from transformer.data.tokenizers._base import utf8
 
 TEXT, JSON_LINES, PARQUET, ARROW = ".txt", ".jsonl", ".parquet", ".arrow"

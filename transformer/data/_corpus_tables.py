@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from transformer.config._checks import nearest
-from transformer.data._records import arrow_errors, check_pyarrow
-from transformer.data._tfds import NAME, no_random_access, open_prepared, unreadable
+from transformer.data.files._records import arrow_errors, check_pyarrow
+from transformer.data.files._tfds import NAME, no_random_access, open_prepared, unreadable
 
 _ROWS = 1024
 """rows that are read at once"""

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from transformer.config._checks import ConfigError
-from transformer.data._records import Record, parsed
+from transformer.data.files._records import Record, parsed
 
 if TYPE_CHECKING:
     from transformer.chat._markers import ChatEncoder, Encoded

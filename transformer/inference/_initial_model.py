@@ -15,7 +15,7 @@ from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
-from transformer.data._image_files import DEFAULT
+from transformer.data.files._images import DEFAULT
 from transformer.inference._image_inputs import with_size_of
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._loading import is_workdir, load_model

@@ -11,7 +11,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.config._paths import get_path
 from transformer.data._dataset import DataKind, Dataset
-from transformer.data._image_files import DEFAULT
+from transformer.data.files._images import DEFAULT
 from transformer.media._images import ImageProcessor
 from transformer.training._recipe import Origin, Recipe, with_vocabulary
 from transformer.training._start import RECIPE_FIELDS, Start, listed

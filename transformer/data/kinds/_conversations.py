@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from transformer.data._config import HeldOutEnd
 from transformer.data._conversations import ConversationConfig
-from transformer.data._records import read_splits
 from transformer.data._turns import Conversation, conversation
+from transformer.data.files._records import read_splits
 
 
 @dataclass(frozen=True, kw_only=True)

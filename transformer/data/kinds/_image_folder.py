@@ -10,8 +10,8 @@ import numpy as np
 
 from transformer.config._checks import nearest
 from transformer.data._config import check_path, check_shares
-from transformer.data._image_files import ImageFiles, ImageFilesConfig, class_folders, images_in, split_by_digest
 from transformer.data._images import ImageConfig, Images
+from transformer.data.files._images import ImageFiles, ImageFilesConfig, class_folders, images_in, split_by_digest
 
 
 @dataclass(frozen=True, kw_only=True)

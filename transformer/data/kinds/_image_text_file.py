@@ -13,8 +13,8 @@ from transformer.config._checks import ConfigError, nearest
 from transformer.data._captioned import CaptionConfig, Captioned, Pictures
 from transformer.data._captioning import CaptioningConfig
 from transformer.data._config import check_path, check_share
-from transformer.data._image_files import ImageFiles, ImageFilesConfig, image_rows, split_by_digest
-from transformer.data._local_files import read_json_objects, read_text
+from transformer.data.files._images import ImageFiles, ImageFilesConfig, image_rows, split_by_digest
+from transformer.data.files._texts import read_json_objects, read_text
 
 
 @dataclass(frozen=True, kw_only=True)

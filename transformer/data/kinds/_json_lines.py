@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from transformer.data._local_files import cut, read_json_lines
 from transformer.data._texts import Documents
+from transformer.data.files._texts import cut, read_json_lines
 from transformer.data.kinds._text_file import LocalText
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from transformer.data._config import HeldOutEnd
-from transformer.data._local_files import cut, read_lines
 from transformer.data._masked import MaskedConfig, Texts
+from transformer.data.files._texts import cut, read_lines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import ClassVar
 from transformer.config._checks import ConfigError
 from transformer.data._config import SUBWORDS, TokenizerConfig, check_path, check_share
 from transformer.data._dataset import Example
-from transformer.data._local_files import cut, read_pairs
 from transformer.data._pairs import PairConfig, Pairs
+from transformer.data.files._texts import cut, read_pairs
 
 
 @dataclass(frozen=True, kw_only=True)

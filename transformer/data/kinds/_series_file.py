@@ -12,8 +12,8 @@ import numpy as np
 
 from transformer.config._checks import nearest
 from transformer.data._config import check_path, check_shares
-from transformer.data._local_files import read_text
 from transformer.data._series import Series, SeriesConfig
+from transformer.data.files._texts import read_text
 
 Lines: TypeAlias = Sequence[tuple[int, list[str]]]
 """line number and cells of each line of a file"""

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from transformer.config._checks import ConfigError
 from transformer.data._labeled import Labeled, LabeledConfig, numbered
-from transformer.data._local_files import read_labeled
 from transformer.data._masked import MaskedConfig, Texts
-from transformer.data._prepared import Download, Prepared, data_dir
+from transformer.data.files._prepared import Download, Prepared, data_dir
+from transformer.data.files._texts import read_labeled
 
 _URL = "https://raw.githubusercontent.com/clairett/pytorch-sentiment-classification/master/data/SST2"
 FILES = {

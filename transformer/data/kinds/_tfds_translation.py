@@ -12,7 +12,7 @@ from transformer.config._checks import ConfigError, nearest
 from transformer.data._config import SUBWORDS, TokenizerConfig
 from transformer.data._dataset import Example
 from transformer.data._pairs import PairConfig, Pairs
-from transformer.data._tfds import NAME, no_random_access, open_prepared, unreadable
+from transformer.data.files._tfds import NAME, no_random_access, open_prepared, unreadable
 
 BLOCK = 4096
 """number of pairs per read when iterating"""

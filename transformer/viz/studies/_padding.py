@@ -10,7 +10,7 @@ import numpy as np
 
 from transformer.config._local_paths import local_path
 from transformer.data._buckets import bucket_bounds
-from transformer.data._local_files import read_lines
+from transformer.data.files._texts import read_lines
 from transformer.data.kinds._number_words import training_numbers, words
 
 SEQUENCES = 4_096

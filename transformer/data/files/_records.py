@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformer.config._checks import nearest
 from transformer.config._untrusted import parse_json, read_bounded
-from transformer.data._local_files import cut, json_reason, load_json, read_json_objects
+from transformer.data.files._texts import cut, json_reason, load_json, read_json_objects
 
 if TYPE_CHECKING:
     from transformer.data._config import HeldOutEnd

@@ -7,7 +7,7 @@ import pytest
 
 from transformer import data
 from transformer.data import JsonLines, ParallelText, TextFile
-from transformer.data import _local_files as local_files
+from transformer.data.files import _texts as local_files
 
 
 def write(path, content: bytes | str) -> str:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from transformer.data._prepared import data_dir
+from transformer.data.files._prepared import data_dir
 
 NAME = r"[A-Za-z0-9_][\w.+-]*(/[A-Za-z0-9_][\w.+-]*)?(:\d+\.\d+\.\d+)?"
 """regular expression of the name of a dataset, optionally with a config and a version: wmt14_translate/de-en:1.0.0"""
