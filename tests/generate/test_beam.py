@@ -16,8 +16,8 @@ from transformer.generate import Beam, Sampling, beam_search, beam_search_all, g
 from transformer.generate import _batches as batches
 from transformer.generate._batches import _batches
 from transformer.generate._beam import USUAL
+from transformer.generate._beam_search import continue_search, start_search, top_k
 from transformer.generate._rules import Rules
-from transformer.generate._searching import continue_search, start_search, top_k
 from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq, SpeechToText
 from transformer.zoo import load_pretrained

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from transformer.config import ConfigError
 from transformer.generate import Beam
+from transformer.generate._beam_search import BeamParams, BeamState, choose, length_penalty, ruled
 from transformer.generate._rules import RuleParams, Rules, ban_repeated_ngrams, penalize_repeated
-from transformer.generate._searching import BeamParams, BeamState, choose, length_penalty, ruled
 
 VOCABULARY, LONGEST = 5, 9
 TEXTS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=LONGEST)

@@ -218,7 +218,7 @@ def test_the_core_needs_four_packages():
         ("nn/masks", "import transformer"),
         ("training", "from transformer.zoo import ENTRIES"),
         ("zoo", "from transformer.training._recipe import Recipe"),
-        ("data", "from transformer.viz import curves"),
+        ("data", "from transformer.zoo import ENTRIES"),
     ],
 )
 def test_an_import_upwards_is_seen(unit, source):

@@ -12,7 +12,7 @@ import numpy as np
 
 from transformer.data._config import check_labels, check_whole
 from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint
-from transformer.data._labeled import warn_of_missing
+from transformer.data._labels import warn_of_missing
 from transformer.data.files._images import READING, ImageFiles
 from transformer.data.tokenizers._base import Tokenizer
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from transformer.config._checks import ConfigError
+from transformer.generate._beam_search import BeamParams, BeamState, search
 from transformer.generate._decoding import Batch
 from transformer.generate._generation import check_finite
 from transformer.generate._prompts import (
@@ -30,7 +31,6 @@ from transformer.generate._prompts import (
     warn_if_rescaled,
 )
 from transformer.generate._rules import NO_RULES, RuleParams, Rules
-from transformer.generate._searching import BeamParams, BeamState, search
 
 MOST_ALPHA = 8
 """largest exponent of the length penalty: of 100,000 tokens, the penalty is then 6e33"""

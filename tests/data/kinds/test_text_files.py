@@ -20,11 +20,11 @@ from training_recipes import tiny_recipe
 
 from transformer.config import ConfigError
 from transformer.data import JsonLines, TextFiles, TokenizerConfig, prepare
-from transformer.data import _corpus_files as files
-from transformer.data import _corpus_shard as shard
-from transformer.data._corpus_rows import sequences
-from transformer.data._mixture import Mixture
 from transformer.data._packed import chunks
+from transformer.data.corpus import _files as files
+from transformer.data.corpus import _shard as shard
+from transformer.data.corpus._mixture import Mixture
+from transformer.data.corpus._rows import sequences
 from transformer.data.tokenizers._bpe import BPETokenizer
 from transformer.data.tokenizers._word_cache import WordCache
 from transformer.training import EvaluationConfig, LoggingConfig
@@ -265,7 +265,7 @@ def test_changed_files_are_tokenized_again(tmp_path):
 PREPARE = """
 import sys
 from pathlib import Path
-from transformer.data import _corpus_files as files, _corpus_shard as shard, TextFiles, TokenizerConfig, prepare
+from transformer.data.corpus import _files as files, _corpus_shard as shard, TextFiles, TokenizerConfig, prepare
 files.LEAST_SHARD = 4000
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
@@ -310,7 +310,7 @@ def test_an_interrupted_tokenization_resumes(tmp_path, small_shards, monkeypatch
         shard.tokenize_shard(job)
 
     with monkeypatch.context() as patch:
-        patch.setattr("transformer.data._corpus_cache.tokenize_shard", interrupted)
+        patch.setattr("transformer.data.corpus._cache.tokenize_shard", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prepare(config(tmp_path, "a.jsonl"))
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*/0*.json")}
@@ -373,7 +373,7 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(tmp_path, small_shards):
 def test_too_little_space_is_reported_before_the_work(tmp_path, monkeypatch):
     write_json(tmp_path / "a.jsonl", documents(20))
     free = type("Usage", (), {"free": 100})
-    monkeypatch.setattr("transformer.data._corpus_cache.shutil.disk_usage", lambda folder: free)
+    monkeypatch.setattr("transformer.data.corpus._cache.shutil.disk_usage", lambda folder: free)
     with pytest.raises(OSError, match=r"at least 0\.0 GB of free disk space for the tokens, got 0\.0 GB") as caught:
         prepare(config(tmp_path, "a.jsonl"))
     assert caught.value.errno != errno.ENOENT

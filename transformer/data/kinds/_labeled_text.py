@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from transformer.config._checks import ConfigError, check_choice
 from transformer.data._config import check_path, check_share
-from transformer.data._labeled import Labeled, LabeledConfig, hold_out, numbered
+from transformer.data._labels import Labeled, LabeledConfig, hold_out, numbered
 from transformer.data.files._texts import cut, read_labeled
 
 

@@ -11,9 +11,9 @@ from typing import ClassVar
 import numpy as np
 
 from transformer.config._checks import ConfigError
-from transformer.data._captioned import CaptionConfig, Captioned, Pictures
-from transformer.data._captioning import CaptioningConfig
+from transformer.data._captions import CaptioningConfig
 from transformer.data._config import check_whole
+from transformer.data._image_captions import CaptionConfig, Captioned, Pictures
 
 COLORS = {
     "red": (220, 40, 40),

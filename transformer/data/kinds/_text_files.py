@@ -10,13 +10,13 @@ from typing import ClassVar
 
 from transformer.config._checks import ConfigError
 from transformer.data._config import SUBWORDS, TokenizerConfig, check_share
-from transformer.data._corpus import Corpus, CorpusDataset
-from transformer.data._corpus_cache import cache_errors, cache_key, cache_root, locked, tokenize
-from transformer.data._corpus_files import Source, find_source, read_documents, shared_file
-from transformer.data._corpus_shard import held_out
 from transformer.data._dataset import spread
-from transformer.data._mixture import Mixture
 from transformer.data._texts import TextConfig
+from transformer.data.corpus._cache import cache_errors, cache_key, cache_root, locked, tokenize
+from transformer.data.corpus._dataset import Corpus, CorpusDataset
+from transformer.data.corpus._files import Source, find_source, read_documents, shared_file
+from transformer.data.corpus._mixture import Mixture
+from transformer.data.corpus._shard import held_out
 from transformer.data.tokenizers._base import TOKENIZER_FILE, Tokenizer
 from transformer.data.tokenizers._kinds import build_tokenizer, load_tokenizer
 

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.config._progress import counting
-from transformer.data._captioning import CaptioningDataset
+from transformer.data._captions import CaptioningDataset
 from transformer.data._dataset import DataKind
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling

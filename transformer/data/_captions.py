@@ -11,9 +11,9 @@ import numpy as np
 
 from transformer.chat._image_prompts import ImagePrompts, ImageText
 from transformer.config._checks import ConfigError
-from transformer.data._captioned import CaptionConfig, CaptionDataset, Captioned
 from transformer.data._config import check_whole
 from transformer.data._dataset import Batch, Example
+from transformer.data._image_captions import CaptionConfig, CaptionDataset, Captioned
 from transformer.data.files._images import ImageFiles
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.data.tokenizers._export import as_pretrained

@@ -11,7 +11,7 @@ import numpy as np
 
 from transformer.data._config import WORDS, TokenizerConfig, check_whole
 from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint
-from transformer.data._labeled import encode_within
+from transformer.data._labels import encode_within
 from transformer.data.files._images import READING, ImageFiles
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.data.tokenizers._kinds import build_tokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer.config._checks import nearest
-from transformer.data import _corpus_tables as tables
+from transformer.data.corpus import _tables as tables
 from transformer.data.files._texts import decode_utf8, unix_lines
 from transformer.data.tokenizers._base import utf8
 

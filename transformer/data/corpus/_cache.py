@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from transformer.config._local_paths import local_path
-from transformer.data._corpus_files import Segment, Source
-from transformer.data._corpus_shard import Facts, ShardJob, tokenize_shard
+from transformer.data.corpus._files import Segment, Source
+from transformer.data.corpus._shard import Facts, ShardJob, tokenize_shard
 from transformer.data.tokenizers._base import Tokenizer
 
 FORMAT = 1

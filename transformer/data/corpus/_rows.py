@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer.data._corpus_cache import Tokenized, cache_errors, locked, run_jobs
-from transformer.data._corpus_shard import BLOCK, Facts, token_type
 from transformer.data._packed import best_fit
+from transformer.data.corpus._cache import Tokenized, cache_errors, locked, run_jobs
+from transformer.data.corpus._shard import BLOCK, Facts, token_type
 
 _PACKED_AT_ONCE = 2**14
 """sequences that are packed together: more would make rows hardly fuller, and packing slower"""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from transformer.data._corpus_files import Segment, read_documents
+from transformer.data.corpus._files import Segment, read_documents
 from transformer.data.tokenizers._base import Tokenizer, utf8
 from transformer.data.tokenizers._bpe import BPETokenizer
 from transformer.data.tokenizers._kinds import load_tokenizer

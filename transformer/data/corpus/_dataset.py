@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from transformer.data._corpus_cache import Tokenized
-from transformer.data._corpus_rows import PackedDocuments, Tokens, Windows
 from transformer.data._dataset import Batch, Dataset, fingerprint, spread
-from transformer.data._mixture import Mixture
 from transformer.data._packed import packed_batch
 from transformer.data._texts import NO_PAIRS, beginnings
+from transformer.data.corpus._cache import Tokenized
+from transformer.data.corpus._mixture import Mixture
+from transformer.data.corpus._rows import PackedDocuments, Tokens, Windows
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.data.tokenizers._byte_counts import UNKNOWN_BYTES, token_bytes
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from transformer.config import ConfigError
 from transformer.data import ImageFile, LabeledText, TokenizerConfig, prepare
-from transformer.data._labeled import hold_out
+from transformer.data._labels import hold_out
 
 WORDS = TokenizerConfig(kind="word")
 
