@@ -13,7 +13,7 @@ from transformer.data import SST2
 from transformer.nn.models import MaskedLM
 from transformer.training.lora import LoRA
 from transformer.zoo import abstract_params, save_pretrained
-from transformer.zoo._bert import BERT
+from transformer.zoo.families._bert import BERT
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "the", "very", "not", "##s"]
 SIZES = {

@@ -16,8 +16,8 @@ from transformer.training._loop import train
 from transformer.training._overrides import fast, load_recipe_file, override
 from transformer.training._recipe import from_json, to_json, with_vocabulary
 from transformer.training._state import abstract_state
-from transformer.zoo._gpt2 import GPT2
-from transformer.zoo._llama import LLAMA
+from transformer.zoo.families._gpt2 import GPT2
+from transformer.zoo.families._llama import LLAMA
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "configs").glob("*.py"))

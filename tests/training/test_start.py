@@ -33,7 +33,7 @@ from transformer.training.workdir._checkpoint import Checkpointer
 from transformer.training.workdir._runs import WorkdirError, load_run, load_updates, open_run
 from transformer.zoo import load_pretrained
 from transformer.zoo._adapters import adapter_for
-from transformer.zoo._entries import ENTRIES
+from transformer.zoo.families import ENTRIES
 from transformer.zoo.weights._files import WeightFiles, write_weights
 
 

@@ -11,7 +11,7 @@ from golden import ours
 
 from transformer.config import ConfigError
 from transformer.zoo import ENTRIES, build, load_pretrained, save_pretrained
-from transformer.zoo._deepseek_v3 import FusedHeads, Interleaved
+from transformer.zoo.families._deepseek_v3 import FusedHeads, Interleaved
 from transformer.zoo.weights._files import write_weights
 from transformer.zoo.weights._rules import MATRIX, Fused
 

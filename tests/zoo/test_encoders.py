@@ -11,8 +11,8 @@ from transformer.config import LayerKind
 from transformer.nn._masks import Mask
 from transformer.nn.models import Classifier, Embedder, MaskedLM
 from transformer.zoo import ENTRIES, abstract_params, build, choose_family, load_pretrained, save_pretrained
-from transformer.zoo._bert import Repeated
-from transformer.zoo._vit import Convolution
+from transformer.zoo.families._bert import Repeated
+from transformer.zoo.families._vit import Convolution
 from transformer.zoo.weights._files import WeightFiles, write_weights
 from transformer.zoo.weights._rules import Row, WithoutFirst
 

@@ -17,7 +17,7 @@ class List(Command):
 
 
 def main(command: List) -> None:
-    from transformer.zoo._entries import ENTRIES
+    from transformer.zoo.families import ENTRIES
 
     if command.json:
         families = {
@@ -48,7 +48,7 @@ def main(command: List) -> None:
 
 def markdown() -> str:
     """Return the table in docs/families.md: families, their model classes, and their variants with parameter counts."""
-    from transformer.zoo._entries import ENTRIES
+    from transformer.zoo.families import ENTRIES
 
     lines = ["| family | models | variants |", "| --- | --- | --- |"]
     for family in ENTRIES.values():

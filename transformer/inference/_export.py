@@ -23,11 +23,11 @@ from transformer.media._image_settings import image_processor, save_image_proces
 from transformer.nn.layers._adapted import has_encoded
 from transformer.nn.models._kinds import kind_of
 from transformer.zoo._adapters import save_adapter
-from transformer.zoo._entries import ENTRIES
 from transformer.zoo._equivalents import with_equivalent
 from transformer.zoo._family import Family, abstract_params
 from transformer.zoo._opening import open_weights
 from transformer.zoo._pretrained import choose_family, save_pretrained
+from transformer.zoo.families import ENTRIES
 from transformer.zoo.weights._adapters import Adapter
 
 KEPT_FIELDS = (

@@ -4,7 +4,6 @@ Each family is described as data in one module; shared functions load and save t
 """
 
 from transformer.zoo._big_vision import load_big_vision
-from transformer.zoo._entries import ENTRIES
 from transformer.zoo._equivalents import with_equivalent, with_plain_embeddings
 from transformer.zoo._family import Family, Head, Variant, abstract_params
 from transformer.zoo._image_size import with_image_size
@@ -18,6 +17,7 @@ from transformer.zoo._pretrained import (
     save_pretrained,
     verify,
 )
+from transformer.zoo.families import ENTRIES
 
 __all__ = [
     "ENTRIES",

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from transformer.zoo._gemma2 import GEMMA2
-from transformer.zoo._gemma3 import GEMMA3
-from transformer.zoo._gemma3_images import GEMMA3_IMAGES
+from transformer.zoo.families._gemma2 import GEMMA2
+from transformer.zoo.families._gemma3 import GEMMA3
+from transformer.zoo.families._gemma3_images import GEMMA3_IMAGES
 from transformer.zoo.weights._files import CONFIG_FILE, MAX_CONFIG_BYTES, WeightFiles
 from transformer.zoo.weights._header import TensorInfo
 from transformer.zoo.weights._orbax import Keys, OrbaxArrays, arrays_directory

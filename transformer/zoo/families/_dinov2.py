@@ -1,0 +1,159 @@
+"""DINOv2: ViT with LayerScale and optionally with SwiGLU; its classifier reads the class token and the mean of patches.
+
+With registers (Darcet et al. 2023), learned tokens without a position follow the class token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformer.config._model import TransformerConfig
+from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
+from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Labels, Unread, sizes, training_fields
+from transformer.zoo.families._vit import VIT_CONSTANTS, VIT_LAYER, ClassAndMask, InputBiases, PatchSizes, vit_rules
+from transformer.zoo.weights._rules import VECTOR, Fused, Row, Rule, linear
+
+
+@dataclass(frozen=True)
+class FeedForwardRatio(Codec):
+    """Inner width of the feed-forward layers as a multiple of d_model, and SwiGLU with two thirds of it."""
+
+    names = ("mlp_ratio", "use_swiglu_ffn", "hidden_act")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        width = int(changes["d_model"] * values.get("mlp_ratio", 4))
+        if values.get("use_swiglu_ffn", False):
+            # The reference rounds two thirds up to a multiple of 8. It always uses silu, whatever hidden_act is.
+            return {"d_ff": (int(width * 2 / 3) + 7) // 8 * 8, "gated": True, "activation": "silu"}
+        name = values.get("hidden_act", "gelu")
+        if name not in ACTIVATIONS:
+            raise FieldError(f"hidden_act is {name!r}, which is not supported (supported: {', '.join(ACTIVATIONS)})")
+        return {"d_ff": width, "gated": False, "activation": ACTIVATIONS[name]}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        width = config.feed_forward_width
+        if config.gated:
+            return {"mlp_ratio": _ratio(math.ceil(width * 3 / 2), config.d_model), "use_swiglu_ffn": True}
+        names = [theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation]
+        act = {"hidden_act": names[0]} if names else {}
+        return {"mlp_ratio": _ratio(width, config.d_model), "use_swiglu_ffn": False} | act
+
+
+def _ratio(width: int, d_model: int) -> float:
+    """Return a ratio with int(d_model * ratio) = width; in floating point, the quotient may be a little too small."""
+    if width % d_model == 0:  # newer releases of the reference accept only integers
+        return width // d_model
+    ratio = width / d_model
+    return ratio if int(d_model * ratio) == width else math.nextafter(ratio, math.inf)
+
+
+def _rules(config: TransformerConfig, prefix: str = "dinov2.") -> list[Rule]:
+    layer, ours = f"{prefix}encoder.layer.{{layer}}.", "encoder/{layer}/"
+    names = {"attention_norm": "norm1", "feed_forward_norm": "norm2"}
+    names |= {"feed_forward/up": "mlp.fc1", "feed_forward/down": "mlp.fc2"}
+    if config.gated:
+        del names["feed_forward/up"]
+        names["feed_forward/down"] = "mlp.weights_out"
+    parts = tuple(f"{ours}feed_forward/{name}" for name in ("gate", "up"))
+    attention = {path: name for path, name in VIT_LAYER.items() if path.startswith("self_attention")}
+    return [
+        *vit_rules(prefix, attention | names),
+        Rule(f"{layer}layer_scale1.lambda1", f"{ours}attention_scale"),
+        Rule(f"{layer}layer_scale2.lambda1", f"{ours}feed_forward_scale"),
+        Rule(f"{layer}mlp.weights_in.weight", tuple(f"{part}/kernel" for part in parts), Fused()),
+        Rule(f"{layer}mlp.weights_in.bias", tuple(f"{part}/bias" for part in parts), Fused(each=VECTOR)),
+    ]
+
+
+def _fields(patches: PatchSizes, *fields: Codec) -> tuple[Codec, ...]:
+    """Return the fields of DINOv2 with and without registers, which `patches` and `fields` complete."""
+    return (
+        *sizes(d_model=("hidden_size", 768), num_layers=("num_hidden_layers", 12)),
+        *sizes(num_heads=("num_attention_heads", 12)),
+        FeedForwardRatio(),
+        Field("layer_norm_eps", "norm_epsilon", 1e-6),
+        Field("layerscale_value", "stack.layer_scale", 1.0),
+        *training_fields("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        InputBiases(),
+        patches,
+        Unread(
+            ("drop_path_rate", "apply_layernorm", "reshape_hidden_states", "out_features", "out_indices", "stage_names")
+        ),
+        *fields,
+    )
+
+
+def _heads(name: str) -> dict[str, Head]:
+    """Return the heads of the classes whose names start with `name`."""
+    classifier = Head(
+        model=VisionClassifier,
+        constants={"output.pooling": "first_and_mean"},
+        fields=(Labels(),),
+        rules=tuple(linear("classifier", "output")),
+    )
+    base = Head(model=VisionEmbedder, base=True, ignored=(r"classifier\.(weight|bias)",))
+    return {f"{name}ForImageClassification": classifier, f"{name}Model": base}
+
+
+def _variant(
+    size: str, parameters: int, width: int, layers: int, heads: int, architecture: str = "Dinov2Model"
+) -> Variant:
+    fields = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    fields |= {"image_size": 518, "patch_size": 14, "use_swiglu_ffn": size.endswith("giant")}
+    return Variant(hub=f"facebook/dinov2-{size}", parameters=parameters, fields=fields, architecture=architecture)
+
+
+DINOV2 = Family(
+    name="dinov2",
+    title="DINOv2",
+    citation="Oquab et al. 2023, arXiv 2304.07193",
+    heads=_heads("Dinov2"),
+    constants=VIT_CONSTANTS,
+    fields=_fields(PatchSizes(patch_size=14), Unread(("use_mask_token",), written={"use_mask_token": False})),
+    rules=_rules,
+    prefix="dinov2.",
+    any_image_size=True,
+    ignored=(r"(dinov2\.)?embeddings\.mask_token",),
+    variants={
+        "dinov2-small": _variant("small", 22_056_192, 384, 12, 6),
+        "dinov2-base": _variant("base", 86_579_712, 768, 12, 12),
+        "dinov2-large": _variant("large", 304_367_616, 1024, 24, 16),
+        "dinov2-giant": _variant("giant", 1_136_479_232, 1536, 40, 24),
+    },
+)
+
+
+def _rules_with_registers(config: TransformerConfig) -> list[Rule]:
+    prefix = "dinov2_with_registers."
+    tokens = (f"{prefix}embeddings.cls_token", f"{prefix}embeddings.mask_token")
+    rules = [rule for rule in _rules(config, prefix) if rule.parameters != "class_token"]
+    registers = Rule(f"{prefix}embeddings.register_tokens", "registers", Row(1))
+    return [*rules, Rule(tokens, "class_token", ClassAndMask(1)), registers]
+
+
+def _with_registers(size: str, parameters: int, width: int, layers: int, heads: int) -> Variant:
+    return _variant(f"with-registers-{size}", parameters, width, layers, heads, "Dinov2WithRegistersModel")
+
+
+DINOV2_WITH_REGISTERS = replace(
+    DINOV2,
+    name="dinov2_with_registers",
+    title="DINOv2 with registers",
+    citation="Darcet et al. 2023, arXiv 2309.16588",
+    heads=_heads("Dinov2WithRegisters"),
+    fields=_fields(PatchSizes(patch_size=16, registers=4)),
+    rules=_rules_with_registers,
+    prefix="dinov2_with_registers.",
+    antialias=True,
+    ignored=(),
+    variants={
+        "dinov2-with-registers-small": _with_registers("small", 22_056_192 + 4 * 384, 384, 12, 6),
+        "dinov2-with-registers-base": _with_registers("base", 86_579_712 + 4 * 768, 768, 12, 12),
+        "dinov2-with-registers-large": _with_registers("large", 304_367_616 + 4 * 1024, 1024, 24, 16),
+        "dinov2-with-registers-giant": _with_registers("giant", 1_136_479_232 + 4 * 1536, 1536, 40, 24),
+    },
+)

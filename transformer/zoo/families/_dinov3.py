@@ -1,0 +1,97 @@
+"""DINOv3: ViT with registers, LayerScale, and rotary positions by row and column; optionally with SwiGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer.config._model import TransformerConfig
+from transformer.nn.models._vision import VisionEmbedder
+from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Unread, layer_sizes, sizes
+from transformer.zoo.families._vit import ClassAndMask, Convolution, PatchSizes
+from transformer.zoo.weights._rules import Row, Rule, linear, modules, norm
+
+_BIASES = {"query": "query_bias", "key": "key_bias", "value": "value_bias", "out": "proj_bias"}
+_KEY = "key_bias"
+
+
+@dataclass(frozen=True)
+class MapBiases(Codec):
+    """Which maps have a bias: one field for each map of attention, and one for the feed-forward layers."""
+
+    names = (*_BIASES.values(), "mlp_bias")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        # By default, all maps but that of keys have a bias.
+        biases = tuple(ours for ours, theirs in _BIASES.items() if values.get(theirs, theirs != _KEY))
+        return {"attention.biases": biases, "use_bias": values.get("mlp_bias", True)}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        given = config.attention.biases
+        has = {ours: config.use_bias if given is None else ours in given for ours in _BIASES}
+        return {theirs: has[ours] for ours, theirs in _BIASES.items()} | {"mlp_bias": config.use_bias}
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    layer, ours = "layer.{layer}.", "encoder/{layer}/"
+    names = {"attention_norm": "norm1", "feed_forward_norm": "norm2"}
+    letters = {"query": "q", "key": "k", "value": "v", "out": "o"}
+    names |= {f"self_attention/{name}": f"attention.{letter}_proj" for name, letter in letters.items()}
+    names |= {f"feed_forward/{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    return [
+        Rule(("embeddings.cls_token", "embeddings.mask_token"), "class_token", ClassAndMask(2)),
+        Rule("embeddings.register_tokens", "registers", Row(1)),
+        *linear("embeddings.patch_embeddings", "patch_embedding", Convolution()),
+        *modules(layer, ours, names),
+        Rule(f"{layer}layer_scale1.lambda1", f"{ours}attention_scale"),
+        Rule(f"{layer}layer_scale2.lambda1", f"{ours}feed_forward_scale"),
+        *norm("norm", "encoder/final_norm"),
+    ]
+
+
+def _variant(size: str, parameters: int, width: int, layers: int, heads: int, d_ff: int, **fields: Any) -> Variant:
+    fields |= layer_sizes(width, d_ff, layers, heads, num_register_tokens=4)
+    return Variant(hub=f"facebook/dinov3-{size}-pretrain-lvd1689m", parameters=parameters, fields=fields)
+
+
+_GATED = {"use_gated_mlp": True, "hidden_act": "silu"}
+
+DINOV3 = Family(
+    name="dinov3_vit",
+    title="DINOv3",
+    citation="Siméoni et al. 2025, arXiv 2508.10104",
+    heads={"DINOv3ViTModel": Head(model=VisionEmbedder, base=True)},
+    constants={"norm": "layer_norm", "position": "rotary_grid", "embedding.scale": False, "output.pooling": "first"},
+    fields=(
+        *sizes(d_model=("hidden_size", 384), num_layers=("num_hidden_layers", 12)),
+        *sizes(num_heads=("num_attention_heads", 6), d_ff=("intermediate_size", 1536)),
+        Field("hidden_act", "activation", "gelu", ACTIVATIONS),
+        Field("use_gated_mlp", "gated", False),
+        Field("layer_norm_eps", "norm_epsilon", 1e-5),
+        Field("layerscale_value", "stack.layer_scale", 1.0),
+        Field("rope_theta", "rotary.base", 100.0),
+        Field("attention_dropout", "attention.dropout_rate", 0.0),
+        Field("initializer_range", "initializer_range", 0.02),
+        MapBiases(),
+        PatchSizes(registers=0, learned=False),
+        Unread(
+            ("drop_path_rate", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale", "apply_layernorm")
+            + ("reshape_hidden_states", "out_features", "out_indices", "stage_names")
+        ),
+    ),
+    rules=_rules,
+    old_names={"layer.": "model.layer."},
+    any_image_size=True,
+    variants={
+        "dinov3-vits16": _variant("vits16", 21_596_160, 384, 12, 6, 1536),
+        "dinov3-vits16plus": _variant("vits16plus", 28_692_480, 384, 12, 6, 1536, **_GATED),
+        "dinov3-vitb16": _variant("vitb16", 85_659_648, 768, 12, 12, 3072),
+        "dinov3-vitl16": _variant("vitl16", 303_128_576, 1024, 24, 16, 4096),
+        "dinov3-vith16plus": _variant("vith16plus", 840_591_360, 1280, 32, 20, 5120, **_GATED),
+        "dinov3-vit7b16": _variant(
+            "vit7b16", 6_716_030_976, 4096, 40, 32, 8192, **_GATED, query_bias=False, value_bias=False
+        ),
+    },
+)

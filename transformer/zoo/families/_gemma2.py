@@ -1,0 +1,117 @@
+"""Gemma 2: norms before and after each sublayer, soft-capped scores and logits, sliding window in every other layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer.config._layer_patterns import fold
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import LayerKind
+from transformer.zoo._family import Variant
+from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Fixed, Rope, Unread
+from transformer.zoo.families._llama import (
+    DECODER_CONSTANTS,
+    ROTARY_BUFFERS,
+    attention_rules,
+    decoder_family,
+    decoder_fields,
+    decoder_variant,
+    feed_forward_rules,
+)
+from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
+from transformer.zoo.weights._rules import Rule, modules
+
+GEMMA_CONSTANTS = DECODER_CONSTANTS | {
+    "norm": "zero_centered_rms_norm",
+    "norm_position": "sandwich",
+    "embedding.scale": True,
+}
+"""Constants of Gemma 2 and 3."""
+GELU = Field("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS)
+"""Activation. It is written as gelu_pytorch_tanh, because the reference rounds its other tanh variants differently."""
+
+
+@dataclass(frozen=True)
+class QueryScale(Codec):
+    """`query_pre_attn_scalar` n: scores are divided by sqrt(n), independent of the head dimension."""
+
+    names = ("query_pre_attn_scalar",)
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        return {"attention.scale": values.get("query_pre_attn_scalar", 256) ** -0.5}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        scale = config.attention.scale or config.size_of_head**-0.5
+        return {"query_pre_attn_scalar": round(scale**-2)}
+
+
+@dataclass(frozen=True)
+class AlternatingWindows(Codec):
+    """Sliding window `sliding_window` in layers 0, 2, 4, ..., or in the layers that `layer_types` specifies."""
+
+    names = ("sliding_window", "layer_types")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        layers, window = changes["num_layers"], values.get("sliding_window", 4096)
+        types = values.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(layers)]
+        check_layer_types(types, layers, window)
+        return fold([LayerKind(window=window if name == SLIDING else None) for name in types])
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        windows = layer_windows(config)
+        return {"sliding_window": max(filter(None, windows), default=4096), "layer_types": layer_types(windows)}
+
+
+_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "feed_forward_norm": "pre_feedforward_layernorm",
+    "feed_forward_post_norm": "post_feedforward_layernorm",
+}
+
+
+def gemma_rules(config: TransformerConfig) -> Sequence[Rule]:
+    """Return the rules of Gemma 2: the names of Llama, except for the four norms of each layer."""
+    return [
+        *attention_rules(),
+        *feed_forward_rules(),
+        *modules("model.layers.{layer}.", "decoder/{layer}/", _NORMS),
+    ]
+
+
+def _variant(name: str, parameters: int, width: int, inner: int, layers: int, heads: int, **more) -> Variant:
+    sizes = (width, inner, layers, heads, heads // 2)
+    return decoder_variant(f"google/{name}", parameters, *sizes, vocab_size=256_000, **more)
+
+
+GEMMA2 = decoder_family(
+    "Gemma2",
+    name="gemma2",
+    title="Gemma 2",
+    citation="Gemma Team 2024, arXiv 2408.00118",
+    constants=GEMMA_CONSTANTS,
+    fields=(
+        *decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
+        Rope(),
+        Biases("attention_bias"),
+        QueryScale(),
+        Field("attn_logit_softcapping", "attention.softcap", 50.0, nullable=True),
+        Field("final_logit_softcapping", "output.softcap", 30.0, nullable=True),
+        AlternatingWindows(),
+        Fixed("use_bidirectional_attention", (None, False)),
+        # In published files; the reference uses hidden_activation and sliding_window instead.
+        Unread(("hidden_act", "sliding_window_size")),
+    ),
+    rules=gemma_rules,
+    ignored=(ROTARY_BUFFERS,),
+    variants={
+        "gemma-2-2b": _variant("gemma-2-2b", 2_614_341_888, 2304, 9216, 26, 8),
+        "gemma-2-9b": _variant("gemma-2-9b", 9_241_705_984, 3584, 14_336, 42, 16),
+        "gemma-2-27b": _variant(
+            "gemma-2-27b", 27_227_128_320, 4608, 36_864, 46, 32, head_dim=128, query_pre_attn_scalar=144
+        ),
+    },
+)
+"""Gemma 2."""

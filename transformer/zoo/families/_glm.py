@@ -1,0 +1,94 @@
+"""GLM-4: partial rotary positions, biases on queries, keys and values, few key heads; 0414 models: sandwich norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer.config._model import TransformerConfig
+from transformer.zoo._family import Family, Variant
+from transformer.zoo._fields import Codec, Rope
+from transformer.zoo.families._deepseek_v3 import Interleaved
+from transformer.zoo.families._llama import DECODER_CONSTANTS, decoder_family, decoder_fields, decoder_variant
+from transformer.zoo.weights._rules import MATRIX, MERGED, VECTOR, Fused, Rule, linear, modules, norm
+
+
+@dataclass(frozen=True)
+class InputBiases(Codec):
+    """`attention_bias`: biases on queries, keys and values; the output map of attention has none."""
+
+    names = ("attention_bias",)
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        return {"attention.biases": ("query", "key", "value") if values.get("attention_bias", True) else ()}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        return {"attention_bias": bool(config.attention.biases)}
+
+
+_PRE_NORMS = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
+_POST_NORMS = {"attention_post_norm": "post_self_attn_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"}
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    layer, ours = "model.layers.{layer}.", "decoder/{layer}/"
+    attention, rotated = f"{ours}self_attention/", config.rotary.dim or config.size_of_head
+    rules = [
+        Rule("model.embed_tokens.weight", "embedding/embedding"),
+        *norm("model.norm", "decoder/final_norm"),
+        *modules(layer, ours, _PRE_NORMS | _POST_NORMS),
+        *linear(f"{layer}self_attn.v_proj", f"{attention}value"),
+        *linear(f"{layer}self_attn.o_proj", f"{attention}out", MERGED),
+        Rule(
+            f"{layer}mlp.gate_up_proj.weight",
+            (f"{ours}feed_forward/gate/kernel", f"{ours}feed_forward/up/kernel"),
+            Fused(),
+        ),
+        *linear(f"{layer}mlp.down_proj", f"{ours}feed_forward/down"),
+    ]
+    for name, theirs in {"query": "q_proj", "key": "k_proj"}.items():
+        tensor, parameter = f"{layer}self_attn.{theirs}", f"{attention}{name}"
+        rules += [
+            Rule(f"{tensor}.weight", f"{parameter}/kernel", Interleaved(MATRIX, rotated, first=True)),
+            Rule(f"{tensor}.bias", f"{parameter}/bias", Interleaved(VECTOR, rotated, first=True)),
+        ]
+    return rules
+
+
+def _family(reference: str, variants: Mapping[str, Variant], **facts: Any) -> Family:
+    return decoder_family(
+        reference,
+        fields=(
+            *decoder_fields(epsilon=1.5625e-07, kv_heads=2, head_dim=128),
+            Rope(default_share=0.5),
+            InputBiases(),
+        ),
+        rules=_rules,
+        variants=variants,
+        **facts,
+    )
+
+
+_SIZES = {"head_dim": 128, "vocab_size": 151_552}
+
+GLM = _family(
+    "Glm",
+    {"glm-4-9b": decoder_variant("zai-org/glm-4-9b-hf", 9_399_951_360, 4096, 13_696, 40, 32, 2, **_SIZES)},
+    name="glm",
+    title="GLM-4",
+    citation="Team GLM 2024, arXiv 2406.12793",
+)
+"""GLM-4 of 2024."""
+
+GLM4 = _family(
+    "Glm4",
+    {
+        "glm-4-9b-0414": decoder_variant("zai-org/GLM-4-9B-0414", 9_400_279_040, 4096, 13_696, 40, 32, 2, **_SIZES),
+    },
+    name="glm4",
+    title="GLM-4 (0414)",
+    citation="Team GLM 2025, https://huggingface.co/zai-org/GLM-4-9B-0414",
+    constants=DECODER_CONSTANTS | {"norm_position": "sandwich"},
+)
+"""GLM-4 of 2025, with a norm behind each sublayer."""

@@ -1,0 +1,71 @@
+"""GPT-2: decoder, pre-norm, learned positions; its files store linear maps as (in, out), not (out, in)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformer.config._model import TransformerConfig
+from transformer.zoo._family import Family, Variant
+from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Unread, sizes, training_fields
+from transformer.zoo.families._llama import LANGUAGE_MODEL, LAST_TOKEN
+from transformer.zoo.weights._rules import SAME, VECTOR, Fused, Reshaped, Rule, fused, linear, norm
+
+# GPT-2 computes x W with W (in, out), so kernels are reshaped but not transposed: (in, *out) <-> (in, out), and
+# (N, H, out) <-> (N H, out) for the output map of attention.
+_ROWS = Reshaped(1)
+_ROWS_MERGED = Reshaped(2)
+_HEADS = tuple(f"decoder/{{layer}}/self_attention/{name}" for name in ("query", "key", "value"))
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    layer, ours = "transformer.h.{layer}.", "decoder/{layer}/"
+    return [
+        Rule("transformer.wte.weight", "embedding/embedding", SAME),
+        Rule("transformer.wpe.weight", "decoder/position_table", SAME),
+        *norm(f"{layer}ln_1", f"{ours}attention_norm"),
+        *fused(f"{layer}attn.c_attn", _HEADS, Fused(1, _ROWS), Fused(0, VECTOR)),
+        *linear(f"{layer}attn.c_proj", f"{ours}self_attention/out", _ROWS_MERGED),
+        *norm(f"{layer}ln_2", f"{ours}feed_forward_norm"),
+        *linear(f"{layer}mlp.c_fc", f"{ours}feed_forward/up", _ROWS),
+        *linear(f"{layer}mlp.c_proj", f"{ours}feed_forward/down", _ROWS),
+        *norm("transformer.ln_f", "decoder/final_norm"),
+    ]
+
+
+def _variant(name: str, parameters: int, width: int, layers: int, heads: int) -> Variant:
+    fields = {"vocab_size": 50257, "n_positions": 1024, "n_embd": width, "n_layer": layers, "n_head": heads}
+    return Variant(hub=f"openai-community/{name}", parameters=parameters, fields=fields)
+
+
+GPT2 = Family(
+    name="gpt2",
+    title="GPT-2",
+    citation="Radford et al. 2019, Language Models are Unsupervised Multitask Learners",
+    heads={"GPT2LMHeadModel": LANGUAGE_MODEL, "GPT2ForSequenceClassification": LAST_TOKEN},
+    constants={"norm": "layer_norm", "position": "learned", "use_bias": True, "embedding.scale": False},
+    fields=(
+        *sizes(vocab_size=("vocab_size", 50257), max_length=("n_positions", 1024), d_model=("n_embd", 768)),
+        *sizes(num_layers=("n_layer", 12), num_heads=("n_head", 12)),
+        Field("n_inner", "d_ff", None, nullable=True),
+        Field("activation_function", "activation", "gelu_new", ACTIVATIONS),
+        Field("layer_norm_epsilon", "norm_epsilon", 1e-5),
+        Field("tie_word_embeddings", "embedding.tie", True),
+        *training_fields("resid_pdrop", "attn_pdrop", rates=0.1),
+        Fixed("scale_attn_weights", (True,)),
+        Fixed("scale_attn_by_inverse_layer_idx", (False,)),
+        Unread(
+            ("embd_pdrop", "n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj")
+            + ("summary_activation", "summary_proj_to_labels", "summary_first_dropout")
+        ),
+    ),
+    rules=_rules,
+    prefix="transformer.",
+    ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
+    copies={"lm_head.weight": "transformer.wte.weight"},
+    variants={
+        "gpt2": _variant("gpt2", 124_439_808, 768, 12, 12),
+        "gpt2-medium": _variant("gpt2-medium", 354_823_168, 1024, 24, 16),
+        "gpt2-large": _variant("gpt2-large", 774_030_080, 1280, 36, 20),
+        "gpt2-xl": _variant("gpt2-xl", 1_557_611_200, 1600, 48, 25),
+    },
+)

@@ -1,0 +1,90 @@
+"""GPT-NeoX and Pythia: decoder, parallel attention and feed-forward, rotary positions on a fraction of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformer.config._model import TransformerConfig
+from transformer.nn.models._causal_lm import CausalLM
+from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._fields import ACTIVATIONS, Field, Rope, Unread, layer_sizes, training_fields
+from transformer.zoo.families._llama import LAST_TOKEN
+from transformer.zoo.weights._rules import MATRIX, VECTOR, FusedByHead, Rule, fused, modules, norm
+
+
+def megatron_layer_rules(layer: str, attention: str) -> list[Rule]:
+    """Return the rules for the layers of GPT-NeoX and BLOOM, which were both trained with Megatron-LM.
+
+    Args:
+        layer: prefix of the tensor names of a layer.
+        attention: prefix of the attention tensors within the layer.
+    """
+    ours = "decoder/{layer}/"
+    maps = [f"{ours}self_attention/{name}" for name in ("query", "key", "value")]
+    behind = {
+        "self_attention/out": f"{attention}.dense",
+        "feed_forward_norm": "post_attention_layernorm",
+        "feed_forward/up": "mlp.dense_h_to_4h",
+        "feed_forward/down": "mlp.dense_4h_to_h",
+    }
+    return [
+        *norm(f"{layer}input_layernorm", f"{ours}attention_norm"),
+        *fused(f"{layer}{attention}.query_key_value", maps, FusedByHead(MATRIX), FusedByHead(VECTOR)),
+        *modules(layer, ours, behind),
+    ]
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    return [
+        Rule("gpt_neox.embed_in.weight", "embedding/embedding"),
+        *megatron_layer_rules("gpt_neox.layers.{layer}.", "attention"),
+        *norm("gpt_neox.final_layer_norm", "decoder/final_norm"),
+    ]
+
+
+def _variant(hub: str, parameters: int, width: int, layers: int, heads: int, vocab_size: int = 50_304) -> Variant:
+    sizes = layer_sizes(width, 4 * width, layers, heads, vocab_size=vocab_size, rotary_pct=0.25)
+    return Variant(hub=f"EleutherAI/{hub}", parameters=parameters, fields=sizes)
+
+
+GPT_NEOX = Family(
+    name="gpt_neox",
+    title="GPT-NeoX and Pythia",
+    citation="Black et al. 2022, arXiv 2204.06745; Biderman et al. 2023, arXiv 2304.01373",
+    heads={
+        "GPTNeoXForCausalLM": Head(model=CausalLM, rules=(Rule("embed_out.weight", "output/kernel", MATRIX),)),
+        "GPTNeoXForSequenceClassification": LAST_TOKEN,
+    },
+    constants={"norm": "layer_norm", "position": "rotary", "use_bias": True, "embedding.scale": False},
+    fields=(
+        Field("vocab_size", "vocab_size"),
+        Field("hidden_size", "d_model"),
+        Field("intermediate_size", "d_ff"),
+        Field("num_hidden_layers", "num_layers"),
+        Field("num_attention_heads", "num_heads"),
+        Field("hidden_act", "activation", "gelu", {"gelu": "gelu_erf", "gelu_fast": "gelu_tanh"} | ACTIVATIONS),
+        Field("layer_norm_eps", "norm_epsilon", 1e-5),
+        Field("use_parallel_residual", "norm_position", True, {True: "parallel", False: "pre"}),
+        Field("attention_bias", "attention.biases", True, {True: None, False: ()}),
+        Rope(default_share=0.25, share_name="rotary_pct", base_name="rotary_emb_base"),
+        Field("tie_word_embeddings", "embedding.tie", False),
+        *training_fields("hidden_dropout", "attention_dropout"),
+        # Names of dropout rates that the reference ignores.
+        Unread(("attention_probs_dropout_prob", "hidden_dropout_prob")),
+    ),
+    rules=_rules,
+    ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    copies={"embed_out.weight": "gpt_neox.embed_in.weight"},
+    variants={
+        "pythia-70m": _variant("pythia-70m", 70_426_624, 512, 6, 8),
+        "pythia-160m": _variant("pythia-160m", 162_322_944, 768, 12, 12),
+        "pythia-410m": _variant("pythia-410m", 405_334_016, 1024, 24, 16),
+        "pythia-1b": _variant("pythia-1b", 1_011_781_632, 2048, 16, 8),
+        "pythia-1.4b": _variant("pythia-1.4b", 1_414_647_808, 2048, 24, 16),
+        "pythia-2.8b": _variant("pythia-2.8b", 2_775_208_960, 2560, 32, 32),
+        "pythia-6.9b": _variant("pythia-6.9b", 6_857_302_016, 4096, 32, 32, 50_432),
+        "pythia-12b": _variant("pythia-12b", 11_846_072_320, 5120, 36, 40, 50_688),
+        "gpt-neox-20b": _variant("gpt-neox-20b", 20_554_567_680, 6144, 44, 64, 50_432),
+    },
+)
+"""GPT-NeoX 20B and Pythia."""

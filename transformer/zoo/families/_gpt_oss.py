@@ -1,0 +1,151 @@
+"""gpt-oss: decoder, mixture of experts with biases and clamped SwiGLU, attention sinks, alternating sliding windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from transformer.config._layer_patterns import fold
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import LayerKind, MoE
+from transformer.zoo._family import Variant
+from transformer.zoo._fields import Biases, Codec, Fixed, Rope, Unread, layer_sizes
+from transformer.zoo.families._llama import (
+    DECODER_CONSTANTS,
+    attention_rules,
+    decoder_family,
+    decoder_fields,
+    norm_rules,
+)
+from transformer.zoo.families._mixtral import balance_coefficient, balance_weight
+from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
+from transformer.zoo.weights._rules import Relation, Rule, Shape, layer_kinds, linear
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+@dataclass(frozen=True)
+class Alternating(Relation):
+    """n parameters interleaved along the last axis of one tensor: element i belongs to parameter i mod n."""
+
+    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [(*shapes[0][:-1], sum(shape[-1] for shape in shapes))]
+
+    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+        return [tensors[0][..., i :: len(shapes)] for i in range(len(shapes))]
+
+    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [np.stack(parameters, axis=-1).reshape(*parameters[0].shape[:-1], -1)]
+
+
+class ScaledRope(Rope):
+    """Rotary positions that default to YaRN scaling if the file specifies no scaling."""
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        silent = values.get("rope_parameters") is None and values.get("rope_scaling") is None
+        return super().read(dict(values) | ({"rope_parameters": _YARN} if silent else {}), changes)
+
+
+class AttentionBiases(Biases):
+    """Biases of attention (default: true). The experts always have biases."""
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        return super().read({self.attention: True} | dict(values), changes) | {"use_bias": True}
+
+
+@dataclass(frozen=True)
+class LocalAndRouted(Codec):
+    """Routed layers with alternating sliding windows.
+
+    `layer_types` specifies which layers have the window `sliding_window`; by default these are layers 0, 2, 4, ...
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        experts = ("num_local_experts", "num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+        return ("layer_types", "sliding_window", *experts)
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        layers, window = changes["num_layers"], values.get("sliding_window", 128)
+        types = values.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(layers)]
+        check_layer_types(types, layers, window)
+        top_k = values.get("num_experts_per_tok", 4)
+        moe = MoE(
+            num_experts=values.get("num_local_experts", values.get("num_experts", 128)),
+            top_k=top_k,
+            # The reference applies the softmax to the logits of the chosen experts only. That equals the softmax over
+            # all experts, normalized so that the weights of the chosen ones sum to 1.
+            normalize_weights=True,
+            router_bias=True,
+            load_balance_weight=balance_weight(values.get("router_aux_loss_coef", 0.001), top_k, layers),
+            router_z_weight=0.0,
+        )
+        return fold([LayerKind(window=window if name == SLIDING else None, moe=moe) for name in types])
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        windows = layer_windows(config)
+        values = {"layer_types": layer_types(windows), "sliding_window": max(filter(None, windows), default=128)}
+        moe = layer_kinds(config, config.num_layers)[0].moe
+        if moe is None:
+            return values
+        return values | {
+            "num_local_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "router_aux_loss_coef": balance_coefficient(moe, config.num_layers),
+            "intermediate_size": moe.d_ff or config.feed_forward_width,
+        }
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    theirs, ours = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
+    gate_and_up = (f"{ours}experts/gate/", f"{ours}experts/up/")
+    return [
+        *attention_rules(),
+        Rule("model.layers.{layer}.self_attn.sinks", "decoder/{layer}/self_attention/sinks"),
+        *norm_rules(),
+        *linear(f"{theirs}router", f"{ours}router"),
+        Rule(f"{theirs}experts.gate_up_proj", tuple(f"{path}kernel" for path in gate_and_up), Alternating()),
+        Rule(f"{theirs}experts.gate_up_proj_bias", tuple(f"{path}bias" for path in gate_and_up), Alternating()),
+        Rule(f"{theirs}experts.down_proj", f"{ours}experts/down/kernel"),
+        Rule(f"{theirs}experts.down_proj_bias", f"{ours}experts/down/bias"),
+    ]
+
+
+def _variant(hub: str, parameters: int, layers: int, experts: int) -> Variant:
+    sizes = layer_sizes(2880, 2880, layers, 64, vocab_size=201_088, num_local_experts=experts)
+    return Variant(hub=f"openai/{hub}", parameters=parameters, fields=sizes)
+
+
+GPT_OSS = decoder_family(
+    "GptOss",
+    name="gpt_oss",
+    title="gpt-oss",
+    citation="OpenAI 2025, arXiv 2508.10925",
+    constants=DECODER_CONSTANTS | {"activation": "swiglu_clamped", "attention.sinks": True},
+    fields=(
+        # The experts of the reference ignore hidden_act.
+        *decoder_fields(epsilon=1e-5, kv_heads=8, head_dim=64, activation=Unread(("hidden_act",))),
+        ScaledRope(default_base=150_000.0),
+        AttentionBiases("attention_bias"),
+        LocalAndRouted(),
+        Fixed("swiglu_alpha", (1.702,)),
+        Fixed("swiglu_limit", (7.0,)),
+        # In published files: synonyms of num_experts_per_tok and of the original length in rope_scaling.
+        Unread(("experts_per_token", "initial_context_length")),
+    ),
+    rules=_rules,
+    variants={
+        "gpt-oss-20b": _variant("gpt-oss-20b", 20_914_757_184, layers=24, experts=32),
+        "gpt-oss-120b": _variant("gpt-oss-120b", 116_829_156_672, layers=36, experts=128),
+    },
+)

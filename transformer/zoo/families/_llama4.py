@@ -1,0 +1,227 @@
+"""Llama 4 (text): chunked attention, layers without rotary positions, and experts in all layers or every second one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformer.config._layer_patterns import fold
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import LayerKind, MoE, QueryTemperature
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Rope, Unread
+from transformer.zoo.families._deepseek_v3 import Interleaved
+from transformer.zoo.families._llama import (
+    DECODER_CONSTANTS,
+    LANGUAGE_MODEL,
+    attention_rules,
+    decoder_family,
+    decoder_fields,
+    decoder_variant,
+    norm_rules,
+)
+from transformer.zoo.families._qwen2 import FULL
+from transformer.zoo.weights._rules import MATRIX, SAME, VECTOR, Fused, Rule, layer_kinds, linear, modules
+
+CHUNKED = "chunked_attention"
+"""Name in `layer_types` of layers with chunked attention."""
+
+
+class ScaledRope(Rope):
+    """Rotary positions, without scalings that multiply queries and keys by a factor.
+
+    The reference rotates before it normalizes, which removes such a factor. Here the order is the opposite.
+    """
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        read = super().read(values, changes)
+        scaling = read["rotary.scaling"]
+        if scaling is not None and scaling.kind in ("yarn", "longrope"):
+            raise FieldError(f"rotary scaling is {scaling.kind!r}, which is not supported for this family")
+        return read
+
+
+@dataclass(frozen=True)
+class ChunkedAndRouted(Codec):
+    """The kind of each layer: rotary positions, chunked attention, temperature, and experts.
+
+    In spite of its name, `no_rope_layers` has 1 for layers with rotary positions; without it, every
+    `no_rope_layer_interval`-th layer has none. Layers with rotary positions have chunked attention, unless
+    `layer_types` differs, and normalized queries and keys; those without have a temperature. `moe_layers` lists the
+    layers with experts; without it, these are every `interleave_moe_layer_step`-th layer.
+
+    Raises:
+        FieldError: (by `read`) lists of another length or with other values, or a missing chunk size.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        attention = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size", "use_qk_norm")
+        temperature = ("attn_temperature_tuning", "floor_scale", "attn_scale")
+        experts = ("moe_layers", "interleave_moe_layer_step", "num_local_experts", "num_experts_per_tok")
+        return (*attention, *temperature, *experts, "intermediate_size")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        layers = changes["num_layers"]
+        rotary, chunks, routed = _rotary(values, layers), _chunks(values, layers), _routed(values, layers)
+        temperature = None
+        if values.get("attn_temperature_tuning", True):
+            temperature = QueryTemperature(scale=values.get("attn_scale", 0.1), length=values.get("floor_scale", 8192))
+        width = values.get("intermediate_size", 8192)
+        moe = MoE(
+            num_experts=values.get("num_local_experts", 16),
+            top_k=values.get("num_experts_per_tok", 1),
+            d_ff=width,
+            shared_experts=1,
+            scoring="sigmoid",
+            normalize_weights=False,
+            scale_inputs=True,
+            load_balance_weight=0.0,
+            router_z_weight=0.0,
+        )
+        kinds = [
+            LayerKind(
+                rotary=rotates,
+                qk_norm=rotates,
+                chunk=chunk,
+                temperature=None if rotates else temperature,
+                moe=moe if layer in routed else None,
+            )
+            for layer, (rotates, chunk) in enumerate(zip(rotary, chunks, strict=True))
+        ]
+        norms = values.get("use_qk_norm", True) and any(rotary)
+        return {"attention.qk_norm": norms, "attention.qk_norm_scale": not norms} | fold(
+            kinds if norms else [replace(kind, qk_norm=True) for kind in kinds]
+        )
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        kinds = layer_kinds(config, config.num_layers)
+        chunks = {kind.chunk for kind in kinds if kind.chunk is not None}
+        temperatures = [kind.temperature for kind in kinds if kind.temperature is not None]
+        temperature = temperatures[0] if temperatures else QueryTemperature()
+        values = {
+            "no_rope_layers": [int(kind.rotary) for kind in kinds],
+            "layer_types": [FULL if kind.chunk is None else CHUNKED for kind in kinds],
+            "attention_chunk_size": max(chunks, default=8192),
+            "use_qk_norm": config.attention.qk_norm,
+            "attn_temperature_tuning": bool(temperatures),
+            "attn_scale": temperature.scale,
+            "floor_scale": temperature.length,
+            "moe_layers": [layer for layer, kind in enumerate(kinds) if kind.moe is not None],
+        }
+        moe = next((kind.moe for kind in kinds if kind.moe is not None), None)
+        if moe is None:
+            return values
+        return values | {
+            "num_local_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "intermediate_size": moe.d_ff or config.feed_forward_width,
+        }
+
+
+def _rotary(values: Mapping[str, Any], layers: int) -> list[bool]:
+    """Return which layers have rotary positions."""
+    every = values.get("no_rope_layer_interval", 4)
+    if type(every) is not int or every < 1:
+        raise FieldError(f"no_rope_layer_interval must be an integer of at least 1, got {every!r:.80}")
+    given = values.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(given, list) or len(given) != layers or not all(one in (0, 1) for one in given):
+        raise FieldError(f"no_rope_layers must have 0 or 1 for each of the {layers} layers, got {given!r:.80}")
+    return [bool(one) for one in given]
+
+
+def _chunks(values: Mapping[str, Any], layers: int) -> list[int | None]:
+    """Return the chunk size of each layer; None: full attention."""
+    size, types = values.get("attention_chunk_size", 8192), values.get("layer_types")
+    if types is None:
+        types = [CHUNKED if rotates else FULL for rotates in _rotary(values, layers)]
+    if strange := sorted(set(map(str, types)) - {CHUNKED, FULL}):
+        raise FieldError(f"layer_types has {', '.join(strange)}, but only {CHUNKED} and {FULL} are supported")
+    if len(types) != layers:
+        raise FieldError(f"layer_types has {len(types)} names, but the model has {layers} layers")
+    if CHUNKED in types and size is None:
+        raise FieldError(f"layer_types has {CHUNKED}, but attention_chunk_size is not set")
+    return [size if name == CHUNKED else None for name in types]
+
+
+def _routed(values: Mapping[str, Any], layers: int) -> set[int]:
+    """Return the indices of the layers with experts."""
+    step = values.get("interleave_moe_layer_step", 1)
+    if type(step) is not int or step < 1:
+        raise FieldError(f"interleave_moe_layer_step must be an integer of at least 1, got {step!r:.80}")
+    given = values.get("moe_layers")
+    given = list(range(step - 1, layers, step)) if given is None else given
+    if not isinstance(given, list) or not all(type(one) is int and 0 <= one < layers for one in given):
+        raise FieldError(f"moe_layers must list indices of the {layers} layers, got {given!r:.80}")
+    return set(given)
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    attention, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.feed_forward."
+    heads, feed_forward = "decoder/{layer}/self_attention/", "decoder/{layer}/feed_forward/"
+    maps = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    rules = [rule for rule in attention_rules() if not any(name in rule.tensors for name in ("q_proj", "k_proj"))]
+    for name, theirs in {"query": "q_proj", "key": "k_proj"}.items():
+        tensor, parameter = f"{attention}{theirs}", f"{heads}{name}"
+        rules += [
+            Rule(f"{tensor}.weight", f"{parameter}/kernel", Interleaved(MATRIX, config.size_of_head)),
+            Rule(f"{tensor}.bias", f"{parameter}/bias", Interleaved(VECTOR, config.size_of_head)),
+        ]
+    gate_and_up = (f"{feed_forward}experts/gate/kernel", f"{feed_forward}experts/up/kernel")
+    return [
+        *rules,
+        *norm_rules(),
+        *modules(mlp, feed_forward, maps),
+        *linear(f"{mlp}router", f"{feed_forward}router"),
+        Rule(f"{mlp}experts.gate_up_proj", gate_and_up, Fused(axis=-1, each=SAME)),
+        Rule(f"{mlp}experts.down_proj", f"{feed_forward}experts/down/kernel"),
+        *modules(f"{mlp}shared_expert.", f"{feed_forward}shared/", maps),
+    ]
+
+
+_FIELDS = tuple(
+    Field("intermediate_size_mlp", "d_ff", 16_384) if "intermediate_size" in field.names else field
+    for field in decoder_fields(epsilon=1e-5, kv_heads=8, head_dim=128)
+)
+_PUBLISHED = {"vocab_size": 202_048, "head_dim": 128, "intermediate_size_mlp": 16_384, "rope_theta": 500_000.0}
+_SCOUT = {
+    "max_position_embeddings": 262_144,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+_MAVERICK = {
+    "num_local_experts": 128,
+    "interleave_moe_layer_step": 2,
+    "use_qk_norm": False,
+}
+
+LLAMA4 = decoder_family(
+    "Llama4",
+    name="llama4_text",
+    title="Llama 4 (text)",
+    citation="Meta 2025, https://ai.meta.com/blog/llama-4-multimodal-intelligence",
+    heads={"Llama4ForCausalLM": LANGUAGE_MODEL},
+    constants=DECODER_CONSTANTS,
+    fields=(
+        *_FIELDS,
+        ScaledRope(default_base=500_000.0),
+        Biases("attention_bias"),
+        ChunkedAndRouted(),
+        Unread(("router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor")),
+    ),
+    rules=_rules,
+    variants={
+        "llama-4-scout-text": decoder_variant(
+            "meta-llama/Llama-4-Scout-17B-16E", 107_769_861_120, 5120, 8192, 48, 40, 8, **_PUBLISHED, **_SCOUT
+        ),
+        "llama-4-maverick-text": decoder_variant(
+            "meta-llama/Llama-4-Maverick-17B-128E", 400_711_848_960, 5120, 8192, 48, 40, 8, **_PUBLISHED, **_MAVERICK
+        ),
+    },
+)
+"""Llama 4, text models only."""

@@ -1,0 +1,110 @@
+"""Mixtral: Mistral with a mixture of experts; each token uses two of eight experts, with weights that sum to 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import MoE
+from transformer.zoo._fields import Codec, Rope, Unread
+from transformer.zoo.families._llama import (
+    ROTARY_BUFFERS,
+    attention_rules,
+    decoder_family,
+    decoder_fields,
+    decoder_variant,
+    norm_rules,
+)
+from transformer.zoo.families._mistral import SameWindow
+from transformer.zoo.weights._rules import MATRIX, Rule, layer_kinds
+
+
+def balance_weight(coefficient: float, top_k: int, routed_layers: int) -> float:
+    """Return the `load_balance_weight` that is equivalent to `router_aux_loss_coef` of the reference.
+
+    For perfectly balanced experts, the loss of the reference is k (the number of experts per token), computed over all
+    layers together. Here it is 1 per layer, and the layers are summed. Hence the factor k / layers.
+    """
+    return coefficient * top_k / routed_layers
+
+
+def balance_coefficient(moe: MoE, routed_layers: int) -> float:
+    """Return the `router_aux_loss_coef` for a `load_balance_weight`, the inverse of `balance_weight`."""
+    # Rounded, so that a coefficient such as 0.001 is written as it was read.
+    return round(moe.load_balance_weight * routed_layers / moe.top_k, 12)
+
+
+def expert_rules(tensors: str, gate: str, up: str, down: str) -> list[Rule]:
+    """Return the rules for a router and its experts; `tensors` is the prefix of their tensor names."""
+    ours = "decoder/{layer}/feed_forward/"
+    names = {"gate": gate, "up": up, "down": down}
+    experts = [
+        Rule(f"{tensors}experts.{{expert}}.{theirs}.weight", f"{ours}experts/{name}/kernel", MATRIX)
+        for name, theirs in names.items()
+    ]
+    return [Rule(f"{tensors}gate.weight", f"{ours}router/kernel", MATRIX), *experts]
+
+
+@dataclass(frozen=True)
+class Experts(Codec):
+    """Mixture of experts in every layer, with expert width `intermediate_size`. Read after the sliding window."""
+
+    names = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        top_k = values.get("num_experts_per_tok", 2)
+        moe = MoE(
+            num_experts=values.get("num_local_experts", 8),
+            top_k=top_k,
+            load_balance_weight=balance_weight(values.get("router_aux_loss_coef", 0.001), top_k, changes["num_layers"]),
+            router_z_weight=0.0,
+        )
+        return {"stack.period": tuple(replace(kind, moe=moe) for kind in changes["stack.period"])}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        moe = layer_kinds(config, config.num_layers)[0].moe
+        if moe is None:
+            return {}
+        return {
+            "num_local_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "router_aux_loss_coef": balance_coefficient(moe, config.num_layers),
+            "intermediate_size": moe.d_ff or config.feed_forward_width,
+        }
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    layer = "model.layers.{layer}.block_sparse_moe."
+    return [*attention_rules(), *norm_rules(), *expert_rules(layer, gate="w1", up="w3", down="w2")]
+
+
+_ALIKE = {"vocab_size": 32_000, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
+_ALIKE |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+MIXTRAL = decoder_family(
+    "Mixtral",
+    name="mixtral",
+    title="Mixtral",
+    citation="Jiang et al. 2024, arXiv 2401.04088",
+    fields=(
+        *decoder_fields(epsilon=1e-5, kv_heads=8),
+        Rope(default_base=1_000_000.0),
+        SameWindow(None),
+        Experts(),
+        Unread(("router_jitter_noise",)),
+    ),
+    rules=_rules,
+    ignored=(ROTARY_BUFFERS,),
+    variants={
+        "mixtral-8x7b": decoder_variant(
+            "mistralai/Mixtral-8x7B-v0.1", 46_702_792_704, 4096, 14_336, 32, 32, 8, **_ALIKE
+        ),
+        "mixtral-8x22b": decoder_variant(
+            "mistralai/Mixtral-8x22B-v0.1", 140_620_634_112, 6144, 16_384, 56, 48, 8, **_ALIKE
+        ),
+    },
+)
+"""Mixtral 8x7B and 8x22B."""

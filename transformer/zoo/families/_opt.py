@@ -1,0 +1,93 @@
+"""OPT: decoder, pre-norm or post-norm, learned positions, ReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer.config._model import TransformerConfig
+from transformer.zoo._family import Family, Variant
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fixed, Unread
+from transformer.zoo.families._bart import FEED_FORWARD, UNUSED_ROWS, attention_rules
+from transformer.zoo.families._llama import decoder_heads
+from transformer.zoo.weights._rules import MATRIX, Rule, WithoutFirst, modules, norm
+
+
+@dataclass(frozen=True)
+class EmbeddingWidth(Codec):
+    """`word_embed_proj_dim`, the width of the embeddings, with maps to and from the layers if theirs differs."""
+
+    names = ("word_embed_proj_dim",)
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        width = values.get("word_embed_proj_dim")
+        return {"embedding.width": None if width == changes["d_model"] else width}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        return {"word_embed_proj_dim": config.embedding.width or config.d_model}
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    layer, ours = "model.decoder.layers.{layer}.", "decoder/{layer}/"
+    return [
+        Rule("model.decoder.embed_tokens.weight", "embedding/embedding"),
+        Rule("model.decoder.project_in.weight", "embedding_in/kernel", MATRIX),
+        Rule("model.decoder.project_out.weight", "embedding_out/kernel", MATRIX),
+        Rule("model.decoder.embed_positions.weight", "decoder/position_table", WithoutFirst(UNUSED_ROWS)),
+        *attention_rules(f"{layer}self_attn", f"{ours}self_attention"),
+        *norm(f"{layer}self_attn_layer_norm", f"{ours}attention_norm"),
+        *modules(layer, ours, FEED_FORWARD),
+        *norm("model.decoder.final_layer_norm", "decoder/final_norm"),
+    ]
+
+
+def _variant(size: str, parameters: int, width: int, layers: int, heads: int, **fields: Any) -> Variant:
+    sizes = {"vocab_size": 50_272, "hidden_size": width, "ffn_dim": 4 * width, "num_hidden_layers": layers}
+    # The published parameter counts include the unused rows of the position table.
+    return Variant(
+        hub=f"facebook/opt-{size}",
+        parameters=parameters - UNUSED_ROWS * width,
+        fields=sizes | {"num_attention_heads": heads} | fields,
+    )
+
+
+OPT = Family(
+    name="opt",
+    title="OPT",
+    citation="Zhang et al. 2022, arXiv 2205.01068",
+    heads=decoder_heads("OPT"),
+    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": "learned", "embedding.scale": False},
+    fields=(
+        Field("vocab_size", "vocab_size"),
+        Field("hidden_size", "d_model"),
+        EmbeddingWidth(),
+        Field("ffn_dim", "d_ff"),
+        Field("num_hidden_layers", "num_layers"),
+        Field("num_attention_heads", "num_heads"),
+        Field("max_position_embeddings", "max_length", 2048),
+        Field("do_layer_norm_before", "norm_position", True, {True: "pre", False: "post"}),
+        Field("enable_bias", "use_bias", True),
+        Field("activation_function", "activation", "relu", ACTIVATIONS),
+        Field("tie_word_embeddings", "embedding.tie", True),
+        Field("dropout", "dropout_rate", 0.1),
+        Field("attention_dropout", "attention.dropout_rate", 0.0),
+        Field("init_std", "initializer_range", 0.02),
+        Fixed("_remove_final_layer_norm", (False,)),
+        Fixed("layer_norm_elementwise_affine", (True,)),
+        Unread(("layerdrop", "activation_dropout", "initializer_range")),
+    ),
+    rules=_rules,
+    prefix="model.",
+    copies={"lm_head.weight": "model.decoder.embed_tokens.weight"},
+    variants={
+        "opt-125m": _variant("125m", 125_239_296, 768, 12, 12),
+        "opt-350m": _variant("350m", 331_196_416, 1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
+        "opt-1.3b": _variant("1.3b", 1_315_758_080, 2048, 24, 32),
+        "opt-2.7b": _variant("2.7b", 2_651_596_800, 2560, 32, 32),
+        "opt-6.7b": _variant("6.7b", 6_658_473_984, 4096, 32, 32),
+        "opt-13b": _variant("13b", 12_853_473_280, 5120, 40, 40),
+        "opt-30b": _variant("30b", 29_974_540_288, 7168, 48, 56),
+        "opt-66b": _variant("66b", 65_719_701_504, 9216, 64, 72),
+    },
+)

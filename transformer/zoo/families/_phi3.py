@@ -1,0 +1,102 @@
+"""Phi-3 and Phi-4: Llama with fused maps, one for queries, keys and values, and one for gate and up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer.config._model import TransformerConfig
+from transformer.zoo._fields import Field, FieldError, Fixed, Rope, Unread
+from transformer.zoo.families._llama import decoder_family, decoder_fields, decoder_variant, norm_rules
+from transformer.zoo.families._mistral import SameWindow
+from transformer.zoo.weights._rules import MERGED, Fused, Rule, linear, norm
+
+
+@dataclass(frozen=True)
+class LongRope(Rope):
+    """Rotary positions without scaling, or with longrope (one factor per frequency, for short and for long texts).
+
+    The length that the model was trained on is outside `rope_parameters`, and applies even if it is inside, too.
+
+    Raises:
+        FieldError: (by `read`) another kind of scaling.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*super().names, "original_max_position_embeddings")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+        kind = given.pop("rope_type", given.pop("type", None)) or "default"
+        given.pop("type", None)
+        if kind in _LONGROPE:
+            original = values.get("original_max_position_embeddings", 4096)
+            given |= {"rope_type": "longrope", "original_max_position_embeddings": original}
+        elif kind != "default":
+            raise FieldError(
+                f"rotary scaling is {kind!r}, but this family supports only default and longrope (also named su)"
+            )
+        length = values.get("max_position_embeddings", 4096)
+        known = {"rope_scaling": None, "rope_parameters": given, "max_position_embeddings": length}
+        return super().read(dict(values) | known, changes)
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        values, scaling = super().write(config), config.rotary.scaling
+        if scaling is None:
+            return values
+        return values | {"original_max_position_embeddings": scaling.original_length}
+
+
+_LONGROPE = ("longrope", "su", "yarn")
+"""Names of longrope in this family: older files name it su or yarn."""
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    layer, ours = "model.layers.{layer}.", "decoder/{layer}/"
+    attention = tuple(f"{ours}self_attention/{name}/kernel" for name in ("query", "key", "value"))
+    return [
+        Rule("model.embed_tokens.weight", "embedding/embedding"),
+        *norm_rules(),
+        Rule(f"{layer}self_attn.qkv_proj.weight", attention, Fused()),
+        *linear(f"{layer}self_attn.o_proj", f"{ours}self_attention/out", MERGED),
+        Rule(
+            f"{layer}mlp.gate_up_proj.weight",
+            (f"{ours}feed_forward/gate/kernel", f"{ours}feed_forward/up/kernel"),
+            Fused(),
+        ),
+        *linear(f"{layer}mlp.down_proj", f"{ours}feed_forward/down"),
+        *norm("model.norm", "decoder/final_norm"),
+    ]
+
+
+_THREE = {"vocab_size": 32_064, "sliding_window": 2047}
+_FOUR = {"vocab_size": 100_352, "rope_theta": 250_000.0}
+
+PHI3 = decoder_family(
+    "Phi3",
+    name="phi3",
+    title="Phi-3 and Phi-4",
+    citation="Abdin et al. 2024, arXiv 2404.14219 and 2412.08905",
+    fields=(
+        *decoder_fields(epsilon=1e-5),
+        LongRope(default_share=1.0),
+        SameWindow(None),
+        Field("resid_pdrop", "dropout_rate", 0.0),
+        Fixed("attention_bias", (False,)),
+        # The reference does not apply dropout to embeddings.
+        Unread(("embd_pdrop",)),
+    ),
+    rules=_rules,
+    variants={
+        "phi-3-mini-4k": decoder_variant(
+            "microsoft/Phi-3-mini-4k-instruct", 3_821_079_552, 3072, 8192, 32, 32, 32, **_THREE
+        ),
+        "phi-3-medium-4k": decoder_variant(
+            "microsoft/Phi-3-medium-4k-instruct", 13_960_238_080, 5120, 17_920, 40, 40, 10, **_THREE
+        ),
+        "phi-4": decoder_variant("microsoft/phi-4", 14_659_507_200, 5120, 17_920, 40, 40, 10, **_FOUR),
+    },
+)
+"""Phi-3 and Phi-4."""

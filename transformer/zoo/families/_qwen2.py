@@ -1,0 +1,109 @@
+"""Qwen 2 and 2.5: Llama with biases on queries, keys and values, and optional sliding windows in the upper layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer.config._layer_patterns import fold
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import LayerKind
+from transformer.zoo._family import Variant
+from transformer.zoo._fields import Codec, FieldError, Rope
+from transformer.zoo.families._llama import (
+    DECODER_CONSTANTS,
+    ROTARY_BUFFERS,
+    decoder_family,
+    decoder_fields,
+    decoder_variant,
+)
+from transformer.zoo.weights._rules import layer_kinds
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Names in `layer_types` for layers with and without a sliding window."""
+
+
+def check_layer_types(types: Sequence[str], layers: int, window: int | None) -> None:
+    """Raise FieldError if `layer_types` has unknown names, has the wrong length, or uses an undefined window."""
+    if strange := sorted(set(map(str, types)) - {SLIDING, FULL}):
+        raise FieldError(f"layer_types has {', '.join(strange)}, which is not supported (supported: {SLIDING}, {FULL})")
+    if len(types) != layers:
+        raise FieldError(f"layer_types has {len(types)} names, but the model has {layers} layers")
+    if SLIDING in types and window is None:
+        raise FieldError(
+            f"layer_types has {SLIDING}, but there is no window: sliding_window is not set, or disabled by "
+            f"use_sliding_window"
+        )
+
+
+def layer_types(windows: Sequence[int | None]) -> list[str]:
+    """Return the `layer_types` for layers with these windows."""
+    return [FULL if window is None else SLIDING for window in windows]
+
+
+def layer_windows(config: TransformerConfig) -> list[int | None]:
+    """Return the window of each layer."""
+    return [kind.window for kind in layer_kinds(config, config.num_layers)]
+
+
+@dataclass(frozen=True)
+class UpperWindows(Codec):
+    """Sliding windows in the upper layers.
+
+    With `use_sliding_window`, the window is `sliding_window` in all layers from index `max_window_layers`, or in the
+    layers that `layer_types` specifies.
+    """
+
+    names = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        layers, first = changes["num_layers"], values.get("max_window_layers", 28)
+        window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
+        types = values.get("layer_types")
+        if types is None:
+            types = [SLIDING if window is not None and layer >= first else FULL for layer in range(layers)]
+        check_layer_types(types, layers, window)
+        return fold([LayerKind(window=window if name == SLIDING else None) for name in types])
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        windows = layer_windows(config)
+        given = [window for window in windows if window is not None]
+        return {
+            "use_sliding_window": bool(given),
+            "sliding_window": given[0] if given else None,
+            # For programs that do not know layer_types.
+            "max_window_layers": windows.index(given[0]) if given else config.num_layers,
+            "layer_types": layer_types(windows),
+        }
+
+
+def _variant(name: str, *sizes: int, **fields: Any) -> Variant:
+    alike = {"vocab_size": 151_936, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0}
+    return decoder_variant(f"Qwen/{name}", *sizes, **alike | fields)
+
+
+_TIED = {"tie_word_embeddings": True}
+
+QWEN2 = decoder_family(
+    "Qwen2",
+    name="qwen2",
+    title="Qwen 2 and 2.5",
+    citation="Yang et al. 2024, arXiv 2407.10671; Qwen Team 2024, arXiv 2412.15115",
+    constants=DECODER_CONSTANTS | {"attention.biases": ("query", "key", "value")},
+    fields=(*decoder_fields(kv_heads=32), Rope(), UpperWindows()),
+    ignored=(ROTARY_BUFFERS,),
+    variants={
+        "qwen2-0.5b": _variant("Qwen2-0.5B", 494_032_768, 896, 4864, 24, 14, 2, **_TIED),
+        "qwen2-1.5b": _variant("Qwen2-1.5B", 1_543_714_304, 1536, 8960, 28, 12, 2, **_TIED),
+        "qwen2-7b": _variant("Qwen2-7B", 7_615_616_512, 3584, 18_944, 28, 28, 4, vocab_size=152_064),
+        "qwen2.5-0.5b": _variant("Qwen2.5-0.5B", 494_032_768, 896, 4864, 24, 14, 2, **_TIED),
+        "qwen2.5-1.5b": _variant("Qwen2.5-1.5B", 1_543_714_304, 1536, 8960, 28, 12, 2, **_TIED),
+        "qwen2.5-3b": _variant("Qwen2.5-3B", 3_085_938_688, 2048, 11_008, 36, 16, 2, **_TIED),
+        "qwen2.5-7b": _variant("Qwen2.5-7B", 7_615_616_512, 3584, 18_944, 28, 28, 4, vocab_size=152_064),
+        "qwen2.5-72b": _variant(
+            "Qwen2.5-72B", 72_706_203_648, 8192, 29_568, 80, 64, 8, vocab_size=152_064, rms_norm_eps=1e-5
+        ),
+    },
+)
+"""Qwen 2 and 2.5, dense models only."""

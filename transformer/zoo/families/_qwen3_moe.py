@@ -1,0 +1,116 @@
+"""Qwen 3 mixture-of-experts models: Qwen 3 with many small experts in all or some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer.config._layer_patterns import fold
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import LayerKind, MoE
+from transformer.zoo._fields import Biases, Codec, Rope, Unread
+from transformer.zoo.families._llama import (
+    DECODER_CONSTANTS,
+    decoder_family,
+    decoder_fields,
+    decoder_rules,
+    decoder_variant,
+    qk_norm_rules,
+)
+from transformer.zoo.families._mixtral import balance_coefficient, balance_weight, expert_rules
+from transformer.zoo.weights._rules import Rule, layer_kinds
+
+
+@dataclass(frozen=True)
+class SomeLayersRouted(Codec):
+    """Mixture of experts in some layers, and one sliding window for all layers.
+
+    The layers with (index + 1) divisible by `decoder_sparse_step` have experts, except those in `mlp_only_layers`.
+    `write` lists all dense layers in `mlp_only_layers`. `use_sliding_window` enables `sliding_window` in all layers.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        experts = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        layers = ("decoder_sparse_step", "mlp_only_layers", "use_sliding_window", "sliding_window")
+        return (*experts, *layers, "router_aux_loss_coef")
+
+    def kinds(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[LayerKind]:
+        """Return the kind of each layer."""
+        experts = values.get("num_experts", values.get("num_local_experts", 128))
+        step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or ()
+        window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
+        layers = range(changes["num_layers"])
+        routed = [layer for layer in layers if experts and layer not in dense and (layer + 1) % step == 0]
+        kinds = dict.fromkeys(layers, LayerKind(window=window))
+        if routed:
+            top_k, coefficient = values.get("num_experts_per_tok", 8), values.get("router_aux_loss_coef", 0.001)
+            moe = MoE(
+                num_experts=experts,
+                top_k=top_k,
+                d_ff=values.get("moe_intermediate_size", 768),
+                normalize_weights=values.get("norm_topk_prob", False),
+                load_balance_weight=balance_weight(coefficient, top_k, len(routed)),
+                router_z_weight=0.0,
+            )
+            kinds |= dict.fromkeys(routed, LayerKind(window=window, moe=moe))
+        return list(kinds.values())
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        return fold(self.kinds(values, changes))
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        kinds = layer_kinds(config, config.num_layers)
+        routed = [kind.moe for kind in kinds if kind.moe is not None]
+        values = {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [layer for layer, kind in enumerate(kinds) if kind.moe is None],
+            "use_sliding_window": kinds[0].window is not None,
+            "sliding_window": kinds[0].window,
+        }
+        if not routed:
+            return values
+        moe = routed[0]
+        return values | {
+            "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.d_ff or config.feed_forward_width,
+            "norm_topk_prob": moe.normalize_weights,
+            "router_aux_loss_coef": balance_coefficient(moe, len(routed)),
+        }
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    experts = expert_rules("model.layers.{layer}.mlp.", gate="gate_proj", up="up_proj", down="down_proj")
+    return [*decoder_rules(config), *qk_norm_rules(), *experts]
+
+
+_ALIKE = {"vocab_size": 151_936, "head_dim": 128, "rope_theta": 1_000_000.0}
+_ALIKE |= {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+
+QWEN3_MOE = decoder_family(
+    "Qwen3Moe",
+    name="qwen3_moe",
+    title="Qwen 3 (routed)",
+    citation="Qwen Team 2025, arXiv 2505.09388",
+    constants=DECODER_CONSTANTS | {"attention.qk_norm": True},
+    fields=(
+        *decoder_fields(kv_heads=4),
+        Rope(),
+        Biases("attention_bias"),
+        SomeLayersRouted(),
+        # In published files; the reference applies the window to all layers or to none.
+        Unread(("max_window_layers",)),
+    ),
+    rules=_rules,
+    variants={
+        "qwen3-30b-a3b": decoder_variant(
+            "Qwen/Qwen3-30B-A3B", 30_532_122_624, 2048, 6144, 48, 32, 4, **_ALIKE, moe_intermediate_size=768
+        ),
+        "qwen3-235b-a22b": decoder_variant(
+            "Qwen/Qwen3-235B-A22B", 235_093_634_560, 4096, 12_288, 94, 64, 4, **_ALIKE, moe_intermediate_size=1536
+        ),
+    },
+)
+"""Qwen 3, mixture-of-experts models only."""

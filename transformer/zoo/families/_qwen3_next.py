@@ -1,0 +1,194 @@
+"""Qwen 3 Next: linear attention (Gated DeltaNet) in three of four layers, gated attention in the rest, and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from transformer.config._layer_patterns import fold
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import GatedDelta, LayerKind
+from transformer.zoo._fields import FieldError, Fixed, Rope
+from transformer.zoo.families._deepseek_v3 import FusedHeads
+from transformer.zoo.families._llama import (
+    DECODER_CONSTANTS,
+    attention_rules,
+    decoder_family,
+    decoder_fields,
+    decoder_variant,
+    feed_forward_rules,
+    norm_rules,
+    qk_norm_rules,
+)
+from transformer.zoo.families._mixtral import expert_rules
+from transformer.zoo.families._qwen2 import FULL
+from transformer.zoo.families._qwen3_moe import SomeLayersRouted
+from transformer.zoo.weights._rules import MATRIX, Relation, Rule, Shape, layer_kinds, linear, modules
+
+LINEAR = "linear_attention"
+"""Name in `layer_types` of layers with linear attention."""
+
+
+@dataclass(frozen=True)
+class SomeLayersLinear(SomeLayersRouted):
+    """Linear attention in the layers that `layer_types` names, by default all but each fourth, and routed layers.
+
+    A routed layer has one shared expert with a gate.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        windows = {"use_sliding_window", "sliding_window"}
+        experts = tuple(name for name in super().names if name not in windows)
+        return (*experts, "shared_expert_intermediate_size", "layer_types", "full_attention_interval", *_SIZES)
+
+    def kinds(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[LayerKind]:
+        """Return the kind of each layer."""
+        delta = GatedDelta(**{ours: values.get(name, default) for name, (ours, default) in _SIZES.items()})
+        types, layers = values.get("layer_types"), changes["num_layers"]
+        if types is None:
+            interval = values.get("full_attention_interval", 4)
+            types = [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)]
+        if strange := sorted(set(map(str, types)) - {LINEAR, FULL}):
+            raise FieldError(f"layer_types has {', '.join(strange)}, but only {LINEAR} and {FULL} are supported")
+        if len(types) != layers:
+            raise FieldError(f"layer_types has {len(types)} names, but the model has {layers} layers")
+        shared = {"shared_experts": 1, "shared_gate": True}
+        shared |= {"shared_d_ff": values.get("shared_expert_intermediate_size", 512)}
+        defaults = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
+        kinds = []
+        for kind, name in zip(super().kinds(defaults | dict(values), changes), types, strict=True):
+            moe = None if kind.moe is None else replace(kind.moe, **shared)
+            kinds.append(replace(kind, moe=moe, gated_delta=delta if name == LINEAR else None))
+        return kinds
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        return fold(self.kinds(values, changes))
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        kinds = layer_kinds(config, config.num_layers)
+        written = super().write(config)
+        values = {name: value for name, value in written.items() if name in self.names}
+        values["layer_types"] = [FULL if kind.gated_delta is None else LINEAR for kind in kinds]
+        delta = next((kind.gated_delta for kind in kinds if kind.gated_delta is not None), None)
+        if delta is not None:
+            values |= {name: getattr(delta, ours) for name, (ours, _) in _SIZES.items()}
+        moe = next((kind.moe for kind in kinds if kind.moe is not None), None)
+        if moe is None:
+            return values | {"num_experts": 0}
+        width = moe.shared_d_ff or moe.d_ff or config.feed_forward_width
+        return values | {"shared_expert_intermediate_size": width}
+
+
+_SIZES = {
+    "linear_num_value_heads": ("num_heads", 32),
+    "linear_num_key_heads": ("num_key_heads", 16),
+    "linear_key_head_dim": ("key_dim", 128),
+    "linear_value_head_dim": ("value_dim", 128),
+    "linear_conv_kernel_dim": ("conv_width", 4),
+}
+"""Fields of config.json, and the fields of `GatedDelta` with the defaults."""
+
+
+@dataclass(frozen=True)
+class FusedGroups(Relation):
+    """Several maps fused to one matrix, in `groups` of heads: group 0 of all maps, group 1 of all maps, and so on.
+
+    Maps are (in, N, H) with any number of heads N that is a multiple of `groups`, or (in, N).
+    """
+
+    groups: int
+
+    def _grouped(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [(shape[0], self.groups, int(np.prod(shape[1:])) // self.groups) for shape in shapes]
+
+    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return FusedHeads().tensor_shapes(self._grouped(shapes))
+
+    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+        parts = FusedHeads().load(tensors, self._grouped(shapes))
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        grouped = self._grouped([one.shape for one in parameters])
+        return FusedHeads().save([one.reshape(shape) for one, shape in zip(parameters, grouped, strict=True)])
+
+
+@dataclass(frozen=True)
+class Depthwise(Relation):
+    """A convolution of each channel, (W, C), which the file stores as (C, 1, W)."""
+
+    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [(channels, 1, width) for width, channels in shapes]
+
+    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+        return [tensor[:, 0].T for tensor in tensors]
+
+    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [parameter.T[:, None] for parameter in parameters]
+
+
+def _linear_rules(config: TransformerConfig) -> list[Rule]:
+    """Return the rules of the layers with linear attention."""
+    delta = next((kind.gated_delta for kind in config.kinds if kind.gated_delta is not None), None)
+    if delta is None:
+        return []
+    layer, ours = "model.layers.{layer}.linear_attn.", "decoder/{layer}/linear_attention/"
+    groups = FusedGroups(delta.num_key_heads)
+    maps = tuple(f"{ours}{name}/kernel" for name in ("query", "key", "value", "output_gate"))
+    return [
+        Rule(f"{layer}in_proj_qkvz.weight", maps, groups),
+        Rule(f"{layer}in_proj_ba.weight", (f"{ours}beta/kernel", f"{ours}decay/kernel"), groups),
+        Rule(f"{layer}conv1d.weight", f"{ours}convolution", Depthwise()),
+        Rule(f"{layer}A_log", f"{ours}a_log"),
+        Rule(f"{layer}dt_bias", f"{ours}dt_bias"),
+        *modules(layer, ours, {"norm": "norm", "out": "out_proj"}),
+    ]
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    attention, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
+    ours, feed_forward = "decoder/{layer}/self_attention/", "decoder/{layer}/feed_forward/"
+    queries = Rule(f"{attention}q_proj.weight", (f"{ours}query/kernel", f"{ours}output_gate/kernel"), FusedHeads())
+    shared = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    return [
+        *(rule for rule in attention_rules() if "q_proj" not in rule.tensors),
+        queries,
+        *qk_norm_rules(),
+        *norm_rules(),
+        *feed_forward_rules(),
+        *expert_rules(mlp, gate="gate_proj", up="up_proj", down="down_proj"),
+        *modules(f"{mlp}shared_expert.", f"{feed_forward}shared/", shared),
+        *linear(f"{mlp}shared_expert_gate", f"{feed_forward}shared_gate", MATRIX),
+        *_linear_rules(config),
+    ]
+
+
+_PUBLISHED = {"vocab_size": 151_936, "head_dim": 256, "rope_theta": 10_000_000.0, "full_attention_interval": 4}
+
+QWEN3_NEXT = decoder_family(
+    "Qwen3Next",
+    name="qwen3_next",
+    title="Qwen 3 Next",
+    citation="Qwen Team 2025; Yang et al. 2024, arXiv 2412.06464",
+    constants=DECODER_CONSTANTS
+    | {"norm": "zero_centered_rms_norm", "attention.qk_norm": True, "attention.output_gate": True},
+    fields=(
+        *decoder_fields(kv_heads=2, head_dim=256),
+        Rope(default_share=0.25),
+        Fixed("attention_bias", (False,)),
+        SomeLayersLinear(),
+    ),
+    rules=_rules,
+    # Weights that predict several tokens at once, which generation here does not use.
+    ignored=(r"mtp\..*",),
+    variants={
+        "qwen3-next-80b-a3b": decoder_variant(
+            "Qwen/Qwen3-Next-80B-A3B-Instruct", 79_674_391_296, 2048, 5120, 48, 16, 2, **_PUBLISHED
+        ),
+    },
+)
+"""Qwen 3 Next."""

@@ -1,0 +1,283 @@
+"""Qwen2-VL and Qwen2.5-VL: an encoder of images of any size before Qwen 2, with positions of three coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer.chat._image_prompts import ImageText
+from transformer.config._checks import ConfigError
+from transformer.config._image_tokens import DynamicImageTokens
+from transformer.config._model import TransformerConfig
+from transformer.zoo._family import Family, Variant, read_fields
+from transformer.zoo._fields import ACTIVATIONS, NEUTRAL, Codec, FieldError, Rope, Unread, layer_sizes
+from transformer.zoo.families._llama import COPIES, DECODER_CONSTANTS, decoder_fields, decoder_rules
+from transformer.zoo.families._qwen2 import UpperWindows
+from transformer.zoo.families._vision_text import vision_text_heads
+from transformer.zoo.families._vit import Convolution
+from transformer.zoo.weights._rules import MATRIX, VECTOR, Fused, Rule, fused, linear, modules, norm
+
+_OUTER = ("vision_config", "image_token_id", "image_token_index", "tie_word_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sections(Rope):
+    """Rotary positions of three coordinates: `mrope_section` in `rope_parameters` or `rope_scaling`."""
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+        given = dict(values.get(name) or {})
+        sections = given.pop("mrope_section", None)
+        if not isinstance(sections, list | tuple) or len(sections) != 3:
+            raise FieldError(f"mrope_section in {name} must be a list of three numbers, got {sections!r:.80}")
+        # The published files name the kind of scaling after the sections; there is no scaling.
+        kinds = {key: "default" for key in ("type", "rope_type") if given.get(key) == "mrope"}
+        plain = super().read({**values, name: given | kinds}, changes)
+        return plain | {"rotary.sections": tuple(sections)}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        values = super().write(config)
+        sections = list(config.rotary.sections or ())
+        return values | {"rope_parameters": values["rope_parameters"] | {"mrope_section": sections}}
+
+
+_TEXT_SIZES = layer_sizes(8192, 29_568, 80, 64, 8, vocab_size=152_064)
+_TEXT_FIELDS = (*decoder_fields(kv_heads=8, epsilon=1e-5), _Sections(default_base=1_000_000.0), UpperWindows())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config(Codec):
+    """The decoder in text_config, or in older files at the top; the encoder of images in vision_config."""
+
+    kind: str
+    """model_type of the whole model."""
+    width: str
+    """Field of vision_config with the width of the encoder."""
+    output: str
+    """Field of vision_config with the width of the decoder."""
+    gated: bool
+    """Whether the encoder is that of Qwen2.5-VL: gated layers, RMSNorm and windows."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        text = [name for codec in _TEXT_FIELDS for name in codec.names]
+        return ("text_config", *_OUTER, *text)
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        text, image = self._text(values), self._image(values)
+        if image["output"] != text["d_model"]:
+            raise FieldError(
+                f"{self.output} of vision_config is {image['output']!r}, but only the width of the decoder, "
+                f"{text['d_model']}, is supported"
+            )
+        marker = values.get("image_token_id", values.get("image_token_index", 151_655))
+        if type(marker) is not int or not 0 <= marker < text["vocab_size"]:
+            raise FieldError(
+                f"image_token_id is {marker!r}, but only an id of the vocabulary ({text['vocab_size']} tokens) is "
+                f"supported"
+            )
+        del image["output"]
+        try:
+            images = DynamicImageTokens(token_id=marker, **image)
+        except ConfigError as error:
+            raise FieldError(f"vision_config describes no valid model: {error}") from None
+        return text | {"input": images}
+
+    def _text(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        inner = values.get("text_config")
+        if inner is not None and not isinstance(inner, dict):
+            raise FieldError(f"text_config must be an object, got {inner!r:.80}")
+        # Published files have the decoder's fields at the top.
+        mine = {name for codec in _TEXT_FIELDS for name in codec.names} | set(NEUTRAL)
+        given = {name: value for name, value in values.items() if name in mine} if inner is None else inner
+        if (kind := given.get("model_type", self.kind)) not in (self.kind, f"{self.kind}_text"):
+            raise FieldError(f"model_type of text_config is {kind!r}, but only {self.kind}_text is supported")
+        tied = values.get("tie_word_embeddings", given.get("tie_word_embeddings", False))
+        text, faults = read_fields(_TEXT_SIZES | given | {"tie_word_embeddings": tied}, _TEXT_FIELDS, {})
+        if faults:
+            where = "" if inner is None else "in text_config, "
+            raise FieldError("; ".join(f"{where}{fault}" for fault in faults))
+        return text
+
+    def _image(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        given = values.get("vision_config") or {}
+        if not isinstance(given, dict):
+            raise FieldError(f"vision_config must be an object, got {given!r:.80}")
+        known = {"depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size", "hidden_act"}
+        known |= {"in_channels", "in_chans", "hidden_size", "initializer_range", "model_type", "rope_parameters"}
+        known |= {"spatial_patch_size", self.width, self.output, *NEUTRAL}
+        own = {"intermediate_size", "window_size", "fullatt_block_indexes", "tokens_per_second"}
+        known |= own if self.gated else {"mlp_ratio"}
+        if strange := sorted(given.keys() - known):
+            raise FieldError(f"in vision_config, {', '.join(strange[:5])} is not known")
+        rope = given.get("rope_parameters") or {}
+        if rope.get("rope_type", "axial") != "axial" or rope.get("rope_theta", 10_000.0) != 10_000.0:
+            raise FieldError(f"rope_parameters of vision_config is {rope!r:.80}, but only axial of 10000 is supported")
+        name = given.get("hidden_act", "silu" if self.gated else "quick_gelu")
+        if name not in ACTIVATIONS:
+            raise FieldError(f"hidden_act of vision_config is {name!r:.80}, which is not supported")
+        width = given.get(self.width, 3584 if self.gated else 1280)
+        sides = {name: _side(name, given.get(name, default)) for name, default in _SIDES.items()}
+        image = {
+            "patch_size": sides["patch_size"],
+            "frames": sides["temporal_patch_size"],
+            "merge": given.get("spatial_merge_size", 2),
+            # The reference reads in_channels; published files have it under its former name.
+            "channels": given.get("in_channels", given.get("in_chans", 3)),
+            "d_model": width,
+            "num_layers": given.get("depth", 32),
+            "num_heads": given.get("num_heads", 16),
+            "activation": ACTIVATIONS[name],
+            "output": given.get(self.output, 3584),
+        }
+        if not self.gated:
+            return image | {"d_ff": int(width * given.get("mlp_ratio", 4))}
+        layers = given.get("fullatt_block_indexes", [7, 15, 23, 31])
+        return image | {
+            "d_ff": given.get("intermediate_size", 3420),
+            "gated": True,
+            "norm": "rms_norm",
+            "window_size": given.get("window_size", 112),
+            "full_attention_layers": tuple(sorted({layer for layer in layers if layer < image["num_layers"]})),
+        }
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        images = config.dynamic_images
+        if images is None or images.gated != self.gated or config.rotary.sections is None:
+            return {}
+        text: dict[str, Any] = {"model_type": f"{self.kind}_text"}
+        for codec in _TEXT_FIELDS:
+            text |= codec.write(config)
+        text.pop("tie_word_embeddings")
+        named = [theirs for theirs, ours in ACTIVATIONS.items() if ours == images.activation]
+        image = {
+            "model_type": f"{self.kind}_vision",
+            "depth": images.num_layers,
+            self.output: config.d_model,
+            self.width: images.d_model,
+            "num_heads": images.num_heads,
+            "hidden_act": named[0] if named else None,
+            "in_channels": images.channels,
+            "patch_size": images.patch_size,
+            "spatial_merge_size": images.merge,
+            "temporal_patch_size": images.frames,
+        }
+        if self.gated:
+            layers = range(images.num_layers) if images.window_size is None else images.full_attention_layers
+            image |= {
+                "intermediate_size": images.d_ff,
+                "window_size": images.window_size or images.multiple,
+                "fullatt_block_indexes": list(layers),
+            }
+        else:
+            ratio = images.d_ff / images.d_model
+            image["mlp_ratio"] = int(ratio) if ratio == int(ratio) else ratio
+        return {
+            "text_config": text,
+            "vision_config": image,
+            "image_token_id": images.token_id,
+            "tie_word_embeddings": config.embedding.tie,
+        }
+
+
+_SIDES = {"patch_size": 14, "temporal_patch_size": 2}
+
+
+def _side(name: str, value: Any) -> Any:
+    """Return a size that can be a list of equal numbers."""
+    sides = value if isinstance(value, list | tuple) else [value]
+    if len(set(map(str, sides))) != 1:
+        raise FieldError(f"{name} of vision_config is {value!r:.80}, but only equal sides are supported")
+    return sides[0]
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    block, ours = "visual.blocks.{layer}.", "image/encoder/{layer}/"
+    maps = [f"{ours}self_attention/{name}" for name in ("query", "key", "value")]
+    names = {"attention_norm": "norm1", "feed_forward_norm": "norm2", "self_attention/out": "attn.proj"}
+    gated = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    inner = gated if config.dynamic_images is None or config.dynamic_images.gated else {"up": "fc1", "down": "fc2"}
+    names |= {f"feed_forward/{name}": f"mlp.{theirs}" for name, theirs in inner.items()}
+    return [
+        *decoder_rules(config),
+        Rule("lm_head.weight", "output/kernel", MATRIX),
+        Rule("visual.patch_embed.proj.weight", "image/tubelet_embedding/kernel", Convolution()),
+        *fused(f"{block}attn.qkv", maps, Fused(), Fused(0, VECTOR)),
+        *modules(block, ours, names),
+        *norm("visual.merger.ln_q", "image/encoder/final_norm"),
+        *linear("visual.merger.mlp.0", "projector/hidden"),
+        *linear("visual.merger.mlp.2", "projector/projection"),
+    ]
+
+
+_ALIKE: dict[str, Any] = {
+    "constants": DECODER_CONSTANTS | {"attention.biases": ("query", "key", "value")},
+    "rules": _rules,
+    "copies": COPIES,
+    "image_text": ImageText(
+        marker="<|vision_start|><|image_pad|><|vision_end|>", before="<|vision_start|>", after="<|vision_end|>"
+    ),
+}
+_SPECIAL = Unread(("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"))
+
+
+def _variant(name: str, parameters: int, text: tuple[int, ...], image: Mapping[str, Any], **fields: Any) -> Variant:
+    sections = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    given = layer_sizes(*text, rms_norm_eps=1e-6, rope_theta=1_000_000.0, **sections, vision_config=dict(image))
+    return Variant(hub=f"Qwen/{name}", parameters=parameters, fields=given | fields)
+
+
+QWEN2_VL = Family(
+    name="qwen2_vl",
+    title="Qwen2-VL",
+    citation="Wang et al. 2024, arXiv 2409.12191",
+    heads=vision_text_heads("Qwen2VL"),
+    fields=(_Config(kind="qwen2_vl", width="embed_dim", output="hidden_size", gated=False), _SPECIAL),
+    variants={
+        "qwen2-vl-2b": _variant(
+            "Qwen2-VL-2B-Instruct",
+            2_208_985_600,
+            (1536, 8960, 28, 12, 2),
+            {"hidden_size": 1536, "embed_dim": 1280},
+            vocab_size=151_936,
+            tie_word_embeddings=True,
+        ),
+        "qwen2-vl-7b": _variant(
+            "Qwen2-VL-7B-Instruct",
+            8_291_375_616,
+            (3584, 18_944, 28, 28, 4),
+            {"hidden_size": 3584, "embed_dim": 1280},
+            vocab_size=152_064,
+        ),
+    },
+    **_ALIKE,
+)
+"""Qwen2-VL."""
+
+QWEN2_5_VL = Family(
+    name="qwen2_5_vl",
+    title="Qwen2.5-VL",
+    citation="Bai et al. 2025, arXiv 2502.13923",
+    heads=vision_text_heads("Qwen2_5_VL"),
+    fields=(_Config(kind="qwen2_5_vl", width="hidden_size", output="out_hidden_size", gated=True), _SPECIAL),
+    variants={
+        "qwen2.5-vl-3b": _variant(
+            "Qwen2.5-VL-3B-Instruct",
+            3_754_622_976,
+            (2048, 11_008, 36, 16, 2),
+            {"hidden_size": 1280, "out_hidden_size": 2048},
+            vocab_size=151_936,
+            tie_word_embeddings=True,
+        ),
+        "qwen2.5-vl-7b": _variant(
+            "Qwen2.5-VL-7B-Instruct",
+            8_292_166_656,
+            (3584, 18_944, 28, 28, 4),
+            {"hidden_size": 1280, "out_hidden_size": 3584},
+            vocab_size=152_064,
+        ),
+    },
+    **_ALIKE,
+)
+"""Qwen2.5-VL."""

@@ -1,0 +1,95 @@
+"""RoBERTa: BERT with one token type, and position tables that start after the row of the padding id."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import HeadTransform
+from transformer.nn.models._encoders import MaskedLM
+from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._fields import LARGE, Codec, Fixed
+from transformer.zoo.families._bert import (
+    BERT_CONSTANTS,
+    OLD_NORMS,
+    base_head,
+    encoder_fields,
+    encoder_rules,
+    first_token_head,
+    masked_lm_rules,
+)
+from transformer.zoo.weights._rules import Rule, WithoutFirst
+
+UNUSED_ROWS = 2
+"""Unused rows at the start of a position table: position 0 is row padding id + 1, and the padding id is 1."""
+
+
+@dataclass(frozen=True)
+class LengthWithRows(Codec):
+    """Number of rows of a position table, of which the first `rows` are unused."""
+
+    name: str
+    rows: int
+    default: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        return {"max_length": values.get(self.name, self.default) - self.rows}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        return {} if config.max_length is None else {self.name: config.max_length + self.rows}
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    return encoder_rules("roberta.", WithoutFirst(UNUSED_ROWS))
+
+
+def _variant(name: str, parameters: int, **sizes: int) -> Variant:
+    fields = {"vocab_size": 50_265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+    # The published parameter counts include the unused rows of the position table.
+    parameters -= UNUSED_ROWS * sizes.get("hidden_size", 768)
+    return Variant(hub=name, parameters=parameters, fields=fields | sizes)
+
+
+_MASKED_LM = (r"lm_head\.(bias|(decoder|dense|layer_norm)\.(weight|bias))",)
+
+ROBERTA = Family(
+    name="roberta",
+    title="RoBERTa",
+    citation="Liu et al. 2019, arXiv 1907.11692",
+    heads={
+        "RobertaForMaskedLM": Head(
+            model=MaskedLM,
+            constants={"output.bias": True, "output.transform": HeadTransform(activation="gelu_erf", norm=True)},
+            rules=masked_lm_rules("lm_head.", "dense", "layer_norm"),
+        ),
+        "RobertaForSequenceClassification": first_token_head(
+            "classifier.dense", "classifier.out_proj", ignored=_MASKED_LM
+        ),
+        "RobertaModel": base_head("roberta.", (*_MASKED_LM, r"classifier\.(dense|out_proj)\.(weight|bias)")),
+    },
+    constants=BERT_CONSTANTS,
+    fields=(
+        *encoder_fields(),
+        LengthWithRows("max_position_embeddings", UNUSED_ROWS, 512),
+        Fixed("pad_token_id", (UNUSED_ROWS - 1,)),
+    ),
+    rules=_rules,
+    prefix="roberta.",
+    ignored=(r"(roberta\.)?embeddings\.position_ids", r"(roberta\.)?pooler\.dense\.(weight|bias)"),
+    copies={
+        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    },
+    old_names=OLD_NORMS,
+    variants={
+        "roberta-base": _variant("FacebookAI/roberta-base", 124_697_433),
+        "roberta-large": _variant("FacebookAI/roberta-large", 355_412_057, **LARGE),
+        "distilroberta-base": _variant("distilbert/distilroberta-base", 82_170_201, num_hidden_layers=6),
+    },
+)

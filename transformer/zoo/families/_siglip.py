@@ -1,0 +1,164 @@
+"""SigLIP: encoders of texts and images, trained with a sigmoid per pair; images are pooled by attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import Patches
+from transformer.nn.models._dual import DualEncoder
+from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._fields import LARGE, Codec, FieldError, Fixed, Unread, layer_sizes
+from transformer.zoo.families._clip import DUAL_CONSTANTS, TwoConfigs, dual_rules, encoder_fields, text_fields
+from transformer.zoo.families._vit import PatchSizes
+from transformer.zoo.weights._rules import MERGED, VECTOR, Fused, Reshaped, Row, Rule, linear, modules
+
+
+@dataclass(frozen=True)
+class PatchGrid(Codec):
+    """Size and number of patches; the position table is a square, interpolated for every image (NaFlex)."""
+
+    names = ("num_patches", "patch_size", "num_channels")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        count, size = values.get("num_patches", 256), values.get("patch_size", 16)
+        side = isqrt(count) if type(count) is int and count > 0 else 0
+        if not side or side**2 != count:
+            raise FieldError(f"num_patches is {count!r}, but only the square of a whole number is supported")
+        if type(size) is not int:
+            raise FieldError(f"patch_size is {size!r}, but only square patches, one number, are supported")
+        patches = Patches(
+            image_height=side * size,
+            image_width=side * size,
+            patch_size=size,
+            channels=values.get("num_channels", 3),
+            class_token=False,
+            resize_positions=True,
+        )
+        return {"input": patches}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        patches = config.patches
+        if patches is None:
+            return {}
+        return {"num_patches": patches.count, "patch_size": patches.patch_size, "num_channels": patches.channels}
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    head, ours = "vision_model.head.", "image/attention_pooling/"
+    parts = tuple(f"{ours}cross_attention/{name}" for name in ("query", "key", "value"))
+    names = {"feed_forward_norm": "layernorm", "feed_forward/up": "mlp.fc1", "feed_forward/down": "mlp.fc2"}
+    return [
+        *dual_rules(),
+        *linear("text_model.head", "text_projection"),
+        Rule(f"{head}probe", f"{ours}query", Row(2)),
+        Rule(f"{head}attention.in_proj_weight", tuple(f"{part}/kernel" for part in parts), Fused()),
+        Rule(f"{head}attention.in_proj_bias", tuple(f"{part}/bias" for part in parts), Fused(each=VECTOR)),
+        *linear(f"{head}attention.out_proj", f"{ours}cross_attention/out", MERGED),
+        *modules(head, ours, names),
+        Rule("logit_scale", "logit_scale"),
+        Rule("logit_bias", "logit_bias"),
+    ]
+
+
+def _grid_rules(config: TransformerConfig) -> Sequence[Rule]:
+    """Return the rules of SigLIP 2: patches are rows of a matrix, and their positions are not part of the encoder."""
+    embeddings = "vision_model.embeddings."
+    return [
+        *(rule for rule in _rules(config) if not str(rule.tensors).startswith(embeddings)),
+        *linear(f"{embeddings}patch_embedding", "image/patch_embedding", Reshaped(3, transposed=True)),
+        Rule(f"{embeddings}position_embedding.weight", "image/position_table"),
+    ]
+
+
+def _two_configs(patches: Codec, kinds: tuple[str, str]) -> TwoConfigs:
+    """Return the configs of both encoders; `patches` reads the sizes of images, and `kinds` are their model types."""
+    return TwoConfigs(
+        text=(
+            *encoder_fields(768, 12, 3072, "gelu_pytorch_tanh", 1e-6, ("projection_size",)),
+            *text_fields(32_000, 64),
+        ),
+        image=(*encoder_fields(768, 12, 3072, "gelu_pytorch_tanh", 1e-6), Fixed("vision_use_head", (True,)), patches),
+        constants={"pooling": "attention", "projections": "text", "similarity": "sigmoid"},
+        kinds=kinds,
+        features="projection_size",
+    )
+
+
+SO400M = layer_sizes(1152, 4304, 27, 16)
+
+
+_GEMMA = {"vocab_size": 256_000}
+"""SigLIP 2 reads texts with the tokenizer of Gemma."""
+
+
+def _variant(
+    name: str,
+    parameters: int,
+    image: dict[str, Any],
+    layers: dict[str, Any] | None = None,
+    text: dict[str, Any] | None = None,
+) -> Variant:
+    layers = layers or {}
+    fields = {"text_config": layers | (text or {}), "vision_config": layers | image}
+    return Variant(hub=f"google/{name}", parameters=parameters, fields=fields)
+
+
+SIGLIP = Family(
+    name="siglip",
+    title="SigLIP",
+    citation="Zhai et al. 2023, arXiv 2303.15343",
+    heads={"SiglipModel": Head(model=DualEncoder)},
+    constants=DUAL_CONSTANTS,
+    fields=(
+        _two_configs(PatchSizes(class_token=False), ("siglip_text_model", "siglip_vision_model")),
+        Unread(("initializer_factor", "initializer_range", "tie_word_embeddings")),
+    ),
+    rules=_rules,
+    ignored=(r"(text|vision)_model\.embeddings\.position_ids",),
+    variants={
+        "siglip-base-patch16-224": _variant("siglip-base-patch16-224", 203_155_970, {"image_size": 224}),
+        "siglip-base-patch16-384": _variant("siglip-base-patch16-384", 203_447_810, {"image_size": 384}),
+        "siglip-large-patch16-256": _variant("siglip-large-patch16-256", 652_150_786, {"image_size": 256}, LARGE),
+        "siglip-large-patch16-384": _variant("siglip-large-patch16-384", 652_478_466, {"image_size": 384}, LARGE),
+        "siglip-so400m-patch14-384": _variant(
+            "siglip-so400m-patch14-384", 877_960_498, {"image_size": 384, "patch_size": 14}, SO400M
+        ),
+        "siglip2-base-patch16-224": _variant("siglip2-base-patch16-224", 375_187_970, {"image_size": 224}, text=_GEMMA),
+        "siglip2-large-patch16-256": _variant(
+            "siglip2-large-patch16-256", 881_526_786, {"image_size": 256}, LARGE, _GEMMA
+        ),
+        "siglip2-so400m-patch14-384": _variant(
+            "siglip2-so400m-patch14-384", 1_136_008_498, {"image_size": 384, "patch_size": 14}, SO400M, _GEMMA
+        ),
+    },
+)
+
+SIGLIP2 = Family(
+    name="siglip2",
+    title="SigLIP 2 NaFlex",
+    citation="Tschannen et al. 2025, arXiv 2502.14786",
+    heads={"Siglip2Model": Head(model=DualEncoder)},
+    constants=DUAL_CONSTANTS,
+    fields=(
+        _two_configs(PatchGrid(), ("siglip2_text_model", "siglip2_vision_model")),
+        Unread(("initializer_factor", "initializer_range", "tie_word_embeddings")),
+    ),
+    rules=_grid_rules,
+    ignored=SIGLIP.ignored,
+    variants={
+        "siglip2-base-patch16-naflex": Variant(
+            hub="google/siglip2-base-patch16-naflex",
+            parameters=375_234_050,
+            fields={"text_config": _GEMMA, "vision_config": {}},
+        ),
+        "siglip2-so400m-patch16-naflex": Variant(
+            hub="google/siglip2-so400m-patch16-naflex",
+            parameters=1_135_670_962,
+            fields={"text_config": SO400M | _GEMMA, "vision_config": SO400M},
+        ),
+    },
+)

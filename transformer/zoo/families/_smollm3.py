@@ -1,0 +1,88 @@
+"""SmolLM3: Llama without rotary positions in every fourth layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformer.config._layer_patterns import fold
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import LayerKind
+from transformer.zoo._fields import Biases, Codec, FieldError, Rope, Unread
+from transformer.zoo.families._llama import decoder_family, decoder_fields, decoder_variant
+from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types
+from transformer.zoo.weights._rules import layer_kinds
+
+
+@dataclass(frozen=True)
+class RotaryLayers(Codec):
+    """Layers with rotary positions (1 in `no_rope_layers`, in spite of its name), and sliding windows.
+
+    Without `no_rope_layers`, every `no_rope_layer_interval`-th layer has none. Windows need `use_sliding_window`. They
+    are in the layers that `layer_types` names, or in those without rotary positions.
+
+    Raises:
+        FieldError: (by `read`) lists of another length or with other values.
+    """
+
+    names = (
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "use_sliding_window",
+        "sliding_window",
+        "layer_types",
+    )
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        layers, every = changes["num_layers"], values.get("no_rope_layer_interval", 4)
+        if type(every) is not int or every < 1:
+            raise FieldError(f"no_rope_layer_interval must be an integer of at least 1, got {every!r:.80}")
+        rotary = values.get("no_rope_layers")
+        rotary = [int((layer + 1) % every != 0) for layer in range(layers)] if rotary is None else rotary
+        if not isinstance(rotary, list) or len(rotary) != layers or not all(one in (0, 1) for one in rotary):
+            raise FieldError(f"no_rope_layers must have 0 or 1 for each of the {layers} layers, got {rotary!r:.80}")
+        window = values.get("sliding_window") if values.get("use_sliding_window") else None
+        types = values.get("layer_types")
+        if types is None:
+            types = [FULL if window is None or one else SLIDING for one in rotary]
+        # The names are also checked without use_sliding_window: whether the reference then applies the windows depends
+        # on its attention implementation.
+        check_layer_types(types, layers, window)
+        kinds = [
+            LayerKind(window=window if name == SLIDING else None, rotary=bool(one))
+            for name, one in zip(types, rotary, strict=True)
+        ]
+        return fold(kinds)
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        kinds = layer_kinds(config, config.num_layers)
+        windows = [kind.window for kind in kinds]
+        given = [window for window in windows if window is not None]
+        return {
+            "no_rope_layers": [int(kind.rotary) for kind in kinds],
+            "use_sliding_window": bool(given),
+            "sliding_window": given[0] if given else None,
+            "layer_types": layer_types(windows),
+        }
+
+
+SMOLLM3 = decoder_family(
+    "SmolLM3",
+    name="smollm3",
+    title="SmolLM3",
+    citation="Bakouch et al. 2025, https://huggingface.co/blog/smollm3",
+    fields=(
+        *decoder_fields(tied=True, kv_heads=4),
+        Rope(default_base=2_000_000.0),
+        Biases("attention_bias", "mlp_bias"),
+        RotaryLayers(),
+        Unread(("max_window_layers",)),
+    ),
+    variants={
+        "smollm3-3b": decoder_variant(
+            "HuggingFaceTB/SmolLM3-3B", 3_075_098_624, 2048, 11_008, 36, 16, 4, vocab_size=128_256, rope_theta=5e6
+        ),
+    },
+)
+"""SmolLM3 3B."""

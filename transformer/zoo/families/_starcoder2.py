@@ -1,0 +1,54 @@
+"""StarCoder 2: attention of Llama with a sliding window, LayerNorm, biases, ungated feed-forward layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformer.config._model import TransformerConfig
+from transformer.zoo._family import Variant
+from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Rope, Unread, sizes, training_fields
+from transformer.zoo.families._llama import Heads, attention_rules, decoder_family, decoder_variant, norm_rules
+from transformer.zoo.families._mistral import SameWindow
+from transformer.zoo.weights._rules import Rule, modules
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    layer, ours = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
+    return [*attention_rules(), *norm_rules(), *modules(layer, ours, {"up": "c_fc", "down": "c_proj"})]
+
+
+def _variant(name: str, parameters: int, width: int, layers: int, heads: int, kv_heads: int, **more) -> Variant:
+    sizes = (width, 4 * width, layers, heads, kv_heads)
+    alike = {"vocab_size": 49_152, "sliding_window": 4096}
+    return decoder_variant(f"bigcode/{name}", parameters, *sizes, **alike, **more)
+
+
+STARCODER2 = decoder_family(
+    "Starcoder2",
+    name="starcoder2",
+    title="StarCoder 2",
+    citation="Lozhkov et al. 2024, arXiv 2402.19173",
+    constants={"norm": "layer_norm", "position": "rotary", "embedding.scale": False},
+    fields=(
+        *sizes(vocab_size=("vocab_size", 49_152), d_model=("hidden_size", 3072)),
+        *sizes(d_ff=("intermediate_size", 12_288), num_layers=("num_hidden_layers", 30)),
+        *sizes(num_heads=("num_attention_heads", 24)),
+        Heads(2, None),
+        Field("hidden_act", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS),
+        Field("norm_epsilon", "norm_epsilon", 1e-5),
+        Field("use_bias", "use_bias", True),
+        Field("tie_word_embeddings", "embedding.tie", True),
+        *training_fields("residual_dropout", "attention_dropout", spread=0.018042),
+        Rope(),
+        SameWindow(None),
+        Fixed("norm_type", ("layer_norm",)),
+        Fixed("mlp_type", ("default",)),
+        Unread(("embedding_dropout",)),
+    ),
+    rules=_rules,
+    variants={
+        "starcoder2-3b": _variant("starcoder2-3b", 3_030_371_328, 3072, 30, 24, 2, rope_theta=999_999.4420358813),
+        "starcoder2-7b": _variant("starcoder2-7b", 7_173_923_840, 4608, 32, 36, 4, rope_theta=1_000_000.0),
+    },
+)
+"""StarCoder 2."""
