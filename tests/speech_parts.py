@@ -10,8 +10,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from transformer.zoo import ENTRIES, abstract_params
+from transformer.zoo.weights._conversion import parameter_shapes, saved_tensors
 from transformer.zoo.weights._files import write_weights
-from transformer.zoo.weights._loading import parameter_shapes, saved_tensors
 
 RATE = 16_000
 POSITIONS = 50

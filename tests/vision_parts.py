@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.zoo import ENTRIES, abstract_params, save_pretrained
-from transformer.zoo.weights._loading import parameter_shapes
+from transformer.zoo.weights._conversion import parameter_shapes
 
 LETTERS = sorted(set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz.,:;?!0123456789<>|_/'-\n▁"))
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]

@@ -11,7 +11,7 @@ from transformer.generate import Sampling, generate
 from transformer.nn.models import CausalLM, DualEncoder, Seq2Seq, VisionLanguageModel
 from transformer.zoo import load_pretrained, save_pretrained
 from transformer.zoo._family import rename
-from transformer.zoo.weights._loading import parameter_shapes, saved_tensors
+from transformer.zoo.weights._conversion import parameter_shapes, saved_tensors
 
 pytestmark = pytest.mark.parity
 

@@ -36,7 +36,7 @@ def main(command: Convert) -> None:
     if not 0 < command.max_shard_gib < math.inf:
         raise ConfigError(f"--max-shard-gib must be a number above 0, got {command.max_shard_gib}.")
     from transformer.inference._export import export
-    from transformer.inference._loading import is_workdir
+    from transformer.inference._load import is_workdir
 
     check_output(command.output)
     # The reader converts to the dtype: quantized weights were rounded already if it were changed afterwards.

@@ -82,7 +82,7 @@ def _load_on_all_devices(command: EvaluateTasks) -> tuple[LoadedModel, Any]:
     """
     import jax
 
-    from transformer.inference._loading import is_workdir
+    from transformer.inference._load import is_workdir
     from transformer.nn._sharding import make_mesh, state_shardings
 
     if jax.device_count() == 1:

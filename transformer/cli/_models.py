@@ -77,7 +77,7 @@ class ModelCommand(Command):
 
     def load_sharded(self, mesh: Mesh | None) -> LoadedModel:
         """Load the model; pretrained weights are sharded over the mesh as they are read, those of a run are not."""
-        from transformer.inference._loading import is_workdir
+        from transformer.inference._load import is_workdir
 
         return self.load() if mesh is None or is_workdir(self.directory) else self.load(mesh=mesh)
 

@@ -8,8 +8,8 @@ from transformer.inference._harness import HarnessModel, evaluate_tasks, harness
 from transformer.inference._image_attention import ImageAttention, image_attention
 from transformer.inference._image_prompts import encode_with_images, image_prompts
 from transformer.inference._initial_model import start_from
+from transformer.inference._load import is_workdir, load
 from transformer.inference._loaded_model import LoadedModel
-from transformer.inference._loading import is_workdir, load
 from transformer.inference._opened_model import OpenedModel, open_model
 from transformer.inference._reward_model import reward_model
 from transformer.inference._score import Score, TextScore, score, score_text

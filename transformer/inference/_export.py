@@ -17,15 +17,15 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
 from transformer.data.tokenizers._export import as_pretrained
+from transformer.inference._load import is_workdir
 from transformer.inference._loaded_model import LoadedModel
-from transformer.inference._loading import is_workdir
 from transformer.media._image_settings import image_processor, save_image_processor
 from transformer.nn.layers._adapted import has_encoded
 from transformer.nn.models._kinds import kind_of
 from transformer.zoo._adapters import save_adapter
 from transformer.zoo._equivalents import with_equivalent
 from transformer.zoo._family import Family, abstract_params
-from transformer.zoo._opening import open_weights
+from transformer.zoo._formats import open_weights
 from transformer.zoo._pretrained import choose_family, save_pretrained
 from transformer.zoo.families import ENTRIES
 from transformer.zoo.weights._adapters import Adapter

@@ -17,8 +17,8 @@ from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
 from transformer.data.files._images import DEFAULT
 from transformer.inference._image_inputs import with_size_of
+from transformer.inference._load import is_workdir, load_model
 from transformer.inference._loaded_model import LoadedModel
-from transformer.inference._loading import is_workdir, load_model
 from transformer.media._image_settings import SETTINGS_FILES, image_processor
 from transformer.media._images import ImageProcessor
 from transformer.nn.layers._adapted import has_encoded
@@ -26,9 +26,9 @@ from transformer.nn.models._encoders import Classifier, MaskedLM
 from transformer.nn.models._vision import VisionClassifier
 from transformer.nn.models._vision_language import VisionLanguageModel
 from transformer.zoo._family import abstract_params
-from transformer.zoo._opening import open_weights
+from transformer.zoo._formats import open_weights
 from transformer.zoo._pretrained import as_in_files
-from transformer.zoo.weights._loading import load_params, parameter_dtypes, parameter_shapes
+from transformer.zoo.weights._conversion import load_params, parameter_dtypes, parameter_shapes
 
 if TYPE_CHECKING:
     from transformer.training._recipe import Recipe

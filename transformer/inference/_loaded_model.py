@@ -16,7 +16,7 @@ from transformer.config._local_paths import local_path
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.nn.models._kinds import ModelKind, kind_of
 from transformer.zoo._adapters import adapter_for
-from transformer.zoo._opening import why_no_tokenizer
+from transformer.zoo._formats import why_no_tokenizer
 from transformer.zoo._pretrained import Pretrained
 from transformer.zoo.weights._adapters import Adapter
 

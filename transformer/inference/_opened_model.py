@@ -13,8 +13,8 @@ from transformer.inference._chat import open_chat
 from transformer.inference._classify import Class, classify, classify_series
 from transformer.inference._embed import embed
 from transformer.inference._generate import generate_text
+from transformer.inference._load import load_model
 from transformer.inference._loaded_model import LoadedModel
-from transformer.inference._loading import load_model
 from transformer.inference._sentences import sentence_settings
 from transformer.inference._translate import translate_texts
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from transformer.config._checks import ConfigError, nearest
 from transformer.inference._classify import classify
-from transformer.inference._loading import load_model
+from transformer.inference._load import load_model
 
 if TYPE_CHECKING:
     from transformer.training._recipe import Recipe

@@ -14,7 +14,7 @@ from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo._family import Family, abstract_params
 from transformer.zoo._pretrained import choose_family
 from transformer.zoo.weights._adapters import Adapter, read_adapter, write_adapter
-from transformer.zoo.weights._loading import parameter_shapes
+from transformer.zoo.weights._conversion import parameter_shapes
 from transformer.zoo.weights._rules import Link
 
 

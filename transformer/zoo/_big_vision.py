@@ -23,8 +23,8 @@ from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
 from transformer.zoo._family import abstract_params, stack_places
 from transformer.zoo._pretrained import check_dtype, usual_dtype
+from transformer.zoo.weights._conversion import check_complete, load_params, parameter_dtypes, parameter_shapes
 from transformer.zoo.weights._header import TensorInfo, WeightsError
-from transformer.zoo.weights._loading import check_complete, load_params, parameter_dtypes, parameter_shapes
 from transformer.zoo.weights._npz import NpzFile
 from transformer.zoo.weights._rules import SAME, Relation, Row, Rule, Shape, link, uncovered
 

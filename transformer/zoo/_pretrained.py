@@ -28,20 +28,20 @@ from transformer.nn.layers._int8 import quantize
 from transformer.zoo._example import MAX_EXAMPLE_BYTES, compare_example, example_dtype, make_example
 from transformer.zoo._family import Family, Head, NoCounterpart, Variant, abstract_params, canonical, rename
 from transformer.zoo._fields import NEUTRAL
+from transformer.zoo._formats import open_tokenizer, open_weights
 from transformer.zoo._gguf import is_gguf
-from transformer.zoo._opening import open_tokenizer, open_weights
 from transformer.zoo._quantized_models import arrays_by_name, load_quantized, quantization_fields, quantization_of
 from transformer.zoo.families import ENTRIES
-from transformer.zoo.weights._files import TensorInfo, WeightFiles, first_non_finite, write_weights
-from transformer.zoo.weights._hub import fetch
-from transformer.zoo.weights._integrity import INTEGRITY_FILE, checked, read_integrity, write_integrity
-from transformer.zoo.weights._loading import (
+from transformer.zoo.weights._conversion import (
     check_complete,
     load_params,
     parameter_dtypes,
     parameter_shapes,
     saved_tensors,
 )
+from transformer.zoo.weights._files import TensorInfo, WeightFiles, first_non_finite, write_weights
+from transformer.zoo.weights._hub import fetch
+from transformer.zoo.weights._integrity import INTEGRITY_FILE, checked, read_integrity, write_integrity
 from transformer.zoo.weights._quantized import FIELD
 from transformer.zoo.weights._rules import Link, Rule, uncovered
 

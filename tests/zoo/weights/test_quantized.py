@@ -8,8 +8,8 @@ import pytest
 from transformer.__main__ import main
 from transformer.config import ConfigError
 from transformer.zoo import load_pretrained
+from transformer.zoo.weights._conversion import load_params
 from transformer.zoo.weights._files import WeightFiles, WeightsError, write_weights
-from transformer.zoo.weights._loading import load_params
 from transformer.zoo.weights._quantized import PlainFiles, from_fp8, from_mxfp4, plain_files
 from transformer.zoo.weights._rules import Rule, link
 
