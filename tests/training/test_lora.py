@@ -17,13 +17,13 @@ from transformer.config import ConfigError, LayerKind, MoE
 from transformer.nn.layers._adapted import NF4, NF4_LEVELS, linear_frozen, quantized_nf4
 from transformer.nn.layers._int8 import Int8
 from transformer.nn.models import count_parameters
+from transformer.nn.models._kinds import example_inputs
 from transformer.training import lora
 from transformer.training._overrides import override
 from transformer.training._recipe import Origin, build_model, from_json, to_json
 from transformer.training._start import Start, initialize_from
 from transformer.training._state import (
     abstract_state,
-    example_inputs,
     initial_params,
     make_state,
     merged_params,
@@ -247,7 +247,7 @@ def applied_and_merged(config, base=None):
     def outputs(params, updates):
         frozen = lora.quantize_base(params, base)
         trees = lora.adapt(frozen, updates, config), lora.merge(frozen, updates, config), frozen
-        return [model.apply({"params": tree}, *example_inputs(recipe)) for tree in trees]
+        return [model.apply({"params": tree}, *example_inputs(model)) for tree in trees]
 
     return map(np.asarray, outputs(params, trained(params, config)))
 
@@ -399,7 +399,8 @@ def test_a_run_on_a_quantized_base(base, dora):
     merged = merged_params(recipe, after.params, after.base)
     assert {leaf.dtype for leaf in jax.tree.leaves(merged)} == {jnp.dtype("float32")}
     chex.assert_trees_all_equal_shapes_and_dtypes(merged, params)
-    model, inputs = build_model(recipe), example_inputs(recipe)
+    model = build_model(recipe)
+    inputs = example_inputs(model)
     used = model_params(recipe, after.params, after.base)
     applied, exported = (model.apply({"params": tree}, *inputs) for tree in (used, merged))
     np.testing.assert_allclose(applied, exported, rtol=2e-4, atol=2e-5)

@@ -64,6 +64,10 @@ def named(config: object, field: str) -> str:
     return f"{section}.{field}" if section else field
 
 
+def _is_optional(config: object, field: str) -> bool:
+    return type(config).__dataclass_fields__[field].type.endswith("None")
+
+
 def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
     """Raise ConfigError, with a suggestion, unless `value` is one of `choices`."""
     choices = list(choices)
@@ -78,30 +82,30 @@ def check_choices(config: object, **kinds: object) -> None:
 
 
 def check_flags(config: object, *fields: str) -> None:
-    """Raise ConfigError unless each field is True or False (or None, if None is its default)."""
+    """Raise ConfigError unless each field is True or False (or None, if its type allows it)."""
     for field in fields:
         value = getattr(config, field)
-        if value is None and type(config).__dataclass_fields__[field].default is None:
+        if value is None and _is_optional(config, field):
             continue
         if not isinstance(value, bool):
             raise ConfigError(f"{named(config, field)} must be true or false, got {value!r}.")
 
 
 def check_whole(config: object, *fields: str, least: int = 1) -> None:
-    """Raise ConfigError unless each field is an integer of at least `least` (or None, if None is its default)."""
+    """Raise ConfigError unless each field is an integer of at least `least` (or None, if its type allows it)."""
     for field in fields:
         value = getattr(config, field)
-        if value is None and type(config).__dataclass_fields__[field].default is None:
+        if value is None and _is_optional(config, field):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{named(config, field)} must be an integer of at least {least}, got {value!r}.")
 
 
 def check_range(config: object, low: float, high: float, *fields: str) -> None:
-    """Raise ConfigError unless each field is a number with low <= value < high (or None, if None is its default)."""
+    """Raise ConfigError unless each field is a number with low <= value < high (or None, if its type allows it)."""
     for field in fields:
         value = getattr(config, field)
-        if value is None and type(config).__dataclass_fields__[field].default is None:
+        if value is None and _is_optional(config, field):
             continue
         if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
             expected = f"at least {low}" if high == float("inf") else f"at least {low} and below {high}"
@@ -109,6 +113,6 @@ def check_range(config: object, low: float, high: float, *fields: str) -> None:
 
 
 def check_positive(config: object, *fields: str) -> None:
-    """Raise ConfigError unless each field is a number above 0 (or None, if None is its default)."""
+    """Raise ConfigError unless each field is a number above 0 (or None, if its type allows it)."""
     # 5e-324 is the smallest positive float.
     check_range(config, 5e-324, float("inf"), *fields)

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from transformer.config._checks import ConfigError
+
 MAX_JSON_BYTES = 64 * 2**20
 """default maximum size of a JSON file, in bytes"""
 MOST_LINE_BYTES = 16 * 2**20
@@ -97,6 +99,23 @@ def parse_json(content: bytes) -> Any:
     except RecursionError:
         raise ValueError("its objects and arrays are nested too deeply: expected at most 64 levels") from None
     _check_depth(value)
+    return value
+
+
+def read_json_object(
+    directory: Path, filename: str, remedy: str = "Download it again.", error: type[ValueError] = ConfigError
+) -> dict[str, Any]:
+    """Return the object in a JSON file of the directory.
+
+    Raises:
+        ValueError: an error of the class `error`: an error of `read_bounded` or `parse_json`, or another JSON value.
+    """
+    try:
+        value = parse_json(read_bounded(directory, filename))
+    except ValueError as cause:
+        raise error(f"{directory / filename} can't be read: {cause}. {remedy}") from cause
+    if not isinstance(value, dict):
+        raise error(f"{directory / filename} must be a JSON object, got {value!r:.80}. {remedy}")
     return value
 
 

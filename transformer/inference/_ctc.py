@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._checks import ConfigError
-from transformer.config._untrusted import parse_json, read_bounded
+from transformer.config._untrusted import read_json_object
 from transformer.generate._prompts import decoding_model
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._transcript import Segment, clipped
@@ -224,15 +224,7 @@ def _greedy(model: SpeechRecognizer, params: Any, samples: jax.Array, lengths: j
 
 def _object(directory: Path, name: str) -> dict[str, Any]:
     """Return the JSON object of a file; empty if there is no such file."""
-    if not (directory / name).exists():
-        return {}
-    try:
-        values = parse_json(read_bounded(directory, name))
-    except ValueError as error:
-        raise ConfigError(f"{name} in {directory} can't be read: {error}. Download the file again.") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{name} in {directory} must be a JSON object. Download the file again.")
-    return values
+    return read_json_object(directory, name) if (directory / name).exists() else {}
 
 
 def _text(value: Any) -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from transformer.config._checks import ConfigError, check_whole
 from transformer.config._local_paths import local_path
-from transformer.config._untrusted import parse_json, read_bounded
+from transformer.config._untrusted import read_json_object
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings of the features. The second one is written by transformers 5, and nests them."""
@@ -211,14 +211,11 @@ def _settings(directory: Path) -> Mapping[str, Any]:
     """Return the settings of the feature extractor of a directory."""
     for name in FILES:
         if os.path.lexists(directory / name):
-            try:
-                values = parse_json(read_bounded(directory, name))
-            except ValueError as error:
-                raise ConfigError(f"{name} in {directory} can't be read: {error}. Download the file again.") from error
-            values = values.get("feature_extractor", values) if isinstance(values, dict) else values
-            if not isinstance(values, dict):
-                raise ConfigError(f"{name} in {directory} must be a JSON object. Download the file again.")
-            return values
+            values = read_json_object(directory, name)
+            settings = values.get("feature_extractor", values)
+            if not isinstance(settings, dict):
+                raise ConfigError(f"feature_extractor in {directory / name} must be an object. Download it again.")
+            return settings
     raise FileNotFoundError(
         f"{directory} has no {FILES[0]}, which describes the features of a speech model. Download it from the page of "
         f"the model."

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._local_paths import local_path
-from transformer.config._untrusted import parse_json, read_bounded
+from transformer.config._untrusted import read_json_object
 from transformer.media._images import ImageProcessor
 
 SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -99,7 +99,7 @@ def image_processor(directory: str | os.PathLike) -> ImageProcessor:
             f"{directory} has no {SETTINGS_FILES[0]}, which describes how images are resized and normalized. Add the "
             f"file of the model's authors."
         )
-    values = _read_json(directory, name)
+    values = read_json_object(directory, name)
     inner = values.get("image_processor") if name == SETTINGS_FILES[1] else values
     if not isinstance(inner, dict):
         raise ConfigError(f"{directory / name} has no image_processor. Add the {SETTINGS_FILES[0]} of the model.")
@@ -109,23 +109,12 @@ def image_processor(directory: str | os.PathLike) -> ImageProcessor:
         raise ConfigError(f"{directory / name} can't be used: {error}") from error
 
 
-def _read_json(directory: Path, name: str) -> dict[str, Any]:
-    try:
-        values = parse_json(read_bounded(directory, name))
-    except ValueError as error:
-        raise ConfigError(f"{directory / name} can't be read: {error}. Get the file again.") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{directory / name} must contain one JSON object. Get the file again.")
-    return values
-
-
 def _kind(values: Mapping[str, Any], directory: Path) -> str:
     """Return which of KINDS a file describes: by its own type, or by the model_type of config.json."""
     given = values.get("image_processor_type") or values.get("feature_extractor_type")
     if given is None:
-        family = (
-            _read_json(directory, "config.json").get("model_type") if (directory / "config.json").exists() else None
-        )
+        has_config = (directory / "config.json").exists()
+        family = read_json_object(directory, "config.json").get("model_type") if has_config else None
         if isinstance(family, str) and family in _KIND_OF_FAMILY:
             return _KIND_OF_FAMILY[family]
         raise ConfigError("image_processor_type is missing. Add it, such as ViTImageProcessor.")

@@ -7,14 +7,14 @@ import dataclasses
 import jax
 from flax.traverse_util import flatten_dict
 
-from transformer.config._checks import ConfigError
+from transformer.config._checks import ConfigError, shortened
 from transformer.config._model import TransformerConfig
 from transformer.config._paths import get_path
 from transformer.data._dataset import DataKind, Dataset
 from transformer.data.files._images import DEFAULT
 from transformer.media._images import ImageProcessor
 from transformer.training._recipe import Origin, Recipe, with_vocabulary
-from transformer.training._start import RECIPE_FIELDS, Start, listed
+from transformer.training._start import RECIPE_FIELDS, Start
 from transformer.training._state import initial_params
 from transformer.training.tasks._table import TASKS
 
@@ -144,7 +144,7 @@ def _with_new_parameters(recipe: Recipe, start: Start) -> Recipe:
     ]
     if unequal:
         raise ConfigError(
-            f"the parameters of {start.source} don't fit: {listed(unequal)}. Change the recipe's model or data "
+            f"the parameters of {start.source} don't fit: {shortened(unequal, 6)}. Change the recipe's model or data "
             f"(model.output.num_classes must be the same), or start from another model."
         )
     if not shapes.keys() & given.keys():

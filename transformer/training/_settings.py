@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from transformer.config._checks import ConfigError, check_choice
+from transformer.config._checks import ConfigError, check_choice, check_choices, check_range, check_whole, named
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "schedule_free_adamw", "sophia"]
 ScheduleName = Literal["cosine", "rsqrt", "noam", "constant", "wsd"]
@@ -16,30 +16,11 @@ WriterName = Literal["wandb", "mlflow", "trackio"]
 ProgressMode = Literal["auto", "bar", "lines", "none"]
 
 
-def _check_whole(group: str, config: object, least: int, *fields: str) -> None:
-    for field in fields:
-        value = getattr(config, field)
-        if value is None and type(config).__dataclass_fields__[field].type.endswith("None"):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{group}.{field} must be an integer of at least {least}, got {value!r}.")
-
-
-def _check_share(group: str, config: object, *fields: str) -> None:
+def _check_share(config: object, *fields: str) -> None:
     for field in fields:
         value = getattr(config, field)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-            raise ConfigError(f"{group}.{field} must be a number from 0 to 1, got {value!r}.")
-
-
-def _check_number(group: str, config: object, low: float, high: float, *fields: str) -> None:
-    for field in fields:
-        value = getattr(config, field)
-        if value is None and type(config).__dataclass_fields__[field].type.endswith("None"):
-            continue
-        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
-            limits = f"at least {low:g}" + ("" if high == float("inf") else f" and below {high:g}")
-            raise ConfigError(f"{group}.{field} must be a number of {limits}, got {value!r}.")
+            raise ConfigError(f"{named(config, field)} must be a number from 0 to 1, got {value!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +31,7 @@ class OptimizerConfig:
         ConfigError: an unknown name, a number out of range, or a schedule that needs a warm-up but has none.
     """
 
+    section: ClassVar[str] = "optimizer"
     name: OptimizerName = "adamw"
     """optimizer:
     adamw;
@@ -94,13 +76,12 @@ class OptimizerConfig:
     """largest global norm of the gradient; larger gradients are scaled down to it; None: no clipping"""
 
     def __post_init__(self):
-        check_choice("optimizer.name", self.name, OptimizerName.__args__)
-        check_choice("optimizer.schedule", self.schedule, ScheduleName.__args__)
-        _check_number("optimizer", self, 0.0, float("inf"), "learning_rate", "weight_decay", "epsilon")
-        _check_number("optimizer", self, 0.0, 1.0, "beta1", "beta2", "momentum")
-        _check_share("optimizer", self, "final_fraction", "decay_fraction")
-        _check_whole("optimizer", self, 0, "warmup_steps")
-        _check_whole("optimizer", self, 1, "decay_steps")
+        check_choices(self, name=OptimizerName, schedule=ScheduleName)
+        check_range(self, 0, float("inf"), "learning_rate", "weight_decay", "epsilon")
+        check_range(self, 0, 1, "beta1", "beta2", "momentum")
+        _check_share(self, "final_fraction", "decay_fraction")
+        check_whole(self, "warmup_steps", least=0)
+        check_whole(self, "decay_steps")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(
                 f"optimizer.clip_norm must be above 0, got {self.clip_norm!r}. Use None to turn clipping off."
@@ -140,6 +121,7 @@ def schedule_warning(config: OptimizerConfig, steps: int) -> str | None:
 class TrainingConfig:
     """Number of steps, seed, loss and safeguards of training."""
 
+    section: ClassVar[str] = "training"
     steps: int = 1000
     """total number of optimizer updates; raise it to continue a finished run"""
     seed: int = 0
@@ -168,20 +150,19 @@ class TrainingConfig:
     """a loss is a spike if it is more than this many standard deviations above the mean of about 50 recent losses"""
 
     def __post_init__(self):
-        check_choice("training.nan_policy", self.nan_policy, NanPolicy.__args__)
-        check_choice("training.spike_policy", self.spike_policy, SpikePolicy.__args__)
-        check_choice("training.embedding_gradient_dtype", self.embedding_gradient_dtype, GradientDType.__args__)
-        _check_whole("training", self, 1, "steps", "accumulation")
-        _check_whole("training", self, 0, "seed", "loss_tokens")
-        _check_number("training", self, 0.0, 1.0, "label_smoothing", "ema_decay")
-        _check_number("training", self, 0.0, float("inf"), "z_loss")
-        _check_number("training", self, 1.0, float("inf"), "spike_deviations")
+        check_choices(self, nan_policy=NanPolicy, spike_policy=SpikePolicy, embedding_gradient_dtype=GradientDType)
+        check_whole(self, "steps", "accumulation")
+        check_whole(self, "seed", "loss_tokens", least=0)
+        check_range(self, 0, 1, "label_smoothing", "ema_decay")
+        check_range(self, 0, float("inf"), "z_loss")
+        check_range(self, 1, float("inf"), "spike_deviations")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """Evaluation on held-out data and samples, during and after training."""
 
+    section: ClassVar[str] = "evaluation"
     every: int | None = 200
     """steps between evaluations; None: evaluate only at the end"""
     batches: int | None = None
@@ -204,15 +185,16 @@ class EvaluationConfig:
     larger values favor longer targets"""
 
     def __post_init__(self):
-        _check_whole("evaluation", self, 1, "every", "batches", "sample_tokens", "beam_size")
-        _check_whole("evaluation", self, 0, "samples", "exact_match_examples", "translations")
-        _check_number("evaluation", self, 0.0, float("inf"), "temperature", "beam_alpha")
+        check_whole(self, "every", "batches", "sample_tokens", "beam_size")
+        check_whole(self, "samples", "exact_match_examples", "translations", least=0)
+        check_range(self, 0, float("inf"), "temperature", "beam_alpha")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """How often to save checkpoints, and which of them to keep."""
 
+    section: ClassVar[str] = "checkpoint"
     every: int | None = None
     """steps between checkpoints; None: one at each evaluation;
     a checkpoint is also saved at the end and on a stop signal"""
@@ -222,8 +204,8 @@ class CheckpointConfig:
     """number of best checkpoints to keep, those with the lowest eval/loss (classifiers: highest eval/accuracy)"""
 
     def __post_init__(self):
-        _check_whole("checkpoint", self, 1, "every", "keep_last")
-        _check_whole("checkpoint", self, 0, "keep_best")
+        check_whole(self, "every", "keep_last")
+        check_whole(self, "keep_best", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +216,7 @@ class LoggingConfig:
         ConfigError: an unknown or repeated tracker, a number out of range, or an empty project.
     """
 
+    section: ClassVar[str] = "logging"
     every: int = 10
     """steps between lines in metrics.jsonl; each line has the means over these steps"""
     tensorboard: bool = True
@@ -247,11 +230,11 @@ class LoggingConfig:
     """progress display: auto (a bar on a terminal, plain lines otherwise), bar, lines, or none"""
 
     def __post_init__(self):
-        check_choice("logging.progress", self.progress, ProgressMode.__args__)
+        check_choices(self, progress=ProgressMode)
         for name in self.writers:
             check_choice("logging.writers", name, WriterName.__args__)
         if len(set(self.writers)) != len(self.writers):
             raise ConfigError(f"logging.writers must name each tracker once, got {' '.join(self.writers)}.")
         if not self.project.strip():
             raise ConfigError("logging.project must not be empty: it names the project in the trackers.")
-        _check_whole("logging", self, 1, "every")
+        check_whole(self, "every")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import optax
 import optax.contrib
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from transformer.config._checks import ConfigError
+from transformer.config._checks import ConfigError, shortened
 from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
 from transformer.data.tokenizers._base import Tokenizer
@@ -125,8 +124,8 @@ def describe_start(recipe: Recipe, start: Start) -> str:
     unused = sorted({*start.left, *(path for path in sizes if path not in shapes)})
     taken = sum(size for path, size in sizes.items() if path in shapes)
     line = f"initialized from {start.source} ({start.model}): {_count(taken)} parameters loaded, "
-    line += f"{_count(sum(shapes[path].size for path in new))} new" + (f": {listed(new)}" if new else "")
-    return line + (f"; not used: {listed(unused)}" if unused else "")
+    line += f"{_count(sum(shapes[path].size for path in new))} new" + (f": {shortened(new, 6)}" if new else "")
+    return line + (f"; not used: {shortened(unused, 6)}" if unused else "")
 
 
 def fingerprint(params: Any) -> str:
@@ -166,11 +165,6 @@ def _placed_like(array: Any, like: jax.Array) -> jax.Array:
     """Return an array with the dtype and sharding of `like`; each process supplies its own shards."""
     host = np.asarray(array).astype(like.dtype)
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: host[index])
-
-
-def listed(names: Sequence[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _count(number: int) -> str:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from transformer.nn.models._kinds import example_inputs
 from transformer.training import lora
 from transformer.training._optimizers import AVERAGED, make_optimizer
 from transformer.training._recipe import Recipe, build_model, build_teacher
@@ -102,7 +103,7 @@ def initial_params(recipe: Recipe) -> Any:
 def _initialized(recipe: Recipe, model: nn.Module) -> Any:
     # Parameters don't depend on the attention kernel, and a kernel for long sequences would reject the short example.
     model = model.clone(execution=dataclasses.replace(model.execution, attention="auto"))
-    return model.init(_initial_key(recipe), *example_inputs(recipe))["params"]
+    return model.init(_initial_key(recipe), *example_inputs(model))["params"]
 
 
 def model_params(recipe: Recipe, trained: Any, base: Any) -> Any:
@@ -174,11 +175,6 @@ def _initial_key(recipe: Recipe) -> jax.Array:
 def abstract_state(recipe: Recipe) -> TrainState:
     """Return the shapes and dtypes of the state without computing it, as the target of restoring a checkpoint."""
     return jax.eval_shape(lambda: make_state(recipe))
-
-
-def example_inputs(recipe: Recipe) -> tuple[jax.Array, ...]:
-    """Return the smallest arguments that initialize the model; parameters don't depend on batch size or length."""
-    return TASKS[recipe.task].example(recipe.model)
 
 
 def parameter_paths(params: Any) -> list[str]:

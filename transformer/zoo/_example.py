@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._model import Execution
-from transformer.nn.models._kinds import kind_of
-from transformer.zoo._family import example_inputs
+from transformer.nn.models._kinds import example_inputs, kind_of
 from transformer.zoo.weights._header import WeightsError
 from transformer.zoo.weights._integrity import INTEGRITY_FILE
 

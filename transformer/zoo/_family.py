@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError, nearest
@@ -18,8 +17,7 @@ from transformer.config._parts import LayerKind
 from transformer.config._paths import fields_by_path, get_path
 from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Embedder
-from transformer.nn.models._kinds import kind_of
-from transformer.nn.models._speech import FRAMES_A_POSITION
+from transformer.nn.models._kinds import example_inputs, kind_of
 from transformer.nn.models._vision import VisionEmbedder
 from transformer.zoo._fields import FIXED_EVERYWHERE, NEUTRAL, Codec, Field, FieldError
 from transformer.zoo.weights._rules import Link, Rule, layer_kinds, layer_places, link
@@ -440,23 +438,6 @@ def _check_layers(changes: Mapping[str, Any]) -> None:
         layers = changes.get(name)
         if isinstance(layers, int) and layers > MAX_LAYERS:
             raise ConfigError(f"config.json specifies {layers} layers: expected at most {MAX_LAYERS}. Correct it.")
-
-
-def example_inputs(model: Any) -> tuple[Any, ...]:
-    """Return the smallest valid inputs of a model."""
-    config, kind, tokens = model.config, kind_of(model), jnp.zeros((1, 1), jnp.int32)
-    if "images" in kind.embeds:
-        patches = config.patches or config.images.patches
-        pixels = jnp.zeros((1, patches.image_height, patches.image_width, patches.channels))
-        return (tokens, pixels) if kind.compares else (pixels,)
-    match kind.reads, kind.source:
-        case ("series",), _:
-            return (jnp.zeros((1, config.series.context_length, config.series.channels)),)
-        case ("sound",), False:
-            return (jnp.zeros((1, config.audio.shortest)),)
-        case ("sound",), True:
-            return (jnp.zeros((1, FRAMES_A_POSITION * (config.longest_source or 1), config.speech.mel_bins)), tokens)
-    return (tokens, tokens) if kind.source else (tokens,)
 
 
 def abstract_params(model: Any) -> Any:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
+from transformer.nn.models._kinds import example_inputs
 from transformer.training import TrainingConfig
 from transformer.training._step import training_loss
 from transformer.training.tasks._table import TASKS
@@ -71,7 +72,7 @@ def model_and_loss(task, position, kind=LayerKind()):
         stack=StackOptions(period=(kind,)),
     )
     model = TASKS[task].model(config, Execution(scan=False))
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), *TASKS[task].example(config)))["params"]
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), *example_inputs(model)))["params"]
     random = np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: jax.device_put((random.normal(size=leaf.shape) / 2).astype(leaf.dtype)), shapes)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformer.config._checks import nearest
-from transformer.config._untrusted import parse_json, read_bounded
+from transformer.config._untrusted import read_json_object
 from transformer.data.files._texts import cut, json_reason, load_json, read_json_objects
 
 if TYPE_CHECKING:
@@ -136,13 +136,7 @@ def _split_names(folder: Path) -> list[str]:
 def _json(folder: Path, name: str) -> dict[str, Any]:
     if not (folder / name).is_file():
         raise ValueError(f"{folder} is a folder without {name}: expected {_FORMATS}. Pass one of these.")
-    try:
-        value = parse_json(read_bounded(folder, name))
-    except ValueError as error:
-        raise ValueError(f"{folder / name} is damaged: {error}. Save the dataset again.") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{folder / name} must contain a JSON object, got {type(value).__name__}. Save it again.")
-    return value
+    return read_json_object(folder, name, "Save the dataset again.", ValueError)
 
 
 def _rows(file: Path) -> Iterator[Record]:

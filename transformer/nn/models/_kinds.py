@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import jax.numpy as jnp
+
+from transformer.nn._axes import Array
 from transformer.nn.models._audio import SpeechEncoder, SpeechRecognizer
 from transformer.nn.models._base import TokenEncoder
 from transformer.nn.models._causal_lm import CausalLM
@@ -18,7 +21,7 @@ from transformer.nn.models._encoders import Classifier, MaskedLM
 from transformer.nn.models._forecaster import SeriesEncoder
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._series import SeriesClassifier
-from transformer.nn.models._speech import SpeechToText
+from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText
 from transformer.nn.models._vision import VisionClassifier, VisionEncoder
 from transformer.nn.models._vision_language import VisionLanguageModel
 
@@ -84,3 +87,20 @@ MODEL_KINDS: Mapping[type, ModelKind] = {
 def kind_of(model: Any) -> ModelKind:
     """Return the kind of a model; an unknown class reads and computes nothing."""
     return next((MODEL_KINDS[one] for one in type(model).__mro__ if one in MODEL_KINDS), ModelKind())
+
+
+def example_inputs(model: Any) -> tuple[Array, ...]:
+    """Return the smallest inputs that initialize a model; parameters don't depend on batch size or length."""
+    config, kind, tokens = model.config, kind_of(model), jnp.zeros((1, 1), jnp.int32)
+    if "images" in kind.embeds:
+        patches = config.patches or config.images.patches
+        pixels = jnp.zeros((1, patches.image_height, patches.image_width, patches.channels))
+        return (tokens, pixels) if kind.compares else (pixels,)
+    match kind.reads, kind.source:
+        case ("series",), _:
+            return (jnp.zeros((1, config.series.context_length, config.series.channels)),)
+        case ("sound",), False:
+            return (jnp.zeros((1, config.audio.shortest)),)
+        case ("sound",), True:
+            return (jnp.zeros((1, FRAMES_A_POSITION * (config.longest_source or 1), config.speech.mel_bins)), tokens)
+    return (tokens, tokens) if kind.source else (tokens,)

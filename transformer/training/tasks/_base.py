@@ -63,13 +63,6 @@ class Task(ABC):
         """Apply the model with its tree of variables to a batch. Returns the outputs, or the result of `method`."""
         return model.apply(variables, **self.inputs(model.config, batch), **arguments)
 
-    def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
-        """Return the smallest arguments that initialize the model, such as (1, 1) tokens.
-
-        Parameters don't depend on the batch size or the length.
-        """
-        return (jnp.zeros((1, 1), jnp.int32),)
-
     @abstractmethod
     def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes (B, ...) of a training batch of `rows` rows, by name; all lengths must be known."""

@@ -14,6 +14,7 @@ from transformer.config._model import TransformerConfig
 from transformer.data._dataset import DataKind
 from transformer.nn._masks import Mask
 from transformer.nn.models._dual import DualEncoder, PairLogits
+from transformer.nn.models._kinds import example_inputs
 from transformer.training._settings import TrainingConfig
 from transformer.training.tasks._base import Sums, Task, check_whole_sequences
 from transformer.training.tasks._losses import Batch, Scalar, matched_by_sigmoid, matched_by_softmax, matches
@@ -41,13 +42,8 @@ class Contrastive(Task):
         mask = Mask.lengths(batch["lengths"]) if config.attention.causal else None
         return {"tokens": batch["tokens"], "images": batch["values"], "mask": mask}
 
-    def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
-        patches = config.image_encoder.patches
-        image = jnp.zeros((1, patches.image_height, patches.image_width, patches.channels))
-        return (*super().example(config), image)
-
     def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        _, image = self.example(config)
+        _, image = example_inputs(self.model(config))
         return {
             "values": jax.ShapeDtypeStruct((rows, *image.shape[1:]), jnp.float32),
             "tokens": jax.ShapeDtypeStruct((rows, data.max_length), jnp.int32),

@@ -13,6 +13,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.data._dataset import DataKind
 from transformer.nn.models._forecaster import Forecaster
+from transformer.nn.models._kinds import example_inputs
 from transformer.nn.models._vision import VisionClassifier
 from transformer.training._settings import TrainingConfig
 from transformer.training.tasks._base import LabelTask, Outputs, Shapes, Sums, Task
@@ -28,7 +29,7 @@ class ValuesTask(Task):
     tokens = False
 
     def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        (example,) = self.example(config)
+        (example,) = example_inputs(self.model(config))
         return {
             "values": jax.ShapeDtypeStruct((rows, *example.shape[1:]), jnp.float32),
             "targets": jax.ShapeDtypeStruct((rows,), jnp.int32),
@@ -48,10 +49,6 @@ class ImageClassification(LabelTask, ValuesTask):
     def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
         return {"images": batch["values"]}
 
-    def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
-        patches = config.patches
-        return (jnp.zeros((1, patches.image_height, patches.image_width, patches.channels)),)
-
     def sequences(self, config: TransformerConfig, batch: Shapes) -> tuple[int, int]:
         return batch["weights"].shape[0], config.patches.positions  # learned tokens and one token per patch
 
@@ -69,9 +66,6 @@ class Forecasting(ValuesTask):
 
     def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
         return {"values": batch["values"]}
-
-    def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
-        return (jnp.zeros((1, config.series.context_length, config.series.channels)),)
 
     def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         targets = jax.ShapeDtypeStruct((rows, config.series.horizon, config.series.channels), jnp.float32)

@@ -118,9 +118,6 @@ class Translation(TokenTask):
             "context_mask": Mask.segments(target, source),
         }
 
-    def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
-        return super().example(config) * 2
-
     def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         source = {
             "source": jax.ShapeDtypeStruct((rows, data.max_source_length), jnp.int32),

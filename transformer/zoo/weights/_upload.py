@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformer.config._untrusted import parse_json, read_bounded, regular_file
+from transformer.config._untrusted import read_json_object, regular_file
 from transformer.zoo.weights._files import WeightFiles, WeightsError
 from transformer.zoo.weights._hub import REPOSITORY
 
@@ -121,7 +121,7 @@ def _refused(repository: str, error: Exception) -> str:
 def model_card(directory: Path, repository: str, license_id: str | None = None) -> str:
     """Return a model card: metadata for the hub, the size of the model, and how to load it."""
     adapter = (directory / ADAPTER).is_file()
-    config = _json(directory, ADAPTER if adapter else "config.json")
+    config = read_json_object(directory, ADAPTER if adapter else "config.json", "Export the model again.", WeightsError)
     architecture = str((config.get("architectures") or [""])[0])
     pipeline = next((task for end, task in PIPELINES.items() if architecture.endswith(end)), None)
     base = config.get("base_model_name_or_path") if adapter else None
@@ -151,13 +151,3 @@ def _kind(directory: Path, config: dict[str, Any], architecture: str, adapter: b
         return f"A LoRA adapter of rank {config.get('r')} in the format of PEFT."
     count = sum(math.prod(info.shape) for info in WeightFiles(directory).tensors.values())
     return f"{architecture or config.get('model_type', 'A model')} with {count:,} parameters."
-
-
-def _json(directory: Path, name: str) -> dict[str, Any]:
-    try:
-        values = parse_json(read_bounded(directory, name))
-    except ValueError as error:
-        raise WeightsError(f"{directory / name} can't be read: {error}.") from error
-    if not isinstance(values, dict):
-        raise WeightsError(f"{directory / name} must be a JSON object, got {values!r:.80}.")
-    return values
