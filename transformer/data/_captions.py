@@ -10,8 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from transformer.chat._image_prompts import ImagePrompts, ImageText
-from transformer.config._checks import ConfigError
-from transformer.data._config import check_whole
+from transformer.config._checks import ConfigError, check_whole
 from transformer.data._dataset import Batch, Example
 from transformer.data._image_captions import CaptionConfig, CaptionDataset, Captioned
 from transformer.data.files._images import ImageFiles

@@ -6,23 +6,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from transformer.config._checks import ConfigError, check_choice
+from transformer.config._checks import ConfigError, check_choice, check_whole
 
 TokenizerKind = Literal["char", "byte", "word", "bpe"]
 
 SMALLEST_BPE = 256 + 3
 """all 256 bytes and the three special tokens (padding, begin, end)"""
-
-
-def check_whole(config: object, *fields: str, least: int = 1, none: bool = False) -> None:
-    """Raise ConfigError if a field is not an integer of at least `least` (or None, where `none` allows it)."""
-    for field in fields:
-        value = getattr(config, field)
-        if none and value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            allowed = f"an integer of at least {least}" + (", or None" if none else "")
-            raise ConfigError(f"{field} must be {allowed}, got {value!r}.")
 
 
 def check_share(config: object, field: str) -> None:

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.config._checks import check_choice
+from transformer.config._checks import check_choice, check_whole
 from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
-from transformer.data._config import SUBWORDS, TokenizerConfig, check_date, check_whole
+from transformer.data._config import SUBWORDS, TokenizerConfig, check_date
 from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint, spread
 from transformer.data._packed import PackedRows
 from transformer.data._turns import Conversation, TrainOn, chat_encoders, encode

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.data._config import WORDS, TokenizerConfig, check_whole
+from transformer.config._checks import check_whole
+from transformer.data._config import WORDS, TokenizerConfig
 from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint
 from transformer.data._labels import encode_within
 from transformer.data.files._images import READING, ImageFiles

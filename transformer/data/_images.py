@@ -10,7 +10,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.data._config import check_labels, check_whole
+from transformer.config._checks import check_whole
+from transformer.data._config import check_labels
 from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint
 from transformer.data._labels import warn_of_missing
 from transformer.data.files._images import READING, ImageFiles

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.config._checks import shortened
-from transformer.data._config import SUBWORDS, TokenizerConfig, check_labels, check_whole
+from transformer.config._checks import check_whole, shortened
+from transformer.data._config import SUBWORDS, TokenizerConfig, check_labels
 from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.data.tokenizers._kinds import build_tokenizer

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from transformer.config._checks import ConfigError
-from transformer.data._config import SMALLEST_BPE, SUBWORDS, TokenizerConfig, check_share, check_whole
+from transformer.config._checks import ConfigError, check_whole
+from transformer.data._config import SMALLEST_BPE, SUBWORDS, TokenizerConfig, check_share
 from transformer.data._dataset import Batch, DataKind, Dataset, Ragged, fingerprint, spread
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.data.tokenizers._kinds import build_tokenizer

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from transformer.config._checks import ConfigError
+from transformer.config._checks import ConfigError, check_whole
 from transformer.data._buckets import TokenBatches
-from transformer.data._config import check_whole
 from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint, spread
 from transformer.data._packing import packed_batches
 from transformer.data.tokenizers._base import Tokenizer
@@ -74,8 +73,7 @@ class PairConfig(DataKind):
     """pairs per evaluation batch"""
 
     def __post_init__(self):
-        check_whole(self, "batch_size", "eval_batch_size", "buckets", "row_multiple")
-        check_whole(self, "batch_tokens", "packed_length", none=True)
+        check_whole(self, "batch_size", "eval_batch_size", "buckets", "row_multiple", "batch_tokens", "packed_length")
         self._check_unused("batch_tokens", "batch_size")
         self._check_unused("packed_length", "buckets")
         if self.packed_length is not None and not self.packed_rows:
@@ -83,8 +81,8 @@ class PairConfig(DataKind):
                 f"packed_length ({self.packed_length}) needs batch_tokens of at least row_multiple "
                 f"({self.row_multiple}) times packed_length, got {self.batch_tokens}. Raise batch_tokens."
             )
-        check_whole(self, "max_source_length", none=True)
-        check_whole(self, "max_target_length", least=2, none=True)
+        check_whole(self, "max_source_length")
+        check_whole(self, "max_target_length", least=2)
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> PairDataset:
         """Return the dataset of the pairs. Raises the errors of `DataKind.prepare`."""

@@ -9,8 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.config._checks import ConfigError
-from transformer.data._config import check_whole
+from transformer.config._checks import ConfigError, check_whole
 from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint
 from transformer.data.tokenizers._base import Tokenizer
 

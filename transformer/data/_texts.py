@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.data._config import CHARACTERS, TokenizerConfig, check_whole
+from transformer.config._checks import check_whole
+from transformer.data._config import CHARACTERS, TokenizerConfig
 from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint, spread
 from transformer.data._packed import PackedRows, chunks
 from transformer.data.tokenizers._base import Tokenizer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -264,6 +266,35 @@ def read_labeled(path: str, text_column: str, label_column: str) -> list[tuple[s
     if not pairs:
         raise ValueError(f"{path} has only a first line: expected texts and labels below it.")
     return pairs
+
+
+def read_table(
+    path: str, remedy: str, *, separator: str = ",", strict: bool = False
+) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Read the column names in the first line of a table, and (line number, cells) of the rows below it.
+
+    Args:
+        path: the file; a quoted cell may contain a line feed.
+        remedy: how to correct a row, for error messages.
+        separator: character between the cells.
+        strict: refuse wrong quotes.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: an error of `read_text`, wrong quotes, or a row of another length than the first line.
+    """
+    reader = csv.reader(io.StringIO(read_text(path)), delimiter=separator, strict=strict)
+    try:
+        (_, header), *rows = [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}. {remedy}") from error
+    for number, row in rows:
+        if len(row) != len(header):
+            raise ValueError(
+                f"{path}, line {number}: expected {len(header)} columns as in the first line, got {len(row)}: "
+                f"{separator.join(row)[:60]!r}. {remedy}"
+            )
+    return header, rows
 
 
 def _tab_lines(path: str) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +12,7 @@ from transformer.data._captions import CaptioningConfig
 from transformer.data._config import check_path, check_share
 from transformer.data._image_captions import CaptionConfig, Captioned, Pictures
 from transformer.data.files._images import ImageFiles, ImageFilesConfig, image_rows, split_by_digest
-from transformer.data.files._texts import read_json_objects, read_text
+from transformer.data.files._texts import read_json_objects, read_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +96,11 @@ def read_image_texts(path: str, image_column: str, text_column: str) -> list[tup
     if path.lower().endswith((".jsonl", ".json", ".ndjson")):
         rows = list(read_json_objects(path))
     else:
-        rows = _table(path, "\t" if path.lower().endswith(".tsv") else ",")
+        separator = "\t" if path.lower().endswith(".tsv") else ","
+        header, table = read_table(
+            path, "Put a text with a separator into double quotes.", separator=separator, strict=True
+        )
+        rows = [(line, dict(zip(header, row, strict=True))) for line, row in table]
     found = []
     for line, row in rows:
         for column in (image_column, text_column):
@@ -115,24 +117,4 @@ def read_image_texts(path: str, image_column: str, text_column: str) -> list[tup
         found.append((line, row[image_column].strip(), row[text_column].strip()))
     if not found:
         raise ValueError(f"{path} has no rows: expected images and texts. Check the file.")
-    return found
-
-
-def _table(path: str, separator: str) -> list[tuple[int, dict[str, str]]]:
-    """Return (line, row) of a table with column names in its first line."""
-    reader = csv.reader(io.StringIO(read_text(path)), delimiter=separator, strict=True)
-    found = []
-    try:
-        header = next(reader)
-        for row in reader:
-            if not row:
-                continue
-            if len(row) != len(header):
-                raise ValueError(
-                    f"{path}, line {reader.line_num}: expected {len(header)} columns as in the first line, got "
-                    f"{len(row)}. Put a text with a separator into double quotes."
-                )
-            found.append((reader.line_num, dict(zip(header, row, strict=True))))
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: {error}. Correct the quotes of this row.") from None
     return found

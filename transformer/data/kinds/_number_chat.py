@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from transformer.config._checks import check_whole
 from transformer.data._chat_tokenizer import with_markers
-from transformer.data._config import TokenizerConfig, check_whole
+from transformer.data._config import TokenizerConfig
 from transformer.data._conversations import ConversationConfig
 from transformer.data._texts import DocumentDataset, Documents, TextConfig, TextDataset
 from transformer.data._turns import Conversation

@@ -24,8 +24,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from transformer.config._checks import ConfigError, check_choice, nearest
-from transformer.data._config import WORDS, TokenizerConfig, check_whole
+from transformer.config._checks import ConfigError, check_choice, check_whole, nearest
+from transformer.data._config import WORDS, TokenizerConfig
 from transformer.data._dataset import Example
 from transformer.data._pairs import PairConfig, Pairs
 from transformer.data.files._prepared import Prepared

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from transformer.config._checks import check_whole
 from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
-from transformer.data._config import SUBWORDS, HeldOutEnd, TokenizerConfig, check_date, check_whole
+from transformer.data._config import SUBWORDS, HeldOutEnd, TokenizerConfig, check_date
 from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint
 from transformer.data._turns import Conversation, chat_encoders, conversation, encode, one_or_list
 from transformer.data._unread import warn_of_unread

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from transformer.config._checks import check_whole
 from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
-from transformer.data._config import SUBWORDS, HeldOutEnd, TokenizerConfig, check_date, check_whole
+from transformer.data._config import SUBWORDS, HeldOutEnd, TokenizerConfig, check_date
 from transformer.data._dataset import Batch, DataKind, Dataset, Ragged, fingerprint, spread
 from transformer.data._turns import Conversation, chat_encoders
 from transformer.data._unread import warn_of_unread

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
@@ -13,7 +11,7 @@ import numpy as np
 from transformer.config._checks import nearest
 from transformer.data._config import check_path, check_shares
 from transformer.data._series import Series, SeriesConfig
-from transformer.data.files._texts import read_text
+from transformer.data.files._texts import read_table
 
 Lines: TypeAlias = Sequence[tuple[int, list[str]]]
 """line number and cells of each line of a file"""
@@ -80,22 +78,12 @@ class SeriesFile(SeriesConfig):
             FileNotFoundError: the file does not exist.
             ValueError: a column is missing, or a value is missing or not a number.
         """
-        reader = csv.reader(io.StringIO(read_text(self.path)))  # a quoted cell may contain a line feed
-        try:
-            (_, header), *lines = [(reader.line_num, row) for row in reader if row]
-        except csv.Error as error:
-            raise ValueError(f"{self.path}, line {reader.line_num}: {error}. Fix the line.") from error
+        header, lines = read_table(self.path, "Fix the line.")
         header = [name.strip() for name in header]
         if len(set(header)) < len(header):
             raise ValueError(
                 f"{self.path} has duplicate column names in its first line: {', '.join(header)[:200]}. Rename one."
             )
-        for number, row in lines:
-            if len(row) != len(header):
-                raise ValueError(
-                    f"{self.path}, line {number}: expected {len(header)} columns as in the first line, got {len(row)}: "
-                    f"{','.join(row)[:60]!r}. Fix the line."
-                )
         wanted = self._wanted(header, lines)
         values = self._values(header, lines, wanted)
         count = len(values)

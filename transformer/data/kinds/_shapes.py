@@ -10,9 +10,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.config._checks import ConfigError
+from transformer.config._checks import ConfigError, check_whole
 from transformer.data._captions import CaptioningConfig
-from transformer.data._config import check_whole
 from transformer.data._image_captions import CaptionConfig, Captioned, Pictures
 
 COLORS = {
