@@ -16,7 +16,7 @@ from transformer.data import Conversations, JsonLines, TokenizerConfig, load_tok
 from transformer.data._chat_tokenizer import default_template, with_template
 from transformer.data._conversations import marked
 from transformer.data._dataset import padding
-from transformer.data._packed import PackedRows, best_fit, chunks
+from transformer.data._packed_rows import PackedRows, best_fit, chunks
 from transformer.data._turns import Conversation, conversation, encode
 from transformer.data.files._records import read_records
 

@@ -11,7 +11,7 @@ import numpy as np
 from transformer.config._checks import check_whole
 from transformer.data._config import CHARACTERS, TokenizerConfig
 from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint, spread
-from transformer.data._packed import PackedRows, chunks
+from transformer.data._packed_rows import PackedRows, chunks
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.data.tokenizers._byte_counts import UNKNOWN_BYTES, bytes_after_first, token_bytes
 from transformer.data.tokenizers._kinds import build_tokenizer

@@ -20,7 +20,7 @@ from training_recipes import tiny_recipe
 
 from transformer.config import ConfigError
 from transformer.data import JsonLines, TextFiles, TokenizerConfig, prepare
-from transformer.data._packed import chunks
+from transformer.data._packed_rows import chunks
 from transformer.data.corpus import _files as files
 from transformer.data.corpus import _shard as shard
 from transformer.data.corpus._mixture import Mixture

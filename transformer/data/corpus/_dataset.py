@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from transformer.data._dataset import Batch, Dataset, fingerprint, spread
-from transformer.data._packed import packed_batch
+from transformer.data._packed_rows import packed_batch
 from transformer.data._texts import NO_PAIRS, beginnings
 from transformer.data.corpus._cache import Tokenized
 from transformer.data.corpus._mixture import Mixture

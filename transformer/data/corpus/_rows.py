@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer.data._packed import best_fit
+from transformer.data._packed_rows import best_fit
 from transformer.data.corpus._cache import Tokenized, cache_errors, locked, run_jobs
 from transformer.data.corpus._shard import BLOCK, Facts, token_type
 

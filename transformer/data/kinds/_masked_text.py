@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from transformer.data._config import HeldOutEnd
-from transformer.data._masked import MaskedConfig, Texts
+from transformer.data._masked_texts import MaskedConfig, Texts
 from transformer.data.files._texts import cut, read_lines
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from transformer.config._checks import ConfigError
 from transformer.data._labels import Labeled, LabeledConfig, numbered
-from transformer.data._masked import MaskedConfig, Texts
+from transformer.data._masked_texts import MaskedConfig, Texts
 from transformer.data.files._prepared import Download, Prepared, data_dir
 from transformer.data.files._texts import read_labeled
 

@@ -11,7 +11,7 @@ from training_recipes import assert_equals_resumed_run, change, short_recipe
 
 from transformer.config import ConfigError, OutputOptions, TransformerConfig
 from transformer.data import LabeledText, MaskedText, TokenizerConfig, load_tokenizer, prepare
-from transformer.data._masked import hide
+from transformer.data._masked_texts import hide
 from transformer.data.tokenizers._export import as_pretrained
 from transformer.data.tokenizers._kinds import build_tokenizer
 from transformer.data.tokenizers._pretrained import load_pretrained_tokenizer
