@@ -40,38 +40,38 @@ def find_template(
         ChatTemplateError: there is no such template, or it does not parse.
     """
     prefix = f"{place}/" if place else ""
-    found = {key: (f"{prefix}{file}", source) for key, (file, source) in _templates(files, prefix).items()}
-    if not found:
+    templates = {key: (f"{prefix}{file}", source) for key, (file, source) in _templates(files, prefix).items()}
+    if not templates:
         raise ChatTemplateError(
             f"{place or 'the tokenizer'} has no chat template ({TEMPLATE_FILE}, {JSON_FILE}, or chat_template in "
             f"{CONFIG_FILE}): expected a model trained for conversations. Use `generate` instead, or pass a template "
             "(--template FILE)."
         )
     if name is None:
-        name = "tool_use" if tools and "tool_use" in found else "default"
-    if name not in found:
+        name = "tool_use" if tools and "tool_use" in templates else "default"
+    if name not in templates:
         raise ChatTemplateError(
-            f"{place or 'the tokenizer'} has no chat template {name!r}.{nearest(name, found)} It has: "
-            f"{', '.join(sorted(found))}. Pass one of these names."
+            f"{place or 'the tokenizer'} has no chat template {name!r}.{nearest(name, templates)} It has: "
+            f"{', '.join(sorted(templates))}. Pass one of these names."
         )
-    file, source = found[name]
+    file, source = templates[name]
     return ChatTemplate(source, file, tuple(special_tokens(files).items()))
 
 
 def _templates(files: Mapping[str, bytes], prefix: str) -> dict[str, tuple[str, str]]:
     """Return {name: (file, template)}."""
-    found: dict[str, tuple[str, str]] = {}
+    templates: dict[str, tuple[str, str]] = {}
     for file in sorted(name for name in files if name.startswith(f"{TEMPLATE_FOLDER}/") or name == TEMPLATE_FILE):
         name = "default" if file == TEMPLATE_FILE else file.removeprefix(f"{TEMPLATE_FOLDER}/").removesuffix(".jinja")
         try:
-            found[name] = file, files[file].decode("utf-8")
+            templates[name] = file, files[file].decode("utf-8")
         except UnicodeDecodeError as error:
             raise ChatTemplateError(f"{prefix}{file} is not UTF-8: byte {error.start}. Convert it.") from None
     for file in (JSON_FILE, CONFIG_FILE):
-        if not found and file in files:
+        if not templates and file in files:
             value = json_object(files, file, prefix).get("chat_template")
-            found = {key: (file, source) for key, source in _named(value, f"{prefix}{file}").items()}
-    return found
+            templates = {key: (file, source) for key, source in _named(value, f"{prefix}{file}").items()}
+    return templates
 
 
 def _named(value: Any, file: str) -> dict[str, str]:
@@ -93,15 +93,15 @@ def _named(value: Any, file: str) -> dict[str, str]:
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
     """Return the names of special tokens that a template may use: {"bos_token": "<s>", ...}."""
-    found = {}
+    tokens = {}
     for file in ("special_tokens_map.json", CONFIG_FILE):
         values = json_object(files, file, "")
         for role in _ROLES:
             token = values.get(f"{role}_token")
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
-                found[f"{role}_token"] = token
-    return found
+                tokens[f"{role}_token"] = token
+    return tokens
 
 
 def json_object(files: Mapping[str, bytes], file: str, prefix: str) -> dict[str, Any]:

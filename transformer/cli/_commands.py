@@ -22,12 +22,12 @@ def call(name: str, arguments: Sequence[str]) -> int | None:
     if first == "plan" and second:
         return call(first, [second, *arguments])
     main = importlib.import_module(f"transformer.cli._{name.replace(' ', '_')}").main
-    given, hints = {"arguments": arguments}, typing.get_type_hints(main)
+    values, hints = {"arguments": arguments}, typing.get_type_hints(main)
     if "command" in hints:
         from transformer.cli._arguments import parse
 
-        given["command"] = parse(hints["command"], name, arguments)
-    return main(**{parameter: given[parameter] for parameter in hints.keys() & given})
+        values["command"] = parse(hints["command"], name, arguments)
+    return main(**{parameter: values[parameter] for parameter in hints.keys() & values})
 
 
 def find(words: Sequence[str], commands: Mapping[str, str]) -> tuple[str, list[str]]:
@@ -42,11 +42,11 @@ def find(words: Sequence[str], commands: Mapping[str, str]) -> tuple[str, list[s
             return name, list(words[size:])
     group = words[0] if words and members(words[0], commands) else ""
     names = list(members(group, commands) if group else dict.fromkeys(name.partition(" ")[0] for name in commands))
-    given = words[1:2] if group else words[:1]
+    name_words = words[1:2] if group else words[:1]
     remedy = f"Use one of {', '.join(names)}; {program(group)} --help explains them."
-    if not given or given[0].startswith("-"):
+    if not name_words or name_words[0].startswith("-"):
         raise ConfigError(f"missing command{f' after {group}' if group else ''}. {remedy}")
-    asked = f"{group} {given[0]}".strip()
+    asked = f"{group} {name_words[0]}".strip()
     raise ConfigError(f"unknown command {asked!r:.200}.{nearest(asked, names)} {remedy}")
 
 

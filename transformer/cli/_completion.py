@@ -53,7 +53,7 @@ def completion(shell: str, commands: Iterable[str]) -> str:
     for first, _, second in (name.partition(" ") for name in commands):
         seconds.setdefault(first, []).extend([second] if second else [])
     recipes = [name for name in recipe_files() if re.fullmatch(r"[\w.-]+", name)]
-    second = {"train": recipes} | {name: found for name, found in seconds.items() if found}
+    second = {"train": recipes} | {name: words for name, words in seconds.items() if words}
     return TEMPLATE.format(
         script=SCRIPT,
         function=SCRIPT.replace("-", "_"),
@@ -65,7 +65,7 @@ def completion(shell: str, commands: Iterable[str]) -> str:
 
 
 def _cases(words: Mapping[str, Iterable[str]]) -> str:
-    return "\n".join(f"      {pattern}) words='{' '.join(found)}' ;;" for pattern, found in words.items())
+    return "\n".join(f"      {pattern}) words='{' '.join(options)}' ;;" for pattern, options in words.items())
 
 
 def _options(name: str) -> list[str]:
@@ -73,10 +73,10 @@ def _options(name: str) -> list[str]:
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         call(name, ["--help"])
-    found = [*re.findall(r"^  (?:-h, )?(--[a-z0-9][a-z0-9.-]*)", text.getvalue(), re.MULTILINE), "--help"]
+    options = [*re.findall(r"^  (?:-h, )?(--[a-z0-9][a-z0-9.-]*)", text.getvalue(), re.MULTILINE), "--help"]
     if name.startswith(("train", "plan ")):  # a recipe follows
         from transformer.cli._recipe_help import SHOWN
 
-        found += [f"--{group}.{field}".replace("_", "-") for group, fields in SHOWN.items() for field in fields]
-        found += ["--help-all"]
-    return list(dict.fromkeys(found))
+        options += [f"--{group}.{field}".replace("_", "-") for group, fields in SHOWN.items() for field in fields]
+        options += ["--help-all"]
+    return list(dict.fromkeys(options))

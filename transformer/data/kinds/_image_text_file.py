@@ -101,7 +101,7 @@ def read_image_texts(path: str, image_column: str, text_column: str) -> list[tup
             path, "Put a text with a separator into double quotes.", separator=separator, strict=True
         )
         rows = [(line, dict(zip(header, row, strict=True))) for line, row in table]
-    found = []
+    triples = []
     for line, row in rows:
         for column in (image_column, text_column):
             value = row.get(column)
@@ -114,7 +114,7 @@ def read_image_texts(path: str, image_column: str, text_column: str) -> list[tup
                     f"{path}, line {line}: expected text in the column {column!r}, got {got}.{hint} Correct the line, "
                     f"or set --data.image-column and --data.text-column."
                 )
-        found.append((line, row[image_column].strip(), row[text_column].strip()))
-    if not found:
+        triples.append((line, row[image_column].strip(), row[text_column].strip()))
+    if not triples:
         raise ValueError(f"{path} has no rows: expected images and texts. Check the file.")
-    return found
+    return triples

@@ -39,27 +39,27 @@ class SeriesFile(SeriesConfig):
         check_path(self, "path")
         check_shares(self)
 
-    def _wanted(self, header: Sequence[str], lines: Lines) -> tuple[str, ...]:
+    def _selected(self, header: Sequence[str], lines: Lines) -> tuple[str, ...]:
         """Return the names of the columns to read: `columns`, or all columns whose first value is a number."""
         first = lines[0][1] if lines else []
-        found = [name for name, text in zip(header, first, strict=False) if _number(text) is not None]
-        wanted = self.columns or tuple(found)
-        if not wanted:
+        numeric = [name for name, text in zip(header, first, strict=False) if _number(text) is not None]
+        names = self.columns or tuple(numeric)
+        if not names:
             raise ValueError(
                 f"{self.path} has no numeric column: its first step is {lines[:1]!r:.100}. Check the file."
             )
-        for name in wanted:
+        for name in names:
             if name not in header:
                 raise ValueError(
                     f"{self.path} has no column {name!r}: its first line has {', '.join(header)[:200]}."
                     f"{nearest(name, header)} Use its column names (--data.columns)."
                 )
-        return wanted
+        return names
 
-    def _values(self, header: Sequence[str], lines: Lines, wanted: Sequence[str]) -> np.ndarray:
+    def _values(self, header: Sequence[str], lines: Lines, names: Sequence[str]) -> np.ndarray:
         """Return the values of these columns, (steps, columns)."""
-        values = np.empty((len(lines), len(wanted)))
-        for channel, name in enumerate(wanted):
+        values = np.empty((len(lines), len(names)))
+        for channel, name in enumerate(names):
             place = header.index(name)
             for step, (number, row) in enumerate(lines):
                 value = _number(row[place])
@@ -84,14 +84,14 @@ class SeriesFile(SeriesConfig):
             raise ValueError(
                 f"{self.path} has duplicate column names in its first line: {', '.join(header)[:200]}. Rename one."
             )
-        wanted = self._wanted(header, lines)
-        values = self._values(header, lines, wanted)
+        names = self._selected(header, lines)
+        values = self._values(header, lines, names)
         count = len(values)
         test, validation = round(count * self.test_share), round(count * self.validation_share)
         # Each split starts where the previous one ends.
         ends = {"train": count - test - validation, "validation": count - test, "test": count}
         starts = dict(zip(ends, (0, *ends.values()), strict=False))
-        return Series(values, wanted, {split: (starts[split], ends[split]) for split in ends})
+        return Series(values, names, {split: (starts[split], ends[split]) for split in ends})
 
 
 def _number(text: str) -> float | None:
