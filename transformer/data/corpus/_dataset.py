@@ -27,7 +27,10 @@ _SHOWN, _SHOWN_TOKENS = 8, 64
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenized sources by split, and the weights of the training sources (empty: by their numbers of rows)."""
+    """The tokenized sources of a corpus.
+
+    Its `splits` are the sources of each split; its `weights` those of the training sources (empty: numbers of rows).
+    """
 
     splits: Mapping[str, Sequence[Tokenized]]
     weights: tuple[float, ...] = ()
