@@ -99,7 +99,7 @@ def test_training_checks_the_data_before_it_creates_the_workdir(tmp_path):
 
 
 def test_the_variable_of_tfds_is_checked(monkeypatch):
-    from transformer.data.files._prepared import data_dir
+    from transformer.data.files._tfds import data_dir
 
     monkeypatch.setenv("TFDS_DATA_DIR", "gs://b/x")
     with pytest.raises(ConfigError, match="TFDS_DATA_DIR must be a local path"):

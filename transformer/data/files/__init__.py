@@ -2,7 +2,7 @@
 
 from transformer.config._lazy import lazy_exports
 
-_EXPORTS = {"_prepared": ("Download", "Prepared"), "_records": ("Record", "read_records")}
+_EXPORTS = {"_records": ("Record", "read_records"), "_tfds": ("Download", "Prepared")}
 """module -> the public names that it defines"""
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

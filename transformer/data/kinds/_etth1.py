@@ -12,7 +12,7 @@ import numpy as np
 
 from transformer.config._checks import nearest
 from transformer.data._series import Series, SeriesConfig
-from transformer.data.files._prepared import Download, Prepared
+from transformer.data.files._tfds import Download, Prepared
 
 FILE = Download(
     url="https://raw.githubusercontent.com/zhouhaoyi/ETDataset/main/ETT-small/ETTh1.csv",

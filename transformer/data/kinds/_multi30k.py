@@ -12,7 +12,7 @@ from transformer.config._checks import ConfigError, check_choice
 from transformer.data._config import SUBWORDS, TokenizerConfig
 from transformer.data._dataset import Example
 from transformer.data._pairs import PairConfig, Pairs
-from transformer.data.files._prepared import Download, Prepared
+from transformer.data.files._tfds import Download, Prepared
 
 LANGUAGES = ("en", "de")
 """fields of a record"""

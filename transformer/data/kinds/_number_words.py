@@ -28,7 +28,7 @@ from transformer.config._checks import ConfigError, check_choice, check_whole, n
 from transformer.data._config import WORDS, TokenizerConfig
 from transformer.data._dataset import Example
 from transformer.data._pairs import PairConfig, Pairs
-from transformer.data.files._prepared import Prepared
+from transformer.data.files._tfds import Prepared
 
 Language = Literal["en", "es", "pt", "ru", "fr", "de", "it"]
 

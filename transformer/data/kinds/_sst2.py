@@ -10,8 +10,8 @@ from typing import ClassVar
 from transformer.config._checks import ConfigError
 from transformer.data._labels import Labeled, LabeledConfig, numbered
 from transformer.data._masked_texts import MaskedConfig, Texts
-from transformer.data.files._prepared import Download, Prepared, data_dir
 from transformer.data.files._texts import read_labeled
+from transformer.data.files._tfds import Download, Prepared, data_dir
 
 _URL = "https://raw.githubusercontent.com/clairett/pytorch-sentiment-classification/master/data/SST2"
 FILES = {

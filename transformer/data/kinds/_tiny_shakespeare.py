@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from transformer.data._texts import Documents, TextConfig
-from transformer.data.files._prepared import Download, Prepared, data_dir
+from transformer.data.files._tfds import Download, Prepared, data_dir
 
 FILE = Download(
     url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",

@@ -9,8 +9,8 @@ import pytest
 
 from transformer import data
 from transformer.data import NumberWords, TinyShakespeare
-from transformer.data.files import _prepared as prepared
-from transformer.data.files._prepared import Prepared
+from transformer.data.files import _tfds as prepared
+from transformer.data.files._tfds import Prepared
 
 SMALL = {"max_digits": 2, "train_examples": 200, "test_examples": 3, "validation_examples": 2}
 
