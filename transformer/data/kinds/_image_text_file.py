@@ -98,7 +98,7 @@ def read_image_texts(path: str, image_column: str, text_column: str) -> list[tup
     else:
         separator = "\t" if path.lower().endswith(".tsv") else ","
         header, table = read_table(
-            path, "Put a text with a separator into double quotes.", separator=separator, strict=True
+            path, "Correct its quotes: a text with a separator needs double quotes.", separator=separator, strict=True
         )
         rows = [(line, dict(zip(header, row, strict=True))) for line, row in table]
     triples = []
