@@ -41,7 +41,7 @@ VARIANTS = {
         "removed",
         {"optimizer": {"schedule": "cosine", "final_fraction": 0.1}},
     ),
-    "no_qk_norm": Variant("no norm on queries and keys", "removed", {"model": {"attention.qk_norm": False}}),
+    "no_qk_norm": Variant("no norm on queries and keys", "removed", {"model": {"attention.qk_norm": None}}),
     "gelu": Variant("GELU instead of squared ReLU", "removed", {"model": {"activation": "gelu_tanh"}}),
     "learned_positions": Variant(
         "learned positions instead of rotary positions", "removed", {"model": {"position": "learned", "max_length": 64}}

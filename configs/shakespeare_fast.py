@@ -11,6 +11,7 @@ the file. Without network access: pass --data.manual-dir FOLDER, where FOLDER co
 from dataclasses import replace
 
 from configs.shakespeare_cpu import get_config as shakespeare_cpu
+from transformer.config import QKNorm
 from transformer.training import OptimizerConfig, Recipe
 
 
@@ -19,7 +20,9 @@ def get_config() -> Recipe:
     return replace(
         recipe,
         name="shakespeare_fast",
-        model=recipe.model.replace(activation="relu2", use_bias=False, norm="rms_norm", **{"attention.qk_norm": True}),
+        model=recipe.model.replace(
+            activation="relu2", use_bias=False, norm="rms_norm", **{"attention.qk_norm": QKNorm()}
+        ),
         optimizer=OptimizerConfig(
             name="muon",
             learning_rate=1e-2,

@@ -11,7 +11,7 @@ import tokenizers
 from shared_folders import copy_once_made
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from transformer.config import llama_decoder
+from transformer.config import QKNorm, llama_decoder
 from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.zoo import save_pretrained
@@ -160,7 +160,7 @@ def write_chat_model(directory, family: str = "smollm", *, seed: int = 0, model:
 def _write_chat_model(family, seed, model, generation, directory):
     made = tokenizer(family)
     config = llama_decoder(vocab_size=made.vocab_size, d_model=16, num_layers=2, num_heads=2, d_ff=24, max_length=None)
-    config = config.replace(initializer_range=0.5, **{"attention.qk_norm": model == "qwen3"})
+    config = config.replace(initializer_range=0.5, **{"attention.qk_norm": QKNorm() if model == "qwen3" else None})
     tiny = CausalLM(config)
     params = drawn_params(tiny, 0.5, seed)
     save_pretrained(tiny, params, directory, tokenizer=made, family=model)

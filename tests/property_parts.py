@@ -21,6 +21,7 @@ from transformer.config import (
     LayerKind,
     MoE,
     OutputOptions,
+    QKNorm,
     RotaryOptions,
     RotaryScaling,
     StackOptions,
@@ -232,7 +233,7 @@ def configs(draw, kind: str, repeats: int = 0) -> TransformerConfig:
             }
         else:
             width = heads["num_heads"] * one(4, 6)
-        heads |= {"attention.sinks": flag(), "attention.qk_norm": flag(), "attention.qk_norm_scope": one("head", "all")}
+        heads |= {"attention.sinks": flag(), "attention.qk_norm": one(None, QKNorm(), QKNorm(scope="all"))}
     all_biases = ("query", "key", "value", "out")
     biases = (None, all_biases) if latent else (None, all_biases, ("query", "key", "value"), ("key",), ())
 

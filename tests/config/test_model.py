@@ -22,6 +22,7 @@ from transformer.config import (
     LayerKind,
     MoE,
     Patches,
+    QKNorm,
     RotaryScaling,
     Series,
     Speech,
@@ -121,9 +122,7 @@ CHANGES = {
     "attention.scale": (CausalLM, {}, 1.0),
     "attention.softcap": (CausalLM, {}, 30.0),
     "output.softcap": (CausalLM, {}, 30.0),
-    "attention.qk_norm": (CausalLM, {}, True),
-    "attention.qk_norm_scope": (CausalLM, {"attention.qk_norm": True}, "all"),
-    "attention.qk_norm_scale": (CausalLM, {"attention.qk_norm": True}, False),
+    "attention.qk_norm": (CausalLM, {}, QKNorm()),
     "attention.value_norm": (CausalLM, {}, True),
     "embedding.per_layer_width": (CausalLM, {}, 3),
     "embedding.per_layer_vocab_size": (CausalLM, {"embedding.per_layer_width": 3}, 9),
@@ -477,6 +476,14 @@ def test_every_field_of_series_is_read(field, value):
 
 
 @pytest.mark.parametrize(
+    ("field", "value"), [("scope", "all"), ("kind", "zero_centered_rms_norm"), ("scale", False)]
+)
+def test_every_field_of_a_norm_of_queries_and_keys_is_read(field, value):
+    base = TINY.replace(**{"attention.qk_norm": QKNorm()})
+    assert program(CausalLM, base) != program(CausalLM, base.replace(**{f"attention.qk_norm.{field}": value}))
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("num_experts", 5),
@@ -563,10 +570,6 @@ def test_every_field_of_execution_is_read(field, value):
             {"attention.biases": ("query", "keys")},
             r"biases.*got 'keys'.*'key'\?",
         ),
-        (
-            {"attention.qk_norm_scope": "heads"},
-            r"qk_norm_scope.*got 'heads'.*'head'\?",
-        ),
         ({"embedding.token_types": 0}, r"token_types.*1.*got 0"),
         ({"output.scale": 0.0}, r"scale.*, got 0.0"),
         (
@@ -595,7 +598,7 @@ def test_every_field_of_execution_is_read(field, value):
             r"attention.mla.*'sinusoidal'.*position='rot",
         ),
         (
-            ROTARY | {"attention.mla": LATENT, "attention.qk_norm": True},
+            ROTARY | {"attention.mla": LATENT, "attention.qk_norm": QKNorm()},
             r"attention.qk_norm.*attention.mla.*attention.qk_norm.*attention.mla",
         ),
         (
@@ -650,6 +653,7 @@ def test_an_impossible_model_says_what_to_change(changes, message):
         ),
         (lambda: LayerKind(window=0), r"window.*1.*got 0"),
         (lambda: LayerKind(window=3, self_attention=False), r"window is an option of .* Remove window, or set"),
+        (lambda: QKNorm(scope="heads"), r"scope.*got 'heads'.*'head'\?"),
         (lambda: MoE(num_experts=0), r"num_experts.*1.*got 0"),
         (lambda: MoE(num_experts=2, top_k=3), r"top_k \(3\).*num_experts \(2\)"),
         (lambda: MoE(num_experts=2, top_k=1), r"weight.*1"),

@@ -8,6 +8,7 @@ import pytest
 from jaxprs import operations
 from numeric_parts import random_params
 
+from transformer.config import QKNorm
 from transformer.nn._attention import MultiHeadAttention, dot_product_attention
 from transformer.nn._caches import ContextCache, KVCache, cache_length, set_cache_length
 from transformer.nn._masks import Mask
@@ -195,7 +196,7 @@ def test_grouped_heads_equal_repeated_heads():
 
 
 def test_qk_norm_makes_scores_blind_to_the_size_of_x():
-    attention = MultiHeadAttention(num_heads=N, head_dim=H, qk_norm=True, use_bias=False)
+    attention = MultiHeadAttention(num_heads=N, head_dim=H, qk_norm=QKNorm(), use_bias=False)
     params = random_params(attention, X)
 
     @jax.jit
@@ -210,7 +211,7 @@ def test_qk_norm_makes_scores_blind_to_the_size_of_x():
 def test_qk_norm_over_all_heads_together(kind):
     """The weights equal those of projections that are normalized by hand, over all heads together."""
     sizes = {"num_heads": N, "num_kv_heads": K, "head_dim": H, "use_bias": False}
-    attention = MultiHeadAttention(**sizes, qk_norm=True, qk_norm_scope="all", qk_norm_kind=kind)
+    attention = MultiHeadAttention(**sizes, qk_norm=QKNorm(scope="all", kind=kind))
     widths, start = {"query": N * H, "key": K * H}, 0.0 if kind == "zero_centered_rms_norm" else 1.0
     first = jax.jit(lambda: attention.init(jax.random.key(0), X)["params"])()
     for name, width in widths.items():

@@ -50,7 +50,7 @@ from transformer import (
     VisionLanguageModel,
     compat,
 )
-from transformer.config import Audio, DynamicImageTokens, ImageTokens, OutputOptions, Speech
+from transformer.config import Audio, DynamicImageTokens, ImageTokens, OutputOptions, QKNorm, Speech
 from transformer.nn._attention import AttentionModule
 from transformer.nn._blocks import BLOCKS, Block
 from transformer.nn._mla import LatentAttention
@@ -180,7 +180,10 @@ CASES = {
         block.__name__: (block(CONFIG.replace(norm_position=name), cross=name != "parallel"), (X, INPUTS))
         for name, block in BLOCKS.items()
     },
-    "MultiHeadAttention": (MultiHeadAttention(3, num_kv_heads=1, qk_norm=True, sinks=True, position=Rotary()), (X,)),
+    "MultiHeadAttention": (
+        MultiHeadAttention(3, num_kv_heads=1, qk_norm=QKNorm(), sinks=True, position=Rotary()),
+        (X,),
+    ),
     "GatedDeltaNet": (GatedDeltaNet(num_heads=4, num_key_heads=2, key_dim=3, value_dim=2), (X,)),
     "LatentAttention": (LatentAttention(3, LATENT), (X,)),
     "compat.MultiHeadDotProductAttention": (compat.MultiHeadDotProductAttention(3), (X,)),

@@ -12,7 +12,7 @@ import optax
 import pytest
 from training_recipes import start, tiny_batch, tiny_recipe
 
-from transformer.config import ConfigError, Execution
+from transformer.config import ConfigError, Execution, QKNorm
 from transformer.nn import ParallelConfig
 from transformer.training import OptimizerConfig, place
 from transformer.training._optimizers import _hutchinson, decay_mask, make_optimizer, make_schedule, muon_dimensions
@@ -84,7 +84,7 @@ def chosen(mask, params):
 
 
 FULL = {
-    "attention.qk_norm": True,
+    "attention.qk_norm": QKNorm(),
     "attention.sinks": True,
     "embedding.tie": False,
     "position": "learned",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from golden import case as golden_case
 
-from transformer.config import ConfigError, LayerKind, TransformerConfig
+from transformer.config import ConfigError, LayerKind, QKNorm, TransformerConfig
 from transformer.nn.models import CausalLM, Classifier, MaskedLM, Seq2Seq, VisionClassifier
 from transformer.zoo import ENTRIES, choose_family, load_pretrained, save_pretrained, with_equivalent
 from transformer.zoo._equivalents import REWRITES
@@ -18,7 +18,7 @@ WITHOUT = {"stack.period": (LayerKind(self_attention=False),)}
 CASES = {
     "relu2": (
         CausalLM,
-        {"activation": "relu2", "use_bias": False, "norm": "rms_norm", "attention.qk_norm": True},
+        {"activation": "relu2", "use_bias": False, "norm": "rms_norm", "attention.qk_norm": QKNorm()},
         None,
         "qwen3",
     ),

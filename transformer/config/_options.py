@@ -18,8 +18,29 @@ from transformer.config._checks import (
 from transformer.config._parts import MLA, Activation, HeadTransform, LayerKind, RotaryScaling
 
 Projection = Literal["query", "key", "value", "out"]
-NormScope = Literal["head", "all"]
 Pooling = Literal["mean", "first", "last", "first_and_mean", "attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QKNorm:
+    """RMSNorm of queries and keys (Henry et al. 2020, arXiv 2010.04245; as in Qwen 3 and Gemma 3).
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+
+    scope: Literal["head", "all"] = "head"
+    """what is normalized:
+    head: each head separately;
+    all: all heads of a token together (OLMo Team 2024, arXiv 2501.00656, section 3.2)"""
+    kind: Literal["rms_norm", "zero_centered_rms_norm"] = "rms_norm"
+    """zero_centered_rms_norm multiplies by 1 + scale (Gemma 3)"""
+    scale: bool = True
+    """learn a factor for each number; false: the norm has no parameters (Llama 4)"""
+
+    def __post_init__(self):
+        check_choices(self, scope=Literal["head", "all"], kind=Literal["rms_norm", "zero_centered_rms_norm"])
+        check_flags(self, "scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +66,8 @@ class AttentionOptions:
     """attention sinks: one learned logit per head in the softmax that receives attention weight but has no value"""
     output_gate: bool = False
     """multiply the attended values by the sigmoid of a projection of x (Qiu et al. 2025, arXiv 2505.06708)"""
-    qk_norm: bool = False
-    """apply RMSNorm to queries and keys (zero-centered RMSNorm if norm is zero-centered)"""
-    qk_norm_scope: NormScope = "head"
-    """what qk_norm normalizes:
-    head: each head separately;
-    all: all heads of a token together"""
-    qk_norm_scale: bool = True
-    """qk_norm learns a factor for each number; false: it has no parameters (Llama 4)"""
+    qk_norm: QKNorm | None = None
+    """normalize queries and keys; None: no norm"""
     value_norm: bool = False
     """apply RMSNorm without parameters to each value head (Gemma 4)"""
     dropout_rate: float = 0.0
@@ -63,8 +78,7 @@ class AttentionOptions:
     """multi-head latent attention; None: queries, keys and values are projections of x"""
 
     def __post_init__(self):
-        check_choices(self, qk_norm_scope=NormScope)
-        check_flags(self, "sinks", "output_gate", "qk_norm", "qk_norm_scale", "value_norm", "causal")
+        check_flags(self, "sinks", "output_gate", "value_norm", "causal")
         check_whole(self, "head_dim", "value_dim")
         check_positive(self, "scale", "softcap")
         check_range(self, 0.0, 1.0, "dropout_rate")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from transformer.config._options import QKNorm
 from transformer.config._parts import QueryTemperature
 from transformer.nn._axes import (
     Array,
@@ -251,8 +252,7 @@ class MultiHeadAttention(AttentionModule):
     `value` (Dc, K, Hv) and `out` (N, Hv, out_features), each with a `kernel` and, with `use_bias`, a `bias`.
     `num_heads` is N. With `output_gate`, also `output_gate/kernel` (D, N, Hv).
 
-    `norm_epsilon` and `qk_norm_kind`, a name in `NORMS`, apply to `qk_norm`. The other fields are
-    those of `AttentionModule`.
+    `norm_epsilon` applies to `qk_norm`. The other fields are those of `AttentionModule`.
     """
 
     parameter_axes = declare(
@@ -282,14 +282,8 @@ class MultiHeadAttention(AttentionModule):
     use_bias: bool = True
     biases: tuple[str, ...] | None = None
     """which of query, key, value and out have a bias; None: all of them or none, as `use_bias` selects"""
-    qk_norm: bool = False
-    """normalize queries and keys with an RMSNorm (Henry et al. 2020, arXiv 2010.04245; as in Qwen 3 and Gemma 3)"""
-    qk_norm_scope: str = "head"
-    """head: normalize each head separately; all: normalize all heads of a token together (OLMo Team 2024, arXiv
-    2501.00656, section 3.2)"""
-    qk_norm_kind: str = "rms_norm"
-    qk_norm_scale: bool = True
-    """learn a factor for each number of the normalized queries and keys; false: no parameters"""
+    qk_norm: QKNorm | None = None
+    """normalize queries and keys; None: no norm"""
     value_norm: bool = False
     """normalize each value head with an RMSNorm without parameters"""
     keys_as_values: bool = False
@@ -349,7 +343,7 @@ class MultiHeadAttention(AttentionModule):
         mask, head_dim, fits = Mask.of(mask), self._head_dim(x), None
         # Q = x W_Q for all heads: (B, T, D) x (D, N, H) -> (B, T, N, H)
         query = constrain(self._project("query", x, (self.num_heads, head_dim)), "batch", "length", "heads", "head_dim")
-        if self.qk_norm:
+        if self.qk_norm is not None:
             query = self._normalize("query_norm", query)
 
         if context is None and not isinstance(cache, ContextCache):
@@ -450,7 +444,7 @@ class MultiHeadAttention(AttentionModule):
             key = self._project("key", source, (kv_heads, head_dim))
             value = self._project("value", source, (kv_heads, value_dim))
         value = unscaled_rms_norm(value, self.norm_epsilon) if self.value_norm else value
-        return (self._normalize("key_norm", key) if self.qk_norm else key), value
+        return (self._normalize("key_norm", key) if self.qk_norm is not None else key), value
 
     def _check(self, x: Array, context: Array | None, cache: SelfAttentionCache | ContextCache | None) -> None:
         if unknown := set(self.biases or ()) - {"query", "key", "value", "out"}:
@@ -482,10 +476,10 @@ class MultiHeadAttention(AttentionModule):
     def _normalize(self, name: str, heads: Array) -> Array:
         # RMSNorm over a head gives it the length sqrt(H), so |q . k| / sqrt(H) <= sqrt(H) up to the learned scale:
         # scores stay small in training.
-        if self.qk_norm_scale:
-            norm = NORMS[self.qk_norm_kind](self.norm_epsilon, self.dtype, self.param_dtype, name=name)
+        if self.qk_norm.scale:
+            norm = NORMS[self.qk_norm.kind](self.norm_epsilon, self.dtype, self.param_dtype, name=name)
         else:
             norm = functools.partial(unscaled_rms_norm, epsilon=self.norm_epsilon)
-        if self.qk_norm_scope == "head":
+        if self.qk_norm.scope == "head":
             return norm(heads)  # (B, T, N, H), over H
         return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)  # over N H together

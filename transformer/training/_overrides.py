@@ -17,6 +17,8 @@ import tyro
 
 from transformer.config._checks import ConfigError, boxed_message
 from transformer.config._local_paths import local_path
+from transformer.config._options import QKNorm
+from transformer.config._paths import get_path, set_paths
 from transformer.config._recipe_files import bundled, find_recipe, recipe_files
 from transformer.data._pipeline import check_local_paths
 from transformer.training._option_hints import suggestion
@@ -27,7 +29,7 @@ from transformer.training.tasks._distillation import Distill
 from transformer.training.tasks._policy_gradient import GRPO
 from transformer.training.tasks._preference import DPO
 
-_GROUPS = {"lora": LoRA, "dpo": DPO, "grpo": GRPO, "distill": Distill}
+_GROUPS = {"lora": LoRA, "dpo": DPO, "grpo": GRPO, "distill": Distill, "model.attention.qk-norm": QKNorm}
 """groups of options that a recipe may lack"""
 
 __all__ = ["fast", "find_recipe", "load_recipe_file", "override", "recipe_files"]
@@ -142,6 +144,7 @@ def _with_groups(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str
     This happens before tyro parses the arguments, because tyro has no flag for a whole group.
     """
     for group, kind in _GROUPS.items():
+        field = group.replace("-", "_")
         options = any(word.startswith(f"--{group}.") for word in arguments)
         place = next(
             (i for i, pair in enumerate(itertools.pairwise(arguments)) if pair == (f"--{group}", "None")), None
@@ -152,10 +155,10 @@ def _with_groups(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str
                 raise ConfigError(
                     f"--{group} None turns {name} off, but --{group}.* options turn it on. Remove one of them."
                 )
-            recipe = dataclasses.replace(recipe, **{group: None})
+            recipe = set_paths(recipe, {field: None}, "recipe")
             arguments = arguments[:place] + arguments[place + 2 :]
-        elif options and getattr(recipe, group) is None:
-            recipe = dataclasses.replace(recipe, **{group: kind()})
+        elif options and get_path(recipe, field) is None:
+            recipe = set_paths(recipe, {field: kind()}, "recipe")
     return recipe, arguments
 
 

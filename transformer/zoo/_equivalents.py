@@ -223,7 +223,7 @@ def _epsilon_config(model: nn.Module, positions: int) -> TransformerConfig | Non
         or config.norm == "frozen_batch_norm"
         or config.embedding.norm
         or config.output.transform is not None
-        or config.attention.qk_norm
+        or config.attention.qk_norm is not None
         or config.attention.mla is not None
         or _has_experts(config)
         or not all(kind.attention_norm for kind in config.kinds)

@@ -317,8 +317,6 @@ def _without_unread(config: TransformerConfig) -> dict[str, Any]:
         values |= dict.fromkeys(("t5_bias.buckets", "t5_bias.max_distance"))
     if config.norm_position == "post":
         values["stack.final_norm"] = None
-    if not config.attention.qk_norm:
-        values |= dict.fromkeys(("attention.qk_norm_scope", "attention.qk_norm_scale"))
     if config.stack.layer_scale is not None:
         values["stack.layer_scale"] = "learned"  # only its initial value is in the config
     if config.embedding.source_max_length == config.max_length:
@@ -372,7 +370,7 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
 
 def _heads(config: TransformerConfig, kind: LayerKind) -> dict[str, Any]:
     """Return the sizes of the heads of a kind of layer, and whether queries and keys are normalized, with defaults."""
-    changes: dict[str, Any] = {} if config.attention.qk_norm else {"qk_norm": True}
+    changes: dict[str, Any] = {} if config.attention.qk_norm is not None else {"qk_norm": True}
     if kind.self_attention and kind.gated_delta is None:
         changes |= {"head_dim": config.head_dim_of(kind), "num_kv_heads": config.kv_heads_of(kind)}
     return changes

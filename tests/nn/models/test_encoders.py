@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from numeric_parts import random_params
 from scipy.special import erf
 
-from transformer.config import ConfigError, HeadTransform, Patches, TransformerConfig
+from transformer.config import ConfigError, HeadTransform, Patches, QKNorm, TransformerConfig
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn._sharding import parameter_spec
@@ -321,8 +321,7 @@ def test_every_parameter_of_every_model_has_its_place():
     rich = {
         "output.transform": BERT,
         "embedding.norm": True,
-        "attention.qk_norm": True,
-        "attention.qk_norm_scope": "all",
+        "attention.qk_norm": QKNorm(scope="all"),
     }
     sandwich = {"norm_position": "sandwich", "embedding.token_types": 2, "output.bias": True}
     t5 = {"position": "t5", "t5_bias.per_layer": True}

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
+from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
 from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fixed, Unread, read_rotary, write_rotary
@@ -103,7 +104,7 @@ GEMMA3 = decoder_family(
     title="Gemma 3 (text)",
     citation="Gemma Team 2025, arXiv 2503.19786",
     heads={"Gemma3ForCausalLM": LANGUAGE_MODEL, "Gemma3TextForSequenceClassification": LAST_TOKEN},
-    constants=GEMMA_CONSTANTS | {"attention.qk_norm": True},
+    constants=GEMMA_CONSTANTS | {"attention.qk_norm": QKNorm(kind="zero_centered_rms_norm")},
     fields=(
         *decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
         Biases("attention_bias"),

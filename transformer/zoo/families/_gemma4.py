@@ -10,6 +10,7 @@ import numpy as np
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
+from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE, RotaryScaling
 from transformer.zoo._family import Variant
 from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fixed, read_rotary, write_rotary
@@ -293,7 +294,7 @@ GEMMA4 = decoder_family(
     | {
         "norm_position": "sandwich",
         "embedding.scale": True,
-        "attention.qk_norm": True,
+        "attention.qk_norm": QKNorm(),
         "attention.value_norm": True,
         "attention.scale": 1.0,
         "stack.layer_scalar": True,

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
+from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE, QueryTemperature
 from transformer.zoo._fields import Biases, Codec, Field, FieldError, Rope, Unread
 from transformer.zoo.families._deepseek_v3 import Interleaved
@@ -90,7 +91,7 @@ class ChunkedAndRouted(Codec):
             for layer, (rotates, chunk) in enumerate(zip(rotary, chunks, strict=True))
         ]
         norms = values.get("use_qk_norm", True) and any(rotary)
-        return {"attention.qk_norm": norms, "attention.qk_norm_scale": not norms} | fold(
+        return {"attention.qk_norm": QKNorm(scale=False) if norms else None} | fold(
             kinds if norms else [replace(kind, qk_norm=True) for kind in kinds]
         )
 
@@ -103,7 +104,7 @@ class ChunkedAndRouted(Codec):
             "no_rope_layers": [int(kind.rotary) for kind in kinds],
             "layer_types": [FULL if kind.chunk is None else CHUNKED for kind in kinds],
             "attention_chunk_size": max(chunks, default=8192),
-            "use_qk_norm": config.attention.qk_norm,
+            "use_qk_norm": config.attention.qk_norm is not None,
             "attn_temperature_tuning": bool(temperatures),
             "attn_scale": temperature.scale,
             "floor_scale": temperature.length,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config._model import TransformerConfig
+from transformer.config._options import QKNorm
 from transformer.zoo._fields import Biases, Rope
 from transformer.zoo.families._llama import (
     DECODER_CONSTANTS,
@@ -35,8 +36,7 @@ OLMO2 = decoder_family(
     name="olmo2",
     title="OLMo 2",
     citation="OLMo Team 2025, arXiv 2501.00656",
-    constants=DECODER_CONSTANTS
-    | {"norm_position": "reordered", "attention.qk_norm": True, "attention.qk_norm_scope": "all"},
+    constants=DECODER_CONSTANTS | {"norm_position": "reordered", "attention.qk_norm": QKNorm(scope="all")},
     fields=(*decoder_fields(epsilon=1e-5), Rope(), Biases("attention_bias")),
     rules=_rules,
     variants={

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config._model import TransformerConfig
+from transformer.config._options import QKNorm
 from transformer.zoo._fields import Biases, Rope
 from transformer.zoo.families._llama import (
     DECODER_CONSTANTS,
@@ -31,7 +32,7 @@ QWEN3 = decoder_family(
     name="qwen3",
     title="Qwen 3",
     citation="Qwen Team 2025, arXiv 2505.09388",
-    constants=DECODER_CONSTANTS | {"attention.qk_norm": True},
+    constants=DECODER_CONSTANTS | {"attention.qk_norm": QKNorm()},
     fields=(*decoder_fields(kv_heads=32, head_dim=128), Rope(), Biases("attention_bias"), UpperWindows()),
     rules=_rules,
     variants={

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
+from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE
 from transformer.zoo._fields import Biases, Codec, Rope, Unread
 from transformer.zoo.families._llama import (
@@ -94,7 +95,7 @@ QWEN3_MOE = decoder_family(
     name="qwen3_moe",
     title="Qwen 3 (routed)",
     citation="Qwen Team 2025, arXiv 2505.09388",
-    constants=DECODER_CONSTANTS | {"attention.qk_norm": True},
+    constants=DECODER_CONSTANTS | {"attention.qk_norm": QKNorm()},
     fields=(
         *decoder_fields(kv_heads=4),
         Rope(),

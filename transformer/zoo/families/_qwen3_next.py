@@ -10,6 +10,7 @@ import numpy as np
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
+from transformer.config._options import QKNorm
 from transformer.config._parts import GatedDelta, LayerKind
 from transformer.zoo._fields import FieldError, Fixed, Rope
 from transformer.zoo.families._deepseek_v3 import FusedHeads
@@ -175,7 +176,11 @@ QWEN3_NEXT = decoder_family(
     title="Qwen 3 Next",
     citation="Qwen Team 2025; Yang et al. 2024, arXiv 2412.06464",
     constants=DECODER_CONSTANTS
-    | {"norm": "zero_centered_rms_norm", "attention.qk_norm": True, "attention.output_gate": True},
+    | {
+        "norm": "zero_centered_rms_norm",
+        "attention.qk_norm": QKNorm(kind="zero_centered_rms_norm"),
+        "attention.output_gate": True,
+    },
     fields=(
         *decoder_fields(kv_heads=2, head_dim=256),
         Rope(default_share=0.25),
