@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from benchmarks.ablations_page import write_page
-from transformer.config import LayerKind
+from transformer.config import LayerKind, SinusoidalOptions
 from transformer.data import Dataset, prepare
 from transformer.training import Recipe, find_recipe, load_recipe_file, train
 from transformer.training.metrics._summary import Summary
@@ -69,11 +69,11 @@ VARIANTS = {
     "no_attention_narrow": Variant("d_model 32", "blind", _model(**{"stack.period": BLIND}, d_model=32)),
     "no_attention_wide": Variant("d_model 256", "blind", _model(**{"stack.period": BLIND}, d_model=256)),
     "no_attention_sinusoidal": Variant(
-        "sinusoidal positions added", "blind", _model(**{"stack.period": BLIND}, position="sinusoidal")
+        "sinusoidal positions added", "blind", _model(**{"stack.period": BLIND}, position=SinusoidalOptions())
     ),
     "one_head": Variant("one head of 128 instead of two of 64", "parts", _model(num_heads=1)),
     "eight_heads": Variant("eight heads of 16", "parts", _model(num_heads=8)),
-    "no_position": Variant("no positions", "parts", _model(position="none")),
+    "no_position": Variant("no positions", "parts", _model(position=None)),
     "no_scale": Variant("scores without 1/sqrt(d_k)", "parts", _model(**{"attention.scale": 1.0})),
     "no_residual": Variant("no residual connections", "parts", _model(norm_position="pre_without_residual")),
     "pre_norm": Variant("pre-norm, warm-up of 100 steps", "norm", _deep("pre", 100)),

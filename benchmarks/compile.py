@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from benchmarks.machine import machine
 from benchmarks.side_by_side import last_line, take_turns, times_faster, versions
-from transformer.config import Execution, TransformerConfig
+from transformer.config import Execution, RotaryOptions, TransformerConfig
 from transformer.data import TextFile
 from transformer.training import OptimizerConfig, Recipe, TrainingConfig
 from transformer.training._state import abstract_state
@@ -32,7 +32,7 @@ def recipe(depth: int, scan: bool) -> Recipe:
     """Return a recipe with this depth, as small as possible otherwise."""
     return Recipe(
         name="benchmark",
-        model=TransformerConfig(vocab_size=64, d_model=64, num_layers=depth, num_heads=2, position="rotary"),
+        model=TransformerConfig(vocab_size=64, d_model=64, num_layers=depth, num_heads=2, position=RotaryOptions()),
         data=TextFile(path="none", sequence_length=LENGTH, batch_size=ROWS),
         execution=Execution(scan=scan),
         optimizer=OptimizerConfig(weight_decay=0.1),

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.side_by_side import ENVIRONMENTS, Worker, compare, last_line, serve, versions
 from transformer.cli._allocator import keep_freed_memory
-from transformer.config import EmbeddingOptions, TransformerConfig
+from transformer.config import EmbeddingOptions, LearnedOptions, TransformerConfig
 
 PARAMETERS = 124_439_808
 BYTES = 4 * PARAMETERS
@@ -32,8 +32,7 @@ def gpt2() -> TransformerConfig:
         num_layers=LAYERS,
         num_heads=HEADS,
         activation="gelu_tanh",
-        position="learned",
-        max_length=POSITIONS,
+        position=LearnedOptions(max_length=POSITIONS),
         embedding=EmbeddingOptions(scale=False),
         initializer_range=0.02,
     )

@@ -24,6 +24,7 @@ from benchmarks.ablations import Variant
 from benchmarks.ablations_page import fill
 from benchmarks.machine import machine
 from benchmarks.results_page import spread
+from transformer.config import LearnedOptions
 from transformer.training import find_recipe, load_recipe_file, train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +45,9 @@ VARIANTS = {
     "no_qk_norm": Variant("no norm on queries and keys", "removed", {"model": {"attention.qk_norm": None}}),
     "gelu": Variant("GELU instead of squared ReLU", "removed", {"model": {"activation": "gelu_tanh"}}),
     "learned_positions": Variant(
-        "learned positions instead of rotary positions", "removed", {"model": {"position": "learned", "max_length": 64}}
+        "learned positions instead of rotary positions",
+        "removed",
+        {"model": {"position": LearnedOptions(max_length=64)}},
     ),
     "layer_norm": Variant("LayerNorm instead of RMSNorm", "removed", {"model": {"norm": "layer_norm"}}),
     "biases": Variant("biases in the projections", "removed", {"model": {"use_bias": True}}),

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.side_by_side import ROOT, Worker, compare, last_line, serve, versions
+from transformer.config import LearnedOptions, RotaryOptions
 
 GPT2 = {"vocab_size": 50_304, "d_model": 768, "num_layers": 12, "num_heads": 12}
 LLAMA = {"vocab_size": 128_256, "d_model": 2_048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "d_ff": 8_192}
@@ -45,8 +46,7 @@ def config(work: str) -> Any:
             **GPT2,
             norm="layer_norm_without_bias",
             activation="gelu_erf",
-            position="learned",
-            max_length=WORKS[work][1],
+            position=LearnedOptions(max_length=WORKS[work][1]),
             use_bias=False,
             initializer_range=0.02,
             embedding=EmbeddingOptions(scale=False),
@@ -58,7 +58,7 @@ def config(work: str) -> Any:
         activation="silu",
         gated=True,
         use_bias=False,
-        position="rotary",
+        position=RotaryOptions(),
         initializer_range=0.02,
         embedding=EmbeddingOptions(scale=False),
         dtype="bfloat16",

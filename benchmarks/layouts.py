@@ -23,7 +23,7 @@ if __name__ == "__main__":  # must be set before JAX is imported
 import jax
 import numpy as np
 
-from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
+from transformer.config import Execution, LayerKind, MoE, RotaryOptions, StackOptions, TransformerConfig
 from transformer.data import NumberWords, TextFile
 from transformer.nn import DcnConfig, ParallelConfig
 from transformer.training import OptimizerConfig, Recipe, TrainingConfig, place
@@ -59,7 +59,7 @@ def recipe(task: str, parallel: ParallelConfig, dropout_rate: float = 0.0) -> Re
     sizes = {"vocab_size": VOCABULARY, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 64}
     model = TransformerConfig(
         **sizes,
-        position="rotary",
+        position=RotaryOptions(),
         dropout_rate=dropout_rate,
         stack=StackOptions(period=kinds),
     )

@@ -28,7 +28,7 @@ from benchmarks.machine import machine
 from benchmarks.side_by_side import last_line, take_turns, times_faster, versions
 from transformer import CausalLM, TransformerConfig
 from transformer.cli._allocator import keep_freed_memory
-from transformer.config import EmbeddingOptions
+from transformer.config import EmbeddingOptions, LearnedOptions
 from transformer.generate import Draft, Sampling, generate
 from transformer.generate._loop import decode
 from transformer.generate._prompts import bucket, pad
@@ -51,8 +51,7 @@ def random_model(small: bool) -> tuple[CausalLM, Any]:
         TransformerConfig(
             vocab_size=VOCABULARY,
             activation="gelu_tanh",
-            position="learned",
-            max_length=1_024,
+            position=LearnedOptions(max_length=1_024),
             embedding=EmbeddingOptions(scale=False),
             initializer_range=0.02,
             **sizes,

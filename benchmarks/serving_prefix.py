@@ -82,7 +82,7 @@ def main() -> None:
     tokenizer, where = ByteTokenizer(), machine()
     sizes = {"d_model": options.width, "num_layers": options.layers, "num_heads": options.width // 64}
     sizes |= {"d_ff": options.width * 4 * 2 // 3}  # three matrices, with the parameters of two that are 4 d_model wide
-    model = CausalLM(llama_decoder(vocab_size=tokenizer.vocab_size, max_length=None, **sizes))
+    model = CausalLM(llama_decoder(vocab_size=tokenizer.vocab_size, **sizes))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     engine = Engine(model, params, tokenizer, slots=16, positions=options.prefix + SUFFIX + 8, queue=options.requests)
     engine.warm_up()

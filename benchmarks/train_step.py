@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.side_by_side import ENVIRONMENTS, compare, last_line, serve, versions
 from transformer.cli._allocator import keep_freed_memory
-from transformer.config import EmbeddingOptions
+from transformer.config import EmbeddingOptions, LearnedOptions, SinusoidalOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +83,13 @@ def recipe_of(work: Work) -> Any:
     sizes = {"vocab_size": work.vocabulary, "d_model": work.width, "num_layers": work.layers, "num_heads": work.heads}
     if work.encoder:
         model = TransformerConfig(
-            d_ff=work.hidden, norm_position="post", position="sinusoidal", dropout_rate=0.1, **sizes
+            d_ff=work.hidden, norm_position="post", position=SinusoidalOptions(), dropout_rate=0.1, **sizes
         )
     else:
         model = TransformerConfig(
             norm="layer_norm_without_bias",
             activation="gelu_erf",
-            position="learned",
-            max_length=work.length,
+            position=LearnedOptions(max_length=work.length),
             use_bias=False,
             initializer_range=0.02,
             embedding=EmbeddingOptions(scale=False),

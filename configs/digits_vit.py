@@ -7,7 +7,7 @@ The split is chosen by a hash of each image. Augmentation shifts each training i
 If scikit-learn is missing, the error message names the package to install.
 """
 
-from transformer.config import Execution, OutputOptions, Patches, TransformerConfig
+from transformer.config import Execution, LearnedOptions, OutputOptions, Patches, TransformerConfig
 from transformer.data import Digits
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -19,8 +19,7 @@ def get_config() -> Recipe:
         name="digits_vit",
         model=TransformerConfig(
             **sizes,
-            position="learned",
-            max_length=1 + patches.count,
+            position=LearnedOptions(max_length=1 + patches.count),
             dropout_rate=0.1,
             output=OutputOptions(num_classes=10),
             input=patches,

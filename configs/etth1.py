@@ -8,7 +8,7 @@ PatchTST/64, with a look-back window of 512 and 64 patches: 0.370 and 0.400 (Nie
 table 3). Without network access: pass --data.manual-dir FOLDER, where FOLDER contains ETTh1.csv.
 """
 
-from transformer.config import Execution, Series, StackOptions, TransformerConfig
+from transformer.config import Execution, LearnedOptions, Series, StackOptions, TransformerConfig
 from transformer.data import ETTh1
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -22,8 +22,7 @@ def get_config() -> Recipe:
         name="etth1",
         model=TransformerConfig(
             **sizes,
-            position="learned",
-            max_length=series.positions,
+            position=LearnedOptions(max_length=series.positions),
             dropout_rate=0.1,
             # A final norm would remove the scale of each patch's values, which the head needs for the forecast.
             stack=StackOptions(final_norm=False),

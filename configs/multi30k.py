@@ -12,7 +12,7 @@ lower-cased (three seeds: 41.14, 41.41, 41.50; chrF 65.95 +- 0.16). Published fo
 (github.com/LividWo/Revisit-MMT, README-baseline.md, Transformer-Tiny).
 """
 
-from transformer.config import Execution, TransformerConfig
+from transformer.config import Execution, RotaryOptions, TransformerConfig
 from transformer.data import Multi30k, TokenizerConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -21,7 +21,13 @@ def get_config() -> Recipe:
     return Recipe(
         name="multi30k",
         model=TransformerConfig(
-            d_model=128, num_layers=4, num_heads=4, d_ff=512, dropout_rate=0.3, norm="rms_norm", position="rotary"
+            d_model=128,
+            num_layers=4,
+            num_heads=4,
+            d_ff=512,
+            dropout_rate=0.3,
+            norm="rms_norm",
+            position=RotaryOptions(),
         ),
         data=Multi30k(
             tokenizer=TokenizerConfig(kind="bpe", vocab_size=6_000),

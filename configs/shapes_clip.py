@@ -6,7 +6,15 @@ On 2 CPU cores: about 4 minutes, with other work on the machine. Expected: 98.9 
 sentence among 100, and as many sentences their picture (one seed). No scene of the test occurs in training.
 """
 
-from transformer.config import AttentionOptions, Execution, Images, OutputOptions, Patches, TransformerConfig
+from transformer.config import (
+    AttentionOptions,
+    Execution,
+    Images,
+    LearnedOptions,
+    OutputOptions,
+    Patches,
+    TransformerConfig,
+)
 from transformer.data import Shapes
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -25,8 +33,7 @@ def get_config() -> Recipe:
         name="shapes_clip",
         model=TransformerConfig(
             **sizes,
-            position="learned",
-            max_length=20,
+            position=LearnedOptions(max_length=20),
             attention=AttentionOptions(causal=True),
             output=OutputOptions(pooling="last"),
             input=images,

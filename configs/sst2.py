@@ -27,7 +27,7 @@ def get_config() -> Recipe:
         model=TransformerConfig(
             **sizes,
             activation="gelu_tanh",
-            position="none",
+            position=None,
             dropout_rate=0.5,
             output=OutputOptions(num_classes=2),
         ),

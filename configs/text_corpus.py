@@ -11,7 +11,7 @@ On an accelerator: at least a few minutes for 164M tokens; on a CPU, pass a smal
 measured; the loss depends on the text.
 """
 
-from transformer.config import TransformerConfig
+from transformer.config import RotaryOptions, TransformerConfig
 from transformer.data import TextFiles, TokenizerConfig
 from transformer.training import EvaluationConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -20,7 +20,9 @@ def get_config() -> Recipe:
     bpe = TokenizerConfig(kind="bpe", vocab_size=8192)
     return Recipe(
         name="text_corpus",
-        model=TransformerConfig(d_model=256, num_layers=6, num_heads=8, activation="gelu_tanh", position="rotary"),
+        model=TransformerConfig(
+            d_model=256, num_layers=6, num_heads=8, activation="gelu_tanh", position=RotaryOptions()
+        ),
         data=TextFiles(
             paths=("corpus/*.jsonl",),
             sequence_length=512,

@@ -17,11 +17,12 @@ from jax import export
 
 import transformer
 from transformer import CausalLM, Seq2Seq, TransformerConfig
+from transformer.config import RotaryOptions
 
 
 def train():
     """Train a small model to count from 0 to 9 repeatedly. Pass WORKDIR to export your own run instead."""
-    model = CausalLM(TransformerConfig(vocab_size=10, d_model=32, num_layers=2, num_heads=4, position="rotary"))
+    model = CausalLM(TransformerConfig(vocab_size=10, d_model=32, num_layers=2, num_heads=4, position=RotaryOptions()))
     rows = (jnp.arange(10)[:, None] + jnp.arange(9)[None, :]) % 10
 
     def loss(params):

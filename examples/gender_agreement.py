@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from transformer.__main__ import main as command_line
-from transformer.config import Execution, TransformerConfig
+from transformer.config import Execution, RotaryOptions, TransformerConfig
 from transformer.data import JsonLines, TokenizerConfig
 from transformer.generate import Sampling, generate
 from transformer.training import OptimizerConfig, Recipe, TrainingConfig, load_run, train
@@ -37,7 +37,7 @@ def main(workdir: str = "runs/gender_agreement", steps: int = 300) -> dict[str, 
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences()), encoding="utf-8")
     recipe = Recipe(
         name="gender_agreement",
-        model=TransformerConfig(d_model=64, num_layers=2, num_heads=4, position="rotary"),
+        model=TransformerConfig(d_model=64, num_layers=2, num_heads=4, position=RotaryOptions()),
         data=JsonLines(path=str(path), sequence_length=32, batch_size=32, tokenizer=TokenizerConfig(kind="word")),
         execution=Execution(scan=False),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=30),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from transformer import CausalLM, TransformerConfig
+from transformer.config import RotaryOptions
 
 VOCABULARY, PERIOD, LENGTH = 11, 4, 20
 
@@ -28,7 +29,7 @@ def loss(params, model, tokens):
 
 
 def main():
-    config = TransformerConfig(vocab_size=VOCABULARY, d_model=32, num_layers=2, num_heads=2, position="rotary")
+    config = TransformerConfig(vocab_size=VOCABULARY, d_model=32, num_layers=2, num_heads=2, position=RotaryOptions())
     model = CausalLM(config)
     params = jax.jit(model.init)(jax.random.key(0), batch(jax.random.key(0)))["params"]
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.01))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer import LayerInputs, Mask, PreNormBlock, TransformerConfig
+from transformer.config import RotaryOptions
 
 
 class Layer(nn.Module):
@@ -34,7 +35,7 @@ class Tower(nn.Module):
 
 
 def main():
-    config = TransformerConfig(d_model=24, num_heads=4, num_kv_heads=2, norm="rms_norm", position="rotary")
+    config = TransformerConfig(d_model=24, num_heads=4, num_kv_heads=2, norm="rms_norm", position=RotaryOptions())
     tower = Tower(config, depth=5)
     x = jax.random.normal(jax.random.key(0), (2, 7, 24))
     params = jax.jit(tower.init)(jax.random.key(1), x)["params"]

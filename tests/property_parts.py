@@ -14,16 +14,19 @@ from hypothesis import strategies as st
 
 from transformer.config import (
     MLA,
+    ALiBiOptions,
     AttentionOptions,
     EmbeddingOptions,
     Execution,
     HeadTransform,
     LayerKind,
+    LearnedOptions,
     MoE,
     OutputOptions,
     QKNorm,
     RotaryOptions,
     RotaryScaling,
+    SinusoidalOptions,
     StackOptions,
     T5BiasOptions,
     TransformerConfig,
@@ -198,11 +201,11 @@ def configs(draw, kind: str, repeats: int = 0) -> TransformerConfig:
         return draw(st.sampled_from(choices))
 
     flag = functools.partial(draw, st.booleans())
-    position = one("none", "rotary", "learned", "alibi", "t5", "sinusoidal", "sinusoidal_halves")
+    position = one(None, RotaryOptions, LearnedOptions, ALiBiOptions, T5BiasOptions, SinusoidalOptions)
     norm_position = one("pre", "post", "sandwich", "reordered", "pre_without_residual", "parallel")
     if kind == "encoder-decoder" and norm_position == "parallel":
         norm_position = "pre"
-    rotary, first_norm = position == "rotary", norm_position not in ("post", "reordered")
+    rotary, first_norm = position is RotaryOptions, norm_position not in ("post", "reordered")
     latent = rotary and kind != "encoder-decoder" and one(False, False, True)
 
     kinds = layer_kinds(rotary, first_norm)
@@ -212,7 +215,7 @@ def configs(draw, kind: str, repeats: int = 0) -> TransformerConfig:
     if kind == "encoder-decoder" and flag():
         stacks["stack.num_encoder_layers"] = max(period, ends) + period
 
-    width = one(6, 10)
+    width, rotated = one(6, 10), {}
     if latent:
         sizes = {
             "kv_lora_rank": one(5, 17),
@@ -229,8 +232,8 @@ def configs(draw, kind: str, repeats: int = 0) -> TransformerConfig:
             heads |= {
                 "attention.head_dim": one(2, 4, 6),
                 "attention.value_dim": one(None, 3, 5),
-                "rotary.dim": one(None, 2),
             }
+            rotated = {"dim": one(None, 2)}
         else:
             width = heads["num_heads"] * one(4, 6)
         heads |= {"attention.sinks": flag(), "attention.qk_norm": one(None, QKNorm(), QKNorm(scope="all"))}
@@ -242,6 +245,12 @@ def configs(draw, kind: str, repeats: int = 0) -> TransformerConfig:
     if norm == "frozen_batch_norm":  # it does not normalize, so products of activations could overflow
         gated, activations = False, ("relu", "tanh")
     tied = flag()
+    fields = {
+        RotaryOptions: {"base": one(10_000.0, 20.0), "scaling": one(None, *SCALINGS)} | rotated,
+        LearnedOptions: {"max_length": LONGEST},
+        T5BiasOptions: {"buckets": one(4, 7), "max_distance": one(8, 5), "per_layer": flag()},
+        SinusoidalOptions: {"halves": flag()},
+    }.get(position, {})
     return TransformerConfig(
         vocab_size=VOCABULARY,
         embedding=EmbeddingOptions(
@@ -270,10 +279,7 @@ def configs(draw, kind: str, repeats: int = 0) -> TransformerConfig:
             period=tuple(draw(kinds) for _ in range(period)),
             suffix=tuple(draw(kinds) for _ in range(suffix)),
         ),
-        position=position,
-        max_length=LONGEST if position == "learned" else None,
-        rotary=RotaryOptions(base=one(10_000.0, 20.0), scaling=one(None, *SCALINGS) if rotary else None),
-        t5_bias=T5BiasOptions(buckets=one(4, 7), max_distance=one(8, 5), per_layer=position == "t5" and flag()),
+        position=position and position(**fields),
         output=OutputOptions(
             transform=one(None, HeadTransform(activation="gelu_tanh", norm=True)),
             bias=one(None, True),

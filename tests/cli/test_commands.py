@@ -17,7 +17,7 @@ import pytest
 from training_recipes import few_number_words
 
 from transformer.__main__ import COMMANDS, main
-from transformer.config import Execution, LayerKind, TransformerConfig
+from transformer.config import Execution, LayerKind, LearnedOptions, TransformerConfig
 from transformer.data import TextFile
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
@@ -63,7 +63,7 @@ def text_run(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     (root / "text.txt").write_text(LINE * 40)
     text = TextFile(path=str(root / "text.txt"), sequence_length=24, batch_size=8, eval_batch_size=4)
-    return _trained(root, "text", TransformerConfig(position="learned", max_length=24, **SIZES), text)
+    return _trained(root, "text", TransformerConfig(position=LearnedOptions(max_length=24), **SIZES), text)
 
 
 @pytest.fixture
@@ -416,4 +416,4 @@ class TestInspect:
         assert "the target can't be encoded" in fails(
             "inspect", "text", pairs, "--prompt", "one", "--target", "uno zwei"
         )
-        assert "(model.max_length), got 25" in fails("inspect", "text", text, "--prompt", LINE[:25])
+        assert "(model.position.max_length), got 25" in fails("inspect", "text", text, "--prompt", LINE[:25])

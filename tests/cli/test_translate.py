@@ -19,7 +19,7 @@ from tokenizers import models, pre_tokenizers, processors
 from training_recipes import few_number_words, short_recipe
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, TransformerConfig
+from transformer.config import ConfigError, SinusoidalOptions, TransformerConfig
 from transformer.generate import Beam, Hypothesis, beam_search
 from transformer.inference import _translate as translating
 from transformer.inference import open_model, translate_lines
@@ -222,7 +222,7 @@ def test_a_line_that_is_no_text_and_one_that_is_too_long(translate, weights):
 @pytest.mark.parametrize(("trained", "most"), [(None, 1024), (3, 1024), (2000, 2000)])
 def test_what_is_read_of_a_line_at_most(weights, trained, most):
     opened = dataclasses.replace(open_model(weights), context=trained)
-    plain = opened.model.config.replace(position="sinusoidal", max_length=None, **{"embedding.source_max_length": None})
+    plain = opened.model.config.replace(position=SinusoidalOptions())
     opened = dataclasses.replace(opened, model=opened.model.clone(config=plain))
     with pytest.warns(UserWarning, match=rf"1.*3002.*{most}.*max_source_tokens"):
         [[line]] = translate_lines(opened, ["cat " * 3000])

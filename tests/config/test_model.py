@@ -13,6 +13,7 @@ import pytest
 
 from transformer.config import (
     MLA,
+    ALiBiOptions,
     ConfigError,
     DynamicImageTokens,
     Execution,
@@ -20,17 +21,23 @@ from transformer.config import (
     Images,
     ImageTokens,
     LayerKind,
+    LearnedOptions,
     MoE,
     Patches,
     QKNorm,
+    RotaryGridOptions,
+    RotaryOptions,
     RotaryScaling,
     Series,
+    SinusoidalOptions,
     Speech,
+    T5BiasOptions,
     TransformerConfig,
     transformer_base,
     transformer_big,
 )
 from transformer.config._paths import fields_by_path
+from transformer.config._positions import POSITIONS
 from transformer.nn import ImagePatches
 from transformer.nn.models import (
     CausalLM,
@@ -49,11 +56,11 @@ from transformer.nn.models import (
 EXECUTION = {"scan": False, "experts": "ragged", "remat": "full", "attention": "blockwise", "sow_weights": True}
 QUANTIZED = {"quantization": "int8", "quantization_paths": ("self_attention",)}
 TINY = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, d_ff=7)
-ROTARY = {"position": "rotary"}
+ROTARY = {"position": RotaryOptions()}
 YARN = RotaryScaling(kind="yarn", factor=4.0, original_length=64)
 LLAMA3 = RotaryScaling(kind="llama3", factor=4.0, original_length=64)
 ROUTED = MoE(num_experts=3, capacity_factor=1.0)
-T5 = {"position": "t5"}
+T5 = {"position": T5BiasOptions()}
 TANH = HeadTransform(activation="tanh", norm=False)
 LATENT = MLA(kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=4, v_head_dim=2)
 IMAGES = {
@@ -61,14 +68,14 @@ IMAGES = {
     "output.num_classes": 3,
     "output.pooling": "first",
 }
-GRID = {"position": "rotary_grid", "input": Patches(image_height=4, image_width=4, patch_size=2)}
+GRID = {"position": RotaryGridOptions(), "input": Patches(image_height=4, image_width=4, patch_size=2)}
 DYNAMIC = DynamicImageTokens(
     token_id=3, patch_size=2, d_model=8, num_layers=2, num_heads=2, d_ff=5, activation="relu", window_size=8
 )
 COORDINATES = {
-    "position": "rotary",
+    "position": RotaryOptions(),
     "attention.head_dim": 8,
-    "rotary.sections": (1, 1, 2),
+    "position.sections": (1, 1, 2),
     "input": DYNAMIC,
 }
 SERIES = Series(channels=2, context_length=7, horizon=2, patch_length=3, patch_stride=2)
@@ -97,17 +104,18 @@ CHANGES = {
     "norm_position": (CausalLM, {}, "post"),
     "embedding.norm": (CausalLM, {}, True),
     "embedding.width": (CausalLM, {}, 8),
-    "position": (CausalLM, {}, "alibi"),
-    "max_length": (CausalLM, {"position": "learned", "max_length": 9}, 10),
-    "embedding.source_max_length": (Seq2Seq, {"position": "learned", "max_length": 9}, 7),
-    "rotary.base": (CausalLM, ROTARY, 99.0),
-    "rotary.dim": (CausalLM, ROTARY, 2),
-    "rotary.scaling": (CausalLM, ROTARY, YARN),
-    "rotary.sections": (VisionLanguageModel, COORDINATES, (1, 2, 1)),
-    "rotary.restart_frequencies": (VisionLanguageModel, COORDINATES, True),
-    "t5_bias.buckets": (CausalLM, T5, 16),
-    "t5_bias.max_distance": (CausalLM, T5, 99),
-    "t5_bias.per_layer": (CausalLM, T5, True),
+    "position": (CausalLM, {}, ALiBiOptions()),
+    "position.max_length": (CausalLM, {"position": LearnedOptions(max_length=9)}, 10),
+    "position.halves": (CausalLM, {}, True),
+    "position.source_max_length": (Seq2Seq, {"position": LearnedOptions(max_length=9)}, 7),
+    "position.base": (CausalLM, ROTARY, 99.0),
+    "position.dim": (CausalLM, ROTARY, 2),
+    "position.scaling": (CausalLM, ROTARY, YARN),
+    "position.sections": (VisionLanguageModel, COORDINATES, (1, 2, 1)),
+    "position.restart_frequencies": (VisionLanguageModel, COORDINATES, True),
+    "position.buckets": (CausalLM, T5, 16),
+    "position.max_distance": (CausalLM, T5, 99),
+    "position.per_layer": (CausalLM, T5, True),
     "embedding.scale": (CausalLM, {}, False),
     "embedding.token_types": (MaskedLM, {}, 2),
     "embedding.tie": (CausalLM, {}, False),
@@ -205,7 +213,14 @@ def test_equal_configs_have_equal_programs():
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("field", [*fields_by_path(TransformerConfig()), "input.horizon", "input.mel_bins"])
+POSITION_FIELDS = {f"position.{field.name}" for kind in POSITIONS.values() for field in dataclasses.fields(kind)}
+
+
+def test_every_field_has_a_change():
+    assert (fields_by_path(TransformerConfig()).keys() | POSITION_FIELDS) - CHANGES.keys() == set()
+
+
+@pytest.mark.parametrize("field", CHANGES)
 def test_every_field_is_read(field):
     model, common, value = CHANGES[field]
     base = TINY.replace(**common)
@@ -227,8 +242,8 @@ def test_every_field_is_read(field):
     ],
 )
 def test_every_field_of_rotary_scaling_is_read(scaling, field, value):
-    base = TINY.replace(position="rotary", **{"attention.head_dim": 16, "rotary.scaling": scaling})
-    changed = base.replace(**{"rotary.scaling": dataclasses.replace(scaling, **{field: value})})
+    base = TINY.replace(position=RotaryOptions(), **{"attention.head_dim": 16, "position.scaling": scaling})
+    changed = base.replace(**{"position.scaling": dataclasses.replace(scaling, **{field: value})})
     assert program(CausalLM, base) != program(CausalLM, changed)
 
 
@@ -288,13 +303,13 @@ def test_every_field_of_patches_is_read(field, value):
 
 def test_positions_are_resized_only_on_request():
     plain = Patches(image_height=6, image_width=4, patch_size=2, class_token=False)
-    base = TINY.replace(**IMAGES | {"output.pooling": "mean", "position": "none", "input": plain})
+    base = TINY.replace(**IMAGES | {"output.pooling": "mean", "position": None, "input": plain})
     changed = base.replace(input=dataclasses.replace(plain, resize_positions=True))
     assert program(VisionClassifier, base) != program(VisionClassifier, changed)
     with pytest.raises(ConfigError, match=r"class_token=False.*registers=0.*drop_remainder=False"):
         Patches(image_height=6, image_width=4, patch_size=2, resize_positions=True)
-    with pytest.raises(ConfigError, match=r"got position='learned'.*position='none'"):
-        program(VisionClassifier, changed.replace(position="learned", max_length=6))
+    with pytest.raises(ConfigError, match=r"got position=LearnedOptions.*position=None"):
+        program(VisionClassifier, changed.replace(position=LearnedOptions(max_length=6)))
 
 
 def test_pixels_that_fill_no_patch_are_dropped_only_on_request():
@@ -427,11 +442,11 @@ def test_dynamic_image_tokens_are_checked(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rotary.sections": (1, 1, 1)}, r"rotary.sections \(1.*1.*1\).*4.*3"),
-        ({"rotary.sections": (2, 0, 2)}, r"rotary.sections.*1.*got \(2.*0.*2\)"),
-        ({"rotary.sections": None, "rotary.restart_frequencies": True}, r"restart_frequencies.*rotary.sections"),
+        ({"position.sections": (1, 1, 1)}, r"position.sections \(1.*1.*1\).*4.*3"),
+        ({"position.sections": (2, 0, 2)}, r"position.sections.*1.*got \(2.*0.*2\)"),
+        ({"position.sections": None, "position.restart_frequencies": True}, r"restart_frequencies.*position.sections"),
         (
-            {"rotary.scaling": RotaryScaling(kind="dynamic", factor=2.0)},
+            {"position.scaling": RotaryScaling(kind="dynamic", factor=2.0)},
             "supports no scaling by the length of the text",
         ),
     ],
@@ -475,9 +490,7 @@ def test_every_field_of_series_is_read(field, value):
     assert program(Forecaster, TINY.replace(input=SERIES)) != program(Forecaster, TINY.replace(input=changed))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("scope", "all"), ("kind", "zero_centered_rms_norm"), ("scale", False)]
-)
+@pytest.mark.parametrize(("field", "value"), [("scope", "all"), ("kind", "zero_centered_rms_norm"), ("scale", False)])
 def test_every_field_of_a_norm_of_queries_and_keys_is_read(field, value):
     base = TINY.replace(**{"attention.qk_norm": QKNorm()})
     assert program(CausalLM, base) != program(CausalLM, base.replace(**{f"attention.qk_norm.{field}": value}))
@@ -550,19 +563,18 @@ def test_every_field_of_execution_is_read(field, value):
         ({"activation": "gelu_tan"}, r"activation.*got 'gelu_tan'.*'gelu_tanh'\?"),
         ({"activation": "swiglu_clamped"}, r"gated=True"),
         ({"norm": "layernorm"}, r"'layer_norm'\?"),
-        ({"position": "rotery"}, r"'rotary'\?"),
+        ({"position": "rotary"}, r"RotaryOptions.*got 'rotary'"),
         ({"d_model": 0}, r"d_model.*1.*got 0"),
         ({"num_layers": 2.5}, r"num_layers.*1.*got 2.5"),
         ({"dropout_rate": 1.0}, r"dropout_rate.*0.0.*1.0.*got 1.0"),
         ({"dropout_rate": None}, r"dropout_rate"),
         ({"d_model": None}, r"d_model"),
         ({"norm_epsilon": -1.0}, r"norm_epsilon"),
-        ({"position": "learned"}, r"max_length.*max_length"),
-        ({"max_length": 5}, r"max_length"),
-        ({"position": "rotary", "attention.head_dim": 5}, r"rotary.dim"),
-        ({"position": "rotary", "rotary.dim": 128}, r"attention.head_dim"),
+        ({"position": LearnedOptions()}, r"max_length.*max_length"),
+        ({"position": RotaryOptions(), "attention.head_dim": 5}, r"position.dim"),
+        ({"position": RotaryOptions(), "position.dim": 128}, r"attention.head_dim"),
         ({"d_model": 9, "num_heads": 3}, r"d_model \(9\)"),
-        ({"position": "t5", "t5_bias.max_distance": 4}, r"max_distance \(4\)"),
+        ({"position": T5BiasOptions(), "position.max_distance": 4}, r"max_distance \(4\)"),
         ({"stack.period": ()}, r"period is empty"),
         ({"stack.period": (LayerKind(), LayerKind()), "num_layers": 3}, r"num_layers \(3\)"),
         ({"stack.prefix": (LayerKind(),) * 7}, r"num_layers \(6\).*\(7\)"),
@@ -572,21 +584,15 @@ def test_every_field_of_execution_is_read(field, value):
         ),
         ({"embedding.token_types": 0}, r"token_types.*1.*got 0"),
         ({"output.scale": 0.0}, r"scale.*, got 0.0"),
-        (
-            {"embedding.source_max_length": 5},
-            r"source_max_length.*'sinusoidal'",
-        ),
-        ({"t5_bias.per_layer": True}, r"T5's.*'sinusoidal'"),
-        ({"position": "sinusoidal_halves", "d_model": 9, "num_heads": 3}, r"d_model \(9\)"),
-        ({"position": "rotary_grid"}, r"input is not Patches"),
+        ({"position": SinusoidalOptions(halves=True), "d_model": 9, "num_heads": 3}, r"d_model \(9\)"),
+        ({"position": RotaryGridOptions()}, r"input is not Patches"),
         ({**GRID, "d_model": 6, "num_heads": 1}, r"\(6\) must be a multiple of 4"),
-        ({**GRID, "rotary.dim": 2}, r"rotary.dim.*rotary.scaling"),
         (
-            IMAGES | {"position": "learned", "max_length": 6},
+            IMAGES | {"position": LearnedOptions(max_length=6)},
             r"max_length \(6\).*7.*\(1\).*\(6\)",
         ),
         (
-            {"input": SERIES, "position": "learned", "max_length": 6},
+            {"input": SERIES, "position": LearnedOptions(max_length=6)},
             r"max_length \(6\).*3",
         ),
         (
@@ -595,7 +601,7 @@ def test_every_field_of_execution_is_read(field, value):
         ),
         (
             {"attention.mla": LATENT},
-            r"attention.mla.*'sinusoidal'.*position='rot",
+            r"attention.mla.*SinusoidalOptions.*position=Rot",
         ),
         (
             ROTARY | {"attention.mla": LATENT, "attention.qk_norm": QKNorm()},

@@ -2,7 +2,7 @@
 
 import pytest
 
-from transformer.config import MLA, ConfigError, RotaryOptions, TransformerConfig
+from transformer.config import MLA, ConfigError, RotaryOptions, T5BiasOptions, TransformerConfig
 from transformer.config._paths import fields_by_path
 
 CONFIG = TransformerConfig(d_model=8, num_heads=2)
@@ -10,19 +10,20 @@ CONFIG = TransformerConfig(d_model=8, num_heads=2)
 
 def test_paths_set_fields_of_parts_together():
     # Each change alone would be invalid: max_distance must be above half of the buckets.
-    changed = CONFIG.replace(**{"t5_bias.buckets": 512, "t5_bias.max_distance": 300})
-    assert (changed.t5_bias.buckets, changed.t5_bias.max_distance) == (512, 300)
+    changed = CONFIG.replace(position=T5BiasOptions(), **{"position.buckets": 512, "position.max_distance": 300})
+    assert (changed.position.buckets, changed.position.max_distance) == (512, 300)
     assert TransformerConfig(**fields_by_path(changed)) == changed
     sizes = MLA(kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=4, v_head_dim=2)
-    latent = TransformerConfig(position="rotary", **{"attention.mla": sizes})
+    latent = TransformerConfig(position=RotaryOptions(), **{"attention.mla": sizes})
     assert latent.replace(**{"attention.mla.kv_lora_rank": 9}).attention.mla.kv_lora_rank == 9
-    assert CONFIG.replace(**{"rotary.dim": 2}).replace(**{"rotary.base": 7.0}).rotary == RotaryOptions(base=7.0, dim=2)
+    rotary = CONFIG.replace(position=RotaryOptions(dim=2)).replace(**{"position.base": 7.0})
+    assert rotary.position == RotaryOptions(base=7.0, dim=2)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rotary.bass": 5.0}, r"rotary.*'bass'.*'base'\?"),
+        ({"position": RotaryOptions(), "position.bass": 5.0}, r"position.*'bass'.*'base'\?"),
         ({"rotery.base": 5.0}, r"'rotery.base'"),
         (
             {"attention.mla.kv_lora_rank": 5},

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from transformer.config import ConfigError
+from transformer.config import ConfigError, RotaryOptions, SinusoidalOptions, T5BiasOptions
 from transformer.data import ParallelText, TokenizerConfig, prepare
 from transformer.data._buckets import TokenBatches, bucket_bounds
 from transformer.data._dataset import padding
@@ -219,7 +219,8 @@ def packed_pair_batch(pairs, packed):
 
 
 @pytest.mark.parametrize(
-    "position", ["sinusoidal", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rotary", "t5"))]
+    "position",
+    [SinusoidalOptions(), *(pytest.param(one, marks=pytest.mark.slow) for one in (RotaryOptions(), T5BiasOptions()))],
 )
 def test_packed_pairs_have_the_loss_and_the_gradient_of_pairs_apart(pairs, position):
     import jax

@@ -11,7 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.config import ConfigError, EmbeddingOptions, Execution, LayerKind, Speech, TransformerConfig
+from transformer.config import (
+    ALiBiOptions,
+    ConfigError,
+    EmbeddingOptions,
+    Execution,
+    LayerKind,
+    LearnedOptions,
+    RotaryOptions,
+    SinusoidalOptions,
+    Speech,
+    TransformerConfig,
+)
 from transformer.generate import Beam, Sampling, beam_search, beam_search_all, generate
 from transformer.generate import _batches as batches
 from transformer.generate._batches import _batches
@@ -26,7 +37,7 @@ GREEDY = Sampling(temperature=0.0)
 SOURCES = [[1, 2, 3, 6, 5], [4, 3, 2, 4, 3, 2, 4, 3, 2, 4, 3, 2, 1], [6]]
 END, RARE, NEVER, SEED = 3, 15, 28, 1
 SIZES = {"vocab_size": 29, "embedding.source_vocab_size": 7, "d_model": 12, "num_layers": 1, "num_heads": 2, "d_ff": 13}
-CONFIG = TransformerConfig(**SIZES, position="learned", max_length=13, embedding=EmbeddingOptions(tie=False))
+CONFIG = TransformerConfig(**SIZES, position=LearnedOptions(max_length=13), embedding=EmbeddingOptions(tie=False))
 FOUR = Beam(n_best=4)
 
 
@@ -142,7 +153,7 @@ def test_a_beam_as_large_as_the_space_finds_the_best():
     "fields",
     [
         {},
-        pytest.param({"scan": True, "num_layers": 2, "position": "rotary", "max_length": None}, marks=pytest.mark.slow),
+        pytest.param({"scan": True, "num_layers": 2, "position": RotaryOptions()}, marks=pytest.mark.slow),
     ],
 )
 def test_scores_are_those_of_teacher_forcing(fields):
@@ -200,7 +211,7 @@ def test_a_row_is_as_long_as_its_source_allows():
 @pytest.mark.slow
 def test_a_longer_cache_goes_on_where_the_first_was_full():
     """The target is longer than twice its padded source."""
-    model, params = translator(position="sinusoidal", max_length=None)
+    model, params = translator(position=SinusoidalOptions())
     [[long]] = beam_search(model, params, [[1, 2, 3]], bos_id=1, eos_id=None, beam=Beam(size=2))
     assert len(long.tokens) == 53
     whole = np.array([[1, *long.tokens]], np.int32)
@@ -210,10 +221,12 @@ def test_a_longer_cache_goes_on_where_the_first_was_full():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("window", "position"), [pytest.param(3, "rotary", marks=pytest.mark.slow), (None, "alibi")])
+@pytest.mark.parametrize(
+    ("window", "position"), [pytest.param(3, RotaryOptions(), marks=pytest.mark.slow), (None, ALiBiOptions())]
+)
 def test_hypotheses_that_share_a_cache_see_their_own_tokens_alone(window, position):
     """With a window (counted in positions, not cache slots), distance biases, and prompts of different lengths."""
-    config = CONFIG.replace(**{"embedding.source_vocab_size": None}, num_layers=2, position=position, max_length=None)
+    config = CONFIG.replace(**{"embedding.source_vocab_size": None}, num_layers=2, position=position)
     model = CausalLM(config.replace(**{"stack.period": (LayerKind(window=window), LayerKind())}))
     params = jax.tree.map(lambda leaf: 3 * leaf, jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32)))
     prompts = [[3, 1, 4, 1, 5], [7]]

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from chat_parts import drawn_params
 
-from transformer.config import EmbeddingOptions, Execution, LayerKind, TransformerConfig
+from transformer.config import (
+    ALiBiOptions,
+    EmbeddingOptions,
+    Execution,
+    LayerKind,
+    LearnedOptions,
+    RotaryOptions,
+    SinusoidalOptions,
+    T5BiasOptions,
+    TransformerConfig,
+)
 from transformer.generate import Sampling, generate
 from transformer.generate._decoding import decode_step, prefill
 from transformer.generate._loop import decode
@@ -26,27 +36,28 @@ NEW = 6
 # Untied embeddings with a large spread: greedy decoding does not repeat the last token, and there are no near ties.
 HEADS = {"num_heads": 6, "num_kv_heads": 3, "attention.head_dim": 4, "attention.value_dim": 5}
 SIZES = {"vocab_size": 31, "d_model": 22, "num_layers": 2, "d_ff": 13} | HEADS
-BASE = TransformerConfig(**SIZES, position="none", embedding=EmbeddingOptions(tie=False), initializer_range=0.4)
+BASE = TransformerConfig(**SIZES, position=None, embedding=EmbeddingOptions(tie=False), initializer_range=0.4)
 CONFIGS = {
     "none, window": BASE.replace(**{"stack.period": (LayerKind(window=3), LayerKind())}),
     "t5, one layer without attention": BASE.replace(
-        position="t5", **{"stack.period": (LayerKind(self_attention=False), LayerKind())}
+        position=T5BiasOptions(), **{"stack.period": (LayerKind(self_attention=False), LayerKind())}
     ),
-    "no residual": BASE.replace(position="rotary", norm_position="pre_without_residual"),
-    "sinusoidal, post": BASE.replace(position="sinusoidal", norm_position="post"),
-    "learned, full table": BASE.replace(position="learned", max_length=len(PROMPTS[2]) + NEW),
-    "rotary, window, prefix": BASE.replace(position="rotary", num_layers=3, **{"stack.prefix": (LayerKind(window=5),)}),
-    "alibi": BASE.replace(position="alibi", **{"stack.layer_scale": 0.3}),
+    "no residual": BASE.replace(position=RotaryOptions(), norm_position="pre_without_residual"),
+    "sinusoidal, post": BASE.replace(position=SinusoidalOptions(), norm_position="post"),
+    "learned, full table": BASE.replace(position=LearnedOptions(max_length=len(PROMPTS[2]) + NEW)),
+    "rotary, window, prefix": BASE.replace(
+        position=RotaryOptions(), num_layers=3, **{"stack.prefix": (LayerKind(window=5),)}
+    ),
+    "alibi": BASE.replace(position=ALiBiOptions(), **{"stack.layer_scale": 0.3}),
     "t5, sinks": BASE.replace(
-        position="t5", **{"t5_bias.buckets": 6, "t5_bias.max_distance": 7, "attention.sinks": True}
+        position=T5BiasOptions(), **{"position.buckets": 6, "position.max_distance": 7, "attention.sinks": True}
     ),
 }
 SEEDS = {"no residual": 7, "alibi": 5, "t5, sinks": 6}
 """seeds of the parameters with which greedy decoding chooses many different tokens; 4 for the other configs"""
 TRANSLATION = BASE.replace(
     **{"embedding.source_vocab_size": 37, "stack.num_encoder_layers": 2, "stack.num_decoder_layers": 3},
-    position="learned",
-    max_length=13,
+    position=LearnedOptions(max_length=13),
 )
 SOURCES = [[1, 2, 3, 36, 5], [30, 20, 10, 30, 20, 10, 30, 20, 10, 30, 20, 10, 1], [7]]
 
@@ -263,7 +274,7 @@ def test_products_of_a_step(scan, copied, monkeypatch):
     """
     monkeypatch.setattr("transformer.generate._layers.COPIED", copied)
     jax.clear_caches()  # earlier traces used another limit
-    config = TRANSLATION.replace(position="sinusoidal", max_length=None)
+    config = TRANSLATION.replace(position=SinusoidalOptions())
     model = Seq2Seq(config, Execution(scan=scan))
     ids = jnp.zeros((1, 2), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), ids, ids)["params"]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from chat_parts import drawn_params
 
-from transformer.config import Execution, GatedDelta, LayerKind, TransformerConfig
+from transformer.config import Execution, GatedDelta, LayerKind, RotaryOptions, TransformerConfig
 from transformer.generate import Draft, Sampling, TokenStream, generate
 from transformer.nn import CausalLM, paged_cache
 
@@ -22,7 +22,7 @@ def model():
         d_model=12,
         num_heads=2,
         num_layers=3,
-        position="rotary",
+        position=RotaryOptions(),
         initializer_range=0.4,
         **{"stack.period": (linear, linear, LayerKind())},
     )

@@ -10,7 +10,7 @@ from chat_parts import drawn_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer.config import EmbeddingOptions, Execution, TransformerConfig
+from transformer.config import EmbeddingOptions, Execution, RotaryOptions, TransformerConfig
 from transformer.generate import Sampling, _decoding, generate
 from transformer.generate._loop import decode
 from transformer.generate._pages import OutOfPagesError, PageAllocator
@@ -108,7 +108,7 @@ CONFIG = TransformerConfig(
     num_layers=2,
     num_heads=4,
     num_kv_heads=2,
-    position="rotary",
+    position=RotaryOptions(),
     embedding=EmbeddingOptions(tie=False),
     initializer_range=0.4,
 )

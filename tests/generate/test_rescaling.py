@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numeric_parts import random_params
 
-from transformer.config import RotaryScaling, TransformerConfig
+from transformer.config import RotaryOptions, RotaryScaling, TransformerConfig
 from transformer.generate import Beam, Sampling, TokenStream, beam_search, generate
 from transformer.generate import _prompts as prompts
 from transformer.nn.models import CausalLM
@@ -15,7 +15,7 @@ SCALINGS = {
         kind="longrope", factor=2.0, original_length=12, short_factors=(1.0, 1.1), long_factors=(1.0, 3.0)
     ),
 }
-BASE = TransformerConfig(vocab_size=19, d_model=8, num_layers=1, num_heads=2, position="rotary")
+BASE = TransformerConfig(vocab_size=19, d_model=8, num_layers=1, num_heads=2, position=RotaryOptions())
 PROMPT = [3, 1, 4, 1, 5, 9]
 
 
@@ -41,7 +41,7 @@ def searched(model, params, row, count):
     ],
 )
 def test_a_text_that_crosses_the_original_length_warns_once(run, kind, recwarn):
-    model = CausalLM(BASE.replace(**{"rotary.scaling": SCALINGS[kind]}))
+    model = CausalLM(BASE.replace(**{"position.scaling": SCALINGS[kind]}))
     params = random_params(model, np.zeros((1, 2), np.int32))["params"]
     prompts._warn_once.cache_clear()
     run(model, params, PROMPT, 7)  # reads 12 tokens: the 13th token is the last one
@@ -54,6 +54,6 @@ def test_a_text_that_crosses_the_original_length_warns_once(run, kind, recwarn):
 
 
 def test_other_models_do_not_warn(recwarn):
-    for changes in ({}, {"rotary.scaling": RotaryScaling(kind="linear", factor=2.0)}):
+    for changes in ({}, {"position.scaling": RotaryScaling(kind="linear", factor=2.0)}):
         prompts.warn_if_rescaled(BASE.replace(**changes), 6, 10**6)
     assert not recwarn.list

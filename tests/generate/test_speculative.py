@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from chat_parts import drawn_params
 
-from transformer.config import ConfigError, Execution, TransformerConfig
+from transformer.config import ConfigError, Execution, LearnedOptions, TransformerConfig
 from transformer.generate import Draft, Sampling, generate
 from transformer.generate._decoding import Batch
 from transformer.generate._loop import decode
@@ -48,7 +48,7 @@ def test_the_text_is_the_same(draft, sampling):
 
 
 def learned(rows):
-    model, params = lm(0, position="learned", max_length=rows)
+    model, params = lm(0, position=LearnedOptions(max_length=rows))
     return Draft(model=model, params=params, tokens=3)
 
 

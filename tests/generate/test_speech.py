@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numeric_parts import random_params
 
-from transformer.config import EmbeddingOptions, Speech, TransformerConfig
+from transformer.config import EmbeddingOptions, LearnedOptions, Speech, TransformerConfig
 from transformer.generate._speech import SpeechRules, SpeechState, apply_rules, decode_window, start_window
 from transformer.nn.models import SpeechToText
 
@@ -86,10 +86,9 @@ def model():
         d_model=12,
         num_layers=1,
         num_heads=3,
-        position="learned",
-        max_length=20,
+        position=LearnedOptions(max_length=20),
         input=Speech(mel_bins=5),
-        embedding=EmbeddingOptions(source_max_length=7, scale=False),
+        embedding=EmbeddingOptions(scale=False),
     )
     model = SpeechToText(config)
     frames = np.random.default_rng(1).normal(size=(2, 14, 5)).astype(np.float32)

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from chat_parts import drawn_params
 
-from transformer.config import EmbeddingOptions, LayerKind, RotaryScaling, TransformerConfig
+from transformer.config import (
+    EmbeddingOptions,
+    LayerKind,
+    LearnedOptions,
+    RotaryOptions,
+    RotaryScaling,
+    T5BiasOptions,
+    TransformerConfig,
+)
 from transformer.config._progress import showing
 from transformer.generate import Sampling, TokenStream, generate
 from transformer.generate import _streaming as streaming
@@ -18,15 +26,15 @@ SIZES = {"vocab_size": 31, "d_model": 22, "num_layers": 2, "d_ff": 13, "num_head
 BASE = TransformerConfig(
     **SIZES,
     **{"attention.head_dim": 4, "attention.value_dim": 5},
-    position="rotary",
+    position=RotaryOptions(),
     embedding=EmbeddingOptions(tie=False),
     initializer_range=0.4,
 )
 CONFIGS = {
     "rotary": BASE.replace(num_layers=1),
     "window": BASE.replace(**{"stack.period": (LayerKind(window=3), LayerKind())}),
-    "learned, full table": BASE.replace(position="learned", max_length=46),
-    "t5": BASE.replace(position="t5"),
+    "learned, full table": BASE.replace(position=LearnedOptions(max_length=46)),
+    "t5": BASE.replace(position=T5BiasOptions()),
 }
 PROMPTS = [[3, 1, 4, 1, 5], [int(i) for i in np.random.default_rng(0).integers(0, 31, 37)]]
 
@@ -64,7 +72,7 @@ def test_a_prompt_above_the_original_length_is_read_together(monkeypatch):
     """Rotary scaling by the length rotates all keys of a prompt by its whole length, and other ones in a next turn."""
     monkeypatch.setattr(streaming, "WIDTHS", (16,))
     scaling = RotaryScaling(kind="dynamic", factor=4.0, original_length=20)
-    model = CausalLM(BASE.replace(num_layers=1, **{"rotary.scaling": scaling}))
+    model = CausalLM(BASE.replace(num_layers=1, **{"position.scaling": scaling}))
     params = build("rotary")[1]
     stream, apply = TokenStream(model, params), jax.jit(model.apply)
     for prompt in (PROMPTS[1][:18], PROMPTS[1][:34], [*PROMPTS[1], *PROMPTS[0]]):

@@ -97,7 +97,7 @@ def test_a_bias_spans_the_cache_and_a_context():
 
 def test_dropout_is_never_left_out_silently():
     message = r"dropout rate of 0\.5 and deterministic is not given: pass deterministic=True to evaluate or determ"
-    config = TransformerConfig(d_model=D, num_heads=1, dropout_rate=0.5, position="none")
+    config = TransformerConfig(d_model=D, num_heads=1, dropout_rate=0.5, position=None)
     latent = MLA(kv_lora_rank=4, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=3)
     modules = {
         MultiHeadAttention(num_heads=2, head_dim=H, dropout_rate=0.5): (),

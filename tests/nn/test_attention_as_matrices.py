@@ -13,7 +13,7 @@ import pytest
 from jaxprs import operations
 from teaching_texts import KEYS, SMALL, B, D, T, X, captured, kernels, normal, softmax, start
 
-from transformer.config import RotaryScaling
+from transformer.config import RotaryOptions, RotaryScaling
 from transformer.nn._attention import MultiHeadAttention, dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn._positions import ALiBi, Rotary, Sinusoidal, T5Bias
@@ -111,7 +111,7 @@ PADDED = {
     "attention": (MultiHeadAttention(num_heads=3, head_dim=4, position=Rotary()), ["mask"]),
     "encoder": (Encoder(SMALL), ["mask"]),
     "language model": (CausalLM(SMALL.replace(norm_position="post")), ["mask"]),
-    "encoder-decoder": (Seq2Seq(SMALL.replace(position="rotary")), ["source_mask", "mask"]),
+    "encoder-decoder": (Seq2Seq(SMALL.replace(position=RotaryOptions())), ["source_mask", "mask"]),
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numeric_parts import random_params
 
-from transformer.config import MLA, Execution, LayerKind, MoE, TransformerConfig
+from transformer.config import MLA, Execution, LayerKind, MoE, RotaryOptions, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn.layers._adapted import Encoded
@@ -103,7 +103,7 @@ MODELS = {
         {
             "num_kv_heads": None,
             "attention.mla": MLA(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4),
-            "position": "rotary",
+            "position": RotaryOptions(),
         },
     ),
 }

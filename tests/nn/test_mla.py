@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numeric_parts import random_params
 
-from transformer.config import MLA, AttentionOptions, ConfigError, LayerKind, TransformerConfig
+from transformer.config import MLA, AttentionOptions, ConfigError, LayerKind, RotaryOptions, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.nn._caches import KVCache, cache_length, set_cache_length
 from transformer.nn._masks import Mask
@@ -27,7 +27,7 @@ TINY = TransformerConfig(
     num_layers=2,
     num_heads=N,
     d_ff=7,
-    position="rotary",
+    position=RotaryOptions(),
     norm="rms_norm",
     attention=AttentionOptions(mla=SIZES),
 )

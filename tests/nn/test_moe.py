@@ -15,7 +15,7 @@ from jaxprs import jaxprs_in_params
 from numeric_parts import random_params
 from training_recipes import VOCABULARY, batch_outputs, change, compiled_step, start, tiny_batch, tiny_recipe
 
-from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
+from transformer.config import Execution, LayerKind, MoE, RotaryOptions, StackOptions, TransformerConfig
 from transformer.nn._masks import Mask
 from transformer.nn._moe import RoutedFeedForward, grouped_linear
 from transformer.nn._router import router_losses, within_capacity
@@ -280,7 +280,7 @@ def test_neighbors_and_padding_and_decoding_change_no_result(factor):
     """In training and evaluation, a text alone has the logits of the text beside others; decoding is evaluation."""
     kind = LayerKind(moe=MoE(num_experts=4, capacity_factor=factor))
     model = CausalLM(
-        TransformerConfig(vocab_size=19, d_model=8, num_layers=2, num_heads=2, position="rotary").replace(
+        TransformerConfig(vocab_size=19, d_model=8, num_layers=2, num_heads=2, position=RotaryOptions()).replace(
             **{"stack.period": (kind,)}
         )
     )

@@ -50,7 +50,18 @@ from transformer import (
     VisionLanguageModel,
     compat,
 )
-from transformer.config import Audio, DynamicImageTokens, ImageTokens, OutputOptions, QKNorm, Speech
+from transformer.config import (
+    Audio,
+    DynamicImageTokens,
+    ImageTokens,
+    LearnedOptions,
+    OutputOptions,
+    QKNorm,
+    RotaryOptions,
+    SinusoidalOptions,
+    Speech,
+    T5BiasOptions,
+)
 from transformer.nn._attention import AttentionModule
 from transformer.nn._blocks import BLOCKS, Block
 from transformer.nn._mla import LatentAttention
@@ -63,7 +74,13 @@ from transformer.nn.models._speech import Convolution
 from transformer.nn.models._vision import AttentionPooling, VisionEncoder
 
 CONFIG = TransformerConfig(
-    vocab_size=13, d_model=6, num_layers=1, num_heads=3, d_ff=5, position="rotary", output=OutputOptions(num_classes=3)
+    vocab_size=13,
+    d_model=6,
+    num_layers=1,
+    num_heads=3,
+    d_ff=5,
+    position=RotaryOptions(),
+    output=OutputOptions(num_classes=3),
 )
 HEADED = CONFIG.replace(**{"output.transform": HeadTransform(activation="gelu_erf", norm=True), "output.bias": True})
 SERIES = Series(channels=2, context_length=7, horizon=3, patch_length=3, patch_stride=2, shared_embedding=False)
@@ -96,18 +113,18 @@ CASES = {
         ),
         (TOKENS,),
     ),
-    "Seq2Seq": (Seq2Seq(CONFIG.replace(position="t5")), (TOKENS, put(NUMPY_TOKENS[:, :4]))),
+    "Seq2Seq": (Seq2Seq(CONFIG.replace(position=T5BiasOptions())), (TOKENS, put(NUMPY_TOKENS[:, :4]))),
     "SpeechToText": (SpeechToText(CONFIG.replace(input=Speech(mel_bins=3))), (put(NUMPY_X[..., :3]), TOKENS)),
-    "SpeechEncoder": (SpeechEncoder(CONFIG.replace(input=SOUND, position="none")), (put(NUMPY_X[..., 0]),)),
+    "SpeechEncoder": (SpeechEncoder(CONFIG.replace(input=SOUND, position=None)), (put(NUMPY_X[..., 0]),)),
     "SpeechRecognizer": (
-        SpeechRecognizer(CONFIG.replace(input=dataclasses.replace(SOUND, position_norm="batch"), position="none")),
+        SpeechRecognizer(CONFIG.replace(input=dataclasses.replace(SOUND, position_norm="batch"), position=None)),
         (put(NUMPY_X[..., 0]),),
     ),
     "MaskedLM": (MaskedLM(HEADED.replace(**{"embedding.token_types": 2})), (TOKENS,)),
     "Classifier": (Classifier(CONFIG), (TOKENS,)),
     "Embedder": (Embedder(HEADED.replace(**{"output.bias": None})), (TOKENS,)),
     "VisionClassifier": (
-        VisionClassifier(CONFIG.replace(input=PATCHES, position="learned", max_length=3)),
+        VisionClassifier(CONFIG.replace(input=PATCHES, position=LearnedOptions(max_length=3))),
         (PIXELS,),
     ),
     "DistilledVisionClassifier": (
@@ -155,7 +172,7 @@ CASES = {
     "VisionLanguageModel of any size": (
         VisionLanguageModel(
             CONFIG.replace(
-                position="rotary",
+                position=RotaryOptions(),
                 input=DynamicImageTokens(
                     token_id=9, d_model=8, num_layers=1, num_heads=2, d_ff=3, activation="quick_gelu", patch_size=2
                 ),
@@ -164,17 +181,21 @@ CASES = {
         (TOKENS,),
     ),
     "Forecaster": (
-        Forecaster(CONFIG.replace(input=SERIES, position="sinusoidal")),
+        Forecaster(CONFIG.replace(input=SERIES, position=SinusoidalOptions())),
         (SERIES_INPUT,),
     ),
     **{
         model.__name__: (
-            model(CONFIG.replace(input=SERIES, position="sinusoidal", **{f"output.num_{what}": 3 for what in NUMBERS})),
+            model(
+                CONFIG.replace(
+                    input=SERIES, position=SinusoidalOptions(), **{f"output.num_{what}": 3 for what in NUMBERS}
+                )
+            ),
             (SERIES_INPUT,),
         )
         for model in (SeriesEncoder, SeriesClassifier, SeriesRegressor, PatchReconstructor)
     },
-    "Encoder": (Encoder(CONFIG.replace(**{"embedding.norm": True}, position="learned", max_length=5)), (X,)),
+    "Encoder": (Encoder(CONFIG.replace(**{"embedding.norm": True}, position=LearnedOptions(max_length=5))), (X,)),
     "Decoder": (Decoder(CONFIG, cross=True), (X, CONTEXT)),
     **{
         block.__name__: (block(CONFIG.replace(norm_position=name), cross=name != "parallel"), (X, INPUTS))

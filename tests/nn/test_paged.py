@@ -13,7 +13,16 @@ from jaxtyping import TypeCheckError
 from kernel_parts import ints, put
 from numeric_parts import random_params
 
-from transformer.config import EmbeddingOptions, Execution, LayerKind, TransformerConfig
+from transformer.config import (
+    ALiBiOptions,
+    EmbeddingOptions,
+    Execution,
+    LayerKind,
+    LearnedOptions,
+    RotaryOptions,
+    T5BiasOptions,
+    TransformerConfig,
+)
 from transformer.config._checks import ConfigError
 from transformer.config._parts import MLA, RotaryScaling
 from transformer.data import TextFile
@@ -164,7 +173,7 @@ BASE = TransformerConfig(
     num_heads=6,
     num_kv_heads=3,
     d_ff=13,
-    position="rotary",
+    position=RotaryOptions(),
     embedding=EmbeddingOptions(tie=False),
     initializer_range=0.4,
 )
@@ -176,16 +185,16 @@ CONFIGS = {
     ),
     "mla": BASE.replace(num_kv_heads=None, **{"attention.mla": LATENT}),
     "sinks, yarn": BASE.replace(
-        **{"attention.sinks": True, "rotary.scaling": RotaryScaling(kind="yarn", factor=4.0, original_length=8)}
+        **{"attention.sinks": True, "position.scaling": RotaryScaling(kind="yarn", factor=4.0, original_length=8)}
     ),
     "llama3 scaling, value size": BASE.replace(
-        **{"attention.value_dim": 5, "rotary.scaling": RotaryScaling(kind="llama3", factor=4.0, original_length=16)}
+        **{"attention.value_dim": 5, "position.scaling": RotaryScaling(kind="llama3", factor=4.0, original_length=16)}
     ),
     "one layer without attention, t5": BASE.replace(
-        position="t5", num_layers=2, **{"stack.period": (LayerKind(self_attention=False), LayerKind())}
+        position=T5BiasOptions(), num_layers=2, **{"stack.period": (LayerKind(self_attention=False), LayerKind())}
     ),
-    "learned": BASE.replace(position="learned", max_length=20),
-    "alibi": BASE.replace(position="alibi"),
+    "learned": BASE.replace(position=LearnedOptions(max_length=20)),
+    "alibi": BASE.replace(position=ALiBiOptions()),
 }
 SLOW = [name for name in CONFIGS if name != "alternating windows, prefix"]
 
@@ -474,7 +483,7 @@ class TestCompiler:
     @pytest.mark.parametrize("paged", [True, False])
     def test_bytes_of_a_decoding_step(self, paged):
         """Heads of 64 numbers are neither padded nor copied, and layers are not copied out of their stack."""
-        options = {"num_layers": 4, "num_heads": 16, "num_kv_heads": 8, "position": "rotary", "d_ff": 2048}
+        options = {"num_layers": 4, "num_heads": 16, "num_kv_heads": 8, "position": RotaryOptions(), "d_ff": 2048}
         model = TransformerConfig(vocab_size=1024, d_model=1024, dtype="bfloat16", **options)
         recipe = Recipe(name="small", model=model, data=TextFile(path="t.txt", sequence_length=2048, batch_size=8))
         topology = parse_topology("v5e:1x1")

@@ -13,7 +13,7 @@ from placements import mesh, specs
 from training_recipes import tiny_recipe
 
 import transformer.nn.models  # noqa: F401 - declares the axes of their parameters
-from transformer.config import MLA, AttentionOptions, TransformerConfig
+from transformer.config import MLA, AttentionOptions, RotaryOptions, TransformerConfig
 from transformer.nn._parameter_axes import axes_of, declare, declared, parameter_axes
 from transformer.nn._partitioning import axis_rules
 from transformer.nn._sharding import state_shardings, with_logical_axes
@@ -88,7 +88,12 @@ def test_flops_follow_a_declaration():
 def test_muon_and_int8_take_all_maps_of_latent_attention():
     mla = MLA(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, q_lora_rank=5)
     config = TransformerConfig(
-        vocab_size=9, d_model=8, num_layers=1, num_heads=2, position="rotary", attention=AttentionOptions(mla=mla)
+        vocab_size=9,
+        d_model=8,
+        num_layers=1,
+        num_heads=2,
+        position=RotaryOptions(),
+        attention=AttentionOptions(mla=mla),
     )
     params = CausalLM(config).init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))["params"]
     attention = params["decoder"]["layers"]["slot_0"]["self_attention"]

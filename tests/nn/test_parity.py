@@ -100,7 +100,7 @@ def stack_rules(layer, ours="", theirs=""):
 def paper_config(order, activation="relu", **changes):
     sizes = {"d_model": 15, "num_heads": 3, "d_ff": 13, "num_layers": 2}
     norms = {"norm_position": order, "norm_epsilon": EPSILON}
-    return TransformerConfig(**sizes, **norms, activation=activation, position="none", **changes)
+    return TransformerConfig(**sizes, **norms, activation=activation, position=None, **changes)
 
 
 def torch_layer(torch, kind, order, activation="relu"):

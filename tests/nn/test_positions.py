@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numeric_parts import random_params
 
-from transformer.config import ConfigError, RotaryScaling, TransformerConfig
+from transformer.config import ConfigError, RotaryOptions, RotaryScaling, TransformerConfig
 from transformer.nn._attention import MultiHeadAttention
 from transformer.nn._caches import KVCache
 from transformer.nn._masks import Mask
@@ -305,12 +305,12 @@ def test_scaling_by_length_is_checked(options, words):
 
 
 def test_scaling_by_length_fits_the_heads():
-    sizes = {"d_model": 12, "num_heads": 1, "position": "rotary"}
-    TransformerConfig(**sizes, **{"rotary.dim": 6, "rotary.scaling": LONGROPE})
+    sizes = {"d_model": 12, "num_heads": 1, "position": RotaryOptions()}
+    TransformerConfig(**sizes, **{"position.dim": 6, "position.scaling": LONGROPE})
     with pytest.raises(ConfigError, match="6 short_factors"):
-        TransformerConfig(**sizes, **{"rotary.scaling": LONGROPE})
+        TransformerConfig(**sizes, **{"position.scaling": LONGROPE})
     with pytest.raises(ConfigError, match="at least 4 rotated"):
-        TransformerConfig(**sizes, **{"rotary.dim": 2, "rotary.scaling": DYNAMIC})
+        TransformerConfig(**sizes, **{"position.dim": 2, "position.scaling": DYNAMIC})
 
 
 def test_equal_coordinates_are_one_position():

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint only prints them
 from numeric_parts import random_params
 
-from transformer.config import MLA, ConfigError, Execution, LayerKind, MoE, TransformerConfig
+from transformer.config import MLA, ConfigError, Execution, LayerKind, MoE, RotaryOptions, TransformerConfig
 from transformer.nn._moe import grouped_linear
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn.layers._int8 import quantized, quantized_shapes
@@ -42,7 +42,7 @@ MODELS = {
         {
             "num_kv_heads": None,
             "attention.mla": MLA(kv_lora_rank=6, q_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4),
-            "position": "rotary",
+            "position": RotaryOptions(),
         },
     ),
 }

@@ -11,14 +11,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numeric_parts import random_params
 from placements import mesh, specs
 
-from transformer.config import ConfigError, LayerKind, MoE, Series, TransformerConfig
+from transformer.config import ConfigError, LayerKind, LearnedOptions, MoE, RotaryOptions, Series, TransformerConfig
 from transformer.nn._parameter_axes import LAYERS, declared
 from transformer.nn._partitioning import axis_rules
 from transformer.nn._sharding import PARAMETER_AXES, batch_sharding, parameter_spec, state_shardings, with_logical_axes
 from transformer.nn.models import CausalLM, Forecaster, Seq2Seq
 
 # Sizes divisible by 2 and 4, because Flax's tools shard an axis whatever its size.
-CONFIG = TransformerConfig(vocab_size=24, d_model=16, num_layers=2, num_heads=4, d_ff=32, position="rotary")
+CONFIG = TransformerConfig(vocab_size=24, d_model=16, num_layers=2, num_heads=4, d_ff=32, position=RotaryOptions())
 ROUTED = CONFIG.replace(**{"stack.period": (LayerKind(moe=MoE(num_experts=4, top_k=2)),)})
 TOKENS = jax.device_put(np.random.default_rng(0).integers(0, 24, (8, 6)).astype(np.int32))
 KERNEL = "decoder/layers/slot_0/self_attention/query/kernel"
@@ -186,7 +186,7 @@ def test_every_logical_axis_is_in_the_table():
     "model",
     [
         CausalLM(CONFIG.replace(**{"embedding.tie": False})),
-        Seq2Seq(CONFIG.replace(position="learned", max_length=8)),
+        Seq2Seq(CONFIG.replace(position=LearnedOptions(max_length=8))),
         CausalLM(ROUTED),
     ],
     ids=["causal_lm", "seq2seq", "routed"],
@@ -217,7 +217,7 @@ def test_flax_places_boxed_parameters_alike(model, rules):
 def test_a_model_takes_parameters_with_boxes():
     """With the loops over layers and over channels, the program is the same as without boxes."""
     series = Series(channels=3, context_length=8, horizon=5, patch_length=4, patch_stride=4, shared_embedding=False)
-    forecaster = Forecaster(CONFIG.replace(input=series, position="none", num_layers=1))
+    forecaster = Forecaster(CONFIG.replace(input=series, position=None, num_layers=1))
     tokens, values = jax.device_put((np.ones((2, 6), np.int32), np.ones((2, 8, 3), np.float32)))
     for model, inputs in ((CausalLM(ROUTED), tokens), (forecaster, values)):
         params = abstract(model, inputs)

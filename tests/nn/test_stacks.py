@@ -8,7 +8,16 @@ import pytest
 from jaxprs import jaxprs_in_params
 from numeric_parts import random_params
 
-from transformer.config import ConfigError, Execution, LayerKind, StackOptions, TransformerConfig
+from transformer.config import (
+    ConfigError,
+    Execution,
+    LayerKind,
+    LearnedOptions,
+    RotaryOptions,
+    StackOptions,
+    T5BiasOptions,
+    TransformerConfig,
+)
 from transformer.nn._attention import MultiHeadAttention
 from transformer.nn._blocks import BLOCKS, LayerCache, LayerInputs, PostNormBlock, PreNormBlock
 from transformer.nn._caches import cache_length
@@ -103,7 +112,7 @@ def test_norms_elsewhere_are_their_equations(norm_position):
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("norm_position", EQUATIONS)
 def test_with_norms_elsewhere_a_cache_changes_nothing(norm_position):
-    config = CONFIG.replace(norm_position=norm_position, position="rotary", num_layers=1)
+    config = CONFIG.replace(norm_position=norm_position, position=RotaryOptions(), num_layers=1)
     decoder = Decoder(config, cross=norm_position != "parallel")
     context = {} if norm_position == "parallel" else {"context": jax.device_put(NUMPY_X[:, :3] + 1)}
     params = random_params(decoder, X, **context)
@@ -139,9 +148,9 @@ def test_a_layer_without_its_first_norm_reads_x_as_it_is():
 
 
 def test_embeddings_are_normalized_after_positions_and_before_dropout():
-    config = CONFIG.replace(**{"embedding.norm": True}, norm="rms_norm", position="learned", max_length=5)
+    config = CONFIG.replace(**{"embedding.norm": True}, norm="rms_norm", position=LearnedOptions(max_length=5))
     encoder = Encoder(config)
-    without = Encoder(CONFIG.replace(norm="rms_norm", position="none"))
+    without = Encoder(CONFIG.replace(norm="rms_norm", position=None))
 
     @jax.jit
     def run(variables):
@@ -156,8 +165,8 @@ def test_embeddings_are_normalized_after_positions_and_before_dropout():
 
 def test_layers_with_a_table_each_read_their_own():
     """With equal tables the result is that of one table for the stack; and each table has an effect."""
-    t5 = {"position": "t5", "t5_bias.buckets": 8, "t5_bias.max_distance": 6}
-    shared, own = Encoder(CONFIG.replace(**t5)), Encoder(CONFIG.replace(**t5, **{"t5_bias.per_layer": True}))
+    t5 = {"position": T5BiasOptions(), "position.buckets": 8, "position.max_distance": 6}
+    shared, own = Encoder(CONFIG.replace(**t5)), Encoder(CONFIG.replace(**t5, **{"position.per_layer": True}))
     params = random_params(shared, X)["params"]
     table = np.asarray(params.pop("position_table"))
     slot = params["layers"]["slot_0"]
@@ -199,7 +208,7 @@ def test_dropout_is_where_the_paper_puts_it():
 LAYERS = {"stack.period": (LayerKind(window=2), LayerKind(rotary_base=99.0)), "stack.suffix": (LayerKind(window=3),)}
 SIZES = {"d_model": 12, "num_layers": 6, "num_heads": 3, "d_ff": 7}
 PATTERN = TransformerConfig(
-    **SIZES, position="rotary", dropout_rate=0.2, stack=StackOptions(prefix=(LayerKind(),)), **LAYERS
+    **SIZES, position=RotaryOptions(), dropout_rate=0.2, stack=StackOptions(prefix=(LayerKind(),)), **LAYERS
 )
 
 
@@ -209,7 +218,7 @@ def test_parameter_paths_are_the_layout():
     assert sorted(params["layers"]) == ["slot_0", "slot_1"]
     assert params["layers"]["slot_1"]["self_attention"]["query"]["kernel"].shape == (2, 12, 3, 4)
     assert params["prefix_0"]["self_attention"]["query"]["kernel"].shape == (12, 3, 4)
-    learned = PATTERN.replace(position="learned", max_length=9, norm_position="post")
+    learned = PATTERN.replace(position=LearnedOptions(max_length=9), norm_position="post")
     params = jax.eval_shape(lambda: Decoder(learned).init(jax.random.key(0), X))["params"]
     assert params["position_table"].shape == (9, 12)
     assert "final_norm" not in params

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numeric_parts import random_params
 
-from transformer.config import MLA, TransformerConfig
+from transformer.config import MLA, RotaryOptions, TransformerConfig
 from transformer.generate import Sampling, TokenStream, generate
 from transformer.generate import _layers as generate_layers
 from transformer.generate._layers import decoding_params
@@ -68,7 +68,7 @@ SIZES = {"vocab_size": 31, "d_model": 24, "num_layers": 2, "d_ff": 20, "num_head
 
 
 def build(**fields):
-    model = CausalLM(TransformerConfig(**SIZES, position="rotary").replace(**fields))
+    model = CausalLM(TransformerConfig(**SIZES, position=RotaryOptions()).replace(**fields))
     return model, random_params(model, np.zeros((1, 2), np.int32))["params"]
 
 

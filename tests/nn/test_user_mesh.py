@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numeric_parts import random_params
 
 import transformer
+from transformer.config import ALiBiOptions, LearnedOptions, RotaryOptions
 from transformer.nn._partitioning import axis_rules, constrain, mesh_axes, num_shards, unmapped_axes
 from transformer.nn._sharding import make_mesh
 from transformer.nn.kernels import choose
@@ -130,11 +131,13 @@ def test_explicit_axes_cost_the_same_and_give_the_same(names):
 CONFIG = {"vocab_size": 32, "d_model": 16, "num_heads": 4, "d_ff": 24, "num_layers": 2}
 MODELS = {
     "learned": transformer.CausalLM(
-        transformer.TransformerConfig(**CONFIG, position="learned", max_length=LENGTH),
+        transformer.TransformerConfig(**CONFIG, position=LearnedOptions(max_length=LENGTH)),
         execution=transformer.Execution(scan=False),
     ),
-    "rotary, scanned": transformer.CausalLM(transformer.TransformerConfig(**CONFIG, position="rotary", num_kv_heads=2)),
-    "ALiBi": transformer.CausalLM(transformer.TransformerConfig(**CONFIG, position="alibi")),
+    "rotary, scanned": transformer.CausalLM(
+        transformer.TransformerConfig(**CONFIG, position=RotaryOptions(), num_kv_heads=2)
+    ),
+    "ALiBi": transformer.CausalLM(transformer.TransformerConfig(**CONFIG, position=ALiBiOptions())),
     "routed": transformer.CausalLM(
         transformer.TransformerConfig(
             **CONFIG,

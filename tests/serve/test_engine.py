@@ -12,6 +12,7 @@ import pytest
 from serve_parts import answers, prompts, started_engine, tiny_parts
 
 from transformer import CausalLM, TransformerConfig
+from transformer.config import LearnedOptions
 from transformer.config._checks import ConfigError
 from transformer.generate import Sampling, generate
 from transformer.generate._rows import MOST_STEPS
@@ -200,7 +201,7 @@ def test_steps_per_call_grow_while_a_call_is_short(parts, monkeypatch):
 
 def test_a_learned_table_has_room_for_as_many_positions():
     model = CausalLM(
-        TransformerConfig(vocab_size=7, d_model=6, num_heads=3, num_layers=1, position="learned", max_length=32)
+        TransformerConfig(vocab_size=7, d_model=6, num_heads=3, num_layers=1, position=LearnedOptions(max_length=32))
     )
     _check_sizes(model, 1, 32, 32, 0)
     with pytest.raises(ConfigError, match=r"32 positions.*33"):

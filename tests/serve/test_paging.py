@@ -231,7 +231,7 @@ def test_a_long_prompt_is_rotated_by_its_whole_length(kind):
 
     Prompts with a common prefix share it only if their rotations do not depend on their lengths.
     """
-    model, params, tokenizer = tiny_parts(num_layers=2, **{"rotary.scaling": BY_LENGTH[kind]})
+    model, params, tokenizer = tiny_parts(num_layers=2, **{"position.scaling": BY_LENGTH[kind]})
     prefix = [11 + 7 * i % 200 for i in range(256)]  # whole chunks
     # The first two prompts are not longer than `original_length`; the text of the second one becomes longer.
     rows = [[*prefix, *range(20, 20 + more)] for more in (5, 12, 15, 50, 51)]

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from transformer.__main__ import main
 from transformer.cli._services import make_service
 from transformer.cli._speculation import SpeculationOptions
-from transformer.config import ConfigError
+from transformer.config import ConfigError, LearnedOptions
 from transformer.generate import Draft, PromptLookup, Sampling
 from transformer.generate._row_steps import advance
 from transformer.generate._rows import read_part
@@ -151,7 +151,7 @@ def test_rejects_a_draft_that_does_not_fit(parts):
     tiny = drawn_params(other, 0.4)
     with pytest.raises(ValueError, match="the draft must have the vocabulary of the model"):
         Engine(*parts, draft=Draft(model=other, params=tiny))
-    short = CausalLM(model.config.replace(position="learned", max_length=20))
+    short = CausalLM(model.config.replace(position=LearnedOptions(max_length=20)))
     tiny = drawn_params(short, 0.4)
     with pytest.raises(ConfigError, match="the draft's learned position table has 20 positions, got 32 tokens"):
         Engine(*parts, slots=1, positions=32, draft=Draft(model=short, params=tiny))

@@ -23,7 +23,7 @@ import jax
 import transformer
 from transformer import CausalLM, TransformerConfig
 
-gpt2 = {"position": "learned", "max_length": 5, "norm_epsilon": 1e-5, "embedding.scale": False}
+gpt2 = {"position": transformer.LearnedOptions(max_length=5), "norm_epsilon": 1e-5, "embedding.scale": False}
 config = TransformerConfig(vocab_size=7, d_model=6, num_heads=2, num_layers=1, activation="gelu_tanh", **gpt2)
 params = jax.jit(CausalLM(config).init)(jax.random.key(0), jax.numpy.zeros((1, 1), int))["params"]
 transformer.save(CausalLM(config), params, "saved")

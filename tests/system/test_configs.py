@@ -133,7 +133,7 @@ def tiny(name, folder, *words):
 def test_gpt2_124m_is_gpt_2_and_trains(tmp_path):
     recipe = with_vocabulary(recipe_of("gpt2_124m"), 50_257)
     assert count_parameters(abstract_state(recipe).params) == GPT2.variants["gpt2"].parameters
-    summary = train(tiny("gpt2_124m", tmp_path, "--model.max-length=16"), tmp_path / "run")
+    summary = train(tiny("gpt2_124m", tmp_path, "--model.position.max-length=16"), tmp_path / "run")
     assert summary.step == 4
 
 

@@ -17,7 +17,7 @@ from training_recipes import record_drawn_run, text_recipe, tiny_recipe
 from transformer.cli import _generate as generate
 from transformer.cli import _texts as texts
 from transformer.cli._arguments import parse
-from transformer.config import Patches, TransformerConfig
+from transformer.config import Patches, RotaryOptions, TransformerConfig
 from transformer.data import ImageFile, JsonLines, Multi30k, NumberWords
 from transformer.generate import Sampling
 from transformer.inference import _generate as generating
@@ -29,7 +29,7 @@ from transformer.training.lora import LoRA
 
 __all__ = ["fuzz"]  # a fixture
 
-MODEL = TransformerConfig(d_model=12, num_layers=2, num_heads=3, position="rotary")
+MODEL = TransformerConfig(d_model=12, num_layers=2, num_heads=3, position=RotaryOptions())
 RECIPES = [
     tiny_recipe(),
     tiny_recipe("seq2seq"),
@@ -38,7 +38,7 @@ RECIPES = [
     Recipe(name="pairs", model=MODEL, data=Multi30k()),
     Recipe(
         name="images",
-        model=dataclasses.replace(MODEL, position="none", input=Patches(image_height=8, image_width=8, patch_size=4)),
+        model=dataclasses.replace(MODEL, position=None, input=Patches(image_height=8, image_width=8, patch_size=4)),
         data=ImageFile(path="a.npz"),
     ),
 ]

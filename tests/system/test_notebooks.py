@@ -33,7 +33,7 @@ from notebook_parts import (
 )
 
 import transformer
-from transformer.config import gpt2_decoder
+from transformer.config import LearnedOptions, gpt2_decoder
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COLAB_PAGE = (ROOT / "docs" / "colab.md").read_text(encoding="utf-8")
@@ -147,7 +147,9 @@ def gpt2_directory(folder):
     """Write a tiny byte-level model in the format of GPT-2, with random weights."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(letters)} | {"<|endoftext|>": 256}
-    config = gpt2_decoder(vocab_size=257, d_model=16, num_layers=2, num_heads=2, max_length=128)
+    config = gpt2_decoder(
+        vocab_size=257, d_model=16, num_layers=2, num_heads=2, position=LearnedOptions(max_length=128)
+    )
     model = transformer.CausalLM(config)
     params = model.init(jax.random.key(0), jax.numpy.zeros((1, 1), int))["params"]
     transformer.save(model, params, folder)

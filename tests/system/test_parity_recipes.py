@@ -129,7 +129,7 @@ def options_of(name, folder):
     if recipe.model.d_ff is not None and name != "digits_vit":  # otherwise it stays 4 d_model, which convert fills in
         words += ["--model.d-ff", "40"]
     if recipe.model.max_length is not None and recipe.task == "causal_lm":
-        words += ["--model.max-length", "16"]
+        words += ["--model.position.max-length", "16"]
     if recipe.model.vocab_size is not None:
         words += ["--model.vocab-size", "None"]
     if recipe.lora is not None:

@@ -11,7 +11,7 @@ from PIL import Image
 from training_recipes import assert_equals_resumed_run, change, record_drawn_run, six_steps
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, ImageTokens, LayerKind, MoE, Patches, TransformerConfig
+from transformer.config import ConfigError, ImageTokens, LayerKind, MoE, Patches, RotaryOptions, TransformerConfig
 from transformer.data import ShapesCaptions, load_tokenizer, prepare
 from transformer.nn import VisionLanguageModel
 from transformer.training._completion import complete_recipe
@@ -40,7 +40,7 @@ DATA = {
 def captioning_recipe(attention="causal", **groups):
     patches = Patches(image_height=32, image_width=32, patch_size=16, class_token=False)
     images = ImageTokens(patches=patches, num_layers=1, activation="gelu_tanh", attention=attention, **SIZES)
-    model = TransformerConfig(**SIZES, num_layers=1, position="rotary", input=images)
+    model = TransformerConfig(**SIZES, num_layers=1, position=RotaryOptions(), input=images)
     return change(six_steps("captions", model, ShapesCaptions(**DATA)), **groups)
 
 

@@ -16,7 +16,7 @@ import jaxlib
 import pytest
 from training_recipes import tiny_recipe
 
-from transformer.config import Execution, LayerKind, MoE
+from transformer.config import Execution, LayerKind, MoE, RotaryOptions
 from transformer.data import TextFile
 from transformer.nn._sharding import ParallelConfig
 from transformer.training._parallel import MeshPlacement
@@ -24,7 +24,11 @@ from transformer.training.plan import Program, batch_shapes
 
 BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY, EXPERTS = 16, 40, 32, 4, 2, 232, 4
 MODEL = {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_heads": HEADS, "num_layers": LAYERS, "d_ff": 24}
-MODEL |= {"position": "rotary", "use_bias": False, "norm": "rms_norm"}  # no parameter has an axis of size 40 (LENGTH)
+MODEL |= {
+    "position": RotaryOptions(),
+    "use_bias": False,
+    "norm": "rms_norm",
+}  # no parameter has an axis of size 40 (LENGTH)
 LAYOUTS = {
     "data x8": {},
     "fsdp x8": {"fsdp": 8},

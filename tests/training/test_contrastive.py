@@ -12,7 +12,15 @@ from flax.traverse_util import flatten_dict
 from numeric_parts import random_values
 from training_recipes import assert_equals_resumed_run, change, six_steps
 
-from transformer.config import AttentionOptions, ConfigError, Images, OutputOptions, Patches, TransformerConfig
+from transformer.config import (
+    AttentionOptions,
+    ConfigError,
+    Images,
+    LearnedOptions,
+    OutputOptions,
+    Patches,
+    TransformerConfig,
+)
 from transformer.data import Shapes, prepare
 from transformer.nn._sharding import place_batch
 from transformer.training._loop import train
@@ -46,8 +54,7 @@ def contrastive_recipe(similarity="softmax", dropout=0.0, **groups):
     )
     model = TransformerConfig(
         **SIZES,
-        position="learned",
-        max_length=18,
+        position=LearnedOptions(max_length=18),
         dropout_rate=dropout,
         attention=AttentionOptions(causal=True),
         output=OutputOptions(pooling="last"),

@@ -14,7 +14,7 @@ import pytest
 from training_recipes import change, few_number_words, short_recipe, text_recipe, xla_flags
 
 import transformer
-from transformer.config import TransformerConfig
+from transformer.config import LearnedOptions, TransformerConfig
 from transformer.config._invocation import python
 from transformer.training import Recipe
 from transformer.training import _loop as loop
@@ -241,14 +241,14 @@ def test_texts_are_drawn_whatever_the_seed(tmp_path, seed):
 
 def test_rejects_a_learned_table_too_short_for_the_data(tmp_path):
     pairs = few_number_words(tmp_path / "tfds")
-    model = TransformerConfig(d_model=6, num_heads=3, num_layers=1, position="learned", max_length=2)
-    with pytest.raises(ValueError, match=r"model.max_length \(2\)"):
+    model = TransformerConfig(d_model=6, num_heads=3, num_layers=1, position=LearnedOptions(max_length=2))
+    with pytest.raises(ValueError, match=r"model.position.max_length \(2\)"):
         train(Recipe(name="pairs", model=model, data=pairs), tmp_path / "run")
-    sources = model.replace(max_length=50, **{"embedding.source_max_length": 1})
-    with pytest.raises(ValueError, match=r"model.embedding.source_max_length \(1\)"):
+    sources = model.replace(**{"position.max_length": 50, "position.source_max_length": 1})
+    with pytest.raises(ValueError, match=r"model.position.source_max_length \(1\)"):
         train(Recipe(name="pairs", model=sources, data=pairs), tmp_path / "run")
-    longer = model.replace(**{"embedding.source_max_length": 50})
-    with pytest.raises(ValueError, match=r"model.max_length \(2\)"):
+    longer = model.replace(**{"position.source_max_length": 50})
+    with pytest.raises(ValueError, match=r"model.position.max_length \(2\)"):
         train(Recipe(name="pairs", model=longer, data=pairs), tmp_path / "run")
 
 

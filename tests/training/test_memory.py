@@ -9,7 +9,7 @@ import pytest
 from training_recipes import change, text_recipe, tiny_batch, tiny_recipe
 
 from transformer.cli._errors import run_program
-from transformer.config import Execution, TransformerConfig
+from transformer.config import Execution, RotaryOptions, TransformerConfig
 from transformer.data import TextFile
 from transformer.nn._sharding import ParallelConfig, mesh_sizes
 from transformer.training import Recipe, TrainingConfig
@@ -34,7 +34,7 @@ GIB = 2**30
 FULL = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes.\nMore lines.")
 RECIPE = Recipe(
     name="large",
-    model=TransformerConfig(vocab_size=5_000, d_model=512, num_heads=8, num_layers=16, position="rotary"),
+    model=TransformerConfig(vocab_size=5_000, d_model=512, num_heads=8, num_layers=16, position=RotaryOptions()),
     data=TextFile(path="x", sequence_length=512, batch_size=64),
     execution=Execution(scan=True),
 )
@@ -260,7 +260,7 @@ def test_estimates_are_near_what_the_compiler_counts(flags):
     """For a model whose memory is mostly activations; tolerance 25 %."""
     recipe = Recipe(
         name="x",
-        model=TransformerConfig(vocab_size=64, d_model=32, num_heads=4, num_layers=8, position="rotary"),
+        model=TransformerConfig(vocab_size=64, d_model=32, num_heads=4, num_layers=8, position=RotaryOptions()),
         data=TextFile(path="x", sequence_length=64, batch_size=16),
         parallel=ParallelConfig(devices=1),
         training=TrainingConfig(),

@@ -12,7 +12,7 @@ import optax
 import pytest
 from training_recipes import start, tiny_batch, tiny_recipe
 
-from transformer.config import ConfigError, Execution, QKNorm
+from transformer.config import ConfigError, Execution, LearnedOptions, QKNorm
 from transformer.nn import ParallelConfig
 from transformer.training import OptimizerConfig, place
 from transformer.training._optimizers import _hutchinson, decay_mask, make_optimizer, make_schedule, muon_dimensions
@@ -87,8 +87,7 @@ FULL = {
     "attention.qk_norm": QKNorm(),
     "attention.sinks": True,
     "embedding.tie": False,
-    "position": "learned",
-    "max_length": 7,
+    "position": LearnedOptions(max_length=7),
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from training_recipes import tiny_batch, tiny_recipe
 
-from transformer.config import ConfigError
+from transformer.config import ConfigError, RotaryOptions, T5BiasOptions
 from transformer.data import TextFile
 from transformer.nn._sharding import DcnConfig, ParallelConfig, make_mesh, mesh_sizes, parameter_spec
 from transformer.training import _state as state_module
@@ -16,7 +16,7 @@ from transformer.training._parallel import MeshPlacement, PmapPlacement, place
 from transformer.training._recipe import from_json, to_json
 from transformer.training._state import parameter_paths
 
-MODEL = {"d_model": 16, "num_heads": 4, "num_layers": 2, "d_ff": 24, "position": "rotary"}
+MODEL = {"d_model": 16, "num_heads": 4, "num_layers": 2, "d_ff": 24, "position": RotaryOptions()}
 LAYOUTS = {
     "data x8": {},
     "fsdp x8": {"fsdp": 8},
@@ -229,7 +229,7 @@ def test_where_a_parameter_lies(path, shape, spec):
 def test_every_parameter_of_the_models_has_a_rule():
     """FSDP splits every parameter but the vectors of norms; one without a rule would be replicated."""
     for task in ("causal_lm", "seq2seq"):
-        recipe = tiny_recipe(task, model=MODEL | {"position": "t5", "embedding.tie": False, "gated": True})
+        recipe = tiny_recipe(task, model=MODEL | {"position": T5BiasOptions(), "embedding.tie": False, "gated": True})
         state = MeshPlacement(dataclasses.replace(recipe, parallel=ParallelConfig(fsdp=8))).abstract_state()
         whole = [
             jax.tree_util.keystr(path, simple=True, separator="/")

@@ -8,6 +8,7 @@ from training_recipes import change, record_drawn_run, tiny_recipe
 
 import transformer
 from transformer.__main__ import main
+from transformer.config import SinusoidalOptions, T5BiasOptions
 from transformer.data.tokenizers._kinds import TOKENIZERS
 from transformer.training.workdir._provenance import WorkdirError, tokenizer_fingerprint
 from transformer.training.workdir._runs import load_run
@@ -84,10 +85,10 @@ def test_an_edited_recipe_is_refused_with_the_way_back(workdir, command, capsys)
 
 
 def test_in_python_too(workdir):
-    edit(workdir, "model", position="t5")
-    with pytest.raises(WorkdirError, match=r"model.position.*'sinusoidal' -> 't5'"):
+    edit(workdir, "model", position=T5BiasOptions())
+    with pytest.raises(WorkdirError, match=r"model.position.buckets"):
         transformer.load(workdir)
-    edit(workdir, "model", position="sinusoidal")
+    edit(workdir, "model", position=SinusoidalOptions())
     exchange_words(workdir)
     with pytest.raises(WorkdirError, match="tokenizer was changed"):
         transformer.load(workdir)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from transformer.config import ConfigError, Execution, LayerKind, MoE, TransformerConfig
+from transformer.config import ConfigError, Execution, LayerKind, MoE, RotaryOptions, TransformerConfig
 from transformer.data import TinyShakespeare
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import OptimizerConfig, Recipe, TrainingConfig
@@ -25,7 +25,7 @@ CONFIG = TransformerConfig(
     num_layers=2,
     num_heads=4,
     d_ff=32,
-    position="rotary",
+    position=RotaryOptions(),
     **{"stack.period": (LayerKind(), LayerKind(moe=MoE(num_experts=4, top_k=2)))},
 )
 

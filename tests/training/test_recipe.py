@@ -16,6 +16,7 @@ from transformer.config import (
     Images,
     ImageTokens,
     LayerKind,
+    LearnedOptions,
     OutputOptions,
     Patches,
     RotaryOptions,
@@ -48,8 +49,7 @@ def rich_recipe(data=None):
         d_model=12,
         num_layers=4,
         num_heads=3,
-        position="rotary",
-        rotary=RotaryOptions(scaling=scaling),
+        position=RotaryOptions(scaling=scaling),
         stack=StackOptions(
             prefix=(LayerKind(window=7),),
             period=(LayerKind(rotary_base=5.0), LayerKind(rotary_scaling=scaling)),
@@ -185,8 +185,8 @@ def test_a_workdir_keeps_its_recipe(tmp_path):
             r"data.batch_size \(8\).*training.accumulation \(3\)",
         ),
         (
-            lambda: tiny_recipe(model={"position": "learned", "max_length": 5}),
-            r"data.sequence_length \(7\).*model.max_length \(5\)",
+            lambda: tiny_recipe(model={"position": LearnedOptions(max_length=5)}),
+            r"data.sequence_length \(7\).*model.position.max_length \(5\)",
         ),
         (lambda: dataclasses.replace(tiny_recipe(), name="a/b"), "name must be a plain name"),
         (lambda: build_model(tiny_recipe(model={"vocab_size": None})), r"model.vocab_size"),

@@ -14,7 +14,7 @@ from training_recipes import assert_equals_resumed_run, change, short_recipe
 
 from transformer.__main__ import run_command
 from transformer.chat import Chat, ChatEncoder, find_template
-from transformer.config import TransformerConfig, llama_decoder
+from transformer.config import ALiBiOptions, LearnedOptions, RotaryOptions, TransformerConfig, llama_decoder
 from transformer.data import Conversations, JsonLines, TokenizerConfig, prepare
 from transformer.data._turns import Conversation, encode
 from transformer.inference import export, open_model, start_from
@@ -59,7 +59,7 @@ def recipe_for(folder, *, lora=None, data=None, **groups):
     )
     recipe = short_recipe(
         "tiny",
-        llama_decoder(d_model=8, num_heads=2, num_layers=1, d_ff=8, max_length=None, dropout_rate=0.1),
+        llama_decoder(d_model=8, num_heads=2, num_layers=1, d_ff=8, dropout_rate=0.1),
         data,
         optimizer={"warmup_steps": 2, "learning_rate": 1e-2, "schedule": "constant"},
         training={"steps": 12},
@@ -76,10 +76,10 @@ def recipe_for(folder, *, lora=None, data=None, **groups):
 @pytest.mark.parametrize(
     ("kind", "position"),
     [
-        ("conversations", "rotary"),
-        pytest.param("conversations", "alibi", marks=pytest.mark.slow),
-        pytest.param("conversations", "learned", marks=pytest.mark.slow),
-        pytest.param("documents", "rotary", marks=pytest.mark.slow),
+        ("conversations", RotaryOptions()),
+        pytest.param("conversations", ALiBiOptions(), marks=pytest.mark.slow),
+        pytest.param("conversations", LearnedOptions(max_length=64), marks=pytest.mark.slow),
+        pytest.param("documents", RotaryOptions(), marks=pytest.mark.slow),
     ],
 )
 def test_packed_rows_have_the_loss_and_gradients_of_separate_rows(tmp_path, kind, position):
@@ -102,8 +102,6 @@ def test_packed_rows_have_the_loss_and_gradients_of_separate_rows(tmp_path, kind
     assert len(rows[1]["tokens"]) < len(rows[0]["tokens"]) / 2
     plain = {name: rows[0][name] for name in ("tokens", "targets", "weights")}  # without segments and positions
     model = {"d_model": 8, "num_heads": 2, "num_layers": 2, "d_ff": 8, "dropout_rate": 0.0, "position": position}
-    if position == "learned":
-        model["max_length"] = 64
     recipe = with_vocabulary(recipe_for(tmp_path, data=packed, model=model), few.tokenizer.vocab_size)
     made = build_model(recipe)
     params = random_params(made, plain["tokens"])["params"]

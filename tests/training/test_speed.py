@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from training_recipes import tiny_batch, tiny_recipe
 
-from transformer.config import TransformerConfig
+from transformer.config import RotaryOptions, TransformerConfig
 from transformer.data import TextFile
 from transformer.training._chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
 from transformer.training._memory import peak_bytes
@@ -60,7 +60,7 @@ def test_the_formula_of_palm():
         num_layers=layers,
         d_ff=17,
         use_bias=False,
-        position="rotary",
+        position=RotaryOptions(),
     )
     data = TextFile(path="x", sequence_length=length, batch_size=rows)
     recipe = dataclasses.replace(tiny_recipe(), model=model, data=data)

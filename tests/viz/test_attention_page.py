@@ -16,7 +16,17 @@ from golden import case as golden_case
 from golden import ours
 from numeric_parts import random_params
 
-from transformer.config import MLA, Execution, LayerKind, QKNorm, StackOptions, TransformerConfig
+from transformer.config import (
+    MLA,
+    ALiBiOptions,
+    Execution,
+    LayerKind,
+    QKNorm,
+    RotaryOptions,
+    StackOptions,
+    T5BiasOptions,
+    TransformerConfig,
+)
 from transformer.nn.models import CausalLM, DualEncoder, Forecaster, ImagePatches, Seq2Seq
 from transformer.viz import _attention_page as module
 from transformer.viz._attention_page import Panel, attention_page, quantize, save_attention_page
@@ -297,15 +307,15 @@ class TestModels:
     @pytest.mark.parametrize(
         "changes",
         [
-            {"position": "alibi"},
-            {"position": "t5"},
+            {"position": ALiBiOptions()},
+            {"position": T5BiasOptions()},
             {"attention.softcap": 2.0},
             {"attention.sinks": True},
             {"attention.qk_norm": QKNorm()},
             {"dtype": "bfloat16"},
             {
                 "attention.mla": MLA(kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4),
-                "position": "rotary",
+                "position": RotaryOptions(),
             },
         ],
         ids=lambda changes: next(iter(changes)),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from golden import case as golden_case
 
-from transformer.config import ConfigError, LayerKind, QKNorm, TransformerConfig
+from transformer.config import ConfigError, LayerKind, QKNorm, RotaryOptions, SinusoidalOptions, TransformerConfig
 from transformer.nn.models import CausalLM, Classifier, MaskedLM, Seq2Seq, VisionClassifier
 from transformer.zoo import ENTRIES, choose_family, load_pretrained, save_pretrained, with_equivalent
 from transformer.zoo._equivalents import REWRITES
@@ -26,32 +26,37 @@ CASES = {
     "norms without biases": (CausalLM, {"use_bias": False, "norm": "layer_norm_without_bias"}, None, "starcoder2"),
     "no attention": (CausalLM, WITHOUT, None, "gpt_neox"),
     "no attention in some": (CausalLM, {"stack.prefix": WITHOUT["stack.period"]}, None, "gpt_neox"),
-    "sinusoids": (CausalLM, {"position": "sinusoidal"}, None, "gpt2"),
-    "sines first": (CausalLM, {"position": "sinusoidal_halves"}, None, "gpt2"),
-    "epsilon": (CausalLM, {"position": "sinusoidal", "norm_epsilon": 0.03}, "opt", "opt"),
+    "sinusoids": (CausalLM, {"position": SinusoidalOptions()}, None, "gpt2"),
+    "sines first": (CausalLM, {"position": SinusoidalOptions(halves=True)}, None, "gpt2"),
+    "epsilon": (CausalLM, {"position": SinusoidalOptions(), "norm_epsilon": 0.03}, "opt", "opt"),
     "epsilon, untied": (
         CausalLM,
-        {"position": "sinusoidal", "norm_epsilon": 0.03, "embedding.tie": False, "embedding.scale": False},
+        {"position": SinusoidalOptions(), "norm_epsilon": 0.03, "embedding.tie": False, "embedding.scale": False},
         "opt",
         "opt",
     ),
     "epsilon behind, untied": (
         CausalLM,
-        {"position": "sinusoidal", "norm_epsilon": 0.03, "norm_position": "post", "embedding.tie": False},
+        {"position": SinusoidalOptions(), "norm_epsilon": 0.03, "norm_position": "post", "embedding.tie": False},
         "opt",
         "opt",
     ),
     "two stacks": (
         Seq2Seq,
-        {"position": "sinusoidal", "norm_epsilon": 0.03, "stack.num_decoder_layers": 3},
+        {"position": SinusoidalOptions(), "norm_epsilon": 0.03, "stack.num_decoder_layers": 3},
         None,
         "blenderbot",
     ),
-    "the paper": (Seq2Seq, {"position": "sinusoidal", "norm_position": "post", "norm_epsilon": 0.03}, None, "marian"),
+    "the paper": (
+        Seq2Seq,
+        {"position": SinusoidalOptions(), "norm_position": "post", "norm_epsilon": 0.03},
+        None,
+        "marian",
+    ),
     "the paper, a pattern and two vocabularies": (
         Seq2Seq,
         {
-            "position": "sinusoidal",
+            "position": SinusoidalOptions(),
             "norm_position": "post",
             "stack.suffix": (LayerKind(),),
             "embedding.source_vocab_size": 31,
@@ -68,7 +73,7 @@ INPUTS = {
 
 def random_model(cls, fields):
     """Return a model and parameters that all differ from their initial values."""
-    model = cls(TransformerConfig(**SIZES | {"position": "rotary"} | fields))
+    model = cls(TransformerConfig(**SIZES | {"position": RotaryOptions()} | fields))
     return model, numeric_parts.random_params(model, *INPUTS[cls])["params"]
 
 
@@ -112,7 +117,7 @@ def test_a_model_that_a_family_describes_stays_as_it_is():
 
 
 def test_a_table_of_positions_is_as_long_as_the_model_reads():
-    model, params = random_model(CausalLM, {"position": "sinusoidal"})
+    model, params = random_model(CausalLM, {"position": SinusoidalOptions()})
     equal, changed = equivalent(model, params, context=700)
     assert equal.config.max_length == changed["decoder"]["position_table"].shape[0] == 700
     assert equivalent(model, params)[0].config.max_length == 512
@@ -121,15 +126,15 @@ def test_a_table_of_positions_is_as_long_as_the_model_reads():
 @pytest.mark.parametrize(
     ("cls", "fields", "message"),
     [
-        (Seq2Seq, {"norm": "rms_norm"}, r"\w+.*'rotary'"),
+        (Seq2Seq, {"norm": "rms_norm"}, r"\w+.*RotaryOptions"),
         (CausalLM, WITHOUT | {"norm_position": "post"}, "in layer 0 of the "),
-        (MaskedLM, {"position": "sinusoidal"}, r"output.transform"),
-        (Classifier, {"position": "none", "output.num_classes": 2}, r"output.pooling.*'mean'.*GPT-2.*'last'"),
-        (VisionClassifier, {"position": "none", "output.num_classes": 2}, "ViT has no counterpart"),
+        (MaskedLM, {"position": SinusoidalOptions()}, r"output.transform"),
+        (Classifier, {"position": None, "output.num_classes": 2}, r"output.pooling.*'mean'.*GPT-2.*'last'"),
+        (VisionClassifier, {"position": None, "output.num_classes": 2}, "ViT has no counterpart"),
     ],
 )
 def test_a_model_without_an_equivalent_is_refused_in_a_few_words(cls, fields, message):
-    model = cls(TransformerConfig(**SIZES | {"position": "rotary"} | fields))
+    model = cls(TransformerConfig(**SIZES | {"position": RotaryOptions()} | fields))
     with pytest.raises(ConfigError, match=message) as error:
         with_equivalent(model, {})
     assert str(error.value).startswith("the model can't be saved as any supported architecture")
@@ -141,7 +146,7 @@ def test_every_rewrite_is_needed_by_a_case():
     """Without any one of the rewrites, some case has no family."""
     needed = set()
     for cls, fields, family, _ in CASES.values():
-        model = cls(TransformerConfig(**SIZES | {"position": "rotary"} | fields))
+        model = cls(TransformerConfig(**SIZES | {"position": RotaryOptions()} | fields))
         for rewrite in REWRITES:
             config = rewrite.config(model, 512)
             if config is not None:

@@ -13,7 +13,7 @@ from golden import ours
 from property_parts import rounding
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, EmbeddingOptions, HeadTransform, TransformerConfig
+from transformer.config import ConfigError, EmbeddingOptions, HeadTransform, RotaryOptions, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.nn import quantize
 from transformer.nn._caches import cache_length
@@ -255,7 +255,7 @@ def test_parameters_that_are_not_finite_are_not_written(tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_that_hold_their_scale_give_the_same_logits(tied):
     sizes = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "num_layers": 1, "d_ff": 5}
-    model = CausalLM(TransformerConfig(**sizes, position="rotary", embedding=EmbeddingOptions(tie=tied)))
+    model = CausalLM(TransformerConfig(**sizes, position=RotaryOptions(), embedding=EmbeddingOptions(tie=tied)))
     tokens = np.array([[3, 1, 4, 1, 5]])
     params = numeric_parts.random_params(model, tokens)["params"]
     plain, held = with_plain_embeddings(model, params)

@@ -7,7 +7,15 @@ import pytest
 from golden import case as golden_case
 from golden import ours
 
-from transformer.config import ConfigError, EmbeddingOptions, Execution, LayerKind, RotaryScaling, TransformerConfig
+from transformer.config import (
+    ConfigError,
+    EmbeddingOptions,
+    Execution,
+    LayerKind,
+    RotaryOptions,
+    RotaryScaling,
+    TransformerConfig,
+)
 from transformer.generate import Beam, beam_search
 from transformer.nn._masks import Mask
 from transformer.nn._paged import paged_cache, set_rows
@@ -180,7 +188,7 @@ def test_configs_that_are_refused(changes, message):
         FAMILY.read(RECORD["config"] | changes, HEAD)
 
 
-SIZES = {"vocab_size": 7, "d_model": 8, "num_heads": 2, "position": "rotary"}
+SIZES = {"vocab_size": 7, "d_model": 8, "num_heads": 2, "position": RotaryOptions()}
 STORES, READS = LayerKind(stores_kv="a"), LayerKind(reads_kv="a")
 
 
@@ -199,7 +207,7 @@ STORES, READS = LayerKind(stores_kv="a"), LayerKind(reads_kv="a")
             {
                 "stack.prefix": (STORES,),
                 "stack.period": (READS,),
-                "rotary.scaling": RotaryScaling(kind="dynamic", factor=2.0),
+                "position.scaling": RotaryScaling(kind="dynamic", factor=2.0),
             },
             r"reads_kv",
         ),

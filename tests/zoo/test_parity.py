@@ -6,7 +6,7 @@ import pytest
 from golden import case as golden_case
 from golden import ours
 
-from transformer.config import EmbeddingOptions
+from transformer.config import EmbeddingOptions, RotaryOptions
 from transformer.generate import Sampling, generate
 from transformer.nn.models import CausalLM, DualEncoder, Seq2Seq, VisionLanguageModel
 from transformer.zoo import load_pretrained, save_pretrained
@@ -138,7 +138,12 @@ def test_what_was_trained_here_opens_there(reference, tmp_path):
     recipe = Recipe(
         name="text",
         model=TransformerConfig(
-            d_model=12, num_heads=3, num_layers=2, d_ff=17, position="rotary", embedding=EmbeddingOptions(tie=False)
+            d_model=12,
+            num_heads=3,
+            num_layers=2,
+            d_ff=17,
+            position=RotaryOptions(),
+            embedding=EmbeddingOptions(tie=False),
         ),
         data=TextFile(path=str(tmp_path / "text.txt"), sequence_length=16, batch_size=4, eval_batch_size=4),
         execution=Execution(scan=False),

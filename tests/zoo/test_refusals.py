@@ -41,7 +41,7 @@ def load_with(tmp_path):
         ({"vocab_size": 10**12}, r"vocab_size.*2147483647"),
         ({"rms_norm_eps": 10**400}, r"rms_norm_eps.*2147483647"),
         ({"rope_parameters": {"factor": [10**400]}}, r"rope_parameters"),
-        ({"rope_parameters": {"rope_theta": 0}}, r"rotary.base.*5e-324.*got 0.0"),
+        ({"rope_parameters": {"rope_theta": 0}}, r"position.base.*5e-324.*got 0.0"),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": "no"}},
             r"truncate.*got 'no'",

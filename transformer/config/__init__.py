@@ -12,10 +12,8 @@ from transformer.config._options import (
     EmbeddingOptions,
     OutputOptions,
     QKNorm,
-    RotaryOptions,
     Speech,
     StackOptions,
-    T5BiasOptions,
 )
 from transformer.config._papers import gpt2_decoder, llama_decoder, transformer_base, transformer_big
 from transformer.config._parts import (
@@ -30,9 +28,18 @@ from transformer.config._parts import (
     RotaryScaling,
     Series,
 )
+from transformer.config._positions import (
+    ALiBiOptions,
+    LearnedOptions,
+    RotaryGridOptions,
+    RotaryOptions,
+    SinusoidalOptions,
+    T5BiasOptions,
+)
 
 __all__ = [
     "MLA",
+    "ALiBiOptions",
     "AttentionOptions",
     "Audio",
     "ConfigError",
@@ -44,14 +51,17 @@ __all__ = [
     "ImageTokens",
     "Images",
     "LayerKind",
+    "LearnedOptions",
     "MoE",
     "OutputOptions",
     "Patches",
     "QKNorm",
     "QueryTemperature",
+    "RotaryGridOptions",
     "RotaryOptions",
     "RotaryScaling",
     "Series",
+    "SinusoidalOptions",
     "Speech",
     "StackOptions",
     "T5BiasOptions",

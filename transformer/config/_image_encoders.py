@@ -7,6 +7,7 @@ from typing import Any
 from transformer.config._image_tokens import DynamicImageTokens, ImageTokens
 from transformer.config._layer_patterns import fold
 from transformer.config._parts import Images, LayerKind
+from transformer.config._positions import LearnedOptions, RotaryOptions
 
 
 def encoder_fields(images: Images | ImageTokens | DynamicImageTokens, norm: str) -> dict[str, Any]:
@@ -30,8 +31,7 @@ def encoder_fields(images: Images | ImageTokens | DynamicImageTokens, norm: str)
     return shared | {
         "num_layers": images.num_layers - (unused or 0),
         "norm": norm if dual else "layer_norm",
-        "position": "none" if images.patches.resize_positions else "learned",
-        "max_length": None if images.patches.resize_positions else images.patches.positions,
+        "position": None if images.patches.resize_positions else LearnedOptions(),
         "input": images.patches,
         "embedding.norm": images.embedding_norm,
         "stack.final_norm": unused is None,
@@ -50,9 +50,7 @@ def _dynamic(images: DynamicImageTokens) -> dict[str, Any]:
         "num_layers": images.num_layers,
         "gated": images.gated,
         "norm": images.norm,
-        "position": "rotary",
         # Half of the pairs of a head by the row of a patch, half by its column.
-        "rotary.sections": (pairs, pairs),
-        "rotary.restart_frequencies": True,
+        "position": RotaryOptions(sections=(pairs, pairs), restart_frequencies=True),
         **fold(kinds),
     }

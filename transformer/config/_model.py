@@ -22,17 +22,15 @@ from transformer.config._options import (
     Audio,
     EmbeddingOptions,
     OutputOptions,
-    RotaryOptions,
     Speech,
     StackOptions,
-    T5BiasOptions,
 )
 from transformer.config._parts import FeedForwardActivation, Images, Layer, LayerKind, Patches, RotaryScaling, Series
 from transformer.config._paths import with_paths
+from transformer.config._positions import LearnedOptions, Position, RotaryGridOptions, RotaryOptions, SinusoidalOptions
 
 Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm"]
 NormPosition = Literal["pre", "post", "pre_without_residual", "sandwich", "reordered", "parallel"]
-Position = Literal["sinusoidal", "sinusoidal_halves", "learned", "rotary", "rotary_grid", "alibi", "t5", "none"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "full", "dots", "names", "offload"]
 Experts = Literal["auto", "blockwise", "ragged", "megablox"]
@@ -44,7 +42,7 @@ QuantizedProducts = Literal["none", "int8", "int8_full", "fp8", "fp8_full"]
 class TransformerConfig:
     """Config of a transformer model: its sizes and the variant of each component.
 
-    Fields of a section can be set by dotted path: `TransformerConfig(**{"rotary.base": 500_000.0})`.
+    Fields of a section can be set by dotted path: `TransformerConfig(**{"position.base": 500_000.0})`.
 
     Raises:
         ConfigError: incompatible sizes or options, or an unknown name; the message says what to change.
@@ -83,13 +81,11 @@ class TransformerConfig:
     parallel: x + attention(norm(x)) + feed_forward(norm(x))"""
     norm_epsilon: float = 1e-6
     """added to the variance before the square root"""
-    position: Position = "sinusoidal"
+    position: Position = SinusoidalOptions()
     """position scheme:
-    embeddings (sinusoidal, sinusoidal_halves, learned),
-    rotation of queries and keys (rotary; rotary_grid: by row and column of patches),
-    or a bias on the attention scores (alibi, t5)"""
-    max_length: int | None = None
-    """rows of the learned position table; only for position=learned"""
+    embeddings (SinusoidalOptions, LearnedOptions),
+    rotation of queries and keys (RotaryOptions; RotaryGridOptions: by row and column of patches),
+    or a bias on the attention scores (ALiBiOptions, T5BiasOptions); None: no positions"""
     dropout_rate: float = 0.0
     """dropout rate of each sublayer's output and of the sum of token and position embeddings"""
     initializer_range: float | None = None
@@ -101,10 +97,6 @@ class TransformerConfig:
     arXiv 2010.06192)"""
     attention: AttentionOptions = AttentionOptions()
     """attention layers: head sizes, biases, scaling and capping of scores, latent attention"""
-    rotary: RotaryOptions = RotaryOptions()
-    """rotary positions; only for position=rotary, and `base` for position=rotary_grid"""
-    t5_bias: T5BiasOptions = T5BiasOptions()
-    """T5's relative position bias; only for position=t5"""
     embedding: EmbeddingOptions = EmbeddingOptions()
     """embedding tables: scaling, tying, token types, separate sizes for the encoder"""
     stack: StackOptions = StackOptions()
@@ -117,10 +109,10 @@ class TransformerConfig:
     between tokens; None: tokens"""
 
     def __post_init__(self):
-        check_choices(self, activation=FeedForwardActivation, norm=Norm, norm_position=NormPosition, position=Position)
+        check_choices(self, activation=FeedForwardActivation, norm=Norm, norm_position=NormPosition)
         check_choices(self, dtype=Dtype, param_dtype=Dtype)
         check_flags(self, "gated", "use_bias")
-        check_whole(self, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "d_ff", "max_length")
+        check_whole(self, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "d_ff")
         check_positive(self, "norm_epsilon", "initializer_range")
         check_range(self, 0.0, 1.0, "dropout_rate")
         if self.attention.mla is None and self.attention.head_dim is None and self.d_model % self.num_heads:
@@ -163,7 +155,8 @@ class TransformerConfig:
                     f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads of each LayerKind "
                     f"({self.kv_heads_of(kind)}). Change one of them."
                 )
-            if kind.head_dim is not None and kind.head_dim % 2 and self.position == "rotary" and kind.rotary:
+            rotated = isinstance(self.position, RotaryOptions) and kind.rotary
+            if rotated and kind.head_dim is not None and kind.head_dim % 2:
                 raise ConfigError(f"rotary positions rotate pairs: head_dim ({kind.head_dim}) must be even. Change it.")
             self._check_stored(kind, stored, index < len(self.stack.prefix))
 
@@ -204,26 +197,23 @@ class TransformerConfig:
             )
 
     def _check_position(self):
+        if not isinstance(self.position, Position):
+            raise ConfigError(f"position must be a scheme such as RotaryOptions(), or None, got {self.position!r:.80}.")
         self._check_table_rows()
-        if self.position == "rotary" and self.attention.mla is None:
+        if isinstance(self.position, RotaryOptions) and self.attention.mla is None:
             rotated = self.size_of_head if self.rotary.dim is None else self.rotary.dim
             if rotated % 2 or rotated > self.size_of_head:
                 raise ConfigError(
                     f"rotary positions rotate pairs of dimensions: {rotated} dimensions of a head of size "
-                    f"{self.size_of_head} can't be rotated. Set rotary.dim to an even number of at most "
+                    f"{self.size_of_head} can't be rotated. Set position.dim to an even number of at most "
                     f"attention.head_dim, or change attention.head_dim."
                 )
             self._check_rotary_length(rotated)
             self._check_sections(rotated)
-        if self.position == "rotary_grid":
+        if isinstance(self.position, RotaryGridOptions):
             self._check_grid()
-        if self.position in ("sinusoidal", "sinusoidal_halves") and self.d_model % 2:
+        if isinstance(self.position, SinusoidalOptions) and self.d_model % 2:
             raise ConfigError(f"sinusoidal positions are sine and cosine pairs: d_model ({self.d_model}) must be even.")
-        if self.t5_bias.per_layer and self.position != "t5":
-            raise ConfigError(
-                f"t5_bias.per_layer gives each layer its own table of T5's position bias, but position is "
-                f"{self.position!r}. Remove it, or set position='t5'."
-            )
 
     def _check_sections(self, rotated: int):
         """Check that the sections of positions with several coordinates are all pairs of rotated dimensions."""
@@ -232,13 +222,13 @@ class TransformerConfig:
             return
         if sum(sections) != rotated // 2:
             raise ConfigError(
-                f"rotary.sections ({', '.join(map(str, sections))}) must sum to the {rotated // 2} pairs of rotated "
+                f"position.sections ({', '.join(map(str, sections))}) must sum to the {rotated // 2} pairs of rotated "
                 f"dimensions, but their sum is {sum(sections)}. Correct them."
             )
         scalings = [one for one in (self.rotary.scaling, *(kind.rotary_scaling for kind in self.kinds)) if one]
         if any(one.by_length for one in scalings) or (scalings and self.rotary.restart_frequencies):
             raise ConfigError(
-                "rotary.sections supports no scaling by the length of the text, and with restart_frequencies none at "
+                "position.sections supports no scaling by the length of the text, and with restart_frequencies none at "
                 "all. Remove one of them."
             )
 
@@ -255,65 +245,55 @@ class TransformerConfig:
             if rotated < 4:
                 raise ConfigError(
                     f"rotary scaling {scaling.kind} needs at least 4 rotated dimensions, got {rotated}. Change "
-                    f"rotary.dim or the size of a head."
+                    f"position.dim or the size of a head."
                 )
 
     def _check_grid(self):
-        """Check that there are patches whose row and column can rotate heads, and no options of other rotations."""
+        """Check that there are patches whose row and column can rotate heads."""
         if self.patches is None:
             raise ConfigError(
-                "position='rotary_grid' rotates by the row and column of patches, but input is not Patches(...). "
-                "Set it, or choose another position."
+                "RotaryGridOptions rotate by the row and column of patches, but input is not Patches(...). Set it, or "
+                "choose another position."
             )
         if self.size_of_head % 4:
             raise ConfigError(
-                f"position='rotary_grid' rotates pairs of dimensions, half of them by the row and half by the column: "
-                f"the size of a head ({self.size_of_head}) must be a multiple of 4. Change attention.head_dim."
-            )
-        if self.rotary.dim is not None or self.rotary.scaling is not None:
-            raise ConfigError(
-                "rotary.dim and rotary.scaling have no effect with position='rotary_grid': it reads only rotary.base. "
-                "Remove them."
+                f"RotaryGridOptions rotate pairs of dimensions, half of them by the row and half by the column: the "
+                f"size of a head ({self.size_of_head}) must be a multiple of 4. Change attention.head_dim."
             )
 
     def _check_table_rows(self):
-        """Check that max_length is set only with a learned position table, and fits an input of fixed length."""
-        if (self.position == "learned") != (self.max_length is not None):
-            raise ConfigError(
-                f"max_length is the number of rows of a learned position table: position={self.position!r} with "
-                f"max_length={self.max_length}. Set max_length with position='learned', and only there."
-            )
-        if self.embedding.source_max_length is not None and self.position != "learned":
-            raise ConfigError(
-                f"embedding.source_max_length is the number of rows of the encoder's learned position table, but "
-                f"position is {self.position!r}. Remove it, or set position='learned'."
-            )
-        if self.patches is not None and self.max_length not in (None, self.patches.positions):
+        """Check that a learned position table has a number of rows, which fits an input of fixed length."""
+        if not isinstance(self.position, LearnedOptions):
+            return
+        if self.max_length is None:
+            raise ConfigError("LearnedOptions need the number of rows of the table of tokens. Set max_length.")
+        if self.patches is not None and self.max_length != self.patches.positions:
             raise ConfigError(
                 f"max_length ({self.max_length}) must be {self.patches.positions}, the number of learned tokens "
-                f"({self.patches.extra_tokens}) and patches ({self.patches.count}). Change it, or the sizes in input."
+                f"({self.patches.extra_tokens}) and patches ({self.patches.count}). Remove it, or change the sizes in "
+                f"input."
             )
-        if self.series is not None and self.max_length not in (None, self.series.positions):
+        if self.series is not None and self.max_length != self.series.positions:
             raise ConfigError(
                 f"max_length ({self.max_length}) must be {self.series.positions}, the number of positions per "
-                f"channel of the series. Change it, or the sizes in input."
+                f"channel of the series. Remove it, or change the sizes in input."
             )
 
     def _check_latent(self):
         attention = self.attention
         if attention.mla is None:
             return
-        if self.position != "rotary":
+        if not isinstance(self.position, RotaryOptions):
             raise ConfigError(
-                f"attention.mla rotates a part of each query and key head, but position is {self.position!r}. Set "
-                f"position='rotary', or remove attention.mla."
+                f"attention.mla rotates a part of each query and key head, but position is {self.position}. Set "
+                f"position=RotaryOptions(), or remove attention.mla."
             )
         if self.rotary.scaling is not None and self.rotary.scaling.by_length:
             raise ConfigError(
                 f"rotary scaling {self.rotary.scaling.kind} depends on the length of the text, which attention.mla "
                 f"does not support: its cache stores rotated keys. Choose linear, llama3 or yarn."
             )
-        for name, value in {"num_kv_heads": self.num_kv_heads, "rotary.dim": self.rotary.dim}.items():
+        for name, value in {"num_kv_heads": self.num_kv_heads, "position.dim": self.rotary.dim}.items():
             if value is not None:
                 raise ConfigError(
                     f"{name} is {value}, but attention.mla computes keys and values from a latent vector and "
@@ -322,9 +302,11 @@ class TransformerConfig:
 
     def _check_norms(self):
         kinds = self.kinds
-        if not all(kind.rotary for kind in kinds) and (self.position != "rotary" or self.attention.mla is not None):
+        rotary = isinstance(self.position, RotaryOptions) and self.attention.mla is None
+        if not rotary and not all(kind.rotary for kind in kinds):
             raise ConfigError(
-                "rotary=False of a LayerKind is for position='rotary' without attention.mla. Remove it, or change them."
+                "rotary=False of a LayerKind is for position=RotaryOptions() without attention.mla. Remove it, or "
+                "change them."
             )
         if self.norm_position in ("post", "reordered") and not all(kind.attention_norm for kind in kinds):
             raise ConfigError(
@@ -436,16 +418,31 @@ class TransformerConfig:
         return self.num_layers if self.stack.num_decoder_layers is None else self.stack.num_decoder_layers
 
     @property
+    def rotary(self) -> RotaryOptions:
+        """The rotary positions; their defaults if the model has other positions."""
+        return self.position if isinstance(self.position, RotaryOptions) else RotaryOptions()
+
+    @property
+    def max_length(self) -> int | None:
+        """Rows of the learned position table, of the decoder in an encoder-decoder; None: there is no such table."""
+        if not isinstance(self.position, LearnedOptions):
+            return None
+        sized = self.patches or self.series
+        return sized.positions if self.position.max_length is None and sized else self.position.max_length
+
+    @property
     def longest_source(self) -> int | None:
         """Rows of the encoder's learned position table in an encoder-decoder: source_max_length, or max_length."""
-        return self.max_length if self.embedding.source_max_length is None else self.embedding.source_max_length
+        if isinstance(self.position, LearnedOptions) and self.position.source_max_length is not None:
+            return self.position.source_max_length
+        return self.max_length
 
     @property
     def source_encoder(self) -> TransformerConfig:
         """Config of the encoder of an encoder-decoder, with its own number of heads, width and position table."""
-        stack = self.stack
+        stack, rows = self.stack, self.longest_source
         return self.replace(
-            max_length=self.longest_source,
+            position=self.position if rows is None else LearnedOptions(max_length=rows),
             num_heads=stack.encoder_num_heads or self.num_heads,
             d_ff=stack.encoder_d_ff or self.d_ff,
             **{"stack.encoder_num_heads": None, "stack.encoder_d_ff": None},
@@ -507,7 +504,7 @@ class TransformerConfig:
         """Return a validated copy with changed fields.
 
         Fields of a section are set by dotted path, and its other fields keep their values:
-        `config.replace(**{"rotary.base": 500_000.0})`.
+        `config.replace(**{"position.base": 500_000.0})`.
 
         Raises:
             ConfigError: an unknown field (the message suggests the most similar name), or an invalid model.

@@ -1,4 +1,4 @@
-"""Sections of a model config: attention, positions, embeddings, stacks, output layer, and the two inputs of sound."""
+"""Sections of a model config: attention, embeddings, stacks, output layer, and the two inputs of sound."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer.config._checks import (
     check_range,
     check_whole,
 )
-from transformer.config._parts import MLA, Activation, HeadTransform, LayerKind, RotaryScaling
+from transformer.config._parts import MLA, Activation, HeadTransform, LayerKind
 
 Projection = Literal["query", "key", "value", "out"]
 Pooling = Literal["mean", "first", "last", "first_and_mean", "attention"]
@@ -104,69 +104,6 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotaryOptions:
-    """Rotary positions (Su et al. 2021, arXiv 2104.09864); for position=rotary, and the base for rotary_grid.
-
-    Raises:
-        ConfigError: a value out of range, or restart_frequencies without sections.
-    """
-
-    section: ClassVar[str] = "rotary"
-    base: float = 10_000.0
-    """base of the rotary frequencies: wavelengths range from 2 pi to 2 pi base positions"""
-    dim: int | None = None
-    """number of head dimensions that are rotated, counted from the first; None: all"""
-    scaling: RotaryScaling | None = None
-    """frequency scaling for long sequences; None: no scaling"""
-    sections: tuple[int, ...] | None = None
-    """number of pairs of dimensions that each coordinate of a position rotates, for positions of several coordinates:
-    M-RoPE, with time, row and column (Qwen2-VL, Wang et al. 2024, arXiv 2409.12191, section 2.1);
-    None: a position is one number"""
-    restart_frequencies: bool = False
-    """with sections: the frequencies of each section start again with the highest; false: the pairs of all sections
-    share one range of frequencies"""
-
-    def __post_init__(self):
-        check_whole(self, "dim")
-        check_positive(self, "base")
-        check_flags(self, "restart_frequencies")
-        whole = isinstance(self.sections, tuple) and all(type(n) is int and n >= 1 for n in self.sections)
-        if self.sections is not None and not (whole and self.sections):
-            raise ConfigError(
-                f"rotary.sections must be a tuple of integers of at least 1, got {self.sections!r:.80}. Correct it."
-            )
-        if self.restart_frequencies and self.sections is None:
-            raise ConfigError("rotary.restart_frequencies is for rotary.sections. Set them, or remove it.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class T5BiasOptions:
-    """T5's relative position bias (Raffel et al. 2019, arXiv 1910.10683, section 2.1); only for position=t5.
-
-    Raises:
-        ConfigError: a value out of range, or a max_distance of at most half of the buckets.
-    """
-
-    section: ClassVar[str] = "t5_bias"
-    buckets: int = 32
-    """number of distance buckets, the rows of the bias table"""
-    max_distance: int = 128
-    """distances of at least this many positions share one bucket"""
-    per_layer: bool = False
-    """each layer learns its own bias table; false: the layers of a stack share one"""
-
-    def __post_init__(self):
-        check_whole(self, "buckets", least=4)
-        check_whole(self, "max_distance")
-        check_flags(self, "per_layer")
-        if self.max_distance <= self.buckets // 2:
-            raise ConfigError(
-                f"t5_bias.max_distance ({self.max_distance}) must be above t5_bias.buckets / 2 ({self.buckets // 2}): "
-                f"half of the buckets contain a single distance each. Change one of them."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class EmbeddingOptions:
     """Options of the embedding tables.
 
@@ -193,12 +130,10 @@ class EmbeddingOptions:
     """rows of the table of the per-layer embeddings; None: vocab_size"""
     source_vocab_size: int | None = None
     """encoder vocabulary size, if different from the decoder's; None: encoder and decoder share one table"""
-    source_max_length: int | None = None
-    """rows of the encoder's learned position table in an encoder-decoder; None: max_length"""
 
     def __post_init__(self):
         check_flags(self, "scale", "norm", "tie")
-        check_whole(self, "token_types", "width", "source_vocab_size", "source_max_length")
+        check_whole(self, "token_types", "width", "source_vocab_size")
         check_whole(self, "per_layer_width", "per_layer_vocab_size")
         if self.per_layer_vocab_size is not None and self.per_layer_width is None:
             raise ConfigError("embedding.per_layer_vocab_size is for per-layer embeddings. Set per_layer_width too.")

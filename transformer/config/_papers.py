@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformer.config._model import TransformerConfig
 from transformer.config._options import EmbeddingOptions
+from transformer.config._positions import LearnedOptions, RotaryOptions
 
 
 def transformer_base(**changes: object) -> TransformerConfig:
@@ -40,15 +41,13 @@ _PAPER = TransformerConfig(
     activation="relu",
     norm="layer_norm",
     norm_position="post",
-    position="sinusoidal",
     dropout_rate=0.1,
 )
 
 _GPT2 = TransformerConfig(
     activation="gelu_tanh",
     norm_epsilon=1e-5,
-    position="learned",
-    max_length=1024,
+    position=LearnedOptions(max_length=1024),
     initializer_range=0.02,
     embedding=EmbeddingOptions(scale=False),
 )
@@ -59,7 +58,7 @@ _LLAMA = TransformerConfig(
     use_bias=False,
     norm="rms_norm",
     norm_epsilon=1e-5,
-    position="rotary",
+    position=RotaryOptions(),
     initializer_range=0.02,
     embedding=EmbeddingOptions(scale=False, tie=False),
 )

@@ -132,7 +132,7 @@ def read_tokens(
         The hidden vectors (B, T, D) of the tokens, and the cache with the tokens.
     """
     positions = None  # they continue those in the cache
-    if model.config.position == "learned":
+    if model.config.max_length is not None:
         positions = cache_length(cache)[:, None] + jnp.arange(tokens.shape[1])[None, :]
         positions = jnp.minimum(positions, model.config.max_length - 1)  # NaN past the table
     return _hidden(model, params, None, tokens, cache, None, positions, mask, images)

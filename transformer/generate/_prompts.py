@@ -285,9 +285,9 @@ def frame_rows(config: TransformerConfig, sources: Any) -> Batch:
 
 def check_source_lengths(config: TransformerConfig, sources: Sequence[np.ndarray]) -> None:
     """Raise ValueError if a source is longer than a learned position table."""
-    if config.position != "learned":
+    if config.longest_source is None:
         return
-    field = "max_length" if config.embedding.source_max_length is None else "embedding.source_max_length"
+    field = "max_length" if config.position.source_max_length is None else "source_max_length"
     for number, row in enumerate(sources):
         if len(row) > config.longest_source:
             table = _table(field, config.longest_source)
@@ -300,7 +300,7 @@ def _table(field: str, rows: int) -> str:
 
 def check_lengths(config: TransformerConfig, prompts: Sequence[np.ndarray], max_new_tokens: int) -> None:
     """Raise ValueError if a prompt with its new tokens is longer than a learned position table."""
-    if config.position != "learned":
+    if config.max_length is None:
         return
     for number, row in enumerate(prompts):
         total = len(row) + max_new_tokens

@@ -110,7 +110,7 @@ def encode(opened: LoadedModel, text: str, what: str, *, parse_special: bool = T
     if limit is not None and len(ids) > limit:
         raise ValueError(
             f"the {what} is too long: expected at most {limit} tokens, the size of the model's learned position table "
-            f"(model.max_length), got {len(ids)}. Shorten it."
+            f"(model.position.max_length), got {len(ids)}. Shorten it."
         )
     return ids
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from transformer.config import _positions as options
 from transformer.config._checks import ConfigError
 from transformer.config._model import Execution, TransformerConfig
 from transformer.config._parts import MLA, GatedDelta, LayerKind
@@ -120,36 +121,40 @@ class LayerOutput:
 
 def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *, causal: bool) -> PositionScheme:
     """Return the position scheme of a layer of this kind."""
-    match config.position:
-        case "sinusoidal":
-            return schemes.Sinusoidal()
-        case "sinusoidal_halves":
-            return schemes.SinusoidalHalves()
-        case "learned":
+    position = config.position
+    match position:
+        case options.SinusoidalOptions():
+            return schemes.SinusoidalHalves() if position.halves else schemes.Sinusoidal()
+        case options.LearnedOptions():
             tokens = (0, 0) if config.patches is None else (config.patches.extra_tokens, config.patches.registers)
             # Registers are the last of the learned tokens in front of the patches, and the only ones without a
             # position.
             without = range(tokens[0] - tokens[1], tokens[0])
             return schemes.Learned(max_length=config.max_length, features=config.d_model, without=without)
-        case "rotary" if kind.rotary:
-            base = config.rotary.base if kind.rotary_base is None else kind.rotary_base
-            scaling = config.rotary.scaling if kind.rotary_scaling is None else kind.rotary_scaling
-            several = {"sections": config.rotary.sections, "restart_frequencies": config.rotary.restart_frequencies}
-            return schemes.Rotary(base=base, size=config.rotary.dim, scaling=scaling, **several)
-        case "rotary_grid":
+        case options.RotaryOptions() if kind.rotary:
+            base = position.base if kind.rotary_base is None else kind.rotary_base
+            scaling = position.scaling if kind.rotary_scaling is None else kind.rotary_scaling
+            several = {"sections": position.sections, "restart_frequencies": position.restart_frequencies}
+            return schemes.Rotary(base=base, size=position.dim, scaling=scaling, **several)
+        case options.RotaryGridOptions():
             patches = config.patches
-            return schemes.RotaryGrid(base=config.rotary.base, grid=patches.grid, first=patches.extra_tokens)
-        case "alibi":
+            return schemes.RotaryGrid(base=position.base, grid=patches.grid, first=patches.extra_tokens)
+        case options.ALiBiOptions():
             return schemes.ALiBi(num_heads=config.num_heads)
-        case "t5":
+        case options.T5BiasOptions():
             return schemes.T5Bias(
                 num_heads=config.num_heads,
-                buckets=config.t5_bias.buckets,
-                max_distance=config.t5_bias.max_distance,
+                buckets=position.buckets,
+                max_distance=position.max_distance,
                 bidirectional=not causal,
             )
         case _:
             return NoPosition()
+
+
+def shares_table(config: TransformerConfig) -> bool:
+    """Return whether the layers of a stack share the table of their position scheme, if it has one."""
+    return not (isinstance(config.position, options.T5BiasOptions) and config.position.per_layer)
 
 
 def table_parameter(config: TransformerConfig, scheme: PositionScheme) -> tuple[Initializer, tuple[int, int], str]:
@@ -235,7 +240,7 @@ class Block(nn.Module):
         scheme = NoPosition() if scheme.adds else scheme  # the stack has already added it to the embeddings
         table = inputs.position_table
         # T5 has one table for all layers of a stack (Raffel et al. 2019, section 2.1), UMT5 one for each layer.
-        if self.config.t5_bias.per_layer:
+        if not shares_table(self.config):
             table = self.param("position_table", *table_parameter(self.config, scheme))
         given = {
             "mask": self._mask(inputs, cache),

@@ -21,6 +21,7 @@ from transformer.nn._blocks import (
     LayerOutput,
     make_norm,
     position_scheme,
+    shares_table,
     table_parameter,
 )
 from transformer.nn._caches import cache_length, check_room
@@ -216,7 +217,7 @@ class Stack(nn.Module):
         """Add positions to embeddings, with a norm if configured; return them and the table that all layers share."""
         config, table = self.config, None
         scheme = position_scheme(config, causal=self.causal)
-        if scheme.table_shape is not None and not config.t5_bias.per_layer:
+        if scheme.table_shape is not None and shares_table(config):
             table = self.param("position_table", *table_parameter(config, scheme))
         # Schemes that rotate or bias return x unchanged here; the layers apply them.
         x = scheme.add(x, positions, table).astype(config.dtype)

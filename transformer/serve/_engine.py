@@ -252,7 +252,7 @@ def _check_draft(model: CausalLM, vocab_size: int, draft: Draft | PromptLookup, 
     if isinstance(draft, PromptLookup):
         return
     config = draft.model.config
-    if config.position == "learned" and positions > config.max_length:
+    if config.max_length is not None and positions > config.max_length:
         raise ConfigError(
             f"the draft's learned position table has {config.max_length} positions, got {positions} tokens per "
             f"request. Request at most {config.max_length}, or use another draft."
@@ -270,7 +270,7 @@ def _check_sizes(model: CausalLM, slots: int, positions: int, cache_tokens: int,
             "Pass a larger number."
         )
     longest = model.config.max_length
-    if model.config.position == "learned" and positions > longest:
+    if longest is not None and positions > longest:
         raise ConfigError(
             f"the model's learned position table has {longest} positions, got {positions} tokens per request. Request "
             f"at most {longest}."

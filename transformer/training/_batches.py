@@ -244,10 +244,10 @@ def check_prompts(recipe: Recipe, dataset: PromptDataset, rewards: Rewards) -> N
                 seen.add(columns)
                 rewards.check(prompt)
     model, new = recipe.model, recipe.grpo.max_new_tokens
-    if model.position == "learned" and dataset.longest + new > model.max_length:
+    if model.max_length is not None and dataset.longest + new > model.max_length:
         raise ConfigError(
             f"grpo.max_new_tokens ({new}) and the longest prompt ({dataset.longest} tokens) must be together at most "
-            f"model.max_length ({model.max_length}), the size of the learned position table. Lower one of them."
+            f"model.position.max_length ({model.max_length}), the rows of the position table. Lower one of them."
         )
 
 
@@ -256,4 +256,4 @@ def _padded(tokens: np.ndarray, width: int) -> np.ndarray:
 
 
 def _has_table(model: nn.Module) -> bool:
-    return model.config.position == "learned"
+    return model.config.max_length is not None

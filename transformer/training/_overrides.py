@@ -15,14 +15,15 @@ from pathlib import Path
 
 import tyro
 
-from transformer.config._checks import ConfigError, boxed_message
+from transformer.config._checks import ConfigError, boxed_message, check_choice
 from transformer.config._local_paths import local_path
 from transformer.config._options import QKNorm
 from transformer.config._paths import get_path, set_paths
+from transformer.config._positions import POSITIONS
 from transformer.config._recipe_files import bundled, find_recipe, recipe_files
 from transformer.data._pipeline import check_local_paths
 from transformer.training._option_hints import suggestion
-from transformer.training._recipe import Recipe
+from transformer.training._recipe import LARGEST, Recipe
 from transformer.training._serial import flatten
 from transformer.training.lora import LoRA
 from transformer.training.tasks._distillation import Distill
@@ -104,7 +105,7 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str) -> Recip
             a remote path.
         SystemExit: --help was printed (code 0).
     """
-    recipe, arguments = _with_groups(recipe, list(arguments))
+    recipe, arguments = _with_groups(*_with_position(recipe, list(arguments)))
     captured = io.StringIO()
     unknown = _unknown_option(recipe, arguments)
     if unknown:
@@ -136,6 +137,21 @@ def _with_group_options(message: str, recipe: Recipe) -> str:
     if given in _options(recipe):
         return f"{given} is not set in this recipe, and has no option. Set it in a recipe file: docs/tutorial.md."
     return message
+
+
+def _with_position(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str]]:
+    """Set the position scheme that `--model.position NAME` names; return the recipe and the other arguments."""
+    pairs = [*arguments, ""]
+    if (place := next((i for i, word in enumerate(arguments) if word == "--model.position"), None)) is None:
+        return recipe, arguments
+    name = pairs[place + 1]
+    check_choice("--model.position", name, [*POSITIONS, "none"])
+    fields = {}
+    if name == "learned" and "--model.position.max-length" in arguments:  # tyro sets it
+        fields["max_length"] = LARGEST
+    position = None if name == "none" else POSITIONS[name](**fields)
+    model = recipe.model.replace(position=position)
+    return dataclasses.replace(recipe, model=model), arguments[:place] + arguments[place + 2 :]
 
 
 def _with_groups(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str]]:

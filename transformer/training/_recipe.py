@@ -137,8 +137,8 @@ class Recipe:
             length = getattr(self.data, field, None)
             if self.model.max_length is not None and length is not None and length > self.model.max_length:
                 raise ConfigError(
-                    f"data.{field} ({length}) must be at most model.max_length ({self.model.max_length}), the size of "
-                    f"the learned position table. Change one of the two."
+                    f"data.{field} ({length}) must be at most model.position.max_length ({self.model.max_length}), the "
+                    f"size of the learned position table. Change one of the two."
                 )
         by_tokens = getattr(self.data, "batch_tokens", None) is not None
         if self.parallel.context != 1 and by_tokens and self.data.packed_length is None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from transformer.config._model import Execution, TransformerConfig
 from transformer.config._parts import HeadTransform, Images, Patches
+from transformer.config._positions import LearnedOptions
 from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
 from transformer.zoo._family import abstract_params, stack_places
@@ -135,13 +136,11 @@ def describe(file: BigVisionFile) -> tuple[type, TransformerConfig, list[Rule]]:
     if "pre_logits/kernel" in file.tensors:
         options["output.transform"] = HeadTransform(activation="tanh", norm=False)
         rules += _linear("pre_logits", "head_transform/dense")
-    config = TransformerConfig(
-        **_sizes(image), **_FIXED, max_length=image["patches"].positions, input=image["patches"], **options
-    )
+    config = TransformerConfig(**_sizes(image), **_FIXED, input=image["patches"], **options)
     return VisionClassifier if config.output.num_classes else VisionEmbedder, config, rules
 
 
-_FIXED = {"activation": "gelu_tanh", "norm": "layer_norm", "norm_epsilon": 1e-6, "position": "learned"} | {
+_FIXED = {"activation": "gelu_tanh", "norm": "layer_norm", "norm_epsilon": 1e-6, "position": LearnedOptions()} | {
     "embedding.scale": False
 }
 """What the code of big_vision fixes: Flax's GELU is the approximation by tanh, and its epsilon is 1e-6."""
@@ -167,7 +166,7 @@ def _two_towers(file: BigVisionFile) -> tuple[type, TransformerConfig, list[Rule
         similarity="sigmoid",
         **_sizes(image),
     )
-    options = {"vocab_size": vocab_size, "max_length": length, "input": images, "output.pooling": "last"}
+    options = {"vocab_size": vocab_size, "position.max_length": length, "input": images, "output.pooling": "last"}
     rules += [
         *more,
         Rule("txt/Embed_0/embedding", "text/embedding/embedding"),

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._model import TransformerConfig
+from transformer.config._positions import LearnedOptions, RotaryOptions, SinusoidalOptions
 from transformer.nn._blocks import position_scheme
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
@@ -194,9 +195,9 @@ def _attention_config(model: nn.Module, positions: int) -> TransformerConfig | N
 def _table_config(model: nn.Module, positions: int) -> TransformerConfig | None:
     config = model.config
     known = type(model) in (CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq)
-    if not known or config.position not in ("sinusoidal", "sinusoidal_halves"):
+    if not known or not isinstance(config.position, SinusoidalOptions):
         return None
-    return config.replace(position="learned", max_length=positions)
+    return config.replace(position=LearnedOptions(max_length=positions))
 
 
 def _table(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
@@ -217,7 +218,7 @@ def _epsilon_config(model: nn.Module, positions: int) -> TransformerConfig | Non
     if (
         config.norm_epsilon == USUAL_EPSILON
         or type(model) not in (CausalLM, Seq2Seq)
-        or config.position not in ("learned", "rotary", "none")
+        or not isinstance(config.position, LearnedOptions | RotaryOptions | None)
         or config.norm_position not in ("pre", "post")
         or not config.stack.final_norm
         or config.norm == "frozen_batch_norm"

@@ -15,6 +15,7 @@ from transformer.config._checks import ConfigError, nearest
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.config._paths import fields_by_path, get_path
+from transformer.config._positions import LearnedOptions, Position, RotaryOptions
 from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Embedder
 from transformer.nn.models._kinds import example_inputs, kind_of
@@ -278,7 +279,11 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
 
     Defaults are filled in, fields that the model does not use are neutralized, and layers are listed one by one.
     """
-    values = {path: value for path, value in fields_by_path(config).items() if path not in FREE}
+    values = {
+        path: value
+        for path, value in fields_by_path(config).items()
+        if path not in FREE and not path.startswith("position")
+    }
     encoder, decoder = config.encoder_layers, config.decoder_layers
     for path in ("num_layers", "stack.prefix", "stack.period", "stack.suffix"):
         del values[path]
@@ -294,6 +299,7 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
         "embedding.per_layer_vocab_size": _per_layer_rows(config),
         "attention.scale": config.attention.scale or config.size_of_head**-0.5,
         "attention.biases": _biases(config),
+        "position": _position(config),
     }
     kinds = {}
     for stack, layers in {"encoder": encoder, "decoder": decoder}.items():
@@ -307,20 +313,10 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
 def _without_unread(config: TransformerConfig) -> dict[str, Any]:
     """Return neutral values for the fields that this config does not use, or that its layers override."""
     values: dict[str, Any] = {}
-    if config.position != "rotary":
-        values |= dict.fromkeys(("rotary.dim", "rotary.scaling", "rotary.sections"))
-        values |= {} if config.position == "rotary_grid" else {"rotary.base": None}
-    else:
-        values["rotary.dim"] = config.rotary.dim or config.size_of_head
-        values |= dict.fromkeys(("rotary.base", "rotary.scaling"), "by layer")
-    if config.position != "t5":
-        values |= dict.fromkeys(("t5_bias.buckets", "t5_bias.max_distance"))
     if config.norm_position == "post":
         values["stack.final_norm"] = None
     if config.stack.layer_scale is not None:
         values["stack.layer_scale"] = "learned"  # only its initial value is in the config
-    if config.embedding.source_max_length == config.max_length:
-        values["embedding.source_max_length"] = None
     if config.output.num_classes is None and not config.output.normalize:
         values["output.pooling"] = None
     return values
@@ -328,15 +324,30 @@ def _without_unread(config: TransformerConfig) -> dict[str, Any]:
 
 def _difference(mine: Any, theirs: Any, title: str) -> str:
     """Describe how a field of two canonical configs differs. For layers, describe the first difference."""
+    if dataclasses.is_dataclass(mine) and type(mine) is type(theirs):
+        return _different_fields(mine, theirs, "", title)
     if not isinstance(mine, dict):
         return f"is {mine!r:.80}, {title} has {theirs!r:.80}"
     for stack, kinds in mine.items():
         for number, (one, other) in enumerate(zip(kinds, theirs[stack], strict=False)):
-            names = [f.name for f in dataclasses.fields(one) if getattr(one, f.name) != getattr(other, f.name)]
-            if names:
-                first, second = (", ".join(f"{n}={getattr(kind, n)!r:.80}" for n in names) for kind in (one, other))
-                return f"is {first} in layer {number} of the {stack}, {title} has {second}"
+            if one != other:
+                return _different_fields(one, other, f" in layer {number} of the {stack}", title)
     return f"is a list of a different length than in {title}"  # the numbers of layers differ
+
+
+def _different_fields(one: Any, other: Any, place: str, title: str) -> str:
+    names = [f.name for f in dataclasses.fields(one) if getattr(one, f.name) != getattr(other, f.name)]
+    first, second = (", ".join(f"{n}={getattr(part, n)!r:.80}" for n in names) for part in (one, other))
+    return f"is {first}{place}, {title} has {second}"
+
+
+def _position(config: TransformerConfig) -> Position:
+    position = config.position
+    if isinstance(position, RotaryOptions):  # base and scaling are compared by layer
+        return replace(position, dim=position.dim or config.size_of_head, base=1.0, scaling=None)
+    if isinstance(position, LearnedOptions):
+        return LearnedOptions(max_length=config.max_length, source_max_length=config.longest_source)
+    return position
 
 
 def _per_layer_rows(config: TransformerConfig) -> int | None:
@@ -360,7 +371,7 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
     changes |= _heads(config, kind)
     if kind.moe is None or kind.moe.beside_dense:
         changes["d_ff"] = kind.d_ff or config.feed_forward_width
-    if config.position != "rotary" or not kind.rotary:
+    if not isinstance(config.position, RotaryOptions) or not kind.rotary:
         changes |= {"rotary_base": None, "rotary_scaling": None}
     elif kind.self_attention and kind.gated_delta is None:
         changes["rotary_base"] = kind.rotary_base or config.rotary.base

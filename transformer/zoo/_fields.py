@@ -144,7 +144,10 @@ class Field(Codec):
         return {self.attribute: value}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        value = get_path(config, self.attribute)
+        try:
+            value = get_path(config, self.attribute)
+        except AttributeError:  # a field of another position scheme
+            return {}
         if self.values is not None:
             named = [theirs for theirs, ours in self.values.items() if ours == value]
             return {self.name: named[0]} if named else {}
@@ -427,9 +430,9 @@ class Rope(Codec):
         head = changes.get("attention.head_dim") or changes["d_model"] // changes["num_heads"]
         rotated = int(head * share)
         return {
-            "rotary.base": base,
-            "rotary.scaling": scaling,
-            "rotary.dim": None if rotated == head else rotated,
+            "position.base": base,
+            "position.scaling": scaling,
+            "position.dim": None if rotated == head else rotated,
         }
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:

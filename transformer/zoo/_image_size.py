@@ -11,6 +11,7 @@ import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.config._parts import Patches
+from transformer.config._positions import LearnedOptions, RotaryGridOptions
 
 
 def with_image_size(
@@ -23,7 +24,7 @@ def with_image_size(
     changes. Models that were not trained with several sizes may become less accurate.
 
     Args:
-        model: a model of images with learned positions or position="rotary_grid", or a DualEncoder.
+        model: a model of images with learned positions or position=RotaryGridOptions(), or a DualEncoder.
         params: its parameters.
         height: height of the images in pixels.
         width: width of the images in pixels.
@@ -35,10 +36,12 @@ def with_image_size(
     config = model.config
     old = config.patches if config.images is None else config.images.patches
     if old is None or (
-        config.images is None and not old.resize_positions and config.position not in ("learned", "rotary_grid")
+        config.images is None
+        and not old.resize_positions
+        and not isinstance(config.position, LearnedOptions | RotaryGridOptions)
     ):
         raise ConfigError(
-            f"a {type(model).__name__} with position={config.position!r} has no table of positions of patches, which "
+            f"a {type(model).__name__} with position={config.position} has no table of positions of patches, which "
             f"another image size needs. Pass a model of images with learned positions."
         )
     if old.resize_positions:
@@ -50,11 +53,11 @@ def with_image_size(
     new = dataclasses.replace(old, image_height=height, image_width=width, drop_remainder=rest)
     if (new.image_height, new.image_width) == (old.image_height, old.image_width):
         return model, params
-    if config.position == "rotary_grid":
+    if isinstance(config.position, RotaryGridOptions):
         return model.clone(config=config.replace(input=new)), params
     if config.images is None:
         table = _resized(params["encoder"]["position_table"], old, new, antialias)
-        changed = config.replace(input=new, max_length=new.positions)
+        changed = config.replace(input=new, position=LearnedOptions())
         encoder = params["encoder"] | {"position_table": table}
         return model.clone(config=changed), params | {"encoder": encoder}
     image = params["image"]

@@ -276,8 +276,8 @@ def _check_sizes(files: WeightFiles, config: TransformerConfig) -> None:
         "d_model": config.d_model,
         "d_ff": config.feed_forward_width,
         "num_heads x head_dim": config.num_heads * config.size_of_head,
-        "max_length": config.max_length,
-        "embedding.source_max_length": config.embedding.source_max_length,
+        "position.max_length": config.max_length,
+        "position.source_max_length": config.longest_source,
         "output.num_classes": config.output.num_classes,
     }
     # Smaller mismatches are reported by `check_complete`, which lists every tensor that does not fit.

@@ -13,7 +13,7 @@ from kernel_parts import assert_close, compiled_kernels, ints, normal, numbers, 
 from placements import mesh
 from training_recipes import change, tiny_recipe
 
-from transformer.config import ConfigError
+from transformer.config import ConfigError, RotaryOptions
 from transformer.data import TextFile
 from transformer.nn._masks import Mask
 from transformer.nn.kernels import AttentionSpec, reference_attention, ring_attention
@@ -196,7 +196,7 @@ class TestCompiler:
         return topology_devices(parse_topology("v5e:2x2"))
 
     def recipe(self, length, **execution):
-        sizes = {"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "d_ff": 8, "position": "rotary"}
+        sizes = {"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "d_ff": 8, "position": RotaryOptions()}
         parallel = {"devices": None, "fsdp": 2, "context": 2}
         recipe = change(tiny_recipe(model=sizes), parallel=parallel, execution=execution)
         return dataclasses.replace(recipe, data=TextFile(path="t.txt", sequence_length=length, batch_size=4))

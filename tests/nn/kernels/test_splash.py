@@ -21,7 +21,7 @@ from numeric_parts import random_params
 from placements import mesh
 from training_recipes import change, tiny_recipe
 
-from transformer.config import ConfigError, Execution, LayerKind, StackOptions, TransformerConfig
+from transformer.config import ConfigError, Execution, LayerKind, RotaryOptions, StackOptions, TransformerConfig
 from transformer.data import TextFile
 from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
@@ -229,7 +229,7 @@ def test_a_whole_model_is_the_same():
     """Packed rows, layers with and without a window, scan and rematerialization, over rows and heads."""
     period = (LayerKind(), LayerKind(window=5))
     sizes = {"d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 8, "attention.softcap": 5.0}
-    config = TransformerConfig(vocab_size=11, position="rotary", stack=StackOptions(period=period), **sizes)
+    config = TransformerConfig(vocab_size=11, position=RotaryOptions(), stack=StackOptions(period=period), **sizes)
     tokens = np.random.default_rng(5).integers(0, 11, (4, 16)).astype(np.int32)
     segments = ints(np.arange(16)[None] // np.array([5, 16, 7, 11])[:, None])
     params = random_params(CausalLM(config), tokens)
@@ -323,7 +323,8 @@ def test_auto_takes_splash_on_a_tpu_alone():
 
 def tiny(length, **groups):
     recipe = change(
-        tiny_recipe(model={"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "d_ff": 8, "position": "rotary"}), **groups
+        tiny_recipe(model={"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "d_ff": 8, "position": RotaryOptions()}),
+        **groups,
     )
     return dataclasses.replace(recipe, data=TextFile(path="t.txt", sequence_length=length, batch_size=4))
 

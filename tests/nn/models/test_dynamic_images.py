@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numeric_parts import random_params
 
-from transformer.config import DynamicImageTokens, TransformerConfig
+from transformer.config import DynamicImageTokens, RotaryOptions, TransformerConfig
 from transformer.nn import make_mesh, state_shardings
 from transformer.nn._caches import next_positions, set_cache_length
 from transformer.nn._masks import Mask
@@ -37,10 +37,10 @@ CONFIG = TransformerConfig(
     num_layers=2,
     num_heads=2,
     d_ff=6,
-    position="rotary",
+    position=RotaryOptions(),
     input=IMAGES,
     initializer_range=0.5,
-    **{"rotary.sections": (1, 2, 1)},
+    **{"position.sections": (1, 2, 1)},
 )
 M = IMAGES.token_id
 
@@ -219,7 +219,7 @@ def test_text_alone_is_that_of_the_decoder():
     model, variables = made()
     text = np.asarray([[1, 2, 3, 4]])
     params = {name: value for name, value in variables["params"].items() if name not in ("image", "projector")}
-    decoder = CausalLM(CONFIG.replace(input=None, **{"rotary.sections": None}))
+    decoder = CausalLM(CONFIG.replace(input=None, **{"position.sections": None}))
     expected = jax.jit(decoder.apply)({"params": params}, text)
     np.testing.assert_allclose(jax.jit(model.apply)(variables, text), expected, atol=2e-5)
 

@@ -10,7 +10,16 @@ from jax.sharding import PartitionSpec
 from numeric_parts import random_params
 from scipy.special import erf
 
-from transformer.config import ConfigError, HeadTransform, Patches, QKNorm, TransformerConfig
+from transformer.config import (
+    ConfigError,
+    HeadTransform,
+    LearnedOptions,
+    Patches,
+    QKNorm,
+    RotaryOptions,
+    T5BiasOptions,
+    TransformerConfig,
+)
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn._sharding import parameter_spec
@@ -19,12 +28,12 @@ from transformer.nn.models._encoders import pool
 from transformer.nn.models._vision import cut_patches
 from transformer.training._state import parameter_paths
 
-CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=1, num_heads=3, d_ff=7, position="rotary")
+CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=1, num_heads=3, d_ff=7, position=RotaryOptions())
 NUMBERS = np.random.default_rng(1).integers(0, 17, (2, 5), dtype=np.int32)
 TOKENS = jax.device_put(NUMBERS)
 PATCHES = Patches(image_height=6, image_width=4, patch_size=2, channels=5)
 VISION = CONFIG.replace(
-    input=PATCHES, **{"output.num_classes": 3, "output.pooling": "first"}, position="learned", max_length=7
+    input=PATCHES, **{"output.num_classes": 3, "output.pooling": "first"}, position=LearnedOptions(max_length=7)
 )
 PICTURES = np.random.default_rng(0).normal(size=(2, 6, 4, 5)).astype(np.float32)
 IMAGES = jax.device_put(PICTURES)
@@ -227,7 +236,7 @@ def test_what_layers_report_comes_beside_the_output():
 
 
 def test_a_source_may_have_a_longer_table_than_the_target():
-    model = Seq2Seq(CONFIG.replace(position="learned", max_length=5, **{"embedding.source_max_length": 7}))
+    model = Seq2Seq(CONFIG.replace(position=LearnedOptions(max_length=5, source_max_length=7)))
     params = shapes(model, jax.ShapeDtypeStruct((2, 7), jnp.int32), TOKENS)
     assert params["encoder"]["position_table"].shape == (7, 12)
     assert params["decoder"]["position_table"].shape == (5, 12)
@@ -324,7 +333,7 @@ def test_every_parameter_of_every_model_has_its_place():
         "attention.qk_norm": QKNorm(scope="all"),
     }
     sandwich = {"norm_position": "sandwich", "embedding.token_types": 2, "output.bias": True}
-    t5 = {"position": "t5", "t5_bias.per_layer": True}
+    t5 = {"position": T5BiasOptions(), "position.per_layer": True}
     for model, inputs in [
         (MaskedLM(CONFIG.replace(**rich, **sandwich, **t5)), TOKENS),
         (Classifier(CONFIG.replace(**rich, **{"output.num_classes": 4})), TOKENS),

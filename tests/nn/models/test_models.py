@@ -10,7 +10,15 @@ import pytest
 from abstract_meshes import computing_on
 from numeric_parts import random_params
 
-from transformer.config import ConfigError, TransformerConfig
+from transformer.config import (
+    ALiBiOptions,
+    ConfigError,
+    LearnedOptions,
+    RotaryOptions,
+    SinusoidalOptions,
+    T5BiasOptions,
+    TransformerConfig,
+)
 from transformer.nn._caches import cache_length
 from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
@@ -21,11 +29,11 @@ NUMBERS = np.random.default_rng(1).integers(0, 17, (2, 9), dtype=np.int32)
 """Slices of a NumPy array need no program."""
 TOKENS = jax.device_put(NUMBERS)
 POSITIONS = {
-    "sinusoidal": {},
-    "learned": {"max_length": 13},
-    "rotary": {"rotary.dim": 2},
-    "alibi": {},
-    "t5": {"t5_bias.buckets": 8, "t5_bias.max_distance": 6},
+    "sinusoidal": SinusoidalOptions(),
+    "learned": LearnedOptions(max_length=13),
+    "rotary": RotaryOptions(dim=2),
+    "alibi": ALiBiOptions(),
+    "t5": T5BiasOptions(buckets=8, max_distance=6),
     "none": {},
 }
 
@@ -50,7 +58,7 @@ def apply(model, params, *inputs, method="__call__", **options):
 @pytest.mark.default_cases(3)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_decoding_with_a_cache_equals_the_whole(position):
-    model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
+    model, params = make(CausalLM, TOKENS, position=POSITIONS[position])
     whole = apply(model, params, TOKENS)
     chex.assert_shape(whole, (2, 9, 17))
     cache, parts = started(model, 2, 11), []
@@ -64,7 +72,7 @@ def test_decoding_with_a_cache_equals_the_whole(position):
 @pytest.mark.default_cases(3)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_packed_rows_give_what_each_gives_alone(position):
-    model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
+    model, params = make(CausalLM, TOKENS, position=POSITIONS[position])
     first, second = NUMBERS[:1, :4], NUMBERS[1:, :5]
     packed = np.concatenate([first, second], 1)
     segments = np.array([[1] * 4 + [2] * 5])
@@ -82,7 +90,7 @@ def test_packed_rows_give_what_each_gives_alone(position):
 
 @pytest.mark.parametrize("position", ["rotary", "alibi", "t5"])
 def test_relative_schemes_see_distances_alone(position):
-    model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
+    model, params = make(CausalLM, TOKENS, position=POSITIONS[position])
     steps = np.broadcast_to(np.arange(9), (2, 9))
     shifted = np.asarray(apply(model, params, TOKENS, steps + 1000))
     np.testing.assert_allclose(shifted, apply(model, params, TOKENS), rtol=1e-3, atol=1e-4)
@@ -93,7 +101,7 @@ def test_relative_schemes_see_distances_alone(position):
 @pytest.mark.parametrize("position", ["alibi", "t5"])
 def test_given_positions_reach_a_cached_bias(position):
     """With gaps between positions, the cache must store the positions of its keys."""
-    model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
+    model, params = make(CausalLM, TOKENS, position=POSITIONS[position])
     positions = np.broadcast_to(np.array([0, 2, 3, 7, 8, 9, 20, 21, 30]), (2, 9))
     whole = np.asarray(apply(model, params, TOKENS, positions))
     _, cache = apply(model, params, NUMBERS[:, :6], positions[:, :6], cache=started(model, 2, 9))
@@ -181,7 +189,7 @@ def test_a_classifier_does_not_see_padding(pooling):
 
 def test_embeddings_are_scaled_by_the_root_of_the_width():
     """Scaling is the same as a table multiplied by sqrt(d_model), here sqrt(12), without scaling."""
-    model, params = make(CausalLM, TOKENS, position="none")
+    model, params = make(CausalLM, TOKENS, position=None)
     plain = CausalLM(model.config.replace(**{"embedding.scale": False}))
     scaled = jax.tree.map(lambda leaf: leaf, params)
     scaled["params"]["embedding"] = {
@@ -242,7 +250,7 @@ def test_what_can_not_be_says_so(call, message):
 
 
 def test_a_learned_table_refuses_what_is_longer():
-    model, params = make(CausalLM, TOKENS, position="learned", max_length=9)
+    model, params = make(CausalLM, TOKENS, position=LearnedOptions(max_length=9))
     longer = np.zeros((1, 10), np.int32)
     with pytest.raises(ValueError, match=r"10.*9.*max_length"):
         apply(model, params, longer)

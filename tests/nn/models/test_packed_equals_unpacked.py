@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
+from transformer.config import Execution, LayerKind, LearnedOptions, MoE, RotaryOptions, StackOptions, TransformerConfig
 from transformer.nn.models._kinds import example_inputs
 from transformer.training import TrainingConfig
 from transformer.training._step import training_loss
@@ -68,7 +68,6 @@ def model_and_loss(task, position, kind=LayerKind()):
     config = TransformerConfig(
         **sizes,
         position=position,
-        max_length=ROW if position == "learned" else None,
         stack=StackOptions(period=(kind,)),
     )
     model = TASKS[task].model(config, Execution(scan=False))
@@ -91,10 +90,10 @@ ROUTED = LayerKind(moe=MoE(num_experts=3, load_balance_weight=1.0, router_z_weig
 @pytest.mark.parametrize(
     ("task", "position", "kind"),
     [
-        ("causal_lm", "rotary", LayerKind()),
-        ("causal_lm", "learned", LayerKind()),
-        pytest.param("seq2seq", "rotary", ROUTED, marks=pytest.mark.slow),
-        ("seq2seq", "learned", LayerKind()),
+        ("causal_lm", RotaryOptions(), LayerKind()),
+        ("causal_lm", LearnedOptions(max_length=ROW), LayerKind()),
+        pytest.param("seq2seq", RotaryOptions(), ROUTED, marks=pytest.mark.slow),
+        ("seq2seq", LearnedOptions(max_length=ROW), LayerKind()),
     ],
 )
 def test_loss_and_gradients_are_those_of_rows_alone(task, position, kind):
@@ -111,7 +110,7 @@ def test_loss_and_gradients_are_those_of_rows_alone(task, position, kind):
 @pytest.mark.parametrize("name", ["segment_ids", "source_segment_ids", "positions", "source_positions"])
 def test_each_part_of_a_packed_batch_is_needed(name):
     """With learned positions, which are absolute; rotary positions only encode distances."""
-    loss, right = model_and_loss("seq2seq", "learned"), batch("seq2seq", packed=True)
+    loss, right = model_and_loss("seq2seq", LearnedOptions(max_length=ROW)), batch("seq2seq", packed=True)
     wrong = right | {
         name: np.minimum(right[name], 1) if "segment" in name else np.tile(np.arange(ROW), (len(PLACES), 1))
     }

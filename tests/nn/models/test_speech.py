@@ -12,7 +12,7 @@ from golden import ours
 from numeric_parts import random_params
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, Speech, TransformerConfig
+from transformer.config import ConfigError, LearnedOptions, Speech, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.inference import LoadedModel, embed
 from transformer.nn._parameter_axes import axes_of
@@ -25,7 +25,7 @@ CONFIG = TransformerConfig(vocab_size=23, d_model=12, num_layers=1, num_heads=3,
 CONFIG = CONFIG.replace(
     **{"embedding.tie": False}, initializer_range=0.6
 )  # large weights, so that the text depends on the frames
-MODEL = SpeechToText(CONFIG.replace(position="learned", max_length=19, **{"embedding.source_max_length": 7}))
+MODEL = SpeechToText(CONFIG.replace(position=LearnedOptions(max_length=19, source_max_length=7)))
 NUMBERS = np.random.default_rng(1).normal(size=(2, 14, 5)).astype(np.float32)
 FRAMES = jax.device_put(NUMBERS)
 TARGET = np.asarray([[3, 1, 4, 1], [5, 9, 2, 6]], np.int32)

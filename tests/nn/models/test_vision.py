@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numeric_parts import random_params
 
-from transformer.config import ConfigError, Images, Patches, TransformerConfig
+from transformer.config import ConfigError, Images, LearnedOptions, Patches, RotaryOptions, TransformerConfig
 from transformer.nn._blocks import position_scheme
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import axes_of
@@ -26,16 +26,16 @@ from transformer.nn.models import (
 from transformer.nn.models._vision import AttentionPooling, cut_patches, grid_positions
 from transformer.training._state import parameter_paths
 
-CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=1, num_heads=3, d_ff=7, position="rotary")
+CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=1, num_heads=3, d_ff=7, position=RotaryOptions())
 NUMBERS = np.random.default_rng(1).integers(0, 17, (3, 5), dtype=np.int32)
 TOKENS = jax.device_put(NUMBERS)
 PICTURES = np.random.default_rng(0).normal(size=(2, 6, 4, 5)).astype(np.float32)
 PIXELS = jax.device_put(PICTURES)
 PATCHES = Patches(image_height=6, image_width=4, patch_size=2, channels=5)
 VISION = CONFIG.replace(
-    input=PATCHES, **{"output.num_classes": 3, "output.pooling": "first"}, position="learned", max_length=7
+    input=PATCHES, **{"output.num_classes": 3, "output.pooling": "first"}, position=LearnedOptions()
 )
-DISTILLED = VISION.replace(input=dataclasses.replace(PATCHES, distillation_token=True), max_length=8)
+DISTILLED = VISION.replace(input=dataclasses.replace(PATCHES, distillation_token=True))
 DUAL = CONFIG.replace(
     input=Images(
         patches=PATCHES,
@@ -97,9 +97,7 @@ def test_the_mean_is_that_of_the_patches(pooling):
 
 
 def test_images_without_a_class_token():
-    config = VISION.replace(
-        input=dataclasses.replace(PATCHES, class_token=False), max_length=6, **{"output.pooling": "mean"}
-    )
+    config = VISION.replace(input=dataclasses.replace(PATCHES, class_token=False), **{"output.pooling": "mean"})
     model = VisionEmbedder(config)
     params = make(model, PIXELS)
     assert "class_token" not in params["params"]
@@ -111,7 +109,7 @@ def test_images_without_a_class_token():
 def test_registers_have_no_positions():
     """Registers are added after the class token; patches keep their rows of the table, and registers get none."""
     patches = dataclasses.replace(PATCHES, registers=2)
-    model = VisionEmbedder(VISION.replace(input=patches, max_length=9, num_layers=1, **{"output.pooling": "mean"}))
+    model = VisionEmbedder(VISION.replace(input=patches, num_layers=1, **{"output.pooling": "mean"}))
     params = make(model, PIXELS)
     assert params["params"]["registers"].shape == (2, 12)
     assert params["params"]["encoder"]["position_table"].shape == (7, 12)
@@ -257,7 +255,7 @@ def test_every_parameter_has_axes(model, inputs):
     ("model", "inputs", "message"),
     [
         (
-            VisionEmbedder(VISION.replace(input=dataclasses.replace(PATCHES, class_token=False), max_length=6)),
+            VisionEmbedder(VISION.replace(input=dataclasses.replace(PATCHES, class_token=False))),
             (PIXELS,),
             r"output.pooling='first'.*input.class_token",
         ),
@@ -288,7 +286,7 @@ def test_impossible_models(model, inputs, message):
 
 ANY_GRID = VISION.replace(
     input=dataclasses.replace(PATCHES, class_token=False, resize_positions=True),
-    **{"output.pooling": "mean", "position": "none", "max_length": None},
+    **{"output.pooling": "mean", "position": None},
 )
 
 

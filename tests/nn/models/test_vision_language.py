@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numeric_parts import random_params
 
-from transformer.config import ConfigError, ImageTokens, LayerKind, Patches, TransformerConfig
+from transformer.config import ConfigError, ImageTokens, LayerKind, Patches, RotaryOptions, TransformerConfig
 from transformer.nn import make_mesh, state_shardings
 from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, VisionLanguageModel
@@ -32,7 +32,7 @@ CONFIG = TransformerConfig(
     num_layers=2,
     num_heads=3,
     d_ff=7,
-    position="rotary",
+    position=RotaryOptions(),
     input=IMAGES,
     initializer_range=0.5,
     **{"stack.period": (LayerKind(window=13), LayerKind())},

@@ -9,7 +9,7 @@ import pytest
 from plan_recipes import CHIPS, SMALL, parallel
 from training_recipes import change, tiny_recipe
 
-from transformer.config import ConfigError
+from transformer.config import ConfigError, LearnedOptions
 from transformer.data import MaskedSST2, ParallelText, SST2Sentences
 from transformer.data._pipeline import check_batch
 from transformer.nn.models import count_parameters
@@ -57,8 +57,8 @@ def test_tokens_of_a_step_are_patches_where_the_data_is_numbers(name, tokens, to
 
 def test_rows_that_a_model_or_a_mesh_has_no_place_for():
     packed = dataclasses.replace(PAIRS, batch_size=128, batch_tokens=512, packed_length=32)
-    with pytest.raises(ConfigError, match=r"packed_length \(32\).*model.max_length \(20\)"):
-        reading(packed, model={"position": "learned", "max_length": 20})
+    with pytest.raises(ConfigError, match=r"packed_length \(32\).*model.position.max_length \(20\)"):
+        reading(packed, model={"position": LearnedOptions(max_length=20)})
     buckets = dataclasses.replace(packed, packed_length=None)
     with pytest.raises(ConfigError, match=r"context \(2\) needs rows of a fixed length"):
         reading(buckets, parallel={"context": 2})

@@ -15,7 +15,7 @@ from plan_recipes import CHIPS, PAIRS, SMALL, TEXT, parallel
 
 from transformer.__main__ import main
 from transformer.cli._plan_print import decode_lines, duration, here_lines
-from transformer.config import MLA, ConfigError, Execution, LayerKind, MoE
+from transformer.config import MLA, ConfigError, Execution, LayerKind, LearnedOptions, MoE
 from transformer.training._chips import DEVICE_KINDS
 from transformer.training.plan import (
     Generation,
@@ -64,11 +64,11 @@ class TestDecode:
             parse_generation(text, TEXT)
 
     def test_more_than_there_are_positions(self):
-        learned = dataclasses.replace(TEXT, model=TEXT.model.replace(position="learned", max_length=30))
+        learned = dataclasses.replace(TEXT, model=TEXT.model.replace(position=LearnedOptions(max_length=30)))
         assert parse_generation("1:20:10", learned)
         with pytest.raises(ConfigError, match=r"model.*30"):
             parse_generation("1:20:11", learned)
-        sources = PAIRS.model.replace(position="learned", max_length=30, **{"embedding.source_max_length": 90})
+        sources = PAIRS.model.replace(position=LearnedOptions(max_length=30, source_max_length=90))
         pairs = dataclasses.replace(PAIRS, model=sources)
         assert parse_generation("1:90:30", pairs)
         for text, longest in (("1:91:30", 90), ("1:90:31", 30)):

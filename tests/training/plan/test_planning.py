@@ -12,7 +12,7 @@ import pytest
 
 from transformer.__main__ import main
 from transformer.cli._plan_print import train_lines
-from transformer.config import ConfigError, Execution, LayerKind, MoE, TransformerConfig
+from transformer.config import ConfigError, Execution, LayerKind, MoE, RotaryOptions, TransformerConfig
 from transformer.data import LabeledText, NumberWords, ParallelText, TextFile, TinyShakespeare, TokenizerConfig
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import Recipe, TrainingConfig
@@ -41,7 +41,7 @@ from transformer.training.plan import _topologies as topologies
 
 TEXT = Recipe(
     name="text",
-    model=TransformerConfig(vocab_size=97, d_model=48, num_heads=3, num_layers=2, d_ff=176, position="rotary"),
+    model=TransformerConfig(vocab_size=97, d_model=48, num_heads=3, num_layers=2, d_ff=176, position=RotaryOptions()),
     data=TextFile(path="nowhere.txt", sequence_length=40, batch_size=24),
     execution=Execution(scan=False),
 )

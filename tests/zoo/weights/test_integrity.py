@@ -13,7 +13,7 @@ from golden import ours
 
 import transformer.nn.layers._layers
 from transformer.__main__ import main
-from transformer.config import ConfigError, EmbeddingOptions, TransformerConfig
+from transformer.config import ConfigError, EmbeddingOptions, LearnedOptions, TransformerConfig
 from transformer.inference import load
 from transformer.nn.models import CausalLM
 from transformer.zoo import build, load_pretrained, save_pretrained, verify
@@ -245,7 +245,7 @@ class Sized:
 def test_a_model_of_few_positions_is_saved(tmp_path):
     sizes = {"vocab_size": 5, "d_model": 4, "num_layers": 1, "num_heads": 1}
     embedding = EmbeddingOptions(scale=False)
-    config = TransformerConfig(**sizes, position="learned", max_length=3, embedding=embedding)
+    config = TransformerConfig(**sizes, position=LearnedOptions(max_length=3), embedding=embedding)
     model = CausalLM(config)
     params = numeric_parts.random_params(model, np.zeros((1, 1), int))["params"]
     save_pretrained(model, params, tmp_path / "out")

@@ -165,10 +165,10 @@ class SpeechEncoder(Model):
         config = self.config
         if config.audio is None:
             raise ConfigError(f"input is not audio: a {type(self).__name__} needs input=Audio(...).")
-        if config.position != "none":
+        if config.position is not None:
             raise ConfigError(
-                f"position is {config.position!r}, but a {type(self).__name__} adds positions by a convolution of its "
-                f"frames. Set position='none'."
+                f"position is {config.position}, but a {type(self).__name__} adds positions by a convolution of its "
+                f"frames. Set position=None."
             )
         self.feature_encoder = FeatureEncoder(config)
         self.position_convolution = PositionConvolution(config)

@@ -29,7 +29,7 @@ def check_frames(config: TransformerConfig, frames: Any) -> None:
     Raises:
         ValueError: if dtype or shape differ.
     """
-    rows = config.longest_source if config.position == "learned" else None
+    rows = config.longest_source
     shape, count = frames.shape, "any" if rows is None else FRAMES_A_POSITION * rows
     mel_bins = config.speech.mel_bins
     fits = len(shape) == 3 and 0 not in shape and shape[2] == mel_bins and (rows is None or shape[1] == count)

@@ -122,10 +122,10 @@ class VisionEncoder(Model):
             raise ConfigError(
                 f"output.pooling={pooling!r} reads the class token, but input.class_token is False. Change one of them."
             )
-        if patches.resize_positions and config.position != "none":
+        if patches.resize_positions and config.position is not None:
             raise ConfigError(
-                f"input.resize_positions=True adds positions to the patches, got position={config.position!r} in "
-                f"addition. Set position='none'."
+                f"input.resize_positions=True adds positions to the patches, got position={config.position} in "
+                f"addition. Set position=None."
             )
         zeros, width = nn.initializers.zeros, (config.d_model,)
         if patches.class_token:

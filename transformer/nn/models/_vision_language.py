@@ -286,7 +286,7 @@ def _unused(config: TransformerConfig) -> TransformerConfig:
     """Return the config of the layers of the image encoder that are not computed, one by one, and of its final norm."""
     unused = config.image_tokens.unused_layers
     changes = {"stack.prefix": (LayerKind(),) * unused, "stack.final_norm": True, "embedding.norm": False}
-    changes |= {"position": "none", "max_length": None, "input": None}
+    changes |= {"position": None, "input": None}
     return config.image_encoder.replace(num_layers=max(unused, 1), **changes)
 
 

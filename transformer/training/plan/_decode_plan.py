@@ -92,8 +92,8 @@ def parse_generation(text: str | None, recipe: Recipe) -> Generation:
     ):
         if longest is not None and length > longest:
             raise ConfigError(
-                f"--shape {wanted}: the model has only {longest} positions (model.max_length, and for sources "
-                f"model.embedding.source_max_length). Pass fewer tokens."
+                f"--shape {wanted}: the model has only {longest} positions (model.position.max_length, and for sources "
+                f"model.position.source_max_length). Pass fewer tokens."
             )
     return wanted
 

@@ -117,12 +117,12 @@ class Task(ABC):
             raise ConfigError(
                 f"model.input must match the data, but has {', '.join(unequal)}. Change the model or the data."
             )
-        source = "max_length" if model.embedding.source_max_length is None else "embedding.source_max_length"
+        source = "max_length" if model.longest_source == model.max_length else "source_max_length"
         limits = ("source", source, model.longest_source), ("tokens", "max_length", model.max_length)
         for name, field, limit in limits:
             if limit is not None and name in batch and batch[name].shape[-1] > limit:
                 raise ConfigError(
-                    f"model.{field} ({limit}) must be at least the longest sequence of the data "
+                    f"model.position.{field} ({limit}) must be at least the longest sequence of the data "
                     f"({batch[name].shape[-1]} tokens), because each position has a learned embedding. Raise it, or "
                     f"lower {self.lengths}."
                 )

@@ -86,8 +86,8 @@ class Contrastive(Task):
             )
         if not model.attention.causal and data.max_length != model.max_length:
             raise ConfigError(
-                f"data.max_length ({data.max_length}) must be model.max_length ({model.max_length}), because a text "
-                f"encoder without a causal mask also reads the padding. Change one of them, or set "
+                f"data.max_length ({data.max_length}) must be model.position.max_length ({model.max_length}): a "
+                f"text encoder without a causal mask also reads the padding. Change one of them, or set "
                 f"model.attention.causal."
             )
         if recipe.parallel.kind == "pmap":

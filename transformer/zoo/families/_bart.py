@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config._model import TransformerConfig
+from transformer.config._positions import LearnedOptions
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
@@ -163,10 +164,10 @@ BART = Family(
         "BartModel": Head(model=Seq2Seq, base=True),
     },
     constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "norm_position": "post", "embedding.norm": True}
-    | {"position": "learned", "use_bias": True},
+    | {"position": LearnedOptions(), "use_bias": True},
     fields=(
         Field("vocab_size", "vocab_size"),
-        Field("max_position_embeddings", "max_length", 1024),
+        Field("max_position_embeddings", "position.max_length", 1024),
         *bart_fields(),
         Former("normalize_embedding", (True,)),
         Former("static_position_embeddings", (False,)),

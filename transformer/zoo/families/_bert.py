@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from transformer.config._parts import HeadTransform
+from transformer.config._positions import LearnedOptions
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, Fixed, Labels, Unread, sizes, training_fields
@@ -33,7 +34,7 @@ class Repeated(Relation):
 BERT_CONSTANTS = {
     "norm": "layer_norm",
     "norm_position": "post",
-    "position": "learned",
+    "position": LearnedOptions(),
     "embedding.norm": True,
     "embedding.scale": False,
 }
@@ -168,7 +169,7 @@ BERT = Family(
         "BertModel": base_head("bert.", (*_MASKED_LM, r"classifier\.(weight|bias)")),
     },
     constants=BERT_CONSTANTS,
-    fields=(*encoder_fields(), Field("max_position_embeddings", "max_length", 512)),
+    fields=(*encoder_fields(), Field("max_position_embeddings", "position.max_length", 512)),
     rules=lambda config: encoder_rules("bert."),
     prefix="bert.",
     ignored=(

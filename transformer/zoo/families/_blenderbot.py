@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config._model import TransformerConfig
+from transformer.config._positions import LearnedOptions
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo._family import Family, Head
 from transformer.zoo._fields import Field, Unread
@@ -32,10 +33,10 @@ BLENDERBOT = Family(
             model=Seq2Seq, constants={"output.bias": True}, rules=(LOGITS_BIAS,)
         ),
     },
-    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": "learned", "use_bias": True},
+    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": LearnedOptions(), "use_bias": True},
     fields=(
         Field("vocab_size", "vocab_size"),
-        Field("max_position_embeddings", "max_length", 128),
+        Field("max_position_embeddings", "position.max_length", 128),
         *bart_fields(pre_norm=True),
         Former("normalize_embedding", (False,)),
         Former("static_position_embeddings", (False,)),

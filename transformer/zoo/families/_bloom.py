@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config._model import TransformerConfig
+from transformer.config._positions import ALiBiOptions
 from transformer.zoo._family import Family, Variant
 from transformer.zoo._fields import Codec, Field, FieldError, Fixed, Unread, training_fields
 from transformer.zoo.families._gpt_neox import megatron_layer_rules
@@ -60,7 +61,7 @@ BLOOM = Family(
     title="BLOOM",
     citation="BigScience Workshop 2022, arXiv 2211.05100",
     heads=decoder_heads("Bloom"),
-    constants={"norm": "layer_norm", "position": "alibi", "embedding.norm": True, "use_bias": True}
+    constants={"norm": "layer_norm", "position": ALiBiOptions(), "embedding.norm": True, "use_bias": True}
     | {"activation": "gelu_tanh", "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size"),

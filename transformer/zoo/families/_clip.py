@@ -10,6 +10,7 @@ import numpy as np
 
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import Images
+from transformer.config._positions import LearnedOptions
 from transformer.nn.models._dual import DualEncoder
 from transformer.zoo._family import Family, Head, Variant, read_fields
 from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, FieldError, Unread, sizes
@@ -125,11 +126,16 @@ def text_fields(vocab_size: int, length: int) -> tuple[Codec, ...]:
     """Return the fields that only text_config has, with their defaults."""
     return (
         Field("vocab_size", "vocab_size", vocab_size),
-        Field("max_position_embeddings", "max_length", length),
+        Field("max_position_embeddings", "position.max_length", length),
     )
 
 
-DUAL_CONSTANTS = {"norm": "layer_norm", "position": "learned", "embedding.scale": False, "output.pooling": "last"}
+DUAL_CONSTANTS = {
+    "norm": "layer_norm",
+    "position": LearnedOptions(),
+    "embedding.scale": False,
+    "output.pooling": "last",
+}
 """Constants of CLIP and SigLIP."""
 
 ENCODER_LAYER = {

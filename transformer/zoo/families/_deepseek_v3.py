@@ -153,7 +153,7 @@ class LatentRope(Rope):
         given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
         rotated, everywhere = given.pop("mscale", None), given.pop("mscale_all_dim", None)
         read = super().read(dict(values) | {"rope_scaling": None, "rope_parameters": given}, changes)
-        scaling = read["rotary.scaling"]
+        scaling = read["position.scaling"]
         if scaling is None or not everywhere:
             return read
         # m(s) = 1 + 0.1 s ln(factor). Scores are multiplied by m(mscale_all_dim)^2, once for the query and once for the
@@ -161,7 +161,7 @@ class LatentRope(Rope):
         sharper = _sharpening(scaling.factor, everywhere)
         if scaling.kind == "yarn" and scaling.attention_factor is None and rotated:
             factor = _sharpening(scaling.factor, rotated) / sharper
-            read["rotary.scaling"] = replace(scaling, attention_factor=factor)
+            read["position.scaling"] = replace(scaling, attention_factor=factor)
         return read | {"attention.scale": changes["attention.mla"].head_dim ** -0.5 * sharper * sharper}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config._model import TransformerConfig
+from transformer.config._positions import RotaryGridOptions
 from transformer.nn.models._vision import VisionEmbedder
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Unread, layer_sizes, sizes
@@ -63,7 +64,12 @@ DINOV3 = Family(
     title="DINOv3",
     citation="Siméoni et al. 2025, arXiv 2508.10104",
     heads={"DINOv3ViTModel": Head(model=VisionEmbedder, base=True)},
-    constants={"norm": "layer_norm", "position": "rotary_grid", "embedding.scale": False, "output.pooling": "first"},
+    constants={
+        "norm": "layer_norm",
+        "position": RotaryGridOptions(),
+        "embedding.scale": False,
+        "output.pooling": "first",
+    },
     fields=(
         *sizes(d_model=("hidden_size", 384), num_layers=("num_hidden_layers", 12)),
         *sizes(num_heads=("num_attention_heads", 6), d_ff=("intermediate_size", 1536)),
@@ -71,7 +77,7 @@ DINOV3 = Family(
         Field("use_gated_mlp", "gated", False),
         Field("layer_norm_eps", "norm_epsilon", 1e-5),
         Field("layerscale_value", "stack.layer_scale", 1.0),
-        Field("rope_theta", "rotary.base", 100.0),
+        Field("rope_theta", "position.base", 100.0),
         Field("attention_dropout", "attention.dropout_rate", 0.0),
         Field("initializer_range", "initializer_range", 0.02),
         MapBiases(),

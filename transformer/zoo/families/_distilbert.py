@@ -68,7 +68,8 @@ DISTILBERT = Family(
     },
     constants=BERT_CONSTANTS | {"norm_epsilon": 1e-12},
     fields=(
-        *sizes(vocab_size=("vocab_size", 30_522), max_length=("max_position_embeddings", 512)),
+        Field("vocab_size", "vocab_size", 30_522),
+        Field("max_position_embeddings", "position.max_length", 512),
         *sizes(d_model=("dim", 768), num_layers=("n_layers", 6), num_heads=("n_heads", 12)),
         *sizes(d_ff=("hidden_dim", 3072)),
         Field("activation", "activation", "gelu", ACTIVATIONS),

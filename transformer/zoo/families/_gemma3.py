@@ -71,7 +71,7 @@ class LocalAndGlobal(Codec):
             FULL: LayerKind(rotary_scaling=scaled),
             SLIDING: LayerKind(window=window, rotary_base=local_base, rotary_scaling=local_scaled),
         }
-        return {"rotary.base": base} | fold([kinds[name] for name in types])
+        return {"position.base": base} | fold([kinds[name] for name in types])
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         windows = layer_windows(config)

@@ -93,7 +93,7 @@ class SharedAndGlobal(Codec):
         shared = values.get("num_kv_shared_layers", 0)
         if type(shared) is not int or not 0 <= shared < layers:
             raise FieldError(f"num_kv_shared_layers must be from 0 to {layers - 1}, got {shared!r:.80}")
-        base = {"rotary.base": rotary[FULL][0]}
+        base = {"position.base": rotary[FULL][0]}
         if not shared:
             return base | fold(kinds)
         wide = 2 * changes["d_ff"] if values.get("use_double_wide_mlp", False) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config._model import TransformerConfig
+from transformer.config._positions import LearnedOptions
 from transformer.zoo._family import Family, Variant
 from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Unread, sizes, training_fields
 from transformer.zoo.families._llama import LANGUAGE_MODEL, LAST_TOKEN
@@ -42,9 +43,10 @@ GPT2 = Family(
     title="GPT-2",
     citation="Radford et al. 2019, Language Models are Unsupervised Multitask Learners",
     heads={"GPT2LMHeadModel": LANGUAGE_MODEL, "GPT2ForSequenceClassification": LAST_TOKEN},
-    constants={"norm": "layer_norm", "position": "learned", "use_bias": True, "embedding.scale": False},
+    constants={"norm": "layer_norm", "position": LearnedOptions(), "use_bias": True, "embedding.scale": False},
     fields=(
-        *sizes(vocab_size=("vocab_size", 50257), max_length=("n_positions", 1024), d_model=("n_embd", 768)),
+        Field("n_positions", "position.max_length", 1024),
+        *sizes(vocab_size=("vocab_size", 50257), d_model=("n_embd", 768)),
         *sizes(num_layers=("n_layer", 12), num_heads=("n_head", 12)),
         Field("n_inner", "d_ff", None, nullable=True),
         Field("activation_function", "activation", "gelu_new", ACTIVATIONS),

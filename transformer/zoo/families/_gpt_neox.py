@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config._model import TransformerConfig
+from transformer.config._positions import RotaryOptions
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import ACTIVATIONS, Field, Rope, Unread, layer_sizes, training_fields
@@ -55,7 +56,7 @@ GPT_NEOX = Family(
         "GPTNeoXForCausalLM": Head(model=CausalLM, rules=(Rule("embed_out.weight", "output/kernel", MATRIX),)),
         "GPTNeoXForSequenceClassification": LAST_TOKEN,
     },
-    constants={"norm": "layer_norm", "position": "rotary", "use_bias": True, "embedding.scale": False},
+    constants={"norm": "layer_norm", "position": RotaryOptions(), "use_bias": True, "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("hidden_size", "d_model"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config._model import TransformerConfig
+from transformer.config._positions import RotaryOptions
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._encoders import Classifier, Embedder
 from transformer.zoo._family import Family, Head, Variant
@@ -15,7 +16,7 @@ from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm
 
 DECODER_CONSTANTS = {
     "norm": "rms_norm",
-    "position": "rotary",
+    "position": RotaryOptions(),
     "gated": True,
     "use_bias": False,
     "embedding.scale": False,

@@ -36,7 +36,7 @@ class ScaledRope(Rope):
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         read = super().read(values, changes)
-        scaling = read["rotary.scaling"]
+        scaling = read["position.scaling"]
         if scaling is not None and scaling.kind in ("yarn", "longrope"):
             raise FieldError(f"rotary scaling is {scaling.kind!r}, which is not supported for this family")
         return read

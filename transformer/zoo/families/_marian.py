@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config._model import TransformerConfig
+from transformer.config._positions import LearnedOptions, SinusoidalOptions
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import Codec, FieldError, Unread
@@ -60,13 +61,13 @@ class Positions(Codec):
         if not isinstance(static, bool):
             raise FieldError(f"static_position_embeddings must be true or false, got {static!r:.80}")
         if static:
-            return {"position": "sinusoidal_halves"}
+            return {"position": SinusoidalOptions(halves=True)}
         if "max_position_embeddings" not in values:
             raise FieldError("static_position_embeddings is false, but max_position_embeddings is missing")
-        return {"position": "learned", "max_length": values["max_position_embeddings"]}
+        return {"position": LearnedOptions(max_length=values["max_position_embeddings"])}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        if config.position == "learned":
+        if config.max_length is not None:
             return {"static_position_embeddings": False, "max_position_embeddings": config.max_length}
         return {"max_position_embeddings": 512}
 

@@ -9,6 +9,7 @@ from typing import Any
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import HeadTransform, LayerKind
+from transformer.config._positions import RotaryOptions
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import (
@@ -58,7 +59,7 @@ class GlobalAndLocal(Codec):
         local = LayerKind(window=window, rotary_base=local_base, rotary_scaling=local_scaling)
         kinds = [local if name == _SLIDING else LayerKind(rotary_scaling=scaling) for name in types]
         kinds[0] = replace(kinds[0], attention_norm=False)
-        return {"rotary.base": base, **fold(kinds)}
+        return {"position.base": base, **fold(kinds)}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         kinds = layer_kinds(config, config.num_layers)
@@ -154,7 +155,7 @@ MODERNBERT = Family(
             model=Embedder, base=True, ignored=(r"(head\.(dense|norm)|decoder|classifier)\.(weight|bias)",)
         ),
     },
-    constants={"position": "rotary", "gated": True, "embedding.norm": True, "embedding.scale": False},
+    constants={"position": RotaryOptions(), "gated": True, "embedding.norm": True, "embedding.scale": False},
     fields=(
         *sizes(vocab_size=("vocab_size", 50_368), d_model=("hidden_size", 768), d_ff=("intermediate_size", 1152)),
         *sizes(num_layers=("num_hidden_layers", 22), num_heads=("num_attention_heads", 12)),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config._model import TransformerConfig
+from transformer.config._positions import LearnedOptions
 from transformer.zoo._family import Family, Variant
 from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fixed, Unread
 from transformer.zoo.families._bart import FEED_FORWARD, UNUSED_ROWS, attention_rules
@@ -57,7 +58,7 @@ OPT = Family(
     title="OPT",
     citation="Zhang et al. 2022, arXiv 2205.01068",
     heads=decoder_heads("OPT"),
-    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": "learned", "embedding.scale": False},
+    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": LearnedOptions(), "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("hidden_size", "d_model"),
@@ -65,7 +66,7 @@ OPT = Family(
         Field("ffn_dim", "d_ff"),
         Field("num_hidden_layers", "num_layers"),
         Field("num_attention_heads", "num_heads"),
-        Field("max_position_embeddings", "max_length", 2048),
+        Field("max_position_embeddings", "position.max_length", 2048),
         Field("do_layer_norm_before", "norm_position", True, {True: "pre", False: "post"}),
         Field("enable_bias", "use_bias", True),
         Field("activation_function", "activation", "relu", ACTIVATIONS),

@@ -10,6 +10,7 @@ import numpy as np
 
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import Series
+from transformer.config._positions import LearnedOptions
 from transformer.nn.models._forecaster import Forecaster, SeriesEncoder
 from transformer.nn.models._series import PatchReconstructor, SeriesClassifier, SeriesRegressor
 from transformer.zoo._family import Family, Head
@@ -91,7 +92,7 @@ class SeriesSizes(Codec):
         # With a class token, the head reads only this token, and pooling has no effect.
         pooling = "flatten" if fields["class_token"] else _POOLINGS[pooling]
         series = Series(**fields, scaling=_SCALINGS[scaling], pooling=pooling)
-        return {"input": series, "max_length": series.positions}
+        return {"input": series}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         series = config.series
@@ -220,7 +221,11 @@ PATCHTST = Family(
             ignored=(r"head\.(linear|projection)\.(weight|bias)",),
         ),
     },
-    constants={"position": "learned", "stack.final_norm": False, "attention.biases": ("query", "key", "value", "out")},
+    constants={
+        "position": LearnedOptions(),
+        "stack.final_norm": False,
+        "attention.biases": ("query", "key", "value", "out"),
+    },
     fields=(
         *sizes(d_model=("d_model", 128), num_layers=("num_hidden_layers", 3), num_heads=("num_attention_heads", 4)),
         *sizes(d_ff=("ffn_dim", 512)),

@@ -34,7 +34,7 @@ class _Sections(Rope):
         # The published files name the kind of scaling after the sections; there is no scaling.
         kinds = {key: "default" for key in ("type", "rope_type") if given.get(key) == "mrope"}
         plain = super().read({**values, name: given | kinds}, changes)
-        return plain | {"rotary.sections": tuple(sections)}
+        return plain | {"position.sections": tuple(sections)}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         values = super().write(config)

@@ -39,7 +39,7 @@ class LengthWithRows(Codec):
         return (self.name,)
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        return {"max_length": values.get(self.name, self.default) - self.rows}
+        return {"position.max_length": values.get(self.name, self.default) - self.rows}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         return {} if config.max_length is None else {self.name: config.max_length + self.rows}

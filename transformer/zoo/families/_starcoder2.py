@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config._model import TransformerConfig
+from transformer.config._positions import RotaryOptions
 from transformer.zoo._family import Variant
 from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Rope, Unread, sizes, training_fields
 from transformer.zoo.families._llama import Heads, attention_rules, decoder_family, decoder_variant, norm_rules
@@ -28,7 +29,7 @@ STARCODER2 = decoder_family(
     name="starcoder2",
     title="StarCoder 2",
     citation="Lozhkov et al. 2024, arXiv 2402.19173",
-    constants={"norm": "layer_norm", "position": "rotary", "embedding.scale": False},
+    constants={"norm": "layer_norm", "position": RotaryOptions(), "embedding.scale": False},
     fields=(
         *sizes(vocab_size=("vocab_size", 49_152), d_model=("hidden_size", 3072)),
         *sizes(d_ff=("intermediate_size", 12_288), num_layers=("num_hidden_layers", 30)),

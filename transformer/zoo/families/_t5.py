@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config._model import TransformerConfig
+from transformer.config._positions import T5BiasOptions
 from transformer.nn.models._encoders import Embedder
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo._family import Family, Head, Variant
@@ -15,7 +16,7 @@ from transformer.zoo.weights._rules import MATRIX, Rule, linear, modules, norm
 
 T5_CONSTANTS = {
     "norm": "rms_norm",
-    "position": "t5",
+    "position": T5BiasOptions(),
     "use_bias": False,
     "embedding.scale": False,
     "attention.scale": 1.0,
@@ -134,8 +135,8 @@ def t5_fields(*, feed_forward: str, scale_field: str | None) -> tuple[Codec, ...
         Field("num_layers", "num_layers"),
         Field("num_decoder_layers", "stack.num_decoder_layers", None, nullable=True),
         Field("num_heads", "num_heads"),
-        Field("relative_attention_num_buckets", "t5_bias.buckets", 32),
-        Field("relative_attention_max_distance", "t5_bias.max_distance", 128),
+        Field("relative_attention_num_buckets", "position.buckets", 32),
+        Field("relative_attention_max_distance", "position.max_distance", 128),
         Field("layer_norm_epsilon", "norm_epsilon", 1e-6),
         Field("dropout_rate", "dropout_rate", 0.1),
         FeedForwardKind(feed_forward),

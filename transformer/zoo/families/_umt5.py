@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from transformer.config._positions import T5BiasOptions
 from transformer.zoo._family import Family, Variant
 from transformer.zoo._fields import Unread
 from transformer.zoo.families._t5 import T5_CONSTANTS, T5_COPIES, T5_IGNORED, t5_fields, t5_heads, t5_rules
@@ -18,7 +19,7 @@ UMT5 = Family(
     title="umT5",
     citation="Chung et al. 2023, arXiv 2304.09151",
     heads=t5_heads("UMT5"),
-    constants=T5_CONSTANTS | {"t5_bias.per_layer": True},
+    constants=T5_CONSTANTS | {"position": T5BiasOptions(per_layer=True)},
     fields=(*t5_fields(feed_forward="gated-gelu", scale_field=None), Unread(("scalable_attention",))),
     rules=t5_rules,
     ignored=T5_IGNORED,

@@ -10,6 +10,7 @@ import numpy as np
 
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import Patches
+from transformer.config._positions import LearnedOptions
 from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import LARGE, Codec, FieldError, Fixed, Labels, Unread, training_fields
@@ -90,7 +91,7 @@ class PatchSizes(Codec):
             registers=registers,
             drop_remainder=bool(height % size or width % size),  # as a convolution without padding
         )
-        return {"input": patches} | ({"max_length": patches.positions} if self.learned else {})
+        return {"input": patches}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         patches = config.patches
@@ -150,7 +151,12 @@ VIT_LAYER = {
 }
 
 
-VIT_CONSTANTS = {"norm": "layer_norm", "position": "learned", "embedding.scale": False, "output.pooling": "first"}
+VIT_CONSTANTS = {
+    "norm": "layer_norm",
+    "position": LearnedOptions(),
+    "embedding.scale": False,
+    "output.pooling": "first",
+}
 """Constants of ViT and families derived from it."""
 
 POOLER = (r"(\w+\.)?pooler\.dense\.(weight|bias)", r"(\w+\.)?embeddings\.mask_token")

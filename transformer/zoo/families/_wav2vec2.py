@@ -139,7 +139,7 @@ OLD_WEIGHT_NORM = {
 }
 """Names of the weight normalization -> their names in files written with PyTorch before 2.0."""
 
-SPEECH_CONSTANTS = {"norm": "layer_norm", "position": "none", "embedding.scale": False, "embedding.tie": False}
+SPEECH_CONSTANTS = {"norm": "layer_norm", "position": None, "embedding.scale": False, "embedding.tie": False}
 """Constants of wav2vec 2.0 and HuBERT."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._options import Speech
+from transformer.config._positions import LearnedOptions
 from transformer.nn.models._speech import SpeechToText
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fixed, Unread, training_fields
@@ -60,13 +61,13 @@ WHISPER = Family(
     title="Whisper",
     citation="Radford et al. 2022, arXiv 2212.04356",
     heads={"WhisperForConditionalGeneration": Head(model=SpeechToText)},
-    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": "learned", "embedding.scale": False}
+    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": LearnedOptions(), "embedding.scale": False}
     | {"use_bias": True, "attention.biases": ("query", "value", "out")},
     fields=(
         Field("vocab_size", "vocab_size", 51_865),
         MelBins(),
-        Field("max_source_positions", "embedding.source_max_length", 1500),
-        Field("max_target_positions", "max_length", 448),
+        Field("max_source_positions", "position.source_max_length", 1500),
+        Field("max_target_positions", "position.max_length", 448),
         Field("d_model", "d_model", 384),
         StackLayers(),
         BothStacks("ffn_dim", "d_ff"),
