@@ -21,13 +21,9 @@ from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfi
 
 def get_config() -> Recipe:
     sizes = {"d_model": 96, "num_layers": 3, "num_heads": 4, "d_ff": 256, "activation": "gelu_tanh"}
-    images = Images(
-        patches=Patches(image_height=32, image_width=32, patch_size=8),
-        features=64,
-        pooling="first",
-        projections="both",
-        similarity="softmax",
-        **sizes,
+    patches = Patches(image_height=32, image_width=32, patch_size=8)
+    encoder = TransformerConfig(
+        **sizes, position=LearnedOptions(), output=OutputOptions(pooling="first"), input=patches
     )
     return Recipe(
         name="shapes_clip",
@@ -36,7 +32,7 @@ def get_config() -> Recipe:
             position=LearnedOptions(max_length=20),
             attention=AttentionOptions(causal=True),
             output=OutputOptions(pooling="last"),
-            input=images,
+            input=Images(encoder=encoder, features=64, projections="both", similarity="softmax"),
         ),
         data=Shapes(max_length=20, batch_size=128),
         execution=Execution(scan=False),

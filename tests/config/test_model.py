@@ -69,9 +69,15 @@ IMAGES = {
     "output.pooling": "first",
 }
 GRID = {"position": RotaryGridOptions(), "input": Patches(image_height=4, image_width=4, patch_size=2)}
-DYNAMIC = DynamicImageTokens(
-    token_id=3, patch_size=2, d_model=8, num_layers=2, num_heads=2, d_ff=5, activation="relu", window_size=8
+PATCH_ENCODER = TransformerConfig(
+    d_model=8,
+    num_layers=2,
+    num_heads=2,
+    d_ff=5,
+    position=RotaryOptions(sections=(1, 1), restart_frequencies=True),
+    **{"stack.period": (LayerKind(within_segments=True),)},
 )
+DYNAMIC = DynamicImageTokens(token_id=3, encoder=PATCH_ENCODER, patch_size=2, window_size=8)
 COORDINATES = {
     "position": RotaryOptions(),
     "attention.head_dim": 8,
@@ -323,31 +329,25 @@ def test_pixels_that_fill_no_patch_are_dropped_only_on_request():
         Patches(image_height=4, image_width=4, patch_size=2, class_token=False, distillation_token=True)
 
 
-DUAL = Images(
-    patches=Patches(image_height=6, image_width=4, patch_size=2),
-    features=8,
+IMAGE_ENCODER = TransformerConfig(
     d_model=8,
     num_layers=1,
     num_heads=2,
     d_ff=5,
-    activation="relu",
+    position=LearnedOptions(),
+    input=Patches(image_height=6, image_width=4, patch_size=2),
+    **{"output.pooling": "first"},
 )
+DUAL = Images(encoder=IMAGE_ENCODER, features=8)
 
 
 @pytest.mark.default_cases(3)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("patches", Patches(image_height=6, image_width=4, patch_size=1)),
+        ("encoder", IMAGE_ENCODER.replace(d_model=6)),
+        ("encoder", IMAGE_ENCODER.replace(norm_epsilon=0.1)),
         ("features", 5),
-        ("d_model", 6),
-        ("num_layers", 2),
-        ("num_heads", 4),
-        ("d_ff", 3),
-        ("activation", "silu"),
-        ("norm_epsilon", 0.1),
-        ("embedding_norm", True),
-        ("pooling", "attention"),
         ("projections", "text"),
         ("similarity", "sigmoid"),
     ],
@@ -359,13 +359,7 @@ def test_every_field_of_images_is_read(field, value):
 
 
 BETWEEN = ImageTokens(
-    token_id=3,
-    patches=Patches(image_height=4, image_width=4, patch_size=2),
-    d_model=8,
-    num_layers=2,
-    num_heads=2,
-    d_ff=5,
-    activation="relu",
+    token_id=3, encoder=IMAGE_ENCODER.replace(input=Patches(image_height=4, image_width=4, patch_size=2))
 )
 
 
@@ -374,15 +368,8 @@ BETWEEN = ImageTokens(
     ("field", "value"),
     [
         ("token_id", 4),
-        ("patches", Patches(image_height=4, image_width=4, patch_size=2, class_token=False)),
-        ("d_model", 6),
-        ("num_layers", 3),
-        ("num_heads", 4),
-        ("d_ff", 3),
-        ("activation", "silu"),
-        ("norm_epsilon", 0.1),
-        ("embedding_norm", True),
-        ("unused_layers", 1),
+        ("encoder", BETWEEN.encoder.replace(d_model=6)),
+        ("encoder", BETWEEN.encoder.replace(norm_epsilon=0.1)),
         ("pool", 2),
         ("projector", "mlp"),
         ("projector", "normalized"),
@@ -396,25 +383,24 @@ def test_every_field_of_image_tokens_is_read(field, value):
     assert program(VisionLanguageModel, base) != program(VisionLanguageModel, changed)
 
 
+def test_unused_layers_have_parameters():
+    base = TINY.replace(input=BETWEEN, **{"input.encoder.stack.final_norm": False, "input.unused_layers": 0})
+    changed = base.replace(**{"input.unused_layers": 1})
+    assert program(VisionLanguageModel, base) != program(VisionLanguageModel, changed)
+
+
 @pytest.mark.default_cases(5)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("full_attention_layers", (1,)),
-        ("window_size", None),
+        ("encoder", PATCH_ENCODER.replace(norm_epsilon=0.1)),
+        ("encoder", PATCH_ENCODER.replace(**{"stack.suffix": (LayerKind(),)})),
+        ("window_size", 4),
         ("merge", 1),
         ("token_id", 4),
         ("frames", 1),
         ("patch_size", 3),
         ("channels", 1),
-        ("d_model", 16),
-        ("num_layers", 3),
-        ("num_heads", 1),
-        ("d_ff", 3),
-        ("activation", "silu"),
-        ("gated", True),
-        ("norm", "rms_norm"),
-        ("norm_epsilon", 0.1),
     ],
 )
 def test_every_field_of_dynamic_image_tokens_is_read(field, value):
@@ -426,11 +412,9 @@ def test_every_field_of_dynamic_image_tokens_is_read(field, value):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"d_model": 12}, r"d_model.*DynamicImageTokens \(12\).*4 num_heads \(8\)"),
+        ({"encoder": IMAGE_ENCODER}, r"encoder.*row and a column.*sections"),
         ({"window_size": 3}, r"window_size \(3\).*patch_size.*\(4\)"),
-        ({"full_attention_layers": (2,)}, r"full_attention_layers.*0.*1.*got \(2,\)"),
-        ({"window_size": None, "full_attention_layers": (1,)}, r"full_attention_layers"),
-        ({"norm": "batch"}, r"norm.*layer_norm.*rms_norm.*got 'batch'"),
+        ({"window_size": None}, r"within_segments=True.*window_size"),
         ({"token_id": -1}, r"token_id.*0.*got -1"),
     ],
 )
@@ -457,8 +441,10 @@ def test_sections_are_checked(fields, message):
 
 
 def test_image_tokens_are_checked():
-    with pytest.raises(ConfigError, match=r"unused_layers \(2\).*num_layers \(2\)"):
+    with pytest.raises(ConfigError, match=r"final_norm is True.*unused_layers is 2"):
         dataclasses.replace(BETWEEN, unused_layers=2)
+    with pytest.raises(ConfigError, match=r"encoder.input is not patches"):
+        dataclasses.replace(BETWEEN, encoder=TINY)
     with pytest.raises(ConfigError, match=r"pool \(3\) must divide the 2 rows and 2 columns"):
         dataclasses.replace(BETWEEN, pool=3)
 

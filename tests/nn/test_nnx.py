@@ -100,6 +100,15 @@ CONTEXT, PIXELS, SERIES_INPUT = (
     put(np.random.default_rng(1).normal(size=(2, 7, 2)).astype(np.float32)),
 )
 VISION = CONFIG.replace(input=PATCHES, **{"output.pooling": "first"})
+IMAGE_ENCODER = TransformerConfig(
+    d_model=4,
+    num_layers=1,
+    num_heads=2,
+    d_ff=3,
+    activation="quick_gelu",
+    position=LearnedOptions(),
+    input=PATCHES,
+)
 INPUTS = LayerInputs(mask=Mask.causal(), context=put(NUMPY_X[:, :3] + 1))
 
 CASES = {
@@ -137,14 +146,7 @@ CASES = {
         DualEncoder(
             CONFIG.replace(
                 input=Images(
-                    patches=PATCHES,
-                    features=5,
-                    d_model=4,
-                    num_layers=1,
-                    num_heads=2,
-                    d_ff=3,
-                    activation="quick_gelu",
-                    similarity="sigmoid",
+                    encoder=IMAGE_ENCODER.replace(**{"output.pooling": "first"}), features=5, similarity="sigmoid"
                 ),
                 **{"stack.layer_scale": 0.5},
             )
@@ -156,12 +158,7 @@ CASES = {
             CONFIG.replace(
                 input=ImageTokens(
                     token_id=9,
-                    patches=PATCHES,
-                    d_model=4,
-                    num_layers=2,
-                    num_heads=2,
-                    d_ff=3,
-                    activation="quick_gelu",
+                    encoder=IMAGE_ENCODER.replace(**{"stack.final_norm": False}),
                     unused_layers=1,
                     projector="mlp",
                 )
@@ -174,7 +171,11 @@ CASES = {
             CONFIG.replace(
                 position=RotaryOptions(),
                 input=DynamicImageTokens(
-                    token_id=9, d_model=8, num_layers=1, num_heads=2, d_ff=3, activation="quick_gelu", patch_size=2
+                    token_id=9,
+                    encoder=IMAGE_ENCODER.replace(
+                        d_model=8, position=RotaryOptions(sections=(1, 1), restart_frequencies=True), input=None
+                    ),
+                    patch_size=2,
                 ),
             )
         ),

@@ -11,7 +11,16 @@ from PIL import Image
 from training_recipes import assert_equals_resumed_run, change, record_drawn_run, six_steps
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, ImageTokens, LayerKind, MoE, Patches, RotaryOptions, TransformerConfig
+from transformer.config import (
+    ConfigError,
+    ImageTokens,
+    LayerKind,
+    LearnedOptions,
+    MoE,
+    Patches,
+    RotaryOptions,
+    TransformerConfig,
+)
 from transformer.data import ShapesCaptions, load_tokenizer, prepare
 from transformer.nn import VisionLanguageModel
 from transformer.training._completion import complete_recipe
@@ -39,7 +48,8 @@ DATA = {
 
 def captioning_recipe(attention="causal", **groups):
     patches = Patches(image_height=32, image_width=32, patch_size=16, class_token=False)
-    images = ImageTokens(patches=patches, num_layers=1, activation="gelu_tanh", attention=attention, **SIZES)
+    encoder = TransformerConfig(**SIZES, num_layers=1, activation="gelu_tanh", position=LearnedOptions(), input=patches)
+    images = ImageTokens(encoder=encoder, attention=attention)
     model = TransformerConfig(**SIZES, num_layers=1, position=RotaryOptions(), input=images)
     return change(six_steps("captions", model, ShapesCaptions(**DATA)), **groups)
 
@@ -136,8 +146,8 @@ def test_eight_devices_compute_the_losses_of_one(dataset):
 
 def test_a_mesh_must_divide_the_encoder_of_images(dataset):
     recipe = complete_recipe(captioning_recipe(parallel={"devices": 8, "tensor": 4}), data=dataset)
-    images = dataclasses.replace(recipe.model.image_tokens, num_heads=2)
-    with pytest.raises(ConfigError, match=r"model.input.num_heads \(2\).*parallel.tensor"):
+    images = dataclasses.replace(recipe.model.image_tokens, encoder=recipe.model.image_encoder.replace(num_heads=2))
+    with pytest.raises(ConfigError, match=r"model.input.encoder.num_heads \(2\).*parallel.tensor"):
         place(change(recipe, model={"input": images}))
 
 

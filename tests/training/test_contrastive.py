@@ -43,15 +43,15 @@ DATA = {
 
 
 def contrastive_recipe(similarity="softmax", dropout=0.0, **groups):
-    images = Images(
-        patches=Patches(image_height=32, image_width=32, patch_size=8),
-        features=16,
-        activation="gelu_tanh",
-        similarity=similarity,
-        pooling="attention" if similarity == "sigmoid" else "first",
-        projections="text" if similarity == "sigmoid" else "both",
+    encoder = TransformerConfig(
         **SIZES,
+        activation="gelu_tanh",
+        position=LearnedOptions(),
+        output=OutputOptions(pooling="attention" if similarity == "sigmoid" else "first"),
+        input=Patches(image_height=32, image_width=32, patch_size=8),
     )
+    projections = "text" if similarity == "sigmoid" else "both"
+    images = Images(encoder=encoder, features=16, similarity=similarity, projections=projections)
     model = TransformerConfig(
         **SIZES,
         position=LearnedOptions(max_length=18),
@@ -265,7 +265,8 @@ def test_images_of_another_size_are_an_error(tmp_path):
 
 
 def test_the_mesh_must_divide_the_image_encoder_too(dataset):
-    images = dataclasses.replace(contrastive_recipe().model.images, num_heads=2)
+    model = contrastive_recipe().model
+    images = dataclasses.replace(model.images, encoder=model.image_encoder.replace(num_heads=2))
     recipe = contrastive_recipe(model={"input": images}, parallel={"devices": 8, "tensor": 4})
-    with pytest.raises(ConfigError, match=r"model.input.num_heads \(2\).*parallel.tensor"):
+    with pytest.raises(ConfigError, match=r"model.input.encoder.num_heads \(2\).*parallel.tensor"):
         place(with_vocabulary(recipe, dataset.tokenizer.vocab_size))

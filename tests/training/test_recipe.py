@@ -34,6 +34,7 @@ from transformer.training._settings import schedule_warning
 from transformer.training.tasks._distillation import Distill
 from transformer.training.tasks._policy_gradient import GRPO
 
+IMAGE_ENCODER = TransformerConfig(d_model=12, num_layers=1, num_heads=3, d_ff=24, position=None)
 LINES = JsonLines(path="a.jsonl", field="body")
 PAIRS = ParallelText(source_path="a", target_path="b", batch_size=12)
 ALL_DATA = [LINES, PAIRS]
@@ -58,15 +59,13 @@ def rich_recipe(data=None):
     )
     data = data or NumberWords()
     if data.task == "contrastive":
-        sizes = {"d_model": 12, "num_layers": 1, "num_heads": 3, "d_ff": 24, "activation": "relu"}
-        images = Images(patches=Patches(image_height=32, image_width=32, patch_size=8), features=6, **sizes)
+        encoder = IMAGE_ENCODER.replace(input=Patches(image_height=32, image_width=32, patch_size=8))
+        images = Images(encoder=encoder, features=6)
         attention, output = AttentionOptions(causal=True), OutputOptions(pooling="last")
         model = model.replace(input=images, attention=attention, output=output)
     if data.task == "captioning":
-        patches = Patches(image_height=32, image_width=32, patch_size=16)
-        model = model.replace(
-            input=ImageTokens(patches=patches, d_model=12, num_layers=1, num_heads=3, d_ff=24, activation="relu")
-        )
+        encoder = IMAGE_ENCODER.replace(input=Patches(image_height=32, image_width=32, patch_size=16))
+        model = model.replace(input=ImageTokens(encoder=encoder))
     grpo = GRPO(rewards=("rewards.py:length",)) if data.task == "grpo" else None
     return Recipe(name="rich", model=model, data=data, grpo=grpo)
 

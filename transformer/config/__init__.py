@@ -4,8 +4,7 @@ This package does not import JAX, so that recipes and tools load quickly.
 """
 
 from transformer.config._checks import ConfigError
-from transformer.config._image_tokens import DynamicImageTokens, ImageTokens
-from transformer.config._model import Execution, TransformerConfig
+from transformer.config._model import DynamicImageTokens, Execution, Images, ImageTokens, TransformerConfig
 from transformer.config._options import (
     AttentionOptions,
     Audio,
@@ -20,7 +19,6 @@ from transformer.config._parts import (
     MLA,
     GatedDelta,
     HeadTransform,
-    Images,
     LayerKind,
     MoE,
     Patches,

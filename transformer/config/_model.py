@@ -1,4 +1,4 @@
-"""The config of a model, and its execution options."""
+"""The config of a model, images as its input, and its execution options."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from transformer.config._checks import (
     check_whole,
     nearest,
 )
-from transformer.config._image_encoders import encoder_fields
-from transformer.config._image_tokens import DynamicImageTokens, ImageTokens
+from transformer.config._layer_patterns import check_kinds
 from transformer.config._options import (
     AttentionOptions,
     Audio,
@@ -25,15 +24,17 @@ from transformer.config._options import (
     Speech,
     StackOptions,
 )
-from transformer.config._parts import FeedForwardActivation, Images, Layer, LayerKind, Patches, RotaryScaling, Series
-from transformer.config._paths import with_paths
-from transformer.config._positions import LearnedOptions, Position, RotaryGridOptions, RotaryOptions, SinusoidalOptions
+from transformer.config._parts import FeedForwardActivation, Layer, LayerKind, Patches, RotaryScaling, Series
+from transformer.config._paths import get_path, with_paths
+from transformer.config._positions import LearnedOptions, Position, RotaryOptions, SinusoidalOptions, check_position
 
 Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm"]
 NormPosition = Literal["pre", "post", "pre_without_residual", "sandwich", "reordered", "parallel"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "full", "dots", "names", "offload"]
 Experts = Literal["auto", "blockwise", "ragged", "megablox"]
+Projector = Literal["linear", "mlp", "normalized"]
+ImageAttention = Literal["causal", "image", "prefix"]
 QuantizedProducts = Literal["none", "int8", "int8_full", "fp8", "fp8_full"]
 
 
@@ -131,8 +132,7 @@ class TransformerConfig:
                 "activation='swiglu_clamped' is a function of two projections (gate and up), but gated is False. "
                 "Set gated=True, or use another activation."
             )
-        self._check_latent()
-        self._check_position()
+        check_position(self)
         self._check_norms()
         if self.audio is not None and self.d_model % self.audio.position_groups:
             raise ConfigError(
@@ -141,48 +141,7 @@ class TransformerConfig:
             )
         for stack, layers in self._stack_sizes().items():
             self._check_pattern(stack, layers)
-        self._check_kinds()
-
-    def _check_kinds(self):
-        """Check the heads of each kind of layer, and that layers that read keys and values find those of another."""
-        stored: dict[str, LayerKind] = {}
-        for index, kind in enumerate(self.kinds):
-            own = [kind.head_dim, kind.num_kv_heads, kind.stores_kv, kind.reads_kv]
-            if self.attention.mla is not None and (kind.keys_as_values or any(one is not None for one in own)):
-                raise ConfigError("attention.mla defines heads and keys of all layers. Remove those of LayerKind.")
-            if self.num_heads % self.kv_heads_of(kind):
-                raise ConfigError(
-                    f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads of each LayerKind "
-                    f"({self.kv_heads_of(kind)}). Change one of them."
-                )
-            rotated = isinstance(self.position, RotaryOptions) and kind.rotary
-            if rotated and kind.head_dim is not None and kind.head_dim % 2:
-                raise ConfigError(f"rotary positions rotate pairs: head_dim ({kind.head_dim}) must be even. Change it.")
-            self._check_stored(kind, stored, index < len(self.stack.prefix))
-
-    def _check_stored(self, kind: LayerKind, stored: dict[str, LayerKind], in_prefix: bool):
-        if kind.stores_kv is not None:
-            if not in_prefix or kind.stores_kv in stored:
-                raise ConfigError(
-                    f"stores_kv={kind.stores_kv!r} must be the name of one layer, in stack.prefix: others can't read "
-                    f"the keys and values of repeated layers. Move the layer, or rename it."
-                )
-            stored[kind.stores_kv] = kind
-        if kind.reads_kv is None:
-            return
-        if kind.reads_kv not in stored:
-            raise ConfigError(
-                f"reads_kv={kind.reads_kv!r}, but no earlier layer has stores_kv={kind.reads_kv!r}. Name one of "
-                f"{', '.join(stored) or 'the layers in stack.prefix, with stores_kv'}."
-            )
-        other = stored[kind.reads_kv]
-        if self.head_dim_of(kind) != self.head_dim_of(other):
-            raise ConfigError(
-                f"a layer reads keys of head_dim {self.head_dim_of(other)} by reads_kv={kind.reads_kv!r}, but its own "
-                f"is {self.head_dim_of(kind)}. Change one of them."
-            )
-        if any(one is not None and one.by_length for one in (self.rotary.scaling, other.rotary_scaling)):
-            raise ConfigError("reads_kv does not support rotary scaling by the length of the text. Remove one of them.")
+        check_kinds(self)
 
     def _check_encoder_heads(self):
         heads = self.stack.encoder_num_heads
@@ -195,110 +154,6 @@ class TransformerConfig:
                 f"stack.encoder_num_heads ({heads}) must divide d_model and be a multiple of num_kv_heads, but "
                 f"{wrong[0]} is {getattr(self, wrong[0])}. Change one of them."
             )
-
-    def _check_position(self):
-        if not isinstance(self.position, Position):
-            raise ConfigError(f"position must be a scheme such as RotaryOptions(), or None, got {self.position!r:.80}.")
-        self._check_table_rows()
-        if isinstance(self.position, RotaryOptions) and self.attention.mla is None:
-            rotated = self.size_of_head if self.rotary.dim is None else self.rotary.dim
-            if rotated % 2 or rotated > self.size_of_head:
-                raise ConfigError(
-                    f"rotary positions rotate pairs of dimensions: {rotated} dimensions of a head of size "
-                    f"{self.size_of_head} can't be rotated. Set position.dim to an even number of at most "
-                    f"attention.head_dim, or change attention.head_dim."
-                )
-            self._check_rotary_length(rotated)
-            self._check_sections(rotated)
-        if isinstance(self.position, RotaryGridOptions):
-            self._check_grid()
-        if isinstance(self.position, SinusoidalOptions) and self.d_model % 2:
-            raise ConfigError(f"sinusoidal positions are sine and cosine pairs: d_model ({self.d_model}) must be even.")
-
-    def _check_sections(self, rotated: int):
-        """Check that the sections of positions with several coordinates are all pairs of rotated dimensions."""
-        sections = self.rotary.sections
-        if sections is None:
-            return
-        if sum(sections) != rotated // 2:
-            raise ConfigError(
-                f"position.sections ({', '.join(map(str, sections))}) must sum to the {rotated // 2} pairs of rotated "
-                f"dimensions, but their sum is {sum(sections)}. Correct them."
-            )
-        scalings = [one for one in (self.rotary.scaling, *(kind.rotary_scaling for kind in self.kinds)) if one]
-        if any(one.by_length for one in scalings) or (scalings and self.rotary.restart_frequencies):
-            raise ConfigError(
-                "position.sections supports no scaling by the length of the text, and with restart_frequencies none at "
-                "all. Remove one of them."
-            )
-
-    def _check_rotary_length(self, rotated: int):
-        """Check that scalings that depend on the length of a text fit the number of rotated dimensions."""
-        for scaling in (self.rotary.scaling, *(kind.rotary_scaling for kind in self.kinds)):
-            if scaling is None or not scaling.by_length:
-                continue
-            if scaling.kind == "longrope" and len(scaling.short_factors) != rotated // 2:
-                raise ConfigError(
-                    f"rotary scaling longrope has one factor per pair of rotated dimensions: expected {rotated // 2} "
-                    f"short_factors and long_factors, got {len(scaling.short_factors)}. Correct them."
-                )
-            if rotated < 4:
-                raise ConfigError(
-                    f"rotary scaling {scaling.kind} needs at least 4 rotated dimensions, got {rotated}. Change "
-                    f"position.dim or the size of a head."
-                )
-
-    def _check_grid(self):
-        """Check that there are patches whose row and column can rotate heads."""
-        if self.patches is None:
-            raise ConfigError(
-                "RotaryGridOptions rotate by the row and column of patches, but input is not Patches(...). Set it, or "
-                "choose another position."
-            )
-        if self.size_of_head % 4:
-            raise ConfigError(
-                f"RotaryGridOptions rotate pairs of dimensions, half of them by the row and half by the column: the "
-                f"size of a head ({self.size_of_head}) must be a multiple of 4. Change attention.head_dim."
-            )
-
-    def _check_table_rows(self):
-        """Check that a learned position table has a number of rows, which fits an input of fixed length."""
-        if not isinstance(self.position, LearnedOptions):
-            return
-        if self.max_length is None:
-            raise ConfigError("LearnedOptions need the number of rows of the table of tokens. Set max_length.")
-        if self.patches is not None and self.max_length != self.patches.positions:
-            raise ConfigError(
-                f"max_length ({self.max_length}) must be {self.patches.positions}, the number of learned tokens "
-                f"({self.patches.extra_tokens}) and patches ({self.patches.count}). Remove it, or change the sizes in "
-                f"input."
-            )
-        if self.series is not None and self.max_length != self.series.positions:
-            raise ConfigError(
-                f"max_length ({self.max_length}) must be {self.series.positions}, the number of positions per "
-                f"channel of the series. Remove it, or change the sizes in input."
-            )
-
-    def _check_latent(self):
-        attention = self.attention
-        if attention.mla is None:
-            return
-        if not isinstance(self.position, RotaryOptions):
-            raise ConfigError(
-                f"attention.mla rotates a part of each query and key head, but position is {self.position}. Set "
-                f"position=RotaryOptions(), or remove attention.mla."
-            )
-        if self.rotary.scaling is not None and self.rotary.scaling.by_length:
-            raise ConfigError(
-                f"rotary scaling {self.rotary.scaling.kind} depends on the length of the text, which attention.mla "
-                f"does not support: its cache stores rotated keys. Choose linear, llama3 or yarn."
-            )
-        for name, value in {"num_kv_heads": self.num_kv_heads, "position.dim": self.rotary.dim}.items():
-            if value is not None:
-                raise ConfigError(
-                    f"{name} is {value}, but attention.mla computes keys and values from a latent vector and "
-                    f"defines its own sizes. Remove {name}, or attention.mla."
-                )
 
     def _check_norms(self):
         kinds = self.kinds
@@ -470,20 +325,15 @@ class TransformerConfig:
 
     @property
     def image_encoder(self) -> TransformerConfig:
-        """Config of the image encoder of a DualEncoder or a VisionLanguageModel.
+        """The encoder of the images in `input`, with the dropout rates, initialization and dtypes of this config.
 
         Raises:
             ConfigError: the input is not images in addition to or between tokens.
         """
-        images = self.images or self.image_tokens or self.dynamic_images
-        if images is None:
-            raise ConfigError("input is not images: a DualEncoder needs input=Images(patches=..., features=..., ...).")
-        shared = ("dropout_rate", "initializer_range", "dtype", "param_dtype")
-        return TransformerConfig(
-            **{name: getattr(self, name) for name in shared},
-            **{"attention.dropout_rate": self.attention.dropout_rate},
-            **encoder_fields(images, self.norm),
-        )
+        if not isinstance(self.input, Images | ImageTokens | DynamicImageTokens):
+            raise ConfigError("input is not images: a DualEncoder needs input=Images(encoder=..., features=..., ...).")
+        names = ("dropout_rate", "attention.dropout_rate", "initializer_range", "dtype", "param_dtype")
+        return self.input.encoder.replace(**{name: get_path(self, name) for name in names})
 
     @property
     def series(self) -> Series | None:
@@ -514,6 +364,173 @@ class TransformerConfig:
             if name.partition(".")[0] not in names:
                 raise ConfigError(f"TransformerConfig has no field {name!r}.{nearest(name, names)}")
         return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Images as the second input of a DualEncoder, and the encoder that reads them (CLIP, Radford et al. 2021, arXiv
+    2103.00020, section 2.4).
+
+    The other fields of the model config describe the encoder of texts. Both encoders map to vectors of `features`
+    numbers that are compared by their angle.
+
+    Raises:
+        ConfigError: an encoder without patches, or `features` that differ from its width without a projection of
+            images.
+    """
+
+    encoder: TransformerConfig
+    """encoder of images, with input=Patches(...) and output.pooling=first or attention;
+    it takes the dropout rates, the initialization and the dtypes of the whole model"""
+    features: int
+    """size of the space that both encoders map to"""
+    projections: Literal["both", "text"] = "both"
+    """linear maps to the common space:
+    both: for texts and images, without bias (CLIP);
+    text: for texts only, with bias (SigLIP)"""
+    similarity: Literal["softmax", "sigmoid"] = "softmax"
+    """what the logits are trained for:
+    softmax: which text belongs to an image (CLIP);
+    sigmoid: whether a text belongs to an image, with a learned bias (SigLIP, Zhai et al. 2023, arXiv 2303.15343)"""
+
+    def __post_init__(self):
+        _check_patches(self.encoder)
+        check_whole(self, "features")
+        check_choices(self, projections=Literal["both", "text"], similarity=Literal["softmax", "sigmoid"])
+        if self.projections == "text" and self.features != self.encoder.d_model:
+            raise ConfigError(
+                f"features ({self.features}) must be d_model of the images ({self.encoder.d_model}) with "
+                f"projections='text'. Change one of them, or set projections='both'."
+            )
+
+    @property
+    def patches(self) -> Patches:
+        """Size of the images and of their patches."""
+        return self.encoder.patches
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTokens:
+    """Images as tokens of a VisionLanguageModel, and the encoder that reads them (LLaVA, Liu et al. 2023, arXiv
+    2304.08485; Gemma 3, arXiv 2503.19786, section 2.1).
+
+    The other fields of the model config describe the decoder. An image takes the place of `count` tokens with the id
+    `token_id`. The class token of the encoder is left out.
+
+    Raises:
+        ConfigError: a number out of range, an encoder without patches, or pooling that does not divide their rows and
+            columns.
+    """
+
+    token_id: int | None = None
+    """id of the tokens whose embeddings the features of an image replace; None: training sets it from the tokenizer"""
+    encoder: TransformerConfig
+    """encoder of images, with input=Patches(...);
+    it takes the dropout rates, the initialization and the dtypes of the whole model"""
+    unused_layers: int | None = None
+    """number of layers after those of the encoder that are not computed; their parameters are kept, and those of the
+    final norm, which the encoder then lacks; None: the encoder is complete"""
+    pool: int = 1
+    """replace each square of pool x pool patches by its mean"""
+    projector: Projector = "linear"
+    """map to the decoder's width:
+    linear: with bias (PaliGemma);
+    mlp: two linear layers with bias, GELU between them (LLaVA 1.5);
+    normalized: a zero-centered RMSNorm, then a linear layer without bias (Gemma 3)"""
+    attention: ImageAttention = "causal"
+    """which tokens attend to later ones, too:
+    causal: none;
+    image: the tokens of an image, to those of the same image (Gemma 3);
+    prefix: the tokens of a prompt, to the whole prompt (PaliGemma)"""
+
+    def __post_init__(self):
+        _check_patches(self.encoder)
+        check_whole(self, "pool")
+        check_whole(self, "token_id", "unused_layers", least=0)
+        check_choices(self, projector=Projector, attention=ImageAttention)
+        if self.encoder.stack.final_norm != (self.unused_layers is None):
+            raise ConfigError(
+                f"encoder.stack.final_norm is {self.encoder.stack.final_norm}, but unused_layers is "
+                f"{self.unused_layers}: the final norm is not computed exactly if layers are unused. Change one."
+            )
+        rows, columns = self.patches.grid
+        if rows % self.pool or columns % self.pool:
+            raise ConfigError(
+                f"pool ({self.pool}) must divide the {rows} rows and {columns} columns of patches. Change it, or the "
+                f"sizes in encoder.input."
+            )
+
+    @property
+    def patches(self) -> Patches:
+        """Size of the images and of their patches."""
+        return self.encoder.patches
+
+    @property
+    def count(self) -> int:
+        """Number of tokens per image."""
+        return self.patches.count // self.pool**2
+
+
+def _check_patches(encoder: TransformerConfig) -> None:
+    if encoder.patches is None:
+        raise ConfigError("encoder.input is not patches of images. Set encoder.input=Patches(...).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicImageTokens:
+    """Images of any size as tokens of a VisionLanguageModel, and the encoder that reads them (Qwen2-VL, Wang et al.
+    2024, arXiv 2409.12191, section 2.1; Qwen2.5-VL, Bai et al. 2025, arXiv 2502.13923, section 2.1).
+
+    The other fields of the model config describe the decoder. An image of R x C patches takes the place of
+    R C / `merge`^2 tokens with the id `token_id`. Two linear layers map each square of `merge` x `merge` patches to one
+    token.
+
+    Raises:
+        ConfigError: a number out of range, an encoder that does not rotate heads by row and column, or a window that
+            does not fit.
+    """
+
+    token_id: int
+    """id of the tokens whose embeddings the features of an image replace"""
+    encoder: TransformerConfig
+    """encoder of patches, which rotates heads by row and column: position=RotaryOptions(sections=(n, n));
+    it takes the dropout rates, the initialization and the dtypes of the whole model"""
+    patch_size: int = 14
+    """pixels per side of a patch"""
+    channels: int = 3
+    """channels of the images"""
+    frames: int = 2
+    """frames that a patch covers: the encoder is trained with videos too, and an image is all frames of one patch"""
+    merge: int = 2
+    """patches per side of the square that becomes one token"""
+    window_size: int | None = None
+    """side in pixels of the square windows of patches that attend to one another in the layers of the encoder with
+    within_segments=True; None: all patches of an image do"""
+
+    def __post_init__(self):
+        check_whole(self, "patch_size", "channels", "frames", "merge", "window_size")
+        check_whole(self, "token_id", least=0)
+        if len(self.encoder.rotary.sections or ()) != 2 or self.encoder.input is not None:
+            raise ConfigError(
+                "the encoder of DynamicImageTokens reads patches, whose position is a row and a column. Set "
+                "encoder.position=RotaryOptions(sections=(n, n)), and leave encoder.input out."
+            )
+        if self.window_size is not None and self.window_size < self.multiple:
+            raise ConfigError(
+                f"window_size ({self.window_size}) must be at least patch_size x merge ({self.multiple}), the side of "
+                f"one token. Change it."
+            )
+        if self.window_size is None and any(kind.within_segments for kind in self.encoder.kinds):
+            raise ConfigError("layers of the encoder have within_segments=True, for windows. Set window_size.")
+
+    @property
+    def multiple(self) -> int:
+        """Pixels per side of a token: height and width of an image are multiples of it."""
+        return self.patch_size * self.merge
+
+    def count(self, height: int, width: int) -> int:
+        """Return the number of tokens of an image of `height` x `width` pixels."""
+        return height // self.multiple * (width // self.multiple)
 
 
 @dataclass(frozen=True, kw_only=True)

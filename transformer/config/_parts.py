@@ -1,5 +1,5 @@
 """Optional or repeated parts of a model config: rotary scaling, experts, latent attention, kinds of layers, output
-transform, image patches, images with texts, and time series.
+transform, image patches, and time series.
 """
 
 from __future__ import annotations
@@ -474,60 +474,6 @@ class Patches:
     def positions(self) -> int:
         """Number of positions per image: learned tokens and patches."""
         return self.extra_tokens + self.count
-
-
-@dataclass(frozen=True, kw_only=True)
-class Images:
-    """Images as the second input of a DualEncoder, and the encoder that reads them (CLIP, Radford et al. 2021, arXiv
-    2103.00020, section 2.4).
-
-    The other fields of the model config describe the encoder of texts. Both encoders have pre-norm, learned positions
-    and biases, and map to vectors of `features` numbers that are compared by their angle.
-
-    Raises:
-        ConfigError: a number out of range, or `features` that differ from d_model without a projection of images.
-    """
-
-    patches: Patches
-    """size of the images and of their patches"""
-    features: int
-    """size of the space that both encoders map to"""
-    d_model: int
-    """width of the residual stream"""
-    num_layers: int
-    """number of layers"""
-    num_heads: int
-    """number of heads"""
-    d_ff: int
-    """inner width of the feed-forward layers"""
-    activation: Activation
-    """activation of the feed-forward layers"""
-    norm_epsilon: float = 1e-6
-    """added to the variance before the square root"""
-    embedding_norm: bool = False
-    """normalize the sum of patch and position embeddings (CLIP)"""
-    pooling: Literal["first", "attention"] = "first"
-    """how the vectors of an image are reduced to one, as in the section output"""
-    projections: Literal["both", "text"] = "both"
-    """linear maps to the common space:
-    both: for texts and images, without bias (CLIP);
-    text: for texts only, with bias (SigLIP)"""
-    similarity: Literal["softmax", "sigmoid"] = "softmax"
-    """what the logits are trained for:
-    softmax: which text belongs to an image (CLIP);
-    sigmoid: whether a text belongs to an image, with a learned bias (SigLIP, Zhai et al. 2023, arXiv 2303.15343)"""
-
-    def __post_init__(self):
-        check_whole(self, "features", "d_model", "num_layers", "num_heads", "d_ff")
-        check_positive(self, "norm_epsilon")
-        check_flags(self, "embedding_norm")
-        check_choices(self, activation=Activation, pooling=Literal["first", "attention"])
-        check_choices(self, projections=Literal["both", "text"], similarity=Literal["softmax", "sigmoid"])
-        if self.projections == "text" and self.features != self.d_model:
-            raise ConfigError(
-                f"features ({self.features}) must be d_model of the images ({self.d_model}) with projections='text'. "
-                f"Change one of them, or set projections='both'."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ from typing import Any, SupportsIndex, TypeAlias
 import numpy as np
 
 from transformer.config._checks import ConfigError
-from transformer.config._image_tokens import DynamicImageTokens, ImageTokens
-from transformer.config._model import TransformerConfig
+from transformer.config._model import DynamicImageTokens, ImageTokens, TransformerConfig
 from transformer.generate._decoding import Batch
 from transformer.nn.kernels import portable
 from transformer.nn.models._causal_lm import CausalLM

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from transformer.config._checks import ConfigError
-from transformer.config._image_tokens import DynamicImageTokens
+from transformer.config._model import DynamicImageTokens
 from transformer.config._parts import Patches
 from transformer.inference._loaded_model import LoadedModel
 from transformer.media._image_settings import image_processor

@@ -9,7 +9,7 @@ import numpy as np
 
 from transformer.chat._image_prompts import ImagePrompts, ImageText
 from transformer.config._checks import ConfigError
-from transformer.config._image_tokens import ImageTokens
+from transformer.config._model import ImageTokens
 from transformer.data.tokenizers._export import as_pretrained
 from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.inference._image_inputs import with_size_of

@@ -326,7 +326,7 @@ def _hybrid_grid(devices: Sequence[jax.Device], sizes: Mapping[str, int], dcn: D
 def check_model(config: TransformerConfig, sizes: Mapping[str, int]) -> None:
     """Raise a ConfigError if the mesh would split a dimension of the model that is not divisible by its size."""
     has_images = (config.images or config.image_tokens or config.dynamic_images) is not None
-    parts = {"model": config} | ({"model.input": config.image_encoder} if has_images else {})
+    parts = {"model": config} | ({"model.input.encoder": config.image_encoder} if has_images else {})
     for name, part in parts.items():
         # The dimensions that PARAMETER_AXES splits in all layers. Without this check, a parameter with an indivisible
         # one would be replicated (`_spec`). This is accepted only for the vocabulary, which is often odd (GPT-2: 50,257

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from transformer.config._model import Execution, TransformerConfig
-from transformer.config._parts import HeadTransform, Images, Patches
+from transformer.config._model import Execution, Images, TransformerConfig
+from transformer.config._parts import HeadTransform, Patches
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
@@ -158,13 +158,10 @@ def _two_towers(file: BigVisionFile) -> tuple[type, TransformerConfig, list[Rule
     _, length, _ = file.shape("txt/pos_embedding", 3)
     text, more = _stack(file, "txt/Encoder_0/", "text/encoder/")
     images = Images(
-        patches=image["patches"],
+        encoder=TransformerConfig(**_sizes(image), **_FIXED, input=image["patches"], **{"output.pooling": "attention"}),
         features=file.shape("txt/head/kernel", 2)[1],
-        activation="gelu_tanh",
-        pooling="attention",
         projections="text",
         similarity="sigmoid",
-        **_sizes(image),
     )
     options = {"vocab_size": vocab_size, "position.max_length": length, "input": images, "output.pooling": "last"}
     rules += [

@@ -12,7 +12,7 @@ import jax
 
 from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError, nearest
-from transformer.config._model import TransformerConfig
+from transformer.config._model import DynamicImageTokens, Images, ImageTokens, TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.config._paths import fields_by_path, get_path
 from transformer.config._positions import LearnedOptions, Position, RotaryOptions
@@ -206,10 +206,11 @@ class Family:
             raise NoCounterpart(f"{self.title} can't describe this model: {error}", 99) from error
         pools = head.model in (Embedder, VisionEmbedder, DualEncoder)
         mine, theirs = (canonical(c) | ({"output.pooling": c.output.pooling} if pools else {}) for c in (config, again))
-        differing = [name for name in mine if mine[name] != theirs[name]]
+        differing = [name for name in mine if mine[name] != theirs.get(name)]
         if differing:
             described = [
-                f"{name} {_difference(mine[name], theirs[name], self.title)}" for name in differing[:MAX_DIFFERENCES]
+                f"{name} {_difference(mine[name], theirs.get(name), self.title)}"
+                for name in differing[:MAX_DIFFERENCES]
             ]
             more = f"; and {len(differing) - len(described)} more" if len(described) < len(differing) else ""
             raise NoCounterpart(
@@ -301,6 +302,10 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
         "attention.biases": _biases(config),
         "position": _position(config),
     }
+    if isinstance(config.input, Images | ImageTokens | DynamicImageTokens):
+        inside = {name: value for name, value in vars(config.input).items() if name != "encoder"}
+        inside |= {f"encoder.{name}": value for name, value in canonical(config.image_encoder).items()}
+        values |= {"input": type(config.input).__name__} | {f"input.{name}": value for name, value in inside.items()}
     kinds = {}
     for stack, layers in {"encoder": encoder, "decoder": decoder}.items():
         kinds[stack] = [_kind(config, kind) for kind in layer_kinds(config, layers)]
@@ -326,7 +331,7 @@ def _difference(mine: Any, theirs: Any, title: str) -> str:
     """Describe how a field of two canonical configs differs. For layers, describe the first difference."""
     if dataclasses.is_dataclass(mine) and type(mine) is type(theirs):
         return _different_fields(mine, theirs, "", title)
-    if not isinstance(mine, dict):
+    if not isinstance(mine, dict) or theirs is None:
         return f"is {mine!r:.80}, {title} has {theirs!r:.80}"
     for stack, kinds in mine.items():
         for number, (one, other) in enumerate(zip(kinds, theirs[stack], strict=False)):

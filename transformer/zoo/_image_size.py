@@ -62,7 +62,7 @@ def with_image_size(
         return model.clone(config=changed), params | {"encoder": encoder}
     image = params["image"]
     table = _resized(image["encoder"]["position_table"], old, new, antialias)
-    changed = config.replace(**{"input.patches": new})
+    changed = config.replace(**{"input.encoder.input": new})
     encoder = image["encoder"] | {"position_table": table}
     return model.clone(config=changed), params | {"image": image | {"encoder": encoder}}
 

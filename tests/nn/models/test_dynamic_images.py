@@ -11,16 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numeric_parts import random_params
 
-from transformer.config import DynamicImageTokens, RotaryOptions, TransformerConfig
+from transformer.config import DynamicImageTokens, LayerKind, RotaryOptions, TransformerConfig
 from transformer.nn import make_mesh, state_shardings
 from transformer.nn._caches import next_positions, set_cache_length
 from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, VisionLanguageModel
 from transformer.nn.models._dynamic_images import ImagePatches, TokenPlaces
 
-IMAGES = DynamicImageTokens(
-    token_id=10,
-    patch_size=2,
+ENCODER = TransformerConfig(
     d_model=8,
     num_layers=2,
     num_heads=2,
@@ -28,9 +26,10 @@ IMAGES = DynamicImageTokens(
     activation="silu",
     gated=True,
     norm="rms_norm",
-    window_size=8,
-    full_attention_layers=(1,),
+    position=RotaryOptions(sections=(1, 1), restart_frequencies=True),
+    **{"stack.period": (LayerKind(within_segments=True), LayerKind())},
 )
+IMAGES = DynamicImageTokens(token_id=10, encoder=ENCODER, patch_size=2, window_size=8)
 CONFIG = TransformerConfig(
     vocab_size=11,
     d_model=16,

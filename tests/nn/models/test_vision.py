@@ -38,13 +38,17 @@ VISION = CONFIG.replace(
 DISTILLED = VISION.replace(input=dataclasses.replace(PATCHES, distillation_token=True))
 DUAL = CONFIG.replace(
     input=Images(
-        patches=PATCHES,
         features=7,
-        d_model=8,
-        num_layers=1,
-        num_heads=2,
-        d_ff=3,
-        activation="quick_gelu",
+        encoder=TransformerConfig(
+            d_model=8,
+            num_layers=1,
+            num_heads=2,
+            d_ff=3,
+            activation="quick_gelu",
+            position=LearnedOptions(),
+            input=PATCHES,
+            **{"output.pooling": "first"},
+        ),
     ),
     **{"output.pooling": "last"},
 )

@@ -9,23 +9,30 @@ import numpy as np
 import pytest
 from numeric_parts import random_params
 
-from transformer.config import ConfigError, ImageTokens, LayerKind, Patches, RotaryOptions, TransformerConfig
+from transformer.config import (
+    ConfigError,
+    ImageTokens,
+    LayerKind,
+    LearnedOptions,
+    Patches,
+    RotaryOptions,
+    TransformerConfig,
+)
 from transformer.nn import make_mesh, state_shardings
 from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, VisionLanguageModel
 
-IMAGES = ImageTokens(
-    token_id=10,
-    patches=Patches(image_height=4, image_width=6, patch_size=2, class_token=True),
+ENCODER = TransformerConfig(
     d_model=8,
-    num_layers=2,
+    num_layers=1,
     num_heads=2,
     d_ff=5,
     activation="gelu_erf",
-    embedding_norm=True,
-    unused_layers=1,
-    projector="mlp",
+    position=LearnedOptions(),
+    input=Patches(image_height=4, image_width=6, patch_size=2, class_token=True),
+    **{"embedding.norm": True, "stack.final_norm": False},
 )
+IMAGES = ImageTokens(token_id=10, encoder=ENCODER, unused_layers=1, projector="mlp")
 CONFIG = TransformerConfig(
     vocab_size=11,
     d_model=12,

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.config._image_tokens import DynamicImageTokens
-from transformer.config._model import Execution, TransformerConfig
+from transformer.config._model import DynamicImageTokens, Execution, TransformerConfig
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
 from transformer.nn._blocks import Aux, kernel_init
 from transformer.nn._masks import Mask

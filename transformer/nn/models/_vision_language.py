@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
-from transformer.config._image_tokens import DynamicImageTokens, ImageTokens
-from transformer.config._model import TransformerConfig
+from transformer.config._model import DynamicImageTokens, ImageTokens, TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.nn._axes import Array, Bool, Coordinates, Float, Hidden, Int, Logits, Tokens
 from transformer.nn._blocks import Aux, kernel_init
@@ -64,12 +63,12 @@ class ImageProjector(nn.Module):
         config, images = self.config, self.images
         types = (config.dtype, config.param_dtype)
         if images.pool > 1:
-            (rows, columns), side = images.grid, images.pool
+            (rows, columns), side = images.patches.grid, images.pool
             # (I, T, Di) -> (I, rows / s, s, columns / s, s, Di), then the mean of each square.
             x = x.reshape(x.shape[0], rows // side, side, columns // side, side, x.shape[-1])
             x = x.mean((2, 4)).reshape(x.shape[0], images.count, -1)
         if images.projector == "normalized":
-            x = NORMS["zero_centered_rms_norm"](images.norm_epsilon, *types, name="norm")(x)
+            x = NORMS["zero_centered_rms_norm"](images.encoder.norm_epsilon, *types, name="norm")(x)
         width, init, use_bias = (config.d_model,), kernel_init(config), images.projector != "normalized"
         if images.projector == "mlp":
             # W_2 gelu(W_1 x + b_1) + b_2 (LLaVA 1.5, Liu et al. 2023, arXiv 2310.03744)

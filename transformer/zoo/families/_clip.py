@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from transformer.config._model import TransformerConfig
-from transformer.config._parts import Images
+from transformer.config._model import Images, TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._dual import DualEncoder
 from transformer.zoo._family import Family, Head, Variant, read_fields
 from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, FieldError, Unread, sizes
 from transformer.zoo.families._vit import Convolution, PatchSizes
 from transformer.zoo.weights._rules import Relation, Rule, Shape, linear, modules, norm
-
-_FROM_IMAGE = ("d_model", "num_layers", "num_heads", "d_ff", "activation", "norm_epsilon")
 
 
 @dataclass(frozen=True)
@@ -30,6 +27,8 @@ class TwoConfigs(Codec):
     """Codecs of vision_config."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Images` that all models of the family share."""
+    encoder: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the encoder of images that all models of the family share."""
     kinds: tuple[str, str] = ("clip_text_model", "clip_vision_model")
     """model_type of both objects."""
     features: str = "projection_dim"
@@ -49,8 +48,8 @@ class TwoConfigs(Codec):
             features = given["text_config"].get(self.features) or text["d_model"]
         else:
             features = values.get(self.features, 512)
-        sizes = {name: image[name] for name in _FROM_IMAGE}
-        return text | {"input": Images(patches=image["input"], features=features, **sizes, **self.constants)}
+        encoder = patch_encoder(image | self.encoder)
+        return text | {"input": Images(encoder=encoder, features=features, **self.constants)}
 
     def _object(self, values: Mapping[str, Any], name: str) -> dict[str, Any]:
         parts = [values.get(key) or {} for key in (name, f"{name}_dict")]
@@ -105,6 +104,11 @@ class Scalar(Relation):
 
     def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [parameter.reshape(()) for parameter in parameters]
+
+
+def patch_encoder(fields: Mapping[str, Any]) -> TransformerConfig:
+    """Return the config of an encoder of patches from its other fields: its positions are learned."""
+    return TransformerConfig(position=None if fields["input"].resize_positions else LearnedOptions(), **fields)
 
 
 def encoder_fields(
@@ -211,7 +215,8 @@ CLIP = Family(
                 *encoder_fields(768, 12, 3072, "quick_gelu", 1e-5, ("projection_dim",)),
                 PatchSizes(patch_size=32, use_bias=False),
             ),
-            constants={"embedding_norm": True, "pooling": "first", "projections": "both", "similarity": "softmax"},
+            constants={"projections": "both", "similarity": "softmax"},
+            encoder={"embedding.norm": True, "output.pooling": "first"},
         ),
         Unread(("logit_scale_init_value", "initializer_factor", "initializer_range", "tie_word_embeddings")),
     ),

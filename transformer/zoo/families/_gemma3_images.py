@@ -8,8 +8,7 @@ from math import isqrt
 from typing import Any
 
 from transformer.chat._image_prompts import ImageText
-from transformer.config._image_tokens import ImageTokens
-from transformer.config._model import TransformerConfig
+from transformer.config._model import ImageTokens, TransformerConfig
 from transformer.zoo._family import Variant
 from transformer.zoo._fields import FieldError, Fixed, Unread, layer_sizes
 from transformer.zoo.families._gemma3 import GEMMA3

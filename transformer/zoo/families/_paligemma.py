@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.chat._image_prompts import ImageText
-from transformer.config._image_tokens import ImageTokens
-from transformer.config._model import TransformerConfig
+from transformer.config._model import ImageTokens, TransformerConfig
 from transformer.zoo._family import Variant
 from transformer.zoo._fields import Codec, FieldError, Fixed, Unread, layer_sizes
 from transformer.zoo.families._gemma import GEMMA1_CONSTANTS, GEMMA1_FIELDS

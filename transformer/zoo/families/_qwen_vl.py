@@ -8,9 +8,11 @@ from typing import Any
 
 from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError
-from transformer.config._image_tokens import DynamicImageTokens
-from transformer.config._model import TransformerConfig
-from transformer.zoo._family import Family, Variant, read_fields
+from transformer.config._layer_patterns import fold
+from transformer.config._model import DynamicImageTokens, TransformerConfig
+from transformer.config._parts import LayerKind
+from transformer.config._positions import RotaryOptions
+from transformer.zoo._family import MAX_LAYERS, Family, Variant, read_fields
 from transformer.zoo._fields import ACTIVATIONS, NEUTRAL, Codec, FieldError, Rope, Unread, layer_sizes
 from transformer.zoo.families._llama import COPIES, DECODER_CONSTANTS, decoder_fields, decoder_rules
 from transformer.zoo.families._qwen2 import UpperWindows
@@ -65,11 +67,11 @@ class _Config(Codec):
         return ("text_config", *_OUTER, *text)
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        text, image = self._text(values), self._image(values)
-        if image["output"] != text["d_model"]:
+        text, given = self._text(values), self._vision(values)
+        if (width := given.get(self.output, 3584)) != text["d_model"]:
             raise FieldError(
-                f"{self.output} of vision_config is {image['output']!r}, but only the width of the decoder, "
-                f"{text['d_model']}, is supported"
+                f"{self.output} of vision_config is {width!r}, but only the width of the decoder, {text['d_model']}, "
+                f"is supported"
             )
         marker = values.get("image_token_id", values.get("image_token_index", 151_655))
         if type(marker) is not int or not 0 <= marker < text["vocab_size"]:
@@ -77,9 +79,18 @@ class _Config(Codec):
                 f"image_token_id is {marker!r}, but only an id of the vocabulary ({text['vocab_size']} tokens) is "
                 f"supported"
             )
-        del image["output"]
+        sides = {name: _side(name, given.get(name, default)) for name, default in _SIDES.items()}
         try:
-            images = DynamicImageTokens(token_id=marker, **image)
+            images = DynamicImageTokens(
+                token_id=marker,
+                encoder=self._encoder(given),
+                patch_size=sides["patch_size"],
+                frames=sides["temporal_patch_size"],
+                merge=given.get("spatial_merge_size", 2),
+                # The reference reads in_channels; published files have it under its former name.
+                channels=given.get("in_channels", given.get("in_chans", 3)),
+                window_size=given.get("window_size", 112) if self.gated else None,
+            )
         except ConfigError as error:
             raise FieldError(f"vision_config describes no valid model: {error}") from None
         return text | {"input": images}
@@ -100,7 +111,7 @@ class _Config(Codec):
             raise FieldError("; ".join(f"{where}{fault}" for fault in faults))
         return text
 
-    def _image(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _vision(self, values: Mapping[str, Any]) -> dict[str, Any]:
         given = values.get("vision_config") or {}
         if not isinstance(given, dict):
             raise FieldError(f"vision_config must be an object, got {given!r:.80}")
@@ -114,49 +125,51 @@ class _Config(Codec):
         rope = given.get("rope_parameters") or {}
         if rope.get("rope_type", "axial") != "axial" or rope.get("rope_theta", 10_000.0) != 10_000.0:
             raise FieldError(f"rope_parameters of vision_config is {rope!r:.80}, but only axial of 10000 is supported")
+        return given
+
+    def _encoder(self, given: Mapping[str, Any]) -> TransformerConfig:
         name = given.get("hidden_act", "silu" if self.gated else "quick_gelu")
         if name not in ACTIVATIONS:
             raise FieldError(f"hidden_act of vision_config is {name!r:.80}, which is not supported")
-        width = given.get(self.width, 3584 if self.gated else 1280)
-        sides = {name: _side(name, given.get(name, default)) for name, default in _SIDES.items()}
-        image = {
-            "patch_size": sides["patch_size"],
-            "frames": sides["temporal_patch_size"],
-            "merge": given.get("spatial_merge_size", 2),
-            # The reference reads in_channels; published files have it under its former name.
-            "channels": given.get("in_channels", given.get("in_chans", 3)),
-            "d_model": width,
-            "num_layers": given.get("depth", 32),
-            "num_heads": given.get("num_heads", 16),
-            "activation": ACTIVATIONS[name],
-            "output": given.get(self.output, 3584),
-        }
-        if not self.gated:
-            return image | {"d_ff": int(width * given.get("mlp_ratio", 4))}
-        layers = given.get("fullatt_block_indexes", [7, 15, 23, 31])
-        return image | {
-            "d_ff": given.get("intermediate_size", 3420),
-            "gated": True,
-            "norm": "rms_norm",
-            "window_size": given.get("window_size", 112),
-            "full_attention_layers": tuple(sorted({layer for layer in layers if layer < image["num_layers"]})),
-        }
+        width, heads = given.get(self.width, 3584 if self.gated else 1280), given.get("num_heads", 16)
+        if type(width) is not int or type(heads) is not int or heads < 1 or width % (4 * heads):
+            raise FieldError(
+                f"{self.width} of vision_config is {width!r:.80}, but only a multiple of 4 num_heads ({heads!r:.80}) "
+                f"is supported: half of the pairs of a head are rotated by the row"
+            )
+        layers, full = given.get("depth", 32), given.get("fullatt_block_indexes", [7, 15, 23, 31])
+        if type(layers) is not int or not 1 <= layers <= MAX_LAYERS:
+            raise FieldError(f"depth of vision_config is {layers!r:.80}, but only 1 to {MAX_LAYERS} is supported")
+        pairs = width // heads // 4
+        return TransformerConfig(
+            d_model=width,
+            num_layers=layers,
+            num_heads=heads,
+            d_ff=given.get("intermediate_size", 3420) if self.gated else int(width * given.get("mlp_ratio", 4)),
+            activation=ACTIVATIONS[name],
+            gated=self.gated,
+            norm="rms_norm" if self.gated else "layer_norm",
+            # Half of the pairs of a head by the row of a patch, half by its column.
+            position=RotaryOptions(sections=(pairs, pairs), restart_frequencies=True),
+            **fold([LayerKind(within_segments=self.gated and layer not in full) for layer in range(layers)]),
+        )
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         images = config.dynamic_images
-        if images is None or images.gated != self.gated or config.rotary.sections is None:
+        if images is None or images.encoder.gated != self.gated or config.rotary.sections is None:
             return {}
         text: dict[str, Any] = {"model_type": f"{self.kind}_text"}
         for codec in _TEXT_FIELDS:
             text |= codec.write(config)
         text.pop("tie_word_embeddings")
-        named = [theirs for theirs, ours in ACTIVATIONS.items() if ours == images.activation]
+        encoder = images.encoder
+        named = [theirs for theirs, ours in ACTIVATIONS.items() if ours == encoder.activation]
         image = {
             "model_type": f"{self.kind}_vision",
-            "depth": images.num_layers,
+            "depth": encoder.num_layers,
             self.output: config.d_model,
-            self.width: images.d_model,
-            "num_heads": images.num_heads,
+            self.width: encoder.d_model,
+            "num_heads": encoder.num_heads,
             "hidden_act": named[0] if named else None,
             "in_channels": images.channels,
             "patch_size": images.patch_size,
@@ -164,14 +177,13 @@ class _Config(Codec):
             "temporal_patch_size": images.frames,
         }
         if self.gated:
-            layers = range(images.num_layers) if images.window_size is None else images.full_attention_layers
             image |= {
-                "intermediate_size": images.d_ff,
+                "intermediate_size": encoder.feed_forward_width,
                 "window_size": images.window_size or images.multiple,
-                "fullatt_block_indexes": list(layers),
+                "fullatt_block_indexes": [n for n, one in enumerate(encoder.layers()) if not one.kind.within_segments],
             }
         else:
-            ratio = images.d_ff / images.d_model
+            ratio = encoder.feed_forward_width / encoder.d_model
             image["mlp_ratio"] = int(ratio) if ratio == int(ratio) else ratio
         return {
             "text_config": text,
@@ -197,7 +209,9 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     maps = [f"{ours}self_attention/{name}" for name in ("query", "key", "value")]
     names = {"attention_norm": "norm1", "feed_forward_norm": "norm2", "self_attention/out": "attn.proj"}
     gated = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    inner = gated if config.dynamic_images is None or config.dynamic_images.gated else {"up": "fc1", "down": "fc2"}
+    inner = (
+        gated if config.dynamic_images is None or config.dynamic_images.encoder.gated else {"up": "fc1", "down": "fc2"}
+    )
     names |= {f"feed_forward/{name}": f"mlp.{theirs}" for name, theirs in inner.items()}
     return [
         *decoder_rules(config),

@@ -82,7 +82,8 @@ def _two_configs(patches: Codec, kinds: tuple[str, str]) -> TwoConfigs:
             *text_fields(32_000, 64),
         ),
         image=(*encoder_fields(768, 12, 3072, "gelu_pytorch_tanh", 1e-6), Fixed("vision_use_head", (True,)), patches),
-        constants={"pooling": "attention", "projections": "text", "similarity": "sigmoid"},
+        constants={"projections": "text", "similarity": "sigmoid"},
+        encoder={"output.pooling": "attention"},
         kinds=kinds,
         features="projection_size",
     )

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformer.config._checks import ConfigError
-from transformer.config._image_tokens import ImageTokens
-from transformer.config._model import TransformerConfig
+from transformer.config._model import ImageTokens, TransformerConfig
 from transformer.config._paths import get_path
 from transformer.nn.models._vision_language import VisionLanguageModel
 from transformer.zoo._family import Family, Head, NoCounterpart, read_fields
@@ -18,8 +17,6 @@ from transformer.zoo.families._clip import ENCODER_LAYER, encoder_fields, image_
 from transformer.zoo.families._siglip import SO400M
 from transformer.zoo.families._vit import PatchSizes
 from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm
-
-_FROM_IMAGE = ("d_model", "num_layers", "num_heads", "d_ff", "activation", "norm_epsilon")
 
 SIGLIP_TOWER = (
     *encoder_fields(768, 12, 3072, "gelu_pytorch_tanh", 1e-6),
@@ -66,7 +63,8 @@ class TextModel:
         return [
             f"{name} is {found[name]!r:.80}, {value!r:.80} is needed"
             for name, value in self.constants.items()
-            if found[name] != value
+            # The fields of the position scheme are not constants.
+            if (type(found[name]) is not type(value) if name == "position" else found[name] != value)
         ]
 
 
@@ -131,7 +129,6 @@ class VisionText(Codec):
         faults = [f"in text_config, {fault}" for fault in faults] + [f"in vision_config, {fault}" for fault in more]
         if faults:
             raise FieldError("; ".join(faults))
-        sizes = {name: image[name] for name in _FROM_IMAGE}
         marker = values.get("image_token_index", values.get("image_token_id", self.marker))
         if type(marker) is not int or not 0 <= marker < text["vocab_size"]:
             raise FieldError(
@@ -139,10 +136,11 @@ class VisionText(Codec):
                 f"supported"
             )
         own = self.images(values, text, image)
+        unused = own.get("unused_layers")
+        image |= {"num_layers": image["num_layers"] - (unused or 0), "stack.final_norm": unused is None}
         try:
-            images = ImageTokens(
-                token_id=marker, patches=image["input"], embedding_norm=self.embedding_norm, **sizes, **own
-            )
+            encoder = patch_encoder(image | {"embedding.norm": self.embedding_norm})
+            images = ImageTokens(token_id=marker, encoder=encoder, **own)
         except ConfigError as error:
             raise FieldError(f"vision_config and the fields of images describe no valid model: {error}") from None
         return text | {"input": images}
@@ -169,8 +167,9 @@ class VisionText(Codec):
         for codec in model.fields:
             text |= codec.write(config)
         image: dict[str, Any] = {"model_type": self.image_kind}
+        encoder = config.image_encoder
         for codec in self.image:
-            image |= codec.write(config.image_encoder.replace(num_layers=images.num_layers))
+            image |= codec.write(encoder.replace(num_layers=encoder.num_layers + (images.unused_layers or 0)))
         values = {"text_config": text, "vision_config": image, "image_token_index": images.token_id}
         own = self.written(config, images)
         for name in ("text_config", "vision_config"):
@@ -192,9 +191,8 @@ def vision_text_rules(config: TransformerConfig, text: Mapping[str, TextModel]) 
     rules += [*image_rules("vision_tower."), Rule("language_model.lm_head.weight", "output/kernel", MATRIX)]
     images = config.image_tokens
     if images is not None and images.unused_layers is not None:
-        first = images.num_layers - images.unused_layers
         for i in range(images.unused_layers):
-            tensors = f"vision_tower.encoder.layers.{first + i}."
+            tensors = f"vision_tower.encoder.layers.{images.encoder.num_layers + i}."
             rules += modules(tensors, f"image_unused/prefix_{i}/", ENCODER_LAYER)
         rules += norm("vision_tower.post_layernorm", "image_unused/final_norm")
     return rules
