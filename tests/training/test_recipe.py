@@ -19,6 +19,7 @@ from transformer.config import (
     LearnedOptions,
     OutputOptions,
     Patches,
+    QKNorm,
     RotaryOptions,
     RotaryScaling,
     StackOptions,
@@ -68,6 +69,22 @@ def rich_recipe(data=None):
         model = model.replace(input=ImageTokens(encoder=encoder))
     grpo = GRPO(rewards=("rewards.py:length",)) if data.task == "grpo" else None
     return Recipe(name="rich", model=model, data=data, grpo=grpo)
+
+
+def test_the_name_of_a_position_scheme_is_an_option():
+    recipe = Recipe(name="r", model=TransformerConfig(**{"attention.qk_norm": QKNorm()}), data=LINES)
+
+    def overridden(*words):
+        return override(recipe, words, program="p").model
+
+    assert overridden("--model.position", "rotary", "--model.position.base", "7.0").position == RotaryOptions(base=7.0)
+    assert overridden("--model.position=learned", "--model.position.max-length", "512").max_length == 512
+    assert overridden("--model.position", "none").position is None
+    with pytest.raises(ConfigError, match=r"--model.position.*got 'rotery'.*'rotary'\?"):
+        overridden("--model.position", "rotery")
+    assert overridden("--model.attention.qk-norm", "None").attention.qk_norm is None
+    recipe = dataclasses.replace(recipe, model=TransformerConfig())
+    assert overridden("--model.attention.qk-norm.scope", "all").attention.qk_norm == QKNorm(scope="all")
 
 
 # JSON

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import itertools
 import os
+import re
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -141,10 +142,10 @@ def _with_group_options(message: str, recipe: Recipe) -> str:
 
 def _with_position(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str]]:
     """Set the position scheme that `--model.position NAME` names; return the recipe and the other arguments."""
-    pairs = [*arguments, ""]
+    arguments = [part for word in arguments for part in re.split(r"(?<=^--model\.position)=", word)]
     if (place := next((i for i, word in enumerate(arguments) if word == "--model.position"), None)) is None:
         return recipe, arguments
-    name = pairs[place + 1]
+    name = arguments[place + 1] if place + 1 < len(arguments) else ""
     check_choice("--model.position", name, [*POSITIONS, "none"])
     fields = {}
     if name == "learned" and "--model.position.max-length" in arguments:  # tyro sets it

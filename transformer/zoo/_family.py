@@ -302,10 +302,7 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
         "attention.biases": _biases(config),
         "position": _position(config),
     }
-    if isinstance(config.input, Images | ImageTokens | DynamicImageTokens):
-        inside = {name: value for name, value in vars(config.input).items() if name != "encoder"}
-        inside |= {f"encoder.{name}": value for name, value in canonical(config.image_encoder).items()}
-        values |= {"input": type(config.input).__name__} | {f"input.{name}": value for name, value in inside.items()}
+    values |= _image_input(config)
     kinds = {}
     for stack, layers in {"encoder": encoder, "decoder": decoder}.items():
         kinds[stack] = [_kind(config, kind) for kind in layer_kinds(config, layers)]
@@ -313,6 +310,15 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
     if all(kind.moe is not None and not kind.moe.beside_dense for layers in kinds.values() for kind in layers):
         values["d_ff"] = values["stack.encoder_d_ff"] = None  # every layer uses the width of its experts
     return values | {"layers": kinds}
+
+
+def _image_input(config: TransformerConfig) -> dict[str, Any]:
+    """Return the fields of an input of images that has an encoder, with the normal form of the encoder."""
+    if not isinstance(config.input, Images | ImageTokens | DynamicImageTokens):
+        return {}
+    inside = {name: value for name, value in vars(config.input).items() if name != "encoder"}
+    inside |= {f"encoder.{name}": value for name, value in canonical(config.image_encoder).items()}
+    return {"input": type(config.input).__name__} | {f"input.{name}": value for name, value in inside.items()}
 
 
 def _without_unread(config: TransformerConfig) -> dict[str, Any]:

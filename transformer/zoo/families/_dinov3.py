@@ -81,7 +81,7 @@ DINOV3 = Family(
         Field("attention_dropout", "attention.dropout_rate", 0.0),
         Field("initializer_range", "initializer_range", 0.02),
         MapBiases(),
-        PatchSizes(registers=0, learned=False),
+        PatchSizes(registers=0),
         Unread(
             ("drop_path_rate", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale", "apply_layernorm")
             + ("reshape_hidden_states", "out_features", "out_indices", "stage_names")

@@ -63,8 +63,6 @@ class PatchSizes(Codec):
     distillation_token: bool = False
     registers: int | None = None
     """Default number of registers if config.json omits it; None: the family has no registers."""
-    learned: bool = True
-    """Whether positions are learned."""
 
     @property
     def names(self) -> tuple[str, ...]:
