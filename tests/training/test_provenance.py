@@ -10,6 +10,7 @@ import transformer
 from transformer.__main__ import main
 from transformer.config import SinusoidalOptions, T5BiasOptions
 from transformer.data.tokenizers._kinds import TOKENIZERS
+from transformer.training._serial import encode
 from transformer.training.workdir._provenance import WorkdirError, tokenizer_fingerprint
 from transformer.training.workdir._runs import load_run
 
@@ -85,10 +86,10 @@ def test_an_edited_recipe_is_refused_with_the_way_back(workdir, command, capsys)
 
 
 def test_in_python_too(workdir):
-    edit(workdir, "model", position=T5BiasOptions())
-    with pytest.raises(WorkdirError, match=r"model.position.buckets"):
+    edit(workdir, "model", position=encode(T5BiasOptions()))
+    with pytest.raises(WorkdirError, match=r"model.position.*'SinusoidalOptions' -> 'T5BiasOptions'"):
         transformer.load(workdir)
-    edit(workdir, "model", position=SinusoidalOptions())
+    edit(workdir, "model", position=encode(SinusoidalOptions()))
     exchange_words(workdir)
     with pytest.raises(WorkdirError, match="tokenizer was changed"):
         transformer.load(workdir)

@@ -1,4 +1,4 @@
-"""Access to fields of nested configs by dotted path, such as `rotary.base`."""
+"""Access to fields of nested configs by dotted path, such as `position.base`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer.config._checks import ConfigError, nearest
 def with_paths(cls: type) -> type:
     """Class decorator that lets the constructor of a config dataclass accept dotted paths.
 
-    `Config(**{"rotary.base": 5.0})` sets the field `base` of the part `rotary` and keeps its other fields.
+    `Config(**{"position.base": 5.0})` sets the field `base` of the part `position` and keeps its other fields.
 
     Raises:
         TypeError: from the constructor, for an unknown field.

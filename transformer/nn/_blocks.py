@@ -47,7 +47,7 @@ class LayerInputs:
     mask: Leaf = Mask()
     """a `Mask` for self-attention"""
     positions: Leaf | None = None
-    """(B, T), or (B, T, A) with `rotary.sections`; None: 0, 1, 2, ..., counted from the end of the cache"""
+    """(B, T), or (B, T, A) with `position.sections`; None: 0, 1, 2, ..., counted from the end of the cache"""
     segments: Leaf | None = None
     """(B, T), segment of each token for layers with `within_segments`; None: one segment"""
     position_table: Leaf | None = None

@@ -285,7 +285,7 @@ class Rotary(PositionScheme):
         if positions.shape[2] != len(sections):
             raise ValueError(
                 f"positions of {positions.shape[2]} coordinates need as many sections, got {len(sections)}. Set "
-                f"sections (rotary.sections), or pass positions (batch, length)."
+                f"sections (position.sections), or pass positions (batch, length)."
             )
         return jnp.repeat(positions, np.asarray(sections), axis=2, total_repeat_length=sum(sections))
 

@@ -163,7 +163,7 @@ class Stack(nn.Module):
         Args:
             x: (B, T, D).
             context: (B, S, Dc), the input of cross-attention.
-            positions: (B, T), or (B, T, A) with `rotary.sections`; None: 0, 1, 2, ..., counted from the end of the
+            positions: (B, T), or (B, T, A) with `position.sections`; None: 0, 1, 2, ..., counted from the end of the
                 cache.
             mask: mask of self-attention.
             context_mask: mask of cross-attention.

@@ -310,6 +310,9 @@ def difference(old: Recipe, new: Recipe) -> tuple[list[Change], list[Change]]:
     before, after = flatten(old), flatten(new)
     if type(old.data) is not type(new.data):
         before["data"], after["data"] = type(old.data).kind, type(new.data).kind
+    schemes = [type(recipe.model.position).__name__ for recipe in (old, new)]
+    if len(set(schemes)) == 2:
+        before, after = ({"model.position": one} | flat for one, flat in zip(schemes, (before, after), strict=True))
     must_match, may_change = [], []
     for field in dict.fromkeys([*before, *after]):
         if before.get(field) != after.get(field) or (field in before) != (field in after):

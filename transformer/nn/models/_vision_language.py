@@ -134,8 +134,8 @@ class VisionLanguageModel(CausalLM):
 
         Args:
             tokens: (B, T), token ids; each image of a row is `input.count` tokens with the id `input.token_id`.
-            positions: (B, T); None: 0, 1, 2, ..., continued after the tokens in the cache. With `rotary.sections`, also
-                (B, T, 3): time, row and column; None: those of the images (`TokenPlaces`).
+            positions: (B, T); None: 0, 1, 2, ..., continued after the tokens in the cache. With `position.sections`,
+                also (B, T, 3): time, row and column; None: those of the images (`TokenPlaces`).
             mask: restrictions in addition to the causal mask. Where tokens attend to later ones
                 (`input.attention`), it must hide padding: `Mask.lengths(...)`.
             cache: a KV cache from `init_cache` or from the previous call.
