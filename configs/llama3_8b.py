@@ -24,7 +24,7 @@ def get_config() -> Recipe:
             **sizes,
             vocab_size=128_256,
             dtype="bfloat16",
-            rotary=RotaryOptions(base=500_000.0),
+            position=RotaryOptions(base=500_000.0),
         ),
         data=TextFile(
             path="your-text.txt",

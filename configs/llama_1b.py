@@ -34,7 +34,7 @@ def get_config() -> Recipe:
         model=llama_decoder(
             **sizes,
             dtype="bfloat16",
-            rotary=RotaryOptions(base=500_000.0, scaling=RotaryScaling(kind="llama3", factor=32.0)),
+            position=RotaryOptions(base=500_000.0, scaling=RotaryScaling(kind="llama3", factor=32.0)),
             embedding=EmbeddingOptions(scale=False),
         ),
         data=replace(recipe.data, sequence_length=2048, batch_size=8, eval_batch_size=8),

@@ -26,7 +26,7 @@ def get_config() -> Recipe:
         name="mixtral_8x7b",
         model=recipe.model.replace(
             vocab_size=32_000,
-            rotary=RotaryOptions(base=1_000_000.0),
+            position=RotaryOptions(base=1_000_000.0),
             stack=StackOptions(period=(LayerKind(moe=experts),)),
         ),
         data=replace(recipe.data, tokenizer=replace(recipe.data.tokenizer, vocab_size=32_000)),
