@@ -4,7 +4,8 @@ This package does not import JAX, so that recipes and tools load quickly.
 """
 
 from transformer.config._checks import ConfigError
-from transformer.config._model import DynamicImageTokens, Execution, Images, ImageTokens, TransformerConfig
+from transformer.config._execution import Execution
+from transformer.config._model import DynamicImageTokens, Images, ImageTokens, TransformerConfig
 from transformer.config._options import (
     AttentionOptions,
     Audio,

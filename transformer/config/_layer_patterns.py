@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from transformer.config._checks import ConfigError
-from transformer.config._parts import LayerKind
-from transformer.config._positions import RotaryOptions
-
-if TYPE_CHECKING:
-    from transformer.config._model import TransformerConfig
+from transformer.config._parts import LayerKind, RotaryScaling
 
 
 def fold(kinds: Sequence[LayerKind]) -> dict[str, tuple[LayerKind, ...]]:
@@ -43,44 +38,39 @@ def fold(kinds: Sequence[LayerKind]) -> dict[str, tuple[LayerKind, ...]]:
     }
 
 
-def check_kinds(config: TransformerConfig) -> None:
-    """Check the heads of each kind of layer, and that layers that read keys and values find those of another."""
+def check_shared_keys(
+    kinds: Sequence[LayerKind], prefix: int, size_of_head: int, scaling: RotaryScaling | None
+) -> None:
+    """Raise ConfigError unless layers that read keys and values find those of an earlier layer that stores them.
+
+    Args:
+        kinds: the kinds of layers in prefix, period and suffix, in order.
+        prefix: how many of them are in the prefix.
+        size_of_head: H, the size of a query or key head, for kinds that set none.
+        scaling: the rotary scaling of the model.
+    """
     stored: dict[str, LayerKind] = {}
-    for index, kind in enumerate(config.kinds):
-        own = [kind.head_dim, kind.num_kv_heads, kind.stores_kv, kind.reads_kv]
-        if config.attention.mla is not None and (kind.keys_as_values or any(one is not None for one in own)):
-            raise ConfigError("attention.mla defines heads and keys of all layers. Remove those of LayerKind.")
-        if config.num_heads % config.kv_heads_of(kind):
+    for index, kind in enumerate(kinds):
+        if kind.stores_kv is not None:
+            if index >= prefix or kind.stores_kv in stored:
+                raise ConfigError(
+                    f"stores_kv={kind.stores_kv!r} must be the name of one layer, in stack.prefix: others can't read "
+                    f"the keys and values of repeated layers. Move the layer, or rename it."
+                )
+            stored[kind.stores_kv] = kind
+        if kind.reads_kv is None:
+            continue
+        if kind.reads_kv not in stored:
             raise ConfigError(
-                f"num_heads ({config.num_heads}) must be a multiple of num_kv_heads of each LayerKind "
-                f"({config.kv_heads_of(kind)}). Change one of them."
+                f"reads_kv={kind.reads_kv!r}, but no earlier layer has stores_kv={kind.reads_kv!r}. Name one of "
+                f"{', '.join(stored) or 'the layers in stack.prefix, with stores_kv'}."
             )
-        rotated = isinstance(config.position, RotaryOptions) and kind.rotary
-        if rotated and kind.head_dim is not None and kind.head_dim % 2:
-            raise ConfigError(f"rotary positions rotate pairs: head_dim ({kind.head_dim}) must be even. Change it.")
-        _check_stored(config, kind, stored, index < len(config.stack.prefix))
-
-
-def _check_stored(config: TransformerConfig, kind: LayerKind, stored: dict[str, LayerKind], in_prefix: bool) -> None:
-    if kind.stores_kv is not None:
-        if not in_prefix or kind.stores_kv in stored:
+        other = stored[kind.reads_kv]
+        size, own = other.head_dim or size_of_head, kind.head_dim or size_of_head
+        if own != size:
             raise ConfigError(
-                f"stores_kv={kind.stores_kv!r} must be the name of one layer, in stack.prefix: others can't read "
-                f"the keys and values of repeated layers. Move the layer, or rename it."
+                f"a layer reads keys of head_dim {size} by reads_kv={kind.reads_kv!r}, but its own is {own}. Change "
+                f"one of them."
             )
-        stored[kind.stores_kv] = kind
-    if kind.reads_kv is None:
-        return
-    if kind.reads_kv not in stored:
-        raise ConfigError(
-            f"reads_kv={kind.reads_kv!r}, but no earlier layer has stores_kv={kind.reads_kv!r}. Name one of "
-            f"{', '.join(stored) or 'the layers in stack.prefix, with stores_kv'}."
-        )
-    other = stored[kind.reads_kv]
-    if config.head_dim_of(kind) != config.head_dim_of(other):
-        raise ConfigError(
-            f"a layer reads keys of head_dim {config.head_dim_of(other)} by reads_kv={kind.reads_kv!r}, but its own "
-            f"is {config.head_dim_of(kind)}. Change one of them."
-        )
-    if any(one is not None and one.by_length for one in (config.rotary.scaling, other.rotary_scaling)):
-        raise ConfigError("reads_kv does not support rotary scaling by the length of the text. Remove one of them.")
+        if any(one is not None and one.by_length for one in (scaling, other.rotary_scaling)):
+            raise ConfigError("reads_kv does not support rotary scaling by the length of the text. Remove one of them.")

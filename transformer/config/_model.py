@@ -1,4 +1,4 @@
-"""The config of a model, images as its input, and its execution options."""
+"""The config of a model, and images as its input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer.config._checks import (
     check_whole,
     nearest,
 )
-from transformer.config._layer_patterns import check_kinds
+from transformer.config._layer_patterns import check_shared_keys
 from transformer.config._options import (
     AttentionOptions,
     Audio,
@@ -26,16 +26,22 @@ from transformer.config._options import (
 )
 from transformer.config._parts import FeedForwardActivation, Layer, LayerKind, Patches, RotaryScaling, Series
 from transformer.config._paths import get_path, with_paths
-from transformer.config._positions import LearnedOptions, Position, RotaryOptions, SinusoidalOptions, check_position
+from transformer.config._positions import (
+    LearnedOptions,
+    Position,
+    RotaryGridOptions,
+    RotaryOptions,
+    SinusoidalOptions,
+    check_rotary,
+    check_rotary_grid,
+    check_table_rows,
+)
 
 Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm"]
 NormPosition = Literal["pre", "post", "pre_without_residual", "sandwich", "reordered", "parallel"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Remat = Literal["none", "full", "dots", "names", "offload"]
-Experts = Literal["auto", "blockwise", "ragged", "megablox"]
 Projector = Literal["linear", "mlp", "normalized"]
 ImageAttention = Literal["causal", "image", "prefix"]
-QuantizedProducts = Literal["none", "int8", "int8_full", "fp8", "fp8_full"]
 
 
 @with_paths
@@ -132,7 +138,8 @@ class TransformerConfig:
                 "activation='swiglu_clamped' is a function of two projections (gate and up), but gated is False. "
                 "Set gated=True, or use another activation."
             )
-        check_position(self)
+        self._check_latent()
+        self._check_position()
         self._check_norms()
         if self.audio is not None and self.d_model % self.audio.position_groups:
             raise ConfigError(
@@ -141,7 +148,56 @@ class TransformerConfig:
             )
         for stack, layers in self._stack_sizes().items():
             self._check_pattern(stack, layers)
-        check_kinds(self)
+        self._check_kinds()
+
+    def _check_latent(self):
+        if self.attention.mla is None:
+            return
+        if not isinstance(self.position, RotaryOptions):
+            raise ConfigError(
+                f"attention.mla rotates a part of each query and key head, but position is {self.position}. Set "
+                f"position=RotaryOptions(), or remove attention.mla."
+            )
+        if self.rotary.scaling is not None and self.rotary.scaling.by_length:
+            raise ConfigError(
+                f"rotary scaling {self.rotary.scaling.kind} depends on the length of the text, which attention.mla "
+                f"does not support: its cache stores rotated keys. Choose linear, llama3 or yarn."
+            )
+        for name, value in {"num_kv_heads": self.num_kv_heads, "position.dim": self.rotary.dim}.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name} is {value}, but attention.mla computes keys and values from a latent vector and "
+                    f"defines its own sizes. Remove {name}, or attention.mla."
+                )
+
+    def _check_position(self):
+        position = self.position
+        if not isinstance(position, Position):
+            raise ConfigError(f"position must be a scheme such as RotaryOptions(), or None, got {position!r:.80}.")
+        if isinstance(position, LearnedOptions):
+            check_table_rows(self.max_length, self.patches, self.series)
+        if isinstance(position, RotaryOptions) and self.attention.mla is None:
+            check_rotary(position, self.size_of_head, self.rotary_scalings)
+        if isinstance(position, RotaryGridOptions):
+            check_rotary_grid(self.patches, self.size_of_head)
+        if isinstance(position, SinusoidalOptions) and self.d_model % 2:
+            raise ConfigError(f"sinusoidal positions are sine and cosine pairs: d_model ({self.d_model}) must be even.")
+
+    def _check_kinds(self):
+        """Check the heads of each kind of layer, and that layers that read keys and values find those of another."""
+        for kind in self.kinds:
+            own = [kind.head_dim, kind.num_kv_heads, kind.stores_kv, kind.reads_kv]
+            if self.attention.mla is not None and (kind.keys_as_values or any(one is not None for one in own)):
+                raise ConfigError("attention.mla defines heads and keys of all layers. Remove those of LayerKind.")
+            if self.num_heads % self.kv_heads_of(kind):
+                raise ConfigError(
+                    f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads of each LayerKind "
+                    f"({self.kv_heads_of(kind)}). Change one of them."
+                )
+            rotated = isinstance(self.position, RotaryOptions) and kind.rotary
+            if rotated and kind.head_dim is not None and kind.head_dim % 2:
+                raise ConfigError(f"rotary positions rotate pairs: head_dim ({kind.head_dim}) must be even. Change it.")
+        check_shared_keys(self.kinds, len(self.stack.prefix), self.size_of_head, self.rotary.scaling)
 
     def _check_encoder_heads(self):
         heads = self.stack.encoder_num_heads
@@ -531,58 +587,3 @@ class DynamicImageTokens:
     def count(self, height: int, width: int) -> int:
         """Return the number of tokens of an image of `height` x `width` pixels."""
         return height // self.multiple * (width // self.multiple)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Execution:
-    """Execution options of a model: they change speed and memory, and the result only by rounding errors.
-
-    Raises:
-        ConfigError: an unknown name, or `quantization_paths` that are a string or without `quantization`.
-    """
-
-    attention: str = "auto"
-    """attention kernel; auto: select one by platform, sequence length and the features that the model needs"""
-    experts: Experts = "auto"
-    """matrix multiplications of the experts of MoE layers:
-    blockwise: a loop over blocks of tokens, on any device;
-    ragged: jax.lax.ragged_dot, a kernel of the TPU compiler (elsewhere it computes all experts for all tokens);
-    megablox: a Pallas kernel for TPUs;
-    auto: ragged on TPU, otherwise blockwise"""
-    scan: bool = True
-    """compile one layer and loop over it (jax.lax.scan);
-    false: unroll the loop, with the same parameters (faster on CPU, slower to compile)"""
-    remat: Remat = "none"
-    """rematerialization, what the backward pass recomputes to save memory:
-    none: nothing;
-    full: everything;
-    dots: everything but the results of matrix multiplications, of splash attention and of ring attention;
-    names: everything but the attention outputs and the hidden layers of the feed-forward layers;
-    offload: as names, but these and the inputs of the layers are stored in host memory"""
-    sow_weights: bool = False
-    """sow attention weights into the collection "intermediates" if a call makes it mutable, to inspect them"""
-    quantization: QuantizedProducts = "none"
-    """8-bit matrix multiplications in attention projections, feed-forward layers and experts (needs qwix):
-    none: in the model's dtype;
-    int8: integers, gradients in the model's dtype;
-    int8_full: integers, gradients too;
-    fp8: float8_e4m3fn, gradients in the model's dtype;
-    fp8_full: float8_e4m3fn, gradients in float8_e5m2;
-    the results change by the rounding to 8 bits, about 1 % of a product"""
-    quantization_paths: tuple[str, ...] = ()
-    """quantize only the multiplications by kernels whose path contains one of these parts, such as feed_forward or
-    self_attention/out;
-    empty: those of all kernels of the layers"""
-
-    def __post_init__(self):
-        check_choices(self, experts=Experts, remat=Remat, quantization=QuantizedProducts)
-        if isinstance(self.quantization_paths, str):  # each of its letters would be a path that selects nothing
-            raise ConfigError(
-                f"quantization_paths must be a tuple of strings, got the string {self.quantization_paths!r}. Pass "
-                f"({self.quantization_paths!r},)."
-            )
-        if self.quantization_paths and self.quantization == "none":
-            raise ConfigError(
-                f"quantization_paths selects the matrix multiplications that are quantized, got "
-                f"{', '.join(self.quantization_paths)}, but quantization is 'none'. Set quantization, or remove it."
-            )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 from transformer.config._checks import ConfigError, check_flags, check_positive, check_whole
-from transformer.config._parts import RotaryScaling
-
-if TYPE_CHECKING:
-    from transformer.config._model import TransformerConfig
+from transformer.config._parts import Patches, RotaryScaling, Series
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,116 +144,74 @@ Position: TypeAlias = (
 )
 
 
-def check_position(config: TransformerConfig) -> None:
-    """Raise ConfigError for a position scheme that does not fit the other fields of a model config."""
-    if not isinstance(config.position, Position):
-        raise ConfigError(f"position must be a scheme such as RotaryOptions(), or None, got {config.position!r:.80}.")
-    _check_latent(config)
-    _check_table_rows(config)
-    if isinstance(config.position, RotaryOptions) and config.attention.mla is None:
-        rotated = config.size_of_head if config.rotary.dim is None else config.rotary.dim
-        if rotated % 2 or rotated > config.size_of_head:
-            raise ConfigError(
-                f"rotary positions rotate pairs of dimensions: {rotated} dimensions of a head of size "
-                f"{config.size_of_head} can't be rotated. Set position.dim to an even number of at most "
-                f"attention.head_dim, or change attention.head_dim."
-            )
-        _check_rotary_length(config, rotated)
-        _check_sections(config, rotated)
-    if isinstance(config.position, RotaryGridOptions):
-        _check_grid(config)
-    if isinstance(config.position, SinusoidalOptions) and config.d_model % 2:
-        raise ConfigError(f"sinusoidal positions are sine and cosine pairs: d_model ({config.d_model}) must be even.")
+def check_rotary(position: RotaryOptions, size_of_head: int, scalings: Sequence[RotaryScaling]) -> None:
+    """Raise ConfigError for rotary positions that do not fit heads of this size.
 
-
-def _check_sections(config: TransformerConfig, rotated: int) -> None:
-    """Check that the sections of positions with several coordinates are all pairs of rotated dimensions."""
-    sections = config.rotary.sections
-    if sections is None:
-        return
-    if sum(sections) != rotated // 2:
+    Args:
+        position: the rotary positions.
+        size_of_head: H, the size of a query or key head.
+        scalings: the frequency scalings of the model and of its kinds of layers.
+    """
+    rotated = size_of_head if position.dim is None else position.dim
+    if rotated % 2 or rotated > size_of_head:
         raise ConfigError(
-            f"position.sections ({', '.join(map(str, sections))}) must sum to the {rotated // 2} pairs of rotated "
-            f"dimensions, but their sum is {sum(sections)}. Correct them."
+            f"rotary positions rotate pairs of dimensions: {rotated} dimensions of a head of size {size_of_head} can't "
+            f"be rotated. Set position.dim to an even number of at most attention.head_dim, or change "
+            f"attention.head_dim."
         )
-    scalings = [one for one in (config.rotary.scaling, *(kind.rotary_scaling for kind in config.kinds)) if one]
-    if any(one.by_length for one in scalings) or (scalings and config.rotary.restart_frequencies):
+    for scaling in scalings:
+        if scaling.kind == "longrope" and len(scaling.short_factors) != rotated // 2:
+            raise ConfigError(
+                f"rotary scaling longrope has one factor per pair of rotated dimensions: expected {rotated // 2} "
+                f"short_factors and long_factors, got {len(scaling.short_factors)}. Correct them."
+            )
+        if scaling.by_length and rotated < 4:
+            raise ConfigError(
+                f"rotary scaling {scaling.kind} needs at least 4 rotated dimensions, got {rotated}. Change "
+                f"position.dim or the size of a head."
+            )
+    if position.sections is None:
+        return
+    if sum(position.sections) != rotated // 2:
+        raise ConfigError(
+            f"position.sections ({', '.join(map(str, position.sections))}) must sum to the {rotated // 2} pairs of "
+            f"rotated dimensions, but their sum is {sum(position.sections)}. Correct them."
+        )
+    if any(scaling.by_length for scaling in scalings) or (scalings and position.restart_frequencies):
         raise ConfigError(
             "position.sections supports no scaling by the length of the text, and with restart_frequencies none at "
             "all. Remove one of them."
         )
 
 
-def _check_rotary_length(config: TransformerConfig, rotated: int) -> None:
-    """Check that scalings that depend on the length of a text fit the number of rotated dimensions."""
-    for scaling in (config.rotary.scaling, *(kind.rotary_scaling for kind in config.kinds)):
-        if scaling is None or not scaling.by_length:
-            continue
-        if scaling.kind == "longrope" and len(scaling.short_factors) != rotated // 2:
-            raise ConfigError(
-                f"rotary scaling longrope has one factor per pair of rotated dimensions: expected {rotated // 2} "
-                f"short_factors and long_factors, got {len(scaling.short_factors)}. Correct them."
-            )
-        if rotated < 4:
-            raise ConfigError(
-                f"rotary scaling {scaling.kind} needs at least 4 rotated dimensions, got {rotated}. Change "
-                f"position.dim or the size of a head."
-            )
-
-
-def _check_grid(config: TransformerConfig) -> None:
-    """Check that there are patches whose row and column can rotate heads."""
-    if config.patches is None:
+def check_rotary_grid(patches: Patches | None, size_of_head: int) -> None:
+    """Raise ConfigError unless there are patches whose row and column can rotate heads of this size."""
+    if patches is None:
         raise ConfigError(
             "RotaryGridOptions rotate by the row and column of patches, but input is not Patches(...). Set it, or "
             "choose another position."
         )
-    if config.size_of_head % 4:
+    if size_of_head % 4:
         raise ConfigError(
             f"RotaryGridOptions rotate pairs of dimensions, half of them by the row and half by the column: the "
-            f"size of a head ({config.size_of_head}) must be a multiple of 4. Change attention.head_dim."
+            f"size of a head ({size_of_head}) must be a multiple of 4. Change attention.head_dim."
         )
 
 
-def _check_table_rows(config: TransformerConfig) -> None:
-    """Check that a learned position table has a number of rows, which fits an input of fixed length."""
-    if not isinstance(config.position, LearnedOptions):
-        return
-    if config.max_length is None:
+def check_table_rows(rows: int | None, patches: Patches | None, series: Series | None) -> None:
+    """Raise ConfigError unless a learned position table has a number of rows, which fits an input of fixed length."""
+    if rows is None:
         raise ConfigError(
             "position.max_length is not set, but a learned position table for tokens has a number of rows. Set "
             "position.max_length."
         )
-    if config.patches is not None and config.max_length != config.patches.positions:
+    if patches is not None and rows != patches.positions:
         raise ConfigError(
-            f"max_length ({config.max_length}) must be {config.patches.positions}, the number of learned tokens "
-            f"({config.patches.extra_tokens}) and patches ({config.patches.count}). Remove it, or change the sizes in "
-            f"input."
+            f"max_length ({rows}) must be {patches.positions}, the number of learned tokens ({patches.extra_tokens}) "
+            f"and patches ({patches.count}). Remove it, or change the sizes in input."
         )
-    if config.series is not None and config.max_length != config.series.positions:
+    if series is not None and rows != series.positions:
         raise ConfigError(
-            f"max_length ({config.max_length}) must be {config.series.positions}, the number of positions per "
-            f"channel of the series. Remove it, or change the sizes in input."
+            f"max_length ({rows}) must be {series.positions}, the number of positions per channel of the series. "
+            f"Remove it, or change the sizes in input."
         )
-
-
-def _check_latent(config: TransformerConfig) -> None:
-    attention = config.attention
-    if attention.mla is None:
-        return
-    if not isinstance(config.position, RotaryOptions):
-        raise ConfigError(
-            f"attention.mla rotates a part of each query and key head, but position is {config.position}. Set "
-            f"position=RotaryOptions(), or remove attention.mla."
-        )
-    if config.rotary.scaling is not None and config.rotary.scaling.by_length:
-        raise ConfigError(
-            f"rotary scaling {config.rotary.scaling.kind} depends on the length of the text, which attention.mla "
-            f"does not support: its cache stores rotated keys. Choose linear, llama3 or yarn."
-        )
-    for name, value in {"num_kv_heads": config.num_kv_heads, "position.dim": config.rotary.dim}.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name} is {value}, but attention.mla computes keys and values from a latent vector and "
-                f"defines its own sizes. Remove {name}, or attention.mla."
-            )

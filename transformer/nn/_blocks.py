@@ -18,7 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer.config import _positions as options
 from transformer.config._checks import ConfigError
-from transformer.config._model import Execution, TransformerConfig
+from transformer.config._execution import Execution
+from transformer.config._model import TransformerConfig
 from transformer.config._parts import MLA, GatedDelta, LayerKind
 from transformer.nn import _positions as schemes
 from transformer.nn._attention import MultiHeadAttention

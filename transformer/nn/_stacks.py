@@ -10,7 +10,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer.config._model import Execution, TransformerConfig
+from transformer.config._execution import Execution
+from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.nn._axes import Array, Context, Coordinates, Float, Hidden, Int
 from transformer.nn._blocks import (

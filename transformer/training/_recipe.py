@@ -12,8 +12,9 @@ from typing import Any
 import flax.linen as nn
 
 from transformer.config._checks import ConfigError
+from transformer.config._execution import Execution
 from transformer.config._local_paths import local_path
-from transformer.config._model import Execution, TransformerConfig
+from transformer.config._model import TransformerConfig
 from transformer.config._recipe_files import SAVED_RECIPE
 from transformer.config._untrusted import parse_json, read_bounded
 from transformer.data._config import shared_rows

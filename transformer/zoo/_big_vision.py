@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from transformer.config._model import Execution, Images, TransformerConfig
+from transformer.config._execution import Execution
+from transformer.config._model import Images, TransformerConfig
 from transformer.config._parts import HeadTransform, Patches
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._dual import DualEncoder

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.config._model import Execution
+from transformer.config._execution import Execution
 from transformer.nn.models._kinds import example_inputs, kind_of
 from transformer.zoo.weights._header import WeightsError
 from transformer.zoo.weights._integrity import INTEGRITY_FILE

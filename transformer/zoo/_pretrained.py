@@ -19,8 +19,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from transformer.config._checks import ConfigError, nearest, shortened
+from transformer.config._execution import Execution
 from transformer.config._local_paths import local_path
-from transformer.config._model import Execution, TransformerConfig
+from transformer.config._model import TransformerConfig
 from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.nn._sharding import AXES, check_model, parameter_spec
 from transformer.nn.layers._adapted import has_encoded

@@ -10,7 +10,7 @@ import warnings
 import jax
 
 from transformer.config._checks import ConfigError, nearest
-from transformer.config._model import Execution
+from transformer.config._execution import Execution
 from transformer.nn._jax_compat import inside_pmap
 from transformer.nn._partitioning import has_mesh, platform
 from transformer.nn.kernels import _cudnn as cudnn

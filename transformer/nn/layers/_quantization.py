@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
-from transformer.config._model import Execution
+from transformer.config._execution import Execution
 from transformer.nn._axes import Array, Float
 
 INSTALL = "pip install 'transformer-zoo[quantization]'"

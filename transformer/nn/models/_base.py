@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._checks import ConfigError
-from transformer.config._model import Execution, TransformerConfig
+from transformer.config._execution import Execution
+from transformer.config._model import TransformerConfig
 from transformer.config._parts import HeadTransform
 from transformer.nn._axes import Array, Float, Hidden, Int, Logits, Positions, Tokens
 from transformer.nn._blocks import Aux, kernel_init, make_norm

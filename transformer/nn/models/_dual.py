@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
-from transformer.config._model import Execution, TransformerConfig
+from transformer.config._execution import Execution
+from transformer.config._model import TransformerConfig
 from transformer.nn._axes import Array, Float, Int
 from transformer.nn._blocks import Aux, kernel_init
 from transformer.nn._masks import Mask

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.config._model import DynamicImageTokens, Execution, TransformerConfig
+from transformer.config._execution import Execution
+from transformer.config._model import DynamicImageTokens, TransformerConfig
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
 from transformer.nn._blocks import Aux, kernel_init
 from transformer.nn._masks import Mask

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
-from transformer.config._model import Remat
+from transformer.config._execution import Remat
 from transformer.data._config import shared_rows
 from transformer.nn._sharding import AXES, check_batch_sizes, check_model, check_slices, num_row_shards, parameter_spec
 from transformer.training._flops import batch_field, batch_rows, step_flops, step_tokens

@@ -13,7 +13,7 @@ from transformer.config._paths import get_path
 from transformer.nn.models._vision_language import VisionLanguageModel
 from transformer.zoo._family import Family, Head, NoCounterpart, read_fields
 from transformer.zoo._fields import Codec, FieldError, Unread
-from transformer.zoo.families._clip import ENCODER_LAYER, encoder_fields, image_rules
+from transformer.zoo.families._clip import ENCODER_LAYER, encoder_fields, image_rules, patch_encoder
 from transformer.zoo.families._siglip import SO400M
 from transformer.zoo.families._vit import PatchSizes
 from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm
