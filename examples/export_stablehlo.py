@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import export
 
 import transformer
-from transformer import CausalLM, Seq2Seq, TransformerConfig
-from transformer.config import RotaryOptions
+from transformer import CausalLM, RotaryOptions, Seq2Seq, TransformerConfig
 
 
 def train():

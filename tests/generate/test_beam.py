@@ -131,7 +131,7 @@ def test_a_beam_as_large_as_the_space_finds_the_best():
 
     Two tokens end a row and count as one end; two other tokens may be chosen.
     """
-    ends, words, limit, fields = [END, 0], [1, 2], 4, {"max_length": 32}
+    ends, words, limit, fields = [END, 0], [1, 2], 4, {"position.max_length": 32}
     beam, others = Beam(size=32, n_best=32, alpha=0.9, early_stop=False), set(range(29)) - {*ends, *words}
     found = search(beam, eos_id=ends, max_new_tokens=limit, suppress=sorted(others), fields=fields)
     for source, row in zip(SOURCES, found, strict=True):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from chat_parts import drawn_params
 
-from transformer.config import ConfigError, Execution, RotaryScaling, TransformerConfig
+from transformer.config import ConfigError, Execution, RotaryOptions, RotaryScaling, TransformerConfig
 from transformer.generate import PromptLookup, Sampling, generate
 from transformer.generate._decoding import Batch
 from transformer.generate._lookup import looked_up
@@ -86,7 +86,7 @@ def test_rejects_what_a_lookup_is_not_for():
         generate(seq2seq, params, bos_id=1, sources=[[1]], max_new_tokens=4, draft=PromptLookup())
     with pytest.raises(ValueError, match="slots and draft can't be used together"):
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, draft=PromptLookup(), slots=2)
-    scaled, more = lm(**{"position.scaling": RotaryScaling(kind="dynamic", factor=2.0, original_length=8)})
+    scaled, more = lm(position=RotaryOptions(scaling=RotaryScaling(kind="dynamic", factor=2.0, original_length=8)))
     with pytest.raises(ValueError, match="rotary scaling depends on the length of the text"):
         generate(scaled, more, PROMPTS, max_new_tokens=4, draft=PromptLookup())
     for changed in ({"tokens": 0}, {"ngram": -1}):

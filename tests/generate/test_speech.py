@@ -86,7 +86,7 @@ def model():
         d_model=12,
         num_layers=1,
         num_heads=3,
-        position=LearnedOptions(max_length=20),
+        position=LearnedOptions(max_length=20, source_max_length=7),
         input=Speech(mel_bins=5),
         embedding=EmbeddingOptions(scale=False),
     )

@@ -245,7 +245,7 @@ def test_older_files_of_clip_repeat_the_configs():
     entry = ENTRIES["clip"]
     fields = {"text_config": {"num_hidden_layers": 3}, "text_config_dict": {"num_hidden_layers": 5}}
     config = entry.read(fields | {"vision_config": None, "vision_config_dict": None}, entry.heads["CLIPModel"])
-    assert (config.num_layers, config.images.num_layers) == (5, 12)
+    assert (config.num_layers, config.images.encoder.num_layers) == (5, 12)
 
 
 @pytest.mark.parametrize(

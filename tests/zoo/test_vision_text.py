@@ -48,7 +48,7 @@ def read(family, **changes):
         ("qwen2_vl", {"vision_config": {"hidden_size": 9}}, "hidden_size of vision_config is 9, but only the width of"),
         ("qwen2_vl", {"vision_config": {"window_size": 9}}, "in vision_config, window_size is not known"),
         ("qwen2_vl", {"vision_config": {"hidden_act": "wonder"}}, "hidden_act of vision_config is 'wonder'"),
-        ("qwen2_vl", {"vision_config": {"num_heads": 3}}, "d_model of DynamicImageTokens (16) must be a multiple of 4"),
+        ("qwen2_vl", {"vision_config": {"num_heads": 3}}, "embed_dim of vision_config is 16, but"),
         (
             "qwen2_5_vl",
             {"vision_config": {"patch_size": [3, 4]}},

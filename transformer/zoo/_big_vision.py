@@ -141,10 +141,10 @@ def describe(file: BigVisionFile) -> tuple[type, TransformerConfig, list[Rule]]:
     return VisionClassifier if config.output.num_classes else VisionEmbedder, config, rules
 
 
-_FIXED = {"activation": "gelu_tanh", "norm": "layer_norm", "norm_epsilon": 1e-6, "position": LearnedOptions()} | {
-    "embedding.scale": False
-}
+_ENCODER = {"activation": "gelu_tanh", "norm": "layer_norm", "norm_epsilon": 1e-6, "position": LearnedOptions()}
 """What the code of big_vision fixes: Flax's GELU is the approximation by tanh, and its epsilon is 1e-6."""
+_FIXED = _ENCODER | {"embedding.scale": False}
+"""The same of a whole model."""
 
 
 def _sizes(stack: Mapping[str, Any]) -> dict[str, int]:
@@ -159,7 +159,9 @@ def _two_towers(file: BigVisionFile) -> tuple[type, TransformerConfig, list[Rule
     _, length, _ = file.shape("txt/pos_embedding", 3)
     text, more = _stack(file, "txt/Encoder_0/", "text/encoder/")
     images = Images(
-        encoder=TransformerConfig(**_sizes(image), **_FIXED, input=image["patches"], **{"output.pooling": "attention"}),
+        encoder=TransformerConfig(
+            **_sizes(image), **_ENCODER, input=image["patches"], **{"output.pooling": "attention"}
+        ),
         features=file.shape("txt/head/kernel", 2)[1],
         projections="text",
         similarity="sigmoid",

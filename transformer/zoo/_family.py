@@ -338,12 +338,20 @@ def _difference(mine: Any, theirs: Any, title: str) -> str:
     if dataclasses.is_dataclass(mine) and type(mine) is type(theirs):
         return _different_fields(mine, theirs, "", title)
     if not isinstance(mine, dict) or theirs is None:
-        return f"is {mine!r:.80}, {title} has {theirs!r:.80}"
+        return f"is {_described(mine)}, {title} has {_described(theirs)}"
     for stack, kinds in mine.items():
         for number, (one, other) in enumerate(zip(kinds, theirs[stack], strict=False)):
             if one != other:
                 return _different_fields(one, other, f" in layer {number} of the {stack}", title)
     return f"is a list of a different length than in {title}"  # the numbers of layers differ
+
+
+def _described(value: Any) -> str:
+    """Return a value for a message; of options only those that differ from their defaults."""
+    if not dataclasses.is_dataclass(value):
+        return f"{value!r:.80}"
+    changed = [f.name for f in dataclasses.fields(value) if getattr(value, f.name) != f.default]
+    return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r:.80}' for name in changed)})"
 
 
 def _different_fields(one: Any, other: Any, place: str, title: str) -> str:
@@ -355,7 +363,7 @@ def _different_fields(one: Any, other: Any, place: str, title: str) -> str:
 def _position(config: TransformerConfig) -> Position:
     position = config.position
     if isinstance(position, RotaryOptions):  # base and scaling are compared by layer
-        return replace(position, dim=position.dim or config.size_of_head, base=1.0, scaling=None)
+        return replace(position, dim=position.dim or config.size_of_head, base=RotaryOptions.base, scaling=None)
     if isinstance(position, LearnedOptions):
         return LearnedOptions(max_length=config.max_length, source_max_length=config.longest_source)
     return position
