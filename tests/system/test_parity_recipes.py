@@ -32,7 +32,7 @@ EXPORTS = {
     "llama3_8b": "LlamaForCausalLM",
     "llama_1b": "LlamaForCausalLM",
     "mixtral_8x7b": "MixtralForCausalLM",
-    "mlm": r"output.transform is None, (?P<family>BERT|RoBERTa) has HeadTransform",
+    "mlm": r"output.transform is None, (?P<family>BERT|RoBERTa|ModernBERT) has HeadTransform",
     "multi30k": r"norm is 'rms_norm', Blenderbot has 'layer_norm'",
     "number_chat": "GPTNeoXForCausalLM",
     "number_dpo": "GPTNeoXForCausalLM",
