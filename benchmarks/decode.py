@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.side_by_side import ENVIRONMENTS, Worker, compare, last_line, serve, versions
 from transformer.cli._allocator import keep_freed_memory
-from transformer.config import EmbeddingOptions, LearnedOptions, TransformerConfig
+from transformer.config import EmbeddingOptions, FeedForwardOptions, LearnedOptions, TransformerConfig
 
 PARAMETERS = 124_439_808
 BYTES = 4 * PARAMETERS
@@ -31,7 +31,7 @@ def gpt2() -> TransformerConfig:
         d_model=WIDTH,
         num_layers=LAYERS,
         num_heads=HEADS,
-        activation="gelu_tanh",
+        feed_forward=FeedForwardOptions(activation="gelu_tanh"),
         position=LearnedOptions(max_length=POSITIONS),
         embedding=EmbeddingOptions(scale=False),
         initializer_range=0.02,

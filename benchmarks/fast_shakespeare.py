@@ -43,7 +43,7 @@ VARIANTS = {
         {"optimizer": {"schedule": "cosine", "final_fraction": 0.1}},
     ),
     "no_qk_norm": Variant("no norm on queries and keys", "removed", {"model": {"attention.qk_norm": None}}),
-    "gelu": Variant("GELU instead of squared ReLU", "removed", {"model": {"activation": "gelu_tanh"}}),
+    "gelu": Variant("GELU instead of squared ReLU", "removed", {"model": {"feed_forward.activation": "gelu_tanh"}}),
     "learned_positions": Variant(
         "learned positions instead of rotary positions",
         "removed",
@@ -63,7 +63,7 @@ VARIANTS = {
     "gated": Variant(
         "gated feed-forward layers (SwiGLU) of width 340",
         "added",
-        {"model": {"activation": "silu", "gated": True, "d_ff": 340}},
+        {"model": {"feed_forward.activation": "silu", "feed_forward.gated": True, "feed_forward.d_ff": 340}},
     ),
 }
 

@@ -29,7 +29,14 @@ from benchmarks.side_by_side import ROOT, Worker, compare, last_line, serve, ver
 from transformer.config import LearnedOptions, RotaryOptions
 
 GPT2 = {"vocab_size": 50_304, "d_model": 768, "num_layers": 12, "num_heads": 12}
-LLAMA = {"vocab_size": 128_256, "d_model": 2_048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "d_ff": 8_192}
+LLAMA = {
+    "vocab_size": 128_256,
+    "d_model": 2_048,
+    "num_layers": 16,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "feed_forward.d_ff": 8_192,
+}
 WORKS = {"gpt2": (16, 1_024), "llama_2048": (8, 2_048), "llama_8192": (2, 8_192)}
 """(batch size, sequence length) of a training step"""
 MODULE = "benchmarks.gpu"
@@ -39,13 +46,13 @@ PUBLISHED = 1.4697
 
 def config(work: str) -> Any:
     """Return the model config of a work."""
-    from transformer.config import EmbeddingOptions, TransformerConfig
+    from transformer.config import EmbeddingOptions, FeedForwardOptions, TransformerConfig
 
     if work == "gpt2":
         return TransformerConfig(
             **GPT2,
             norm="layer_norm_without_bias",
-            activation="gelu_erf",
+            feed_forward=FeedForwardOptions(activation="gelu_erf"),
             position=LearnedOptions(max_length=WORKS[work][1]),
             use_bias=False,
             initializer_range=0.02,
@@ -55,8 +62,7 @@ def config(work: str) -> Any:
     return TransformerConfig(
         **LLAMA,
         norm="rms_norm",
-        activation="silu",
-        gated=True,
+        feed_forward=FeedForwardOptions(activation="silu", gated=True),
         use_bias=False,
         position=RotaryOptions(),
         initializer_range=0.02,
@@ -76,7 +82,7 @@ def flops(work: str) -> float:
     width, layers, heads = sizes["d_model"], sizes["num_layers"], sizes["num_heads"]
     # Per layer: query and output projections (2 D^2), key and value projections (2 D^2 K / N), and the feed-forward.
     key_values = 2 * width * width * sizes.get("num_kv_heads", heads) // heads
-    feed_forward = 8 * width**2 if work == "gpt2" else 3 * width * sizes["d_ff"]
+    feed_forward = 8 * width**2 if work == "gpt2" else 3 * width * sizes["feed_forward.d_ff"]
     matrices = layers * (2 * width**2 + key_values + feed_forward) + width * sizes["vocab_size"]
     return rows * length * (6 * matrices + 6 * layers * length * width)
 

@@ -56,7 +56,7 @@ VOCABULARY, ROWS, LENGTH, SOURCE_LENGTH = 61, 16, 32, 24
 def recipe(task: str, parallel: ParallelConfig, dropout_rate: float = 0.0) -> Recipe:
     """Return a recipe: a small causal model with a mixture of experts in every second layer, or an encoder-decoder."""
     kinds = (LayerKind(), LayerKind(moe=MoE(num_experts=4, top_k=2))) if task == "causal_lm" else (LayerKind(),)
-    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 64}
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "num_layers": 2, "num_heads": 4, "feed_forward.d_ff": 64}
     model = TransformerConfig(
         **sizes,
         position=RotaryOptions(),

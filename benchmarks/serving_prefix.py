@@ -81,7 +81,8 @@ def main() -> None:
     keep_freed_memory()
     tokenizer, where = ByteTokenizer(), machine()
     sizes = {"d_model": options.width, "num_layers": options.layers, "num_heads": options.width // 64}
-    sizes |= {"d_ff": options.width * 4 * 2 // 3}  # three matrices, with the parameters of two that are 4 d_model wide
+    # three matrices, with the parameters of two that are 4 d_model wide
+    sizes |= {"feed_forward.d_ff": options.width * 4 * 2 // 3}
     model = CausalLM(llama_decoder(vocab_size=tokenizer.vocab_size, **sizes))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     engine = Engine(model, params, tokenizer, slots=16, positions=options.prefix + SUFFIX + 8, queue=options.requests)

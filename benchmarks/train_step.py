@@ -76,19 +76,23 @@ BETAS = {False: (0.9, 0.99), True: (0.9, 0.98)}
 
 def recipe_of(work: Work) -> Any:
     """Return the recipe of our side."""
-    from transformer.config import Execution, TransformerConfig
+    from transformer.config import Execution, FeedForwardOptions, TransformerConfig
     from transformer.data import NumberWords, TextFile
     from transformer.training import OptimizerConfig, Recipe, TrainingConfig
 
     sizes = {"vocab_size": work.vocabulary, "d_model": work.width, "num_layers": work.layers, "num_heads": work.heads}
     if work.encoder:
         model = TransformerConfig(
-            d_ff=work.hidden, norm_position="post", position=SinusoidalOptions(), dropout_rate=0.1, **sizes
+            feed_forward=FeedForwardOptions(d_ff=work.hidden),
+            norm_position="post",
+            position=SinusoidalOptions(),
+            dropout_rate=0.1,
+            **sizes,
         )
     else:
         model = TransformerConfig(
             norm="layer_norm_without_bias",
-            activation="gelu_erf",
+            feed_forward=FeedForwardOptions(activation="gelu_erf"),
             position=LearnedOptions(max_length=work.length),
             use_bias=False,
             initializer_range=0.02,

@@ -14,7 +14,7 @@ from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfi
 
 def get_config() -> Recipe:
     patches = Patches(image_height=8, image_width=8, patch_size=2, channels=1)
-    sizes = {"d_model": 96, "num_layers": 3, "num_heads": 4, "d_ff": 192}
+    sizes = {"d_model": 96, "num_layers": 3, "num_heads": 4, "feed_forward.d_ff": 192}
     return Recipe(
         name="digits_vit",
         model=TransformerConfig(

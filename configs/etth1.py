@@ -17,7 +17,7 @@ def get_config() -> Recipe:
     look_back, horizon = 504, 96
     # One patch per day, without overlap: loads repeat daily, and fewer patches are faster than the paper's 64.
     series = Series(channels=7, context_length=look_back, horizon=horizon, patch_length=24, patch_stride=24)
-    sizes = {"d_model": 16, "num_layers": 3, "num_heads": 4, "d_ff": 64}
+    sizes = {"d_model": 16, "num_layers": 3, "num_heads": 4, "feed_forward.d_ff": 64}
     return Recipe(
         name="etth1",
         model=TransformerConfig(

@@ -20,7 +20,7 @@ def get_config() -> Recipe:
     return replace(
         recipe,
         name="llama3_70b",
-        model=recipe.model.replace(d_model=8192, num_layers=80, num_heads=64, d_ff=28_672),
+        model=recipe.model.replace(d_model=8192, num_layers=80, num_heads=64, **{"feed_forward.d_ff": 28_672}),
         data=replace(recipe.data, batch_size=512, eval_batch_size=512),
         optimizer=replace(recipe.optimizer, learning_rate=1.5e-4),
     )

@@ -13,7 +13,7 @@ little more than which words are frequent: the classifier initialized from it ha
 from scratch 80.0 %.
 """
 
-from transformer.config import TransformerConfig
+from transformer.config import FeedForwardOptions, TransformerConfig
 from transformer.data import MaskedSST2, TokenizerConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -21,7 +21,13 @@ from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfi
 def get_config() -> Recipe:
     return Recipe(
         name="mlm",
-        model=TransformerConfig(d_model=64, num_layers=1, num_heads=4, activation="gelu_tanh", dropout_rate=0.1),
+        model=TransformerConfig(
+            d_model=64,
+            num_layers=1,
+            num_heads=4,
+            feed_forward=FeedForwardOptions(activation="gelu_tanh"),
+            dropout_rate=0.1,
+        ),
         data=MaskedSST2(
             max_length=48, batch_size=64, eval_batch_size=128, tokenizer=TokenizerConfig(kind="word", vocab_size=8000)
         ),

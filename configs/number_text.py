@@ -8,7 +8,7 @@ configs/number_dpo.py or configs/number_grpo.py (docs/fine-tuning.md). On 2 CPU 
 Expected: held-out loss 0.39 nats per byte; the numbers in a sentence are random, so that the loss can't approach 0.
 """
 
-from transformer.config import Execution, RotaryOptions, TransformerConfig
+from transformer.config import Execution, FeedForwardOptions, RotaryOptions, TransformerConfig
 from transformer.data import NumberText
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -17,7 +17,9 @@ def get_config() -> Recipe:
     sizes = {"d_model": 128, "num_layers": 4, "num_heads": 4}
     return Recipe(
         name="number_text",
-        model=TransformerConfig(**sizes, dropout_rate=0.0, activation="gelu_tanh", position=RotaryOptions()),
+        model=TransformerConfig(
+            **sizes, dropout_rate=0.0, feed_forward=FeedForwardOptions(activation="gelu_tanh"), position=RotaryOptions()
+        ),
         data=NumberText(sequence_length=128, batch_size=16, eval_batch_size=64),
         execution=Execution(scan=False),
         optimizer=OptimizerConfig(

@@ -6,9 +6,9 @@ Pass two files with one sentence per line, or one file with a tab between source
 --data.target-path). The last tenth is held out, unless you pass --data.validation-source-path and
 --data.validation-target-path. Training settings as in configs/wmt14_base.py. For little data: fewer --training.steps
 and a smaller --data.tokenizer.vocab-size. For little memory: --training.accumulation 4. The big model: --model.d-model
-1024 --model.num-heads 16 --model.d-ff 4096 --model.dropout-rate 0.3 --training.steps 300000. For an accelerator; about
-60 M parameters. Expected: depends on the pairs; docs/translation.md has measurements on Multi30k, configs/wmt14_base.py
-the paper's results on WMT 2014.
+1024 --model.num-heads 16 --model.feed-forward.d-ff 4096 --model.dropout-rate 0.3 --training.steps 300000. For an
+accelerator; about 60 M parameters. Expected: depends on the pairs; docs/translation.md has measurements on Multi30k,
+configs/wmt14_base.py the paper's results on WMT 2014.
 """
 
 from dataclasses import replace

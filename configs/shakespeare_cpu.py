@@ -7,7 +7,7 @@ about 3 minutes. Expected: held-out loss 1.70 or 1.71 nats. Without network acce
 FOLDER contains input.txt.
 """
 
-from transformer.config import Execution, RotaryOptions, TransformerConfig
+from transformer.config import Execution, FeedForwardOptions, RotaryOptions, TransformerConfig
 from transformer.data import TinyShakespeare
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -16,7 +16,11 @@ def get_config() -> Recipe:
     return Recipe(
         name="shakespeare_cpu",
         model=TransformerConfig(
-            d_model=128, num_layers=4, num_heads=4, activation="gelu_tanh", position=RotaryOptions()
+            d_model=128,
+            num_layers=4,
+            num_heads=4,
+            feed_forward=FeedForwardOptions(activation="gelu_tanh"),
+            position=RotaryOptions(),
         ),
         data=TinyShakespeare(sequence_length=64, batch_size=12, eval_batch_size=64),
         execution=Execution(scan=False),

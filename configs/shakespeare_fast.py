@@ -21,7 +21,7 @@ def get_config() -> Recipe:
         recipe,
         name="shakespeare_fast",
         model=recipe.model.replace(
-            activation="relu2", use_bias=False, norm="rms_norm", **{"attention.qk_norm": QKNorm()}
+            use_bias=False, norm="rms_norm", **{"feed_forward.activation": "relu2", "attention.qk_norm": QKNorm()}
         ),
         optimizer=OptimizerConfig(
             name="muon",

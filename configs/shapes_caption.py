@@ -9,6 +9,7 @@ their sentence, by greedy decoding (one seed; before training none does). No sce
 from transformer.config import (
     EmbeddingOptions,
     Execution,
+    FeedForwardOptions,
     ImageTokens,
     LearnedOptions,
     Patches,
@@ -21,11 +22,11 @@ from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfi
 
 
 def get_config() -> Recipe:
-    sizes = {"d_model": 128, "num_heads": 4, "d_ff": 256}
+    sizes = {"d_model": 128, "num_heads": 4, "feed_forward.d_ff": 256}
     encoder = TransformerConfig(
         **sizes,
         num_layers=3,
-        activation="quick_gelu",
+        feed_forward=FeedForwardOptions(activation="quick_gelu"),
         norm_epsilon=1e-5,
         position=LearnedOptions(),
         embedding=EmbeddingOptions(norm=True),
@@ -38,8 +39,7 @@ def get_config() -> Recipe:
         model=TransformerConfig(
             **sizes,
             num_layers=2,
-            activation="silu",
-            gated=True,
+            feed_forward=FeedForwardOptions(activation="silu", gated=True),
             norm="rms_norm",
             use_bias=False,
             position=RotaryOptions(),

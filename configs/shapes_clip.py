@@ -20,7 +20,13 @@ from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfi
 
 
 def get_config() -> Recipe:
-    sizes = {"d_model": 96, "num_layers": 3, "num_heads": 4, "d_ff": 256, "activation": "gelu_tanh"}
+    sizes = {
+        "d_model": 96,
+        "num_layers": 3,
+        "num_heads": 4,
+        "feed_forward.d_ff": 256,
+        "feed_forward.activation": "gelu_tanh",
+    }
     patches = Patches(image_height=32, image_width=32, patch_size=8)
     encoder = TransformerConfig(
         **sizes, position=LearnedOptions(), output=OutputOptions(pooling="first"), input=patches

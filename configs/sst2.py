@@ -12,7 +12,7 @@ On 2 CPU cores: about a minute. Expected: 80.0 % test accuracy (79.9 to 80.1 % o
 words: 80.3 to 82.2 % depending on the features, 80.3 % with the features that are best on the validation set.
 """
 
-from transformer.config import OutputOptions, TransformerConfig
+from transformer.config import FeedForwardOptions, OutputOptions, TransformerConfig
 from transformer.data import SST2Sentences, TokenizerConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -26,7 +26,7 @@ def get_config() -> Recipe:
         name="sst2",
         model=TransformerConfig(
             **sizes,
-            activation="gelu_tanh",
+            feed_forward=FeedForwardOptions(activation="gelu_tanh"),
             position=None,
             dropout_rate=0.5,
             output=OutputOptions(num_classes=2),

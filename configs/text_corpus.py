@@ -11,7 +11,7 @@ On an accelerator: at least a few minutes for 164M tokens; on a CPU, pass a smal
 measured; the loss depends on the text.
 """
 
-from transformer.config import RotaryOptions, TransformerConfig
+from transformer.config import FeedForwardOptions, RotaryOptions, TransformerConfig
 from transformer.data import TextFiles, TokenizerConfig
 from transformer.training import EvaluationConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -21,7 +21,11 @@ def get_config() -> Recipe:
     return Recipe(
         name="text_corpus",
         model=TransformerConfig(
-            d_model=256, num_layers=6, num_heads=8, activation="gelu_tanh", position=RotaryOptions()
+            d_model=256,
+            num_layers=6,
+            num_heads=8,
+            feed_forward=FeedForwardOptions(activation="gelu_tanh"),
+            position=RotaryOptions(),
         ),
         data=TextFiles(
             paths=("corpus/*.jsonl",),

@@ -7,7 +7,7 @@ Shakespeare, 1.1 MB, reached 1.62 nats per character. For other languages and sc
 or bpe.
 """
 
-from transformer.config import Execution, RotaryOptions, TransformerConfig
+from transformer.config import Execution, FeedForwardOptions, RotaryOptions, TransformerConfig
 from transformer.data import TextFile
 from transformer.training import EvaluationConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -16,7 +16,11 @@ def get_config() -> Recipe:
     return Recipe(
         name="text_file",
         model=TransformerConfig(
-            d_model=128, num_layers=4, num_heads=4, activation="gelu_tanh", position=RotaryOptions()
+            d_model=128,
+            num_layers=4,
+            num_heads=4,
+            feed_forward=FeedForwardOptions(activation="gelu_tanh"),
+            position=RotaryOptions(),
         ),
         data=TextFile(path="your-text.txt", sequence_length=64, batch_size=32),
         execution=Execution(scan=False),

@@ -33,7 +33,8 @@ from transformer.viz import read_metrics
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, SAVE_EVERY, EVALUATE_EVERY = 300, 10, 100
 OPTIONS = (
-    *("--model.d-model", "32", "--model.num-layers", "1", "--model.d-ff", "64", "--model.dropout-rate", "0.1"),
+    *("--model.d-model", "32", "--model.num-layers", "1", "--model.feed-forward.d-ff", "64"),
+    *("--model.dropout-rate", "0.1"),
     *("--data.batch-size", "32", "--training.steps", str(STEPS), "--training.ema-decay", "0.9"),
     *("--checkpoint.every", str(SAVE_EVERY), "--evaluation.every", str(EVALUATE_EVERY), "--evaluation.samples", "2"),
     *("--evaluation.exact-match-examples", "0", "--logging.every", "1"),

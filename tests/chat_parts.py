@@ -159,7 +159,9 @@ def write_chat_model(directory, family: str = "smollm", *, seed: int = 0, model:
 
 def _write_chat_model(family, seed, model, generation, directory):
     made = tokenizer(family)
-    config = llama_decoder(vocab_size=made.vocab_size, d_model=16, num_layers=2, num_heads=2, d_ff=24)
+    config = llama_decoder(
+        vocab_size=made.vocab_size, d_model=16, num_layers=2, num_heads=2, **{"feed_forward.d_ff": 24}
+    )
     config = config.replace(initializer_range=0.5, **{"attention.qk_norm": QKNorm() if model == "qwen3" else None})
     tiny = CausalLM(config)
     params = drawn_params(tiny, 0.5, seed)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from transformer.config import Execution, RotaryOptions, TransformerConfig
+from transformer.config import Execution, FeedForwardOptions, RotaryOptions, TransformerConfig
 from transformer.data import ParallelText, TextFile
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import Recipe
@@ -11,7 +11,13 @@ from transformer.training.plan import parse_topology
 TEXT = Recipe(
     name="text",
     model=TransformerConfig(
-        vocab_size=96, d_model=32, num_heads=4, num_kv_heads=2, num_layers=3, d_ff=64, position=RotaryOptions()
+        vocab_size=96,
+        d_model=32,
+        num_heads=4,
+        num_kv_heads=2,
+        num_layers=3,
+        feed_forward=FeedForwardOptions(d_ff=64),
+        position=RotaryOptions(),
     ),
     data=TextFile(path="nowhere.txt", sequence_length=24, batch_size=8),
 )

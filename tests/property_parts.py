@@ -18,6 +18,7 @@ from transformer.config import (
     AttentionOptions,
     EmbeddingOptions,
     Execution,
+    FeedForwardOptions,
     HeadTransform,
     LayerKind,
     LearnedOptions,
@@ -261,11 +262,11 @@ def configs(draw, kind: str, repeats: int = 0) -> TransformerConfig:
             tie=tied,
         ),
         d_model=width,
-        d_ff=one(7, 5),
+        feed_forward=FeedForwardOptions(
+            d_ff=one(7, 5), activation=one(*activations, "swiglu_clamped") if gated else one(*activations), gated=gated
+        ),
         **stacks,
         **heads,
-        activation=one(*activations, "swiglu_clamped") if gated else one(*activations),
-        gated=gated,
         use_bias=flag(),
         attention=AttentionOptions(
             biases=one(*biases), scale=one(None, 1.0), softcap=one(None, 5.0), causal=kind == "encoder" and flag()

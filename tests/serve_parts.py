@@ -23,7 +23,9 @@ from transformer.serve._service import Service
 def tiny_parts(num_layers=2, **changes):
     """Return a model, its parameters, and the tokenizer of a family; `changes` are fields of the config."""
     tokenizer = make_tokenizer("smollm")
-    config = llama_decoder(vocab_size=tokenizer.vocab_size, d_model=32, num_layers=num_layers, num_heads=2, d_ff=48)
+    config = llama_decoder(
+        vocab_size=tokenizer.vocab_size, d_model=32, num_layers=num_layers, num_heads=2, **{"feed_forward.d_ff": 48}
+    )
     model = CausalLM(config.replace(initializer_range=0.4, **changes))
     return model, drawn_params(model, 0.4), tokenizer
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from transformer.config import AttentionOptions, LayerKind, StackOptions, TransformerConfig
+from transformer.config import AttentionOptions, FeedForwardOptions, LayerKind, StackOptions, TransformerConfig
 
 KEYS = [jax.device_put(np.array([0, number], np.uint32)) for number in range(8)]
 """random keys, in the old format, because `jax.random.key` compiles a program"""
@@ -22,7 +22,7 @@ SMALL = TransformerConfig(
     num_layers=1,
     num_heads=2,
     attention=AttentionOptions(head_dim=6),
-    d_ff=7,
+    feed_forward=FeedForwardOptions(d_ff=7),
     stack=StackOptions(prefix=(LayerKind(),)),
 )
 

@@ -9,7 +9,7 @@ import chex
 import jax
 import numpy as np
 
-from transformer.config import Execution, TransformerConfig
+from transformer.config import Execution, FeedForwardOptions, TransformerConfig
 from transformer.data import NumberWords, TextFile, prepare
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, to_json
@@ -33,7 +33,7 @@ def tiny_recipe(task="causal_lm", *, model=None, optimizer=None, **training):
         "causal_lm": TextFile(path="text.txt", sequence_length=7, batch_size=8),
         "seq2seq": NumberWords(batch_size=8),
     }[task]
-    sizes = {"vocab_size": VOCABULARY, "d_model": 6, "num_heads": 3, "num_layers": 1, "d_ff": 5}
+    sizes = {"vocab_size": VOCABULARY, "d_model": 6, "num_heads": 3, "num_layers": 1, "feed_forward.d_ff": 5}
     return Recipe(
         name="tiny",
         model=TransformerConfig(**(sizes | (model or {}))),
@@ -195,7 +195,9 @@ def text_recipe(folder, **groups):
         path.write_text("".join(f"line {number} of {number * number}, no more.\n" for number in range(90)))
     recipe = short_recipe(
         "tiny",
-        TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2),
+        TransformerConfig(
+            d_model=6, num_heads=3, num_layers=1, feed_forward=FeedForwardOptions(d_ff=5), dropout_rate=0.2
+        ),
         TextFile(path=str(path), sequence_length=8, batch_size=4, eval_batch_size=16),
         optimizer={"warmup_steps": 3, "learning_rate": 1e-2, "decay_steps": 12},
         training={"steps": 12, "ema_decay": 0.9},

@@ -43,7 +43,7 @@ def test_a_variant_differs_in_what_it_says_and_reads_as_much_text(name):
 def test_the_recipe_has_sizes_and_text_of_shakespeare_cpu():
     slow, fast = recipe_of("shakespeare_cpu"), recipe_of("shakespeare_fast")
     assert (slow.data, slow.training) == (fast.data, fast.training)
-    for field in ("num_layers", "num_heads", "d_model", "d_ff", "dropout_rate"):
+    for field in ("num_layers", "num_heads", "d_model", "feed_forward_width", "dropout_rate"):
         assert getattr(slow.model, field) == getattr(fast.model, field)
 
 

@@ -29,7 +29,7 @@ LINE = "ROMEO: But soft, what light for $5 through yonder window breaks?\n"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-SIZES = {"d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 8}
+SIZES = {"d_model": 8, "num_heads": 2, "num_layers": 1, "feed_forward.d_ff": 8}
 
 
 def _trained(root, name, model, data):

@@ -25,7 +25,7 @@ from transformer.viz import _attention_page as attention_page
 
 TEXT = "abc de<$>"
 LETTERS, OTHERS = CharTokenizer(sorted(set(TEXT))), CharTokenizer(sorted(set("XYZ" + TEXT)))
-SIZES = {"d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 8}
+SIZES = {"d_model": 8, "num_heads": 2, "num_layers": 1, "feed_forward.d_ff": 8}
 
 
 def opened(kind, tokenizer=LETTERS, *, seed=0, step=7, directory="runs/tiny", attention="blockwise", **changes):

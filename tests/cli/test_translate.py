@@ -19,7 +19,7 @@ from tokenizers import models, pre_tokenizers, processors
 from training_recipes import few_number_words, short_recipe
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, SinusoidalOptions, TransformerConfig
+from transformer.config import ConfigError, FeedForwardOptions, SinusoidalOptions, TransformerConfig
 from transformer.generate import Beam, Hypothesis, beam_search
 from transformer.inference import _translate as translating
 from transformer.inference import open_model, translate_lines
@@ -38,7 +38,7 @@ def workdir(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     recipe = short_recipe(
         "pairs",
-        TransformerConfig(d_model=8, num_heads=2, num_layers=1, d_ff=8),
+        TransformerConfig(d_model=8, num_heads=2, num_layers=1, feed_forward=FeedForwardOptions(d_ff=8)),
         few_number_words(root / "prepared", eval_batch_size=5, max_source_length=3),
         training={"steps": 12},
         optimizer={"learning_rate": 3e-2, "warmup_steps": 5},

@@ -17,6 +17,7 @@ from transformer.config import (
     ConfigError,
     DynamicImageTokens,
     Execution,
+    FeedForwardOptions,
     HeadTransform,
     Images,
     ImageTokens,
@@ -55,7 +56,7 @@ from transformer.nn.models import (
 
 EXECUTION = {"scan": False, "experts": "ragged", "remat": "full", "attention": "blockwise", "sow_weights": True}
 QUANTIZED = {"quantization": "int8", "quantization_paths": ("self_attention",)}
-TINY = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, d_ff=7)
+TINY = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, feed_forward=FeedForwardOptions(d_ff=7))
 ROTARY = {"position": RotaryOptions()}
 YARN = RotaryScaling(kind="yarn", factor=4.0, original_length=64)
 LLAMA3 = RotaryScaling(kind="llama3", factor=4.0, original_length=64)
@@ -73,7 +74,7 @@ PATCH_ENCODER = TransformerConfig(
     d_model=8,
     num_layers=2,
     num_heads=2,
-    d_ff=5,
+    feed_forward=FeedForwardOptions(d_ff=5),
     position=RotaryOptions(sections=(1, 1), restart_frequencies=True),
     **{"stack.period": (LayerKind(within_segments=True),)},
 )
@@ -100,9 +101,9 @@ CHANGES = {
     "num_kv_heads": (CausalLM, {}, 1),
     "attention.head_dim": (CausalLM, {}, 5),
     "attention.value_dim": (CausalLM, {}, 3),
-    "d_ff": (CausalLM, {}, 5),
-    "activation": (CausalLM, {}, "silu"),
-    "gated": (CausalLM, {}, True),
+    "feed_forward.d_ff": (CausalLM, {}, 5),
+    "feed_forward.activation": (CausalLM, {}, "silu"),
+    "feed_forward.gated": (CausalLM, {}, True),
     "use_bias": (CausalLM, {}, False),
     "attention.biases": (CausalLM, {}, ("query", "value")),
     "norm": (CausalLM, {}, "rms_norm"),
@@ -209,7 +210,7 @@ def constants(program: object) -> Iterator[np.ndarray]:
 
 def test_equal_configs_have_equal_programs():
     """Otherwise, the tests of single fields would show nothing."""
-    config = TINY.replace(dropout_rate=0.1, activation="silu", **ROTARY)
+    config = TINY.replace(dropout_rate=0.1, **{"feed_forward.activation": "silu"}, **ROTARY)
     texts = []
     for _ in range(2):
         program.cache_clear()
@@ -333,7 +334,7 @@ IMAGE_ENCODER = TransformerConfig(
     d_model=8,
     num_layers=1,
     num_heads=2,
-    d_ff=5,
+    feed_forward=FeedForwardOptions(d_ff=5),
     position=LearnedOptions(),
     input=Patches(image_height=6, image_width=4, patch_size=2),
     **{"output.pooling": "first"},
@@ -546,8 +547,8 @@ def test_every_field_of_execution_is_read(field, value):
     [
         ({"d_model": 10, "num_heads": 3}, r"d_model \(10\).*num_heads \(3\).*head_dim"),
         ({"num_heads": 8, "num_kv_heads": 3}, r"num_heads \(8\).*num_kv_heads \(3\)"),
-        ({"activation": "gelu_tan"}, r"activation.*got 'gelu_tan'.*'gelu_tanh'\?"),
-        ({"activation": "swiglu_clamped"}, r"gated=True"),
+        ({"feed_forward.activation": "gelu_tan"}, r"activation.*got 'gelu_tan'.*'gelu_tanh'\?"),
+        ({"feed_forward.activation": "swiglu_clamped"}, r"gated=True"),
         ({"norm": "layernorm"}, r"'layer_norm'\?"),
         ({"position": "rotary"}, r"RotaryOptions.*got 'rotary'"),
         ({"d_model": 0}, r"d_model.*1.*got 0"),

@@ -226,13 +226,20 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_pairs_apart(pairs, posit
     import jax
     from numeric_parts import random_params
 
-    from transformer.config import Execution, TransformerConfig
+    from transformer.config import Execution, FeedForwardOptions, TransformerConfig
     from transformer.nn.models import Seq2Seq
     from transformer.training.tasks._losses import cross_entropy
     from transformer.training.tasks._table import TASKS
 
     vocabulary = pairs().tokenizer.vocab_size
-    config = TransformerConfig(vocab_size=vocabulary, d_model=8, num_heads=2, num_layers=1, d_ff=8, position=position)
+    config = TransformerConfig(
+        vocab_size=vocabulary,
+        d_model=8,
+        num_heads=2,
+        num_layers=1,
+        feed_forward=FeedForwardOptions(d_ff=8),
+        position=position,
+    )
     model = Seq2Seq(config, Execution(scan=False))
     one = np.ones((1, 1), np.int32)
     params = random_params(model, one, one)["params"]

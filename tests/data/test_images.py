@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from training_recipes import assert_equals_resumed_run, evaluation_of, six_steps
 
-from transformer.config import ConfigError, Execution, Patches, TransformerConfig
+from transformer.config import ConfigError, Execution, FeedForwardOptions, Patches, TransformerConfig
 from transformer.data import Digits, ImageFile, prepare
 from transformer.data._images import ImageDataset, Images
 from transformer.nn._sharding import ParallelConfig
@@ -43,7 +43,9 @@ def image_recipe(folder, **groups):
         images, labels = bars()
         np.savez(path, images=images, labels=labels)
     patches = Patches(image_height=HEIGHT, image_width=WIDTH, patch_size=2, channels=1)
-    model = TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2, input=patches)
+    model = TransformerConfig(
+        d_model=6, num_heads=3, num_layers=1, feed_forward=FeedForwardOptions(d_ff=5), dropout_rate=0.2, input=patches
+    )
     data = ImageFile(path=str(path), max_shift=1, batch_size=8, eval_batch_size=16)
     return six_steps("bars", model, data, **groups)
 

@@ -9,7 +9,7 @@ import pytest
 from finetune_parts import write_tokenizer
 from training_recipes import assert_equals_resumed_run, change, short_recipe
 
-from transformer.config import ConfigError, OutputOptions, TransformerConfig
+from transformer.config import ConfigError, FeedForwardOptions, OutputOptions, TransformerConfig
 from transformer.data import LabeledText, MaskedText, TokenizerConfig, load_tokenizer, prepare
 from transformer.data._masked_texts import hide
 from transformer.data.tokenizers._export import as_pretrained
@@ -191,7 +191,9 @@ def filling_in(path, **groups):
     """Return a recipe of twelve steps with everything that must be restored when a run is resumed."""
     recipe = short_recipe(
         "tiny",
-        TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2),
+        TransformerConfig(
+            d_model=6, num_heads=3, num_layers=1, feed_forward=FeedForwardOptions(d_ff=5), dropout_rate=0.2
+        ),
         masked(path),
         optimizer={"warmup_steps": 2, "learning_rate": 3e-2, "decay_steps": 12},
         training={"steps": 12},

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from training_recipes import assert_equals_resumed_run, change, six_steps
 
-from transformer.config import ConfigError, Series, TransformerConfig
+from transformer.config import ConfigError, FeedForwardOptions, Series, TransformerConfig
 from transformer.data import ETTh1, SeriesFile, prepare
 from transformer.data._pipeline import check_batch
 from transformer.data._series import Series as Steps
@@ -54,7 +54,9 @@ def series_recipe(folder, **groups):
         write_csv(path, waves())
     sizes = {"context_length": CONTEXT, "horizon": HORIZON}
     series = Series(channels=2, patch_length=4, patch_stride=4, **sizes)
-    model = TransformerConfig(d_model=4, num_heads=2, num_layers=1, d_ff=5, dropout_rate=0.2, input=series)
+    model = TransformerConfig(
+        d_model=4, num_heads=2, num_layers=1, feed_forward=FeedForwardOptions(d_ff=5), dropout_rate=0.2, input=series
+    )
     data = SeriesFile(path=str(path), batch_size=8, eval_batch_size=16, **sizes)
     return change(six_steps("waves", model, data, checkpoint={"every": 3}), **groups)
 

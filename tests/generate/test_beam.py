@@ -36,7 +36,14 @@ from transformer.zoo import load_pretrained
 GREEDY = Sampling(temperature=0.0)
 SOURCES = [[1, 2, 3, 6, 5], [4, 3, 2, 4, 3, 2, 4, 3, 2, 4, 3, 2, 1], [6]]
 END, RARE, NEVER, SEED = 3, 15, 28, 1
-SIZES = {"vocab_size": 29, "embedding.source_vocab_size": 7, "d_model": 12, "num_layers": 1, "num_heads": 2, "d_ff": 13}
+SIZES = {
+    "vocab_size": 29,
+    "embedding.source_vocab_size": 7,
+    "d_model": 12,
+    "num_layers": 1,
+    "num_heads": 2,
+    "feed_forward.d_ff": 13,
+}
 CONFIG = TransformerConfig(**SIZES, position=LearnedOptions(max_length=13), embedding=EmbeddingOptions(tie=False))
 FOUR = Beam(n_best=4)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from chat_parts import drawn_params
 
-from transformer.config import Execution, TransformerConfig
+from transformer.config import Execution, FeedForwardOptions, TransformerConfig
 from transformer.generate import Draft, Sampling, generate
 from transformer.generate import _continuous as continuous
 from transformer.generate._layers import unstack_layers, unstacked_model
@@ -15,7 +15,9 @@ from transformer.generate._sampling import SamplerParams
 from transformer.nn.models import CausalLM, Seq2Seq
 
 VOCABULARY = 11
-CONFIG = TransformerConfig(vocab_size=VOCABULARY, d_model=8, num_layers=1, num_heads=2, d_ff=12)
+CONFIG = TransformerConfig(
+    vocab_size=VOCABULARY, d_model=8, num_layers=1, num_heads=2, feed_forward=FeedForwardOptions(d_ff=12)
+)
 MODEL = CausalLM(CONFIG, Execution(scan=False))
 PARAMS = drawn_params(MODEL, 0.3, seed=2)
 RANDOM = np.random.default_rng(0)

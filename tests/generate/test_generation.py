@@ -35,7 +35,7 @@ NEW = 6
 
 # Untied embeddings with a large spread: greedy decoding does not repeat the last token, and there are no near ties.
 HEADS = {"num_heads": 6, "num_kv_heads": 3, "attention.head_dim": 4, "attention.value_dim": 5}
-SIZES = {"vocab_size": 31, "d_model": 22, "num_layers": 2, "d_ff": 13} | HEADS
+SIZES = {"vocab_size": 31, "d_model": 22, "num_layers": 2, "feed_forward.d_ff": 13} | HEADS
 BASE = TransformerConfig(**SIZES, position=None, embedding=EmbeddingOptions(tie=False), initializer_range=0.4)
 CONFIGS = {
     "none, window": BASE.replace(**{"stack.period": (LayerKind(window=3), LayerKind())}),

@@ -22,7 +22,7 @@ PROMPTS = [[1, 2, 3, 4, 1, 2], [4], [5, 6, 7, 5, 6, 7, 5], [10, 2]]
 
 
 def lm(**fields):
-    sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_layers": 1, "num_heads": 2, "d_ff": 12}
+    sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_layers": 1, "num_heads": 2, "feed_forward.d_ff": 12}
     model = CausalLM(TransformerConfig(**sizes).replace(**fields), Execution(scan=False))
     return model, drawn_params(model, 0.8)
 

@@ -14,7 +14,7 @@ from transformer.generate._penalties import History, log_probabilities, penalize
 from transformer.nn.models import CausalLM
 
 VOCAB = 31
-SIZES = {"vocab_size": VOCAB, "d_model": 20, "num_layers": 2, "d_ff": 13, "num_heads": 2}
+SIZES = {"vocab_size": VOCAB, "d_model": 20, "num_layers": 2, "feed_forward.d_ff": 13, "num_heads": 2}
 CONFIG = TransformerConfig(
     **SIZES, position=RotaryOptions(), embedding=EmbeddingOptions(tie=False), initializer_range=0.4
 )

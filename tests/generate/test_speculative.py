@@ -21,7 +21,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def lm(seed, **fields):
-    sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_layers": 2, "num_heads": 2, "d_ff": 12}
+    sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_layers": 2, "num_heads": 2, "feed_forward.d_ff": 12}
     model = CausalLM(TransformerConfig(**(sizes | fields)), Execution(scan=bool(seed % 2)))
     # Sharper than the initial distribution, so that a draft agrees with the model on some tokens and not on others.
     return model, drawn_params(model, 0.8, seed)

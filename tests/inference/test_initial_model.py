@@ -13,7 +13,7 @@ from PIL import Image
 from training_recipes import six_steps
 from vision_parts import picture, write_vision_model
 
-from transformer.config import ConfigError, ImageTokens, LearnedOptions, Patches, TransformerConfig
+from transformer.config import ConfigError, FeedForwardOptions, ImageTokens, LearnedOptions, Patches, TransformerConfig
 from transformer.data import CaptionFile, ImageFolder
 from transformer.inference import classify_images, encode_with_images, open_model, start_from
 from transformer.media import ImageProcessor, image_processor
@@ -139,7 +139,14 @@ def caption_recipe(folder):
     rows = [json.dumps({"image": f"{i}.png", "text": "is it" + " B" * (i % 3)}) for i in range(30)]
     (folder / "pairs.jsonl").write_text("\n".join(rows))
     patches = Patches(image_height=8, image_width=8, patch_size=4, class_token=False)
-    encoder = TransformerConfig(d_model=8, num_layers=1, num_heads=2, d_ff=8, position=LearnedOptions(), input=patches)
+    encoder = TransformerConfig(
+        d_model=8,
+        num_layers=1,
+        num_heads=2,
+        feed_forward=FeedForwardOptions(d_ff=8),
+        position=LearnedOptions(),
+        input=patches,
+    )
     images = ImageTokens(encoder=encoder)
     prompt = "A <image>is"
     data = CaptionFile(path=str(folder / "pairs.jsonl"), image_tokens=4, prompt=prompt, batch_size=4, eval_batch_size=4)

@@ -9,7 +9,7 @@ import pytest
 from kernel_parts import ints, put
 from numeric_parts import random_params
 
-from transformer.config import LayerKind, RotaryOptions, TransformerConfig
+from transformer.config import FeedForwardOptions, LayerKind, RotaryOptions, TransformerConfig
 from transformer.config._parts import MLA, GatedDelta
 from transformer.nn._attention import MultiHeadAttention
 from transformer.nn._caches import KVCache, set_cache_length
@@ -33,7 +33,14 @@ KINDS = {
 
 
 def language_model(kind):
-    config = TransformerConfig(vocab_size=19, d_model=12, num_layers=2, num_heads=2, d_ff=8, position=RotaryOptions())
+    config = TransformerConfig(
+        vocab_size=19,
+        d_model=12,
+        num_layers=2,
+        num_heads=2,
+        feed_forward=FeedForwardOptions(d_ff=8),
+        position=RotaryOptions(),
+    )
     model = CausalLM(config.replace(**KINDS[kind]))
     return model, random_params(model, np.zeros((1, 2), np.int32))
 

@@ -13,6 +13,7 @@ from transformer import (
     Decoder,
     Encoder,
     Execution,
+    FeedForwardOptions,
     LayerKind,
     Learned,
     Mask,
@@ -25,7 +26,7 @@ from transformer import (
 from transformer.nn.kernels import choose
 
 X = jax.device_put(np.ones((2, 5, 12), np.float32))
-CONFIG = TransformerConfig(vocab_size=7, d_model=12, num_layers=1, num_heads=3, d_ff=5)
+CONFIG = TransformerConfig(vocab_size=7, d_model=12, num_layers=1, num_heads=3, feed_forward=FeedForwardOptions(d_ff=5))
 
 
 def start(module, *inputs, **options):

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from numeric_parts import random_params
 
-from transformer.config import MLA, AttentionOptions, ConfigError, LayerKind, RotaryOptions, TransformerConfig
+from transformer.config import (
+    MLA,
+    AttentionOptions,
+    ConfigError,
+    FeedForwardOptions,
+    LayerKind,
+    RotaryOptions,
+    TransformerConfig,
+)
 from transformer.generate import Sampling, generate
 from transformer.nn._caches import KVCache, cache_length, set_cache_length
 from transformer.nn._masks import Mask
@@ -26,7 +34,7 @@ TINY = TransformerConfig(
     d_model=D,
     num_layers=2,
     num_heads=N,
-    d_ff=7,
+    feed_forward=FeedForwardOptions(d_ff=7),
     position=RotaryOptions(),
     norm="rms_norm",
     attention=AttentionOptions(mla=SIZES),

@@ -367,7 +367,7 @@ def test_the_balance_loss_balances():
 
 
 ROUTED, OTHER = LayerKind(moe=FIVE), LayerKind(moe=MoE(num_experts=3, d_ff=4, shared_experts=1))
-SIZES = {"vocab_size": VOCABULARY, "d_model": 6, "num_layers": 5, "num_heads": 3, "d_ff": 7}
+SIZES = {"vocab_size": VOCABULARY, "d_model": 6, "num_layers": 5, "num_heads": 3, "feed_forward.d_ff": 7}
 MIXED = TransformerConfig(**SIZES, stack=StackOptions(period=(ROUTED, LayerKind()), suffix=(OTHER,)))
 KEY = jax.device_put(np.array([0, 1], np.uint32))
 TOKENS = jax.device_put(np.random.default_rng(3).integers(0, VOCABULARY, (3, 11)).astype(np.int32))

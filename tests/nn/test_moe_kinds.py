@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from numeric_parts import random_params
 
-from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
+from transformer.config import Execution, FeedForwardOptions, LayerKind, MoE, StackOptions, TransformerConfig
 from transformer.generate import Beam, Draft, Sampling, beam_search, generate
 from transformer.nn._blocks import LayerInputs, PreNormBlock
 from transformer.nn._moe import RoutedFeedForward
@@ -211,11 +211,17 @@ def test_the_clamp_of_a_dense_feed_forward():
 def test_experts_beside_a_dense_layer_are_added_and_the_router_reads_the_residual():
     """x + norm(dense(norm(x))) + norm(experts(norm(x))), as in Gemma 4."""
     moe = MoE(num_experts=5, top_k=2, d_ff=5, beside_dense=True)
-    config = TransformerConfig(vocab_size=11, d_model=6, num_layers=1, num_heads=2, d_ff=7, norm="rms_norm")
+    config = TransformerConfig(
+        vocab_size=11, d_model=6, num_layers=1, num_heads=2, feed_forward=FeedForwardOptions(d_ff=7), norm="rms_norm"
+    )
     block = PreNormBlock(config, LayerKind(self_attention=False, moe=moe))
     params = random_params(block, X, LayerInputs())["params"]
     output = jax.jit(block.apply)({"params": params}, X, LayerInputs())
-    options = {"activation": config.activation, "gated": config.gated, "use_bias": config.use_bias}
+    options = {
+        "activation": config.feed_forward.activation,
+        "gated": config.feed_forward.gated,
+        "use_bias": config.use_bias,
+    }
 
     def norm(name, x):
         scale = np.float64(params[name]["scale"])
@@ -247,7 +253,12 @@ def test_writing_leaves_room_for_every_token():
     """With the capacity of training, a row would depend on the tokens of a draft model and on other hypotheses."""
     tight = (LayerKind(moe=MoE(num_experts=8, top_k=2, capacity_factor=0.5)),)
     config = TransformerConfig(
-        vocab_size=11, d_model=8, num_layers=2, num_heads=2, d_ff=12, stack=StackOptions(period=tight)
+        vocab_size=11,
+        d_model=8,
+        num_layers=2,
+        num_heads=2,
+        feed_forward=FeedForwardOptions(d_ff=12),
+        stack=StackOptions(period=tight),
     )
     kinds = (LayerKind(moe=MoE(num_experts=8, top_k=2)),)
     model, roomy = (CausalLM(one, Execution(scan=False)) for one in (config, config.replace(**{"stack.period": kinds})))

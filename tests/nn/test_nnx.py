@@ -23,6 +23,7 @@ from transformer import (
     DualEncoder,
     Embedder,
     Encoder,
+    FeedForwardOptions,
     Forecaster,
     GatedDeltaNet,
     HeadTransform,
@@ -78,7 +79,7 @@ CONFIG = TransformerConfig(
     d_model=6,
     num_layers=1,
     num_heads=3,
-    d_ff=5,
+    feed_forward=FeedForwardOptions(d_ff=5),
     position=RotaryOptions(),
     output=OutputOptions(num_classes=3),
 )
@@ -104,8 +105,7 @@ IMAGE_ENCODER = TransformerConfig(
     d_model=4,
     num_layers=1,
     num_heads=2,
-    d_ff=3,
-    activation="quick_gelu",
+    feed_forward=FeedForwardOptions(d_ff=3, activation="quick_gelu"),
     position=LearnedOptions(),
     input=PATCHES,
 )

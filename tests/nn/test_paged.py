@@ -17,6 +17,7 @@ from transformer.config import (
     ALiBiOptions,
     EmbeddingOptions,
     Execution,
+    FeedForwardOptions,
     LayerKind,
     LearnedOptions,
     RotaryOptions,
@@ -172,7 +173,7 @@ BASE = TransformerConfig(
     num_layers=3,
     num_heads=6,
     num_kv_heads=3,
-    d_ff=13,
+    feed_forward=FeedForwardOptions(d_ff=13),
     position=RotaryOptions(),
     embedding=EmbeddingOptions(tie=False),
     initializer_range=0.4,
@@ -483,7 +484,13 @@ class TestCompiler:
     @pytest.mark.parametrize("paged", [True, False])
     def test_bytes_of_a_decoding_step(self, paged):
         """Heads of 64 numbers are neither padded nor copied, and layers are not copied out of their stack."""
-        options = {"num_layers": 4, "num_heads": 16, "num_kv_heads": 8, "position": RotaryOptions(), "d_ff": 2048}
+        options = {
+            "num_layers": 4,
+            "num_heads": 16,
+            "num_kv_heads": 8,
+            "position": RotaryOptions(),
+            "feed_forward.d_ff": 2048,
+        }
         model = TransformerConfig(vocab_size=1024, d_model=1024, dtype="bfloat16", **options)
         recipe = Recipe(name="small", model=model, data=TextFile(path="t.txt", sequence_length=2048, batch_size=8))
         topology = parse_topology("v5e:1x1")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from parity_tools import EPSILON, SCALINGS, close, compare, llama_config, normal, randomize
 
-from transformer.config import RotaryScaling, TransformerConfig
+from transformer.config import FeedForwardOptions, RotaryScaling, TransformerConfig
 from transformer.nn._attention import dot_product_attention
 from transformer.nn._blocks import BLOCKS, LayerInputs, LayerOutput
 from transformer.nn._masks import Mask
@@ -98,9 +98,11 @@ def stack_rules(layer, ours="", theirs=""):
 
 
 def paper_config(order, activation="relu", **changes):
-    sizes = {"d_model": 15, "num_heads": 3, "d_ff": 13, "num_layers": 2}
+    sizes = {"d_model": 15, "num_heads": 3, "feed_forward.d_ff": 13, "num_layers": 2}
     norms = {"norm_position": order, "norm_epsilon": EPSILON}
-    return TransformerConfig(**sizes, **norms, activation=activation, position=None, **changes)
+    return TransformerConfig(
+        **sizes, **norms, feed_forward=FeedForwardOptions(activation=activation), position=None, **changes
+    )
 
 
 def torch_layer(torch, kind, order, activation="relu"):

@@ -22,7 +22,7 @@ from transformer.nn.models import CausalLM, Seq2Seq
 
 qwix = pytest.importorskip("qwix")
 
-SIZES = {"vocab_size": 40, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 24}
+SIZES = {"vocab_size": 40, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "feed_forward.d_ff": 24}
 TOKENS = jax.device_put(np.random.default_rng(1).integers(0, 40, (2, 7)).astype(np.int32))
 
 
@@ -31,11 +31,11 @@ def normal(*shape, seed=0):
 
 
 MODELS = {
-    "dense": (CausalLM, {"gated": True, "embedding.tie": False}),
+    "dense": (CausalLM, {"feed_forward.gated": True, "embedding.tie": False}),
     "encoder and decoder": (Seq2Seq, {}),
     "experts": (
         CausalLM,
-        {"gated": True, "stack.period": (LayerKind(moe=MoE(num_experts=3, top_k=2, shared_experts=1)),)},
+        {"feed_forward.gated": True, "stack.period": (LayerKind(moe=MoE(num_experts=3, top_k=2, shared_experts=1)),)},
     ),
     "latents": (
         CausalLM,

@@ -11,14 +11,30 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numeric_parts import random_params
 from placements import mesh, specs
 
-from transformer.config import ConfigError, LayerKind, LearnedOptions, MoE, RotaryOptions, Series, TransformerConfig
+from transformer.config import (
+    ConfigError,
+    FeedForwardOptions,
+    LayerKind,
+    LearnedOptions,
+    MoE,
+    RotaryOptions,
+    Series,
+    TransformerConfig,
+)
 from transformer.nn._parameter_axes import LAYERS, declared
 from transformer.nn._partitioning import axis_rules
 from transformer.nn._sharding import PARAMETER_AXES, batch_sharding, parameter_spec, state_shardings, with_logical_axes
 from transformer.nn.models import CausalLM, Forecaster, Seq2Seq
 
 # Sizes divisible by 2 and 4, because Flax's tools shard an axis whatever its size.
-CONFIG = TransformerConfig(vocab_size=24, d_model=16, num_layers=2, num_heads=4, d_ff=32, position=RotaryOptions())
+CONFIG = TransformerConfig(
+    vocab_size=24,
+    d_model=16,
+    num_layers=2,
+    num_heads=4,
+    feed_forward=FeedForwardOptions(d_ff=32),
+    position=RotaryOptions(),
+)
 ROUTED = CONFIG.replace(**{"stack.period": (LayerKind(moe=MoE(num_experts=4, top_k=2)),)})
 TOKENS = jax.device_put(np.random.default_rng(0).integers(0, 24, (8, 6)).astype(np.int32))
 KERNEL = "decoder/layers/slot_0/self_attention/query/kernel"

@@ -11,6 +11,7 @@ from numeric_parts import random_params
 from transformer.config import (
     ConfigError,
     Execution,
+    FeedForwardOptions,
     LayerKind,
     LearnedOptions,
     RotaryOptions,
@@ -26,7 +27,7 @@ from transformer.nn._stacks import Decoder, Encoder
 from transformer.nn.layers._layers import FeedForward, RMSNorm
 from transformer.training._state import parameter_paths
 
-CONFIG = TransformerConfig(d_model=12, num_layers=2, num_heads=3, d_ff=7)
+CONFIG = TransformerConfig(d_model=12, num_layers=2, num_heads=3, feed_forward=FeedForwardOptions(d_ff=7))
 NUMPY_X = np.random.default_rng(0).normal(size=(2, 5, 12)).astype(np.float32)
 X = jax.device_put(NUMPY_X)
 
@@ -206,7 +207,7 @@ def test_dropout_is_where_the_paper_puts_it():
 
 
 LAYERS = {"stack.period": (LayerKind(window=2), LayerKind(rotary_base=99.0)), "stack.suffix": (LayerKind(window=3),)}
-SIZES = {"d_model": 12, "num_layers": 6, "num_heads": 3, "d_ff": 7}
+SIZES = {"d_model": 12, "num_layers": 6, "num_heads": 3, "feed_forward.d_ff": 7}
 PATTERN = TransformerConfig(
     **SIZES, position=RotaryOptions(), dropout_rate=0.2, stack=StackOptions(prefix=(LayerKind(),)), **LAYERS
 )

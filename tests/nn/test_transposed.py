@@ -64,7 +64,14 @@ def test_a_kernel_keeps_its_shape_and_its_numbers(num_inputs):
     np.testing.assert_allclose(product, np.tensordot(x, kernel * scale, num_inputs), rtol=1e-4)
 
 
-SIZES = {"vocab_size": 31, "d_model": 24, "num_layers": 2, "d_ff": 20, "num_heads": 4, "initializer_range": 0.4}
+SIZES = {
+    "vocab_size": 31,
+    "d_model": 24,
+    "num_layers": 2,
+    "feed_forward.d_ff": 20,
+    "num_heads": 4,
+    "initializer_range": 0.4,
+}
 
 
 def build(**fields):

@@ -128,7 +128,7 @@ def test_explicit_axes_cost_the_same_and_give_the_same(names):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), grads, expected_grads)
 
 
-CONFIG = {"vocab_size": 32, "d_model": 16, "num_heads": 4, "d_ff": 24, "num_layers": 2}
+CONFIG = {"vocab_size": 32, "d_model": 16, "num_heads": 4, "feed_forward.d_ff": 24, "num_layers": 2}
 MODELS = {
     "learned": transformer.CausalLM(
         transformer.TransformerConfig(**CONFIG, position=LearnedOptions(max_length=LENGTH)),

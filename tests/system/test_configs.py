@@ -77,7 +77,7 @@ def test_shakespeare_has_the_sizes_that_were_asked_for():
 
 def run_fast(folder, *words):
     """Run `train.py number_words --fast` with a tiny model, and with `folder` for temporary files."""
-    tiny = "--model.d-model 8 --model.num-layers 1 --model.num-heads 2 --model.d-ff 8 --data.max-digits 2"
+    tiny = "--model.d-model 8 --model.num-layers 1 --model.num-heads 2 --model.feed-forward.d-ff 8 --data.max-digits 2"
     small = f"--data.train-examples 200 --data.data-dir {folder / 'tfds'} --logging.tensorboard False"
     command = [sys.executable, "train.py", "number_words", "--fast", *tiny.split(), *small.split(), *words]
     (folder / "tmp").mkdir(exist_ok=True)

@@ -40,7 +40,8 @@ COLAB_PAGE = (ROOT / "docs" / "colab.md").read_text(encoding="utf-8")
 
 # Command-line options for a run with few steps and few pairs.
 QUICK = ["--training.steps", "80", "--data.train-examples", "400", "--data.max-digits", "2", "--data.batch-size", "32"]
-QUICK += ["--model.num-layers", "1", "--model.d-model", "32", "--model.d-ff", "64", "--optimizer.learning-rate", "1e-2"]
+QUICK += ["--model.num-layers", "1", "--model.d-model", "32", "--model.feed-forward.d-ff", "64"]
+QUICK += ["--optimizer.learning-rate", "1e-2"]
 QUICK += ["--evaluation.every", "80", "--evaluation.translations", "3"]
 
 every = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

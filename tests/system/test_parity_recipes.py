@@ -126,8 +126,8 @@ def options_of(name, folder):
         words += SMALL
     if recipe.model.num_kv_heads is not None:
         words += ["--model.num-kv-heads", "2"]
-    if recipe.model.d_ff is not None and name != "digits_vit":  # otherwise it stays 4 d_model, which convert fills in
-        words += ["--model.d-ff", "40"]
+    if recipe.model.feed_forward.d_ff is not None and name != "digits_vit":  # else 4 d_model, which convert fills in
+        words += ["--model.feed-forward.d-ff", "40"]
     if recipe.model.max_length is not None and recipe.task == "causal_lm":
         words += ["--model.position.max-length", "16"]
     if recipe.model.vocab_size is not None:

@@ -82,7 +82,7 @@ def test_a_run_that_ended_before_its_next_checkpoint_says_how_to_resume(folder, 
 @pytest.mark.parametrize(
     ("groups", "named"),
     [
-        ({"model": {"d_ff": 7}}, "model.d_ff: 5 -> 7"),
+        ({"model": {"feed_forward.d_ff": 7}}, "model.feed_forward.d_ff: 5 -> 7"),
         ({"training": {"seed": 1}}, "training.seed: 0 -> 1"),
         ({"optimizer": {"name": "lion"}}, "optimizer.name: 'adamw' -> 'lion'"),
         ({"optimizer": {"clip_norm": None}}, "optimizer.clip_norm: 1.0 -> None"),
@@ -99,11 +99,11 @@ def test_shapes_and_the_order_of_the_data_stay_refused_by_name(groups, named, fo
 
 
 def test_the_message_names_what_the_flag_would_accept(folder, workdir):
-    recipe = recipe_of(folder, model={"d_ff": 7}, optimizer={"learning_rate": 0.5})
+    recipe = recipe_of(folder, model={"feed_forward.d_ff": 7}, optimizer={"learning_rate": 0.5})
     with pytest.raises(WorkdirError, match=r"--allow-change.*optimizer\.learning_rate"):
         train(recipe, workdir)
     with pytest.raises(WorkdirError) as caught:
-        train(recipe_of(folder, model={"d_ff": 7}), workdir)
+        train(recipe_of(folder, model={"feed_forward.d_ff": 7}), workdir)
     assert "--allow-change" not in str(caught.value)
 
 

@@ -8,7 +8,7 @@ import pytest
 from numeric_parts import random_params, random_values
 from training_recipes import short_recipe
 
-from transformer.config import TransformerConfig
+from transformer.config import FeedForwardOptions, TransformerConfig
 from transformer.data import NumberChat, prepare
 from transformer.generate import Sampling, generate
 from transformer.nn.models import CausalLM
@@ -53,7 +53,9 @@ def test_answers_are_runs_of_targets_in_one_segment(seed):
 
 def test_an_exact_answer_is_one_that_greedy_decoding_writes():
     """The references of half the rows are what the model writes; those of the others differ in one token."""
-    config = TransformerConfig(vocab_size=13, d_model=8, num_heads=2, num_layers=1, d_ff=8)
+    config = TransformerConfig(
+        vocab_size=13, d_model=8, num_heads=2, num_layers=1, feed_forward=FeedForwardOptions(d_ff=8)
+    )
     model, draw = CausalLM(config), np.random.default_rng(0)
     params = random_params(model, np.zeros((1, 1), int))["params"]
     prompts = draw.integers(0, 13, (6, 5))
@@ -70,7 +72,9 @@ def test_an_exact_answer_is_one_that_greedy_decoding_writes():
 
 def chat_recipe():
     data = NumberChat(train_examples=20, validation_examples=60, test_examples=20, batch_size=4, eval_batch_size=8)
-    model = TransformerConfig(d_model=8, num_heads=2, num_layers=1, d_ff=8, dropout_rate=0.0)
+    model = TransformerConfig(
+        d_model=8, num_heads=2, num_layers=1, feed_forward=FeedForwardOptions(d_ff=8), dropout_rate=0.0
+    )
     return short_recipe("chat", model, data)
 
 

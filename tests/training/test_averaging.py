@@ -14,7 +14,7 @@ import pytest
 from training_recipes import change, record_drawn_run, short_recipe, text_recipe
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, TransformerConfig
+from transformer.config import ConfigError, FeedForwardOptions, TransformerConfig
 from transformer.data import Preferences, TokenizerConfig
 from transformer.inference import open_model
 from transformer.training._recipe import Origin, load_recipe
@@ -85,7 +85,9 @@ def test_the_reference_model_is_copied_for_evaluation(tmp_path, base):
     pairs = [{"prompt": f"is {n} odd?", "chosen": " yes", "rejected": " no"} for n in range(40)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     data = Preferences(path=str(tmp_path / "pairs.jsonl"), max_length=20, tokenizer=TokenizerConfig(kind="char"))
-    recipe = short_recipe("pairs", TransformerConfig(d_model=6, num_heads=2, num_layers=1, d_ff=8), data)
+    recipe = short_recipe(
+        "pairs", TransformerConfig(d_model=6, num_heads=2, num_layers=1, feed_forward=FeedForwardOptions(d_ff=8)), data
+    )
     origin = Origin(source="somewhere", model="GPT-2", fingerprint="0" * 64)
     recipe = dataclasses.replace(recipe, lora=LoRA(rank=2, base=base), origin=origin)
     workdir = write_run(tmp_path, recipe)

@@ -13,6 +13,7 @@ from training_recipes import assert_equals_resumed_run, change, record_drawn_run
 from transformer.__main__ import main
 from transformer.config import (
     ConfigError,
+    FeedForwardOptions,
     ImageTokens,
     LayerKind,
     LearnedOptions,
@@ -33,7 +34,7 @@ from transformer.training.tasks._captions import write_captions
 from transformer.training.tasks._table import TASKS
 from transformer.training.workdir._runs import load_run
 
-SIZES = {"d_model": 16, "num_heads": 4, "d_ff": 24}
+SIZES = {"d_model": 16, "num_heads": 4, "feed_forward.d_ff": 24}
 DATA = {
     "train_examples": 64,
     "validation_examples": 20,
@@ -48,7 +49,13 @@ DATA = {
 
 def captioning_recipe(attention="causal", **groups):
     patches = Patches(image_height=32, image_width=32, patch_size=16, class_token=False)
-    encoder = TransformerConfig(**SIZES, num_layers=1, activation="gelu_tanh", position=LearnedOptions(), input=patches)
+    encoder = TransformerConfig(
+        **SIZES,
+        num_layers=1,
+        feed_forward=FeedForwardOptions(activation="gelu_tanh"),
+        position=LearnedOptions(),
+        input=patches,
+    )
     images = ImageTokens(encoder=encoder, attention=attention)
     model = TransformerConfig(**SIZES, num_layers=1, position=RotaryOptions(), input=images)
     return change(six_steps("captions", model, ShapesCaptions(**DATA)), **groups)

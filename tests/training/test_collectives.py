@@ -23,7 +23,7 @@ from transformer.training._parallel import MeshPlacement
 from transformer.training.plan import Program, batch_shapes
 
 BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY, EXPERTS = 16, 40, 32, 4, 2, 232, 4
-MODEL = {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_heads": HEADS, "num_layers": LAYERS, "d_ff": 24}
+MODEL = {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_heads": HEADS, "num_layers": LAYERS, "feed_forward.d_ff": 24}
 MODEL |= {
     "position": RotaryOptions(),
     "use_bias": False,
@@ -170,7 +170,9 @@ def test_experts_stay_where_they_are():
 
 def test_fsdp_holds_an_eighth_of_parameters_gradients_and_optimizer_state():
     """According to the memory analysis of the compiler. With many scanned layers, one gathered layer is small."""
-    recipe = recipe_for({"fsdp": 8}, MODEL | {"d_model": 64, "d_ff": 512, "num_layers": 16}, 8, 8, scan=True)
+    recipe = recipe_for(
+        {"fsdp": 8}, MODEL | {"d_model": 64, "feed_forward.d_ff": 512, "num_layers": 16}, 8, 8, scan=True
+    )
     placement, batch = MeshPlacement(recipe), batch_shapes(recipe)
     program = placement.lower(batch).compile()
     state = placement.abstract_state()

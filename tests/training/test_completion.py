@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from training_recipes import change, record_drawn_run, short_recipe
 
-from transformer.config import ConfigError, TransformerConfig
+from transformer.config import ConfigError, FeedForwardOptions, TransformerConfig
 from transformer.data import LabeledText, TokenizerConfig, prepare
 from transformer.training._completion import complete_recipe
 from transformer.training._start import Start
@@ -18,7 +18,7 @@ def given(tmp_path_factory):
     """A recipe of a classifier that leaves vocabulary, labels and classes open."""
     path = tmp_path_factory.mktemp("data") / "texts.tsv"
     path.write_text("sentence\tlabel\n" + "".join(f"text {i}\t{('no', 'yes')[i % 2]}\n" for i in range(20)))
-    model = TransformerConfig(d_model=8, num_layers=1, num_heads=1, d_ff=8)
+    model = TransformerConfig(d_model=8, num_layers=1, num_heads=1, feed_forward=FeedForwardOptions(d_ff=8))
     return short_recipe("texts", model, LabeledText(path=str(path), tokenizer=TokenizerConfig(kind="word")))
 
 

@@ -15,6 +15,7 @@ from training_recipes import assert_equals_resumed_run, change, six_steps
 from transformer.config import (
     AttentionOptions,
     ConfigError,
+    FeedForwardOptions,
     Images,
     LearnedOptions,
     OutputOptions,
@@ -31,7 +32,7 @@ from transformer.training._step import compiled_eval_step, training_loss
 from transformer.training.tasks._evaluation import evaluate_loss
 from transformer.training.tasks._losses import matched_by_sigmoid, matched_by_softmax, matches
 
-SIZES = {"d_model": 16, "num_layers": 1, "num_heads": 4, "d_ff": 24}
+SIZES = {"d_model": 16, "num_layers": 1, "num_heads": 4, "feed_forward.d_ff": 24}
 DATA = {
     "train_examples": 64,
     "validation_examples": 21,
@@ -45,7 +46,7 @@ DATA = {
 def contrastive_recipe(similarity="softmax", dropout=0.0, **groups):
     encoder = TransformerConfig(
         **SIZES,
-        activation="gelu_tanh",
+        feed_forward=FeedForwardOptions(activation="gelu_tanh"),
         position=LearnedOptions(),
         output=OutputOptions(pooling="attention" if similarity == "sigmoid" else "first"),
         input=Patches(image_height=32, image_width=32, patch_size=8),

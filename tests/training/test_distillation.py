@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from training_recipes import VOCABULARY, change, short_recipe, tiny_batch, tiny_recipe
 
-from transformer.config import ConfigError, TransformerConfig
+from transformer.config import ConfigError, FeedForwardOptions, TransformerConfig
 from transformer.data import TextFile, TokenizerConfig
 from transformer.inference import start_from
 from transformer.nn._sharding import ParallelConfig
@@ -22,7 +22,9 @@ from transformer.training._state import make_state
 from transformer.training._step import make_train_step
 from transformer.training.tasks._distillation import divergence
 
-TEACHER = TransformerConfig(vocab_size=VOCABULARY, d_model=8, num_heads=2, num_layers=1, d_ff=5)
+TEACHER = TransformerConfig(
+    vocab_size=VOCABULARY, d_model=8, num_heads=2, num_layers=1, feed_forward=FeedForwardOptions(d_ff=5)
+)
 
 
 def logits(seed, *shape):
@@ -135,7 +137,7 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_losses_of_one_device(layout):
-    sizes = {"vocab_size": 16, "d_model": 8, "num_heads": 2, "d_ff": 8}
+    sizes = {"vocab_size": 16, "d_model": 8, "num_heads": 2, "feed_forward.d_ff": 8}
     recipe = dataclasses.replace(distilled(temperature=2.0, weight=0.2), model=TEACHER.replace(**sizes))
     recipe = dataclasses.replace(
         recipe, distill=dataclasses.replace(recipe.distill, model=TEACHER.replace(**sizes, num_layers=2))
@@ -179,7 +181,7 @@ CHARACTERS = TokenizerConfig(kind="char")
 
 def text_recipe(folder, name, steps, text="text.txt", **sizes):
     model = TransformerConfig(
-        **({"num_heads": 2, "num_layers": 1, "d_ff": 32, "d_model": 16, "dropout_rate": 0.0} | sizes)
+        **({"num_heads": 2, "num_layers": 1, "feed_forward.d_ff": 32, "d_model": 16, "dropout_rate": 0.0} | sizes)
     )
     data = TextFile(path=str(folder / text), sequence_length=16, batch_size=8, eval_batch_size=32, tokenizer=CHARACTERS)
     return short_recipe(

@@ -19,7 +19,8 @@ LAYOUTS = {
     "data x2, fsdp x2, tensor x2": {"data": 2, "fsdp": 2, "tensor": 2},
     "pmap x8": {"kind": "pmap", "data": 8},
 }
-MODEL = {"vocab_size": VOCABULARY + 1, "d_model": 8, "num_heads": 2, "d_ff": 6}  # a mesh axis of size 2 splits each
+# a mesh axis of size 2 splits each
+MODEL = {"vocab_size": VOCABULARY + 1, "d_model": 8, "num_heads": 2, "feed_forward.d_ff": 6}
 
 
 @functools.cache

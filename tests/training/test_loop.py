@@ -14,7 +14,7 @@ import pytest
 from training_recipes import change, few_number_words, short_recipe, text_recipe, xla_flags
 
 import transformer
-from transformer.config import LearnedOptions, TransformerConfig
+from transformer.config import FeedForwardOptions, LearnedOptions, TransformerConfig
 from transformer.config._invocation import python
 from transformer.training import Recipe
 from transformer.training import _loop as loop
@@ -40,7 +40,7 @@ def translated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
     recipe = short_recipe(
         "pairs",
-        TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5),
+        TransformerConfig(d_model=6, num_heads=3, num_layers=1, feed_forward=FeedForwardOptions(d_ff=5)),
         few_number_words(folder / "tfds"),
         optimizer={"warmup_steps": 2},
         training={"steps": 3},

@@ -75,7 +75,7 @@ class TestRemedies:
         assert "--parallel.fsdp" not in self.found()[1]
 
     def test_tensor_where_fsdp_does_not_divide(self):
-        odd = change(RECIPE, model={"d_model": 510, "attention.head_dim": 64, "d_ff": 2048})
+        odd = change(RECIPE, model={"d_model": 510, "attention.head_dim": 64, "feed_forward.d_ff": 2048})
         _, found = self.found(devices=4, recipe=odd)
         assert found["--parallel.tensor"].flags == "--parallel.tensor 4"
 

@@ -22,7 +22,7 @@ def changed(folder, *flags):
     ("flags", "message"),
     [
         (["--model.d-model", "999999996"], "token embedding can't fit: .* 999,999,996 numbers need"),
-        (["--model.d-ff", "1000000000"], "training state can't fit: it needs about .* GiB per device"),
+        (["--model.feed-forward.d-ff", "1000000000"], "training state can't fit: it needs about .* GiB per device"),
         (["--model.num-layers", "20000000", "--execution.scan", "True"], "training state can't fit"),
         (["--data.batch-size", "1000000000"], r"a batch can't fit: .*tokens 1,000,000,000 x .*--data.batch-size"),
     ],

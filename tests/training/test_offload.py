@@ -18,7 +18,14 @@ from transformer.training.plan import batch_shapes
 from transformer.training.workdir._checkpoint import Checkpointer
 
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA can't partition these programs on a CPU")
-MODEL = {"d_model": 16, "num_heads": 4, "num_layers": 2, "d_ff": 24, "position": RotaryOptions(), "dropout_rate": 0.1}
+MODEL = {
+    "d_model": 16,
+    "num_heads": 4,
+    "num_layers": 2,
+    "feed_forward.d_ff": 24,
+    "position": RotaryOptions(),
+    "dropout_rate": 0.1,
+}
 
 
 def recipe_for(remat, parallel, scan=True):

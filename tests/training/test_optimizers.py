@@ -132,7 +132,7 @@ def is_adam(node):
 
 
 def test_muon_takes_the_matrices_of_the_layers_as_whole_matrices():
-    params = params_of(tiny_recipe(model=FULL | {"gated": True}))
+    params = params_of(tiny_recipe(model=FULL | {"feed_forward.gated": True}))
     dimensions = jax.tree.leaves(muon_dimensions(params), is_leaf=lambda node: node is None or hasattr(node, "_fields"))
     taken = {path: spec for path, spec in zip(parameter_paths(params), dimensions, strict=True) if spec is not None}
     short = {path.removeprefix("decoder/layers/slot_0/"): tuple(spec) for path, spec in taken.items()}
@@ -332,7 +332,9 @@ def test_sophia_estimates_the_diagonal_of_the_hessian():
 )
 def test_sharded_as_on_one_device(name):
     recipe = named(name)
-    recipe = dataclasses.replace(recipe, model=recipe.model.replace(d_model=16, num_heads=4, d_ff=32))
+    recipe = dataclasses.replace(
+        recipe, model=recipe.model.replace(d_model=16, num_heads=4, **{"feed_forward.d_ff": 32})
+    )
     losses = {}
     for layout in (ParallelConfig(devices=1), ParallelConfig(data=2, fsdp=4)):
         placement = place(dataclasses.replace(recipe, parallel=layout))

@@ -11,7 +11,7 @@ import optax
 import pytest
 from training_recipes import VOCABULARY, short_recipe, start, tiny_batch, tiny_recipe
 
-from transformer.config import Execution, TransformerConfig
+from transformer.config import Execution, FeedForwardOptions, TransformerConfig
 from transformer.data import NumberWords, Preferences
 from transformer.nn.layers._adapted import NF4, Adapted
 from transformer.nn.layers._int8 import Int8
@@ -50,7 +50,14 @@ def test_the_average_and_the_schedule_count_applied_steps():
 
 def test_the_reference_of_dpo_has_no_dropout():
     """The same parameters with dropout are another model: its scores are not 0, and differ between keys."""
-    model = TransformerConfig(vocab_size=VOCABULARY, d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.5)
+    model = TransformerConfig(
+        vocab_size=VOCABULARY,
+        d_model=6,
+        num_heads=3,
+        num_layers=1,
+        feed_forward=FeedForwardOptions(d_ff=5),
+        dropout_rate=0.5,
+    )
     recipe = dataclasses.replace(short_recipe("dpo", model, Preferences(path="none", max_length=LENGTH)), dpo=DPO())
     random = np.random.default_rng(0)
     ids = random.integers(3, VOCABULARY, (4, 2, LENGTH + 1)).astype(np.int32)
@@ -165,7 +172,14 @@ def rates(recipe):
 
 
 def preference_recipe(**options):
-    model = TransformerConfig(vocab_size=VOCABULARY, d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.0)
+    model = TransformerConfig(
+        vocab_size=VOCABULARY,
+        d_model=6,
+        num_heads=3,
+        num_layers=1,
+        feed_forward=FeedForwardOptions(d_ff=5),
+        dropout_rate=0.0,
+    )
     data = Preferences(path="none", max_length=LENGTH)
     return dataclasses.replace(short_recipe("dpo", model, data), dpo=DPO(**options))
 

@@ -16,7 +16,7 @@ from transformer.training._parallel import MeshPlacement, PmapPlacement, place
 from transformer.training._recipe import from_json, to_json
 from transformer.training._state import parameter_paths
 
-MODEL = {"d_model": 16, "num_heads": 4, "num_layers": 2, "d_ff": 24, "position": RotaryOptions()}
+MODEL = {"d_model": 16, "num_heads": 4, "num_layers": 2, "feed_forward.d_ff": 24, "position": RotaryOptions()}
 LAYOUTS = {
     "data x8": {},
     "fsdp x8": {"fsdp": 8},
@@ -139,7 +139,7 @@ def test_accumulation_within_a_mesh(alone):
 
 def test_fsdp_holds_an_eighth():
     """Parameters and optimizer state are split, except for those that are too small and the vectors of norms."""
-    recipe = tiny_recipe(model=MODEL | {"d_model": 64, "d_ff": 96})
+    recipe = tiny_recipe(model=MODEL | {"d_model": 64, "feed_forward.d_ff": 96})
     placement = place(dataclasses.replace(recipe, parallel=ParallelConfig(fsdp=8)))
     state = placement.new_state()
     leaves = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state) if "norm" not in str(path)]
@@ -229,7 +229,9 @@ def test_where_a_parameter_lies(path, shape, spec):
 def test_every_parameter_of_the_models_has_a_rule():
     """FSDP splits every parameter but the vectors of norms; one without a rule would be replicated."""
     for task in ("causal_lm", "seq2seq"):
-        recipe = tiny_recipe(task, model=MODEL | {"position": T5BiasOptions(), "embedding.tie": False, "gated": True})
+        recipe = tiny_recipe(
+            task, model=MODEL | {"position": T5BiasOptions(), "embedding.tie": False, "feed_forward.gated": True}
+        )
         state = MeshPlacement(dataclasses.replace(recipe, parallel=ParallelConfig(fsdp=8))).abstract_state()
         whole = [
             jax.tree_util.keystr(path, simple=True, separator="/")

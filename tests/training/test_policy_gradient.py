@@ -91,7 +91,7 @@ def test_micro_batches_and_filling_rows_do_not_change_the_loss(normalization):
 def test_micro_batches_do_not_change_the_router_loss(normalization):
     """Completions of 1, 1, 5 and 5 tokens: the mean of a micro-batch must not count as often as it has tokens."""
     kind = LayerKind(moe=MoE(num_experts=3, top_k=2))
-    config = llama_decoder(vocab_size=11, d_model=6, num_layers=1, num_heads=1, d_ff=8)
+    config = llama_decoder(vocab_size=11, d_model=6, num_layers=1, num_heads=1, **{"feed_forward.d_ff": 8})
     model = CausalLM(config.replace(**{"stack.period": (kind,)}), Execution(scan=False))
     random, lengths = np.random.default_rng(0), np.array([1, 1, 5, 5])
     inside = np.arange(6)[None] < lengths[:, None]
@@ -167,7 +167,10 @@ def test_scores_are_log_probabilities_and_entropies_of_the_scaled_logits():
 @pytest.mark.slow
 def test_pieces_of_logits_do_not_change_scores_or_gradients():
     random = np.random.default_rng(1)
-    model = CausalLM(llama_decoder(vocab_size=11, d_model=6, num_layers=1, num_heads=1, d_ff=8), Execution(scan=False))
+    model = CausalLM(
+        llama_decoder(vocab_size=11, d_model=6, num_layers=1, num_heads=1, **{"feed_forward.d_ff": 8}),
+        Execution(scan=False),
+    )
     tokens, targets = jnp.asarray(random.integers(0, 11, (2, 3, 7)))
     params = model.init(jax.random.key(0), tokens)["params"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from training_recipes import VOCABULARY, change, compiled_step, short_recipe
 
-from transformer.config import ConfigError, MoE, TransformerConfig
+from transformer.config import ConfigError, FeedForwardOptions, MoE, TransformerConfig
 from transformer.data import Preferences, TextFile, TokenizerConfig
 from transformer.inference import start_from
 from transformer.nn._sharding import ParallelConfig
@@ -21,7 +21,9 @@ from transformer.training._step import make_eval_step
 from transformer.training.tasks._preference import preference_losses
 
 LENGTH = 7
-MODEL = TransformerConfig(vocab_size=VOCABULARY, d_model=6, num_heads=3, num_layers=1, d_ff=5)
+MODEL = TransformerConfig(
+    vocab_size=VOCABULARY, d_model=6, num_heads=3, num_layers=1, feed_forward=FeedForwardOptions(d_ff=5)
+)
 
 
 @functools.cache
@@ -192,7 +194,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "lora"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_losses_of_one_device(layout, lora):
-    model = MODEL.replace(vocab_size=16, d_model=8, num_heads=2, d_ff=8)
+    model = MODEL.replace(vocab_size=16, d_model=8, num_heads=2, **{"feed_forward.d_ff": 8})
     batch, found = batch_of(), {}
     for name, parallel in (("one", ParallelConfig(devices=1)), (layout, LAYOUTS[layout])):
         placement = place(dataclasses.replace(recipe_of(model), parallel=parallel, lora=lora))
@@ -246,7 +248,9 @@ def test_the_command_line_and_the_file_of_a_recipe():
 
 
 CHARACTERS = TokenizerConfig(kind="char")
-SMALL = TransformerConfig(d_model=8, num_heads=2, num_layers=1, d_ff=8, dropout_rate=0.1)
+SMALL = TransformerConfig(
+    d_model=8, num_heads=2, num_layers=1, feed_forward=FeedForwardOptions(d_ff=8), dropout_rate=0.1
+)
 
 
 @pytest.fixture(scope="module")

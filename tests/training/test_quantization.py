@@ -8,7 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from transformer.config import ConfigError, Execution, LayerKind, MoE, RotaryOptions, TransformerConfig
+from transformer.config import (
+    ConfigError,
+    Execution,
+    FeedForwardOptions,
+    LayerKind,
+    MoE,
+    RotaryOptions,
+    TransformerConfig,
+)
 from transformer.data import TinyShakespeare
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import OptimizerConfig, Recipe, TrainingConfig
@@ -24,7 +32,7 @@ CONFIG = TransformerConfig(
     d_model=16,
     num_layers=2,
     num_heads=4,
-    d_ff=32,
+    feed_forward=FeedForwardOptions(d_ff=32),
     position=RotaryOptions(),
     **{"stack.period": (LayerKind(), LayerKind(moe=MoE(num_experts=4, top_k=2)))},
 )

@@ -13,6 +13,7 @@ from transformer import training
 from transformer.config import (
     AttentionOptions,
     ConfigError,
+    FeedForwardOptions,
     Images,
     ImageTokens,
     LayerKind,
@@ -35,7 +36,9 @@ from transformer.training._settings import schedule_warning
 from transformer.training.tasks._distillation import Distill
 from transformer.training.tasks._policy_gradient import GRPO
 
-IMAGE_ENCODER = TransformerConfig(d_model=12, num_layers=1, num_heads=3, d_ff=24, position=None)
+IMAGE_ENCODER = TransformerConfig(
+    d_model=12, num_layers=1, num_heads=3, feed_forward=FeedForwardOptions(d_ff=24), position=None
+)
 LINES = JsonLines(path="a.jsonl", field="body")
 PAIRS = ParallelText(source_path="a", target_path="b", batch_size=12)
 ALL_DATA = [LINES, PAIRS]
@@ -232,7 +235,7 @@ def test_difference_parts_what_shapes_the_result_from_what_does_not():
     old = tiny_recipe("seq2seq")
     new = change(
         old,
-        model={"d_ff": 7},
+        model={"feed_forward.d_ff": 7},
         optimizer={"learning_rate": 0.1},
         training={
             "seed": 3,
@@ -250,7 +253,7 @@ def test_difference_parts_what_shapes_the_result_from_what_does_not():
     )
     must_match, may_change = difference(old, dataclasses.replace(new, name="other"))
     assert names(must_match) == {
-        "model.d_ff",
+        "model.feed_forward.d_ff",
         "optimizer.learning_rate",
         "training.seed",
         "training.label_smoothing",
@@ -269,7 +272,7 @@ def test_difference_parts_what_shapes_the_result_from_what_does_not():
         "checkpoint.keep_last",
         "logging.every",
     }
-    assert str(must_match[0]) == "model.d_ff: 5 -> 7"
+    assert str(must_match[0]) == "model.feed_forward.d_ff: 5 -> 7"
     assert difference(old, old) == ([], [])
 
 

@@ -158,7 +158,8 @@ def test_a_workdir_that_loses_its_permissions_in_a_run_is_one_line(tmp_path):
     if BOUND and shutil.which(BOUND[0]) is None:
         pytest.skip("root passes over permissions, and there is no setpriv to change that")
     workdir, words = tmp_path / "run", "--training.steps 100000 --checkpoint.every 20 --evaluation.every 20"
-    words += " --model.d-model 16 --model.num-layers 1 --model.d-ff 16 --data.batch-size 8 --evaluation.batches 1"
+    words += " --model.d-model 16 --model.num-layers 1 --model.feed-forward.d-ff 16 --data.batch-size 8"
+    words += " --evaluation.batches 1"
     command = [*BOUND, sys.executable, "train.py", "number_words", "--workdir", str(workdir), *words.split()]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -230,7 +230,7 @@ def test_more_steps_go_on_and_changes_are_printed(folder, finished, capsys):
 def test_another_recipe_is_refused_with_the_difference(folder, finished, group, keep_json, tmp_path):
     """Detected by recipe.json or, if it is missing, by the recipe of the checkpoint."""
     fields, difference = {
-        "model": ({"d_ff": 7}, "model.d_ff: 5 -> 7"),
+        "model": ({"feed_forward.d_ff": 7}, "model.feed_forward.d_ff: 5 -> 7"),
         "training": ({"seed": 1}, "training.seed: 0 -> 1"),
         "optimizer": ({"learning_rate": 0.5}, "optimizer.learning_rate: 0.01 -> 0.5"),
         "data": ({"batch_size": 8}, "data.batch_size: 4 -> 8"),

@@ -12,7 +12,7 @@ import pytest
 from training_recipes import assert_equals_resumed_run, change, newest_state
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, Execution, TransformerConfig
+from transformer.config import ConfigError, Execution, FeedForwardOptions, TransformerConfig
 from transformer.data import TokenizerConfig, prepare
 from transformer.data.kinds._prompts import Prompts
 from transformer.inference import _reward_model as inference_reward_model
@@ -72,7 +72,9 @@ def grpo_recipe(folder, *, rewards=("share",), lora=None, parallel=None, grpo=No
     names = tuple(f"{folder / 'rewards.py'}:{name}" for name in rewards)
     recipe = Recipe(
         name="tiny",
-        model=TransformerConfig(d_model=8, num_heads=2, num_layers=1, d_ff=8, dropout_rate=0.0),
+        model=TransformerConfig(
+            d_model=8, num_heads=2, num_layers=1, feed_forward=FeedForwardOptions(d_ff=8), dropout_rate=0.0
+        ),
         data=Prompts(
             path=str(folder / "prompts.jsonl"),
             batch_size=4,

@@ -59,7 +59,7 @@ def recipe_for(folder, *, lora=None, data=None, **groups):
     )
     recipe = short_recipe(
         "tiny",
-        llama_decoder(d_model=8, num_heads=2, num_layers=1, d_ff=8, dropout_rate=0.1),
+        llama_decoder(d_model=8, num_heads=2, num_layers=1, **{"feed_forward.d_ff": 8}, dropout_rate=0.1),
         data,
         optimizer={"warmup_steps": 2, "learning_rate": 1e-2, "schedule": "constant"},
         training={"steps": 12},
@@ -101,7 +101,14 @@ def test_packed_rows_have_the_loss_and_gradients_of_separate_rows(tmp_path, kind
         rows[0] = separated(rows[1])
     assert len(rows[1]["tokens"]) < len(rows[0]["tokens"]) / 2
     plain = {name: rows[0][name] for name in ("tokens", "targets", "weights")}  # without segments and positions
-    model = {"d_model": 8, "num_heads": 2, "num_layers": 2, "d_ff": 8, "dropout_rate": 0.0, "position": position}
+    model = {
+        "d_model": 8,
+        "num_heads": 2,
+        "num_layers": 2,
+        "feed_forward.d_ff": 8,
+        "dropout_rate": 0.0,
+        "position": position,
+    }
     recipe = with_vocabulary(recipe_for(tmp_path, data=packed, model=model), few.tokenizer.vocab_size)
     made = build_model(recipe)
     params = random_params(made, plain["tokens"])["params"]

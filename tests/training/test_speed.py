@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from training_recipes import tiny_batch, tiny_recipe
 
-from transformer.config import RotaryOptions, TransformerConfig
+from transformer.config import FeedForwardOptions, RotaryOptions, TransformerConfig
 from transformer.data import TextFile
 from transformer.training._chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
 from transformer.training._memory import peak_bytes
@@ -58,7 +58,7 @@ def test_the_formula_of_palm():
         d_model=heads * size,
         num_heads=heads,
         num_layers=layers,
-        d_ff=17,
+        feed_forward=FeedForwardOptions(d_ff=17),
         use_bias=False,
         position=RotaryOptions(),
     )

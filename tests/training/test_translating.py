@@ -9,7 +9,7 @@ import sacrebleu
 from training_recipes import change, evaluation_of, record_drawn_run
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, Execution, TransformerConfig
+from transformer.config import ConfigError, Execution, FeedForwardOptions, TransformerConfig
 from transformer.data import Multi30k, NumberWords, ParallelText, TokenizerConfig, prepare
 from transformer.data._dataset import Example
 from transformer.generate import Beam
@@ -79,7 +79,7 @@ def copying(folder):
     (folder / "pairs.tsv").write_text("".join(f"{line}\t{line}\n" for line in lines))
     return Recipe(
         name="copied",
-        model=TransformerConfig(d_model=16, num_heads=2, num_layers=1, d_ff=16),
+        model=TransformerConfig(d_model=16, num_heads=2, num_layers=1, feed_forward=FeedForwardOptions(d_ff=16)),
         data=ParallelText(
             source_path=str(folder / "pairs.tsv"),
             validation_share=0.2,

@@ -14,7 +14,7 @@ from transformer.viz import _attention_maps as module
 from transformer.viz._attention_maps import save_attention_maps
 from transformer.viz._attention_weights import AttentionMap, attention_maps
 
-SIZES = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "d_ff": 5}
+SIZES = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "feed_forward.d_ff": 5}
 
 
 @pytest.fixture

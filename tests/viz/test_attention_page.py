@@ -34,7 +34,7 @@ from transformer.viz._attention_weights import AttentionMap, attention_maps, att
 from transformer.zoo import load_pretrained
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = {"vocab_size": 11, "d_model": 8, "num_heads": 4, "d_ff": 5}
+SIZES = {"vocab_size": 11, "d_model": 8, "num_heads": 4, "feed_forward.d_ff": 5}
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>{{program}}&quot;\u2028"
 
 

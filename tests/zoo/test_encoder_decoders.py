@@ -106,7 +106,7 @@ def test_t5_feed_forward_is_read_both_ways(fields, activation, gated):
     family = ENTRIES["t5"]
     sizes = {"vocab_size": 11, "d_model": 6, "d_ff": 7, "num_layers": 1, "num_heads": 2}
     config = family.read(sizes | fields, family.heads["T5ForConditionalGeneration"])
-    assert (config.activation, config.gated) == (activation, gated)
+    assert (config.feed_forward.activation, config.feed_forward.gated) == (activation, gated)
     family.write(config, "T5ForConditionalGeneration")
 
 

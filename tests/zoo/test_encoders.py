@@ -252,7 +252,7 @@ def test_older_files_of_clip_repeat_the_configs():
     ("variant", "model", "changes", "message"),
     [
         ("bert-base-uncased", Embedder, {"output.pooling": "first", "output.transform": None}, r"pooling.*'first'"),
-        ("bert-base-uncased", MaskedLM, {"activation": "relu"}, r"activation.*'relu'"),
+        ("bert-base-uncased", MaskedLM, {"feed_forward.activation": "relu"}, r"activation.*'relu'"),
         ("roberta-base", Classifier, {"output.num_classes": 3, "output.transform": None}, r"output.transform"),
         (
             "modernbert-base",

@@ -11,18 +11,18 @@ from transformer.nn.models import CausalLM, Classifier, MaskedLM, Seq2Seq, Visio
 from transformer.zoo import ENTRIES, choose_family, load_pretrained, save_pretrained, with_equivalent
 from transformer.zoo._equivalents import REWRITES
 
-SIZES = {"vocab_size": 29, "d_model": 12, "num_heads": 3, "num_layers": 2, "d_ff": 17}
+SIZES = {"vocab_size": 29, "d_model": 12, "num_heads": 3, "num_layers": 2, "feed_forward.d_ff": 17}
 WITHOUT = {"stack.period": (LayerKind(self_attention=False),)}
 
 # Difference from a family: model class, config fields, requested family (None: any), and the family that is found.
 CASES = {
     "relu2": (
         CausalLM,
-        {"activation": "relu2", "use_bias": False, "norm": "rms_norm", "attention.qk_norm": QKNorm()},
+        {"feed_forward.activation": "relu2", "use_bias": False, "norm": "rms_norm", "attention.qk_norm": QKNorm()},
         None,
         "qwen3",
     ),
-    "relu2 with biases": (CausalLM, {"activation": "relu2", "norm": "rms_norm"}, None, "llama"),
+    "relu2 with biases": (CausalLM, {"feed_forward.activation": "relu2", "norm": "rms_norm"}, None, "llama"),
     "norms without biases": (CausalLM, {"use_bias": False, "norm": "layer_norm_without_bias"}, None, "starcoder2"),
     "no attention": (CausalLM, WITHOUT, None, "gpt_neox"),
     "no attention in some": (CausalLM, {"stack.prefix": WITHOUT["stack.period"]}, None, "gpt_neox"),
@@ -165,7 +165,7 @@ def test_null_is_written_only_where_the_reference_has_it(family):
     """Null is written only for fields for which the reference accepts it, whatever defaults a config uses."""
     free = {
         "initializer_range": None,
-        "d_ff": None,
+        "feed_forward.d_ff": None,
         "num_kv_heads": None,
         "attention.head_dim": None,
         "attention.value_dim": None,

@@ -254,7 +254,7 @@ def test_parameters_that_are_not_finite_are_not_written(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_that_hold_their_scale_give_the_same_logits(tied):
-    sizes = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "num_layers": 1, "d_ff": 5}
+    sizes = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "num_layers": 1, "feed_forward.d_ff": 5}
     model = CausalLM(TransformerConfig(**sizes, position=RotaryOptions(), embedding=EmbeddingOptions(tie=tied)))
     tokens = np.array([[3, 1, 4, 1, 5]])
     params = numeric_parts.random_params(model, tokens)["params"]
@@ -268,8 +268,8 @@ def test_embeddings_that_hold_their_scale_give_the_same_logits(tied):
 @pytest.mark.parametrize(
     ("cls", "fields"),
     [
-        (Seq2Seq, {"activation": "relu2"}),
-        (Embedder, {"activation": "relu2"}),
+        (Seq2Seq, {"feed_forward.activation": "relu2"}),
+        (Embedder, {"feed_forward.activation": "relu2"}),
         (MaskedLM, {"output.transform": HeadTransform(activation="relu2", norm=True)}),
     ],
 )

@@ -204,7 +204,7 @@ def test_gemma_1_needs_no_config(tmp_path):
     directory = save(tmp_path / "gemma", flat_layout(tree_of("gemma", kv_heads=6)))
     model, params = transformer.load(directory)
     config = model.config
-    assert (config.vocab_size, config.d_model, config.d_ff) == (37, 12, 19)
+    assert (config.vocab_size, config.d_model, config.feed_forward.d_ff) == (37, 12, 19)
     assert (config.num_layers, config.num_heads, config.kv_heads, config.size_of_head) == (2, 6, 6, 4)
     assert main(["convert", str(directory), str(tmp_path / "out")]) == 0
     again, same = transformer.load(tmp_path / "out")

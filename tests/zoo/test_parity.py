@@ -127,7 +127,7 @@ def test_what_was_trained_here_opens_there(reference, tmp_path):
     import torch
     import transformers
 
-    from transformer.config import Execution, TransformerConfig
+    from transformer.config import Execution, FeedForwardOptions, TransformerConfig
     from transformer.data import TextFile
     from transformer.inference import export, open_model
     from transformer.nn._sharding import ParallelConfig
@@ -141,7 +141,7 @@ def test_what_was_trained_here_opens_there(reference, tmp_path):
             d_model=12,
             num_heads=3,
             num_layers=2,
-            d_ff=17,
+            feed_forward=FeedForwardOptions(d_ff=17),
             position=RotaryOptions(),
             embedding=EmbeddingOptions(tie=False),
         ),

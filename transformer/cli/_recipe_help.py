@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,7 @@ SHOWN = {
         *("sequence_length", "context_length", "max_length", "max_source_length", "max_target_length"),
         *("batch_size", "batch_tokens", *sorted(PLACES)),
     ),
-    "model": ("num_layers", "d_model", "num_heads", "d_ff", "dropout_rate", "dtype"),
+    "model": ("num_layers", "d_model", "num_heads", "feed_forward.d_ff", "dropout_rate", "dtype"),
     "lora": ("rank",),
     "parallel": ("data", "fsdp", "tensor"),
     "evaluation": ("every",),
@@ -64,9 +65,11 @@ def _add_main(parser: ArgumentParser, recipe: Recipe) -> None:
     for group, fields in SHOWN.items():
         off = getattr(recipe, group) is None
         part, section = LoRA() if off else getattr(recipe, group), parser.add_argument_group(group)
-        present = {field.name for field in dataclasses.fields(part)}
-        for name in filter(present.__contains__, fields):
-            add_option(section, f"{group}.{name}", part, name, off=off)
+        for path in fields:
+            *inside, name = path.split(".")
+            owner = functools.reduce(getattr, inside, part)
+            if any(field.name == name for field in dataclasses.fields(owner)):
+                add_option(section, f"{group}.{path}", owner, name, off=off)
     parser.epilog = (
         f"{HELP_ALL} lists all {len(flatten(recipe))} fields of this recipe with their meanings and defaults."
     )

@@ -20,11 +20,12 @@ from transformer.config._options import (
     AttentionOptions,
     Audio,
     EmbeddingOptions,
+    FeedForwardOptions,
     OutputOptions,
     Speech,
     StackOptions,
 )
-from transformer.config._parts import FeedForwardActivation, Layer, LayerKind, Patches, RotaryScaling, Series
+from transformer.config._parts import Layer, LayerKind, Patches, RotaryScaling, Series
 from transformer.config._paths import get_path, with_paths
 from transformer.config._positions import (
     LearnedOptions,
@@ -65,13 +66,6 @@ class TransformerConfig:
     """N, number of query heads"""
     num_kv_heads: int | None = None
     """K, number of key and value heads, each shared by N / K query heads; None: num_heads"""
-    d_ff: int | None = None
-    """F, inner width of the feed-forward layer; None: 4 d_model"""
-    activation: FeedForwardActivation = "relu"
-    """activation of the feed-forward layer; swiglu_clamped (gpt-oss) needs gated:
-    (up + 1) gate sigmoid(1.702 gate), where gate is at most 7 and up is between -7 and 7"""
-    gated: bool = False
-    """gated feed-forward layer: multiply by a second, activated projection (SwiGLU is silu + gated)"""
     use_bias: bool = True
     """biases in the projections of attention and feed-forward layers"""
     norm: Norm = "layer_norm"
@@ -104,6 +98,8 @@ class TransformerConfig:
     arXiv 2010.06192)"""
     attention: AttentionOptions = AttentionOptions()
     """attention layers: head sizes, biases, scaling and capping of scores, latent attention"""
+    feed_forward: FeedForwardOptions = FeedForwardOptions()
+    """feed-forward layers: width, activation, gate"""
     embedding: EmbeddingOptions = EmbeddingOptions()
     """embedding tables: scaling, tying, token types, separate sizes for the encoder"""
     stack: StackOptions = StackOptions()
@@ -116,10 +112,10 @@ class TransformerConfig:
     between tokens; None: tokens"""
 
     def __post_init__(self):
-        check_choices(self, activation=FeedForwardActivation, norm=Norm, norm_position=NormPosition)
+        check_choices(self, norm=Norm, norm_position=NormPosition)
         check_choices(self, dtype=Dtype, param_dtype=Dtype)
-        check_flags(self, "gated", "use_bias")
-        check_whole(self, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "d_ff")
+        check_flags(self, "use_bias")
+        check_whole(self, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads")
         check_positive(self, "norm_epsilon", "initializer_range")
         check_range(self, 0.0, 1.0, "dropout_rate")
         if self.attention.mla is None and self.attention.head_dim is None and self.d_model % self.num_heads:
@@ -133,11 +129,6 @@ class TransformerConfig:
                 f"shared by the same number of query heads. Change one of them."
             )
         self._check_encoder_heads()
-        if self.activation == "swiglu_clamped" and not self.gated:
-            raise ConfigError(
-                "activation='swiglu_clamped' is a function of two projections (gate and up), but gated is False. "
-                "Set gated=True, or use another activation."
-            )
         self._check_latent()
         self._check_position()
         self._check_norms()
@@ -315,8 +306,8 @@ class TransformerConfig:
 
     @property
     def feed_forward_width(self) -> int:
-        """F, the inner width of the feed-forward layer: d_ff, or 4 d_model if that is None."""
-        return 4 * self.d_model if self.d_ff is None else self.d_ff
+        """F, the inner width of the feed-forward layer: feed_forward.d_ff, or 4 d_model if that is None."""
+        return 4 * self.d_model if self.feed_forward.d_ff is None else self.feed_forward.d_ff
 
     @property
     def encoder_layers(self) -> int:
@@ -352,12 +343,12 @@ class TransformerConfig:
     def source_encoder(self) -> TransformerConfig:
         """Config of the encoder of an encoder-decoder, with its own number of heads, width and position table."""
         stack, rows = self.stack, self.longest_source
-        return self.replace(
-            position=self.position if rows is None else LearnedOptions(max_length=rows),
-            num_heads=stack.encoder_num_heads or self.num_heads,
-            d_ff=stack.encoder_d_ff or self.d_ff,
-            **{"stack.encoder_num_heads": None, "stack.encoder_d_ff": None},
-        )
+        changes = {
+            "position": self.position if rows is None else LearnedOptions(max_length=rows),
+            "num_heads": stack.encoder_num_heads or self.num_heads,
+            "feed_forward.d_ff": stack.encoder_d_ff or self.feed_forward.d_ff,
+        }
+        return self.replace(**changes, **{"stack.encoder_num_heads": None, "stack.encoder_d_ff": None})
 
     @property
     def patches(self) -> Patches | None:

@@ -1,4 +1,4 @@
-"""Sections of a model config: attention, embeddings, stacks, output layer, and the two inputs of sound."""
+"""Sections of a model config: attention, feed-forward layers, embeddings, stacks, output layer; the inputs of sound."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer.config._checks import (
     check_range,
     check_whole,
 )
-from transformer.config._parts import MLA, Activation, HeadTransform, LayerKind
+from transformer.config._parts import MLA, Activation, FeedForwardActivation, HeadTransform, LayerKind
 
 Projection = Literal["query", "key", "value", "out"]
 Pooling = Literal["mean", "first", "last", "first_and_mean", "attention"]
@@ -104,6 +104,34 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FeedForwardOptions:
+    """Options of the dense feed-forward layers; `LayerKind.moe` replaces them by experts.
+
+    Raises:
+        ConfigError: a width below 1, an unknown name, or an activation that needs a gate.
+    """
+
+    section: ClassVar[str] = "feed_forward"
+    d_ff: int | None = None
+    """F, inner width; None: 4 d_model"""
+    activation: FeedForwardActivation = "relu"
+    """activation; swiglu_clamped (gpt-oss) needs gated:
+    (up + 1) gate sigmoid(1.702 gate), where gate is at most 7 and up is between -7 and 7"""
+    gated: bool = False
+    """multiply by a second, activated projection (SwiGLU is silu + gated)"""
+
+    def __post_init__(self):
+        check_whole(self, "d_ff")
+        check_choices(self, activation=FeedForwardActivation)
+        check_flags(self, "gated")
+        if self.activation == "swiglu_clamped" and not self.gated:
+            raise ConfigError(
+                "feed_forward.activation='swiglu_clamped' is a function of two projections (gate and up), but "
+                "feed_forward.gated is False. Set feed_forward.gated=True, or use another activation."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EmbeddingOptions:
     """Options of the embedding tables.
 
@@ -155,7 +183,7 @@ class StackOptions:
     encoder_num_heads: int | None = None
     """attention heads of the encoder in an encoder-decoder; None: num_heads"""
     encoder_d_ff: int | None = None
-    """inner width of the encoder's feed-forward layers in an encoder-decoder; None: d_ff"""
+    """inner width of the encoder's feed-forward layers in an encoder-decoder; None: feed_forward.d_ff"""
     prefix: tuple[LayerKind, ...] = ()
     """kinds of the first layers, before the repeated pattern"""
     period: tuple[LayerKind, ...] = (LayerKind(),)

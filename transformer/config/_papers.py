@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transformer.config._model import TransformerConfig
-from transformer.config._options import EmbeddingOptions
+from transformer.config._options import EmbeddingOptions, FeedForwardOptions
 from transformer.config._positions import LearnedOptions, RotaryOptions
 
 
@@ -18,7 +18,9 @@ def transformer_big(**changes: object) -> TransformerConfig:
     """Return the big model of Vaswani et al. 2017 (arXiv 1706.03762, table 3): 6 layers, d_model 1024, 16 heads,
     d_ff 4096, dropout 0.3.
     """
-    return _PAPER.replace(**{"d_model": 1024, "num_heads": 16, "d_ff": 4096, "dropout_rate": 0.3} | changes)
+    return _PAPER.replace(
+        **{"d_model": 1024, "num_heads": 16, "feed_forward.d_ff": 4096, "dropout_rate": 0.3} | changes
+    )
 
 
 def gpt2_decoder(**changes: object) -> TransformerConfig:
@@ -37,15 +39,14 @@ _PAPER = TransformerConfig(
     d_model=512,
     num_layers=6,
     num_heads=8,
-    d_ff=2048,
-    activation="relu",
+    feed_forward=FeedForwardOptions(d_ff=2048, activation="relu"),
     norm="layer_norm",
     norm_position="post",
     dropout_rate=0.1,
 )
 
 _GPT2 = TransformerConfig(
-    activation="gelu_tanh",
+    feed_forward=FeedForwardOptions(activation="gelu_tanh"),
     norm_epsilon=1e-5,
     position=LearnedOptions(max_length=1024),
     initializer_range=0.02,
@@ -53,8 +54,7 @@ _GPT2 = TransformerConfig(
 )
 
 _LLAMA = TransformerConfig(
-    activation="silu",
-    gated=True,
+    feed_forward=FeedForwardOptions(activation="silu", gated=True),
     use_bias=False,
     norm="rms_norm",
     norm_epsilon=1e-5,

@@ -305,8 +305,8 @@ class Block(nn.Module):
         """
         config, moe = self.config, self.kind.moe
         options = {
-            "activation": config.activation,
-            "gated": config.gated,
+            "activation": config.feed_forward.activation,
+            "gated": config.feed_forward.gated,
             "use_bias": config.use_bias,
             "kernel_init": kernel_init(config),
             "output_init": output_init(config),
@@ -437,7 +437,7 @@ class Block(nn.Module):
             options = (1, False, kernel_init(config), config.dtype, config.param_dtype, Quantization.of(self.execution))
             # (B, T, D) -> (B, T, P) -> (B, T, D)
             gate = Linear((config.embedding.per_layer_width,), *options, name="layer_gate")(x)
-            gate = ACTIVATIONS[config.activation](gate) * inputs.layer_embedding
+            gate = ACTIVATIONS[config.feed_forward.activation](gate) * inputs.layer_embedding
             added = Linear(x.shape[-1:], *options, name="layer_projection")(gate)
             x = x + make_norm(config, "layer_embedding_norm")(added)
         if config.stack.layer_scalar:

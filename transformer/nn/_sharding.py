@@ -333,7 +333,7 @@ def check_model(config: TransformerConfig, sizes: Mapping[str, int]) -> None:
         # tokens).
         needs = (
             ("num_heads", part.num_heads, "tensor"),
-            ("d_ff", part.feed_forward_width, "tensor"),
+            ("feed_forward.d_ff", part.feed_forward_width, "tensor"),
             ("d_model", part.d_model, "fsdp"),
         )
         for field, size, axis in needs:

@@ -182,7 +182,10 @@ def _mesh_flags(recipe: Recipe, sizes: Mapping[str, int], replicas: int) -> tupl
     """Return flags that shard the parameters over their replicas in a slice, and a description; None if impossible."""
     before = "" if recipe.parallel.kind == "mesh" else "--parallel.kind mesh "
     before += "" if recipe.parallel.data == -1 else "--parallel.data 1 "
-    for axis, what in (("fsdp", "over the data-parallel devices"), ("tensor", "by attention heads and d_ff")):
+    for axis, what in (
+        ("fsdp", "over the data-parallel devices"),
+        ("tensor", "by attention heads and feed_forward.d_ff"),
+    ):
         wanted = {**sizes, axis: sizes[axis] * replicas, "data": sizes["data"] // replicas}
         with contextlib.suppress(ConfigError):
             check_model(recipe.model, wanted)

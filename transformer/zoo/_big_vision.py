@@ -141,14 +141,19 @@ def describe(file: BigVisionFile) -> tuple[type, TransformerConfig, list[Rule]]:
     return VisionClassifier if config.output.num_classes else VisionEmbedder, config, rules
 
 
-_ENCODER = {"activation": "gelu_tanh", "norm": "layer_norm", "norm_epsilon": 1e-6, "position": LearnedOptions()}
+_ENCODER = {
+    "feed_forward.activation": "gelu_tanh",
+    "norm": "layer_norm",
+    "norm_epsilon": 1e-6,
+    "position": LearnedOptions(),
+}
 """What the code of big_vision fixes: Flax's GELU is the approximation by tanh, and its epsilon is 1e-6."""
 _FIXED = _ENCODER | {"embedding.scale": False}
 """The same of a whole model."""
 
 
 def _sizes(stack: Mapping[str, Any]) -> dict[str, int]:
-    return {name: stack[name] for name in ("d_model", "num_layers", "num_heads", "d_ff")}
+    return {name: stack[name] for name in ("d_model", "num_layers", "num_heads", "feed_forward.d_ff")}
 
 
 def _two_towers(file: BigVisionFile) -> tuple[type, TransformerConfig, list[Rule]]:
@@ -235,7 +240,7 @@ def _stack(file: BigVisionFile, theirs: str, ours: str) -> tuple[dict[str, int],
     rules = [Rule(f"{layer}{name}", f"{ours}{{layer}}/{path}") for path, name in _BLOCK.items()]
     rules += _renamed(f"{layer}MlpBlock_0/", f"{ours}{{layer}}/feed_forward/", _DENSE)
     rules += _renamed(theirs, ours, {"final_norm": "encoder_norm"}, ("scale", "bias"))
-    return {"d_model": width, "num_layers": layers, "num_heads": heads, "d_ff": d_ff}, rules
+    return {"d_model": width, "num_layers": layers, "num_heads": heads, "feed_forward.d_ff": d_ff}, rules
 
 
 def _renamed(

@@ -150,9 +150,9 @@ def _plain_embeddings(before: nn.Module, after: nn.Module, params: Flat) -> Flat
 
 def _gated_config(model: nn.Module, positions: int) -> TransformerConfig | None:
     config = model.config
-    if config.activation != "relu2" or config.gated or _has_experts(config):
+    if config.feed_forward.activation != "relu2" or config.feed_forward.gated or _has_experts(config):
         return None
-    return config.replace(activation="relu", gated=True)
+    return config.replace(**{"feed_forward.activation": "relu", "feed_forward.gated": True})
 
 
 def _gated(before: nn.Module, after: nn.Module, params: Flat) -> Flat:

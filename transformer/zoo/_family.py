@@ -296,7 +296,7 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
         "num_kv_heads": config.kv_heads,
         "attention.head_dim": config.size_of_head,
         "attention.value_dim": config.size_of_value,
-        "d_ff": config.feed_forward_width,
+        "feed_forward.d_ff": config.feed_forward_width,
         "embedding.per_layer_vocab_size": _per_layer_rows(config),
         "attention.scale": config.attention.scale or config.size_of_head**-0.5,
         "attention.biases": _biases(config),
@@ -308,7 +308,7 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
         kinds[stack] = [_kind(config, kind) for kind in layer_kinds(config, layers)]
     values |= _without_unread(config)
     if all(kind.moe is not None and not kind.moe.beside_dense for layers in kinds.values() for kind in layers):
-        values["d_ff"] = values["stack.encoder_d_ff"] = None  # every layer uses the width of its experts
+        values["feed_forward.d_ff"] = values["stack.encoder_d_ff"] = None  # every layer uses the width of its experts
     return values | {"layers": kinds}
 
 

@@ -103,7 +103,7 @@ class Codec(ABC):
 
 
 _RESOLVED = {
-    "d_ff": "feed_forward_width",
+    "feed_forward.d_ff": "feed_forward_width",
     "num_kv_heads": "kv_heads",
     "attention.head_dim": "size_of_head",
     "attention.value_dim": "size_of_value",

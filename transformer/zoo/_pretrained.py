@@ -275,7 +275,7 @@ def _check_sizes(files: WeightFiles, config: TransformerConfig) -> None:
         "vocab_size": config.vocab_size,
         "embedding.source_vocab_size": config.embedding.source_vocab_size,
         "d_model": config.d_model,
-        "d_ff": config.feed_forward_width,
+        "feed_forward.d_ff": config.feed_forward_width,
         "num_heads x head_dim": config.num_heads * config.size_of_head,
         "position.max_length": config.max_length,
         "position.source_max_length": config.longest_source,

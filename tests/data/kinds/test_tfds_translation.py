@@ -307,8 +307,9 @@ def test_the_recipes_train_and_translate(name, folder, tmp_path):
     small = f"--data.name tiny_translate/de-en --data.test-split newstest --data.data-dir {folder} "
     small += "--data.tokenizer.vocab-size 300 --data.max-source-length 40 --data.max-target-length 40 "
     small += "--data.batch-tokens 400 --data.buckets 2 --data.eval-batch-size 9 --model.d-model 8 --model.num-heads 2 "
-    small += "--model.num-layers 1 --model.d-ff 8 --training.steps 6 --evaluation.every 3 --checkpoint.every 2 "
-    small += "--checkpoint.keep-last 3 --parallel.devices 1 --logging.tensorboard False --logging.progress none"
+    small += "--model.num-layers 1 --model.feed-forward.d-ff 8 --training.steps 6 --evaluation.every 3 "
+    small += "--checkpoint.every 2 --checkpoint.keep-last 3 --parallel.devices 1 --logging.tensorboard False "
+    small += "--logging.progress none"
     recipe, _ = load_recipe_file(ROOT / "configs" / f"{name}.py")
     recipe = override(recipe, small.split(), program="train.py")
     summary = loop.train(recipe, tmp_path / "run")

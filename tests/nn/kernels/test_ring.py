@@ -13,7 +13,7 @@ from kernel_parts import assert_close, ints, normal, numbers, put
 from numeric_parts import random_params
 from placements import mesh
 
-from transformer.config import ConfigError, Execution, RotaryOptions, TransformerConfig
+from transformer.config import ConfigError, Execution, FeedForwardOptions, RotaryOptions, TransformerConfig
 from transformer.nn._attention import MultiHeadAttention, dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import shard_map
@@ -186,7 +186,14 @@ def test_attention_with_rotary_positions_leaves_the_length_split():
 
 @pytest.mark.slow
 def test_a_whole_model_is_the_same_on_a_mesh():
-    config = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, d_ff=8, position=RotaryOptions())
+    config = TransformerConfig(
+        vocab_size=11,
+        d_model=12,
+        num_layers=2,
+        num_heads=2,
+        feed_forward=FeedForwardOptions(d_ff=8),
+        position=RotaryOptions(),
+    )
     tokens = np.random.default_rng(7).integers(0, 11, (4, 16)).astype(np.int32)
     model = CausalLM(config, Execution(scan=True, remat="full"))
     params = random_params(CausalLM(config), tokens)

@@ -228,7 +228,14 @@ def test_bfloat16_with_a_row_that_sees_nothing():
 def test_a_whole_model_is_the_same():
     """Packed rows, layers with and without a window, scan and rematerialization, over rows and heads."""
     period = (LayerKind(), LayerKind(window=5))
-    sizes = {"d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 8, "attention.softcap": 5.0}
+    sizes = {
+        "d_model": 16,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "feed_forward.d_ff": 8,
+        "attention.softcap": 5.0,
+    }
     config = TransformerConfig(vocab_size=11, position=RotaryOptions(), stack=StackOptions(period=period), **sizes)
     tokens = np.random.default_rng(5).integers(0, 11, (4, 16)).astype(np.int32)
     segments = ints(np.arange(16)[None] // np.array([5, 16, 7, 11])[:, None])
@@ -323,7 +330,15 @@ def test_auto_takes_splash_on_a_tpu_alone():
 
 def tiny(length, **groups):
     recipe = change(
-        tiny_recipe(model={"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "d_ff": 8, "position": RotaryOptions()}),
+        tiny_recipe(
+            model={
+                "d_model": 16,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "feed_forward.d_ff": 8,
+                "position": RotaryOptions(),
+            }
+        ),
         **groups,
     )
     return dataclasses.replace(recipe, data=TextFile(path="t.txt", sequence_length=length, batch_size=4))

@@ -12,6 +12,7 @@ from scipy.special import erf
 
 from transformer.config import (
     ConfigError,
+    FeedForwardOptions,
     HeadTransform,
     LearnedOptions,
     Patches,
@@ -28,7 +29,14 @@ from transformer.nn.models._encoders import pool
 from transformer.nn.models._vision import cut_patches
 from transformer.training._state import parameter_paths
 
-CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=1, num_heads=3, d_ff=7, position=RotaryOptions())
+CONFIG = TransformerConfig(
+    vocab_size=17,
+    d_model=12,
+    num_layers=1,
+    num_heads=3,
+    feed_forward=FeedForwardOptions(d_ff=7),
+    position=RotaryOptions(),
+)
 NUMBERS = np.random.default_rng(1).integers(0, 17, (2, 5), dtype=np.int32)
 TOKENS = jax.device_put(NUMBERS)
 PATCHES = Patches(image_height=6, image_width=4, patch_size=2, channels=5)

@@ -13,7 +13,7 @@ from golden import case as golden_case
 from golden import ours
 from numeric_parts import random_params
 
-from transformer.config import ConfigError, Series, TransformerConfig
+from transformer.config import ConfigError, FeedForwardOptions, Series, TransformerConfig
 from transformer.inference import LoadedModel, embed
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn.layers._layers import FrozenBatchNorm
@@ -22,7 +22,9 @@ from transformer.nn.models._forecaster import cut_series
 from transformer.zoo import abstract_params, load_pretrained
 
 SERIES = Series(channels=3, context_length=13, horizon=5, patch_length=4, patch_stride=3)
-CONFIG = TransformerConfig(d_model=12, num_layers=1, num_heads=3, d_ff=17, input=SERIES, activation="gelu_erf")
+CONFIG = TransformerConfig(
+    d_model=12, num_layers=1, num_heads=3, feed_forward=FeedForwardOptions(d_ff=17, activation="gelu_erf"), input=SERIES
+)
 NUMBERS = np.random.default_rng(1).normal(size=(2, 13, 3)).astype(np.float32)
 VALUES = jax.device_put(NUMBERS)
 

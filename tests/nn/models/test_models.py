@@ -13,6 +13,7 @@ from numeric_parts import random_params
 from transformer.config import (
     ALiBiOptions,
     ConfigError,
+    FeedForwardOptions,
     LearnedOptions,
     RotaryOptions,
     SinusoidalOptions,
@@ -24,7 +25,9 @@ from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
 from transformer.nn.models._encoders import pool
 
-CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=2, num_heads=3, num_kv_heads=1, d_ff=7)
+CONFIG = TransformerConfig(
+    vocab_size=17, d_model=12, num_layers=2, num_heads=3, num_kv_heads=1, feed_forward=FeedForwardOptions(d_ff=7)
+)
 NUMBERS = np.random.default_rng(1).integers(0, 17, (2, 9), dtype=np.int32)
 """Slices of a NumPy array need no program."""
 TOKENS = jax.device_put(NUMBERS)

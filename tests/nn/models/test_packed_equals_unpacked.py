@@ -64,7 +64,7 @@ def model_and_loss(task, position, kind=LayerKind()):
 
     All parameters are random, so that each has an effect.
     """
-    sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 12}
+    sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_heads": 2, "num_layers": 1, "feed_forward.d_ff": 12}
     config = TransformerConfig(
         **sizes,
         position=position,

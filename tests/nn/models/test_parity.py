@@ -53,7 +53,12 @@ def test_gpt2_is_transformers(torch, transformers):
     assert theirs.layer_norm_epsilon == 1e-5
     theirs = randomize(torch, transformers.GPT2LMHeadModel(theirs))
     ours = gpt2_decoder(
-        vocab_size=29, position=LearnedOptions(max_length=13), d_model=15, num_layers=2, num_heads=3, d_ff=17
+        vocab_size=29,
+        position=LearnedOptions(max_length=13),
+        d_model=15,
+        num_layers=2,
+        num_heads=3,
+        **{"feed_forward.d_ff": 17},
     )
     compare_logits(torch, theirs, GPT2, ours, ids(21, 29, 2, 11), inputs_first=True)
 
@@ -88,7 +93,9 @@ def test_llama_is_transformers(torch, transformers, case):
     sizes = {"vocab_size": 29, "d_model": 18, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2}
     sizes["attention.head_dim"] = 4
     scaling = None if ours is None else RotaryScaling(**ours)
-    ours = llama_decoder(**sizes, d_ff=17, norm_epsilon=EPSILON, **{"position.base": base, "position.scaling": scaling})
+    ours = llama_decoder(
+        **sizes, norm_epsilon=EPSILON, **{"feed_forward.d_ff": 17, "position.base": base, "position.scaling": scaling}
+    )
     compare_logits(torch, theirs, LLAMA, ours, ids(22, 29, 2, 11))
 
 
@@ -124,9 +131,16 @@ def test_t5_is_transformers(torch, transformers):
         attn_implementation="eager",
     )
     theirs = randomize(torch, transformers.T5ForConditionalGeneration(theirs))
-    sizes = {"vocab_size": 29, "d_model": 15, "num_layers": 2, "num_heads": 3, "attention.head_dim": 4, "d_ff": 17}
+    sizes = {
+        "vocab_size": 29,
+        "d_model": 15,
+        "num_layers": 2,
+        "num_heads": 3,
+        "attention.head_dim": 4,
+        "feed_forward.d_ff": 17,
+    }
     position = {"position": T5BiasOptions(), "position.buckets": 8, "position.max_distance": 10, "attention.scale": 1.0}
-    layers = {"activation": "gelu_tanh", "gated": True, "use_bias": False, "norm": "rms_norm"}
+    layers = {"feed_forward.activation": "gelu_tanh", "feed_forward.gated": True, "use_bias": False, "norm": "rms_norm"}
     ours = TransformerConfig(
         **sizes, **position, **layers, norm_epsilon=EPSILON, embedding=EmbeddingOptions(scale=False)
     )

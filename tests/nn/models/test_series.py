@@ -11,13 +11,15 @@ from golden import case as golden_case
 from golden import ours
 from numeric_parts import random_params
 
-from transformer.config import ConfigError, Series, TransformerConfig
+from transformer.config import ConfigError, FeedForwardOptions, Series, TransformerConfig
 from transformer.inference import classify, classify_series, open_model
 from transformer.nn.models import Forecaster, PatchReconstructor, SeriesClassifier, SeriesEncoder, SeriesRegressor
 from transformer.zoo import load_pretrained
 
 SERIES = Series(channels=3, context_length=13, patch_length=4, patch_stride=3, pooling="mean")
-CONFIG = TransformerConfig(d_model=12, num_layers=1, num_heads=3, d_ff=17, input=SERIES, activation="gelu_erf")
+CONFIG = TransformerConfig(
+    d_model=12, num_layers=1, num_heads=3, feed_forward=FeedForwardOptions(d_ff=17, activation="gelu_erf"), input=SERIES
+)
 NUMBERS = np.random.default_rng(1).normal(size=(2, 13, 3)).astype(np.float32)
 VALUES = jax.device_put(NUMBERS)
 MASKED = np.zeros((2, 3, 4), bool)

@@ -12,7 +12,7 @@ from golden import ours
 from numeric_parts import random_params
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, LearnedOptions, Speech, TransformerConfig
+from transformer.config import ConfigError, FeedForwardOptions, LearnedOptions, Speech, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.inference import LoadedModel, embed
 from transformer.nn._parameter_axes import axes_of
@@ -21,7 +21,14 @@ from transformer.nn.models._speech import Convolution
 from transformer.zoo import abstract_params, load_pretrained
 from transformer.zoo.weights._files import write_weights
 
-CONFIG = TransformerConfig(vocab_size=23, d_model=12, num_layers=1, num_heads=3, d_ff=17, input=Speech(mel_bins=5))
+CONFIG = TransformerConfig(
+    vocab_size=23,
+    d_model=12,
+    num_layers=1,
+    num_heads=3,
+    feed_forward=FeedForwardOptions(d_ff=17),
+    input=Speech(mel_bins=5),
+)
 CONFIG = CONFIG.replace(
     **{"embedding.tie": False}, initializer_range=0.6
 )  # large weights, so that the text depends on the frames

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from numeric_parts import random_params
 
-from transformer.config import ConfigError, Images, LearnedOptions, Patches, RotaryOptions, TransformerConfig
+from transformer.config import (
+    ConfigError,
+    FeedForwardOptions,
+    Images,
+    LearnedOptions,
+    Patches,
+    RotaryOptions,
+    TransformerConfig,
+)
 from transformer.nn._blocks import position_scheme
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import axes_of
@@ -26,7 +34,14 @@ from transformer.nn.models import (
 from transformer.nn.models._vision import AttentionPooling, cut_patches, grid_positions
 from transformer.training._state import parameter_paths
 
-CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=1, num_heads=3, d_ff=7, position=RotaryOptions())
+CONFIG = TransformerConfig(
+    vocab_size=17,
+    d_model=12,
+    num_layers=1,
+    num_heads=3,
+    feed_forward=FeedForwardOptions(d_ff=7),
+    position=RotaryOptions(),
+)
 NUMBERS = np.random.default_rng(1).integers(0, 17, (3, 5), dtype=np.int32)
 TOKENS = jax.device_put(NUMBERS)
 PICTURES = np.random.default_rng(0).normal(size=(2, 6, 4, 5)).astype(np.float32)
@@ -43,8 +58,7 @@ DUAL = CONFIG.replace(
             d_model=8,
             num_layers=1,
             num_heads=2,
-            d_ff=3,
-            activation="quick_gelu",
+            feed_forward=FeedForwardOptions(d_ff=3, activation="quick_gelu"),
             position=LearnedOptions(),
             input=PATCHES,
             **{"output.pooling": "first"},

@@ -11,6 +11,7 @@ from numeric_parts import random_params
 
 from transformer.config import (
     ConfigError,
+    FeedForwardOptions,
     ImageTokens,
     LayerKind,
     LearnedOptions,
@@ -26,8 +27,7 @@ ENCODER = TransformerConfig(
     d_model=8,
     num_layers=1,
     num_heads=2,
-    d_ff=5,
-    activation="gelu_erf",
+    feed_forward=FeedForwardOptions(d_ff=5, activation="gelu_erf"),
     position=LearnedOptions(),
     input=Patches(image_height=4, image_width=6, patch_size=2, class_token=True),
     **{"embedding.norm": True, "stack.final_norm": False},
@@ -38,7 +38,7 @@ CONFIG = TransformerConfig(
     d_model=12,
     num_layers=2,
     num_heads=3,
-    d_ff=7,
+    feed_forward=FeedForwardOptions(d_ff=7),
     position=RotaryOptions(),
     input=IMAGES,
     initializer_range=0.5,

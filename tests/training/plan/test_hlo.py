@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from transformer.config import Execution, RotaryOptions, TransformerConfig
+from transformer.config import Execution, FeedForwardOptions, RotaryOptions, TransformerConfig
 from transformer.data import TextFile
 from transformer.nn._moe import grouped_linear
 from transformer.nn._sharding import ParallelConfig
@@ -18,7 +18,14 @@ from transformer.training.plan import Program, batch_shapes
 
 TEXT = Recipe(
     name="text",
-    model=TransformerConfig(vocab_size=97, d_model=48, num_heads=3, num_layers=3, d_ff=176, position=RotaryOptions()),
+    model=TransformerConfig(
+        vocab_size=97,
+        d_model=48,
+        num_heads=3,
+        num_layers=3,
+        feed_forward=FeedForwardOptions(d_ff=176),
+        position=RotaryOptions(),
+    ),
     data=TextFile(path="nowhere.txt", sequence_length=40, batch_size=24),
 )
 

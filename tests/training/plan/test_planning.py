@@ -12,7 +12,15 @@ import pytest
 
 from transformer.__main__ import main
 from transformer.cli._plan_print import train_lines
-from transformer.config import ConfigError, Execution, LayerKind, MoE, RotaryOptions, TransformerConfig
+from transformer.config import (
+    ConfigError,
+    Execution,
+    FeedForwardOptions,
+    LayerKind,
+    MoE,
+    RotaryOptions,
+    TransformerConfig,
+)
 from transformer.data import LabeledText, NumberWords, ParallelText, TextFile, TinyShakespeare, TokenizerConfig
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import Recipe, TrainingConfig
@@ -41,7 +49,14 @@ from transformer.training.plan import _topologies as topologies
 
 TEXT = Recipe(
     name="text",
-    model=TransformerConfig(vocab_size=97, d_model=48, num_heads=3, num_layers=2, d_ff=176, position=RotaryOptions()),
+    model=TransformerConfig(
+        vocab_size=97,
+        d_model=48,
+        num_heads=3,
+        num_layers=2,
+        feed_forward=FeedForwardOptions(d_ff=176),
+        position=RotaryOptions(),
+    ),
     data=TextFile(path="nowhere.txt", sequence_length=40, batch_size=24),
     execution=Execution(scan=False),
 )
@@ -158,7 +173,13 @@ class TestFlops:
             (TEXT, {"num_layers": 1}),
             (
                 TEXT,
-                {"num_layers": 1, "embedding.tie": False, "gated": True, "num_kv_heads": 1, "attention.value_dim": 24},
+                {
+                    "num_layers": 1,
+                    "embedding.tie": False,
+                    "feed_forward.gated": True,
+                    "num_kv_heads": 1,
+                    "attention.value_dim": 24,
+                },
             ),
             (TEXT, {"stack.period": (LayerKind(), LayerKind(self_attention=False))}),
             (PAIRS, {"stack.num_encoder_layers": 2, "stack.num_decoder_layers": 1}),
@@ -191,7 +212,7 @@ class TestFlops:
 
     def test_a_classifier(self):
         """2 FLOPs per entry of a matrix and token, three times; the default is two labels."""
-        sizes = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "d_ff": 5, "num_layers": 1}
+        sizes = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "feed_forward.d_ff": 5, "num_layers": 1}
         data = LabeledText(path="a.tsv", max_length=7, batch_size=4)
         recipe, assumed = without_data(Recipe(name="a", model=TransformerConfig(**sizes), data=data))
         assert assumed == ["2 classes (--model.output.num-classes)"]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from transformer.config import AttentionOptions, Execution, LayerKind, TransformerConfig
+from transformer.config import AttentionOptions, Execution, FeedForwardOptions, LayerKind, TransformerConfig
 from transformer.nn._attention import MultiHeadAttention
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
 from transformer.viz.studies._sizes import sizes, sizes_table
@@ -16,7 +16,7 @@ CONFIG = TransformerConfig(
     num_heads=6,
     num_kv_heads=3,
     attention=AttentionOptions(head_dim=4, value_dim=5),
-    d_ff=13,
+    feed_forward=FeedForwardOptions(d_ff=13),
 )
 TOKENS = jax.ShapeDtypeStruct((2, 7), jnp.int32)
 
@@ -66,7 +66,9 @@ def test_other_models_and_kinds_of_layers():
     assert (found[-1].axes, found[-1].shape) == ("B C", (2, 3))
     blind = sizes(CausalLM(CONFIG.replace(**{"stack.period": (LayerKind(self_attention=False),)})), TOKENS)
     assert not [size for size in blind if "attention" in size.place + size.what]
-    gated = sizes(CausalLM(CONFIG.replace(gated=True, **{"stack.prefix": (LayerKind(),)}, num_layers=4)), TOKENS)
+    gated = sizes(
+        CausalLM(CONFIG.replace(**{"feed_forward.gated": True, "stack.prefix": (LayerKind(),)}, num_layers=4)), TOKENS
+    )
     assert shapes(gated, "decoder/prefix_0/feed_forward/gate") == [("B T F", (2, 7, 13))]
 
 

@@ -72,11 +72,12 @@ class BothStacks(Codec):
         for name, size in zip(self.names, (encoder, decoder), strict=True):
             if type(size) is not int:
                 raise FieldError(f"{name} must be an integer, got {size!r:.80}")
-        return {self.attribute: decoder, f"stack.encoder_{self.attribute}": None if encoder == decoder else encoder}
+        name = self.attribute.rpartition(".")[2]
+        return {self.attribute: decoder, f"stack.encoder_{name}": None if encoder == decoder else encoder}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         sizes = [config.source_encoder, config]
-        sizes = [one.feed_forward_width if self.attribute == "d_ff" else one.num_heads for one in sizes]
+        sizes = [one.feed_forward_width if self.attribute == "feed_forward.d_ff" else one.num_heads for one in sizes]
         return dict(zip(self.names, sizes, strict=True))
 
 
@@ -113,9 +114,9 @@ def bart_fields(*, pre_norm: bool = False) -> tuple[Codec, ...]:
     return (
         Field("d_model", "d_model"),
         StackLayers(),
-        BothStacks("ffn_dim", "d_ff"),
+        BothStacks("ffn_dim", "feed_forward.d_ff"),
         BothStacks("attention_heads", "num_heads"),
-        Field("activation_function", "activation", "gelu", ACTIVATIONS),
+        Field("activation_function", "feed_forward.activation", "gelu", ACTIVATIONS),
         Field("scale_embedding", "embedding.scale", False),
         # Not supported, because implementations disagree on untied embeddings: some share one table between the
         # stacks, others have one table per stack.

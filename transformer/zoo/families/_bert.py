@@ -114,8 +114,9 @@ def base_head(prefix: str, ignored: tuple[str, ...]) -> Head:
 
 LAYER_FIELDS = (
     *sizes(d_model=("hidden_size", 768), num_layers=("num_hidden_layers", 12)),
-    *sizes(num_heads=("num_attention_heads", 12), d_ff=("intermediate_size", 3072)),
-    Field("hidden_act", "activation", "gelu", ACTIVATIONS),
+    *sizes(num_heads=("num_attention_heads", 12)),
+    Field("intermediate_size", "feed_forward.d_ff", 3072),
+    Field("hidden_act", "feed_forward.activation", "gelu", ACTIVATIONS),
     Field("layer_norm_eps", "norm_epsilon", 1e-12),
 )
 """Fields for the layers of BERT and ViT."""

@@ -62,7 +62,7 @@ BLOOM = Family(
     citation="BigScience Workshop 2022, arXiv 2211.05100",
     heads=decoder_heads("Bloom"),
     constants={"norm": "layer_norm", "position": ALiBiOptions(), "embedding.norm": True, "use_bias": True}
-    | {"activation": "gelu_tanh", "embedding.scale": False},
+    | {"feed_forward.activation": "gelu_tanh", "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size"),
         OneOf(("hidden_size", "n_embed"), "d_model"),

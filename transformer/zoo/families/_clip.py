@@ -117,9 +117,10 @@ def encoder_fields(
     """Return the fields that the encoders of CLIP and SigLIP share, with their defaults."""
     return (
         *sizes(d_model=("hidden_size", width), num_layers=("num_hidden_layers", 12)),
-        *sizes(num_heads=("num_attention_heads", heads), d_ff=("intermediate_size", d_ff)),
+        *sizes(num_heads=("num_attention_heads", heads)),
+        Field("intermediate_size", "feed_forward.d_ff", d_ff),
         # Written under its own name: the reference rounds synonyms differently.
-        Field("hidden_act", "activation", activation, {activation: ACTIVATIONS[activation]} | ACTIVATIONS),
+        Field("hidden_act", "feed_forward.activation", activation, {activation: ACTIVATIONS[activation]} | ACTIVATIONS),
         Field("layer_norm_eps", "norm_epsilon", epsilon),
         Field("attention_dropout", "attention.dropout_rate", 0.0),
         Unread(("dropout", "initializer_range", "initializer_factor", *unread)),

@@ -28,17 +28,21 @@ class FeedForwardRatio(Codec):
         width = int(changes["d_model"] * values.get("mlp_ratio", 4))
         if values.get("use_swiglu_ffn", False):
             # The reference rounds two thirds up to a multiple of 8. It always uses silu, whatever hidden_act is.
-            return {"d_ff": (int(width * 2 / 3) + 7) // 8 * 8, "gated": True, "activation": "silu"}
+            return {
+                "feed_forward.d_ff": (int(width * 2 / 3) + 7) // 8 * 8,
+                "feed_forward.gated": True,
+                "feed_forward.activation": "silu",
+            }
         name = values.get("hidden_act", "gelu")
         if name not in ACTIVATIONS:
             raise FieldError(f"hidden_act is {name!r}, which is not supported (supported: {', '.join(ACTIVATIONS)})")
-        return {"d_ff": width, "gated": False, "activation": ACTIVATIONS[name]}
+        return {"feed_forward.d_ff": width, "feed_forward.gated": False, "feed_forward.activation": ACTIVATIONS[name]}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         width = config.feed_forward_width
-        if config.gated:
+        if config.feed_forward.gated:
             return {"mlp_ratio": _ratio(math.ceil(width * 3 / 2), config.d_model), "use_swiglu_ffn": True}
-        names = [theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation]
+        names = [theirs for theirs, ours in ACTIVATIONS.items() if ours == config.feed_forward.activation]
         act = {"hidden_act": names[0]} if names else {}
         return {"mlp_ratio": _ratio(width, config.d_model), "use_swiglu_ffn": False} | act
 
@@ -55,7 +59,7 @@ def _rules(config: TransformerConfig, prefix: str = "dinov2.") -> list[Rule]:
     layer, ours = f"{prefix}encoder.layer.{{layer}}.", "encoder/{layer}/"
     names = {"attention_norm": "norm1", "feed_forward_norm": "norm2"}
     names |= {"feed_forward/up": "mlp.fc1", "feed_forward/down": "mlp.fc2"}
-    if config.gated:
+    if config.feed_forward.gated:
         del names["feed_forward/up"]
         names["feed_forward/down"] = "mlp.weights_out"
     parts = tuple(f"{ours}feed_forward/{name}" for name in ("gate", "up"))

@@ -72,9 +72,10 @@ DINOV3 = Family(
     },
     fields=(
         *sizes(d_model=("hidden_size", 384), num_layers=("num_hidden_layers", 12)),
-        *sizes(num_heads=("num_attention_heads", 6), d_ff=("intermediate_size", 1536)),
-        Field("hidden_act", "activation", "gelu", ACTIVATIONS),
-        Field("use_gated_mlp", "gated", False),
+        *sizes(num_heads=("num_attention_heads", 6)),
+        Field("intermediate_size", "feed_forward.d_ff", 1536),
+        Field("hidden_act", "feed_forward.activation", "gelu", ACTIVATIONS),
+        Field("use_gated_mlp", "feed_forward.gated", False),
         Field("layer_norm_eps", "norm_epsilon", 1e-5),
         Field("layerscale_value", "stack.layer_scale", 1.0),
         Field("rope_theta", "position.base", 100.0),

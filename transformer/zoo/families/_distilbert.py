@@ -71,8 +71,8 @@ DISTILBERT = Family(
         Field("vocab_size", "vocab_size", 30_522),
         Field("max_position_embeddings", "position.max_length", 512),
         *sizes(d_model=("dim", 768), num_layers=("n_layers", 6), num_heads=("n_heads", 12)),
-        *sizes(d_ff=("hidden_dim", 3072)),
-        Field("activation", "activation", "gelu", ACTIVATIONS),
+        Field("hidden_dim", "feed_forward.d_ff", 3072),
+        Field("activation", "feed_forward.activation", "gelu", ACTIVATIONS),
         Field("tie_word_embeddings", "embedding.tie", True),
         *training_fields("dropout", "attention_dropout", rates=0.1),
         # `sinusoidal_pos_embds` only describes the initial position table; the files always contain the table.

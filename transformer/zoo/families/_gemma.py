@@ -19,7 +19,7 @@ GEMMA1_CONSTANTS = DECODER_CONSTANTS | {"norm": "zero_centered_rms_norm", "embed
 
 # Published files say "gelu" and mean the tanh approximation, which the reference then uses, too.
 _NAMES = {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS | {"gelu": "gelu_tanh"}
-_GELU = Field("hidden_act", "activation", "gelu_pytorch_tanh", _NAMES)
+_GELU = Field("hidden_act", "feed_forward.activation", "gelu_pytorch_tanh", _NAMES)
 
 GEMMA1_FIELDS = (
     *decoder_fields(tied=True, kv_heads=16, head_dim=256, activation=_GELU),

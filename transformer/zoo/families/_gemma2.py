@@ -29,7 +29,12 @@ GEMMA_CONSTANTS = DECODER_CONSTANTS | {
     "embedding.scale": True,
 }
 """Constants of Gemma 2 and 3."""
-GELU = Field("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS)
+GELU = Field(
+    "hidden_activation",
+    "feed_forward.activation",
+    "gelu_pytorch_tanh",
+    {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS,
+)
 """Activation. It is written as gelu_pytorch_tanh, because the reference rounds its other tanh variants differently."""
 
 

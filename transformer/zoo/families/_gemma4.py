@@ -96,7 +96,7 @@ class SharedAndGlobal(Codec):
         base = {"position.base": rotary[FULL][0]}
         if not shared:
             return base | fold(kinds)
-        wide = 2 * changes["d_ff"] if values.get("use_double_wide_mlp", False) else None
+        wide = 2 * changes["feed_forward.d_ff"] if values.get("use_double_wide_mlp", False) else None
         own, readers = kinds[: layers - shared], kinds[layers - shared :]
         for name in sorted(set(types[layers - shared :])):
             if name not in types[: layers - shared]:

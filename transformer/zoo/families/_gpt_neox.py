@@ -60,10 +60,15 @@ GPT_NEOX = Family(
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("hidden_size", "d_model"),
-        Field("intermediate_size", "d_ff"),
+        Field("intermediate_size", "feed_forward.d_ff"),
         Field("num_hidden_layers", "num_layers"),
         Field("num_attention_heads", "num_heads"),
-        Field("hidden_act", "activation", "gelu", {"gelu": "gelu_erf", "gelu_fast": "gelu_tanh"} | ACTIVATIONS),
+        Field(
+            "hidden_act",
+            "feed_forward.activation",
+            "gelu",
+            {"gelu": "gelu_erf", "gelu_fast": "gelu_tanh"} | ACTIVATIONS,
+        ),
         Field("layer_norm_eps", "norm_epsilon", 1e-5),
         Field("use_parallel_residual", "norm_position", True, {True: "parallel", False: "pre"}),
         Field("attention_bias", "attention.biases", True, {True: None, False: ()}),

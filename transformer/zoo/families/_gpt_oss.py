@@ -131,7 +131,7 @@ GPT_OSS = decoder_family(
     name="gpt_oss",
     title="gpt-oss",
     citation="OpenAI 2025, arXiv 2508.10925",
-    constants=DECODER_CONSTANTS | {"activation": "swiglu_clamped", "attention.sinks": True},
+    constants=DECODER_CONSTANTS | {"feed_forward.activation": "swiglu_clamped", "attention.sinks": True},
     fields=(
         # The experts of the reference ignore hidden_act.
         *decoder_fields(epsilon=1e-5, kv_heads=8, head_dim=64, activation=Unread(("hidden_act",))),

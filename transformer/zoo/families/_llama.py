@@ -17,7 +17,7 @@ from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm
 DECODER_CONSTANTS = {
     "norm": "rms_norm",
     "position": RotaryOptions(),
-    "gated": True,
+    "feed_forward.gated": True,
     "use_bias": False,
     "embedding.scale": False,
 }
@@ -90,7 +90,7 @@ class Heads(Codec):
         return {"num_key_value_heads": config.kv_heads, "head_dim": config.size_of_head}
 
 
-SILU = Field("hidden_act", "activation", "silu", ACTIVATIONS)
+SILU = Field("hidden_act", "feed_forward.activation", "silu", ACTIVATIONS)
 """Default field for the activation of a decoder family."""
 
 
@@ -106,7 +106,7 @@ def decoder_fields(
     return (
         Field("vocab_size", "vocab_size"),
         Field("hidden_size", "d_model"),
-        Field("intermediate_size", "d_ff"),
+        Field("intermediate_size", "feed_forward.d_ff"),
         Field("num_hidden_layers", "num_layers"),
         Field("num_attention_heads", "num_heads"),
         Heads(kv_heads, head_dim),

@@ -181,7 +181,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
 
 
 _FIELDS = tuple(
-    Field("intermediate_size_mlp", "d_ff", 16_384) if "intermediate_size" in field.names else field
+    Field("intermediate_size_mlp", "feed_forward.d_ff", 16_384) if "intermediate_size" in field.names else field
     for field in decoder_fields(epsilon=1e-5, kv_heads=8, head_dim=128)
 )
 _PUBLISHED = {"vocab_size": 202_048, "head_dim": 128, "intermediate_size_mlp": 16_384, "rope_theta": 500_000.0}

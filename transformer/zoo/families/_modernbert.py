@@ -155,11 +155,17 @@ MODERNBERT = Family(
             model=Embedder, base=True, ignored=(r"(head\.(dense|norm)|decoder|classifier)\.(weight|bias)",)
         ),
     },
-    constants={"position": RotaryOptions(), "gated": True, "embedding.norm": True, "embedding.scale": False},
+    constants={
+        "position": RotaryOptions(),
+        "feed_forward.gated": True,
+        "embedding.norm": True,
+        "embedding.scale": False,
+    },
     fields=(
-        *sizes(vocab_size=("vocab_size", 50_368), d_model=("hidden_size", 768), d_ff=("intermediate_size", 1152)),
+        *sizes(vocab_size=("vocab_size", 50_368), d_model=("hidden_size", 768)),
+        Field("intermediate_size", "feed_forward.d_ff", 1152),
         *sizes(num_layers=("num_hidden_layers", 22), num_heads=("num_attention_heads", 12)),
-        Field("hidden_activation", "activation", "gelu", ACTIVATIONS),
+        Field("hidden_activation", "feed_forward.activation", "gelu", ACTIVATIONS),
         Field("norm_eps", "norm_epsilon", 1e-5),
         Field("norm_bias", "norm", False, {False: "layer_norm_without_bias", True: "layer_norm"}),
         Biases(attention="attention_bias", feed_forward="mlp_bias"),

@@ -228,8 +228,8 @@ PATCHTST = Family(
     },
     fields=(
         *sizes(d_model=("d_model", 128), num_layers=("num_hidden_layers", 3), num_heads=("num_attention_heads", 4)),
-        *sizes(d_ff=("ffn_dim", 512)),
-        Field("activation_function", "activation", "gelu", ACTIVATIONS),
+        Field("ffn_dim", "feed_forward.d_ff", 512),
+        Field("activation_function", "feed_forward.activation", "gelu", ACTIVATIONS),
         Field("bias", "use_bias", True),
         Field("norm_type", "norm", "batchnorm", {"batchnorm": "frozen_batch_norm", "layernorm": "layer_norm"}),
         Field("norm_eps", "norm_epsilon", 1e-5),

@@ -10,6 +10,7 @@ from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError
 from transformer.config._layer_patterns import fold
 from transformer.config._model import DynamicImageTokens, TransformerConfig
+from transformer.config._options import FeedForwardOptions
 from transformer.config._parts import LayerKind
 from transformer.config._positions import RotaryOptions
 from transformer.zoo._family import MAX_LAYERS, Family, Variant, read_fields
@@ -145,9 +146,11 @@ class _Config(Codec):
             d_model=width,
             num_layers=layers,
             num_heads=heads,
-            d_ff=given.get("intermediate_size", 3420) if self.gated else int(width * given.get("mlp_ratio", 4)),
-            activation=ACTIVATIONS[name],
-            gated=self.gated,
+            feed_forward=FeedForwardOptions(
+                d_ff=given.get("intermediate_size", 3420) if self.gated else int(width * given.get("mlp_ratio", 4)),
+                activation=ACTIVATIONS[name],
+                gated=self.gated,
+            ),
             norm="rms_norm" if self.gated else "layer_norm",
             # Half of the pairs of a head by the row of a patch, half by its column.
             position=RotaryOptions(sections=(pairs, pairs), restart_frequencies=True),
@@ -156,14 +159,14 @@ class _Config(Codec):
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         images = config.dynamic_images
-        if images is None or images.encoder.gated != self.gated or config.rotary.sections is None:
+        if images is None or images.encoder.feed_forward.gated != self.gated or config.rotary.sections is None:
             return {}
         text: dict[str, Any] = {"model_type": f"{self.kind}_text"}
         for codec in _TEXT_FIELDS:
             text |= codec.write(config)
         text.pop("tie_word_embeddings")
         encoder = images.encoder
-        named = [theirs for theirs, ours in ACTIVATIONS.items() if ours == encoder.activation]
+        named = [theirs for theirs, ours in ACTIVATIONS.items() if ours == encoder.feed_forward.activation]
         image = {
             "model_type": f"{self.kind}_vision",
             "depth": encoder.num_layers,
@@ -210,7 +213,9 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     names = {"attention_norm": "norm1", "feed_forward_norm": "norm2", "self_attention/out": "attn.proj"}
     gated = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     inner = (
-        gated if config.dynamic_images is None or config.dynamic_images.encoder.gated else {"up": "fc1", "down": "fc2"}
+        gated
+        if config.dynamic_images is None or config.dynamic_images.encoder.feed_forward.gated
+        else {"up": "fc1", "down": "fc2"}
     )
     names |= {f"feed_forward/{name}": f"mlp.{theirs}" for name, theirs in inner.items()}
     return [

@@ -32,10 +32,15 @@ STARCODER2 = decoder_family(
     constants={"norm": "layer_norm", "position": RotaryOptions(), "embedding.scale": False},
     fields=(
         *sizes(vocab_size=("vocab_size", 49_152), d_model=("hidden_size", 3072)),
-        *sizes(d_ff=("intermediate_size", 12_288), num_layers=("num_hidden_layers", 30)),
-        *sizes(num_heads=("num_attention_heads", 24)),
+        Field("intermediate_size", "feed_forward.d_ff", 12_288),
+        *sizes(num_layers=("num_hidden_layers", 30), num_heads=("num_attention_heads", 24)),
         Heads(2, None),
-        Field("hidden_act", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS),
+        Field(
+            "hidden_act",
+            "feed_forward.activation",
+            "gelu_pytorch_tanh",
+            {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS,
+        ),
         Field("norm_epsilon", "norm_epsilon", 1e-5),
         Field("use_bias", "use_bias", True),
         Field("tie_word_embeddings", "embedding.tie", True),

@@ -48,7 +48,7 @@ def t5_rules(config: TransformerConfig) -> Sequence[Rule]:
             *_attention(f"{layer}layer.1.EncDecAttention", f"{ours}cross_attention"),
             *norm(f"{layer}layer.{feed_forward}.layer_norm", f"{ours}feed_forward_norm"),
             *linear(f"{dense}wi_0", f"{ours}feed_forward/gate"),
-            *linear(f"{dense}wi_1" if config.gated else f"{dense}wi", f"{ours}feed_forward/up"),
+            *linear(f"{dense}wi_1" if config.feed_forward.gated else f"{dense}wi", f"{ours}feed_forward/up"),
             *linear(f"{dense}wo", f"{ours}feed_forward/down"),
             *norm(f"{stack}.final_layer_norm", f"{stack}/final_norm"),
         ]
@@ -84,19 +84,19 @@ class FeedForwardKind(Codec):
                 f"feed_forward_proj is {kind!r}, but the supported activations are {', '.join(ACTIVATIONS)}"
             )
         return {
-            "activation": ACTIVATIONS[activation],
-            "gated": values.get("is_gated_act", kind.startswith("gated-")),
+            "feed_forward.activation": ACTIVATIONS[activation],
+            "feed_forward.gated": values.get("is_gated_act", kind.startswith("gated-")),
         }
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        name = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation), None)
+        name = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == config.feed_forward.activation), None)
         if name is None:
             return {}
-        kind = f"gated-{name}" if config.gated else name
+        kind = f"gated-{name}" if config.feed_forward.gated else name
         return {
             "feed_forward_proj": "gated-gelu" if kind == "gated-gelu_new" else kind,
             "dense_act_fn": name,
-            "is_gated_act": config.gated,
+            "is_gated_act": config.feed_forward.gated,
         }
 
 
@@ -131,7 +131,7 @@ def t5_fields(*, feed_forward: str, scale_field: str | None) -> tuple[Codec, ...
         Field("vocab_size", "vocab_size"),
         Field("d_model", "d_model", 512),
         Field("d_kv", "attention.head_dim", 64),
-        Field("d_ff", "d_ff"),
+        Field("d_ff", "feed_forward.d_ff"),
         Field("num_layers", "num_layers"),
         Field("num_decoder_layers", "stack.num_decoder_layers", None, nullable=True),
         Field("num_heads", "num_heads"),
