@@ -55,7 +55,7 @@ def _model(**changes: Any) -> dict[str, dict[str, Any]]:
 
 def _deep(norm_position: str, warmup_steps: int) -> dict[str, dict[str, Any]]:
     return {
-        "model": {"num_layers": 6, "norm_position": norm_position},
+        "model": {"num_layers": 6, "norm.position": norm_position},
         "optimizer": {"warmup_steps": warmup_steps},
         "training": {"steps": PATIENCE},
     }
@@ -75,7 +75,7 @@ VARIANTS = {
     "eight_heads": Variant("eight heads of 16", "parts", _model(num_heads=8)),
     "no_position": Variant("no positions", "parts", _model(position=None)),
     "no_scale": Variant("scores without 1/sqrt(d_k)", "parts", _model(**{"attention.scale": 1.0})),
-    "no_residual": Variant("no residual connections", "parts", _model(norm_position="pre_without_residual")),
+    "no_residual": Variant("no residual connections", "parts", _model(**{"norm.position": "pre_without_residual"})),
     "pre_norm": Variant("pre-norm, warm-up of 100 steps", "norm", _deep("pre", 100)),
     "pre_norm_cold": Variant("pre-norm, no warm-up", "norm", _deep("pre", 0)),
     "post_norm": Variant("post-norm, warm-up of 100 steps", "norm", _deep("post", 100)),

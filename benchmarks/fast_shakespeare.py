@@ -49,7 +49,7 @@ VARIANTS = {
         "removed",
         {"model": {"position": LearnedOptions(max_length=64)}},
     ),
-    "layer_norm": Variant("LayerNorm instead of RMSNorm", "removed", {"model": {"norm": "layer_norm"}}),
+    "layer_norm": Variant("LayerNorm instead of RMSNorm", "removed", {"model": {"norm.kind": "layer_norm"}}),
     "biases": Variant("biases in the projections", "removed", {"model": {"use_bias": True}}),
     "high_rate": Variant("learning rate 2e-2", "added", {"optimizer": {"learning_rate": 2e-2}}),
     "small_batches": Variant(

@@ -46,12 +46,12 @@ PUBLISHED = 1.4697
 
 def config(work: str) -> Any:
     """Return the model config of a work."""
-    from transformer.config import EmbeddingOptions, FeedForwardOptions, TransformerConfig
+    from transformer.config import EmbeddingOptions, FeedForwardOptions, NormOptions, TransformerConfig
 
     if work == "gpt2":
         return TransformerConfig(
             **GPT2,
-            norm="layer_norm_without_bias",
+            norm=NormOptions(kind="layer_norm_without_bias"),
             feed_forward=FeedForwardOptions(activation="gelu_erf"),
             position=LearnedOptions(max_length=WORKS[work][1]),
             use_bias=False,
@@ -61,7 +61,7 @@ def config(work: str) -> Any:
         )
     return TransformerConfig(
         **LLAMA,
-        norm="rms_norm",
+        norm=NormOptions(kind="rms_norm"),
         feed_forward=FeedForwardOptions(activation="silu", gated=True),
         use_bias=False,
         position=RotaryOptions(),

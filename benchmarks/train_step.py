@@ -76,7 +76,7 @@ BETAS = {False: (0.9, 0.99), True: (0.9, 0.98)}
 
 def recipe_of(work: Work) -> Any:
     """Return the recipe of our side."""
-    from transformer.config import Execution, FeedForwardOptions, TransformerConfig
+    from transformer.config import Execution, FeedForwardOptions, NormOptions, TransformerConfig
     from transformer.data import NumberWords, TextFile
     from transformer.training import OptimizerConfig, Recipe, TrainingConfig
 
@@ -84,14 +84,14 @@ def recipe_of(work: Work) -> Any:
     if work.encoder:
         model = TransformerConfig(
             feed_forward=FeedForwardOptions(d_ff=work.hidden),
-            norm_position="post",
+            norm=NormOptions(position="post"),
             position=SinusoidalOptions(),
             dropout_rate=0.1,
             **sizes,
         )
     else:
         model = TransformerConfig(
-            norm="layer_norm_without_bias",
+            norm=NormOptions(kind="layer_norm_without_bias"),
             feed_forward=FeedForwardOptions(activation="gelu_erf"),
             position=LearnedOptions(max_length=work.length),
             use_bias=False,

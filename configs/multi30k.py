@@ -12,7 +12,7 @@ lower-cased (three seeds: 41.14, 41.41, 41.50; chrF 65.95 +- 0.16). Published fo
 (github.com/LividWo/Revisit-MMT, README-baseline.md, Transformer-Tiny).
 """
 
-from transformer.config import Execution, FeedForwardOptions, RotaryOptions, TransformerConfig
+from transformer.config import Execution, FeedForwardOptions, NormOptions, RotaryOptions, TransformerConfig
 from transformer.data import Multi30k, TokenizerConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -26,7 +26,7 @@ def get_config() -> Recipe:
             num_heads=4,
             feed_forward=FeedForwardOptions(d_ff=512),
             dropout_rate=0.3,
-            norm="rms_norm",
+            norm=NormOptions(kind="rms_norm"),
             position=RotaryOptions(),
         ),
         data=Multi30k(

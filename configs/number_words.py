@@ -7,7 +7,7 @@ unseen numbers, in total and for each number of digits (measured: 99.9 to 100 %)
 Other languages: --data.source-language fr --data.target-language pt (de and it need --data.tokenizer.kind char).
 """
 
-from transformer.config import Execution, FeedForwardOptions, TransformerConfig
+from transformer.config import Execution, FeedForwardOptions, NormOptions, TransformerConfig
 from transformer.data import NumberWords
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -16,7 +16,11 @@ def get_config() -> Recipe:
     return Recipe(
         name="number_words",
         model=TransformerConfig(
-            d_model=128, num_layers=2, num_heads=4, feed_forward=FeedForwardOptions(d_ff=512), norm_position="pre"
+            d_model=128,
+            num_layers=2,
+            num_heads=4,
+            feed_forward=FeedForwardOptions(d_ff=512),
+            norm=NormOptions(position="pre"),
         ),
         data=NumberWords(source_language="en", target_language="es", batch_size=128),
         execution=Execution(scan=False),  # two layers compile quickly, and unrolled layers are faster on a CPU

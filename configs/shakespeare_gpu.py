@@ -9,7 +9,7 @@ one accelerator; 10.6 M parameters. Expected: a lowest loss of at most 1.47; not
 pass --data.manual-dir FOLDER, where FOLDER contains input.txt.
 """
 
-from transformer.config import AttentionOptions, FeedForwardOptions, RotaryOptions, TransformerConfig
+from transformer.config import AttentionOptions, FeedForwardOptions, NormOptions, RotaryOptions, TransformerConfig
 from transformer.data import TinyShakespeare
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -22,7 +22,7 @@ def get_config() -> Recipe:
             **sizes,
             feed_forward=FeedForwardOptions(activation="gelu_tanh"),
             use_bias=False,
-            norm="layer_norm_without_bias",
+            norm=NormOptions(kind="layer_norm_without_bias"),
             position=RotaryOptions(),
             dropout_rate=0.2,
             attention=AttentionOptions(dropout_rate=0.2),

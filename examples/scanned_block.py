@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer import LayerInputs, Mask, PreNormBlock, TransformerConfig
+from transformer import LayerInputs, Mask, NormOptions, PreNormBlock, TransformerConfig
 from transformer.config import RotaryOptions
 
 
@@ -35,7 +35,9 @@ class Tower(nn.Module):
 
 
 def main():
-    config = TransformerConfig(d_model=24, num_heads=4, num_kv_heads=2, norm="rms_norm", position=RotaryOptions())
+    config = TransformerConfig(
+        d_model=24, num_heads=4, num_kv_heads=2, norm=NormOptions(kind="rms_norm"), position=RotaryOptions()
+    )
     tower = Tower(config, depth=5)
     x = jax.random.normal(jax.random.key(0), (2, 7, 24))
     params = jax.jit(tower.init)(jax.random.key(1), x)["params"]

@@ -23,6 +23,7 @@ from transformer.config import (
     LayerKind,
     LearnedOptions,
     MoE,
+    NormOptions,
     OutputOptions,
     QKNorm,
     RotaryOptions,
@@ -91,7 +92,7 @@ class Case:
         shapes = jax.eval_shape(lambda *inputs: self.model().init(jax.random.key(0), *inputs), *inputs)["params"]
         random = np.random.default_rng(self.seed)
         # A frozen norm does not normalize: with kernels of the usual size, each layer would double its input.
-        size = 0.5 if self.config.norm == "frozen_batch_norm" else 1.0
+        size = 0.5 if self.config.norm.kind == "frozen_batch_norm" else 1.0
 
         def make(path, leaf):
             number = random.normal(size=leaf.shape).astype(leaf.dtype)
@@ -99,7 +100,7 @@ class Case:
                 case "variance":
                     number = np.exp(number / 4)
                 case "scale":
-                    number = number / 4 + (self.config.norm != "zero_centered_rms_norm")
+                    number = number / 4 + (self.config.norm.kind != "zero_centered_rms_norm")
                 case "kernel":
                     number = size * number / np.sqrt(leaf.shape[-2])
                 case _:
@@ -271,9 +272,7 @@ def configs(draw, kind: str, repeats: int = 0) -> TransformerConfig:
         attention=AttentionOptions(
             biases=one(*biases), scale=one(None, 1.0), softcap=one(None, 5.0), causal=kind == "encoder" and flag()
         ),
-        norm=norm,
-        norm_epsilon=one(1e-6, 1e-2),
-        norm_position=norm_position,
+        norm=NormOptions(kind=norm, epsilon=one(1e-6, 1e-2), position=norm_position),
         stack=StackOptions(
             final_norm=flag(),
             prefix=tuple(draw(kinds) for _ in range(prefix)),

@@ -39,5 +39,5 @@ def test_an_impossible_path_says_what_there_is(changes, message):
 
 
 def test_an_unknown_keyword_is_an_error_that_names_the_nearest():
-    with pytest.raises(TypeError, match=r"'norm_epsilom'.*'norm_epsilon'\?"):
-        TransformerConfig(norm_epsilom=1e-5)
+    with pytest.raises(TypeError, match=r"'dropout_rat'.*'dropout_rate'\?"):
+        TransformerConfig(dropout_rat=0.1)

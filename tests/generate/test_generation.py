@@ -42,8 +42,8 @@ CONFIGS = {
     "t5, one layer without attention": BASE.replace(
         position=T5BiasOptions(), **{"stack.period": (LayerKind(self_attention=False), LayerKind())}
     ),
-    "no residual": BASE.replace(position=RotaryOptions(), norm_position="pre_without_residual"),
-    "sinusoidal, post": BASE.replace(position=SinusoidalOptions(), norm_position="post"),
+    "no residual": BASE.replace(position=RotaryOptions(), **{"norm.position": "pre_without_residual"}),
+    "sinusoidal, post": BASE.replace(position=SinusoidalOptions(), **{"norm.position": "post"}),
     "learned, full table": BASE.replace(position=LearnedOptions(max_length=len(PROMPTS[2]) + NEW)),
     "rotary, window, prefix": BASE.replace(
         position=RotaryOptions(), num_layers=3, **{"stack.prefix": (LayerKind(window=5),)}

@@ -110,7 +110,7 @@ def test_s1_3_without_scale_the_gradient_of_softmax_dies():
 PADDED = {
     "attention": (MultiHeadAttention(num_heads=3, head_dim=4, position=Rotary()), ["mask"]),
     "encoder": (Encoder(SMALL), ["mask"]),
-    "language model": (CausalLM(SMALL.replace(norm_position="post")), ["mask"]),
+    "language model": (CausalLM(SMALL.replace(**{"norm.position": "post"})), ["mask"]),
     "encoder-decoder": (Seq2Seq(SMALL.replace(position=RotaryOptions())), ["source_mask", "mask"]),
 }
 

@@ -14,6 +14,7 @@ from transformer.config import (
     ConfigError,
     FeedForwardOptions,
     LayerKind,
+    NormOptions,
     RotaryOptions,
     TransformerConfig,
 )
@@ -36,7 +37,7 @@ TINY = TransformerConfig(
     num_heads=N,
     feed_forward=FeedForwardOptions(d_ff=7),
     position=RotaryOptions(),
-    norm="rms_norm",
+    norm=NormOptions(kind="rms_norm"),
     attention=AttentionOptions(mla=SIZES),
 )
 

@@ -383,7 +383,7 @@ TOKENS = jax.device_put(np.random.default_rng(3).integers(0, VOCABULARY, (3, 11)
 )
 def test_scan_unroll_and_remat_change_nothing(norm_position, execution):
     """A pattern with dense and routed layers; the aux of all layers is summed exactly once."""
-    config = MIXED.replace(norm_position=norm_position, dropout_rate=0.2)
+    config = MIXED.replace(**{"norm.position": norm_position}, dropout_rate=0.2)
     params = parameters(Decoder(config))
 
     def run(execution):

@@ -9,7 +9,15 @@ import pytest
 from jax.sharding import PartitionSpec
 from numeric_parts import random_params
 
-from transformer.config import Execution, FeedForwardOptions, LayerKind, MoE, StackOptions, TransformerConfig
+from transformer.config import (
+    Execution,
+    FeedForwardOptions,
+    LayerKind,
+    MoE,
+    NormOptions,
+    StackOptions,
+    TransformerConfig,
+)
 from transformer.generate import Beam, Draft, Sampling, beam_search, generate
 from transformer.nn._blocks import LayerInputs, PreNormBlock
 from transformer.nn._moe import RoutedFeedForward
@@ -212,7 +220,12 @@ def test_experts_beside_a_dense_layer_are_added_and_the_router_reads_the_residua
     """x + norm(dense(norm(x))) + norm(experts(norm(x))), as in Gemma 4."""
     moe = MoE(num_experts=5, top_k=2, d_ff=5, beside_dense=True)
     config = TransformerConfig(
-        vocab_size=11, d_model=6, num_layers=1, num_heads=2, feed_forward=FeedForwardOptions(d_ff=7), norm="rms_norm"
+        vocab_size=11,
+        d_model=6,
+        num_layers=1,
+        num_heads=2,
+        feed_forward=FeedForwardOptions(d_ff=7),
+        norm=NormOptions(kind="rms_norm"),
     )
     block = PreNormBlock(config, LayerKind(self_attention=False, moe=moe))
     params = random_params(block, X, LayerInputs())["params"]
@@ -225,7 +238,7 @@ def test_experts_beside_a_dense_layer_are_added_and_the_router_reads_the_residua
 
     def norm(name, x):
         scale = np.float64(params[name]["scale"])
-        return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + config.norm_epsilon) * scale
+        return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + config.norm.epsilon) * scale
 
     def applied(module, name, x, **more):
         run = jax.jit(lambda params, x, more: module.apply({"params": params}, x, **more))

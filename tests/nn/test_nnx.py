@@ -199,7 +199,7 @@ CASES = {
     "Encoder": (Encoder(CONFIG.replace(**{"embedding.norm": True}, position=LearnedOptions(max_length=5))), (X,)),
     "Decoder": (Decoder(CONFIG, cross=True), (X, CONTEXT)),
     **{
-        block.__name__: (block(CONFIG.replace(norm_position=name), cross=name != "parallel"), (X, INPUTS))
+        block.__name__: (block(CONFIG.replace(**{"norm.position": name}), cross=name != "parallel"), (X, INPUTS))
         for name, block in BLOCKS.items()
     },
     "MultiHeadAttention": (

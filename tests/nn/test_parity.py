@@ -99,7 +99,7 @@ def stack_rules(layer, ours="", theirs=""):
 
 def paper_config(order, activation="relu", **changes):
     sizes = {"d_model": 15, "num_heads": 3, "feed_forward.d_ff": 13, "num_layers": 2}
-    norms = {"norm_position": order, "norm_epsilon": EPSILON}
+    norms = {"norm.position": order, "norm.epsilon": EPSILON}
     return TransformerConfig(
         **sizes, **norms, feed_forward=FeedForwardOptions(activation=activation), position=None, **changes
     )

@@ -34,7 +34,7 @@ X = jax.device_put(NUMPY_X)
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_blocks_are_their_equations(norm):
-    config = CONFIG.replace(norm=norm)
+    config = CONFIG.replace(**{"norm.kind": norm})
     inputs = LayerInputs(mask=Mask.causal())
 
     def equation(block_class, params, x):
@@ -86,7 +86,7 @@ def parts(config, params):
     """Return attention, feed-forward and norms of a layer as separate functions with the layer's parameters."""
 
     def norm(name, x):
-        return RMSNorm(config.norm_epsilon).apply({"params": params[name]}, x)
+        return RMSNorm(config.norm.epsilon).apply({"params": params[name]}, x)
 
     def attend(x):
         module = MultiHeadAttention(num_heads=config.num_heads)
@@ -100,7 +100,7 @@ def parts(config, params):
 
 @pytest.mark.parametrize("norm_position", EQUATIONS)
 def test_norms_elsewhere_are_their_equations(norm_position):
-    config = CONFIG.replace(norm="rms_norm", norm_position=norm_position)
+    config = CONFIG.replace(**{"norm.kind": "rms_norm", "norm.position": norm_position})
     block, inputs = BLOCKS[norm_position](config), LayerInputs(mask=Mask.causal())
 
     @jax.jit
@@ -113,7 +113,7 @@ def test_norms_elsewhere_are_their_equations(norm_position):
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("norm_position", EQUATIONS)
 def test_with_norms_elsewhere_a_cache_changes_nothing(norm_position):
-    config = CONFIG.replace(norm_position=norm_position, position=RotaryOptions(), num_layers=1)
+    config = CONFIG.replace(**{"norm.position": norm_position}, position=RotaryOptions(), num_layers=1)
     decoder = Decoder(config, cross=norm_position != "parallel")
     context = {} if norm_position == "parallel" else {"context": jax.device_put(NUMPY_X[:, :3] + 1)}
     params = random_params(decoder, X, **context)
@@ -127,14 +127,14 @@ def test_with_norms_elsewhere_a_cache_changes_nothing(norm_position):
 
 
 def test_a_parallel_layer_has_no_place_for_cross_attention():
-    decoder = Decoder(CONFIG.replace(norm_position="parallel"), cross=True)
-    with pytest.raises(ConfigError, match=r"'parallel'.*norm_position"):
+    decoder = Decoder(CONFIG.replace(**{"norm.position": "parallel"}), cross=True)
+    with pytest.raises(ConfigError, match=r"'parallel'.*norm.position"):
         jax.eval_shape(lambda: decoder.init(jax.random.key(0), X, X))
 
 
 def test_a_layer_without_its_first_norm_reads_x_as_it_is():
     kind = LayerKind(attention_norm=False)
-    block = PreNormBlock(CONFIG.replace(norm="rms_norm"), kind)
+    block = PreNormBlock(CONFIG.replace(**{"norm.kind": "rms_norm"}), kind)
     inputs = LayerInputs(mask=Mask.causal())
     params = random_params(block, X, inputs)
 
@@ -149,15 +149,15 @@ def test_a_layer_without_its_first_norm_reads_x_as_it_is():
 
 
 def test_embeddings_are_normalized_after_positions_and_before_dropout():
-    config = CONFIG.replace(**{"embedding.norm": True}, norm="rms_norm", position=LearnedOptions(max_length=5))
+    config = CONFIG.replace(**{"norm.kind": "rms_norm", "embedding.norm": True}, position=LearnedOptions(max_length=5))
     encoder = Encoder(config)
-    without = Encoder(CONFIG.replace(norm="rms_norm", position=None))
+    without = Encoder(CONFIG.replace(**{"norm.kind": "rms_norm"}, position=None))
 
     @jax.jit
     def run(variables):
         params = variables["params"]
         plain = {name: leaf for name, leaf in params.items() if name not in ("embedding_norm", "position_table")}
-        norm = RMSNorm(config.norm_epsilon)
+        norm = RMSNorm(config.norm.epsilon)
         x = norm.apply({"params": params["embedding_norm"]}, X + params["position_table"][None])
         return encoder.apply(variables, X)[0], without.apply({"params": plain}, x)[0]
 
@@ -219,7 +219,7 @@ def test_parameter_paths_are_the_layout():
     assert sorted(params["layers"]) == ["slot_0", "slot_1"]
     assert params["layers"]["slot_1"]["self_attention"]["query"]["kernel"].shape == (2, 12, 3, 4)
     assert params["prefix_0"]["self_attention"]["query"]["kernel"].shape == (12, 3, 4)
-    learned = PATTERN.replace(position=LearnedOptions(max_length=9), norm_position="post")
+    learned = PATTERN.replace(position=LearnedOptions(max_length=9), **{"norm.position": "post"})
     params = jax.eval_shape(lambda: Decoder(learned).init(jax.random.key(0), X))["params"]
     assert params["position_table"].shape == (9, 12)
     assert "final_norm" not in params
@@ -298,7 +298,7 @@ def test_an_encoder_sees_both_ways_and_a_decoder_back():
 
 @pytest.mark.parametrize("norm_position", ["pre", "post", "pre_without_residual"])
 def test_without_self_attention_a_position_sees_itself_alone(norm_position):
-    config = CONFIG.replace(**{"stack.period": (LayerKind(self_attention=False),)}, norm_position=norm_position)
+    config = CONFIG.replace(**{"norm.position": norm_position, "stack.period": (LayerKind(self_attention=False),)})
     decoder = Decoder(config)
     params = random_params(decoder, X)
     assert not [path for path in parameter_paths(params) if "attention" in path]

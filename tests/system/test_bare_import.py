@@ -23,8 +23,9 @@ import jax
 import transformer
 from transformer import CausalLM, TransformerConfig
 
-gpt2 = {"position": transformer.LearnedOptions(max_length=5), "norm_epsilon": 1e-5, "embedding.scale": False}
-config = TransformerConfig(vocab_size=7, d_model=6, num_heads=2, num_layers=1, activation="gelu_tanh", **gpt2)
+gpt2 = {"position": transformer.LearnedOptions(max_length=5), "norm.epsilon": 1e-5, "embedding.scale": False}
+gpt2 |= {"feed_forward.activation": "gelu_tanh"}
+config = TransformerConfig(vocab_size=7, d_model=6, num_heads=2, num_layers=1, **gpt2)
 params = jax.jit(CausalLM(config).init)(jax.random.key(0), jax.numpy.zeros((1, 1), int))["params"]
 transformer.save(CausalLM(config), params, "saved")
 again = transformer.load("saved")[1]

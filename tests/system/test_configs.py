@@ -52,7 +52,7 @@ def test_the_paper_s_models_have_the_paper_s_sizes():
         recipe = with_vocabulary(recipe_of(name), 37_000)
         parameters = count_parameters(abstract_state(recipe).params)
         assert abs(parameters / 1e6 - millions) < 3, parameters
-        assert recipe.model.norm_position == "post"
+        assert recipe.model.norm.position == "post"
         optimizer, training = recipe.optimizer, recipe.training
         assert (optimizer.schedule, optimizer.warmup_steps, optimizer.learning_rate) == ("noam", 4000, 1.0)
         assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon) == (0.9, 0.98, 1e-9)

@@ -27,7 +27,7 @@ MODEL = {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_heads": HEADS, "num_la
 MODEL |= {
     "position": RotaryOptions(),
     "use_bias": False,
-    "norm": "rms_norm",
+    "norm.kind": "rms_norm",
 }  # no parameter has an axis of size 40 (LENGTH)
 LAYOUTS = {
     "data x8": {},

@@ -124,7 +124,7 @@ def broken(edit):
         ),
         (lambda v: v["recipe"]["model"].update(d_model="x"), r"recipe.model.d_model.*got 'x'"),
         (lambda v: v["recipe"]["model"].update(d_model=True), r"recipe.model.d_model"),
-        (lambda v: v["recipe"]["model"].update(norm="rms"), r"recipe.model.norm.*layer_norm.*rms_norm"),
+        (lambda v: v["recipe"]["model"]["norm"].update(kind="rms"), r"recipe.model.norm.kind.*layer_norm.*rms_norm"),
         (lambda v: v["recipe"]["model"]["stack"].update(period={}), r"recipe.model.stack.period"),
         (
             lambda v: v["recipe"]["model"]["stack"]["period"][0].update(window="x"),
@@ -145,7 +145,7 @@ def test_broken_json_is_an_error_that_names_the_place(edit, message):
 
 def test_a_missing_field_takes_its_default():
     """So a file can be read after its class has got another field."""
-    values = broken(lambda v: [v["recipe"].pop("lora"), v["recipe"]["model"].pop("norm_epsilon")])
+    values = broken(lambda v: [v["recipe"].pop("lora"), v["recipe"]["model"]["norm"].pop("epsilon")])
     assert from_json(values) == rich_recipe()
 
 
@@ -318,7 +318,7 @@ def test_overrides_have_types():
         ("--model.num-layers three", r"--model.num-layers.*int.*'three'"),
         ("--training.ema-decay x", "^--training.ema-decay: expected FLOAT, got 'x'"),
         ("--model.num-layers", r"'--model.num-layers'"),
-        ("--model.norm rms", r"'rms'.*'--model.norm'.*'rms_norm'"),
+        ("--model.norm.kind rms", r"'rms'.*'--model.norm.kind'.*'rms_norm'"),
         ("--execution.scan yes", r"'yes'.*'--execution.scan'"),
         ("--model.num-heads 4", r"d_model \(6\).*num_heads \(4\)"),
         ("--training.steps 0", "^training.steps must be an integer of at least 1, got 0"),

@@ -235,10 +235,10 @@ def test_a_trained_model_is_saved_as_the_family_it_equals(tmp_path):
     params = jax.tree.map(lambda leaf: jax.device_put(np.ones(leaf.shape, leaf.dtype)), abstract_params(model))
     save_pretrained(model, params, tmp_path / "out", fields={"eos_token_id": 3})
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "gpt2"
-    odd = CausalLM(dataclasses.replace(config, norm_position="post", **{"attention.softcap": 3.0}))
+    odd = CausalLM(dataclasses.replace(config, **{"norm.position": "post", "attention.softcap": 3.0}))
     with pytest.raises(ValueError, match="no counterpart") as error:
         save_pretrained(odd, params, tmp_path / "odd", family="gpt2")
-    assert "norm_position is 'post'" in str(error.value)
+    assert "norm.position is 'post'" in str(error.value)
     assert "attention.softcap is 3.0" in str(error.value)
 
 

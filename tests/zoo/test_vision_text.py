@@ -82,7 +82,7 @@ def test_published_files_of_qwen_have_the_decoder_at_the_top():
 
 
 def test_a_decoder_of_no_family_is_named_with_the_families_that_were_tried():
-    model = VisionLanguageModel(read("llava").replace(norm="layer_norm", **{"feed_forward.gated": False}))
+    model = VisionLanguageModel(read("llava").replace(**{"norm.kind": "layer_norm", "feed_forward.gated": False}))
     with pytest.raises(ValueError, match="can't be saved as any supported architecture") as error:
         choose_family(model)
     text = str(error.value)

@@ -21,6 +21,7 @@ from transformer.config._options import (
     Audio,
     EmbeddingOptions,
     FeedForwardOptions,
+    NormOptions,
     OutputOptions,
     Speech,
     StackOptions,
@@ -38,8 +39,6 @@ from transformer.config._positions import (
     check_table_rows,
 )
 
-Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm"]
-NormPosition = Literal["pre", "post", "pre_without_residual", "sandwich", "reordered", "parallel"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Projector = Literal["linear", "mlp", "normalized"]
 ImageAttention = Literal["causal", "image", "prefix"]
@@ -68,20 +67,6 @@ class TransformerConfig:
     """K, number of key and value heads, each shared by N / K query heads; None: num_heads"""
     use_bias: bool = True
     """biases in the projections of attention and feed-forward layers"""
-    norm: Norm = "layer_norm"
-    """normalization layer:
-    zero_centered_rms_norm multiplies by 1 + scale (Gemma);
-    frozen_batch_norm is batch normalization with fixed statistics"""
-    norm_position: NormPosition = "pre"
-    """position of the norms around a sublayer f:
-    pre: x + f(norm(x));
-    post: norm(x + f(x)), as in Vaswani et al. 2017;
-    pre_without_residual: f(norm(x)), an ablation;
-    sandwich: x + norm(f(norm(x)));
-    reordered: x + norm(f(x)), as in OLMo 2;
-    parallel: x + attention(norm(x)) + feed_forward(norm(x))"""
-    norm_epsilon: float = 1e-6
-    """added to the variance before the square root"""
     position: Position = SinusoidalOptions()
     """position scheme:
     embeddings (SinusoidalOptions, LearnedOptions),
@@ -100,6 +85,8 @@ class TransformerConfig:
     """attention layers: head sizes, biases, scaling and capping of scores, latent attention"""
     feed_forward: FeedForwardOptions = FeedForwardOptions()
     """feed-forward layers: width, activation, gate"""
+    norm: NormOptions = NormOptions()
+    """normalization: its kind, its position around attention and feed-forward layers, and epsilon"""
     embedding: EmbeddingOptions = EmbeddingOptions()
     """embedding tables: scaling, tying, token types, separate sizes for the encoder"""
     stack: StackOptions = StackOptions()
@@ -112,11 +99,10 @@ class TransformerConfig:
     between tokens; None: tokens"""
 
     def __post_init__(self):
-        check_choices(self, norm=Norm, norm_position=NormPosition)
         check_choices(self, dtype=Dtype, param_dtype=Dtype)
         check_flags(self, "use_bias")
         check_whole(self, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads")
-        check_positive(self, "norm_epsilon", "initializer_range")
+        check_positive(self, "initializer_range")
         check_range(self, 0.0, 1.0, "dropout_rate")
         if self.attention.mla is None and self.attention.head_dim is None and self.d_model % self.num_heads:
             raise ConfigError(
@@ -210,10 +196,10 @@ class TransformerConfig:
                 "rotary=False of a LayerKind is for position=RotaryOptions() without attention.mla. Remove it, or "
                 "change them."
             )
-        if self.norm_position in ("post", "reordered") and not all(kind.attention_norm for kind in kinds):
+        if self.norm.position in ("post", "reordered") and not all(kind.attention_norm for kind in kinds):
             raise ConfigError(
-                f"attention_norm=False removes the norm before attention, but norm_position={self.norm_position!r} "
-                f"has none there. Remove it, or set norm_position='pre'."
+                f"attention_norm=False removes the norm before attention, but norm.position={self.norm.position!r} "
+                f"has none there. Remove it, or set norm.position='pre'."
             )
 
     def _stack_sizes(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Sections of a model config: attention, feed-forward layers, embeddings, stacks, output layer; the inputs of sound."""
+"""Sections of a model config: attention, feed-forward layers, norms, embeddings, stacks, output; inputs of sound."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from transformer.config._checks import (
 )
 from transformer.config._parts import MLA, Activation, FeedForwardActivation, HeadTransform, LayerKind
 
+Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm"]
+NormPosition = Literal["pre", "post", "pre_without_residual", "sandwich", "reordered", "parallel"]
 Projection = Literal["query", "key", "value", "out"]
 Pooling = Literal["mean", "first", "last", "first_and_mean", "attention"]
 
@@ -129,6 +131,35 @@ class FeedForwardOptions:
                 "feed_forward.activation='swiglu_clamped' is a function of two projections (gate and up), but "
                 "feed_forward.gated is False. Set feed_forward.gated=True, or use another activation."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormOptions:
+    """Normalization in the stacks.
+
+    Raises:
+        ConfigError: an unknown name, or an epsilon that is not above 0.
+    """
+
+    section: ClassVar[str] = "norm"
+    kind: Norm = "layer_norm"
+    """normalization layer:
+    zero_centered_rms_norm multiplies by 1 + scale (Gemma);
+    frozen_batch_norm is batch normalization with fixed statistics"""
+    position: NormPosition = "pre"
+    """position of the norms around a sublayer f:
+    pre: x + f(norm(x));
+    post: norm(x + f(x)), as in Vaswani et al. 2017;
+    pre_without_residual: f(norm(x)), an ablation;
+    sandwich: x + norm(f(norm(x)));
+    reordered: x + norm(f(x)), as in OLMo 2;
+    parallel: x + attention(norm(x)) + feed_forward(norm(x))"""
+    epsilon: float = 1e-6
+    """added to the variance before the square root"""
+
+    def __post_init__(self):
+        check_choices(self, kind=Norm, position=NormPosition)
+        check_positive(self, "epsilon")
 
 
 @dataclass(frozen=True, kw_only=True)

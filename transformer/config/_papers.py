@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transformer.config._model import TransformerConfig
-from transformer.config._options import EmbeddingOptions, FeedForwardOptions
+from transformer.config._options import EmbeddingOptions, FeedForwardOptions, NormOptions
 from transformer.config._positions import LearnedOptions, RotaryOptions
 
 
@@ -40,14 +40,13 @@ _PAPER = TransformerConfig(
     num_layers=6,
     num_heads=8,
     feed_forward=FeedForwardOptions(d_ff=2048, activation="relu"),
-    norm="layer_norm",
-    norm_position="post",
+    norm=NormOptions(kind="layer_norm", position="post"),
     dropout_rate=0.1,
 )
 
 _GPT2 = TransformerConfig(
     feed_forward=FeedForwardOptions(activation="gelu_tanh"),
-    norm_epsilon=1e-5,
+    norm=NormOptions(epsilon=1e-5),
     position=LearnedOptions(max_length=1024),
     initializer_range=0.02,
     embedding=EmbeddingOptions(scale=False),
@@ -56,8 +55,7 @@ _GPT2 = TransformerConfig(
 _LLAMA = TransformerConfig(
     feed_forward=FeedForwardOptions(activation="silu", gated=True),
     use_bias=False,
-    norm="rms_norm",
-    norm_epsilon=1e-5,
+    norm=NormOptions(kind="rms_norm", epsilon=1e-5),
     position=RotaryOptions(),
     initializer_range=0.02,
     embedding=EmbeddingOptions(scale=False, tie=False),

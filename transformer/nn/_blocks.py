@@ -166,7 +166,7 @@ def table_parameter(config: TransformerConfig, scheme: PositionScheme) -> tuple[
 
 def make_norm(config: TransformerConfig, name: str) -> nn.Module:
     """Return a normalization layer of the kind that the config selects."""
-    return NORMS[config.norm](config.norm_epsilon, config.dtype, config.param_dtype, name=name)
+    return NORMS[config.norm.kind](config.norm.epsilon, config.dtype, config.param_dtype, name=name)
 
 
 def kernel_init(config: TransformerConfig) -> Initializer | None:
@@ -323,7 +323,7 @@ class Block(nn.Module):
         # step does not see the other tokens of its sequence, so it could not drop the same ones.
         training = inputs.deterministic is False and cache is None
         width = config.feed_forward_width if moe.d_ff is None else moe.d_ff
-        options |= {"implementation": self.execution.experts, "norm_epsilon": config.norm_epsilon}
+        options |= {"implementation": self.execution.experts, "norm_epsilon": config.norm.epsilon}
         if not moe.beside_dense:
             routed = RoutedFeedForward(moe, width=width, **options, name="feed_forward")
             x, aux = routed(x, inputs.mask, deterministic=not training)
@@ -342,7 +342,7 @@ class Block(nn.Module):
             )
         return GatedDeltaNet(
             **{field.name: getattr(delta, field.name) for field in dataclasses.fields(delta)},
-            norm_epsilon=config.norm_epsilon,
+            norm_epsilon=config.norm.epsilon,
             kernel_init=kernel_init(config),
             output_init=output_init(config),
             dtype=config.dtype,
@@ -365,7 +365,7 @@ class Block(nn.Module):
             stores_kv=kind.stores_kv is not None,
             sinks=config.attention.sinks,
             output_gate=config.attention.output_gate and name == "self_attention",
-            norm_epsilon=config.norm_epsilon,
+            norm_epsilon=config.norm.epsilon,
             temperature=kind.temperature,
             **self._any_attention(name, scheme),
         )
@@ -555,7 +555,7 @@ class ParallelBlock(Block):
         """Return the sublayers in the order of the terms of the sum: feed-forward first, then attention."""
         if self.cross:
             raise ConfigError(
-                "norm_position='parallel' does not support cross-attention. Use another norm_position for an "
+                "norm.position='parallel' does not support cross-attention. Use another norm.position for an "
                 "encoder-decoder."
             )
         return super().sublayers()[::-1]
@@ -574,4 +574,4 @@ BLOCKS: dict[str, type[Block]] = {
     "reordered": ReorderedNormBlock,
     "parallel": ParallelBlock,
 }
-"""block classes by `norm_position`"""
+"""block classes by `norm.position`"""

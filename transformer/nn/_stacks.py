@@ -105,7 +105,7 @@ class _Period(nn.Module):
 
 
 def _block(parent: Any, kind: LayerKind, name: str, scanned: bool) -> nn.Module:
-    block, remat = BLOCKS[parent.config.norm_position], parent.execution.remat
+    block, remat = BLOCKS[parent.config.norm.position], parent.execution.remat
     if remat != "none":
         # Common-subexpression elimination would merge the recomputation with the original computation, which undoes
         # remat. Inside a loop the compiler can't do this, so no (slower) barrier against it is needed there.
@@ -210,7 +210,7 @@ class Stack(nn.Module):
         )
         x, caches, aux = self._run_layers(x, cache, inputs, layer_embeddings)
         # Post-norm normalizes the output of every layer, so only the other kinds need a final norm.
-        if config.stack.final_norm and config.norm_position != "post":
+        if config.stack.final_norm and config.norm.position != "post":
             x = make_norm(config, "final_norm")(x)
         return x, caches, aux
 

@@ -143,8 +143,8 @@ def describe(file: BigVisionFile) -> tuple[type, TransformerConfig, list[Rule]]:
 
 _ENCODER = {
     "feed_forward.activation": "gelu_tanh",
-    "norm": "layer_norm",
-    "norm_epsilon": 1e-6,
+    "norm.kind": "layer_norm",
+    "norm.epsilon": 1e-6,
     "position": LearnedOptions(),
 }
 """What the code of big_vision fixes: Flax's GELU is the approximation by tanh, and its epsilon is 1e-6."""

@@ -167,7 +167,7 @@ def _gated(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
 
 def _norm_bias_config(model: nn.Module, positions: int) -> TransformerConfig | None:
     config = model.config
-    return config.replace(norm="layer_norm") if config.norm == "layer_norm_without_bias" else None
+    return config.replace(**{"norm.kind": "layer_norm"}) if config.norm.kind == "layer_norm_without_bias" else None
 
 
 def _output_bias_config(model: nn.Module, positions: int) -> TransformerConfig | None:
@@ -182,7 +182,7 @@ def _attention_config(model: nn.Module, positions: int) -> TransformerConfig | N
     config = model.config
     kinds = config.kinds
     # A zero output is only neutral if no norm follows it, as in pre-norm and parallel layers.
-    if all(kind.self_attention for kind in kinds) or config.norm_position not in ("pre", "parallel"):
+    if all(kind.self_attention for kind in kinds) or config.norm.position not in ("pre", "parallel"):
         return None
     names = ("prefix", "period", "suffix")
     attend = {n: tuple(replace(kind, self_attention=True) for kind in getattr(config.stack, n)) for n in names}
@@ -216,12 +216,12 @@ def _table(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
 def _epsilon_config(model: nn.Module, positions: int) -> TransformerConfig | None:
     config = model.config
     if (
-        config.norm_epsilon == USUAL_EPSILON
+        config.norm.epsilon == USUAL_EPSILON
         or type(model) not in (CausalLM, Seq2Seq)
         or not isinstance(config.position, LearnedOptions | RotaryOptions | None)
-        or config.norm_position not in ("pre", "post")
+        or config.norm.position not in ("pre", "post")
         or not config.stack.final_norm
-        or config.norm == "frozen_batch_norm"
+        or config.norm.kind == "frozen_batch_norm"
         or config.embedding.norm
         or config.output.transform is not None
         or config.attention.qk_norm is not None
@@ -230,7 +230,7 @@ def _epsilon_config(model: nn.Module, positions: int) -> TransformerConfig | Non
         or not all(kind.attention_norm for kind in config.kinds)
     ):
         return None
-    return config.replace(norm_epsilon=USUAL_EPSILON)
+    return config.replace(**{"norm.epsilon": USUAL_EPSILON})
 
 
 # Parameters that write to the residual stream: tables at its start, output maps of the sublayers. With post-norm, the
@@ -244,8 +244,8 @@ _READS = re.compile(r".*/(query|key|value|up|gate)/kernel")
 def _epsilon(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
     config = before.config
     # c = sqrt(e' / e)
-    larger = (after.config.norm_epsilon / config.norm_epsilon) ** 0.5
-    post = config.norm_position == "post"
+    larger = (after.config.norm.epsilon / config.norm.epsilon) ** 0.5
+    post = config.norm.position == "post"
     new = dict(params)
     for path, leaf in params.items():
         if _TABLES.fullmatch(path) or _WRITES.fullmatch(path) or (post and _NORMS.fullmatch(path)):

@@ -324,7 +324,7 @@ def _image_input(config: TransformerConfig) -> dict[str, Any]:
 def _without_unread(config: TransformerConfig) -> dict[str, Any]:
     """Return neutral values for the fields that this config does not use, or that its layers override."""
     values: dict[str, Any] = {}
-    if config.norm_position == "post":
+    if config.norm.position == "post":
         values["stack.final_norm"] = None
     if config.stack.layer_scale is not None:
         values["stack.layer_scale"] = "learned"  # only its initial value is in the config

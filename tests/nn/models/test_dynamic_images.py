@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numeric_parts import random_params
 
-from transformer.config import DynamicImageTokens, FeedForwardOptions, LayerKind, RotaryOptions, TransformerConfig
+from transformer.config import (
+    DynamicImageTokens,
+    FeedForwardOptions,
+    LayerKind,
+    NormOptions,
+    RotaryOptions,
+    TransformerConfig,
+)
 from transformer.nn import make_mesh, state_shardings
 from transformer.nn._caches import next_positions, set_cache_length
 from transformer.nn._masks import Mask
@@ -23,7 +30,7 @@ ENCODER = TransformerConfig(
     num_layers=2,
     num_heads=2,
     feed_forward=FeedForwardOptions(d_ff=6, activation="silu", gated=True),
-    norm="rms_norm",
+    norm=NormOptions(kind="rms_norm"),
     position=RotaryOptions(sections=(1, 1), restart_frequencies=True),
     **{"stack.period": (LayerKind(within_segments=True), LayerKind())},
 )

@@ -89,7 +89,7 @@ def test_the_head_of_a_masked_language_model_is_its_equation():
     dense, norm = p["head_transform"]["dense"], p["head_transform"]["norm"]
     y = x @ dense["kernel"] + dense["bias"]
     y = y * (1 + erf(y / np.sqrt(2))) / 2
-    y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + CONFIG.norm_epsilon)
+    y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + CONFIG.norm.epsilon)
     y = (y * norm["scale"] + norm["bias"]) * 0.5
     logits = y @ p["embedding"]["embedding"].T + p["output_bias"]
     got = run(model, params, x, method="head")
@@ -340,7 +340,7 @@ def test_every_parameter_of_every_model_has_its_place():
         "embedding.norm": True,
         "attention.qk_norm": QKNorm(scope="all"),
     }
-    sandwich = {"norm_position": "sandwich", "embedding.token_types": 2, "output.bias": True}
+    sandwich = {"norm.position": "sandwich", "embedding.token_types": 2, "output.bias": True}
     t5 = {"position": T5BiasOptions(), "position.per_layer": True}
     for model, inputs in [
         (MaskedLM(CONFIG.replace(**rich, **sandwich, **t5)), TOKENS),

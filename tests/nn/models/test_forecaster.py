@@ -207,7 +207,7 @@ def test_it_reads_no_texts(tmp_path):
 @pytest.mark.parametrize("shared", [True, False])
 def test_every_parameter_has_its_place(shared):
     series = dataclasses.replace(SERIES, shared_embedding=shared, class_token=True)
-    model = Forecaster(CONFIG.replace(input=series, norm="frozen_batch_norm"))
+    model = Forecaster(CONFIG.replace(input=series, **{"norm.kind": "frozen_batch_norm"}))
     for path, leaf in flax.traverse_util.flatten_dict(abstract_params(model), sep="/").items():
         axes = axes_of(path, leaf.ndim)
         assert axes is not None, path

@@ -163,7 +163,7 @@ def test_seq2seq_reads_the_source_and_not_its_padding():
 
 
 def test_seq2seq_decodes_from_its_cache():
-    model, params = make(Seq2Seq, TOKENS, TOKENS, norm_position="post", **{"stack.num_encoder_layers": 1})
+    model, params = make(Seq2Seq, TOKENS, TOKENS, **{"norm.position": "post", "stack.num_encoder_layers": 1})
     mask = Mask.lengths(jax.device_put(np.array([9, 6])))
     whole = apply(model, params, TOKENS, TOKENS, source_mask=mask)
     first, cache = apply(model, params, TOKENS, NUMBERS[:, :4], source_mask=mask, cache=started(model, 2, 9))

@@ -8,6 +8,7 @@ from parity_tools import EPSILON, SCALINGS, compare, ids, llama_config, randomiz
 from transformer.config import (
     EmbeddingOptions,
     LearnedOptions,
+    NormOptions,
     RotaryScaling,
     T5BiasOptions,
     TransformerConfig,
@@ -94,7 +95,8 @@ def test_llama_is_transformers(torch, transformers, case):
     sizes["attention.head_dim"] = 4
     scaling = None if ours is None else RotaryScaling(**ours)
     ours = llama_decoder(
-        **sizes, norm_epsilon=EPSILON, **{"feed_forward.d_ff": 17, "position.base": base, "position.scaling": scaling}
+        **sizes,
+        **{"norm.epsilon": EPSILON, "feed_forward.d_ff": 17, "position.base": base, "position.scaling": scaling},
     )
     compare_logits(torch, theirs, LLAMA, ours, ids(22, 29, 2, 11))
 
@@ -140,9 +142,14 @@ def test_t5_is_transformers(torch, transformers):
         "feed_forward.d_ff": 17,
     }
     position = {"position": T5BiasOptions(), "position.buckets": 8, "position.max_distance": 10, "attention.scale": 1.0}
-    layers = {"feed_forward.activation": "gelu_tanh", "feed_forward.gated": True, "use_bias": False, "norm": "rms_norm"}
+    layers = {
+        "feed_forward.activation": "gelu_tanh",
+        "feed_forward.gated": True,
+        "use_bias": False,
+        "norm.kind": "rms_norm",
+    }
     ours = TransformerConfig(
-        **sizes, **position, **layers, norm_epsilon=EPSILON, embedding=EmbeddingOptions(scale=False)
+        **sizes, **position, **layers, norm=NormOptions(epsilon=EPSILON), embedding=EmbeddingOptions(scale=False)
     )
     lengths = np.array([13, 6], np.int32)
     compare(

@@ -63,7 +63,7 @@ def test_an_output_depends_on_what_it_may_see_and_on_nothing_else(drawn):
     assert not (depends & ~seen).any()
     # Without residual connections, all hidden units of a layer may be zero or a softmax saturated, so nothing is
     # checked.
-    if case.config.norm_position != "pre_without_residual":
+    if case.config.norm.position != "pre_without_residual":
         np.testing.assert_array_equal(depends, seen)
         assert all((np.abs(by[:, 0, :-1]).max(-1) > 0).all() for by in by_source)
     assert all((by[:, 0, -1] == 0).all() for by in by_source)

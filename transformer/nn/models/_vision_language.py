@@ -68,7 +68,7 @@ class ImageProjector(nn.Module):
             x = x.reshape(x.shape[0], rows // side, side, columns // side, side, x.shape[-1])
             x = x.mean((2, 4)).reshape(x.shape[0], images.count, -1)
         if images.projector == "normalized":
-            x = NORMS["zero_centered_rms_norm"](images.encoder.norm_epsilon, *types, name="norm")(x)
+            x = NORMS["zero_centered_rms_norm"](images.encoder.norm.epsilon, *types, name="norm")(x)
         width, init, use_bias = (config.d_model,), kernel_init(config), images.projector != "normalized"
         if images.projector == "mlp":
             # W_2 gelu(W_1 x + b_1) + b_2 (LLaVA 1.5, Liu et al. 2023, arXiv 2310.03744)

@@ -164,7 +164,7 @@ BART = Family(
         # Published without the bias of the logits, which is zero in the other checkpoints.
         "BartModel": Head(model=Seq2Seq, base=True),
     },
-    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "norm_position": "post", "embedding.norm": True}
+    constants={"norm.kind": "layer_norm", "norm.epsilon": 1e-5, "norm.position": "post", "embedding.norm": True}
     | {"position": LearnedOptions(), "use_bias": True},
     fields=(
         Field("vocab_size", "vocab_size"),

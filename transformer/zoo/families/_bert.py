@@ -32,8 +32,8 @@ class Repeated(Relation):
 
 
 BERT_CONSTANTS = {
-    "norm": "layer_norm",
-    "norm_position": "post",
+    "norm.kind": "layer_norm",
+    "norm.position": "post",
     "position": LearnedOptions(),
     "embedding.norm": True,
     "embedding.scale": False,
@@ -117,7 +117,7 @@ LAYER_FIELDS = (
     *sizes(num_heads=("num_attention_heads", 12)),
     Field("intermediate_size", "feed_forward.d_ff", 3072),
     Field("hidden_act", "feed_forward.activation", "gelu", ACTIVATIONS),
-    Field("layer_norm_eps", "norm_epsilon", 1e-12),
+    Field("layer_norm_eps", "norm.epsilon", 1e-12),
 )
 """Fields for the layers of BERT and ViT."""
 

@@ -61,14 +61,14 @@ BLOOM = Family(
     title="BLOOM",
     citation="BigScience Workshop 2022, arXiv 2211.05100",
     heads=decoder_heads("Bloom"),
-    constants={"norm": "layer_norm", "position": ALiBiOptions(), "embedding.norm": True, "use_bias": True}
+    constants={"norm.kind": "layer_norm", "position": ALiBiOptions(), "embedding.norm": True, "use_bias": True}
     | {"feed_forward.activation": "gelu_tanh", "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size"),
         OneOf(("hidden_size", "n_embed"), "d_model"),
         OneOf(("n_layer", "num_hidden_layers"), "num_layers"),
         OneOf(("n_head", "num_attention_heads"), "num_heads"),
-        Field("layer_norm_epsilon", "norm_epsilon", 1e-5),
+        Field("layer_norm_epsilon", "norm.epsilon", 1e-5),
         Field("tie_word_embeddings", "embedding.tie", True),
         *training_fields("hidden_dropout", "attention_dropout"),
         Fixed("apply_residual_connection_post_layernorm", (False,)),

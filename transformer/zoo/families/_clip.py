@@ -121,7 +121,7 @@ def encoder_fields(
         Field("intermediate_size", "feed_forward.d_ff", d_ff),
         # Written under its own name: the reference rounds synonyms differently.
         Field("hidden_act", "feed_forward.activation", activation, {activation: ACTIVATIONS[activation]} | ACTIVATIONS),
-        Field("layer_norm_eps", "norm_epsilon", epsilon),
+        Field("layer_norm_eps", "norm.epsilon", epsilon),
         Field("attention_dropout", "attention.dropout_rate", 0.0),
         Unread(("dropout", "initializer_range", "initializer_factor", *unread)),
     )
@@ -136,7 +136,7 @@ def text_fields(vocab_size: int, length: int) -> tuple[Codec, ...]:
 
 
 DUAL_CONSTANTS = {
-    "norm": "layer_norm",
+    "norm.kind": "layer_norm",
     "position": LearnedOptions(),
     "embedding.scale": False,
     "output.pooling": "last",

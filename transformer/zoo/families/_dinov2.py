@@ -79,7 +79,7 @@ def _fields(patches: PatchSizes, *fields: Codec) -> tuple[Codec, ...]:
         *sizes(d_model=("hidden_size", 768), num_layers=("num_hidden_layers", 12)),
         *sizes(num_heads=("num_attention_heads", 12)),
         FeedForwardRatio(),
-        Field("layer_norm_eps", "norm_epsilon", 1e-6),
+        Field("layer_norm_eps", "norm.epsilon", 1e-6),
         Field("layerscale_value", "stack.layer_scale", 1.0),
         *training_fields("hidden_dropout_prob", "attention_probs_dropout_prob"),
         InputBiases(),

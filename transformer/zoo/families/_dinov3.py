@@ -65,7 +65,7 @@ DINOV3 = Family(
     citation="Siméoni et al. 2025, arXiv 2508.10104",
     heads={"DINOv3ViTModel": Head(model=VisionEmbedder, base=True)},
     constants={
-        "norm": "layer_norm",
+        "norm.kind": "layer_norm",
         "position": RotaryGridOptions(),
         "embedding.scale": False,
         "output.pooling": "first",
@@ -76,7 +76,7 @@ DINOV3 = Family(
         Field("intermediate_size", "feed_forward.d_ff", 1536),
         Field("hidden_act", "feed_forward.activation", "gelu", ACTIVATIONS),
         Field("use_gated_mlp", "feed_forward.gated", False),
-        Field("layer_norm_eps", "norm_epsilon", 1e-5),
+        Field("layer_norm_eps", "norm.epsilon", 1e-5),
         Field("layerscale_value", "stack.layer_scale", 1.0),
         Field("rope_theta", "position.base", 100.0),
         Field("attention_dropout", "attention.dropout_rate", 0.0),

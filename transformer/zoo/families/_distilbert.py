@@ -66,7 +66,7 @@ DISTILBERT = Family(
         ),
         "DistilBertModel": Head(model=Embedder, base=True, ignored=(*_MASKED_LM, r"(pre_)?classifier\.(weight|bias)")),
     },
-    constants=BERT_CONSTANTS | {"norm_epsilon": 1e-12},
+    constants=BERT_CONSTANTS | {"norm.epsilon": 1e-12},
     fields=(
         Field("vocab_size", "vocab_size", 30_522),
         Field("max_position_embeddings", "position.max_length", 512),

@@ -14,7 +14,7 @@ from transformer.zoo.families._llama import (
     decoder_variant,
 )
 
-GEMMA1_CONSTANTS = DECODER_CONSTANTS | {"norm": "zero_centered_rms_norm", "embedding.scale": True}
+GEMMA1_CONSTANTS = DECODER_CONSTANTS | {"norm.kind": "zero_centered_rms_norm", "embedding.scale": True}
 """Constants of Gemma 1."""
 
 # Published files say "gelu" and mean the tanh approximation, which the reference then uses, too.

@@ -24,8 +24,8 @@ from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, la
 from transformer.zoo.weights._rules import Rule, modules
 
 GEMMA_CONSTANTS = DECODER_CONSTANTS | {
-    "norm": "zero_centered_rms_norm",
-    "norm_position": "sandwich",
+    "norm.kind": "zero_centered_rms_norm",
+    "norm.position": "sandwich",
     "embedding.scale": True,
 }
 """Constants of Gemma 2 and 3."""

@@ -292,7 +292,7 @@ GEMMA4 = decoder_family(
     heads={"Gemma4ForCausalLM": LANGUAGE_MODEL},
     constants=DECODER_CONSTANTS
     | {
-        "norm_position": "sandwich",
+        "norm.position": "sandwich",
         "embedding.scale": True,
         "attention.qk_norm": QKNorm(),
         "attention.value_norm": True,

@@ -89,6 +89,6 @@ GLM4 = _family(
     name="glm4",
     title="GLM-4 (0414)",
     citation="Team GLM 2025, https://huggingface.co/zai-org/GLM-4-9B-0414",
-    constants=DECODER_CONSTANTS | {"norm_position": "sandwich"},
+    constants=DECODER_CONSTANTS | {"norm.position": "sandwich"},
 )
 """GLM-4 of 2025, with a norm behind each sublayer."""

@@ -15,7 +15,7 @@ from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Labels, R
 from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm
 
 DECODER_CONSTANTS = {
-    "norm": "rms_norm",
+    "norm.kind": "rms_norm",
     "position": RotaryOptions(),
     "feed_forward.gated": True,
     "use_bias": False,
@@ -111,7 +111,7 @@ def decoder_fields(
         Field("num_attention_heads", "num_heads"),
         Heads(kv_heads, head_dim),
         activation,
-        Field("rms_norm_eps", "norm_epsilon", epsilon),
+        Field("rms_norm_eps", "norm.epsilon", epsilon),
         Field("tie_word_embeddings", "embedding.tie", tied),
         Field("attention_dropout", "attention.dropout_rate", 0.0),
         Field("initializer_range", "initializer_range", 0.02),

@@ -36,7 +36,7 @@ OLMO2 = decoder_family(
     name="olmo2",
     title="OLMo 2",
     citation="OLMo Team 2025, arXiv 2501.00656",
-    constants=DECODER_CONSTANTS | {"norm_position": "reordered", "attention.qk_norm": QKNorm(scope="all")},
+    constants=DECODER_CONSTANTS | {"norm.position": "reordered", "attention.qk_norm": QKNorm(scope="all")},
     fields=(*decoder_fields(epsilon=1e-5), Rope(), Biases("attention_bias")),
     rules=_rules,
     variants={

@@ -58,7 +58,7 @@ OPT = Family(
     title="OPT",
     citation="Zhang et al. 2022, arXiv 2205.01068",
     heads=decoder_heads("OPT"),
-    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": LearnedOptions(), "embedding.scale": False},
+    constants={"norm.kind": "layer_norm", "norm.epsilon": 1e-5, "position": LearnedOptions(), "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("hidden_size", "d_model"),
@@ -67,7 +67,7 @@ OPT = Family(
         Field("num_hidden_layers", "num_layers"),
         Field("num_attention_heads", "num_heads"),
         Field("max_position_embeddings", "position.max_length", 2048),
-        Field("do_layer_norm_before", "norm_position", True, {True: "pre", False: "post"}),
+        Field("do_layer_norm_before", "norm.position", True, {True: "pre", False: "post"}),
         Field("enable_bias", "use_bias", True),
         Field("activation_function", "feed_forward.activation", "relu", ACTIVATIONS),
         Field("tie_word_embeddings", "embedding.tie", True),

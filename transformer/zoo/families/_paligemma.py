@@ -28,7 +28,7 @@ def _without_direction(fields: Sequence[Codec]) -> tuple[Codec, ...]:
 # The reference fills in the sizes of Gemma 7B and Gemma 2 2B.
 _TEXT = {
     "gemma": TextModel(
-        constants=GEMMA1_CONSTANTS | {"norm_position": "pre"},
+        constants=GEMMA1_CONSTANTS | {"norm.position": "pre"},
         fields=_without_direction(GEMMA1_FIELDS),
         rules=decoder_rules,
         defaults=layer_sizes(3072, 24_576, 28, 16, vocab_size=256_000),

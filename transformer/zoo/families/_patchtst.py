@@ -152,7 +152,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     ]
     for theirs, name in {"norm_sublayer1": "attention_norm", "norm_sublayer3": "feed_forward_norm"}.items():
         tensor, parameter = f"{layer}{theirs}", f"{ours}{name}"
-        if config.norm == "layer_norm":
+        if config.norm.kind == "layer_norm":
             rules += norm(tensor, parameter)
             continue
         batch = f"{tensor}.batchnorm"
@@ -231,9 +231,9 @@ PATCHTST = Family(
         Field("ffn_dim", "feed_forward.d_ff", 512),
         Field("activation_function", "feed_forward.activation", "gelu", ACTIVATIONS),
         Field("bias", "use_bias", True),
-        Field("norm_type", "norm", "batchnorm", {"batchnorm": "frozen_batch_norm", "layernorm": "layer_norm"}),
-        Field("norm_eps", "norm_epsilon", 1e-5),
-        Field("pre_norm", "norm_position", True, {True: "pre", False: "post"}),
+        Field("norm_type", "norm.kind", "batchnorm", {"batchnorm": "frozen_batch_norm", "layernorm": "layer_norm"}),
+        Field("norm_eps", "norm.epsilon", 1e-5),
+        Field("pre_norm", "norm.position", True, {True: "pre", False: "post"}),
         *training_fields("path_dropout", "attention_dropout", "init_std"),
         Fixed("channel_attention", (False,)),
         # The file contains the position table for both types.

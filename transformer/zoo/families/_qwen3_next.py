@@ -177,7 +177,7 @@ QWEN3_NEXT = decoder_family(
     citation="Qwen Team 2025; Yang et al. 2024, arXiv 2412.06464",
     constants=DECODER_CONSTANTS
     | {
-        "norm": "zero_centered_rms_norm",
+        "norm.kind": "zero_centered_rms_norm",
         "attention.qk_norm": QKNorm(kind="zero_centered_rms_norm"),
         "attention.output_gate": True,
     },

@@ -10,7 +10,7 @@ from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError
 from transformer.config._layer_patterns import fold
 from transformer.config._model import DynamicImageTokens, TransformerConfig
-from transformer.config._options import FeedForwardOptions
+from transformer.config._options import FeedForwardOptions, NormOptions
 from transformer.config._parts import LayerKind
 from transformer.config._positions import RotaryOptions
 from transformer.zoo._family import MAX_LAYERS, Family, Variant, read_fields
@@ -151,7 +151,7 @@ class _Config(Codec):
                 activation=ACTIVATIONS[name],
                 gated=self.gated,
             ),
-            norm="rms_norm" if self.gated else "layer_norm",
+            norm=NormOptions(kind="rms_norm" if self.gated else "layer_norm"),
             # Half of the pairs of a head by the row of a patch, half by its column.
             position=RotaryOptions(sections=(pairs, pairs), restart_frequencies=True),
             **fold([LayerKind(within_segments=self.gated and layer not in full) for layer in range(layers)]),

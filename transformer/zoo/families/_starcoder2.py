@@ -29,7 +29,7 @@ STARCODER2 = decoder_family(
     name="starcoder2",
     title="StarCoder 2",
     citation="Lozhkov et al. 2024, arXiv 2402.19173",
-    constants={"norm": "layer_norm", "position": RotaryOptions(), "embedding.scale": False},
+    constants={"norm.kind": "layer_norm", "position": RotaryOptions(), "embedding.scale": False},
     fields=(
         *sizes(vocab_size=("vocab_size", 49_152), d_model=("hidden_size", 3072)),
         Field("intermediate_size", "feed_forward.d_ff", 12_288),
@@ -41,7 +41,7 @@ STARCODER2 = decoder_family(
             "gelu_pytorch_tanh",
             {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS,
         ),
-        Field("norm_epsilon", "norm_epsilon", 1e-5),
+        Field("norm_epsilon", "norm.epsilon", 1e-5),
         Field("use_bias", "use_bias", True),
         Field("tie_word_embeddings", "embedding.tie", True),
         *training_fields("residual_dropout", "attention_dropout", spread=0.018042),

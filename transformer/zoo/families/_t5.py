@@ -15,7 +15,7 @@ from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fixed
 from transformer.zoo.weights._rules import MATRIX, Rule, linear, modules, norm
 
 T5_CONSTANTS = {
-    "norm": "rms_norm",
+    "norm.kind": "rms_norm",
     "position": T5BiasOptions(),
     "use_bias": False,
     "embedding.scale": False,
@@ -137,7 +137,7 @@ def t5_fields(*, feed_forward: str, scale_field: str | None) -> tuple[Codec, ...
         Field("num_heads", "num_heads"),
         Field("relative_attention_num_buckets", "position.buckets", 32),
         Field("relative_attention_max_distance", "position.max_distance", 128),
-        Field("layer_norm_epsilon", "norm_epsilon", 1e-6),
+        Field("layer_norm_epsilon", "norm.epsilon", 1e-6),
         Field("dropout_rate", "dropout_rate", 0.1),
         FeedForwardKind(feed_forward),
         DecoderOutputs(scale_field),

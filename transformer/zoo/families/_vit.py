@@ -150,7 +150,7 @@ VIT_LAYER = {
 
 
 VIT_CONSTANTS = {
-    "norm": "layer_norm",
+    "norm.kind": "layer_norm",
     "position": LearnedOptions(),
     "embedding.scale": False,
     "output.pooling": "first",

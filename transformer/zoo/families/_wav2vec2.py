@@ -81,10 +81,10 @@ class StableNorm(Codec):
         stable = values.get("do_stable_layer_norm", False)
         if not isinstance(stable, bool):
             raise FieldError(f"do_stable_layer_norm must be true or false, got {stable!r:.80}")
-        return {"norm_position": "pre" if stable else "post", "embedding.norm": not stable}
+        return {"norm.position": "pre" if stable else "post", "embedding.norm": not stable}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        return {"do_stable_layer_norm": config.norm_position == "pre"}
+        return {"do_stable_layer_norm": config.norm.position == "pre"}
 
 
 _LAYER = {
@@ -139,7 +139,7 @@ OLD_WEIGHT_NORM = {
 }
 """Names of the weight normalization -> their names in files written with PyTorch before 2.0."""
 
-SPEECH_CONSTANTS = {"norm": "layer_norm", "position": None, "embedding.scale": False, "embedding.tie": False}
+SPEECH_CONSTANTS = {"norm.kind": "layer_norm", "position": None, "embedding.scale": False, "embedding.tie": False}
 """Constants of wav2vec 2.0 and HuBERT."""
 
 
@@ -147,7 +147,7 @@ def speech_fields(*, optional: bool = False) -> tuple[Codec, ...]:
     """Return the fields of wav2vec 2.0 and HuBERT; `optional` is that of `AudioInput`."""
     return (
         *(field for field in LAYER_FIELDS if "layer_norm_eps" not in field.names),
-        Field("layer_norm_eps", "norm_epsilon", 1e-5),
+        Field("layer_norm_eps", "norm.epsilon", 1e-5),
         Field("vocab_size", "vocab_size", 32),
         AudioInput(optional),
         StableNorm(),

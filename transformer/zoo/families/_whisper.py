@@ -61,7 +61,7 @@ WHISPER = Family(
     title="Whisper",
     citation="Radford et al. 2022, arXiv 2212.04356",
     heads={"WhisperForConditionalGeneration": Head(model=SpeechToText)},
-    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": LearnedOptions(), "embedding.scale": False}
+    constants={"norm.kind": "layer_norm", "norm.epsilon": 1e-5, "position": LearnedOptions(), "embedding.scale": False}
     | {"use_bias": True, "attention.biases": ("query", "value", "out")},
     fields=(
         Field("vocab_size", "vocab_size", 51_865),
