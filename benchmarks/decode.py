@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.side_by_side import ENVIRONMENTS, Worker, compare, last_line, serve, versions
 from transformer.cli._allocator import keep_freed_memory
-from transformer.config import EmbeddingOptions, FeedForwardOptions, LearnedOptions, TransformerConfig
+from transformer.config import EmbeddingOptions, FeedForwardOptions, LearnedOptions, ParameterOptions, TransformerConfig
 
 PARAMETERS = 124_439_808
 BYTES = 4 * PARAMETERS
@@ -34,7 +34,7 @@ def gpt2() -> TransformerConfig:
         feed_forward=FeedForwardOptions(activation="gelu_tanh"),
         position=LearnedOptions(max_length=POSITIONS),
         embedding=EmbeddingOptions(scale=False),
-        initializer_range=0.02,
+        parameters=ParameterOptions(initializer_range=0.02),
     )
 
 

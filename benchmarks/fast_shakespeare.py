@@ -50,7 +50,7 @@ VARIANTS = {
         {"model": {"position": LearnedOptions(max_length=64)}},
     ),
     "layer_norm": Variant("LayerNorm instead of RMSNorm", "removed", {"model": {"norm.kind": "layer_norm"}}),
-    "biases": Variant("biases in the projections", "removed", {"model": {"use_bias": True}}),
+    "biases": Variant("biases in the projections", "removed", {"model": {"parameters.use_bias": True}}),
     "high_rate": Variant("learning rate 2e-2", "added", {"optimizer": {"learning_rate": 2e-2}}),
     "small_batches": Variant(
         "batch size 6, 4,000 steps", "added", {"data": {"batch_size": 6}, "training": {"steps": 4000}}

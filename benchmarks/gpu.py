@@ -34,7 +34,7 @@ LLAMA = {
     "d_model": 2_048,
     "num_layers": 16,
     "num_heads": 32,
-    "num_kv_heads": 8,
+    "attention.num_kv_heads": 8,
     "feed_forward.d_ff": 8_192,
 }
 WORKS = {"gpt2": (16, 1_024), "llama_2048": (8, 2_048), "llama_8192": (2, 8_192)}
@@ -46,7 +46,13 @@ PUBLISHED = 1.4697
 
 def config(work: str) -> Any:
     """Return the model config of a work."""
-    from transformer.config import EmbeddingOptions, FeedForwardOptions, NormOptions, TransformerConfig
+    from transformer.config import (
+        EmbeddingOptions,
+        FeedForwardOptions,
+        NormOptions,
+        ParameterOptions,
+        TransformerConfig,
+    )
 
     if work == "gpt2":
         return TransformerConfig(
@@ -54,8 +60,7 @@ def config(work: str) -> Any:
             norm=NormOptions(kind="layer_norm_without_bias"),
             feed_forward=FeedForwardOptions(activation="gelu_erf"),
             position=LearnedOptions(max_length=WORKS[work][1]),
-            use_bias=False,
-            initializer_range=0.02,
+            parameters=ParameterOptions(use_bias=False, initializer_range=0.02),
             embedding=EmbeddingOptions(scale=False),
             dtype="bfloat16",
         )
@@ -63,12 +68,12 @@ def config(work: str) -> Any:
         **LLAMA,
         norm=NormOptions(kind="rms_norm"),
         feed_forward=FeedForwardOptions(activation="silu", gated=True),
-        use_bias=False,
+        parameters=ParameterOptions(
+            use_bias=False, initializer_range=0.02, dtype="bfloat16" if work == "decode" else "float32"
+        ),
         position=RotaryOptions(),
-        initializer_range=0.02,
         embedding=EmbeddingOptions(scale=False),
         dtype="bfloat16",
-        param_dtype="bfloat16" if work == "decode" else "float32",
     )
 
 
@@ -81,7 +86,7 @@ def flops(work: str) -> float:
     sizes, (rows, length) = GPT2 if work == "gpt2" else LLAMA, WORKS[work]
     width, layers, heads = sizes["d_model"], sizes["num_layers"], sizes["num_heads"]
     # Per layer: query and output projections (2 D^2), key and value projections (2 D^2 K / N), and the feed-forward.
-    key_values = 2 * width * width * sizes.get("num_kv_heads", heads) // heads
+    key_values = 2 * width * width * sizes.get("attention.num_kv_heads", heads) // heads
     feed_forward = 8 * width**2 if work == "gpt2" else 3 * width * sizes["feed_forward.d_ff"]
     matrices = layers * (2 * width**2 + key_values + feed_forward) + width * sizes["vocab_size"]
     return rows * length * (6 * matrices + 6 * layers * length * width)

@@ -34,7 +34,9 @@ def write(directory: Path, gigabytes: float, dtype: str) -> int:
     layers = max(1, round((numbers - 2 * 32_000 * 1024) / layer))
     architecture = next(iter(family.heads))
     head = family.heads[architecture]
-    config = family.read(sizes | {"num_hidden_layers": layers, "head_dim": 64}, head).replace(param_dtype=dtype)
+    config = family.read(sizes | {"num_hidden_layers": layers, "head_dim": 64}, head).replace(
+        **{"parameters.dtype": dtype}
+    )
     model = head.model(config)
     shapes = parameter_shapes(abstract_params(model))
     links = family.links(model, architecture, shapes)

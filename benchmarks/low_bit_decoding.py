@@ -29,7 +29,7 @@ from transformer.nn import quantize
 def models() -> dict[str, tuple[Any, Any]]:
     """Return model and parameters of each format; all have the same weights, up to rounding."""
     config = gpt2()
-    model, half = CausalLM(config), CausalLM(config.replace(dtype="bfloat16", param_dtype="bfloat16"))
+    model, half = CausalLM(config), CausalLM(config.replace(dtype="bfloat16", **{"parameters.dtype": "bfloat16"}))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     return {
         "float32": (model, params),

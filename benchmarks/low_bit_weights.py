@@ -103,7 +103,7 @@ def main() -> None:
     dataset = prepare(run.recipe.data, tokenizer=run.tokenizer)
     rows, whole = [], None
     for name, (dtype, params, size) in variants(run.params).items():
-        model = dataclasses.replace(run.recipe.model, dtype=dtype, param_dtype=dtype)
+        model = dataclasses.replace(run.recipe.model, dtype=dtype, **{"parameters.dtype": dtype})
         step = compiled_eval_step(dataclasses.replace(run.recipe, model=model), None)
         loss = evaluate_loss(step, params, dataset.eval_batches("validation")).loss
         whole = loss if whole is None else whole

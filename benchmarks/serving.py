@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.machine import machine
 from benchmarks.side_by_side import last_line, take_turns, times_faster, versions
-from transformer import CausalLM, FeedForwardOptions, TransformerConfig
+from transformer import CausalLM, FeedForwardOptions, ParameterOptions, TransformerConfig
 from transformer.cli._allocator import keep_freed_memory
 from transformer.config import EmbeddingOptions, LearnedOptions
 from transformer.generate import Draft, Sampling, generate
@@ -53,7 +53,7 @@ def random_model(small: bool) -> tuple[CausalLM, Any]:
             feed_forward=FeedForwardOptions(activation="gelu_tanh"),
             position=LearnedOptions(max_length=1_024),
             embedding=EmbeddingOptions(scale=False),
-            initializer_range=0.02,
+            parameters=ParameterOptions(initializer_range=0.02),
             **sizes,
         )
     )

@@ -107,7 +107,7 @@ def write_model(
     names = {"eos_token": "<|end|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
     files = {"tokenizer.json": library.to_str().encode(), "tokenizer_config.json": json.dumps(names).encode()}
     sizes = {"d_model": width, "num_layers": layers, "num_heads": width // 64, "feed_forward.d_ff": width * 11 // 4}
-    sizes |= {"num_kv_heads": kv_heads, "dtype": dtype, "param_dtype": dtype}
+    sizes |= {"attention.num_kv_heads": kv_heads, "dtype": dtype, "parameters.dtype": dtype}
     sizes |= {"d_model": 64, "num_layers": 2, "num_heads": 2, "feed_forward.d_ff": 128} if small else {}
     model = CausalLM(llama_decoder(vocab_size=len(alphabet) + 1, **sizes))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]

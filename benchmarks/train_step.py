@@ -76,7 +76,7 @@ BETAS = {False: (0.9, 0.99), True: (0.9, 0.98)}
 
 def recipe_of(work: Work) -> Any:
     """Return the recipe of our side."""
-    from transformer.config import Execution, FeedForwardOptions, NormOptions, TransformerConfig
+    from transformer.config import Execution, FeedForwardOptions, NormOptions, ParameterOptions, TransformerConfig
     from transformer.data import NumberWords, TextFile
     from transformer.training import OptimizerConfig, Recipe, TrainingConfig
 
@@ -94,8 +94,7 @@ def recipe_of(work: Work) -> Any:
             norm=NormOptions(kind="layer_norm_without_bias"),
             feed_forward=FeedForwardOptions(activation="gelu_erf"),
             position=LearnedOptions(max_length=work.length),
-            use_bias=False,
-            initializer_range=0.02,
+            parameters=ParameterOptions(use_bias=False, initializer_range=0.02),
             embedding=EmbeddingOptions(scale=False),
             **sizes,
         )

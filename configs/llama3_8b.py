@@ -17,7 +17,13 @@ from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfi
 
 
 def get_config() -> Recipe:
-    sizes = {"d_model": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "feed_forward.d_ff": 14_336}
+    sizes = {
+        "d_model": 4096,
+        "num_layers": 32,
+        "num_heads": 32,
+        "attention.num_kv_heads": 8,
+        "feed_forward.d_ff": 14_336,
+    }
     return Recipe(
         name="llama3_8b",
         model=llama_decoder(

@@ -27,7 +27,7 @@ from transformer.training import EvaluationConfig, LoRA, Recipe, TrainingConfig
 
 def get_config() -> Recipe:
     recipe = llama3_8b()
-    sizes = {"d_model": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "feed_forward.d_ff": 8192}
+    sizes = {"d_model": 2048, "num_layers": 16, "num_heads": 32, "attention.num_kv_heads": 8, "feed_forward.d_ff": 8192}
     return replace(
         recipe,
         name="llama_1b",

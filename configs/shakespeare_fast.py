@@ -21,8 +21,12 @@ def get_config() -> Recipe:
         recipe,
         name="shakespeare_fast",
         model=recipe.model.replace(
-            use_bias=False,
-            **{"norm.kind": "rms_norm", "feed_forward.activation": "relu2", "attention.qk_norm": QKNorm()},
+            **{
+                "parameters.use_bias": False,
+                "norm.kind": "rms_norm",
+                "feed_forward.activation": "relu2",
+                "attention.qk_norm": QKNorm(),
+            },
         ),
         optimizer=OptimizerConfig(
             name="muon",

@@ -9,7 +9,14 @@ one accelerator; 10.6 M parameters. Expected: a lowest loss of at most 1.47; not
 pass --data.manual-dir FOLDER, where FOLDER contains input.txt.
 """
 
-from transformer.config import AttentionOptions, FeedForwardOptions, NormOptions, RotaryOptions, TransformerConfig
+from transformer.config import (
+    AttentionOptions,
+    FeedForwardOptions,
+    NormOptions,
+    ParameterOptions,
+    RotaryOptions,
+    TransformerConfig,
+)
 from transformer.data import TinyShakespeare
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -21,7 +28,7 @@ def get_config() -> Recipe:
         model=TransformerConfig(
             **sizes,
             feed_forward=FeedForwardOptions(activation="gelu_tanh"),
-            use_bias=False,
+            parameters=ParameterOptions(use_bias=False),
             norm=NormOptions(kind="layer_norm_without_bias"),
             position=RotaryOptions(),
             dropout_rate=0.2,

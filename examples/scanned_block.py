@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer import LayerInputs, Mask, NormOptions, PreNormBlock, TransformerConfig
+from transformer import AttentionOptions, LayerInputs, Mask, NormOptions, PreNormBlock, TransformerConfig
 from transformer.config import RotaryOptions
 
 
@@ -36,7 +36,11 @@ class Tower(nn.Module):
 
 def main():
     config = TransformerConfig(
-        d_model=24, num_heads=4, num_kv_heads=2, norm=NormOptions(kind="rms_norm"), position=RotaryOptions()
+        d_model=24,
+        num_heads=4,
+        attention=AttentionOptions(num_kv_heads=2),
+        norm=NormOptions(kind="rms_norm"),
+        position=RotaryOptions(),
     )
     tower = Tower(config, depth=5)
     x = jax.random.normal(jax.random.key(0), (2, 7, 24))

@@ -162,7 +162,9 @@ def _write_chat_model(family, seed, model, generation, directory):
     config = llama_decoder(
         vocab_size=made.vocab_size, d_model=16, num_layers=2, num_heads=2, **{"feed_forward.d_ff": 24}
     )
-    config = config.replace(initializer_range=0.5, **{"attention.qk_norm": QKNorm() if model == "qwen3" else None})
+    config = config.replace(
+        **{"parameters.initializer_range": 0.5, "attention.qk_norm": QKNorm() if model == "qwen3" else None}
+    )
     tiny = CausalLM(config)
     params = drawn_params(tiny, 0.5, seed)
     save_pretrained(tiny, params, directory, tokenizer=made, family=model)

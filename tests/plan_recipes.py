@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from transformer.config import Execution, FeedForwardOptions, RotaryOptions, TransformerConfig
+from transformer.config import AttentionOptions, Execution, FeedForwardOptions, RotaryOptions, TransformerConfig
 from transformer.data import ParallelText, TextFile
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import Recipe
@@ -14,7 +14,7 @@ TEXT = Recipe(
         vocab_size=96,
         d_model=32,
         num_heads=4,
-        num_kv_heads=2,
+        attention=AttentionOptions(num_kv_heads=2),
         num_layers=3,
         feed_forward=FeedForwardOptions(d_ff=64),
         position=RotaryOptions(),

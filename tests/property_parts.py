@@ -25,6 +25,7 @@ from transformer.config import (
     MoE,
     NormOptions,
     OutputOptions,
+    ParameterOptions,
     QKNorm,
     RotaryOptions,
     RotaryScaling,
@@ -229,7 +230,7 @@ def configs(draw, kind: str, repeats: int = 0) -> TransformerConfig:
         heads = {"num_heads": one(1, 3, 4), "attention.mla": mla}
     else:
         kv_heads = one(1, 2, 3)
-        heads = {"num_heads": kv_heads * one(1, 2, 3), "num_kv_heads": kv_heads}
+        heads = {"num_heads": kv_heads * one(1, 2, 3), "attention.num_kv_heads": kv_heads}
         if one(True, True, False):
             heads |= {
                 "attention.head_dim": one(2, 4, 6),
@@ -268,7 +269,7 @@ def configs(draw, kind: str, repeats: int = 0) -> TransformerConfig:
         ),
         **stacks,
         **heads,
-        use_bias=flag(),
+        parameters=ParameterOptions(use_bias=flag()),
         attention=AttentionOptions(
             biases=one(*biases), scale=one(None, 1.0), softcap=one(None, 5.0), causal=kind == "encoder" and flag()
         ),

@@ -26,7 +26,7 @@ def tiny_parts(num_layers=2, **changes):
     config = llama_decoder(
         vocab_size=tokenizer.vocab_size, d_model=32, num_layers=num_layers, num_heads=2, **{"feed_forward.d_ff": 48}
     )
-    model = CausalLM(config.replace(initializer_range=0.4, **changes))
+    model = CausalLM(config.replace(**{"parameters.initializer_range": 0.4}, **changes))
     return model, drawn_params(model, 0.4), tokenizer
 
 

@@ -15,7 +15,7 @@ from transformer.zoo import abstract_params
 def small(monkeypatch):
     for name in ("GPT2", "LLAMA"):
         sizes = getattr(gpu, name) | {"vocab_size": 64, "d_model": 32, "num_layers": 2, "num_heads": 4}
-        smaller = {"num_kv_heads": 2, "feed_forward.d_ff": 48} if name == "LLAMA" else {}
+        smaller = {"attention.num_kv_heads": 2, "feed_forward.d_ff": 48} if name == "LLAMA" else {}
         monkeypatch.setattr(gpu, name, sizes | smaller)
     monkeypatch.setattr(gpu, "WORKS", dict.fromkeys(gpu.WORKS, (2, 16)))
     monkeypatch.setattr(gpu, "NEW", 4)

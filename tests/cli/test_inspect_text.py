@@ -116,7 +116,7 @@ def test_a_prompt_and_what_the_model_writes(runs, inspect):
 @pytest.mark.slow
 def test_two_checkpoints(runs, inspect, fails, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    runs["runs/tiny", "best"] = opened(CausalLM, num_kv_heads=1)
+    runs["runs/tiny", "best"] = opened(CausalLM, **{"attention.num_kv_heads": 1})
     runs["runs/tiny", 500] = other = opened(CausalLM, seed=1, step=500)
     runs["else"] = opened(CausalLM, seed=1, num_heads=4, directory="else")
     data, _ = inspect("runs/tiny", "--prompt", "abc", "--compare", "500")

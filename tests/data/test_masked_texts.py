@@ -264,7 +264,7 @@ def test_a_classifier_starts_from_a_masked_run(run, path, tmp_path):
 @pytest.mark.slow
 def test_the_old_head_is_left(path, tmp_path):
     """The masked language model has an output layer of its own, whose shape differs from that of the classifier."""
-    recipe = filling_in(path, model={"embedding.tie": False, "use_bias": True}, training={"steps": 1})
+    recipe = filling_in(path, model={"embedding.tie": False, "parameters.use_bias": True}, training={"steps": 1})
     train(recipe, tmp_path / "untied")
     wanted = dataclasses.replace(recipe, data=LabeledText(path="texts.tsv"))
     start = start_from(tmp_path / "untied", wanted)

@@ -16,6 +16,7 @@ from transformer.config import (
     Execution,
     LayerKind,
     LearnedOptions,
+    ParameterOptions,
     RotaryOptions,
     SinusoidalOptions,
     T5BiasOptions,
@@ -34,9 +35,11 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]
 NEW = 6
 
 # Untied embeddings with a large spread: greedy decoding does not repeat the last token, and there are no near ties.
-HEADS = {"num_heads": 6, "num_kv_heads": 3, "attention.head_dim": 4, "attention.value_dim": 5}
+HEADS = {"num_heads": 6, "attention.num_kv_heads": 3, "attention.head_dim": 4, "attention.value_dim": 5}
 SIZES = {"vocab_size": 31, "d_model": 22, "num_layers": 2, "feed_forward.d_ff": 13} | HEADS
-BASE = TransformerConfig(**SIZES, position=None, embedding=EmbeddingOptions(tie=False), initializer_range=0.4)
+BASE = TransformerConfig(
+    **SIZES, position=None, embedding=EmbeddingOptions(tie=False), parameters=ParameterOptions(initializer_range=0.4)
+)
 CONFIGS = {
     "none, window": BASE.replace(**{"stack.period": (LayerKind(window=3), LayerKind())}),
     "t5, one layer without attention": BASE.replace(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from chat_parts import drawn_params
 
-from transformer.config import Execution, GatedDelta, LayerKind, RotaryOptions, TransformerConfig
+from transformer.config import Execution, GatedDelta, LayerKind, ParameterOptions, RotaryOptions, TransformerConfig
 from transformer.generate import Draft, Sampling, TokenStream, generate
 from transformer.nn import CausalLM, paged_cache
 
@@ -23,7 +23,7 @@ def model():
         num_heads=2,
         num_layers=3,
         position=RotaryOptions(),
-        initializer_range=0.4,
+        parameters=ParameterOptions(initializer_range=0.4),
         **{"stack.period": (linear, linear, LayerKind())},
     )
     model = CausalLM(config)

@@ -10,7 +10,14 @@ from chat_parts import drawn_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer.config import EmbeddingOptions, Execution, RotaryOptions, TransformerConfig
+from transformer.config import (
+    AttentionOptions,
+    EmbeddingOptions,
+    Execution,
+    ParameterOptions,
+    RotaryOptions,
+    TransformerConfig,
+)
 from transformer.generate import Sampling, _decoding, generate
 from transformer.generate._loop import decode
 from transformer.generate._pages import OutOfPagesError, PageAllocator
@@ -107,10 +114,10 @@ CONFIG = TransformerConfig(
     d_model=32,
     num_layers=2,
     num_heads=4,
-    num_kv_heads=2,
+    attention=AttentionOptions(num_kv_heads=2),
     position=RotaryOptions(),
     embedding=EmbeddingOptions(tie=False),
-    initializer_range=0.4,
+    parameters=ParameterOptions(initializer_range=0.4),
 )
 
 

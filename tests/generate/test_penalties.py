@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from chat_parts import drawn_params
 
-from transformer.config import ConfigError, EmbeddingOptions, RotaryOptions, TransformerConfig
+from transformer.config import ConfigError, EmbeddingOptions, ParameterOptions, RotaryOptions, TransformerConfig
 from transformer.generate import Sampling, generate, sample
 from transformer.generate._penalties import History, log_probabilities, penalized
 from transformer.nn.models import CausalLM
@@ -16,7 +16,10 @@ from transformer.nn.models import CausalLM
 VOCAB = 31
 SIZES = {"vocab_size": VOCAB, "d_model": 20, "num_layers": 2, "feed_forward.d_ff": 13, "num_heads": 2}
 CONFIG = TransformerConfig(
-    **SIZES, position=RotaryOptions(), embedding=EmbeddingOptions(tie=False), initializer_range=0.4
+    **SIZES,
+    position=RotaryOptions(),
+    embedding=EmbeddingOptions(tie=False),
+    parameters=ParameterOptions(initializer_range=0.4),
 )
 ALL = Sampling(temperature=0.0, repetition_penalty=1.7, presence_penalty=0.6, frequency_penalty=0.3)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6]]

@@ -10,6 +10,7 @@ from transformer.config import (
     EmbeddingOptions,
     LayerKind,
     LearnedOptions,
+    ParameterOptions,
     RotaryOptions,
     RotaryScaling,
     T5BiasOptions,
@@ -22,13 +23,20 @@ from transformer.nn.models import CausalLM, Seq2Seq
 
 GREEDY = Sampling(temperature=0.0)
 pytestmark = pytest.mark.programs(14, reason="a stream has own programs, and makes its cache outside of jit")
-SIZES = {"vocab_size": 31, "d_model": 22, "num_layers": 2, "feed_forward.d_ff": 13, "num_heads": 6, "num_kv_heads": 3}
+SIZES = {
+    "vocab_size": 31,
+    "d_model": 22,
+    "num_layers": 2,
+    "feed_forward.d_ff": 13,
+    "num_heads": 6,
+    "attention.num_kv_heads": 3,
+}
 BASE = TransformerConfig(
     **SIZES,
     **{"attention.head_dim": 4, "attention.value_dim": 5},
     position=RotaryOptions(),
     embedding=EmbeddingOptions(tie=False),
-    initializer_range=0.4,
+    parameters=ParameterOptions(initializer_range=0.4),
 )
 CONFIGS = {
     "rotary": BASE.replace(num_layers=1),

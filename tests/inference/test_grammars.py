@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from transformer.config import TransformerConfig
+from transformer.config import ParameterOptions, TransformerConfig
 from transformer.data.tokenizers._bpe import BPETokenizer
 from transformer.data.tokenizers._export import as_pretrained
 from transformer.data.tokenizers._pretrained import PretrainedTokenizer
@@ -35,7 +35,9 @@ EXAMPLE = {"type": "object", "properties": {"a": {"enum": ["x", "é"]}}, "requir
 
 @pytest.fixture(scope="module")
 def stream():
-    config = TransformerConfig(vocab_size=VOCAB, d_model=32, num_layers=2, num_heads=2, initializer_range=0.3)
+    config = TransformerConfig(
+        vocab_size=VOCAB, d_model=32, num_layers=2, num_heads=2, parameters=ParameterOptions(initializer_range=0.3)
+    )
     model = CausalLM(config)
     return TokenStream(model, jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), int))["params"])
 

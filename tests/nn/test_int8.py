@@ -14,7 +14,14 @@ from transformer.nn.layers._adapted import Encoded
 from transformer.nn.layers._int8 import Int4, Int8, Rule, quantize, quantized, quantized_int4, quantized_shapes
 from transformer.nn.models import CausalLM, Seq2Seq
 
-SIZES = {"vocab_size": 40, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "feed_forward.d_ff": 24}
+SIZES = {
+    "vocab_size": 40,
+    "d_model": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention.num_kv_heads": 2,
+    "feed_forward.d_ff": 24,
+}
 TOKENS = jax.device_put(np.random.default_rng(1).integers(0, 40, (2, 7)).astype(np.int32))
 
 
@@ -94,14 +101,17 @@ def test_quantized_numbers_are_quantized_to_themselves():
 
 MODELS = {
     "tied": (CausalLM, {}),
-    "own output, gated, biases": (CausalLM, {"embedding.tie": False, "feed_forward.gated": True, "use_bias": True}),
+    "own output, gated, biases": (
+        CausalLM,
+        {"embedding.tie": False, "feed_forward.gated": True, "parameters.use_bias": True},
+    ),
     "bfloat16": (CausalLM, {"dtype": "bfloat16"}),
     "routed": (CausalLM, {"stack.period": (LayerKind(moe=MoE(num_experts=3, top_k=2, shared_experts=1)),)}),
     "encoder and decoder": (Seq2Seq, {}),
     "latents": (
         CausalLM,
         {
-            "num_kv_heads": None,
+            "attention.num_kv_heads": None,
             "attention.mla": MLA(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4),
             "position": RotaryOptions(),
         },

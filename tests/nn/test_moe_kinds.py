@@ -233,7 +233,7 @@ def test_experts_beside_a_dense_layer_are_added_and_the_router_reads_the_residua
     options = {
         "activation": config.feed_forward.activation,
         "gated": config.feed_forward.gated,
-        "use_bias": config.use_bias,
+        "use_bias": config.parameters.use_bias,
     }
 
     def norm(name, x):

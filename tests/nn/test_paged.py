@@ -15,11 +15,13 @@ from numeric_parts import random_params
 
 from transformer.config import (
     ALiBiOptions,
+    AttentionOptions,
     EmbeddingOptions,
     Execution,
     FeedForwardOptions,
     LayerKind,
     LearnedOptions,
+    ParameterOptions,
     RotaryOptions,
     T5BiasOptions,
     TransformerConfig,
@@ -172,11 +174,11 @@ BASE = TransformerConfig(
     d_model=24,
     num_layers=3,
     num_heads=6,
-    num_kv_heads=3,
+    attention=AttentionOptions(num_kv_heads=3),
     feed_forward=FeedForwardOptions(d_ff=13),
     position=RotaryOptions(),
     embedding=EmbeddingOptions(tie=False),
-    initializer_range=0.4,
+    parameters=ParameterOptions(initializer_range=0.4),
 )
 ALTERNATING = (LayerKind(window=3), LayerKind())
 LATENT = MLA(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
@@ -184,7 +186,7 @@ CONFIGS = {
     "alternating windows, prefix": BASE.replace(
         num_layers=3, **{"stack.prefix": (LayerKind(),), "stack.period": ALTERNATING, "attention.softcap": 3.0}
     ),
-    "mla": BASE.replace(num_kv_heads=None, **{"attention.mla": LATENT}),
+    "mla": BASE.replace(**{"attention.num_kv_heads": None, "attention.mla": LATENT}),
     "sinks, yarn": BASE.replace(
         **{"attention.sinks": True, "position.scaling": RotaryScaling(kind="yarn", factor=4.0, original_length=8)}
     ),
@@ -397,7 +399,9 @@ class TestStoredTogether:
     @pytest.mark.slow
     @pytest.mark.parametrize("few", [pytest.param(0, marks=pytest.mark.slow, id="separated"), 32])
     def test_a_model(self, monkeypatch, few):
-        config = BASE.replace(d_model=32, num_heads=8, num_kv_heads=4, num_layers=2, **{"attention.softcap": 3.0})
+        config = BASE.replace(
+            d_model=32, num_heads=8, num_layers=2, **{"attention.num_kv_heads": 4, "attention.softcap": 3.0}
+        )
         model = CausalLM(config)
         tokens = np.random.default_rng(0).integers(0, 31, (2, 6))
         variables = jax.jit(model.init)(jax.random.key(0), tokens)
@@ -487,7 +491,7 @@ class TestCompiler:
         options = {
             "num_layers": 4,
             "num_heads": 16,
-            "num_kv_heads": 8,
+            "attention.num_kv_heads": 8,
             "position": RotaryOptions(),
             "feed_forward.d_ff": 2048,
         }

@@ -22,7 +22,14 @@ from transformer.nn.models import CausalLM, Seq2Seq
 
 qwix = pytest.importorskip("qwix")
 
-SIZES = {"vocab_size": 40, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "feed_forward.d_ff": 24}
+SIZES = {
+    "vocab_size": 40,
+    "d_model": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention.num_kv_heads": 2,
+    "feed_forward.d_ff": 24,
+}
 TOKENS = jax.device_put(np.random.default_rng(1).integers(0, 40, (2, 7)).astype(np.int32))
 
 
@@ -40,7 +47,7 @@ MODELS = {
     "latents": (
         CausalLM,
         {
-            "num_kv_heads": None,
+            "attention.num_kv_heads": None,
             "attention.mla": MLA(kv_lora_rank=6, q_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4),
             "position": RotaryOptions(),
         },

@@ -70,7 +70,7 @@ SIZES = {
     "num_layers": 2,
     "feed_forward.d_ff": 20,
     "num_heads": 4,
-    "initializer_range": 0.4,
+    "parameters.initializer_range": 0.4,
 }
 
 
@@ -110,7 +110,7 @@ def test_products_of_bfloat16_have_sums_in_float32(rows):
 
 
 def test_kernels_of_bfloat16_stay_if_they_are_multiplied_directly(monkeypatch):
-    model, params = build(dtype="bfloat16", param_dtype="bfloat16")
+    model, params = build(dtype="bfloat16", **{"parameters.dtype": "bfloat16"})
     monkeypatch.setattr(generate_layers, "multiplies_bfloat16", lambda: True)
     assert not converted(kept(model, params))
     half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float16), params)
@@ -123,7 +123,7 @@ def test_kernels_of_bfloat16_stay_if_they_are_multiplied_directly(monkeypatch):
 @pytest.mark.usefixtures("converts_bfloat16")
 def test_texts_are_the_likeliest_of_the_weights(tie, bits, monkeypatch):
     """Decoding reads the small weights; each token has the best logit of a whole pass, up to rounding."""
-    fields = {"dtype": "bfloat16", "param_dtype": "bfloat16"} if bits == 16 else {}
+    fields = {"dtype": "bfloat16", "parameters.dtype": "bfloat16"} if bits == 16 else {}
     model, params = build(**{"embedding.tie": tie}, **fields)
     if bits == 8:
         monkeypatch.setattr(
@@ -160,6 +160,6 @@ def test_kernels_of_float32_stay():
 @pytest.mark.usefixtures("converts_bfloat16")
 def test_latent_attention_keeps_the_kernels_that_it_multiplies_in_another_order():
     latent = MLA(kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3)
-    parts = kept(*build(**{"attention.mla": latent}, dtype="bfloat16", param_dtype="bfloat16"))
+    parts = kept(*build(**{"parameters.dtype": "bfloat16", "attention.mla": latent}, dtype="bfloat16"))
     names = {"query", "latent", "rotary_key", "out", "up", "down"}
     assert converted(parts) == {f"['{name}']['kernel']" for name in names}

@@ -135,7 +135,9 @@ MODELS = {
         execution=transformer.Execution(scan=False),
     ),
     "rotary, scanned": transformer.CausalLM(
-        transformer.TransformerConfig(**CONFIG, position=RotaryOptions(), num_kv_heads=2)
+        transformer.TransformerConfig(
+            **CONFIG, position=RotaryOptions(), attention=transformer.AttentionOptions(num_kv_heads=2)
+        )
     ),
     "ALiBi": transformer.CausalLM(transformer.TransformerConfig(**CONFIG, position=ALiBiOptions())),
     "routed": transformer.CausalLM(

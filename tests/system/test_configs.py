@@ -142,7 +142,7 @@ def test_llama_1b_is_llama_3_2_and_trains_whole_and_by_low_rank_updates(tmp_path
     """By default the recipe trains a LoRA of the model in --init; --lora None trains all parameters."""
     whole = dataclasses.replace(with_vocabulary(recipe_of("llama_1b"), 128_256), lora=None)
     assert count_parameters(abstract_state(whole).params) == LLAMA.variants["llama-3.2-1b"].parameters
-    kv_heads = "--model.num-kv-heads=2"
+    kv_heads = "--model.attention.num-kv-heads=2"
     with pytest.raises(ConfigError, match="--init DIR"):
         train(tiny("llama_1b", tmp_path, kv_heads), tmp_path / "none")
     first = tmp_path / "whole"

@@ -124,8 +124,8 @@ def options_of(name, folder):
         return [*words, "--init", str(start), "--data.train-examples", "200"]
     if name != "etth1":
         words += SMALL
-    if recipe.model.num_kv_heads is not None:
-        words += ["--model.num-kv-heads", "2"]
+    if recipe.model.attention.num_kv_heads is not None:
+        words += ["--model.attention.num-kv-heads", "2"]
     if recipe.model.feed_forward.d_ff is not None and name != "digits_vit":  # else 4 d_model, which convert fills in
         words += ["--model.feed-forward.d-ff", "40"]
     if recipe.model.max_length is not None and recipe.task == "causal_lm":

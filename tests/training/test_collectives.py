@@ -26,7 +26,7 @@ BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY, EXPERTS = 16, 40, 32, 4, 2, 232
 MODEL = {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_heads": HEADS, "num_layers": LAYERS, "feed_forward.d_ff": 24}
 MODEL |= {
     "position": RotaryOptions(),
-    "use_bias": False,
+    "parameters.use_bias": False,
     "norm.kind": "rms_norm",
 }  # no parameter has an axis of size 40 (LENGTH)
 LAYOUTS = {

@@ -281,7 +281,7 @@ def test_a_run_keeps_as_many_checkpoints_as_its_recipe_says(tmp_path, monkeypatc
 
 
 def adapted_recipe(base=None, dtype="bfloat16", **options):
-    model = {"d_model": 12, "dtype": dtype, "param_dtype": "float32"}
+    model = {"d_model": 12, "dtype": dtype, "parameters.dtype": "float32"}
     return dataclasses.replace(tiny_recipe(model=model), lora=LoRA(base=base, **options))
 
 

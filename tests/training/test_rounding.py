@@ -46,7 +46,7 @@ def test_other_dtypes_are_returned_unchanged():
 
 def narrow_recipe(dtype):
     options = {"learning_rate": 5e-4, "beta2": 0.999}
-    return tiny_recipe(model={"param_dtype": dtype, "feed_forward.d_ff": 24}, optimizer=options)
+    return tiny_recipe(model={"parameters.dtype": dtype, "feed_forward.d_ff": 24}, optimizer=options)
 
 
 def scales_of(state):

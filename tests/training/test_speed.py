@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from training_recipes import tiny_batch, tiny_recipe
 
-from transformer.config import FeedForwardOptions, RotaryOptions, TransformerConfig
+from transformer.config import FeedForwardOptions, ParameterOptions, RotaryOptions, TransformerConfig
 from transformer.data import TextFile
 from transformer.training._chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
 from transformer.training._memory import peak_bytes
@@ -59,7 +59,7 @@ def test_the_formula_of_palm():
         num_heads=heads,
         num_layers=layers,
         feed_forward=FeedForwardOptions(d_ff=17),
-        use_bias=False,
+        parameters=ParameterOptions(use_bias=False),
         position=RotaryOptions(),
     )
     data = TextFile(path="x", sequence_length=length, batch_size=rows)

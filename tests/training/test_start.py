@@ -403,7 +403,7 @@ def test_a_tied_table_under_the_name_of_the_head_is_taken(tmp_path):
 
 def test_what_only_float32_can_hold_stays_float32_in_a_classifier(tmp_path):
     directory = ours.write(tmp_path / "deepseek", golden_case.golden("deepseek_v3")["lm"])
-    recipe = change(finetuning(tmp_path), model={"dtype": "bfloat16", "param_dtype": "bfloat16"})
+    recipe = change(finetuning(tmp_path), model={"dtype": "bfloat16", "parameters.dtype": "bfloat16"})
     leaves = flatten_dict(start_from(directory, recipe).params, sep="/")
     types = {path.rpartition("/")[2]: str(leaf.dtype) for path, leaf in leaves.items()}
     assert (types["selection_bias"], types["kernel"]) == ("float32", "bfloat16")

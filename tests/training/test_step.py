@@ -205,7 +205,7 @@ def test_the_average_follows_its_formula():
 
 def test_the_average_of_bfloat16_parameters_follows_them():
     """One update of a slow average is less than one step of bfloat16, so that it must not be rounded away."""
-    recipe = tiny_recipe(model={"param_dtype": "bfloat16"}, optimizer={"learning_rate": 1e-2}, ema_decay=0.999)
+    recipe = tiny_recipe(model={"parameters.dtype": "bfloat16"}, optimizer={"learning_rate": 1e-2}, ema_decay=0.999)
     state, step = start(recipe)
     state = state.replace(step=jax.device_put(np.int32(10**6)))  # the decay has reached its final value
     mean = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.params)

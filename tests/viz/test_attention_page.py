@@ -19,6 +19,7 @@ from numeric_parts import random_params
 from transformer.config import (
     MLA,
     ALiBiOptions,
+    AttentionOptions,
     Execution,
     LayerKind,
     QKNorm,
@@ -265,7 +266,9 @@ class TestModels:
         """Layers without attention are mixed with layers with attention, at each position of the pattern."""
         blind, local = LayerKind(self_attention=False), LayerKind(window=3)
         pattern = {"stack.prefix": (blind, local), "stack.period": (LayerKind(), blind), "stack.suffix": (blind,)}
-        model = CausalLM(TransformerConfig(num_layers=7, num_kv_heads=2, **SIZES, **pattern))
+        model = CausalLM(
+            TransformerConfig(num_layers=7, attention=AttentionOptions(num_kv_heads=2), **SIZES, **pattern)
+        )
         maps = attention_maps(watch(model, np.arange(6)[None]), model.config)
         assert [one.layer for one in maps] == [1, 2, 4]
         assert all(one.weights.shape == (4, 6, 6) for one in maps)

@@ -18,12 +18,22 @@ WITHOUT = {"stack.period": (LayerKind(self_attention=False),)}
 CASES = {
     "relu2": (
         CausalLM,
-        {"feed_forward.activation": "relu2", "use_bias": False, "norm.kind": "rms_norm", "attention.qk_norm": QKNorm()},
+        {
+            "feed_forward.activation": "relu2",
+            "parameters.use_bias": False,
+            "norm.kind": "rms_norm",
+            "attention.qk_norm": QKNorm(),
+        },
         None,
         "qwen3",
     ),
     "relu2 with biases": (CausalLM, {"feed_forward.activation": "relu2", "norm.kind": "rms_norm"}, None, "llama"),
-    "norms without biases": (CausalLM, {"use_bias": False, "norm.kind": "layer_norm_without_bias"}, None, "starcoder2"),
+    "norms without biases": (
+        CausalLM,
+        {"parameters.use_bias": False, "norm.kind": "layer_norm_without_bias"},
+        None,
+        "starcoder2",
+    ),
     "no attention": (CausalLM, WITHOUT, None, "gpt_neox"),
     "no attention in some": (CausalLM, {"stack.prefix": WITHOUT["stack.period"]}, None, "gpt_neox"),
     "sinusoids": (CausalLM, {"position": SinusoidalOptions()}, None, "gpt2"),
@@ -164,9 +174,9 @@ def test_every_rewrite_is_needed_by_a_case():
 def test_null_is_written_only_where_the_reference_has_it(family):
     """Null is written only for fields for which the reference accepts it, whatever defaults a config uses."""
     free = {
-        "initializer_range": None,
+        "parameters.initializer_range": None,
         "feed_forward.d_ff": None,
-        "num_kv_heads": None,
+        "attention.num_kv_heads": None,
         "attention.head_dim": None,
         "attention.value_dim": None,
     }

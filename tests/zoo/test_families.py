@@ -305,7 +305,7 @@ def test_generation_with_few_bits_chooses_the_likeliest_token(tmp_path, family, 
         params, _ = quantize(params)
     else:  # float32 activations, so that only the weights are rounded
         params = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf).astype(jnp.bfloat16)), params)
-        model = type(model)(model.config.replace(param_dtype="bfloat16"), model.execution)
+        model = type(model)(model.config.replace(**{"parameters.dtype": "bfloat16"}), model.execution)
     greedy = Sampling(temperature=0.0)
     rows = generate(model, params, **given, max_new_tokens=3, sampling=greedy)
 

@@ -77,7 +77,7 @@ def test_yarn_biases_and_ignored_keys(tmp_path):
 def test_16_bits_keep_their_dtype(tmp_path, form, dtype):
     directory = directory_of(tmp_path, "llama", "lm")
     model, params = load(as_gguf(directory, tmp_path / "model.gguf", form))
-    assert model.config.param_dtype == dtype
+    assert model.config.parameters.dtype == dtype
     expected = load(directory, dtype=dtype)[1]
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
@@ -124,7 +124,7 @@ def quantized_file(path, **more):
 def test_a_quantized_file_is_bfloat16_by_default(tmp_path):
     file = quantized_file(tmp_path / "model.gguf")
     model, params = load(file)
-    assert model.config.param_dtype == "bfloat16"
+    assert model.config.parameters.dtype == "bfloat16"
     wide = load(file, dtype="float32")[1]
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(jnp.bfloat16)), params, wide)
     assert 0.01 < np.abs(wide["decoder"]["layers"]["slot_0"]["feed_forward"]["down"]["kernel"]).mean() < 10

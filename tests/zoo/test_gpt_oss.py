@@ -53,7 +53,11 @@ def test_the_published_config():
     assert config.rotary.base == 150_000
     assert config.rotary.scaling == RotaryScaling(kind="yarn", factor=32.0, original_length=4096, truncate=False)
     assert [kind.window for kind in config.stack.period] == [128, None]
-    assert (config.feed_forward.activation, config.use_bias, config.attention.sinks) == ("swiglu_clamped", True, True)
+    assert (config.feed_forward.activation, config.parameters.use_bias, config.attention.sinks) == (
+        "swiglu_clamped",
+        True,
+        True,
+    )
     assert {(kind.moe.num_experts, kind.moe.top_k, kind.moe.router_bias) for kind in config.stack.period} == {
         (32, 4, True)
     }

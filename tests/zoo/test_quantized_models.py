@@ -43,7 +43,7 @@ def test_a_saved_model_is_the_one_that_is_quantized_on_load(original, small):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert arrays_by_name(found).keys() == WeightFiles(small).tensors.keys()
     assert verify(small) == pytest.approx(0, abs=1e-4)
-    assert load(small, dtype="bfloat16")[0].config.param_dtype == "bfloat16"
+    assert load(small, dtype="bfloat16")[0].config.parameters.dtype == "bfloat16"
 
 
 @pytest.mark.programs(164, reason="`export` quantizes each parameter outside of jax.jit")

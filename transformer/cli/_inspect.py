@@ -266,8 +266,8 @@ def _described(name: str, opened: LoadedModel, two_stacks: bool) -> str:
     if two_stacks:
         layers = f"layers: {config.encoder_layers} + {config.decoder_layers}"
     heads = f"heads: {config.num_heads}"
-    if config.num_kv_heads not in (None, config.num_heads):
-        heads += f", key-value heads: {config.num_kv_heads}"
+    if config.kv_heads != config.num_heads:
+        heads += f", key-value heads: {config.kv_heads}"
     windows = sorted({kind.window for kind in config.kinds if kind.window})
     seen = f", windows: {' and '.join(map(str, windows))}" if windows else ""
     count = sum(leaf.size for leaf in jax.tree.leaves(opened.params))

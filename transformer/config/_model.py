@@ -9,8 +9,6 @@ from typing import Any, Literal
 from transformer.config._checks import (
     ConfigError,
     check_choices,
-    check_flags,
-    check_positive,
     check_range,
     check_whole,
     nearest,
@@ -19,10 +17,12 @@ from transformer.config._layer_patterns import check_shared_keys
 from transformer.config._options import (
     AttentionOptions,
     Audio,
+    Dtype,
     EmbeddingOptions,
     FeedForwardOptions,
     NormOptions,
     OutputOptions,
+    ParameterOptions,
     Speech,
     StackOptions,
 )
@@ -39,7 +39,6 @@ from transformer.config._positions import (
     check_table_rows,
 )
 
-Dtype = Literal["float32", "bfloat16", "float16"]
 Projector = Literal["linear", "mlp", "normalized"]
 ImageAttention = Literal["causal", "image", "prefix"]
 
@@ -63,10 +62,6 @@ class TransformerConfig:
     """L, number of layers in each stack"""
     num_heads: int = 8
     """N, number of query heads"""
-    num_kv_heads: int | None = None
-    """K, number of key and value heads, each shared by N / K query heads; None: num_heads"""
-    use_bias: bool = True
-    """biases in the projections of attention and feed-forward layers"""
     position: Position = SinusoidalOptions()
     """position scheme:
     embeddings (SinusoidalOptions, LearnedOptions),
@@ -74,15 +69,12 @@ class TransformerConfig:
     or a bias on the attention scores (ALiBiOptions, T5BiasOptions); None: no positions"""
     dropout_rate: float = 0.0
     """dropout rate of each sublayer's output and of the sum of token and position embeddings"""
-    initializer_range: float | None = None
-    """standard deviation of normal initialization (output projections: divided by sqrt(2 L)); None: Glorot uniform"""
     dtype: Dtype = "float32"
     """dtype of activations and matrix multiplications"""
-    param_dtype: Dtype = "float32"
-    """dtype of parameters; those of 16 bits are updated in float32 and rounded stochastically (Zamirai et al. 2020,
-    arXiv 2010.06192)"""
+    parameters: ParameterOptions = ParameterOptions()
+    """parameters: whether there are biases, initial values, dtype"""
     attention: AttentionOptions = AttentionOptions()
-    """attention layers: head sizes, biases, scaling and capping of scores, latent attention"""
+    """attention layers: key and value heads, head sizes, biases, scaling and capping of scores, latent attention"""
     feed_forward: FeedForwardOptions = FeedForwardOptions()
     """feed-forward layers: width, activation, gate"""
     norm: NormOptions = NormOptions()
@@ -99,10 +91,8 @@ class TransformerConfig:
     between tokens; None: tokens"""
 
     def __post_init__(self):
-        check_choices(self, dtype=Dtype, param_dtype=Dtype)
-        check_flags(self, "use_bias")
-        check_whole(self, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads")
-        check_positive(self, "initializer_range")
+        check_choices(self, dtype=Dtype)
+        check_whole(self, "vocab_size", "d_model", "num_layers", "num_heads")
         check_range(self, 0.0, 1.0, "dropout_rate")
         if self.attention.mla is None and self.attention.head_dim is None and self.d_model % self.num_heads:
             raise ConfigError(
@@ -111,8 +101,8 @@ class TransformerConfig:
             )
         if self.num_heads % self.kv_heads:
             raise ConfigError(
-                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.kv_heads}): all key heads are "
-                f"shared by the same number of query heads. Change one of them."
+                f"num_heads ({self.num_heads}) must be a multiple of attention.num_kv_heads ({self.kv_heads}): all key "
+                f"heads are shared by the same number of query heads. Change one of them."
             )
         self._check_encoder_heads()
         self._check_latent()
@@ -140,8 +130,8 @@ class TransformerConfig:
                 f"rotary scaling {self.rotary.scaling.kind} depends on the length of the text, which attention.mla "
                 f"does not support: its cache stores rotated keys. Choose linear, llama3 or yarn."
             )
-        for name, value in {"num_kv_heads": self.num_kv_heads, "position.dim": self.rotary.dim}.items():
-            if value is not None:
+        for name in ("attention.num_kv_heads", "position.dim"):
+            if (value := get_path(self, name)) is not None:
                 raise ConfigError(
                     f"{name} is {value}, but attention.mla computes keys and values from a latent vector and "
                     f"defines its own sizes. Remove {name}, or attention.mla."
@@ -180,12 +170,12 @@ class TransformerConfig:
         heads = self.stack.encoder_num_heads
         needs = {} if self.attention.head_dim is not None else {"d_model": self.d_model}
         needs = {name: size % heads for name, size in needs.items()} if heads is not None else {}
-        if heads is not None and self.num_kv_heads is not None:
-            needs["num_kv_heads"] = heads % self.num_kv_heads
+        if heads is not None and self.attention.num_kv_heads is not None:
+            needs["attention.num_kv_heads"] = heads % self.attention.num_kv_heads
         if wrong := [name for name, rest in needs.items() if rest]:
             raise ConfigError(
-                f"stack.encoder_num_heads ({heads}) must divide d_model and be a multiple of num_kv_heads, but "
-                f"{wrong[0]} is {getattr(self, wrong[0])}. Change one of them."
+                f"stack.encoder_num_heads ({heads}) must divide d_model and be a multiple of attention.num_kv_heads, "
+                f"but {wrong[0]} is {get_path(self, wrong[0])}. Change one of them."
             )
 
     def _check_norms(self):
@@ -265,8 +255,8 @@ class TransformerConfig:
 
     @property
     def kv_heads(self) -> int:
-        """K, the number of key and value heads: num_kv_heads, or num_heads if that is None."""
-        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        """K, the number of key and value heads: attention.num_kv_heads, or num_heads if that is None."""
+        return self.num_heads if self.attention.num_kv_heads is None else self.attention.num_kv_heads
 
     def kv_heads_of(self, kind: LayerKind) -> int:
         """Return the number of key and value heads of a kind of layer."""
@@ -365,7 +355,7 @@ class TransformerConfig:
         """
         if not isinstance(self.input, Images | ImageTokens | DynamicImageTokens):
             raise ConfigError("input is not images: a DualEncoder needs input=Images(encoder=..., features=..., ...).")
-        names = ("dropout_rate", "attention.dropout_rate", "initializer_range", "dtype", "param_dtype")
+        names = ("dropout_rate", "attention.dropout_rate", "parameters.initializer_range", "dtype", "parameters.dtype")
         return self.input.encoder.replace(**{name: get_path(self, name) for name in names})
 
     @property

@@ -1,4 +1,6 @@
-"""Sections of a model config: attention, feed-forward layers, norms, embeddings, stacks, output; inputs of sound."""
+"""Sections of a model config: attention, feed-forward layers, norms, parameters, embeddings, stacks, output layer; and
+the two inputs of sound.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from transformer.config._parts import MLA, Activation, FeedForwardActivation, He
 
 Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm"]
 NormPosition = Literal["pre", "post", "pre_without_residual", "sandwich", "reordered", "parallel"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 Projection = Literal["query", "key", "value", "out"]
 Pooling = Literal["mean", "first", "last", "first_and_mean", "attention"]
 
@@ -47,19 +50,21 @@ class QKNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """Options of the attention layers, besides the number of heads.
+    """Options of the attention layers, besides the number of query heads.
 
     Raises:
         ConfigError: a value out of range, an unknown name, or an option that latent attention does not have.
     """
 
     section: ClassVar[str] = "attention"
+    num_kv_heads: int | None = None
+    """K, number of key and value heads, each shared by N / K query heads; None: num_heads"""
     head_dim: int | None = None
     """H, size of a query or key head; None: d_model / num_heads"""
     value_dim: int | None = None
     """size of a value head; None: that of a key head"""
     biases: tuple[Projection, ...] | None = None
-    """projections with a bias, a subset of query, key, value and out; None: all if use_bias, else none"""
+    """projections with a bias, a subset of query, key, value and out; None: all if parameters.use_bias, else none"""
     scale: float | None = None
     """factor on the attention scores; None: 1 / sqrt(head_dim)"""
     softcap: float | None = None
@@ -81,7 +86,7 @@ class AttentionOptions:
 
     def __post_init__(self):
         check_flags(self, "sinks", "output_gate", "value_norm", "causal")
-        check_whole(self, "head_dim", "value_dim")
+        check_whole(self, "num_kv_heads", "head_dim", "value_dim")
         check_positive(self, "scale", "softcap")
         check_range(self, 0.0, 1.0, "dropout_rate")
         for projection in self.biases or ():
@@ -160,6 +165,29 @@ class NormOptions:
     def __post_init__(self):
         check_choices(self, kind=Norm, position=NormPosition)
         check_positive(self, "epsilon")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterOptions:
+    """Which parameters the layers have, their initial values and their dtype.
+
+    Raises:
+        ConfigError: an unknown dtype, or a standard deviation that is not above 0.
+    """
+
+    section: ClassVar[str] = "parameters"
+    use_bias: bool = True
+    """biases in the projections of attention and feed-forward layers"""
+    initializer_range: float | None = None
+    """standard deviation of normal initialization (output projections: divided by sqrt(2 L)); None: Glorot uniform"""
+    dtype: Dtype = "float32"
+    """dtype of parameters; those of 16 bits are updated in float32 and rounded stochastically (Zamirai et al. 2020,
+    arXiv 2010.06192)"""
+
+    def __post_init__(self):
+        check_flags(self, "use_bias")
+        check_positive(self, "initializer_range")
+        check_choices(self, dtype=Dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transformer.config._model import TransformerConfig
-from transformer.config._options import EmbeddingOptions, FeedForwardOptions, NormOptions
+from transformer.config._options import EmbeddingOptions, FeedForwardOptions, NormOptions, ParameterOptions
 from transformer.config._positions import LearnedOptions, RotaryOptions
 
 
@@ -48,15 +48,14 @@ _GPT2 = TransformerConfig(
     feed_forward=FeedForwardOptions(activation="gelu_tanh"),
     norm=NormOptions(epsilon=1e-5),
     position=LearnedOptions(max_length=1024),
-    initializer_range=0.02,
+    parameters=ParameterOptions(initializer_range=0.02),
     embedding=EmbeddingOptions(scale=False),
 )
 
 _LLAMA = TransformerConfig(
     feed_forward=FeedForwardOptions(activation="silu", gated=True),
-    use_bias=False,
+    parameters=ParameterOptions(use_bias=False, initializer_range=0.02),
     norm=NormOptions(kind="rms_norm", epsilon=1e-5),
     position=RotaryOptions(),
-    initializer_range=0.02,
     embedding=EmbeddingOptions(scale=False, tie=False),
 )

@@ -68,8 +68,8 @@ def _cast(model: nn.Module, params: Any) -> Any:
     result = jax.tree_util.tree_map_with_path(cast, params, abstract_params(model))
     if beyond:
         raise ConfigError(
-            f"values of {', '.join(beyond[:10])} are outside the range of {model.config.param_dtype}. Pass another "
-            f"dtype, such as bfloat16."
+            f"values of {', '.join(beyond[:10])} are outside the range of {model.config.parameters.dtype}. Pass "
+            f"another dtype, such as bfloat16."
         )
     return result
 
@@ -78,7 +78,7 @@ def _check_not_rounded(opened: LoadedModel, dtype: str) -> None:
     """Raise ConfigError if loading rounded the values of the files, and `dtype` could represent them."""
     if opened.pretrained is None:
         return
-    loaded = opened.model.config.param_dtype
+    loaded = opened.model.config.parameters.dtype
     if jnp.finfo(loaded).nmant < min(opened.pretrained.mantissa_bits, jnp.finfo(dtype).nmant):
         raise ConfigError(
             f"the weights in {opened.directory} were rounded to {loaded} when they were loaded, so that {dtype} must "
@@ -131,7 +131,7 @@ def export(
     model, params = opened.model, opened.params
     if dtype is not None:
         _check_not_rounded(opened, dtype)
-        model = model.clone(config=model.config.replace(dtype=dtype, param_dtype=dtype))
+        model = model.clone(config=model.config.replace(dtype=dtype, **{"parameters.dtype": dtype}))
     if quantization is None and has_encoded(params):
         params = _cast(model, opened.merged().params)  # from float32, in one step
     elif dtype is not None:

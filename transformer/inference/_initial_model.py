@@ -61,7 +61,7 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
 
     local_path(source, "source")
     wanted = TASKS[recipe.task].model
-    options = {} if is_workdir(source) else {"dtype": recipe.model.param_dtype}
+    options = {} if is_workdir(source) else {"dtype": recipe.model.parameters.dtype}
     with host_memory():  # on an accelerator, the training state has a copy of the initial parameters
         opened = load_model(source, **options)
     if has_encoded(opened.params):
@@ -134,7 +134,9 @@ def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConf
     files = open_weights(opened.directory)
     fields = {field: value for field, value in files.config.items() if field not in ("id2label", "label2id")}
     fields |= {"architectures": [name], "num_labels": recipe.model.output.num_classes or 2}
-    config = family.read(fields, head).replace(dtype=recipe.model.dtype, param_dtype=recipe.model.param_dtype)
+    config = family.read(fields, head).replace(
+        dtype=recipe.model.dtype, **{"parameters.dtype": recipe.model.parameters.dtype}
+    )
     model = Classifier(config)
     expected = abstract_params(model)
     shapes = parameter_shapes(expected)

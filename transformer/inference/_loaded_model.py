@@ -194,7 +194,7 @@ class LoadedModel:
         if not np.isfinite(row).all():
             raise ValueError(
                 f"the model computed numbers of {what} {number} that are not finite: the weights in {self.directory} "
-                f"are {self.model.config.param_dtype}, and activations may exceed its range. Convert the model to "
+                f"are {self.model.config.parameters.dtype}, and activations may exceed its range. Convert the model to "
                 f"another dtype (python -m transformer convert ... --dtype float32) and use the result."
             )
         return row

@@ -161,29 +161,32 @@ def shares_table(config: TransformerConfig) -> bool:
 def table_parameter(config: TransformerConfig, scheme: PositionScheme) -> tuple[Initializer, tuple[int, int], str]:
     """Return initializer, shape (R, W) and dtype of the learned table of a position scheme."""
     # 0.02 is the standard deviation of BERT and GPT-2.
-    return nn.initializers.normal(config.initializer_range or 0.02), scheme.table_shape, config.param_dtype
+    init = nn.initializers.normal(config.parameters.initializer_range or 0.02)
+    return init, scheme.table_shape, config.parameters.dtype
 
 
 def make_norm(config: TransformerConfig, name: str) -> nn.Module:
     """Return a normalization layer of the kind that the config selects."""
-    return NORMS[config.norm.kind](config.norm.epsilon, config.dtype, config.param_dtype, name=name)
+    return NORMS[config.norm.kind](config.norm.epsilon, config.dtype, config.parameters.dtype, name=name)
 
 
 def kernel_init(config: TransformerConfig) -> Initializer | None:
     """Return the initializer of projections into a sublayer; None: the modules' default, Glorot uniform."""
-    return None if config.initializer_range is None else nn.initializers.normal(config.initializer_range)
+    spread = config.parameters.initializer_range
+    return None if spread is None else nn.initializers.normal(spread)
 
 
 def output_init(config: TransformerConfig) -> Initializer | None:
     """Return the initializer of projections onto the residual stream; None: as `kernel_init`.
 
-    Its standard deviation is `initializer_range` / sqrt(2 L). The residual stream is a sum of 2 L sublayer outputs (L
-    layers with two sublayers each); with this factor the variance of the sum equals that of one unscaled output
-    (Radford et al. 2019, section 2.3).
+    Its standard deviation is `parameters.initializer_range` / sqrt(2 L). The residual stream is a sum of 2 L sublayer
+    outputs (L layers with two sublayers each); with this factor the variance of the sum equals that of one unscaled
+    output (Radford et al. 2019, section 2.3).
     """
-    if config.initializer_range is None:
+    spread = config.parameters.initializer_range
+    if spread is None:
         return None
-    return nn.initializers.normal(config.initializer_range / math.sqrt(2 * config.num_layers))
+    return nn.initializers.normal(spread / math.sqrt(2 * config.num_layers))
 
 
 class Block(nn.Module):
@@ -227,7 +230,7 @@ class Block(nn.Module):
         value = self.config.stack.layer_scale
         if value is None:
             return x
-        scale = self.param(f"{name}_scale", nn.initializers.constant(value), x.shape[-1:], self.config.param_dtype)
+        scale = self.param(f"{name}_scale", nn.initializers.constant(value), x.shape[-1:], self.config.parameters.dtype)
         # x + lambda f(x) with one lambda per feature: a small initial value makes every layer close to the identity,
         # which keeps deep stacks trainable (Touvron et al. 2021, arXiv 2103.17239, section 2).
         return x * scale.astype(x.dtype)[None, None]
@@ -307,11 +310,11 @@ class Block(nn.Module):
         options = {
             "activation": config.feed_forward.activation,
             "gated": config.feed_forward.gated,
-            "use_bias": config.use_bias,
+            "use_bias": config.parameters.use_bias,
             "kernel_init": kernel_init(config),
             "output_init": output_init(config),
             "dtype": config.dtype,
-            "param_dtype": config.param_dtype,
+            "param_dtype": config.parameters.dtype,
             "quantization": Quantization.of(self.execution),
         }
         if moe is None or moe.beside_dense:
@@ -346,7 +349,7 @@ class Block(nn.Module):
             kernel_init=kernel_init(config),
             output_init=output_init(config),
             dtype=config.dtype,
-            param_dtype=config.param_dtype,
+            param_dtype=config.parameters.dtype,
             quantization=Quantization.of(self.execution),
             name="linear_attention",
         )
@@ -354,10 +357,10 @@ class Block(nn.Module):
     def _attention(self, name: str, scheme: PositionScheme) -> MultiHeadAttention:
         config, kind = self.config, self.kind if name == "self_attention" else LayerKind()
         return MultiHeadAttention(
-            num_kv_heads=config.num_kv_heads if kind.num_kv_heads is None else kind.num_kv_heads,
+            num_kv_heads=config.kv_heads_of(kind),
             head_dim=config.attention.head_dim if kind.head_dim is None else kind.head_dim,
             value_dim=config.attention.value_dim,
-            use_bias=config.use_bias,
+            use_bias=config.parameters.use_bias,
             biases=config.attention.biases,
             qk_norm=config.attention.qk_norm if kind.qk_norm else None,
             value_norm=config.attention.value_norm,
@@ -372,7 +375,7 @@ class Block(nn.Module):
 
     def _latent_attention(self, name: str, mla: MLA, scheme: PositionScheme) -> LatentAttention:
         biases = self.config.attention.biases
-        use_bias = self.config.use_bias if biases is None else bool(biases)
+        use_bias = self.config.parameters.use_bias if biases is None else bool(biases)
         return LatentAttention(mla=mla, use_bias=use_bias, **self._any_attention(name, scheme))
 
     def _any_attention(self, name: str, scheme: PositionScheme) -> dict[str, Any]:
@@ -387,7 +390,7 @@ class Block(nn.Module):
             "output_init": output_init(config),
             "implementation": self.execution.attention,
             "dtype": config.dtype,
-            "param_dtype": config.param_dtype,
+            "param_dtype": config.parameters.dtype,
             "quantization": Quantization.of(self.execution),
             "name": name,
         }
@@ -434,14 +437,15 @@ class Block(nn.Module):
         if config.embedding.per_layer_width is not None:
             if inputs.layer_embedding is None:
                 raise ConfigError("embedding.per_layer_width is for a CausalLM, which has these embeddings. Remove it.")
-            options = (1, False, kernel_init(config), config.dtype, config.param_dtype, Quantization.of(self.execution))
+            types = (config.dtype, config.parameters.dtype)
+            options = (1, False, kernel_init(config), *types, Quantization.of(self.execution))
             # (B, T, D) -> (B, T, P) -> (B, T, D)
             gate = Linear((config.embedding.per_layer_width,), *options, name="layer_gate")(x)
             gate = ACTIVATIONS[config.feed_forward.activation](gate) * inputs.layer_embedding
             added = Linear(x.shape[-1:], *options, name="layer_projection")(gate)
             x = x + make_norm(config, "layer_embedding_norm")(added)
         if config.stack.layer_scalar:
-            scalar = self.param("layer_scalar", nn.initializers.ones, (1,), config.param_dtype)
+            scalar = self.param("layer_scalar", nn.initializers.ones, (1,), config.parameters.dtype)
             x = x * scalar.astype(x.dtype)[None, None]
         return x
 

@@ -165,7 +165,7 @@ def remedies(
         if shared_rows(data)[1] % (ways * accumulation * times) == 0:
             more = f"--training.accumulation {accumulation * times}"
             # The first accumulation adds the sum over micro-batches, in at least float32.
-            narrow = jnp.dtype(recipe.model.param_dtype).itemsize
+            narrow = jnp.dtype(recipe.model.parameters.dtype).itemsize
             more_sums = 1.0 + max(4 / narrow, 1.0) if accumulation == 1 else 1.0
             add(more, "smaller micro-batches, same result", gradients=more_sums, activations=1 / times)
         smaller = dataclasses.replace(data, **{field: max(1, getattr(data, field) // times)})

@@ -25,7 +25,7 @@ from transformer.training._recipe import FILE, Recipe, load_recipe
 from transformer.training._serial import flatten
 from transformer.training._state import TrainState, initial_params
 
-RECIPE_FIELDS = ("output.num_classes", "dropout_rate", "attention.dropout_rate", "dtype", "param_dtype")
+RECIPE_FIELDS = ("output.num_classes", "dropout_rate", "attention.dropout_rate", "dtype", "parameters.dtype")
 """fields of the model config that the recipe sets, even if a run is initialized from a pretrained model"""
 
 

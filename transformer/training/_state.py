@@ -131,7 +131,7 @@ def merged_params(recipe: Recipe, trained: Any, base: Any) -> Any:
 
 
 def _merged_dtype(recipe: Recipe) -> Any:
-    return None if recipe.lora.base is None else recipe.model.param_dtype
+    return None if recipe.lora.base is None else recipe.model.parameters.dtype
 
 
 def make_usable(recipe: Recipe) -> Callable[[TrainState], Any]:

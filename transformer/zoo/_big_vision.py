@@ -281,7 +281,7 @@ def load_big_vision(
     file = BigVisionFile(path)
     kind, config, rules = describe(file)
     dtype = check_dtype(dtype) if dtype is not None else usual_dtype(file.tensors)
-    model = kind(config.replace(dtype=dtype, param_dtype=dtype), execution)
+    model = kind(config.replace(dtype=dtype, **{"parameters.dtype": dtype}), execution)
     expected = abstract_params(model)
     shapes = parameter_shapes(expected)
     links = link(rules, shapes, stack_places(model))

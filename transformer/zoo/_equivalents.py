@@ -205,7 +205,7 @@ def _table(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
     rows = jnp.arange(config.max_length)[None]  # (1, max_length)
     encoding = position_scheme(before.config, causal=False).encoding(rows, config.d_model)[0]
     stacks = {path.partition("/")[0] for path in params} & {"encoder", "decoder"}
-    return params | {f"{stack}/position_table": encoding.astype(config.param_dtype) for stack in stacks}
+    return params | {f"{stack}/position_table": encoding.astype(config.parameters.dtype) for stack in stacks}
 
 
 # The epsilon of norms. RMSNorm (LayerNorm alike, after centering) computes norm(x; e) = x / sqrt(mean(x^2) + e), so

@@ -38,7 +38,7 @@ def make_example(model: nn.Module, params: Any, dtype: str) -> dict[str, Any] | 
     """
     if sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > MAX_EXAMPLE_BYTES:
         return None
-    model = model.clone(config=model.config.replace(dtype=dtype, param_dtype=dtype), execution=Execution())
+    model = model.clone(config=model.config.replace(dtype=dtype, **{"parameters.dtype": dtype}), execution=Execution())
     inputs = _default_inputs(model)
     logits = _logits(model, params, [_array(one) for one in inputs])
     places = sorted({round(i) for i in np.linspace(0, logits.size - 1, NUMBERS)})

@@ -23,7 +23,9 @@ from transformer.nn.models._vision import VisionEmbedder
 from transformer.zoo._fields import FIXED_EVERYWHERE, NEUTRAL, Codec, Field, FieldError
 from transformer.zoo.weights._rules import Link, Rule, layer_kinds, layer_places, link
 
-FREE = frozenset({"dropout_rate", "attention.dropout_rate", "initializer_range", "dtype", "param_dtype"})
+FREE = frozenset(
+    {"dropout_rate", "attention.dropout_rate", "parameters.initializer_range", "dtype", "parameters.dtype"}
+)
 """Fields of a TransformerConfig that do not affect a trained model's outputs."""
 
 MAX_LAYERS = 1024
@@ -216,7 +218,10 @@ class Family:
             raise NoCounterpart(
                 f"{self.title} has no counterpart for this model: {'; '.join(described)}{more}.", len(differing)
             )
-        return values | {"dtype": config.param_dtype, "initializer_range": config.initializer_range or 0.02}
+        return values | {
+            "dtype": config.parameters.dtype,
+            "initializer_range": config.parameters.initializer_range or 0.02,
+        }
 
     def without_prefix(self, name: str) -> str:
         """Return the name of a tensor in a file that omits the prefix."""
@@ -293,7 +298,7 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
         "stack.num_decoder_layers": decoder,
         "stack.encoder_num_heads": config.stack.encoder_num_heads or config.num_heads,
         "stack.encoder_d_ff": config.stack.encoder_d_ff or config.feed_forward_width,
-        "num_kv_heads": config.kv_heads,
+        "attention.num_kv_heads": config.kv_heads,
         "attention.head_dim": config.size_of_head,
         "attention.value_dim": config.size_of_value,
         "feed_forward.d_ff": config.feed_forward_width,
@@ -378,7 +383,9 @@ def _per_layer_rows(config: TransformerConfig) -> int | None:
 def _biases(config: TransformerConfig) -> tuple[str, ...]:
     everywhere = ("query", "key", "value", "out")
     given = config.attention.biases
-    return (everywhere if config.use_bias else ()) if given is None else tuple(n for n in everywhere if n in given)
+    if given is None:
+        return everywhere if config.parameters.use_bias else ()
+    return tuple(name for name in everywhere if name in given)
 
 
 def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:

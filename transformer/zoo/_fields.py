@@ -104,7 +104,7 @@ class Codec(ABC):
 
 _RESOLVED = {
     "feed_forward.d_ff": "feed_forward_width",
-    "num_kv_heads": "kv_heads",
+    "attention.num_kv_heads": "kv_heads",
     "attention.head_dim": "size_of_head",
     "attention.value_dim": "size_of_value",
     "stack.num_encoder_layers": "encoder_layers",
@@ -155,7 +155,7 @@ class Field(Codec):
             return {self.name: value}
         if self.attribute in _RESOLVED:
             return {self.name: getattr(config, _RESOLVED[self.attribute])}
-        if self.attribute == "initializer_range":  # does not affect a trained model's outputs
+        if self.attribute == "parameters.initializer_range":  # does not affect a trained model's outputs
             return {self.name: self.default}
         return {}
 
@@ -193,7 +193,7 @@ def training_fields(
     return (
         Field(dropout, "dropout_rate", rates),
         Field(attention, "attention.dropout_rate", rates),
-        Field(initializer, "initializer_range", spread),
+        Field(initializer, "parameters.initializer_range", spread),
     )
 
 
@@ -273,13 +273,14 @@ class Biases(Codec):
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         everywhere = ("query", "key", "value", "out")
         feed_forward = self.feed_forward is not None and values.get(self.feed_forward, False)
-        return {"use_bias": feed_forward, "attention.biases": everywhere if values.get(self.attention) else ()}
+        attention = everywhere if values.get(self.attention) else ()
+        return {"parameters.use_bias": feed_forward, "attention.biases": attention}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        # attention.biases = None means that attention follows use_bias.
-        biases = config.attention.biases
-        attention = config.use_bias if biases is None else bool(biases)
-        return {self.attention: attention} | ({self.feed_forward: config.use_bias} if self.feed_forward else {})
+        # attention.biases = None means that attention follows parameters.use_bias.
+        biases, everywhere = config.attention.biases, config.parameters.use_bias
+        attention = everywhere if biases is None else bool(biases)
+        return {self.attention: attention} | ({self.feed_forward: everywhere} if self.feed_forward else {})
 
 
 SCALINGS = ("linear", "llama3", "yarn", "dynamic", "longrope")

@@ -192,7 +192,7 @@ def _load(
     config = family.with_optional(family.read(values, head), head, files.tensors)
     usual = usual_dtype(files.tensors) if packed is None else values.get("dtype", "float32")
     dtype = check_dtype(usual if dtype is None else dtype)
-    config = config.replace(dtype=dtype, param_dtype=dtype)
+    config = config.replace(dtype=dtype, **{"parameters.dtype": dtype})
     _check_sizes(files, config)
     model = head.model(config, execution)
     read = open_tokenizer(files, config.vocab_size, tokenizer)

@@ -196,7 +196,13 @@ class TestCompiler:
         return topology_devices(parse_topology("v5e:2x2"))
 
     def recipe(self, length, **execution):
-        sizes = {"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "feed_forward.d_ff": 8, "position": RotaryOptions()}
+        sizes = {
+            "d_model": 16,
+            "num_heads": 4,
+            "attention.num_kv_heads": 2,
+            "feed_forward.d_ff": 8,
+            "position": RotaryOptions(),
+        }
         parallel = {"devices": None, "fsdp": 2, "context": 2}
         recipe = change(tiny_recipe(model=sizes), parallel=parallel, execution=execution)
         return dataclasses.replace(recipe, data=TextFile(path="t.txt", sequence_length=length, batch_size=4))

@@ -232,7 +232,7 @@ def test_a_whole_model_is_the_same():
         "d_model": 16,
         "num_layers": 2,
         "num_heads": 4,
-        "num_kv_heads": 2,
+        "attention.num_kv_heads": 2,
         "feed_forward.d_ff": 8,
         "attention.softcap": 5.0,
     }
@@ -334,7 +334,7 @@ def tiny(length, **groups):
             model={
                 "d_model": 16,
                 "num_heads": 4,
-                "num_kv_heads": 2,
+                "attention.num_kv_heads": 2,
                 "feed_forward.d_ff": 8,
                 "position": RotaryOptions(),
             }

@@ -10,7 +10,14 @@ import pytest
 from numeric_parts import random_params
 from scipy.special import erf
 
-from transformer.config import Audio, ConfigError, FeedForwardOptions, RotaryOptions, TransformerConfig
+from transformer.config import (
+    Audio,
+    ConfigError,
+    FeedForwardOptions,
+    ParameterOptions,
+    RotaryOptions,
+    TransformerConfig,
+)
 from transformer.nn._parameter_axes import parameter_axes
 from transformer.nn.models import SpeechEncoder, SpeechRecognizer
 from transformer.nn.models._audio import PositionConvolution
@@ -31,7 +38,7 @@ CONFIG = TransformerConfig(
     feed_forward=FeedForwardOptions(d_ff=17),
     position=None,
     input=AUDIO,
-    initializer_range=0.4,
+    parameters=ParameterOptions(initializer_range=0.4),
 )
 SAMPLES = jax.device_put(np.random.default_rng(1).normal(size=(2, 97)).astype(np.float32))
 

@@ -16,6 +16,7 @@ from transformer.config import (
     FeedForwardOptions,
     LayerKind,
     NormOptions,
+    ParameterOptions,
     RotaryOptions,
     TransformerConfig,
 )
@@ -43,7 +44,7 @@ CONFIG = TransformerConfig(
     feed_forward=FeedForwardOptions(d_ff=6),
     position=RotaryOptions(),
     input=IMAGES,
-    initializer_range=0.5,
+    parameters=ParameterOptions(initializer_range=0.5),
     **{"position.sections": (1, 2, 1)},
 )
 M = IMAGES.token_id

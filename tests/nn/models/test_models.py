@@ -12,6 +12,7 @@ from numeric_parts import random_params
 
 from transformer.config import (
     ALiBiOptions,
+    AttentionOptions,
     ConfigError,
     FeedForwardOptions,
     LearnedOptions,
@@ -26,7 +27,12 @@ from transformer.nn.models import CausalLM, Classifier, Seq2Seq
 from transformer.nn.models._encoders import pool
 
 CONFIG = TransformerConfig(
-    vocab_size=17, d_model=12, num_layers=2, num_heads=3, num_kv_heads=1, feed_forward=FeedForwardOptions(d_ff=7)
+    vocab_size=17,
+    d_model=12,
+    num_layers=2,
+    num_heads=3,
+    attention=AttentionOptions(num_kv_heads=1),
+    feed_forward=FeedForwardOptions(d_ff=7),
 )
 NUMBERS = np.random.default_rng(1).integers(0, 17, (2, 9), dtype=np.int32)
 """Slices of a NumPy array need no program."""
@@ -124,7 +130,10 @@ def test_hidden_and_head_are_the_two_halves():
 
 def test_parameter_paths_are_pinned():
     _, params = make(
-        Seq2Seq, TOKENS, TOKENS, num_kv_heads=None, **{"embedding.source_vocab_size": 19, "embedding.tie": False}
+        Seq2Seq,
+        TOKENS,
+        TOKENS,
+        **{"attention.num_kv_heads": None, "embedding.source_vocab_size": 19, "embedding.tie": False},
     )
     paths = {"/".join(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(params["params"])}
     attention = [f"{name}/{leaf}" for name in ("query", "key", "value", "out") for leaf in ("kernel", "bias")]

@@ -91,7 +91,7 @@ def test_llama_is_transformers(torch, transformers, case):
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
     theirs = llama_config(transformers, base, {"rope_type": case, **theirs}, **sizes, **heads, rms_norm_eps=EPSILON)
     theirs = randomize(torch, transformers.LlamaForCausalLM(theirs))
-    sizes = {"vocab_size": 29, "d_model": 18, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2}
+    sizes = {"vocab_size": 29, "d_model": 18, "num_layers": 2, "num_heads": 6, "attention.num_kv_heads": 2}
     sizes["attention.head_dim"] = 4
     scaling = None if ours is None else RotaryScaling(**ours)
     ours = llama_decoder(
@@ -145,7 +145,7 @@ def test_t5_is_transformers(torch, transformers):
     layers = {
         "feed_forward.activation": "gelu_tanh",
         "feed_forward.gated": True,
-        "use_bias": False,
+        "parameters.use_bias": False,
         "norm.kind": "rms_norm",
     }
     ours = TransformerConfig(

@@ -30,7 +30,7 @@ CONFIG = TransformerConfig(
     input=Speech(mel_bins=5),
 )
 CONFIG = CONFIG.replace(
-    **{"embedding.tie": False}, initializer_range=0.6
+    **{"parameters.initializer_range": 0.6, "embedding.tie": False}
 )  # large weights, so that the text depends on the frames
 MODEL = SpeechToText(CONFIG.replace(position=LearnedOptions(max_length=19, source_max_length=7)))
 NUMBERS = np.random.default_rng(1).normal(size=(2, 14, 5)).astype(np.float32)

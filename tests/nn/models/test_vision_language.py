@@ -15,6 +15,7 @@ from transformer.config import (
     ImageTokens,
     LayerKind,
     LearnedOptions,
+    ParameterOptions,
     Patches,
     RotaryOptions,
     TransformerConfig,
@@ -41,7 +42,7 @@ CONFIG = TransformerConfig(
     feed_forward=FeedForwardOptions(d_ff=7),
     position=RotaryOptions(),
     input=IMAGES,
-    initializer_range=0.5,
+    parameters=ParameterOptions(initializer_range=0.5),
     **{"stack.period": (LayerKind(window=13), LayerKind())},
 )
 M = IMAGES.token_id

@@ -90,7 +90,7 @@ class TestDecode:
 
     def test_devices_that_split_heads_hold_latents_whole(self):
         mla = MLA(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
-        model = SMALL.model.replace(num_kv_heads=None, **{"attention.mla": mla})
+        model = SMALL.model.replace(**{"attention.num_kv_heads": None, "attention.mla": mla})
         recipe = dataclasses.replace(parallel(SMALL, data=4, tensor=2), model=model)
         plan = make_decode_plan(recipe, Generation(8, 16, 8), CHIPS, jax.devices())
         latents = 8 * 24 * (6 + 4) * 4  # rows, cache slots, values per token, bytes

@@ -18,6 +18,7 @@ from transformer.config import (
     FeedForwardOptions,
     LayerKind,
     MoE,
+    ParameterOptions,
     RotaryOptions,
     TransformerConfig,
 )
@@ -177,7 +178,7 @@ class TestFlops:
                     "num_layers": 1,
                     "embedding.tie": False,
                     "feed_forward.gated": True,
-                    "num_kv_heads": 1,
+                    "attention.num_kv_heads": 1,
                     "attention.value_dim": 24,
                 },
             ),
@@ -195,7 +196,9 @@ class TestFlops:
 
     def test_by_hand(self):
         """Width 2: four matrices 2 x 2, two matrices 2 x 8 and 5 rows of the embedding table, for 3 x 4 tokens."""
-        model = TransformerConfig(vocab_size=5, d_model=2, num_heads=1, num_layers=1, use_bias=False)
+        model = TransformerConfig(
+            vocab_size=5, d_model=2, num_heads=1, num_layers=1, parameters=ParameterOptions(use_bias=False)
+        )
         recipe = dataclasses.replace(TEXT, model=model, data=TextFile(path="x", sequence_length=4, batch_size=3))
         flops = step_flops(recipe)
         assert flops.matrices == 3 * 2 * 12 * (4 * 4 + 2 * 16 + 5 * 2)

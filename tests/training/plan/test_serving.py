@@ -57,7 +57,7 @@ def test_what_does_not_fit_fits_with_fewer_bits(capsys):
 
 def test_a_step_reads_the_experts_of_its_texts():
     moe = StackOptions(period=(LayerKind(moe=MoE(num_experts=8, top_k=2)),))
-    recipe = dataclasses.replace(TEXT, model=TEXT.model.replace(stack=moe, use_bias=False))
+    recipe = dataclasses.replace(TEXT, model=TEXT.model.replace(stack=moe, **{"parameters.use_bias": False}))
     plan = make_serve_plan(recipe, 24, ONE)
     kernels = 4 * 3 * 2 * 32 * 64  # bytes of one expert of each of three layers
     page = 3 * 16 * 2 * 2 * 128 * 4  # keys and values of two heads of 8 numbers, which a TPU pads to 128

@@ -14,8 +14,7 @@ CONFIG = TransformerConfig(
     d_model=22,
     num_layers=3,
     num_heads=6,
-    num_kv_heads=3,
-    attention=AttentionOptions(head_dim=4, value_dim=5),
+    attention=AttentionOptions(num_kv_heads=3, head_dim=4, value_dim=5),
     feed_forward=FeedForwardOptions(d_ff=13),
 )
 TOKENS = jax.ShapeDtypeStruct((2, 7), jnp.int32)

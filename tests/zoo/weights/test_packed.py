@@ -116,7 +116,7 @@ def test_a_quantized_directory_loads_as_the_plain_one(tmp_path, method):
     small, whole = llama(METHODS[method])
     write_weights(tmp_path / "small", LLAMA | {"quantization_config": METHODS[method]}, small)
     write_weights(tmp_path / "whole", LLAMA, whole)
-    assert load_pretrained(tmp_path / "small").model.config.param_dtype == "float16"
+    assert load_pretrained(tmp_path / "small").model.config.parameters.dtype == "float16"
     found, expected = (load_pretrained(tmp_path / name, dtype="float32") for name in ("small", "whole"))
     assert found.model.config == expected.model.config
     jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)

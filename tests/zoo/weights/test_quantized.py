@@ -116,7 +116,7 @@ def test_a_quantized_directory_loads_as_the_plain_one(tmp_path):
     got = load_pretrained(tmp_path / "quantized")
     expected = load_pretrained(tmp_path / "plain")
     assert got.model.config == expected.model.config
-    assert got.model.config.param_dtype == "bfloat16"
+    assert got.model.config.parameters.dtype == "bfloat16"
     assert "quantization_config" not in got.fields
     jax.tree.map(np.testing.assert_array_equal, got.params, expected.params)
     gate = got.params["decoder"]["layers"]["slot_0"]["feed_forward"]["experts"]["gate"]["kernel"]
@@ -145,7 +145,7 @@ def test_a_directory_in_fp8_blocks(tmp_path):
     """With dtype float32, values keep digits that bfloat16, the default, would round."""
     tensors = llama_tensors()
     write_weights(tmp_path / "fp8", LLAMA | FP8, tensors)
-    assert load_pretrained(tmp_path / "fp8").model.config.param_dtype == "bfloat16"
+    assert load_pretrained(tmp_path / "fp8").model.config.parameters.dtype == "bfloat16"
     loaded = load_pretrained(tmp_path / "fp8", dtype="float32")
     name = "model.layers.0.mlp.down_proj.weight"
     kernel = loaded.params["decoder"]["layers"]["slot_0"]["feed_forward"]["down"]["kernel"][0]
@@ -159,7 +159,7 @@ def test_convert_asks_the_reader_for_the_dtype(tmp_path, form):
     config, tensors = (LLAMA | FP8, llama_tensors()) if form == "fp8" else (OSS | MXFP4, oss_tensors())
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32) + np.float32(2**-20)
     write_weights(tmp_path / "packed", config, tensors)
-    assert load_pretrained(tmp_path / "packed").model.config.param_dtype == "bfloat16"
+    assert load_pretrained(tmp_path / "packed").model.config.parameters.dtype == "bfloat16"
     assert main(["convert", str(tmp_path / "packed"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
     expected, found = plain_files(WeightFiles(tmp_path / "packed")), WeightFiles(tmp_path / "out")
     assert all(expected.dtype_read(name) == expected.read(name).dtype for name in expected.tensors)

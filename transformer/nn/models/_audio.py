@@ -65,7 +65,7 @@ class FeatureEncoder(nn.Module):
     def __call__(self, samples: Float[Array, "B A"], lengths: Lengths | None = None) -> Hidden:
         """Map samples (B, A) to frames (B, T, D); `lengths` (B,) is the number of samples of each row."""
         config, audio = self.config, self.config.audio
-        types = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        types = {"dtype": config.dtype, "param_dtype": config.parameters.dtype}
         x = samples[..., None]  # one channel
         for i, features in enumerate(audio.features):
             size, stride = audio.kernel_sizes[i], audio.strides[i]
@@ -104,8 +104,8 @@ class PositionConvolution(nn.Module):
         # The standard deviation of the reference. With g groups an output is a sum of R D / g products, so its variance
         # is 4 / g times that of the input.
         init = nn.initializers.normal(2 * (size * width) ** -0.5)
-        kernel = self.param("kernel", init, shape, config.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, (width,), config.param_dtype)
+        kernel = self.param("kernel", init, shape, config.parameters.dtype)
+        bias = self.param("bias", nn.initializers.zeros, (width,), config.parameters.dtype)
         y = x
         if audio.position_norm == "weight":
             # Weight normalization separates the direction of a kernel from its norm, here at each position k:
@@ -113,10 +113,10 @@ class PositionConvolution(nn.Module):
             direction = kernel.astype(jnp.float32)
             norms = jnp.sqrt(jnp.square(direction).sum((1, 2), keepdims=True))
             # Initially scale_k = |V_k|, so W = V.
-            scale = self.param("scale", lambda *_: norms[:, 0, 0].astype(config.param_dtype))
-            kernel = (direction / norms * scale.astype(jnp.float32)[:, None, None]).astype(config.param_dtype)
+            scale = self.param("scale", lambda *_: norms[:, 0, 0].astype(config.parameters.dtype))
+            kernel = (direction / norms * scale.astype(jnp.float32)[:, None, None]).astype(config.parameters.dtype)
         else:
-            y = FrozenBatchNorm(EPSILON, config.dtype, config.param_dtype, name="norm")(y)
+            y = FrozenBatchNorm(EPSILON, config.dtype, config.parameters.dtype, name="norm")(y)
         # The frames t - R // 2 to t - R // 2 + R - 1 add to frame t: an even kernel reads one frame more of the past.
         padding = (size // 2, size - 1 - size // 2)
         y, kernel, bias = nn.dtypes.promote_dtype(y, kernel, bias, dtype=config.dtype)

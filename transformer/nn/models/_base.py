@@ -40,7 +40,7 @@ class HeadMap(nn.Module):
         """Transform hidden states (..., D) to (..., D)."""
         config, transform = self.config, self.transform
         features, init = (x.shape[-1],), kernel_init(config)
-        x = Linear(features, 1, transform.use_bias, init, config.dtype, config.param_dtype, name="dense")(x)
+        x = Linear(features, 1, transform.use_bias, init, config.dtype, config.parameters.dtype, name="dense")(x)
         # BERT: norm(gelu(x W + b)), and then the output layer
         x = ACTIVATIONS[transform.activation](x)
         return make_norm(config, "norm")(x) if transform.norm else x
@@ -60,7 +60,8 @@ class Model(nn.Module):
         config = self.config
         if vocab_size is None:
             raise ConfigError(f"{field} is not set: a {type(self).__name__} needs the number of tokens. Set it.")
-        return Embedding(vocab_size, width or config.d_model, kernel_init(config), config.dtype, config.param_dtype)
+        types = (config.dtype, config.parameters.dtype)
+        return Embedding(vocab_size, width or config.d_model, kernel_init(config), *types)
 
     def _setup_embedding(self) -> None:
         # A table (V, P) and a map (P, D) have P (V + D) parameters instead of V D (ALBERT, Lan et al. 2019, arXiv
@@ -68,7 +69,7 @@ class Model(nn.Module):
         config, width = self.config, self.config.embedding.width
         self.embedding = self._table(config.vocab_size, width=width)
         if width is not None:
-            options = (1, False, kernel_init(config), config.dtype, config.param_dtype)
+            options = (1, False, kernel_init(config), config.dtype, config.parameters.dtype)
             self.embedding_in, self.embedding_out = Linear((config.d_model,), *options), Linear((width,), *options)
 
     def _setup_head(self, features: int, *, tied: bool, use_bias: bool = False) -> None:
@@ -77,10 +78,10 @@ class Model(nn.Module):
         use_bias = use_bias if config.output.bias is None else config.output.bias
         self._setup_transform()
         if not tied:
-            self.output = Linear((features,), 1, use_bias, kernel_init(config), config.dtype, config.param_dtype)
+            self.output = Linear((features,), 1, use_bias, kernel_init(config), config.dtype, config.parameters.dtype)
         # A tied output layer has no kernel of its own, so its bias is a parameter of the model, as in BERT.
         elif use_bias:
-            self.output_bias = self.param("output_bias", nn.initializers.zeros, (features,), config.param_dtype)
+            self.output_bias = self.param("output_bias", nn.initializers.zeros, (features,), config.parameters.dtype)
 
     def _setup_transform(self) -> None:
         if self.config.output.transform is not None:

@@ -79,9 +79,9 @@ class CausalLM(Model):
         config = self.config
         rows, layers = config.embedding.per_layer_vocab_size or config.vocab_size, config.num_layers
         self.layer_embedding = self._table(rows, width=layers * width)
-        options = (1, False, kernel_init(config), config.dtype, config.param_dtype)
+        options = (1, False, kernel_init(config), config.dtype, config.parameters.dtype)
         self.layer_embedding_projection = Linear((layers, width), *options)
-        self.layer_embedding_norm = NORMS[config.norm.kind](config.norm.epsilon, config.dtype, config.param_dtype)
+        self.layer_embedding_norm = NORMS[config.norm.kind](config.norm.epsilon, config.dtype, config.parameters.dtype)
 
     def _embed_per_layer(self, tokens: Tokens, x: Hidden) -> Float[Array, "L B T P"]:
         """Return the embeddings of tokens (B, T) for each layer: sqrt(P) times a row of the table, plus a normalized

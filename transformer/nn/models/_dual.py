@@ -61,7 +61,7 @@ class DualEncoder(nn.Module):
             raise ConfigError("a DualEncoder has no output.transform and no output.normalize. Remove them.")
         self.text = Embedder(config, self.execution)
         self.image = VisionEmbedder(image, self.execution)
-        both, types = config.images.projections == "both", (config.dtype, config.param_dtype)
+        both, types = config.images.projections == "both", (config.dtype, config.parameters.dtype)
         self.text_projection = Linear((config.images.features,), 1, not both, kernel_init(config), *types)
         if both:
             self.image_projection = Linear((config.images.features,), 1, False, kernel_init(image), *types)
@@ -69,9 +69,9 @@ class DualEncoder(nn.Module):
         # Initial values of the papers: 1 / 0.07 for softmax, 10 and -10 for the sigmoid of mostly non-matching pairs.
         # The sigmoid logits then start at 10 cos - 10, from -20 to 0: all pairs begin as unlikely, as most of them are.
         scale = math.log(10.0) if sigmoid else math.log(1 / 0.07)
-        self.logit_scale = self.param("logit_scale", nn.initializers.constant(scale), (1,), config.param_dtype)
+        self.logit_scale = self.param("logit_scale", nn.initializers.constant(scale), (1,), config.parameters.dtype)
         if sigmoid:
-            self.logit_bias = self.param("logit_bias", nn.initializers.constant(-10.0), (1,), config.param_dtype)
+            self.logit_bias = self.param("logit_bias", nn.initializers.constant(-10.0), (1,), config.parameters.dtype)
 
     def __call__(
         self,

@@ -110,7 +110,7 @@ class DynamicImageTower(nn.Module):
 
     def setup(self):
         config = self.config
-        options = (False, kernel_init(config), config.dtype, config.param_dtype)
+        options = (False, kernel_init(config), config.dtype, config.parameters.dtype)
         self.tubelet_embedding = Linear((config.d_model,), 4, *options)
         self.encoder = Encoder(config, execution=self.execution)
 
@@ -154,7 +154,7 @@ class PatchMerger(nn.Module):
     def __call__(self, x: Float[Array, "I P Di"]) -> Float[Array, "I S D"]:
         """Map patches (I, P, Di), in the order of `ImagePatches`, to S = P / merge^2 tokens, (I, S, D)."""
         config, merged = self.config, self.images.merge**2
-        options = (1, True, kernel_init(config), config.dtype, config.param_dtype)
+        options = (1, True, kernel_init(config), config.dtype, config.parameters.dtype)
         # (I, P, Di) -> (I, S, merge^2 Di): the patches of a token are neighbors in the order of `ImagePatches`.
         x = x.reshape(x.shape[0], x.shape[1] // merged, merged * x.shape[2])
         x = ACTIVATIONS["gelu_erf"](Linear((x.shape[2],), *options, name="hidden")(x))

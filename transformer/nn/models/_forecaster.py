@@ -86,7 +86,7 @@ class SeriesEncoder(Model):
         config, series = self.config, self.config.series
         if series is None:
             raise ConfigError(f"input is not a series: a {type(self).__name__} needs input=Series(...).")
-        features = ((config.d_model,), 1, True, kernel_init(config), config.dtype, config.param_dtype)
+        features = ((config.d_model,), 1, True, kernel_init(config), config.dtype, config.parameters.dtype)
         if series.shared_embedding:
             self.series_embedding = Linear(*features)
         else:
@@ -95,7 +95,9 @@ class SeriesEncoder(Model):
             # One kernel per channel: (B, C, P, t) x (C, t, D) -> (B, C, P, D)
             self.channel_embedding = nn.vmap(Linear, axis_size=series.channels, **each)(*features)
         if series.class_token:
-            self.class_token = self.param("class_token", nn.initializers.zeros, (config.d_model,), config.param_dtype)
+            self.class_token = self.param(
+                "class_token", nn.initializers.zeros, (config.d_model,), config.parameters.dtype
+            )
         self.encoder = Encoder(config, causal=config.attention.causal, execution=self.execution)
 
     def __call__(

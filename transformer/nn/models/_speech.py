@@ -117,7 +117,7 @@ class SpeechToText(Seq2Seq):
             raise ConfigError("input is not speech: a SpeechToText needs input=Speech(mel_bins=...).")
         if config.embedding.source_vocab_size is not None:
             raise ConfigError("source_vocab_size is for sources of tokens, but a SpeechToText reads frames. Remove it.")
-        types = {"kernel_init": kernel_init(config), "dtype": config.dtype, "param_dtype": config.param_dtype}
+        types = {"kernel_init": kernel_init(config), "dtype": config.dtype, "param_dtype": config.parameters.dtype}
         self.conv_0 = Convolution(config.d_model, **types)
         self.conv_1 = Convolution(config.d_model, stride=FRAMES_A_POSITION, **types)
 

@@ -86,7 +86,7 @@ class AttentionPooling(Block):
     def __call__(self, hidden: Hidden, deterministic: bool = True, mask: Mask | None = None) -> Float[Array, "B D"]:
         """Pool (B, T, D) to (B, D); `mask` marks the padding."""
         config = self.config
-        query = self.param("query", nn.initializers.normal(0.02), (config.d_model,), config.param_dtype)
+        query = self.param("query", nn.initializers.normal(0.02), (config.d_model,), config.parameters.dtype)
         # The learned query is the same for all sequences: (D,) -> (B, 1, D).
         x = jnp.broadcast_to(query.astype(hidden.dtype), (hidden.shape[0], 1, hidden.shape[2]))
         inputs = LayerInputs(context=hidden, context_mask=Mask.of(mask), deterministic=deterministic)
@@ -129,16 +129,18 @@ class VisionEncoder(Model):
             )
         zeros, width = nn.initializers.zeros, (config.d_model,)
         if patches.class_token:
-            self.class_token = self.param("class_token", zeros, width, config.param_dtype)
+            self.class_token = self.param("class_token", zeros, width, config.parameters.dtype)
         if patches.distillation_token:
-            self.distillation_token = self.param("distillation_token", zeros, width, config.param_dtype)
+            self.distillation_token = self.param("distillation_token", zeros, width, config.parameters.dtype)
         if patches.registers:
-            init, shape = nn.initializers.normal(config.initializer_range or 0.02), (patches.registers, config.d_model)
-            self.registers = self.param("registers", init, shape, config.param_dtype)
+            init = nn.initializers.normal(config.parameters.initializer_range or 0.02)
+            shape = (patches.registers, config.d_model)
+            self.registers = self.param("registers", init, shape, config.parameters.dtype)
         if patches.resize_positions:
-            init = nn.initializers.normal(config.initializer_range or 0.02)
-            self.position_table = self.param("position_table", init, (patches.count, *width), config.param_dtype)
-        self.patch_embedding = Linear(width, 3, patches.use_bias, kernel_init(config), config.dtype, config.param_dtype)
+            init = nn.initializers.normal(config.parameters.initializer_range or 0.02)
+            self.position_table = self.param("position_table", init, (patches.count, *width), config.parameters.dtype)
+        types = (config.dtype, config.parameters.dtype)
+        self.patch_embedding = Linear(width, 3, patches.use_bias, kernel_init(config), *types)
         self.encoder = Encoder(config, causal=config.attention.causal, execution=self.execution)
         if pooling == "attention":
             self.attention_pooling = AttentionPooling(config, execution=self.execution)
@@ -286,7 +288,7 @@ class DistilledVisionClassifier(VisionClassifier):
             raise ConfigError(
                 "a DistilledVisionClassifier needs input.distillation_token=True and output.pooling='first'. Set both."
             )
-        features, types = (config.output.num_classes,), (config.dtype, config.param_dtype)
+        features, types = (config.output.num_classes,), (config.dtype, config.parameters.dtype)
         self.distillation_output = Linear(features, 1, True, kernel_init(config), *types)
 
     def pool(self, hidden: Hidden, deterministic: bool = True, mask: Mask | None = None) -> Float[Array, "B Do"]:

@@ -61,7 +61,7 @@ class ImageProjector(nn.Module):
     def __call__(self, x: Float[Array, "I T Di"]) -> Float[Array, "I P D"]:
         """Project (I, T, Di), without learned tokens, to (I, P, D)."""
         config, images = self.config, self.images
-        types = (config.dtype, config.param_dtype)
+        types = (config.dtype, config.parameters.dtype)
         if images.pool > 1:
             (rows, columns), side = images.patches.grid, images.pool
             # (I, T, Di) -> (I, rows / s, s, columns / s, s, Di), then the mean of each square.

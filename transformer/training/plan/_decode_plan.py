@@ -333,8 +333,8 @@ def _read_bytes(recipe: Recipe, params: Any) -> int:
 def _remedies(recipe: Recipe, generation: Generation, sizes: Mapping[str, int]) -> list[str]:
     """Return options that reduce the memory of a generation on a mesh of these sizes, each with its effect."""
     found = []
-    if recipe.model.param_dtype == "float32":
-        found.append("--model.param-dtype bfloat16: halves the size of the parameters")
+    if recipe.model.parameters.dtype == "float32":
+        found.append("--model.parameters.dtype bfloat16: halves the size of the parameters")
     if sizes["data"] > 1 and recipe.model.num_heads % (sizes["data"] * sizes["tensor"]) == 0:
         found.append(
             f"--parallel.tensor {sizes['data'] * sizes['tensor']} --parallel.data 1: splits the parameters too"

@@ -123,7 +123,7 @@ def bart_fields(*, pre_norm: bool = False) -> tuple[Codec, ...]:
         Fixed("tie_word_embeddings", (True,)),
         Field("dropout", "dropout_rate", 0.1),
         Field("attention_dropout", "attention.dropout_rate", 0.0),
-        Field("init_std", "initializer_range", 0.02),
+        Field("init_std", "parameters.initializer_range", 0.02),
         Fixed("is_encoder_decoder", (True,)),
         Former("normalize_before", (pre_norm,)),
         Former("add_final_layer_norm", (pre_norm,)),
@@ -165,7 +165,7 @@ BART = Family(
         "BartModel": Head(model=Seq2Seq, base=True),
     },
     constants={"norm.kind": "layer_norm", "norm.epsilon": 1e-5, "norm.position": "post", "embedding.norm": True}
-    | {"position": LearnedOptions(), "use_bias": True},
+    | {"position": LearnedOptions(), "parameters.use_bias": True},
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("max_position_embeddings", "position.max_length", 1024),

@@ -61,7 +61,12 @@ BLOOM = Family(
     title="BLOOM",
     citation="BigScience Workshop 2022, arXiv 2211.05100",
     heads=decoder_heads("Bloom"),
-    constants={"norm.kind": "layer_norm", "position": ALiBiOptions(), "embedding.norm": True, "use_bias": True}
+    constants={
+        "norm.kind": "layer_norm",
+        "position": ALiBiOptions(),
+        "embedding.norm": True,
+        "parameters.use_bias": True,
+    }
     | {"feed_forward.activation": "gelu_tanh", "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size"),

@@ -119,7 +119,7 @@ class LatentSizes(Codec):
             qk_rope_head_dim=values.get("qk_rope_head_dim", 64),
             v_head_dim=values.get("v_head_dim", 128),
         )
-        return {"attention.mla": mla, "num_kv_heads": None, "attention.head_dim": None}
+        return {"attention.mla": mla, "attention.num_kv_heads": None, "attention.head_dim": None}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         mla = config.attention.mla

@@ -27,12 +27,12 @@ class MapBiases(Codec):
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         # By default, all maps but that of keys have a bias.
         biases = tuple(ours for ours, theirs in _BIASES.items() if values.get(theirs, theirs != _KEY))
-        return {"attention.biases": biases, "use_bias": values.get("mlp_bias", True)}
+        return {"attention.biases": biases, "parameters.use_bias": values.get("mlp_bias", True)}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         given = config.attention.biases
-        has = {ours: config.use_bias if given is None else ours in given for ours in _BIASES}
-        return {theirs: has[ours] for ours, theirs in _BIASES.items()} | {"mlp_bias": config.use_bias}
+        has = {ours: config.parameters.use_bias if given is None else ours in given for ours in _BIASES}
+        return {theirs: has[ours] for ours, theirs in _BIASES.items()} | {"mlp_bias": config.parameters.use_bias}
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
@@ -80,7 +80,7 @@ DINOV3 = Family(
         Field("layerscale_value", "stack.layer_scale", 1.0),
         Field("rope_theta", "position.base", 100.0),
         Field("attention_dropout", "attention.dropout_rate", 0.0),
-        Field("initializer_range", "initializer_range", 0.02),
+        Field("initializer_range", "parameters.initializer_range", 0.02),
         MapBiases(),
         PatchSizes(registers=0),
         Unread(

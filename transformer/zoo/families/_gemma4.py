@@ -116,7 +116,7 @@ class SharedAndGlobal(Codec):
         """Return the fields of each LayerKind that its heads set: those that differ from the whole model."""
         width, heads = changes["d_model"], changes["num_heads"]
         usual = {"head_dim": changes["attention.head_dim"] or width // heads}
-        usual |= {"num_kv_heads": changes["num_kv_heads"] or heads}
+        usual |= {"num_kv_heads": changes["attention.num_kv_heads"] or heads}
         return [{name: size for name, size in own.items() if size != usual[name]} for own in _own_heads(values, types)]
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:

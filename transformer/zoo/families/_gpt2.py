@@ -43,7 +43,12 @@ GPT2 = Family(
     title="GPT-2",
     citation="Radford et al. 2019, Language Models are Unsupervised Multitask Learners",
     heads={"GPT2LMHeadModel": LANGUAGE_MODEL, "GPT2ForSequenceClassification": LAST_TOKEN},
-    constants={"norm.kind": "layer_norm", "position": LearnedOptions(), "use_bias": True, "embedding.scale": False},
+    constants={
+        "norm.kind": "layer_norm",
+        "position": LearnedOptions(),
+        "parameters.use_bias": True,
+        "embedding.scale": False,
+    },
     fields=(
         Field("n_positions", "position.max_length", 1024),
         *sizes(vocab_size=("vocab_size", 50257), d_model=("n_embd", 768)),

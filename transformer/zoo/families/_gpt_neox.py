@@ -56,7 +56,12 @@ GPT_NEOX = Family(
         "GPTNeoXForCausalLM": Head(model=CausalLM, rules=(Rule("embed_out.weight", "output/kernel", MATRIX),)),
         "GPTNeoXForSequenceClassification": LAST_TOKEN,
     },
-    constants={"norm.kind": "layer_norm", "position": RotaryOptions(), "use_bias": True, "embedding.scale": False},
+    constants={
+        "norm.kind": "layer_norm",
+        "position": RotaryOptions(),
+        "parameters.use_bias": True,
+        "embedding.scale": False,
+    },
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("hidden_size", "d_model"),

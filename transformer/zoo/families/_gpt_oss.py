@@ -60,7 +60,7 @@ class AttentionBiases(Biases):
     """Biases of attention (default: true). The experts always have biases."""
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        return super().read({self.attention: True} | dict(values), changes) | {"use_bias": True}
+        return super().read({self.attention: True} | dict(values), changes) | {"parameters.use_bias": True}
 
 
 @dataclass(frozen=True)

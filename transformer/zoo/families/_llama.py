@@ -18,7 +18,7 @@ DECODER_CONSTANTS = {
     "norm.kind": "rms_norm",
     "position": RotaryOptions(),
     "feed_forward.gated": True,
-    "use_bias": False,
+    "parameters.use_bias": False,
     "embedding.scale": False,
 }
 """Constants of Llama and most later decoder families."""
@@ -81,7 +81,7 @@ class Heads(Codec):
         width, heads = changes["d_model"], changes["num_heads"]
         kv_heads, head_dim = values.get("num_key_value_heads", self.kv_heads), values.get("head_dim", self.head_dim)
         return {
-            "num_kv_heads": None if kv_heads == heads else kv_heads,
+            "attention.num_kv_heads": None if kv_heads == heads else kv_heads,
             "attention.head_dim": None if head_dim is not None and head_dim * heads == width else head_dim,
         }
 
@@ -114,7 +114,7 @@ def decoder_fields(
         Field("rms_norm_eps", "norm.epsilon", epsilon),
         Field("tie_word_embeddings", "embedding.tie", tied),
         Field("attention_dropout", "attention.dropout_rate", 0.0),
-        Field("initializer_range", "initializer_range", 0.02),
+        Field("initializer_range", "parameters.initializer_range", 0.02),
     )
 
 

@@ -97,7 +97,7 @@ MARIAN = Family(
     title="Marian",
     citation="Junczys-Dowmunt et al. 2018, arXiv 1804.00344; Tiedemann & Thottingal 2020, OPUS-MT",
     heads={"MarianMTModel": Head(model=Seq2Seq, constants={"output.bias": True}, rules=(LOGITS_BIAS,))},
-    constants={"norm.kind": "layer_norm", "norm.epsilon": 1e-5, "norm.position": "post", "use_bias": True},
+    constants={"norm.kind": "layer_norm", "norm.epsilon": 1e-5, "norm.position": "post", "parameters.use_bias": True},
     fields=(
         Vocabularies(),
         *bart_fields(),

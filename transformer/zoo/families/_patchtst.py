@@ -230,7 +230,7 @@ PATCHTST = Family(
         *sizes(d_model=("d_model", 128), num_layers=("num_hidden_layers", 3), num_heads=("num_attention_heads", 4)),
         Field("ffn_dim", "feed_forward.d_ff", 512),
         Field("activation_function", "feed_forward.activation", "gelu", ACTIVATIONS),
-        Field("bias", "use_bias", True),
+        Field("bias", "parameters.use_bias", True),
         Field("norm_type", "norm.kind", "batchnorm", {"batchnorm": "frozen_batch_norm", "layernorm": "layer_norm"}),
         Field("norm_eps", "norm.epsilon", 1e-5),
         Field("pre_norm", "norm.position", True, {True: "pre", False: "post"}),

@@ -42,7 +42,7 @@ STARCODER2 = decoder_family(
             {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS,
         ),
         Field("norm_epsilon", "norm.epsilon", 1e-5),
-        Field("use_bias", "use_bias", True),
+        Field("use_bias", "parameters.use_bias", True),
         Field("tie_word_embeddings", "embedding.tie", True),
         *training_fields("residual_dropout", "attention_dropout", spread=0.018042),
         Rope(),

@@ -17,7 +17,7 @@ from transformer.zoo.weights._rules import MATRIX, Rule, linear, modules, norm
 T5_CONSTANTS = {
     "norm.kind": "rms_norm",
     "position": T5BiasOptions(),
-    "use_bias": False,
+    "parameters.use_bias": False,
     "embedding.scale": False,
     "attention.scale": 1.0,
 }

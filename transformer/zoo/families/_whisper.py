@@ -62,7 +62,7 @@ WHISPER = Family(
     citation="Radford et al. 2022, arXiv 2212.04356",
     heads={"WhisperForConditionalGeneration": Head(model=SpeechToText)},
     constants={"norm.kind": "layer_norm", "norm.epsilon": 1e-5, "position": LearnedOptions(), "embedding.scale": False}
-    | {"use_bias": True, "attention.biases": ("query", "value", "out")},
+    | {"parameters.use_bias": True, "attention.biases": ("query", "value", "out")},
     fields=(
         Field("vocab_size", "vocab_size", 51_865),
         MelBins(),
