@@ -11,7 +11,6 @@ from transformer.config._checks import (
     check_choices,
     check_range,
     check_whole,
-    nearest,
 )
 from transformer.config._layer_patterns import check_shared_keys
 from transformer.config._options import (
@@ -27,7 +26,7 @@ from transformer.config._options import (
     StackOptions,
 )
 from transformer.config._parts import Layer, LayerKind, Patches, RotaryScaling, Series
-from transformer.config._paths import get_path, with_paths
+from transformer.config._paths import get_path, nearest_path, with_paths
 from transformer.config._positions import (
     LearnedOptions,
     Position,
@@ -91,6 +90,7 @@ class TransformerConfig:
     between tokens; None: tokens"""
 
     def __post_init__(self):
+        self._check_parts()
         check_choices(self, dtype=Dtype)
         check_whole(self, "vocab_size", "d_model", "num_layers", "num_heads")
         check_range(self, 0.0, 1.0, "dropout_rate")
@@ -116,6 +116,12 @@ class TransformerConfig:
         for stack, layers in self._stack_sizes().items():
             self._check_pattern(stack, layers)
         self._check_kinds()
+
+    def _check_parts(self):
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            if dataclasses.is_dataclass(kind) and field.name != "position" and not isinstance(value, kind):
+                raise ConfigError(f"{field.name} must be {kind.__name__}(...), got {value!r:.80}.")
 
     def _check_latent(self):
         if self.attention.mla is None:
@@ -382,10 +388,9 @@ class TransformerConfig:
         Raises:
             ConfigError: an unknown field (the message suggests the most similar name), or an invalid model.
         """
-        names = [field.name for field in dataclasses.fields(self)]
         for name in changes:
-            if name.partition(".")[0] not in names:
-                raise ConfigError(f"TransformerConfig has no field {name!r}.{nearest(name, names)}")
+            if name.partition(".")[0] not in self.__dataclass_fields__:
+                raise ConfigError(f"TransformerConfig has no field {name!r}.{nearest_path(type(self), name)}")
         return dataclasses.replace(self, **changes)
 
 

@@ -24,13 +24,18 @@ def transformer_big(**changes: object) -> TransformerConfig:
 
 
 def gpt2_decoder(**changes: object) -> TransformerConfig:
-    """Return the decoder of GPT-2 (Radford et al. 2019): learned positions, 1,024 tokens. Pass sizes as `changes`."""
+    """Return the decoder of GPT-2 (Radford et al. 2019): learned positions, 1,024 tokens.
+
+    Pass sizes as `changes`: `gpt2_decoder(d_model=768, **{"feed_forward.d_ff": 3072})` keeps the activation.
+    """
     return _GPT2.replace(**changes)
 
 
 def llama_decoder(**changes: object) -> TransformerConfig:
     """Return the decoder of Llama (Touvron et al. 2023, arXiv 2302.13971): RMSNorm, rotary positions, gated SiLU, no
-    biases, untied embeddings. Pass sizes as `changes`.
+    biases, untied embeddings.
+
+    Pass sizes as `changes`: `llama_decoder(d_model=768, **{"feed_forward.d_ff": 2048})` keeps activation and gate.
     """
     return _LLAMA.replace(**changes)
 

@@ -28,7 +28,7 @@ def with_paths(cls: type) -> type:
         for path in (name for name in given if name not in fields):
             part, _, rest = path.partition(".")
             if part not in names:
-                raise TypeError(f"{cls.__name__} has no field {part!r}.{nearest(part, names)}")
+                raise TypeError(f"{cls.__name__} has no field {part!r}.{nearest_path(cls, part)}")
             inside.setdefault(part, {})[rest] = given[path]
         for part, changes in inside.items():
             now = fields[part] if part in fields else getattr(cls, part)
@@ -37,6 +37,13 @@ def with_paths(cls: type) -> type:
 
     cls.__init__ = init
     return cls
+
+
+def nearest_path(cls: type, name: str) -> str:
+    """Return `" Did you mean 'part.x'?"` for a field `x` of a part, or as `nearest` for a field of the class itself."""
+    parts = {field.name: field.default for field in dataclasses.fields(cls) if dataclasses.is_dataclass(field.default)}
+    paths = [f"{part}.{name}" for part, default in parts.items() if hasattr(default, name)]
+    return f" Did you mean {' or '.join(map(repr, paths))}?" if paths else nearest(name, cls.__dataclass_fields__)
 
 
 def get_path(config: Any, path: str) -> Any:
