@@ -258,9 +258,7 @@ def step_need(recipe: Recipe, placement: Placement, batch: Shapes) -> Need:
     new = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0) + stats.generated_code_size_in_bytes
     gradients = min(gradients, stats.temp_size_in_bytes)
     return Need(
-        state=stats.argument_size_in_bytes,
-        gradients=gradients,
-        activations=stats.temp_size_in_bytes - gradients + new,
+        state=stats.argument_size_in_bytes, gradients=gradients, activations=stats.temp_size_in_bytes - gradients + new
     )
 
 
@@ -311,9 +309,7 @@ def _more_devices(recipe: Recipe, sizes: Mapping[str, int], need: Need, availabl
 
     def split(count: int) -> Need:
         return Need(
-            state=need.state // count,
-            gradients=need.gradients // count,
-            activations=need.activations * here // count,
+            state=need.state // count, gradients=need.gradients // count, activations=need.activations * here // count
         )
 
     count = 2 * here

@@ -135,11 +135,7 @@ class Trackio:
         self._run.finish()
 
 
-TRACKERS: dict[str, type[WandB] | type[MLflow] | type[Trackio]] = {
-    "wandb": WandB,
-    "mlflow": MLflow,
-    "trackio": Trackio,
-}
+TRACKERS: dict[str, type[WandB] | type[MLflow] | type[Trackio]] = {"wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
 """trackers by the name in `logging.writers`, which is also that of the module and of the extra"""
 
 _LOGIN = {

@@ -138,12 +138,7 @@ class Progress:
             self._bar.start()
 
     def update(
-        self,
-        step: int,
-        *,
-        loss: float | None = None,
-        targets_per_s: float | None = None,
-        mfu: float | None = None,
+        self, step: int, *, loss: float | None = None, targets_per_s: float | None = None, mfu: float | None = None
     ) -> None:
         """Update the bar, or write a line. Call it when metrics are logged, not at every step.
 

@@ -150,12 +150,9 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
     inside = 8 * stream + 4 * inner
     kept = (
         stream
-        + {
-            "full": 0,
-            "names": stream // tensor + inner,
-            "dots": 4 * stream // tensor + 2 * inner,
-            "none": inside,
-        }[remat]
+        + {"full": 0, "names": stream // tensor + inner, "dots": 4 * stream // tensor + 2 * inner, "none": inside}[
+            remat
+        ]
     )
     # The state is the parameters and two moments of Adam, so a third of it has the size of the gradients. Multiplied by
     # fsdp: the size that is communicated is that before the split. data: an all-reduce sends 2 x the device's shard of

@@ -32,14 +32,7 @@ from transformer.training.tasks._exact_match import answer_sums
 from transformer.training.tasks._losses import Batch
 from transformer.training.tasks._results import Results
 from transformer.training.tasks._samples import answers, continuations, first_words
-from transformer.training.tasks._translation import (
-    corpus_score,
-    corrected,
-    make_beam,
-    scores,
-    selection,
-    translations,
-)
+from transformer.training.tasks._translation import corpus_score, corrected, make_beam, scores, selection, translations
 
 
 class LanguageModeling(TokenTask):

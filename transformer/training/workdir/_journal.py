@@ -251,12 +251,7 @@ class Journal:
         self._progress.advance(step)
 
     def _judged(
-        self,
-        step: int,
-        values: Mapping[str, np.ndarray],
-        limit: float | None,
-        batch: Any,
-        why: Callable[[Any], str],
+        self, step: int, values: Mapping[str, np.ndarray], limit: float | None, batch: Any, why: Callable[[Any], str]
     ) -> bool:
         """Return whether the step was applied, not skipped. Raises NonFiniteError and LossSpikeError like `add`."""
         training, ledger = self._recipe.training, self._ledger

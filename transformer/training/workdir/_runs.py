@@ -26,21 +26,8 @@ from transformer.training import _processes as processes
 from transformer.training import lora
 from transformer.training._completion import complete_recipe
 from transformer.training._parallel import Placement
-from transformer.training._recipe import (
-    FILE,
-    Recipe,
-    build_model,
-    load_recipe,
-    save_recipe,
-    to_json,
-)
-from transformer.training._start import (
-    Start,
-    describe_start,
-    initialize_from,
-    origin_of,
-    with_teacher,
-)
+from transformer.training._recipe import FILE, Recipe, build_model, load_recipe, save_recipe, to_json
+from transformer.training._start import Start, describe_start, initialize_from, origin_of, with_teacher
 from transformer.training._state import TrainState, abstract_state, merged_params
 from transformer.training.tasks._table import TASKS
 from transformer.training.workdir._changes import moved
