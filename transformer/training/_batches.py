@@ -48,13 +48,7 @@ class Supervision:
         return self._dataset.train_batches(self._seed, self._rows)
 
     def batch(self, state: TrainState, step: int, batches: Any) -> Batch:
-        """Return the batch for the next step.
-
-        Args:
-            state: state before the step.
-            step: number of steps done.
-            batches: result of `start`.
-        """
+        """Return the batch for the next step, after `step` steps, from the result of `start`."""
         return next(batches)
 
     def record(self, journal: Journal, seconds: float) -> None:
@@ -70,10 +64,8 @@ class Rollouts:
     """Makes the training batches of GRPO.
 
     The batch of step n is a function of the state before it, the prompts of step n and the seed. So a resumed run makes
-    the same batches as an uninterrupted one.
-
-    Raises:
-        ConfigError: a reward can't be used, or prompts with completions are longer than a learned position table.
+    the same batches as an uninterrupted one. ConfigError if a reward can't be used, or prompts with completions are
+    longer than a learned position table.
     """
 
     def __init__(
@@ -118,16 +110,9 @@ class Rollouts:
         return step % self._options.epochs != 0
 
     def batch(self, state: TrainState, step: int, prompts: Any) -> Batch:
-        """Return the rows of this process of the batch for the next step.
+        """Return the rows of this process of the batch for the next step; `prompts` are the same for all processes.
 
-        Args:
-            state: state before the step.
-            step: number of steps done.
-            prompts: iterator over batches of prompts, the same for all processes.
-
-        Raises:
-            RewardError: a reward is not a finite number.
-            ValueError: the logits of a row are not finite.
+        RewardError if a reward is not a finite number; ValueError if the logits of a row are not finite.
         """
         began = time.perf_counter()
         if not self.unfinished(step) or self._batch is None:
@@ -160,14 +145,8 @@ class Rollouts:
         return [completion_text(self._dataset, row) for row in completions]
 
     def _assembled(self, ids, lengths, completions, truncated, values) -> Batch:
-        """Return a training batch of R rows.
-
-        Args:
-            ids: prompts, (R, P).
-            lengths: their lengths, (R,).
-            completions: R lists of ids.
-            truncated: (R,), whether a completion has no end.
-            values: rewards, (R, K).
+        """Return a training batch of R rows from prompts `ids` (R, P), their lengths (R,), R completions, whether each
+        of them has no end (R,), and rewards (R, K).
         """
         rows, group = len(ids), self._options.group_size
         # One position more than a row: the targets are the tokens shifted left by one.
@@ -232,10 +211,8 @@ def make_source(
 
 
 def check_prompts(recipe: Recipe, dataset: PromptDataset, rewards: Rewards) -> None:
-    """Check before training that every reward takes the columns of every prompt, and that completions fit the model.
-
-    Raises:
-        ConfigError: they don't.
+    """Raise ConfigError before training unless every reward takes the columns of every prompt, and completions fit the
+    model.
     """
     seen = set()
     for split in dataset.splits:

@@ -32,7 +32,6 @@ def complete_recipe(
     A run completes its recipe in `open_run` alone: without the data, which can then be prepared, and again with it.
 
     Args:
-        recipe: recipe of the command.
         start: pretrained model to initialize from: the model config except for `RECIPE_FIELDS`, the preprocessing of
             images, and `origin`.
         old: recipe of the run to resume: everything that its start, its teacher and its data had decided.
@@ -40,9 +39,8 @@ def complete_recipe(
         data: prepared data: labels, columns, mean and standard deviation, vocabulary size, id of the image token and
             number of classes.
 
-    Raises:
-        ConfigError: the recipe sets one of these fields to another value, the data does not fit the model, or a model
-            that the recipe needs is missing or has other parameters.
+    ConfigError if the recipe sets one of these fields to another value, the data does not fit the model, or a model
+    that the recipe needs is missing or has other parameters.
     """
     if start is not None:
         recipe = _with_start(recipe, start)

@@ -36,21 +36,9 @@ def dry_run(
 ) -> None:
     """Check a run and report what it would train. Trains nothing, and writes nothing to the workdir.
 
-    The data is prepared as for a run, so that a data set may be downloaded or tokenized into its cache.
-
-    Args:
-        recipe: what to train.
-        workdir: directory of the run; a run that it contains is checked as for a resumption.
-        start: a model to initialize from.
-        teacher: the model of `distill.teacher`.
-        restart: ignore a run in the workdir.
-        check_memory: stop if state, gradients and batch can't fit, as their shapes show.
-        allow_change: accept the changes of an existing run that `train` accepts with it.
-        say: prints a text.
-
-    Raises:
-        ValueError: the recipe or the data is invalid, or the workdir contains another run.
-        OutOfMemoryError: state, gradients or batch can't fit into memory.
+    The data is prepared as for a run, so that a data set may be downloaded or tokenized into its cache. The arguments
+    are those of `train`. ValueError for an invalid recipe or data, or if the workdir contains another run;
+    OutOfMemoryError if state, gradients or batch can't fit into memory.
     """
     given = {"start": start, "teacher": teacher, "restart": restart, "allow_change": allow_change}
     recipe, dataset = open_run(recipe, workdir, say=say, **given)

@@ -17,20 +17,12 @@ from transformer.training.tasks._table import TASKS
 
 
 def why_not_finite(recipe: Recipe, model: nn.Module, params: Any, batch: Batch) -> str:
-    """Explain why the loss of a batch is not finite, in one sentence.
+    """Explain in one sentence why the loss of a batch is not finite; "" with several processes, each with its own rows
+    only.
 
     The sentence names the first non-finite parameter. If all parameters are finite, it names the first row and position
     whose logits (or forecasts) are not finite without dropout. The model runs row by row, so that only the logits of
     one row, (1, T, V), are in memory.
-
-    Args:
-        recipe: recipe of the run.
-        model: model of the recipe.
-        params: parameters of the model.
-        batch: the batch, as in training.
-
-    Returns:
-        The sentence; "" if several processes train together, because each has only its own rows.
     """
     if jax.process_count() > 1:
         return ""

@@ -41,10 +41,6 @@ def sequences(recipe: Recipe, batch: Shapes) -> tuple[int, int]:
     """Return the number and the length of the sequences that the stack of layers reads.
 
     For pairs, these are the sequences of the decoder. An image is one sequence, a time series one sequence per channel.
-
-    Args:
-        recipe: recipe of the run.
-        batch: arrays or shapes by name.
     """
     return TASKS[recipe.task].sequences(recipe.model, batch)
 
@@ -143,12 +139,9 @@ def _image_positions(model: TransformerConfig) -> int:
 def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: Any = None) -> int:
     """Count the FLOPs of the matrix multiplications with parameters in a forward pass.
 
-    Args:
-        recipe: recipe of the run.
-        tokens: number of tokens outside the encoder.
-        source_tokens: number of source tokens, which the encoder and the keys and values of cross-attention read, or
-            of the positions of images next to texts.
-        params: tree of the model's parameters or of their shapes; computed from the recipe if omitted.
+    `tokens` are those outside the encoder. `source_tokens` are read by the encoder and by the keys and values of
+    cross-attention, or are the positions of images next to texts. `params` is a tree of arrays or shapes; None: the
+    recipe's.
     """
     params = jax.eval_shape(lambda: initial_params(recipe)) if params is None else params
     total = 0

@@ -239,8 +239,8 @@ def _record(recipe: Recipe, dataset: Dataset, own_dir: Path, step: int) -> None:
 def _one_writer(workdir: Path, lock: WorkdirLock) -> Iterator[Path]:
     """Let only the first process write to the workdir. Yields the directory for the files of this process.
 
-    The first process holds the lock and gets the workdir. Every other process runs the same program, but it writes to a
-    temporary directory and prints nothing.
+    The first process holds the lock. The others run the same program, but write to a temporary directory, and print
+    nothing.
     """
     with contextlib.ExitStack() as resources:
         own_dir = workdir

@@ -135,14 +135,10 @@ def times_smaller(needed: int, available: int, state: int) -> int | None:
 def remedies(
     recipe: Recipe, sizes: Mapping[str, int], times: int | None, need: Need | None = None, batch: Shapes | None = None
 ) -> list[Remedy]:
-    """Return options that reduce the memory of a recipe.
+    """Return options that reduce the memory of a recipe on mesh axes of these sizes.
 
-    Args:
-        recipe: recipe of the run.
-        sizes: size of each mesh axis.
-        times: result of `times_smaller`.
-        need: current memory; if given, each remedy has an estimate.
-        batch: batch of one process, arrays or shapes (B, ...).
+    `times` is the result of `times_smaller`. With the current `need`, each remedy has an estimate. `batch` is that of
+    one process, arrays or shapes (B, ...).
     """
     found: list[Remedy] = []
     data, accumulation = recipe.data, recipe.training.accumulation
@@ -197,8 +193,7 @@ def _mesh_flags(recipe: Recipe, sizes: Mapping[str, int], replicas: int) -> tupl
 def _kept_by_remat(recipe: Recipe, sizes: Mapping[str, int], need: Need, batch: Shapes) -> float:
     """Estimate the fraction of the activations that remains with remat "full".
 
-    Three parts remain: the input of each layer (B, T, D), which is stored; the activations inside one layer, which are
-    recomputed layer by layer; and the logits, which are outside of the layers.
+    These are the input of each layer (B, T, D), the recomputed activations inside one layer, and the logits.
     """
     model, tokens = recipe.model, math.prod(sequences(recipe, batch)) * jax.process_count()
     tokens //= num_row_shards(sizes) * recipe.training.accumulation  # tokens per device and micro-batch
@@ -211,13 +206,10 @@ def _kept_by_remat(recipe: Recipe, sizes: Mapping[str, int], need: Need, batch: 
 
 
 def logit_bytes(recipe: Recipe, tokens: int, tensor: int, kind: str) -> int:
-    """Return the bytes per device for the logits of one chunk and their gradient, both in float32.
+    """Return the bytes for the logits of one chunk and their gradient, both in float32, of a device with so many
+    tokens.
 
-    Args:
-        recipe: recipe of the run.
-        tokens: tokens per device.
-        tensor: number of devices over which the vocabulary is sharded.
-        kind: platform: "cpu", "gpu" or "tpu".
+    `tensor` is the number of devices over which the vocabulary is sharded, `kind` the platform: "cpu", "gpu" or "tpu".
     """
     model, together = recipe.model, recipe.training.loss_tokens
     if not model.vocab_size:
@@ -229,15 +221,10 @@ def logit_bytes(recipe: Recipe, tokens: int, tensor: int, kind: str) -> int:
 
 
 def step_need(recipe: Recipe, placement: Placement, batch: Shapes) -> Need:
-    """Compile the training step for a batch, and return its memory as reported by the compiler.
+    """Compile the training step for the batch (B, ...) of one process, and return its memory as reported by the
+    compiler.
 
-    Args:
-        recipe: recipe of the run.
-        placement: placement of the run on devices.
-        batch: batch of one process, arrays or shapes (B, ...).
-
-    Raises:
-        OutOfMemoryError: the program does not fit, and the compiler does not report how much memory it requires.
+    OutOfMemoryError if the program does not fit, and the compiler does not report how much memory it requires.
     """
     state = placement.abstract_state()
     whole = {
@@ -272,13 +259,8 @@ def advice(
 ) -> str:
     """Describe the memory of a step that does not fit, and the options that reduce it.
 
-    Args:
-        recipe: recipe of the run.
-        sizes: size of each mesh axis.
-        need: memory of the step per device.
-        available: bytes that JAX can use per device.
-        batch: batch of one process, arrays or shapes (B, ...); None: the state alone does not fit.
-        platform: "cpu", "gpu" or "tpu".
+    `available` are the bytes that JAX can use per device. Without a batch, the state alone does not fit. `platform` is
+    "cpu", "gpu" or "tpu".
     """
     parts = f"parameters, optimizer state and batch {gib(need.state)}"
     if batch is not None:

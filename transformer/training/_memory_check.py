@@ -61,12 +61,7 @@ def check_memory(recipe: Recipe, dataset: Dataset, placement: Placement) -> None
     """Raise OutOfMemoryError if state, gradients or batch of a run can't fit, before any of them is created.
 
     Activations and temporary arrays are not included, so a run that passes can still need too much memory; then
-    `MemoryWatch` explains the error of the device.
-
-    Args:
-        recipe: completed recipe of the run.
-        dataset: data of the run, which determines the lengths that the recipe leaves open.
-        placement: placement of the run on devices.
+    `MemoryWatch` explains the error of the device. The data determines the lengths that the recipe leaves open.
     """
     lengths = {name: getattr(dataset, name) for name in recipe.data.open_lengths if getattr(recipe.data, name) is None}
     batch = batch_shapes(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **lengths)))

@@ -159,8 +159,7 @@ def _on_matrices(inner: optax.GradientTransformation) -> optax.GradientTransform
 def _clip_each_by_rms(limit: float) -> optax.GradientTransformation:
     """Scale the update of each matrix or vector down to at most this root mean square.
 
-    The leading axes (stacked layers, experts) index separate matrices: the result must not depend on whether the layers
-    are scanned.
+    Leading axes (stacked layers, experts) index separate matrices: scanning the layers must not change the result.
     """
 
     def clipped(path: tuple, update: jax.Array) -> jax.Array:

@@ -49,12 +49,7 @@ EXPLANATIONS = {
 
 
 def suggestion(option: str, options: Sequence[str]) -> str:
-    """Return a sentence with the option that was probably meant, with a leading space; "" if none is similar.
-
-    Args:
-        option: the unknown option, such as "--lr".
-        options: all options of the recipe, such as "--optimizer.learning-rate".
-    """
+    """Return a sentence with the option that "--lr" probably means, with a leading space; "" if none is similar."""
     name = option.removeprefix("--").replace("_", "-").lower()
     for names, explanation in EXPLANATIONS.items():
         if name in names:

@@ -73,10 +73,7 @@ def load_recipe_file(path: str | os.PathLike) -> tuple[Recipe, str]:
 
 @contextlib.contextmanager
 def _recipes_importable(folder: Path) -> Iterator[None]:
-    """Make `import configs.NAME` find recipes while the context is active, so that a recipe can build on another one.
-
-    Searches this folder, then `configs/` of the current directory, then the bundled recipes.
-    """
+    """Make `import configs.NAME` find recipes of this folder, of `configs/` here and the bundled ones, in this order."""
 
     def taken() -> dict[str, types.ModuleType]:
         names = [name for name in sys.modules if name.partition(".")[0] == "configs"]

@@ -48,11 +48,7 @@ class MeshPlacement:
     def __init__(self, recipe: Recipe, devices: Sequence[Any] | None = None, make_step: MakeStep = make_train_step):
         """Check the mesh and prepare the functions, which are compiled at their first call.
 
-        Args:
-            recipe: recipe of the run.
-            devices: devices to choose from; None: those of this machine. Devices of a topology are for compilation
-                only.
-            make_step: makes the pure training step that this placement runs.
+        `devices` are those to choose from; None: those of this machine. Devices of a topology are for compilation only.
         """
         devices = _chosen(recipe) if devices is None else recipe.parallel.choose(devices)
         sizes = mesh_sizes(recipe.parallel.sizes, len(devices))
@@ -119,12 +115,9 @@ class MeshPlacement:
     def train_step(
         self, state: TrainState, batch: HostBatch, limit: np.float32 | None = None
     ) -> tuple[TrainState, Metrics]:
-        """Run one training step; the input state is donated and must not be used again.
+        """Run one training step on the rows of this process; the input state is donated and must not be used again.
 
-        Args:
-            state: state before the step.
-            batch: rows of this process.
-            limit: skip the update if the mean loss is above this (in the unit of the loss); None: no limit.
+        `limit`: skip the update if the mean loss is above this (in the unit of the loss); None: no limit.
         """
         with jax.set_mesh(self.mesh):
             own, ways = self._parts
@@ -133,10 +126,7 @@ class MeshPlacement:
             return self._train(state, placed, limit)
 
     def eval_step(self, params: Any, batch: HostBatch, reference: Any = None) -> Metrics:
-        """Compute sums over a batch of any number of rows, which is padded with rows of weight 0.
-
-        `reference` is the tree of the reference model's parameters, for a task that needs them.
-        """
+        """Compute sums over a batch of any number of rows, which is padded with rows of weight 0."""
         filled = _filled_up(batch, num_row_shards(self.mesh.shape))
         with jax.set_mesh(self.mesh):
             return self._eval(params, place_batch(filled, self.mesh), reference)

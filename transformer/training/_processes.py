@@ -79,10 +79,7 @@ _passed: Counter[str] = Counter()  # number of barriers passed, by key
 
 
 def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the launcher that started this process as one of several, None if it is not a known launcher.
-
-    The result is "Slurm", "Open MPI" or "a TPU slice".
-    """
+    """Return "Slurm", "Open MPI" or "a TPU slice" if it started this process as one of several; otherwise None."""
 
     def several(*names: str) -> bool:
         value = next((environment[name] for name in names if name in environment), "")
@@ -99,15 +96,10 @@ def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
 def join(parallel: ParallelConfig, again: str = _AGAIN) -> None:
     """Connect this process to the others of its run. Call it before JAX computes anything.
 
-    Does nothing for a single process, or if `jax.distributed` is already initialized.
-
-    Args:
-        parallel: the coordinator, and the index of this process.
-        again: what to do if a process is lost later, for the message.
-
-    Raises:
-        ProcessesError: the coordinator does not answer within `parallel.patience` seconds, or JAX can't read the
-            settings of the cluster. If other processes are missing, JAX ends this process without an exception.
+    Does nothing for a single process, or if `jax.distributed` is already initialized. `again` tells in messages what to
+    do if a process is lost later. ProcessesError if the coordinator does not answer within `parallel.patience` seconds,
+    or JAX can't read the settings of the cluster. If other processes are missing, JAX ends this process without an
+    exception.
     """
     by = launcher()
     if (parallel.coordinator is None and by is None) or jax.distributed.is_initialized():
@@ -147,10 +139,9 @@ def join(parallel: ParallelConfig, again: str = _AGAIN) -> None:
 
 
 def _wait_for(coordinator: str, patience: float) -> None:
-    """Wait until process 0 accepts connections; without this check, JAX would end the process with a stack trace.
+    """Wait until process 0 accepts connections; ProcessesError after `patience` seconds.
 
-    Raises:
-        ProcessesError: process 0 does not answer within `patience` seconds.
+    Without this check, JAX would end the process with a stack trace.
     """
     host, _, port = coordinator.rpartition(":")
     deadline, reason = time.monotonic() + patience, ""
@@ -176,10 +167,7 @@ def part() -> None:
 
 
 def leave(code: int) -> None:
-    """End a failed process immediately with this exit code.
-
-    A normal exit would wait for the other processes, which wait for this one.
-    """
+    """End a failed process immediately: a normal exit would wait for the other processes, which wait for this one."""
     if jax.distributed.is_initialized():
         _witness.expect("")
         sys.stdout.flush()
@@ -233,9 +221,8 @@ def barrier(key: str, patience: float = _BARRIER_S) -> None:
 
 
 def check_shared(path: Path, option: str = "--workdir") -> None:
-    """Raise ConfigError in a process that does not see the file which the first process has written to `path`.
-
-    `option` is that of the path, for the message.
+    """Raise ConfigError in a process that does not see the file which the first process has written to the path
+    `option`.
     """
     barrier("written")
     if not path.exists():
@@ -248,8 +235,7 @@ def check_shared(path: Path, option: str = "--workdir") -> None:
 def first_decides(function: Callable[[], Any]) -> Any:
     """Call `function` in the first process, and return its result (a JSON value) in all processes.
 
-    Raises:
-        ValueError: `function` failed in the first process, which raises the original error.
+    If it fails, the first process raises its error, and the others a ValueError.
     """
     if jax.process_count() == 1:
         return function()

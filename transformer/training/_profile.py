@@ -30,8 +30,7 @@ class Window:
 def parse_window(text: str, steps: int) -> Window:
     """Parse a window such as "20:30" for a run of `steps` steps.
 
-    Raises:
-        ConfigError: the text is not two integers, START is not below STOP, or the window ends after the run.
+    ConfigError if the text is not two integers, START is not below STOP, or the window ends after the run.
     """
     found = re.fullmatch(r"(\d+):(\d+)", text)
     if found is None:
@@ -67,15 +66,7 @@ class Profiler:
         first: bool = True,
         say: Callable[[str], None] = print,
     ):
-        """Prepare the profiler; nothing is traced yet.
-
-        Args:
-            window: steps to trace; None: no trace.
-            workdir: workdir of the run.
-            step: number of steps already done.
-            first: whether this is the first process.
-            say: function that prints a message to the user.
-        """
+        """Prepare the profiler for a run that resumes at `step`; nothing is traced yet. `window` None: no trace."""
         self._folder, self._say, self._started = Path(workdir) / FOLDER, say, None
         self._window = window if first else None
         if window is not None and step >= window.stop:
@@ -88,11 +79,9 @@ class Profiler:
         return self._started is not None
 
     def at(self, step: int, wait: Callable[[], None]) -> None:
-        """Start or end the trace if it is time to. Call it between steps.
+        """Start or end the trace if it is time to. Call it between steps, with the number of steps dispatched so far.
 
-        Args:
-            step: number of steps dispatched so far.
-            wait: function that waits until these steps are done, so that the trace has whole steps only.
+        `wait` is called to wait until these steps are done, so that the trace has whole steps only.
         """
         if self._window is None:
             return

@@ -22,9 +22,8 @@ FP8_CAPABILITY = 8.9
 def check_quantization(recipe: Recipe, devices: Sequence[Any]) -> None:
     """Check that `execution.quantization` is possible: the package, the devices, and the paths that it selects.
 
-    Raises:
-        ConfigError: qwix is not installed, a GPU lacks multiplications in fp8, or one of `quantization_paths` is in no
-            path of a kernel; the message lists the paths.
+    ConfigError if qwix is not installed, a GPU lacks multiplications in fp8, or one of `quantization_paths` is in no
+    path of a kernel; the message lists the paths.
     """
     name = recipe.execution.quantization
     if name == "none":
@@ -59,10 +58,8 @@ def check_paths(recipe: Recipe) -> None:
 
 
 def quantizable(recipe: Recipe) -> list[str]:
-    """Return the paths of the kernels whose multiplications can be quantized: hidden matrices of the layers.
-
-    These are the projections of attention, the feed-forward layers and the experts, but not routers, embeddings and
-    heads.
+    """Return the paths of the kernels whose multiplications can be quantized: hidden matrices of the layers, not
+    routers.
     """
     plain = dataclasses.replace(recipe.execution, quantization="none", quantization_paths=())
     shapes = jax.eval_shape(lambda: initial_params(dataclasses.replace(recipe, execution=plain)))

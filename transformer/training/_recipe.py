@@ -213,10 +213,8 @@ def build_model(recipe: Recipe, execution: Execution | None = None) -> nn.Module
 
 
 def build_teacher(recipe: Recipe) -> nn.Module:
-    """Build the model of a recipe's teacher, with the execution options of the student.
-
-    Raises:
-        ConfigError: the teacher was not loaded.
+    """Build the model of a recipe's teacher, with the execution options of the student; ConfigError if it was not
+    loaded.
     """
     if recipe.distill.model is None:
         raise ConfigError(

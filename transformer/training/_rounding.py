@@ -24,12 +24,8 @@ def rounded_like(old: Any, new: Any, key: PRNGKey) -> Any:
     Rounded to nearest, an update of less than half the distance between two numbers has no effect: a scale of 1.0 in
     bfloat16, whose neighbors are 0.996 and 1.008, never moves with a learning rate of 1e-4. Rounded up with the
     probability of the remainder, updates are right on average (Gupta et al. 2015, arXiv 1502.02551, section 3; for
-    training in bfloat16, Zamirai et al. 2020, arXiv 2010.06192).
-
-    Args:
-        old: tree of arrays that have the wanted dtypes.
-        new: tree of the same structure.
-        key: random key; the result is a function of it, so a resumed run rounds as an uninterrupted one.
+    training in bfloat16, Zamirai et al. 2020, arXiv 2010.06192). The result is a function of the key, so a resumed run
+    rounds as an uninterrupted one.
     """
     leaves, structure = jax.tree.flatten(old)
     values = structure.flatten_up_to(new)

@@ -27,11 +27,7 @@ def tag_of(cls: type) -> str:
 
 
 def encode(value: Any) -> Any:
-    """Convert a tree of dataclasses, tuples, lists and plain values to JSON values.
-
-    Raises:
-        TypeError: a value of any other type.
-    """
+    """Convert a tree of dataclasses, tuples, lists and plain values to JSON values; TypeError for any other type."""
     if dataclasses.is_dataclass(value):
         fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {TAG: tag_of(type(value))} | fields
@@ -43,15 +39,9 @@ def encode(value: Any) -> Any:
 
 
 def decode(hint: Any, value: Any, where: str) -> Any:
-    """Convert the JSON value `value` of `encode` back to a value of type `hint`.
+    """Convert the JSON value `value` of `encode` back to a value of type `hint`; `where` is its path for errors.
 
-    Args:
-        hint: type of the result.
-        value: JSON value.
-        where: path of the value, for error messages.
-
-    Raises:
-        ConfigError: unknown, missing or mistyped fields; the message has the path and suggests the nearest name.
+    ConfigError for unknown, missing or mistyped fields; the message has the path and suggests the nearest name.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:

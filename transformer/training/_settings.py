@@ -99,8 +99,7 @@ class OptimizerConfig:
 def schedule_warning(config: OptimizerConfig, steps: int) -> str | None:
     """Return a warning about a learning-rate schedule that does not suit a run of `steps` steps, or None.
 
-    This is a warning and not an error, because a short run may be the first part of a longer one: on resume,
-    `training.steps` may be raised, but `optimizer.warmup_steps` must not change.
+    Not an error: a short run may be the first part of a longer one, whose warm-up must not change on resume.
     """
     warmup, decay = config.warmup_steps, config.decay_steps
     if warmup > steps:

@@ -16,11 +16,9 @@ class StopSignal:
     """Context manager: the first SIGTERM or SIGINT sets `requested` and prints a line, the second ends the process.
 
     Check `requested` after every piece of work (compilation, step, evaluation batch, save). No KeyboardInterrupt is
-    raised inside the context.
-
-    The second signal ends the process even during a compilation. A Python signal handler would run only after the
-    compilation returns, so a thread reads the byte that the interpreter writes as soon as a signal arrives. Outside the
-    main thread, where Python allows no signal handlers, the context manager does nothing.
+    raised inside the context. The second signal ends the process even during a compilation. A Python signal handler
+    would run only after the compilation returns, so a thread reads the byte that the interpreter writes as soon as a
+    signal arrives. Outside the main thread, where Python allows no signal handlers, the context manager does nothing.
     """
 
     def __init__(self) -> None:

@@ -55,12 +55,8 @@ class Start:
 
 
 def check_options(before: Recipe, after: Recipe, source: str) -> None:
-    """Raise ConfigError if the command line overrides a field of the model that `source` determines.
-
-    Args:
-        before: recipe without the command line's overrides.
-        after: recipe with the overrides.
-        source: pretrained model of --init.
+    """Raise ConfigError if the command line changes a field (`before` to `after`) of the model that `source`
+    determines.
     """
     old, new = flatten(before.model), flatten(after.model)
     changed = [field for field in {**old, **new} if old.get(field) != new.get(field) and field not in RECIPE_FIELDS]

@@ -107,15 +107,10 @@ def _initialized(recipe: Recipe, model: nn.Module) -> Any:
 
 
 def model_params(recipe: Recipe, trained: Any, base: Any) -> Any:
-    """Return the model's parameters, as a model applies them.
+    """Return the model's parameters, as a model applies them, from `params` or `averaged`, and `base`, of a state.
 
     With LoRA (Hu et al. 2021, arXiv 2106.09685) each updated kernel is the frozen kernel with its update, `Adapted`.
     Without LoRA these are the trained parameters.
-
-    Args:
-        recipe: recipe of the run.
-        trained: `params` or `averaged` of a state.
-        base: `base` of the same state.
     """
     if recipe.lora is None:
         return trained

@@ -175,20 +175,11 @@ def training_loss(
     dropout_key: PRNGKey | None,
     teaching: Teaching | None = None,
 ) -> tuple[Scalar, Scalar, Scalar | None]:
-    """Compute the training loss of a batch; rows of weight 0 add nothing.
+    """Compute (loss sum, weight, router loss) of a batch (B, ...); rows of weight 0 add nothing.
 
-    Args:
-        task: name of the task, one of `TASKS`.
-        model: model to apply.
-        params: tree of its parameters.
-        batch: arrays (B, ...) by name.
-        training: label smoothing, z-loss and the number of tokens per chunk.
-        dropout_key: random key of dropout; None: no dropout, and no capacity of experts.
-        teaching: a teacher whose predictions the model learns too; None: the targets alone.
-
-    Returns:
-        (loss sum, weight, router loss). The router loss is the load-balancing term of MoE layers (Fedus et al. 2021,
-        arXiv 2101.03961, section 2.2), in nats and summed over tokens like the loss; None without MoE layers.
+    Without a `dropout_key` there is no dropout, and no capacity of experts. With `teaching`, the model learns the
+    predictions of a teacher too. The router loss is the load-balancing term of MoE layers (Fedus et al. 2021, arXiv
+    2101.03961, section 2.2), in nats and summed over tokens like the loss; None without MoE layers.
     """
     kind, weights = TASKS[task], batch["weights"]
     variables, inputs = {"params": params}, kind.inputs(model.config, batch)
@@ -284,14 +275,7 @@ def _over_replicas(gradients: Any, axis_name: str, vocabulary_dtype: str) -> Any
 
 
 def _judged(nan_policy: str, skipped: jax.Array, finite: jax.Array, usual: Any) -> tuple[jax.Array, jax.Array]:
-    """Return whether to apply the update, and the new value of `TrainState.skipped`.
-
-    Args:
-        nan_policy: "skip" or "stop".
-        skipped: (), the previous value.
-        finite: (), whether loss, gradient and new parameters are finite.
-        usual: (), whether the loss is not a spike.
-    """
+    """Return whether to apply the update, and the new value of `TrainState.skipped`, all of shape ()."""
     if nan_policy == "skip":
         applied = finite & usual
         return applied, skipped + (~applied).astype(jnp.int32)
@@ -303,10 +287,7 @@ def _judged(nan_policy: str, skipped: jax.Array, finite: jax.Array, usual: Any) 
 
 
 def _chosen(applied: jax.Array, new: Any, old: Any) -> Any:
-    """Return the new tree if the update is applied, otherwise the old one.
-
-    `where` selects: the new values times `applied` would still be NaN, since 0 * NaN is NaN.
-    """
+    """Select the new tree if the update is applied, else the old one, with `where`: NaN times 0 would still be NaN."""
     return jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
 
 
@@ -349,10 +330,7 @@ def make_eval_step(recipe: Recipe) -> EvalStep:
 
 
 def compiled_eval_step(recipe: Recipe, reference: Any = None) -> EvalStep:
-    """Return a jitted `make_eval_step` without a mesh, compiled once per process for each task, model and batch shape.
-
-    `reference` is the tree of the reference model's parameters, for a task that needs them.
-    """
+    """Return a jitted `make_eval_step` without a mesh, compiled once for each task, model and batch shape."""
     options, model = TASKS[recipe.task].options(recipe), build_model(recipe, portable(recipe.execution))
     return functools.partial(_eval_step, recipe.task, model, reference=reference, options=options)
 
@@ -363,16 +341,10 @@ def _eval_step(task: str, model: nn.Module, params: Any, batch: Batch, reference
 
 
 def check_finite(step: int, metrics: Mapping[str, np.ndarray], paths: Sequence[str], why: str = "") -> None:
-    """Check that the loss, gradients and parameters of a step are finite.
+    """Raise NonFiniteError if loss, gradients or parameters of a step are not finite, with `why` as a further sentence.
 
-    Args:
-        step: number of the step, for the message.
-        metrics: metrics (scalars) of the step, on the host.
-        paths: `parameter_paths` of the trained parameters.
-        why: a further sentence about the cause, for the message.
-
-    Raises:
-        NonFiniteError: a value is not finite. Names the step and the first parameter whose gradient or update is not.
+    It names the first parameter whose gradient or update is not finite. `metrics` are on the host, `paths` are those of
+    `parameter_paths`.
     """
     if metrics["finite"]:
         return

@@ -9,16 +9,10 @@ from pathlib import Path
 
 
 class AppendedFile:
-    """File that is open for appending, without a buffer.
+    """File that is open for appending, without a buffer; created if it does not exist.
 
     A record is in the file as soon as `write` returns. A failed write leaves no buffer that would fail again when the
     file is closed. All errors of the system are OSErrors with the path and the remedy.
-
-    Args:
-        path: path of the file; created if it does not exist.
-
-    Raises:
-        OSError: the file is not writable.
     """
 
     def __init__(self, path: Path):

@@ -22,13 +22,7 @@ class Speed:
     """
 
     def __init__(self, recipe: Recipe, params: Any, placement: Placement):
-        """Prepare the counter.
-
-        Args:
-            recipe: recipe of the run.
-            params: tree of the model's parameters, or of their shapes.
-            placement: placement of the training step.
-        """
+        """Prepare the counter; `params` is the tree of the model's parameters, or of their shapes."""
         self._recipe, self._params, self._placement = recipe, params, placement
         self._counted: dict[tuple, int] = {}
         self._kind, self._devices = jax.devices()[0].device_kind, math.prod(placement.sizes.values())

@@ -13,18 +13,11 @@ from transformer.training.metrics._append import AppendedFile
 
 
 class BoardWriter:
-    """Writer of a TensorBoard event file.
+    """Writer of a TensorBoard event file. TensorBoard hides older events of steps after `restored_step`.
 
     tensorboardX makes and encodes the events, but its writer is not used. That writer is a thread which waits by wall
     time: a clock that is set back makes it fail or sleep, and a full disk ends it with a traceback; the next writes
     then block forever.
-
-    Args:
-        folder: directory of the event files; created if it does not exist.
-        restored_step: step from which the run resumes. TensorBoard hides older events of later steps.
-
-    Raises:
-        OSError: the directory is not writable.
     """
 
     def __init__(self, folder: Path, restored_step: int | None):

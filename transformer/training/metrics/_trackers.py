@@ -146,11 +146,7 @@ _LOGIN = {
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Import the packages of these trackers.
-
-    Raises:
-        ConfigError: a package is not installed.
-    """
+    """Import the packages of these trackers; ConfigError if one is not installed."""
     for name in names:
         try:
             TRACKERS[name].package()
@@ -164,13 +160,7 @@ def check_installed(names: Sequence[str]) -> None:
 class Trackers:
     """All trackers of a run. A tracker that fails later is dropped with a warning, because training matters more.
 
-    Args:
-        recipe: recipe of the run.
-        workdir: its workdir, with the ids of earlier calls.
-        restored_step: step from which the run resumes; None: a new run, which gets new ids.
-
-    Raises:
-        TrackerError: a tracker can't be started.
+    A run that resumes (`restored_step`) keeps its ids in the workdir. TrackerError if a tracker can't be started.
     """
 
     def __init__(self, recipe: Recipe, workdir: Path, restored_step: int | None):

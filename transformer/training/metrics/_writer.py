@@ -30,19 +30,12 @@ FILE = "metrics.jsonl"
 class MetricsWriter:
     """Writer of `workdir/metrics.jsonl`: one strict JSON object per line, {"step": 10, "train/loss": 2.5, ...}.
 
-    NaN and infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and "-Infinity". A resumed run
-    deletes the lines after its checkpoint, so that its file equals that of an uninterrupted run. Therefore, write all
-    lines of step n and call `flush` before the checkpoint of step n is saved.
+    NaN and infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and "-Infinity". A run that
+    resumes from `restored_step` deletes the lines after it, so that its file equals that of an uninterrupted run.
+    Therefore, write all lines of step n and call `flush` before the checkpoint of step n is saved. TensorBoard files
+    and trackers get the same values.
 
-    Args:
-        workdir: directory of the run.
-        restored_step: step from which the run resumes; lines after it are deleted. None starts a new file.
-        tensorboard: also write TensorBoard files, to `workdir/tensorboard`.
-        trackers: experiment trackers that get the same values; closed with the files.
-
-    Raises:
-        OSError: the workdir is not writable.
-        ValueError: a line of the existing file is not valid JSON. The message has its number.
+    OSError if the workdir is not writable; ValueError with its number if a line of the existing file is not valid JSON.
     """
 
     def __init__(
@@ -97,18 +90,10 @@ class MetricsWriter:
 
 
 class Progress:
-    """Progress display: a bar with step, loss, speed and remaining time on a terminal, otherwise plain lines.
+    """Progress display: a bar with step, loss, speed (`targets` per second) and remaining time, or plain lines.
 
-    Args:
-        total_steps: number of steps of the run.
-        start_step: step at which the run starts or resumes.
-        mode: "bar", "lines" (one per `update`), "none" (only the texts of `print`), or "auto": a bar if the stream is a
-            terminal, otherwise lines.
-        targets: unit of the speed, for example "tokens".
-        stream: output stream, stdout by default.
-
-    Raises:
-        ValueError: `mode` is none of these.
+    The mode is "bar", "lines" (one per `update`), "none" (only the texts of `print`), or "auto": a bar if the stream
+    (default: stdout) is a terminal, otherwise lines. ValueError for another mode.
     """
 
     def __init__(
@@ -140,14 +125,7 @@ class Progress:
     def update(
         self, step: int, *, loss: float | None = None, targets_per_s: float | None = None, mfu: float | None = None
     ) -> None:
-        """Update the bar, or write a line. Call it when metrics are logged, not at every step.
-
-        Args:
-            step: number of completed steps.
-            loss: nats per target.
-            targets_per_s: throughput.
-            mfu: model FLOPs utilization, as a fraction.
-        """
+        """Update the bar, or write a line. Call it when metrics are logged, not at every step."""
         self._step = step
         figures = [] if loss is None else [f"loss {float(loss):.4f}"]
         figures += [] if targets_per_s is None else [f"{float(targets_per_s):,.0f} {self._targets}/s"]

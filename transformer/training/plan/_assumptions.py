@@ -58,10 +58,8 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 
 def _widest_bucket(data: PairConfig) -> str:
-    """Return the assumption about the shape of batches with data.batch_tokens.
-
-    Raises:
-        ConfigError: packed pairs, or no row fits into a batch.
+    """Return the assumption about the shape of batches with data.batch_tokens; ConfigError if there are none, or
+    packed.
     """
     if data.packed_length is not None:
         raise ConfigError(

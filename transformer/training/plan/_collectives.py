@@ -38,14 +38,7 @@ class Collective:
 
 
 def collective_bytes(one: Operation, kind: str, num_devices: int, result: Operation | None = None) -> tuple[int, int]:
-    """Return the bytes of the result of a collective, and the bytes that a device sends.
-
-    Args:
-        one: the operation.
-        kind: kind of the collective.
-        num_devices: number of devices of the program.
-        result: operation whose result is that of the collective; None: `one`.
-    """
+    """Return the bytes of the result of a collective (None: `one`), and the bytes that a device sends."""
     n = _group_size(one, num_devices)
     sizes = [array.size for array in (result or one).arrays]
     result_bytes = sum(sizes)

@@ -35,18 +35,10 @@ class Fit:
 
 
 def compile_program(lowered: jax.stages.Lowered, held: Mapping[str, int], topology: Topology) -> tuple[Fit, str | None]:
-    """Compile a program for devices of a topology.
+    """Compile a program for devices of a topology whose inputs hold these bytes per device, by kind.
 
-    Args:
-        lowered: the program.
-        held: bytes per device of the program's inputs, by kind.
-        topology: the topology that it is lowered for.
-
-    Returns:
-        the memory of the program, and its text (HLO), which is None if it is not available or the program does not fit.
-
-    Raises:
-        CompilerError: the compiler rejects the program for another reason than too little memory.
+    Returns the memory of the program, and its text (HLO), which is None if it is not available or the program does not
+    fit. CompilerError if the compiler rejects the program for another reason than too little memory.
     """
     available, state = round(topology.hbm * GIB), sum(held.values())
     with tempfile.TemporaryDirectory() as folder, _without_cache():

@@ -274,14 +274,8 @@ def _costs(text: str | None, num_devices: int) -> tuple[tuple[Cost, Cost] | None
 
 
 def _estimate(topology: Topology, num_devices: int, cost: Cost, at_least: int) -> Estimate:
-    """Estimate the time of a cost per device.
-
-    Args:
-        topology: topology that the program runs on.
-        num_devices: number of its devices.
-        cost: cost per device.
-        at_least: lower bound of the FLOPs of all devices, for multiplications that the compiler turned into other
-            operations than dot.
+    """Estimate the time of a cost per device, with at least so many FLOPs of all devices: the compiler turns some
+    multiplications into other operations than dot.
     """
     flops = max(cost.flops, at_least // num_devices)
     return estimate(

@@ -14,7 +14,7 @@ import numpy as np
 from transformer.nn._grouped import tiling
 from transformer.nn.kernels._paged import queries_per_block
 from transformer.training.plan._collectives import COLLECTIVES, Collective, collective_bytes, sent_across_slices
-from transformer.training.plan._hlo_text import Operation, called, parsed
+from transformer.training.plan._hlo_text import Array, Operation, called, parsed
 
 _EIGHT_BITS = {"int8_flops": re.compile(r"[su][48]\["), "fp8_flops": re.compile(r"f8\w+\[")}
 _KERNEL = 'custom_call_target="tpu_custom_call"'
@@ -450,14 +450,7 @@ def _hbm_bytes(one: Operation) -> int:
 def _meetings(inputs: int, outputs: int, size: int, stride: int, pad: int, dilate: int, spread: int) -> int:
     """Count the pairs of kernel and input positions that a convolution multiplies along one axis, without padding.
 
-    Args:
-        inputs: size of the input.
-        outputs: size of the output.
-        size: size of the kernel.
-        stride: stride of the kernel.
-        pad: padding before the input.
-        dilate: dilation of the input (distance of its values after inserting zeros between them).
-        spread: dilation of the kernel.
+    `pad` is the padding before the input, `dilate` the distance of its values, `spread` the dilation of the kernel.
     """
     if size == 1 and stride == 1 and dilate == 1 and pad == 0:
         return outputs

@@ -80,8 +80,7 @@ def arrays(types: str) -> list[Array]:
 def parsed(hlo: str) -> tuple[dict[str, dict[str, Operation]], dict[str, str], str]:
     """Return the computations (name -> operations by name), the root of each computation, and the name of the first.
 
-    Raises:
-        ValueError: the text has no ENTRY computation.
+    ValueError if the text has no ENTRY computation.
     """
     inside: dict[str, dict[str, Operation]] = {}
     roots: dict[str, str] = {}

@@ -36,10 +36,8 @@ class StepProgram:
 
 
 def program(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
-    """Lower the training step of a recipe for these devices and a batch of shapes (B, ...).
-
-    Raises:
-        ConfigError: the recipe does not fit the devices.
+    """Lower the training step of a recipe for these devices and a batch of shapes; ConfigError if the recipe does not
+    fit.
     """
     return {"mesh": _mesh, "pmap": _pmap}[recipe.parallel.kind](recipe, devices, batch)
 

@@ -125,16 +125,10 @@ def meshes(recipe: Recipe, num_devices: int) -> Iterator[dict[str, int]]:
 
 
 def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Topology) -> Candidate:
-    """Estimate the time and memory of a candidate coarsely, only to order the candidates.
+    """Estimate the time and memory of a candidate coarsely, only to order the candidates; the flags extend `before`.
 
-    The activations follow Korthikanti et al. 2022, arXiv 2205.05198, section 4.
-
-    Args:
-        recipe: recipe of the candidate.
-        before: recipe to which the flags are appended.
-        held: bytes per device of the training state.
-        work: FLOPs of the step.
-        topology: topology to run on.
+    The activations follow Korthikanti et al. 2022, arXiv 2205.05198, section 4. `held` are the bytes per device of the
+    training state, `work` the FLOPs of the step.
     """
     sizes = recipe.parallel.sizes
     model, remat = recipe.model, recipe.execution.remat

@@ -79,11 +79,7 @@ class ServePlan:
 
 
 def parse_length(text: str, recipe: Recipe) -> int:
-    """Parse the value of `--length`, the number of tokens of a text.
-
-    Raises:
-        ConfigError: it is no positive integer, or exceeds the positions of the model.
-    """
+    """Parse the value of `--length`, the number of tokens of a text; ConfigError if it is too large, or no number."""
     if not re.fullmatch(r"[1-9]\d*", text):
         raise ConfigError(f"--length must be the number of tokens of a text, such as {USUAL_LENGTH}, got {text!r}.")
     longest = recipe.model.max_length
@@ -177,16 +173,10 @@ def _sizes(recipe: Recipe, topology: Topology, bits: int | None) -> dict[str, in
 
 
 def _bytes(params: Any, sizes: Mapping[str, int], recipe: Recipe, texts: int | None = None) -> int:
-    """Return the bytes per device of the parameters, or of those that a decoding step of so many texts must read.
+    """Return the bytes per device of the parameters (None: all), that a decoding step of so many texts must read.
 
     A step reads a few rows of an input embedding, and all of it only if it is the output head too. Of the experts of a
     layer, it reads at most `top_k` for each text.
-
-    Args:
-        params: tree of shapes, which may be quantized.
-        sizes: sizes of the mesh axes.
-        recipe: the recipe of the model.
-        texts: number of texts; None: all parameters.
     """
     total = 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:

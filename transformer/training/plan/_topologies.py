@@ -165,12 +165,8 @@ def topology_devices(topology: Topology) -> list[Any]:
 def check_compiler(options: str) -> None:
     """Compile a tiny program in a child process, because an incompatible libtpu crashes its process.
 
-    Args:
-        options: options of `topologies.get_topology_desc`, as JSON.
-
-    Raises:
-        CompilerError: the child process crashed; the message names the compatible libtpu. Other errors are ignored,
-            because they occur again in the caller.
+    `options` are those of `topologies.get_topology_desc`, as JSON. CompilerError if it crashed; the message names the
+    compatible libtpu. Other errors are ignored, because they occur again in the caller.
     """
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",

@@ -139,8 +139,7 @@ class Task(ABC):
     def decided_by_data(self, recipe: Any, dataset: Any) -> Any:
         """Return the recipe with the fields of its model that only this task takes from the prepared data.
 
-        Raises:
-            ConfigError: the recipe sets such a field to another value.
+        ConfigError if the recipe sets such a field to another value.
         """
         return recipe
 
@@ -164,11 +163,7 @@ class Task(ABC):
     def loss(self, outputs: Outputs, batch: Batch, training: TrainingConfig | None) -> tuple[Scalar, Scalar]:
         """Compute the sum of the loss over all targets, in `unit`, and the sum of their weights.
 
-        Args:
-            outputs: logits (B, T, V) or (B, C), or a forecast.
-            batch: arrays by name.
-            training: options of the training loss; None: the loss that evaluation reports, without label smoothing and
-                z-loss.
+        Without options of `training`, it is the loss that evaluation reports, without label smoothing and z-loss.
         """
         extras = {} if training is None else {"label_smoothing": training.label_smoothing, "z_loss": training.z_loss}
         return cross_entropy(outputs, batch["targets"], batch["weights"], **extras)
@@ -205,17 +200,8 @@ class Task(ABC):
         return {"correct": correct(outputs, batch["targets"], batch["weights"])}
 
     def sums(self, model: nn.Module, params: PyTree, batch: Batch, reference: PyTree, options: Options) -> Sums:
-        """Compute sums over a batch, without dropout.
-
-        Args:
-            model: model to apply.
-            params: tree of its parameters.
-            batch: arrays (B, ...) by name.
-            reference: tree of the reference model's parameters, for a task that needs them.
-            options: result of `options`.
-
-        Returns:
-            `loss_sum` (without label smoothing, z-loss and router loss), `weight`, and the measures.
+        """Compute sums over a batch, without dropout: `loss_sum` (without label smoothing, z-loss and router loss),
+        `weight`, and the measures. `reference` has the parameters of the reference model, for a task that needs them.
         """
         variables, method = {"params": params}, type(model).with_aux
         return self._reported(self.forward(model, variables, batch, deterministic=True, method=method)[0], batch)

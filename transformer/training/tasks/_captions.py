@@ -144,20 +144,7 @@ def write_captions(
     batch_size: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[str] | None:
-    """Write the caption of each image by greedy decoding.
-
-    Args:
-        model: a vision-language model.
-        params: tree of its parameters.
-        dataset: the data.
-        split: the split that contains the images.
-        places: indices of rows of the split.
-        batch_size: number of images per batch.
-        should_stop: called before each batch; True stops.
-
-    Returns:
-        The captions, in the order of the images; None if `should_stop` returned True.
-    """
+    """Write captions of the images in these rows of a split by greedy decoding; None if `should_stop` returned True."""
     outputs: list[str] = []
     size, add = min(batch_size, len(places)), counting("captions", len(places))
     for start in range(0, len(places), max(size, 1)):

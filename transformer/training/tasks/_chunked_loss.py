@@ -34,16 +34,10 @@ TokenSum: TypeAlias = Callable[..., Any]
 
 
 def tokens_at_once(hidden: Hidden, vocab_size: int) -> int | None:
-    """Return the default chunk size: the number of tokens per device with `LOGITS_AT_ONCE` logits in total.
+    """Return the default number of tokens per chunk and device, for hidden states (B, T, D) of all devices.
 
-    The chunk size is at least `WIDTHS_AT_ONCE` x D.
-
-    Args:
-        hidden: hidden states (B, T, D) of all devices.
-        vocab_size: vocabulary size V.
-
-    Returns:
-        The number of tokens per chunk and device; None if a device has no more tokens than that.
+    It gives `LOGITS_AT_ONCE` logits, and is at least `WIDTHS_AT_ONCE` x D. None if a device has no more tokens than
+    that.
     """
     rows, length, size = hidden.shape  # B, T, D
     most = most_at_once(platform(), vocab_size, size, num_shards("vocab"))
@@ -51,13 +45,8 @@ def tokens_at_once(hidden: Hidden, vocab_size: int) -> int | None:
 
 
 def most_at_once(kind: str, vocab_size: int, size: int, vocab_ways: int = 1) -> int:
-    """Return the maximum number of tokens in a chunk of one device.
-
-    Args:
-        kind: platform: "cpu", "gpu" or "tpu".
-        vocab_size: vocabulary size V.
-        size: width D of the hidden states.
-        vocab_ways: number of devices over which the vocabulary is sharded.
+    """Return the maximum number of tokens in a chunk of one device, for width D and a vocabulary over `vocab_ways`
+    devices.
     """
     # A device holds V / vocab_ways logits per token.
     return max(LOGITS_AT_ONCE[kind] * vocab_ways // vocab_size, int(WIDTHS_AT_ONCE[kind] * size), 1)
@@ -66,13 +55,8 @@ def most_at_once(kind: str, vocab_size: int, size: int, vocab_ways: int = 1) -> 
 def sum_in_chunks(function: TokenSum, params: PyTree, hidden: Hidden, targets: Any, weights: Array, tokens: int) -> Any:
     """Return the sums of `function` over all tokens, computed in chunks. Not for differentiation: see `loss_in_chunks`.
 
-    Args:
-        function: returns a pytree of sums over the tokens of a chunk.
-        params: parameters of the head.
-        hidden: hidden states (B, T, D).
-        targets: target ids (B, T), or a tree of arrays (B, T, ...).
-        weights: weights of the targets (B, T).
-        tokens: approximate number of tokens per chunk and device.
+    `params` are those of the head, targets a tree of arrays (B, T, ...), and `tokens` the approximate number of tokens
+    per chunk and device.
     """
     gathered = _gather_once(params, hidden.dtype)
     parts = _on_each_part(lambda *chunk: function(gathered, *chunk))
@@ -104,17 +88,8 @@ def loss_in_chunks(
     possible because the loss is a sum: the backward pass only scales the gradients by the incoming cotangent. Logits
     are neither stored nor recomputed, and the peak memory is that of the gradients and the logits of one chunk (as in
     Liger Kernel, Hsu et al. 2024, arXiv 2410.10989, section 3.2). Each device accumulates the gradients of the
-    parameters in float32; they are summed over devices once, at the end.
-
-    Args:
-        function: returns the sum of the loss of the tokens of a chunk.
-        params: parameters of the head.
-        hidden: hidden states (B, T, D).
-        targets: target ids (B, T), or a tree of arrays (B, T, ...).
-        weights: weights of the targets (B, T).
-        tokens: approximate number of tokens per chunk and device.
-        gradient_dtype: data type in which the gradients of matrices with an axis V are summed over devices. Those of
-            other parameters are small, and summed in float32.
+    parameters in float32; they are summed over devices once, at the end: those of matrices with an axis V in
+    `gradient_dtype`, the small others in float32. The other arguments are those of `sum_in_chunks`.
     """
     # Without differentiation, this body runs. With it, JAX calls `_forward` and `_backward` instead.
     return sum_in_chunks(function, params, hidden, targets, weights, tokens)
@@ -211,10 +186,7 @@ def _on_each_part(function: Callable) -> Callable:
 
 
 def _spread(sums: Array, *names: str | None) -> Array:
-    """Shard the leading axes (Bp, Tp) like the axes B and T of a batch, so that each device keeps its own sums.
-
-    `names` are those of the other axes; None, also for those without a name: not sharded.
-    """
+    """Shard the axes (Bp, Tp) like B and T of a batch, so that each device keeps its own sums; `names`: other axes."""
     return constrain(sums, "batch", "length", *names, *[None] * (sums.ndim - 2 - len(names)))
 
 

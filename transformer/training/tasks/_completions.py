@@ -25,13 +25,7 @@ def evaluate_rewards(
 ) -> tuple[EvalLoss, list[tuple[str, str]]] | None:
     """Complete held-out prompts by greedy decoding; return their mean rewards, and (prompt, completion) of each.
 
-    Args:
-        run: model, data and rewards.
-        split: split of the prompts.
-        limit: maximum number of batches; None: all.
-
-    Returns:
-        None if `run.should_stop` ended the evaluation.
+    None if `run.should_stop` ended the evaluation.
     """
     judged: list[Prompt] = []
     completions: list[list[int]] = []

@@ -61,11 +61,8 @@ def divergence(
 ) -> Float[Array, "*batch"]:
     """Compute temperature^2 KL(p || q) in nats, in float32, where p is the teacher's distribution, and q the student's.
 
-    Args:
-        student: logits of the student.
-        teacher: logits of the teacher.
-        temperature: tau in p = softmax(teacher / tau) and q = softmax(student / tau).
-        top_k: keep the k largest probabilities of the teacher, divided by their sum; None: all.
+    The temperature is tau in p = softmax(teacher / tau) and q = softmax(student / tau). `top_k`: keep the k largest
+    probabilities of the teacher, divided by their sum.
     """
     log_q = jax.nn.log_softmax(student.astype(jnp.float32) / temperature, axis=-1)
     teacher = teacher.astype(jnp.float32) / temperature

@@ -84,17 +84,9 @@ def evaluate_loss(
 ) -> EvalLoss | None:
     """Compute the mean loss over all batches, weighted by the weights of the targets.
 
-    Args:
-        eval_step: returns the sums of one batch.
-        params: parameters of the model.
-        batches: held-out batches.
-        should_stop: called before each batch; True ends the evaluation.
-        strict: raise an error if a loss is not finite. Otherwise, a non-finite loss is returned like any other.
-        num_bytes: UTF-8 bytes of text that the targets stand for (`Dataset.target_bytes`), for the measure
-            bits_per_byte; None: not known.
-
-    Returns:
-        The means; None if `should_stop` ended the evaluation.
+    None if `should_stop`, which is called before each batch, ended the evaluation. Unless `strict`, a non-finite loss
+    is returned like any other. From `num_bytes`, the UTF-8 bytes of text that the targets stand for
+    (`Dataset.target_bytes`), follows the measure bits_per_byte.
 
     Raises:
         ValueError: the batches contain no target.
@@ -158,9 +150,6 @@ class Evaluation:
         return "test" if "test" in self.dataset.splits else "validation"
 
     def mean_loss(self, split: str, limit: int | None = None, num_bytes: int | None = None) -> EvalLoss | None:
-        """Compute the mean loss over at most `limit` batches of a split; None if `should_stop` ended it.
-
-        `num_bytes` and the errors are those of `evaluate_loss`.
-        """
+        """Compute `evaluate_loss` over at most `limit` batches of a split."""
         batches = self.dataset.eval_batches(split, limit)
         return evaluate_loss(self.eval_step, self.params, batches, self.should_stop, self.strict, num_bytes)

@@ -19,16 +19,9 @@ def answer_sums(model: nn.Module, params: PyTree, inputs: dict[str, Any], batch:
     """Compute sums over a batch of conversations, without dropout.
 
     Greedy decoding writes an answer exactly if every token of the answer has the highest logit after the tokens before
-    it. So one forward pass shows whether a greedy answer equals its reference, and no text is generated.
-
-    Args:
-        model: causal model.
-        params: tree of its parameters.
-        inputs: arguments of the model that follow from the batch.
-        batch: targets and weights (B, T), and in packed rows segment_ids (B, T).
-
-    Returns:
-        `loss_sum` in nats, `weight`, `correct` (tokens), `exact_answers` and `answers`.
+    it. So one forward pass shows whether a greedy answer equals its reference, and no text is generated. `inputs` are
+    the arguments of the model that follow from the batch: targets and weights (B, T), and in packed rows segment_ids
+    (B, T). Returns `loss_sum` in nats, `weight`, `correct` (tokens), `exact_answers` and `answers`.
     """
     targets, weights = batch["targets"], batch["weights"]
 
@@ -50,14 +43,9 @@ def answer_sums(model: nn.Module, params: PyTree, inputs: dict[str, Any], batch:
 def exact_answers(
     right: Bool[Array, "B T"], weights: Float[Array, "B T"], segments: Int[Array, "B T"] | None = None
 ) -> tuple[Scalar, Scalar]:
-    """Count the answers whose targets are all right, and all answers.
+    """Count the answers whose targets are all right, i.e. have the highest logit, and all answers.
 
-    An answer is a run of targets with a weight, without a gap, in one segment.
-
-    Args:
-        right: whether the target has the highest logit.
-        weights: weight of each target; 0 outside of answers.
-        segments: ids of the sequences in packed rows; None: each row is one sequence.
+    An answer is a run of targets with a weight, without a gap, in one segment (None: each row is one sequence).
     """
     inside = weights > 0
     if segments is None:

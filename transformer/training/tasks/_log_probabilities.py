@@ -19,10 +19,7 @@ from transformer.training.tasks._chunked_loss import tokens_at_once
 def log_probabilities(
     model: nn.Module, params: PyTree, inputs: dict[str, Any], targets: Int[Array, "B T"], **options: Any
 ) -> tuple[Float[Array, "B T"], dict[str, Array]]:
-    """Compute the log-probability of each target, in nats, in float32.
-
-    Arguments and results are those of `token_values`.
-    """
+    """Compute the log-probability of each target, in nats, in float32, with the arguments of `token_values`."""
     return token_values(chosen_log_probabilities, model, params, inputs, targets, **options)
 
 
@@ -36,19 +33,11 @@ def token_values(
     tokens: int | None = None,
     **options: Any,
 ) -> tuple[Any, dict[str, Array]]:
-    """Compute values of each target from its logits.
+    """Compute values of each target from its logits; return them, and the router losses of MoE layers, (B,) by name.
 
-    Args:
-        function: (logits (B, T, V), targets (B, T)) -> pytree of values (B, T).
-        model: a model with logits for every token.
-        params: tree of its parameters.
-        inputs: arguments of the model by name.
-        targets: the target after each position.
-        tokens: number of tokens per device whose logits are in memory at a time; 0: all; None: a default.
-        **options: further arguments of the model, such as `deterministic` and `rngs`.
-
-    Returns:
-        The values, and the router losses of MoE layers, (B,) by name.
+    `function` maps logits (B, T, V) and targets (B, T) to a pytree of values (B, T). `tokens` is the number of tokens
+    per device whose logits are in memory at a time; 0: all; None: a default. `options` are further arguments of the
+    model.
     """
     hidden, _, aux = model.apply({"params": params}, **inputs, **options, method=type(model).run_stacks)
     method = type(model).head

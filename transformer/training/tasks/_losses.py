@@ -27,20 +27,17 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Scalar, Scalar]:
-    """Compute the cross-entropy between targets and softmax(logits), in float32 for every dtype of the logits.
+    """Compute the sums of the weighted cross-entropies of targets and softmax(logits), in nats, and of the weights.
+
+    In float32 for every dtype of the logits. A target with weight 0 may have any value, for example -100. Any other
+    target outside the vocabulary gives NaN: compiled code cannot raise an error, and clamping would give a plausible
+    loss.
 
     Args:
-        logits: unnormalized log-probabilities over a vocabulary of size V.
-        targets: target ids. A target with weight 0 may have any value, for example -100. Any other target outside the
-            vocabulary gives NaN: compiled code cannot raise an error, and clamping would give a plausible loss.
-        weights: weight of each target; 0 for padding.
         label_smoothing: e in the smoothed target distribution (1 - e) onehot + e / V (Szegedy et al. 2016, arXiv
             1512.00567, section 7; section 5.4 of the Transformer paper).
         z_loss: factor of the additional loss (ln Z)^2, where Z is the sum of exp(logits) (Chowdhery et al. 2022, arXiv
             2204.02311, section 5). It keeps the normalizer ln Z close to 0.
-
-    Returns:
-        The sum of the weighted losses, in nats, and the sum of the weights.
     """
     # float32: logsumexp adds up V terms, and in bfloat16 (8 significant bits) most of them would be lost.
     logits = logits.astype(jnp.float32)
@@ -105,15 +102,9 @@ def correct(logits: Float[Array, "*batch V"], targets: Int[Array, "*batch"], wei
 def squared_error(
     forecast: Float[Array, "B T C"], targets: Float[Array, "B T C"], weights: Float[Array, "B"]
 ) -> tuple[Scalar, Scalar]:
-    """Compute the sum of squared errors of forecasts, in float32.
+    """Compute the weighted sum of (forecast - targets)^2, in float32, and the sum of the weights of all values.
 
-    Args:
-        forecast: forecast values.
-        targets: true values; any value, also NaN, in rows of weight 0.
-        weights: weight of each row, which applies to each of its T x C values.
-
-    Returns:
-        The weighted sum of (forecast - targets)^2, and the sum of the weights of all values.
+    The weight of a row applies to each of its T x C values. In rows of weight 0, targets may be anything, also NaN.
     """
     return _weighted(jnp.square(_errors(forecast, targets, weights)), weights), weights.sum() * targets[0].size
 
@@ -136,16 +127,12 @@ def _weighted(errors: Float[Array, "B T C"], weights: Float[Array, "B"]) -> Scal
 
 
 def matched_by_softmax(logits: Float[Array, "B B"], weights: Float[Array, "B"]) -> tuple[Scalar, Scalar]:
-    """Compute the loss of CLIP, in float32 (Radford et al. 2021, arXiv 2103.00020, figure 3).
+    """Compute the loss of CLIP, in float32 (Radford et al. 2021, arXiv 2103.00020, figure 3): its sum, in nats, and
+    weight.
 
-    It is the mean of two cross-entropies: of the captions given each image, and of the images given each caption.
-
-    Args:
-        logits: (B, B), of image i (row) and caption j (column); the pairs (i, i) belong together.
-        weights: weight of each pair. A pair of weight 0 is also no alternative for the others.
-
-    Returns:
-        The sum of the weighted losses of all pairs, in nats, and the sum of the weights.
+    It is the mean of two cross-entropies: of the captions given each image, and of the images given each caption. The
+    logits are those of image i (row) and caption j (column); the pairs (i, i) belong together. A pair of weight 0 is
+    also no alternative for the others.
     """
     logits = _among_counted(logits, weights)
     numbers = jnp.arange(len(weights))
@@ -168,10 +155,7 @@ def matched_by_sigmoid(logits: Float[Array, "B B"], weights: Float[Array, "B"]) 
 
 
 def matches(logits: Float[Array, "B B"], weights: Float[Array, "B"]) -> tuple[Scalar, Scalar]:
-    """Return the weighted number of images whose own caption has the highest logit, and of captions likewise.
-
-    Arguments are those of `matched_by_softmax`.
-    """
+    """Return the weighted number of images whose own caption has the highest logit, and of captions likewise."""
     logits, numbers = _among_counted(logits, weights), jnp.arange(len(weights))
     return correct(logits, numbers, weights), correct(logits.T, numbers, weights)
 

@@ -112,14 +112,8 @@ def advantages(rewards: np.ndarray, scale: bool = True) -> np.ndarray:
     """Compute the advantages of completions (section 4.1.2 of the paper): (reward - mean) / (std + epsilon).
 
     Mean and standard deviation are those of the group, with G - 1 in the denominator of the variance as in TRL. If all
-    rewards of a group are equal, its advantages are 0.
-
-    Args:
-        rewards: (P, G), rewards of G completions of each of P prompts.
-        scale: divide by the standard deviation.
-
-    Returns:
-        (P, G), float32.
+    rewards of a group are equal, its advantages are 0. Rewards and results (float32) are (P, G) for G completions of
+    each of P prompts. Without `scale`, they are not divided.
     """
     rewards = np.asarray(rewards, np.float64)
     centered = rewards - rewards.mean(1, keepdims=True)
@@ -151,18 +145,12 @@ def token_scores(
 def policy_loss(
     log_probs: Float[Array, "B T"], batch: Batch, options: GRPO
 ) -> tuple[Scalar, Scalar, dict[str, Scalar]]:
-    """Compute the loss of the module's docstring.
+    """Compute the loss of the module's docstring: sum, weight (their quotient is the loss), and sums over tokens.
 
-    Args:
-        log_probs: log-probabilities of the targets under the policy that is trained.
-        batch: `weights` (B, T), 1 for the tokens of the completion and 0 for all others; `advantages` (B,);
-            `reference` (B, T), log-probabilities under the reference model, if beta is not 0; `old` (B, T),
-            log-probabilities under the policy that wrote the completions. Without `old`, it is the policy itself.
-        options: clip, beta and normalization.
-
-    Returns:
-        Sum and weight of the loss, whose quotient is the loss, and sums over tokens: `tokens`, their number, `clipped`,
-        the number of those whose ratio is clipped, and `kl`, if beta is not 0.
+    These are `tokens`, their number, `clipped`, the number of those whose ratio is clipped, and `kl`, if beta is not 0.
+    The batch has `weights` (B, T), 1 for the tokens of the completion and 0 for all others; `advantages` (B,);
+    `reference` (B, T), log-probabilities under the reference model, if beta is not 0; `old` (B, T), log-probabilities
+    under the policy that wrote the completions. Without `old`, it is the policy itself.
     """
     mask = batch["weights"].astype(jnp.float32)
     advantage = batch["advantages"][:, None]

@@ -63,12 +63,8 @@ def preference_losses(
 ) -> Float[Array, "B"]:
     """Compute the loss of each pair, in float32.
 
-    Args:
-        chosen: scores of the chosen responses, log pi(y_w|x) - log pi_ref(y_w|x).
-        rejected: scores of the rejected responses, log pi(y_l|x) - log pi_ref(y_l|x).
-        chosen_lengths: numbers of tokens of the chosen responses.
-        rejected_lengths: numbers of tokens of the rejected responses.
-        options: which loss, and its parameters.
+    `chosen` are the scores of the chosen responses, log pi(y_w|x) - log pi_ref(y_w|x), `rejected` those of the rejected
+    ones; lengths are in tokens.
     """
     chosen, rejected = chosen.astype(jnp.float32), rejected.astype(jnp.float32)
     beta, difference = options.beta, chosen - rejected

@@ -76,19 +76,10 @@ class ReferenceTask(Task):
         loss_tokens: int | None = None,
         **arguments: Any,
     ) -> tuple[Scalar, Scalar, Sums, Scalar | None]:
-        """Compute the loss of a model in comparison with the reference model.
+        """Compute the loss of a model in comparison with the reference model, whose parameters get no gradient.
 
-        Args:
-            model: model to apply.
-            params: tree of its parameters.
-            reference: tree of the reference model's parameters; they get no gradient.
-            batch: arrays (B, ...) by name.
-            options: result of `options`.
-            loss_tokens: `TrainingConfig.loss_tokens`.
-            **arguments: arguments of the model for training, `deterministic` and `rngs`.
-
-        Returns:
-            (loss sum, weight, other sums by name, router loss or None), as `_step.training_loss` and `measures`.
+        Returns (loss sum, weight, other sums by name, router loss or None), as `_step.training_loss` and `measures`.
+        `arguments` are those of the model for training, `deterministic` and `rngs`.
         """
 
 
@@ -271,10 +262,7 @@ class PolicyOptimization(ReferenceTask):
 
 
 def _more_probable(scores: Float[Array, "R T"]) -> Bool[Array, "B"]:
-    """Return whether the chosen response of each pair has a higher probability than the rejected one.
-
-    `scores` are the log-probabilities of the tokens, with 0 outside the responses.
-    """
+    """Return whether the chosen response of each pair is more probable; scores are 0 outside the responses."""
     totals = jax.lax.stop_gradient(scores).sum(-1).reshape(-1, 2)
     return totals[:, 0] > totals[:, 1]
 

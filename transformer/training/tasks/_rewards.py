@@ -28,11 +28,7 @@ class RewardError(ValueError):
 
 
 class Rewards:
-    """The rewards of a recipe, in the order of `GRPO.weights`.
-
-    Raises:
-        ConfigError: a function can't be imported, or the reward model is missing.
-    """
+    """The rewards of a recipe, in the order of `GRPO.weights`; ConfigError if one can't be imported or is missing."""
 
     def __init__(self, options: GRPO, model: RewardModel | None = None):
         if (options.reward_model is None) != (model is None):
@@ -65,8 +61,7 @@ class Rewards:
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> np.ndarray:
         """Compute the rewards of N completions, (N, K), one column per reward.
 
-        Raises:
-            RewardError: a reward function raised an error, or returned no finite number.
+        RewardError if a reward function raised an error, or returned no finite number.
         """
         found = [
             [_called(name, function, prompt, completion) for name, function in self._functions]
@@ -92,11 +87,7 @@ def exact_answer(completion: str, answer: Any, **columns: Any) -> float:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Return the function "module:function" or "file.py:function".
-
-    Raises:
-        ConfigError: the module or file can't be imported, or has no such function.
-    """
+    """Return the function "module:function" or "file.py:function"; ConfigError if it can't be imported."""
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute:
         raise ConfigError(f"a reward must be 'module:function' or 'file.py:function', got {name!r}. Name both.")

@@ -48,11 +48,7 @@ def selection(items: Sequence[T], wanted: int) -> list[T]:
 
 
 def make_beam(size: int, alpha: float) -> Beam | None:
-    """Return the beam search options for `translate`; None (greedy decoding) for size 1.
-
-    Raises:
-        ConfigError: a number is out of range.
-    """
+    """Return the beam search options for `translate`; None (greedy decoding) for size 1."""
     return None if size == 1 else Beam(size=size, alpha=alpha)
 
 
@@ -67,25 +63,11 @@ def translate(
     batch_size: int = 250,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[str] | None:
-    """Translate each source, by beam search or by greedy decoding.
+    """Translate each source, by beam search or by greedy decoding; None if `should_stop`, called before each batch, is
+    True.
 
     Sources of similar length share a batch, which reduces padding and lets a batch of short sources end early.
-
-    Args:
-        model: encoder-decoder model.
-        params: tree of its parameters.
-        tokenizer: tokenizer of sources and targets.
-        sources: texts to translate.
-        max_new_tokens: maximum length of a translation, in tokens.
-        beam: options of beam search; None: greedy decoding.
-        batch_size: number of sources per batch.
-        should_stop: called before each batch; True stops.
-
-    Returns:
-        the translations, in the order of the sources; None if `should_stop` returned True.
-
-    Raises:
-        ValueError: a source has text that the tokenizer can't encode.
+    ValueError if a source has text that the tokenizer can't encode.
     """
     ids = [tokenizer.encode_source(source) for source in sources]
     outputs = [""] * len(ids)

@@ -22,11 +22,7 @@ LeafPath = tuple[str, ...]  # path of a leaf in its pytree, for example ("params
 
 
 def flatten(tree: PyTree) -> dict[LeafPath, Any]:
-    """Return a dict from path to leaf, in the order of `jax.tree.leaves`.
-
-    Raises:
-        TypeError: a leaf is not a plain array.
-    """
+    """Return a dict from path to leaf, in the order of `jax.tree.leaves`; TypeError if a leaf is not a plain array."""
     leaves = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
@@ -74,17 +70,10 @@ def differences(saved: Mapping[LeafPath, Any], wanted: Mapping[LeafPath, Any]) -
 
 
 def save(directory: Path, leaves: Mapping[LeafPath, Any], copied: Callable[[], object]) -> Callable[[], object]:
-    """Write the arrays into `directory`. With several processes, each process writes its own shards.
+    """Write the arrays into an existing directory. With several processes, each process writes its own shards.
 
-    Must not be called from a thread with a running asyncio event loop.
-
-    Args:
-        directory: existing directory to write to.
-        leaves: path -> array.
-        copied: called as soon as the arrays are copied to the host, before they are on disk.
-
-    Returns:
-        A function that finalizes the directory. One process calls it, after all processes have written.
+    Must not be called from a thread with a running asyncio event loop. Calls `copied` as soon as the arrays are copied
+    to the host. Returns a function that finalizes the directory: one process calls it after all processes have written.
     """
     filled = _filled(leaves)
     if filled:
@@ -104,8 +93,7 @@ def save(directory: Path, leaves: Mapping[LeafPath, Any], copied: Callable[[], o
 def _hear_errors_once() -> None:
     """Suppress duplicate reports of a failed write, which Orbax and TensorStore print in addition to raising the error.
 
-    Each thread and task logs a traceback, and every array whose write ends after Orbax has closed its event loop prints
-    another one.
+    Each thread, each task, and each array whose write ends after Orbax closed its event loop print a traceback.
     """
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -125,15 +113,10 @@ def _hear_errors_once() -> None:
 
 
 def restore(directory: Path, wanted: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
-    """Return the saved arrays at the paths of `wanted`, with the shapes and dtypes as saved.
+    """Return the saved arrays at the paths of `wanted`, any subset, with the shapes and dtypes as saved.
 
-    Args:
-        directory: directory that `save` wrote.
-        wanted: any subset of the saved paths. A leaf with a sharding is restored as a jax.Array with this sharding, a
-            leaf without one as a jax.Array on the default device, and a NumPy array as a NumPy array.
-
-    Raises:
-        ValueError: JAX would truncate a 64-bit array to 32 bits.
+    A leaf with a sharding is restored as a jax.Array with this sharding, a leaf without one as a jax.Array on the
+    default device, and a NumPy array as a NumPy array. ValueError if JAX would truncate a 64-bit array to 32 bits.
     """
     filled = _filled(wanted)
     arrays: dict[LeafPath, Any] = {}

@@ -38,15 +38,11 @@ class Averaged:
 def average(workdir: str | os.PathLike, last: int, to: str | os.PathLike | None = None) -> Averaged:
     """Write the mean of the parameters of the newest `last` valid checkpoints into a new workdir.
 
-    `load_run` opens the new workdir like any other. The workdir of the run is only read. The parameters are those that
-    `load_run` would return: the moving average if the run keeps one, and the merged parameters with LoRA. The reference
-    model of a task that has one is copied, for evaluation. An earlier average in `to` is replaced atomically. Memory
-    holds one set of parameters and one set of sums, in float32.
-
-    Args:
-        workdir: workdir of a run.
-        last: number of checkpoints to average.
-        to: workdir to write; by default, the name of the run's workdir followed by "-average-N".
+    `load_run` opens the new workdir `to` (default: the name of the run's workdir followed by "-average-N") like any
+    other. The workdir of the run is only read. The parameters are those that `load_run` would return: the moving
+    average if the run keeps one, and the merged parameters with LoRA. The reference model of a task that has one is
+    copied, for evaluation. An earlier average in `to` is replaced atomically. Memory holds one set of parameters and
+    one set of sums, in float32.
 
     Raises:
         FileNotFoundError: the workdir does not exist, or has no checkpoint.
@@ -101,9 +97,8 @@ def _check_places(workdir: Path, to: Path) -> None:
 
 
 def _mean(recipe: Recipe, workdir: Path, last: int) -> tuple[Any, tuple[int, ...]]:
-    """Return the mean of the newest `last` valid checkpoints and their steps, ascending.
-
-    The mean is a tree of NumPy arrays with the dtypes of the parameters: theta = 1/N (theta_1 + ... + theta_N).
+    """Return the mean of the newest `last` valid checkpoints, NumPy arrays in the dtypes of the parameters, and their
+    steps.
     """
     root = workdir / "checkpoints"
     candidates = find_steps(root)

@@ -46,10 +46,6 @@ def record_call(workdir: str | os.PathLike, step: int, command: str, device: str
 
 
 def read_calls(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """Return the recorded calls, oldest first; [] if there is no file.
-
-    Raises:
-        ValueError: a line is not a record. The message has its number.
-    """
+    """Return the recorded calls, oldest first; [] if there is no file. ValueError with the number of a damaged line."""
     path = Path(workdir) / FILE
     return read_metrics(path) if path.exists() else []

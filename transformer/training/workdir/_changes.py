@@ -35,9 +35,6 @@ def schedule_change(
     Another number of steps changes the learning rate of a schedule that decays until the last step. It must match if
     the `step` updates that are done would have had another rate. The step at which the decay ends may be set to the one
     that it had anyway.
-
-    Returns:
-        The changes that must match, and those that may differ.
     """
     before, after = decay_end(old), decay_end(new)
     kept = [one for one in must_match if one.field != DECAY_STEPS or None in (before, after) or before != after]
@@ -62,12 +59,7 @@ def _effect(old: Recipe, new: Recipe, step: int, last: float, following: float) 
 
 
 def how_to_extend(command: str, recipe: Recipe) -> str:
-    """Return the lines with the commands that train a finished run for twice as many steps.
-
-    Args:
-        command: the command of the run.
-        recipe: its recipe.
-    """
+    """Return the lines with the commands that train a finished run for twice as many steps."""
     steps = recipe.training.steps
     longer, end = f"{command} --training.steps {2 * steps}", decay_end(recipe)
     (rate,) = learning_rates(recipe, steps)
@@ -97,8 +89,7 @@ def _consecutive(recipe: Recipe) -> bool:
 def moved(position: Mapping[str, Any], old: Recipe | None, new: Recipe) -> Mapping[str, Any]:
     """Return the position in the data, counted in batches of the new size.
 
-    The rows that follow are those that the run has not seen. If the number of rows seen is no multiple of the new batch
-    size, the last of them (fewer than one batch) are repeated.
+    If the number of rows seen is no multiple of it, the last of them (fewer than one batch) are repeated.
     """
     if old is None or getattr(old.data, "batch_size", None) == getattr(new.data, "batch_size", None):
         return position

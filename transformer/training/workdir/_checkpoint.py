@@ -71,16 +71,8 @@ class Checkpointer:
 
     Use it as a context manager, or call `close`. If several processes train together, all of them must save and restore
     at the same steps, in a workdir on a shared file system. Each process writes and reads its own shards; the first
-    process writes all other files.
-
-    Args:
-        workdir: directory of the run.
-        keep_last: number of newest checkpoints to keep, at least 1.
-        keep_best: number of checkpoints with the best metric to keep in addition.
-        best: "min" or "max": whether the lowest or the highest metric is the best.
-
-    Raises:
-        ValueError: `best` is neither "min" nor "max", `keep_last` is below 1, or `keep_best` is below 0.
+    process writes all other files. The newest `keep_last` checkpoints are kept, and in addition the `keep_best` with
+    the best metric, the lowest ("min") or the highest ("max"). ValueError for other values.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, keep_last: int = 2, keep_best: int = 1, best: str = "min"):
@@ -113,22 +105,12 @@ class Checkpointer:
         """Start to save a checkpoint; return as soon as the arrays are copied to the host.
 
         After the return, the arrays may be donated or modified. If an earlier save is in progress, the call waits for
-        it first. If `step` is the step that was last saved or restored, only `data`, `recipe` and `metric` are updated;
-        the state on disk is unchanged.
+        it first. If `step` is the step that was last saved or restored, only `data` (JSON values or bytes), `recipe`
+        and `metric` are updated; the state on disk is unchanged. A metric of None or NaN is never the best; None keeps
+        that of an existing checkpoint.
 
-        Args:
-            step: step of the checkpoint.
-            state: pytree of arrays.
-            data: state of the data iterator, as JSON values or bytes.
-            recipe: recipe, as JSON values.
-            metric: value that decides which checkpoint is the best. None and NaN are never the best. None keeps the
-                metric of an existing checkpoint.
-
-        Returns:
-            Whether something was written. False if the checkpoint of this step already has these contents.
-
-        Raises:
-            CheckpointSaveError: this save or an earlier one failed.
+        Returns whether something was written: False if the checkpoint of this step already has these contents. Raises
+        CheckpointSaveError if this save or an earlier one failed.
         """
         self.wait()
         step = int(step)
@@ -167,13 +149,8 @@ class Checkpointer:
     def restore_newest(self, abstract_state: PyTree) -> Restored | None:
         """Restore the newest valid checkpoint. Newer checkpoints that are damaged are skipped with a warning.
 
-        Args:
-            abstract_state: pytree with `jax.ShapeDtypeStruct`s or arrays as leaves. A leaf with a sharding is restored
-                as a jax.Array with this sharding, a leaf without one as a jax.Array on the default device, and a NumPy
-                array as a NumPy array.
-
-        Returns:
-            The checkpoint; None if the workdir has no checkpoint.
+        Returns None if the workdir has no checkpoint. The leaves of `abstract_state` decide the form of the arrays, as
+        in `arrays.restore`.
 
         Raises:
             CheckpointError: all checkpoints are damaged, or structure, shapes or dtypes of the state differ from
@@ -316,17 +293,11 @@ def load_params(
     names: str | Sequence[str] = "params",
     best: str = "min",
 ) -> tuple[PyTree, int]:
-    """Load one field of a saved state. The optimizer does not need to be known.
+    """Load one field of a saved state, as nested dicts of jax.Arrays; return it and the step. The optimizer is not
+    needed.
 
-    Args:
-        workdir: directory of a run.
-        step: a step, "newest" for the newest valid checkpoint, or "best" for the one with the best metric.
-        names: field of the state to load, or several fields, of which the first one that was saved is loaded:
-            `("ema", "params")`. The average `ema` is returned in the dtypes of `params`.
-        best: "min" or "max": whether the lowest or the highest metric is the best.
-
-    Returns:
-        The field as nested dicts of jax.Arrays, and the step of the checkpoint.
+    `step` is a number, or "best": the step with the best metric. Of several `names`, the first one that was saved is
+    loaded: `("ema", "params")`. The average `ema` is returned in the dtypes of `params`.
 
     Raises:
         FileNotFoundError: the workdir has no checkpoint, or none of this step.
@@ -374,12 +345,8 @@ def load_params(
 def load_items(workdir: str | os.PathLike, step: int) -> tuple[Path, dict[str, str], dict[str, Any]]:
     """Load the data and the recipe of a checkpoint. Only file sizes are checked; `load_params` verifies all contents.
 
-    Returns:
-        The directory of the checkpoint; the file names of the items "data" and "recipe"; and their values, None for
-        an omitted one.
-
-    Raises:
-        CheckpointError: a file is missing or has the wrong size.
+    Returns the directory, and the file names and the values of the items "data" and "recipe" (None: omitted).
+    CheckpointError if a file is missing or has the wrong size.
     """
     directory = _root(workdir) / str(step)
     manifest = read_manifest(directory)

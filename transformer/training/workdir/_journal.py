@@ -84,17 +84,12 @@ class TrainStats:
     """number of consecutive non-finite batches up to now"""
 
     def watch(self, loss: float, limit: float | None, deviations: float) -> bool:
-        """Add the loss of a batch to the running mean and variance, and return whether it is a spike.
+        """Add the mean loss of a batch to the running mean and variance, and return whether it is a spike.
 
         The next limit is the exponentially weighted mean of the losses plus `deviations` standard deviations (Finch
-        2009, "Incremental calculation of weighted mean and variance", section 9). A spike enters the mean as a loss
-        four standard deviations above it. So a single spike changes the mean only slightly, and a loss that stays high
-        becomes the new mean after some tens of steps.
-
-        Args:
-            loss: mean loss of the batch, nats per target.
-            limit: limit that was in force when the step was dispatched; None if there was none.
-            deviations: number of standard deviations above the mean at which the next limit lies.
+        2009, "Incremental calculation of weighted mean and variance", section 9). `limit` is the one that was in force
+        when the step was dispatched. A spike enters the mean as a loss four standard deviations above it. So a single
+        spike changes the mean only slightly, and a loss that stays high becomes the new mean after some tens of steps.
         """
         # Compare in float32, as the compiled step does (`make_train_step`): host and device must decide alike.
         spike = limit is not None and bool(np.float32(loss) > np.float32(limit))
@@ -113,12 +108,8 @@ class TrainStats:
         return spike
 
     def record_evaluation(self, step: int, result: EvalLoss, metric: float) -> None:
-        """Record the results of an evaluation, and update the best one. Of equal results, the newer one is the best.
-
-        Args:
-            step: step of the evaluation.
-            result: its results.
-            metric: value that decides which evaluation is the best, `Task.metric`.
+        """Record an evaluation, and update the best one by its `Task.metric`. Of equal results, the newer one is the
+        best.
         """
         loss = result.loss
         self.evaluated, self.eval_loss, self.eval_accuracy, self.eval_mae = step, loss, result.accuracy, result.mae
@@ -159,9 +150,8 @@ class Journal:
         self._means = TASKS[recipe.task].means(recipe)
 
     def fed(self, seconds: float) -> None:
-        """Record how many seconds the batch of the next step took.
-
-        If the previous step has already finished, the device was waiting for the batch, for at most this time.
+        """Record how many seconds the batch of the next step took: the device waited for it if the last step has
+        finished.
         """
         if self._pending is not None and all(leaf.is_ready() for leaf in jax.tree.leaves(self._pending[1])):
             self._waited += seconds
@@ -177,9 +167,8 @@ class Journal:
             self._clock += seconds  # a later start excludes this time from the elapsed time
 
     def skip_above(self) -> np.float32 | None:
-        """Return the mean loss (nats per target) above which the next step is skipped.
-
-        None if the recipe does not skip spikes, and infinity if there is no limit yet.
+        """Return the mean loss above which to skip the next step: infinity without a limit yet; None: never skip
+        spikes.
         """
         if self._recipe.training.spike_policy != "skip":
             return None
@@ -189,8 +178,7 @@ class Journal:
     def _limit(self) -> float | None:
         """Return the limit computed from all batches but the last one, whether the last one is already read or not.
 
-        A checkpoint forces the last batch to be read. Independence of that lets a resumed run and an uninterrupted run
-        make the same decisions.
+        A checkpoint forces it to be read, but a resumed and an uninterrupted run must make the same decisions.
         """
         return self._ledger.limit_before if self._pending is None else self._ledger.limit
 
@@ -204,16 +192,9 @@ class Journal:
     ) -> None:
         """Store the metrics of a step that was just dispatched, and read those of the previous step.
 
-        Args:
-            step: number of the step.
-            metrics: metrics of the step, still on the device.
-            places: number of padding positions and of all positions in the batch; None if it cannot have padding.
-            batch: the batch.
-            why: explains what is not finite in the batch or in the state after it. Called only after a non-finite step.
-
-        Raises:
-            NonFiniteError, LossSpikeError: the previous step was not finite or had a loss spike, and the policy in the
-                recipe is "stop".
+        `places` are the numbers of padding positions and of all positions in the batch; None if it cannot have padding.
+        `why` explains what is not finite in the batch or in the state after it; it is called only after a non-finite
+        step. Raises NonFiniteError or LossSpikeError for the previous step if the policy in the recipe is "stop".
         """
         limit = self._limit()
         self.read()

@@ -27,16 +27,11 @@ class WorkdirLock:
 
     The file records the pid, the host, the start time of the process (because pids are reused) and the time of locking.
     A lock of a process that no longer runs is replaced, with a line on stderr. So is a lock file that stays empty: its
-    process died before it wrote the record.
+    process died before it wrote the record. With `take_over`, so is that of a process on another host, for which it is
+    impossible to check whether it still runs, or one with damaged content, with a warning on stderr.
 
-    Args:
-        workdir: directory to lock.
-        take_over: replace the lock of a process on another host, for which it is impossible to check whether the
-            process still runs, or a lock with damaged content. Prints a warning to stderr.
-
-    Raises:
-        WorkdirInUseError: another process holds the lock. A running process on this host always keeps its lock.
-        OSError: the workdir is not writable.
+    WorkdirInUseError if another process holds the lock; a running process on this host always keeps it. OSError if the
+    workdir is not writable.
     """
 
     def __init__(self, workdir: str | os.PathLike, take_over: bool = False):

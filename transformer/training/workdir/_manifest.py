@@ -152,17 +152,10 @@ def verified(directory: Path) -> dict[str, Any]:
 
 
 def newest_valid(root: Path, damaged: set[int]) -> tuple[Path, dict[str, Any]] | None:
-    """Find the newest valid checkpoint. Warn about each newer checkpoint, because it is damaged.
+    """Return directory and manifest of the newest valid checkpoint; None if there are no checkpoints.
 
-    Args:
-        root: directory of checkpoints.
-        damaged: set to which the steps of damaged checkpoints are added.
-
-    Returns:
-        Directory and manifest of the checkpoint; None if there are no checkpoints.
-
-    Raises:
-        CheckpointError: there are checkpoints, but all are damaged.
+    Warns about each newer checkpoint, because it is damaged, and adds its step to `damaged`. CheckpointError if all
+    checkpoints are damaged.
     """
     reasons = []
     for step in reversed(find_steps(root)):

@@ -68,17 +68,7 @@ def newest_provenance(workdir: str | os.PathLike) -> Provenance | None:
 def check_recipe_of_command(
     old: Recipe, new: Recipe, workdir: str | os.PathLike, allow_change: bool = False
 ) -> list[Change]:
-    """Return the fields that a command changes in an existing run, all of which may change on resume.
-
-    Args:
-        old: recipe of the run.
-        new: recipe of the command.
-        workdir: workdir of the run.
-        allow_change: accept changes of the learning rate and other fields that keep shapes and the order of the data.
-
-    Raises:
-        WorkdirError: the command changes fields that must match.
-    """
+    """Return the fields that a command changes in an existing run; WorkdirError if one of them must match on resume."""
     fault = f"{workdir} contains a run that differs from this command in"
     remedy = "Remove these overrides to resume it, or pass another --workdir to start a new run."
     step = max(find_steps(Path(workdir) / "checkpoints"), default=0)
@@ -94,18 +84,9 @@ def check_unchanged(
     resuming: bool,
     allow_change: bool = False,
 ) -> None:
-    """Check that the recipe and the tokenizer are those that the checkpoint was trained with.
+    """Raise WorkdirError if the recipe or the tokenizer are not those that the checkpoint was trained with.
 
-    Args:
-        trained: provenance of the checkpoint.
-        recipe: recipe of the workdir or, with `resuming`, of the command.
-        tokenizer: tokenizer of the workdir.
-        workdir: workdir of the run.
-        resuming: whether a command resumes the run, so that some fields of the recipe may differ.
-        allow_change: also accept changes of the learning rate and other fields that don't affect a loaded model.
-
-    Raises:
-        WorkdirError: one of them differs.
+    `recipe` is that of the workdir or, with `resuming`, that of the command, in which some fields may differ.
     """
     if resuming:
         check_recipe_of_command(trained.recipe, recipe, workdir, allow_change)
@@ -127,10 +108,7 @@ def check_unchanged(
 def _check_same(
     old: Recipe, new: Recipe, step: int, fault: str, remedy: str, allow_change: bool, names_flag: bool = True
 ) -> list[Change]:
-    """Return the fields that differ and may after `step` steps; WorkdirError for others.
-
-    `names_flag`: the error mentions --allow-change.
-    """
+    """Return the fields that differ and may after `step` steps; WorkdirError, with or without the flag, for others."""
     must_match, may_change = schedule_change(old, new, step, *difference(old, new))
     optional = [change for change in must_match if allowable(change, new)]
     more = ""

@@ -37,13 +37,9 @@ def has_checkpoints(workdir: str | os.PathLike) -> bool:
 
 
 def check_not_lost(workdir: str | os.PathLike) -> None:
-    """Check that no checkpoints of an earlier run are missing, because a new run would overwrite its metrics.
+    """Raise WorkdirError if a run saved a checkpoint here and none is left: a new run would overwrite its metrics.
 
-    A run that was killed before its first checkpoint passes the check. A separate file in the workdir records that a
-    first checkpoint was saved.
-
-    Raises:
-        WorkdirError: a run saved a checkpoint here, and none is left.
+    A run that was killed before its first checkpoint passes: a file records that a first checkpoint was saved.
     """
     workdir = Path(workdir)
     if has_checkpoints(workdir) or not (workdir / FIRST).exists():
@@ -66,10 +62,8 @@ def _last_step(workdir: Path) -> int:
 
 
 def set_aside(workdir: str | os.PathLike) -> Path | None:
-    """Move the files of an earlier run to a new directory inside its workdir; other files stay.
-
-    Returns:
-        the new directory, which is a complete workdir; None if there is no earlier run.
+    """Move the files of an earlier run to a new directory inside its workdir, and return it; None without an earlier
+    run.
     """
     workdir = Path(workdir)
     if not any((workdir / name).exists() for name in (recipe.FILE, metrics.FILE, calls.FILE, FIRST)):

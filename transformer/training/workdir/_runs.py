@@ -106,11 +106,8 @@ def load_usable(
 ) -> tuple[Any, int]:
     """Load the model's parameters from a checkpoint; return them and the step of the checkpoint.
 
-    The parameters are their moving average if the run has one; LoRA updates are merged into the base.
-
-    Raises:
-        WorkdirError: the checkpoint was trained with a different recipe or tokenizer. Also raises the errors of
-            `load_params`.
+    The parameters are their moving average if the run has one; LoRA updates are merged into the base. WorkdirError if
+    the checkpoint was trained with a different recipe or tokenizer; also raises the errors of `load_params`.
     """
     params, found = load_params(workdir, step=step, names=("ema", "params"))
     _check_loaded(recipe, tokenizer, workdir, found)
@@ -136,12 +133,10 @@ def _load_base(recipe: Recipe, workdir: str | os.PathLike, step: int) -> Any:
 def load_updates(
     workdir: str | os.PathLike, step: Literal["best", "newest"] | int = "best"
 ) -> tuple[Recipe, nn.Module, Any, Any]:
-    """Load the recipe and the model of a run with LoRA, and its trained and its frozen parameters, not merged.
+    """Load the recipe and the model of a run with LoRA, and its trained (or averaged) and its frozen parameters, not
+    merged.
 
-    The trained parameters are their moving average if the run has one.
-
-    Raises:
-        ConfigError: the run has no LoRA. Also raises the errors of `load_run`.
+    ConfigError if the run has no LoRA; also raises the errors of `load_run`.
     """
     recipe = load_recipe(workdir)
     if recipe.lora is None:
@@ -175,17 +170,9 @@ def open_run(
 ) -> tuple[Recipe, Dataset]:
     """Prepare a new run, or a resumed run if the workdir has checkpoints. Writes no files.
 
-    Args:
-        recipe: recipe of the command.
-        workdir: workdir of the run. An existing run also records the model that it was initialized from.
-        say: function that prints a message; it reports the changes of a resumed run that are allowed.
-        start: pretrained model to initialize a new run from; None: random initialization, or a resumed run.
-        restart: start a new run, whatever the workdir contains.
-        teacher: the model of `distill.teacher`; not needed to resume.
-        allow_change: accept changes of the learning rate and other fields that keep shapes and the order of the data.
-
-    Returns:
-        (recipe, dataset), where the recipe is completed from its data and `start`.
+    An existing run also records the model that it was initialized from. `restart` starts a new run, whatever the
+    workdir contains. `say` prints the changes of a resumed run that are allowed. Returns the recipe, completed from its
+    data and `start`, and the data.
 
     Raises:
         WorkdirError: the workdir has checkpoints of a different model, data, optimizer, start or seed (the message
@@ -221,8 +208,7 @@ def open_run(
 def _recorded(workdir: Path, tokenizer: Tokenizer | None, allow_change: bool) -> Recipe | None:
     """Return the recipe of a run with checkpoints: recipe.json or, if it was removed, that of the newest checkpoint.
 
-    Raises:
-        WorkdirError: recipe or tokenizer differ from those of the newest checkpoint.
+    WorkdirError if recipe or tokenizer differ from those of the newest checkpoint.
     """
     trained = newest_provenance(workdir)
     if not (workdir / FILE).exists():
@@ -234,11 +220,7 @@ def _recorded(workdir: Path, tokenizer: Tokenizer | None, allow_change: bool) ->
 
 
 def _shared_tokenizer(tokenizer: Tokenizer | None, teacher: Start | None, start: Start | None) -> Tokenizer | None:
-    """Return the tokenizer of the teacher, if there is one, or else that of the student.
-
-    Raises:
-        ConfigError: the teacher has no tokenizer, or the student has another one.
-    """
+    """Return the tokenizer of the teacher, if there is one, or else that of the student; ConfigError if they differ."""
     if teacher is None:
         return tokenizer
     if teacher.tokenizer is None:
@@ -321,19 +303,7 @@ def begin(
 ) -> tuple[TrainState, TrainStats]:
     """Restore the newest valid checkpoint, or create a new state if the workdir has no checkpoint.
 
-    Args:
-        recipe: completed recipe of the run.
-        dataset: data of the run.
-        workdir: workdir of the run.
-        checkpoints: checkpointer of the workdir.
-        batches: iterator over training batches; set to its position in the checkpoint.
-        placement: placement of the training step.
-        start: pretrained model to initialize a new state from; None: random initialization.
-        teacher: the model of `distill.teacher`, for a new state.
-        allow_change: accept changes of the learning rate and other fields that keep shapes and the order of the data.
-
-    Returns:
-        (state, statistics).
+    `batches` is set to its position in the checkpoint. `start` and `teacher` initialize a new state.
 
     Raises:
         CheckpointError: there are checkpoints, but none is valid and fits.
@@ -372,9 +342,8 @@ def checkpoint_data(dataset: Dataset, batches: Any, ledger: TrainStats) -> dict[
 
 
 def shared_facts(recipe: Recipe) -> str:
-    """Return, as JSON, the part of a recipe that must be equal in all processes of a run.
-
-    The process's own settings and the locations of files may differ.
+    """Return, as JSON, what must be equal in all processes of a run: not a process's own settings, nor locations of
+    files.
     """
     values = to_json(recipe)["recipe"]
     for field in ("coordinator", "num_processes", "process_id", "patience"):
