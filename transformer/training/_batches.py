@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import flax.linen as nn
 import jax
@@ -43,11 +42,11 @@ class Supervision:
     def __init__(self, recipe: Recipe, dataset: Dataset, placement: Placement):
         self._seed, self._dataset, self._rows = recipe.training.seed, dataset, placement.rows
 
-    def start(self) -> Any:
+    def start(self) -> Iterator[Batch]:
         """Return the iterator over the batches, with the rows of this process."""
         return self._dataset.train_batches(self._seed, self._rows)
 
-    def batch(self, state: TrainState, step: int, batches: Any) -> Batch:
+    def batch(self, state: TrainState, step: int, batches: Iterator[Batch]) -> Batch:
         """Return the batch for the next step, after `step` steps, from the result of `start`."""
         return next(batches)
 
@@ -94,7 +93,7 @@ class Rollouts:
         self.seconds = 0.0
         """duration of the last rollout"""
 
-    def start(self) -> Any:
+    def start(self) -> Iterator[Batch]:
         """Return the iterator over batches of all prompts: all processes write the completions together."""
         return self._dataset.train_batches(self._recipe.training.seed, None)
 
@@ -109,7 +108,7 @@ class Rollouts:
         """
         return step % self._options.epochs != 0
 
-    def batch(self, state: TrainState, step: int, prompts: Any) -> Batch:
+    def batch(self, state: TrainState, step: int, prompts: Iterator[Batch]) -> Batch:
         """Return the rows of this process of the batch for the next step; `prompts` are the same for all processes.
 
         RewardError if a reward is not a finite number; ValueError if the logits of a row are not finite.

@@ -41,104 +41,22 @@ class Chip:
     """the compiler's name for the way the cores of a chip are combined; None: its default"""
 
 
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip(
-            name="v2",
-            devices=2,
-            unit="core",
-            axes=2,
-            example="2x2",
-            pod=256,
-            flops=46e12,
-            hbm=16,
-            hbm_bandwidth=7e11,
-            ici_bandwidth=248e9,
-            host_bandwidth=16e9,
-        ),
-        Chip(
-            name="v3",
-            devices=2,
-            unit="core",
-            axes=2,
-            example="2x2",
-            pod=1024,
-            flops=123e12,
-            hbm=32,
-            hbm_bandwidth=9e11,
-            ici_bandwidth=328e9,
-            host_bandwidth=16e9,
-        ),
-        Chip(
-            name="v4",
-            axes=3,
-            example="2x2x1",
-            pod=4096,
-            flops=275e12,
-            hbm=32,
-            hbm_bandwidth=1.2e12,
-            ici_bandwidth=300e9,
-            dcn_bandwidth=6.25e9,
-            host_bandwidth=16e9,
-            config="megacore",
-        ),
-        Chip(
-            name="v5e",
-            axes=2,
-            example="4x4",
-            pod=256,
-            flops=197e12,
-            int8_flops=393e12,
-            hbm=16,
-            hbm_bandwidth=819e9,
-            ici_bandwidth=200e9,
-            dcn_bandwidth=3.125e9,
-            host_bandwidth=16e9,
-        ),
-        Chip(
-            name="v5p",
-            axes=3,
-            example="2x2x2",
-            pod=8960,
-            flops=459e12,
-            int8_flops=918e12,
-            hbm=95,
-            hbm_bandwidth=2765e9,
-            ici_bandwidth=600e9,
-            dcn_bandwidth=6.25e9,
-            host_bandwidth=16e9,
-        ),
-        Chip(
-            name="v6e",
-            axes=2,
-            example="4x4",
-            pod=256,
-            flops=918e12,
-            int8_flops=1836e12,
-            hbm=32,
-            hbm_bandwidth=1.6e12,
-            ici_bandwidth=400e9,
-            dcn_bandwidth=12.5e9,
-            host_bandwidth=32e9,
-        ),
-        Chip(
-            name="tpu7x",
-            devices=2,
-            unit="core",
-            axes=3,
-            example="2x2x1",
-            pod=9216,
-            flops=2307e12,
-            fp8_flops=4614e12,
-            hbm=192,
-            hbm_bandwidth=7.38e12,
-            ici_bandwidth=600e9,
-            dcn_bandwidth=12.5e9,
-            host_bandwidth=16e9,
-        ),
-    )
-}
+# fmt: off
+_COLUMNS = (
+    "name", "devices", "unit", "axes", "example", "pod", "flops", "int8_flops", "fp8_flops",
+    "hbm", "hbm_bandwidth", "ici_bandwidth", "dcn_bandwidth", "host_bandwidth", "config",
+)
+_ROWS = (
+    ("v2",    2, "core", 2, "2x2",   256,  46e12,   None,    None,    16,  7e11,    248e9, None,    16e9, None),
+    ("v3",    2, "core", 2, "2x2",   1024, 123e12,  None,    None,    32,  9e11,    328e9, None,    16e9, None),
+    ("v4",    1, "chip", 3, "2x2x1", 4096, 275e12,  None,    None,    32,  1.2e12,  300e9, 6.25e9,  16e9, "megacore"),
+    ("v5e",   1, "chip", 2, "4x4",   256,  197e12,  393e12,  None,    16,  819e9,   200e9, 3.125e9, 16e9, None),
+    ("v5p",   1, "chip", 3, "2x2x2", 8960, 459e12,  918e12,  None,    95,  2765e9,  600e9, 6.25e9,  16e9, None),
+    ("v6e",   1, "chip", 2, "4x4",   256,  918e12,  1836e12, None,    32,  1.6e12,  400e9, 12.5e9,  32e9, None),
+    ("tpu7x", 2, "core", 3, "2x2x1", 9216, 2307e12, None,    4614e12, 192, 7.38e12, 600e9, 12.5e9,  16e9, None),
+)
+# fmt: on
+CHIPS = {row[0]: Chip(**dict(zip(_COLUMNS, row, strict=True))) for row in _ROWS}
 """Chips by name. Sources: Google Cloud's documentation of each TPU version (docs.cloud.google.com/tpu/docs/v5e and so
 on), with bidirectional bandwidths halved. The figures of v5e, v5p and v6e were checked against it in November 2026,
 those of v4 and tpu7x not yet. For v2 and v3: Norrie et al. 2021, "The Design Process for Google's Training Chips: TPUv2

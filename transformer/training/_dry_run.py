@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 
-from transformer.data._dataset import Dataset
+from transformer.data._dataset import Batch, Dataset
 from transformer.nn.models._base import count_parameters
 from transformer.training._loop import placed
 from transformer.training._memory import Need, device_bytes, gib, shard_bytes
@@ -59,7 +58,7 @@ def dry_run(
     say(f"nothing was trained, and nothing was written to {workdir}")
 
 
-def _first_batch(dataset: Dataset, batch: Any) -> str:
+def _first_batch(dataset: Dataset, batch: Batch) -> str:
     """Return the shapes of a batch, and the text of its first row."""
     arrays = {name: np.asarray(array) for name, array in dict(batch).items()}
     shapes = ", ".join(f"{name} {array.dtype}[{','.join(map(str, array.shape))}]" for name, array in arrays.items())

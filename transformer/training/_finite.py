@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from transformer.nn.kernels import portable
 from transformer.nn.models._base import first_bad_parameter
@@ -16,7 +15,7 @@ from transformer.training.tasks._losses import Batch
 from transformer.training.tasks._table import TASKS
 
 
-def why_not_finite(recipe: Recipe, model: nn.Module, params: Any, batch: Batch) -> str:
+def why_not_finite(recipe: Recipe, model: nn.Module, params: PyTree, batch: Batch) -> str:
     """Explain in one sentence why the loss of a batch is not finite; "" with several processes, each with its own rows
     only.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
@@ -75,7 +75,7 @@ class Flops:
         return self.matrices + self.attention
 
 
-def step_flops(recipe: Recipe, batch: Shapes | None = None, params: Any = None) -> Flops:
+def step_flops(recipe: Recipe, batch: Shapes | None = None, params: PyTree = None) -> Flops:
     """Count the FLOPs of a training step (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B).
 
     The forward pass takes 2 x parameters x tokens for each matrix (for MoE layers, only the selected experts count) and
@@ -136,7 +136,7 @@ def _image_positions(model: TransformerConfig) -> int:
     return 0 if images is None else images.patches.positions
 
 
-def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: Any = None) -> int:
+def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: PyTree = None) -> int:
     """Count the FLOPs of the matrix multiplications with parameters in a forward pass.
 
     `tokens` are those outside the encoder. `source_tokens` are read by the encoder and by the keys and values of

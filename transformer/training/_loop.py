@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -312,9 +311,9 @@ class _Training:
     model: nn.Module
     placement: Placement
     """runs the pure step on the devices"""
-    usable: Callable[[TrainState], Any]
+    usable: Callable[[TrainState], PyTree]
     """returns the parameters of a state that are evaluated"""
-    batches: Any
+    batches: Iterator[Batch]
     source: Supervision | Rollouts
     """makes the batches of training from those of the data, `batches`"""
     ledger: TrainStats

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.data._config import shared_rows
@@ -72,7 +72,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def shard_bytes(tree: Any) -> int:
+def shard_bytes(tree: PyTree) -> int:
     """Return the bytes in the memory of a device of a pytree of shapes, which may have shardings."""
 
     def size(leaf):
@@ -326,9 +326,7 @@ class MemoryWatch:
     def __enter__(self) -> MemoryWatch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Raise OutOfMemoryError if the error is an out-of-memory error of XLA."""
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             raise OutOfMemoryError(f"out of memory in {self._where()}: {self._explained(error)}") from error

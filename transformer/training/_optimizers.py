@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from jaxtyping import PyTree
 
 from transformer.nn._parameter_axes import axes_of
 from transformer.training._recipe import Recipe
@@ -235,7 +236,7 @@ AVERAGED = ("schedule_free_adamw",)
 """optimizers that average the parameters themselves; the average, `TrainState.ema`, is evaluated and used"""
 
 
-def decay_mask(config: OptimizerConfig, params: Any) -> Any:
+def decay_mask(config: OptimizerConfig, params: PyTree) -> PyTree:
     """Return a tree of booleans: True for the leaves that weight decay applies to.
 
     These are the matrices and, with `decay_embeddings`, the tables of token embeddings. Vectors (scales, biases, logits
@@ -253,7 +254,7 @@ def decay_mask(config: OptimizerConfig, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(decays, params)
 
 
-def muon_dimensions(params: Any) -> Any:
+def muon_dimensions(params: PyTree) -> PyTree:
     """Return the input and output axes of each matrix that Muon updates, and None for all other parameters.
 
     Muon updates the matrices that are declared as hidden (`nn/_parameter_axes.py`). The leading axes (stacked layers,

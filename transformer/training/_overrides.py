@@ -73,7 +73,7 @@ def load_recipe_file(path: str | os.PathLike) -> tuple[Recipe, str]:
 
 @contextlib.contextmanager
 def _recipes_importable(folder: Path) -> Iterator[None]:
-    """Make `import configs.NAME` find recipes of this folder, of `configs/` here and the bundled ones, in this order."""
+    """Make `import configs.NAME` find recipes of this folder, of `configs/` here, and the bundled ones."""
 
     def taken() -> dict[str, types.ModuleType]:
         names = [name for name in sys.modules if name.partition(".")[0] == "configs"]

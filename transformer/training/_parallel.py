@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.data._config import shared_rows
@@ -125,7 +126,7 @@ class MeshPlacement:
             placed = place_batch(batch, self.mesh, None if own == ways else self.rows(total), total)
             return self._train(state, placed, limit)
 
-    def eval_step(self, params: Any, batch: HostBatch, reference: Any = None) -> Metrics:
+    def eval_step(self, params: PyTree, batch: HostBatch, reference: PyTree = None) -> Metrics:
         """Compute sums over a batch of any number of rows, which is padded with rows of weight 0."""
         filled = _filled_up(batch, num_row_shards(self.mesh.shape))
         with jax.set_mesh(self.mesh):
@@ -218,7 +219,7 @@ class PmapPlacement:
         state, metrics = self._train(state, parts, limit)
         return state, jax.tree.map(lambda copies: copies[0], metrics)
 
-    def eval_step(self, params: Any, batch: HostBatch, reference: Any = None) -> Metrics:
+    def eval_step(self, params: PyTree, batch: HostBatch, reference: PyTree = None) -> Metrics:
         """Compute sums over a batch, on the first device."""
         return self._eval(params, {name: jnp.asarray(array) for name, array in batch.items()}, reference)
 
@@ -281,7 +282,7 @@ def _check_offload(recipe: Recipe, devices: Sequence[Any]) -> None:
         check_host_memory(devices, "--execution.remat offload")
 
 
-def _with_offloaded_optimizer(step: TrainStep, on_devices: Any) -> TrainStep:
+def _with_offloaded_optimizer(step: TrainStep, on_devices: PyTree) -> TrainStep:
     """Return the step for an optimizer state in host memory, which it copies to these shardings `on_devices`.
 
     The results are copied back because of the output shardings of the compiled step.
@@ -293,7 +294,7 @@ def _with_offloaded_optimizer(step: TrainStep, on_devices: Any) -> TrainStep:
     return copied
 
 
-def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 

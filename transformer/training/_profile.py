@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import jax
 
@@ -102,9 +101,7 @@ class Profiler:
     def __enter__(self) -> Profiler:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the trace if the run ends before the window."""
         if self.running:
             self._end(None)

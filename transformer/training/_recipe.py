@@ -20,6 +20,7 @@ from transformer.config._untrusted import parse_json, read_bounded
 from transformer.data._config import shared_rows
 from transformer.data.kinds import PLACES, DataConfig
 from transformer.nn._sharding import ParallelConfig
+from transformer.training._files import replace_text
 from transformer.training._serial import decode, encode, flatten
 from transformer.training._settings import (
     CheckpointConfig,
@@ -264,11 +265,7 @@ def from_json(values: Any, where: str = "recipe") -> Recipe:
 
 def save_recipe(recipe: Recipe, workdir: str | os.PathLike) -> Path:
     """Write `workdir/recipe.json` atomically and return its path."""
-    path = Path(workdir) / FILE
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(to_json(recipe), indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-    return path
+    return replace_text(Path(workdir) / FILE, json.dumps(to_json(recipe), indent=2) + "\n")
 
 
 def load_recipe(workdir: str | os.PathLike) -> Recipe:

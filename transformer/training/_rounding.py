@@ -6,19 +6,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
-from transformer.nn._axes import Array, Float, PRNGKey
+from transformer.nn._axes import Array, DType, Float, PRNGKey
 
 STREAM = 2**32 - 1
 """folded into the random key of a step; the keys of replicas are numbered from 0"""
 
 
-def widened(tree: Any) -> Any:
+def widened(tree: PyTree) -> PyTree:
     """Return the tree with its 16-bit floating-point leaves in float32."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if _is_narrow(leaf) else leaf, tree)
 
 
-def rounded_like(old: Any, new: Any, key: PRNGKey) -> Any:
+def rounded_like(old: PyTree, new: PyTree, key: PRNGKey) -> PyTree:
     """Round the leaves of `new` stochastically to the dtypes of the leaves of `old`, where these have 16 bits.
 
     Rounded to nearest, an update of less than half the distance between two numbers has no effect: a scale of 1.0 in
@@ -40,7 +41,7 @@ def _is_narrow(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 2
 
 
-def _rounded(value: Float[Array, "..."], dtype: Any, key: PRNGKey) -> Float[Array, "..."]:
+def _rounded(value: Float[Array, "..."], dtype: DType, key: PRNGKey) -> Float[Array, "..."]:
     """Round float32 values to one of their two neighbors in `dtype`, with their exact values as expectation."""
     nearest = value.astype(dtype)
     rest = value - nearest.astype(jnp.float32)

@@ -41,7 +41,7 @@ class StopSignal:
             self._old = {number: signal.signal(number, _ignore) for number in SIGNALS}
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._old:
             for number, handler in self._old.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import numpy as np
 import optax
 import optax.contrib
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError, shortened
 from transformer.config._local_paths import local_path
@@ -38,7 +38,7 @@ class Start:
     model: str
     """kind of model in the source: a family and an architecture, or the model of a run"""
     config: TransformerConfig
-    params: Any
+    params: PyTree
     """tree of parameters, without the outer "params" """
     tokenizer: Tokenizer | None
     """tokenizer of the model; None: the recipe's tokenizer is made from the data"""
@@ -100,13 +100,13 @@ def with_teacher(teacher: Start, state: TrainState) -> TrainState:
     return state.replace(teacher=_filled(state.teacher, teacher.params))
 
 
-def _with_iterate(opt_state: Any, params: Any) -> Any:
+def _with_iterate(opt_state: PyTree, params: PyTree) -> PyTree:
     """Return the optimizer state in which the iterate z of schedule-free AdamW starts at these parameters."""
 
-    def is_free(node: Any) -> bool:
+    def is_free(node):
         return isinstance(node, optax.contrib.ScheduleFreeState)
 
-    def one(node: Any) -> Any:
+    def one(node):
         return node._replace(z=_copied(params)) if is_free(node) else node
 
     return jax.tree.map(one, opt_state, is_leaf=is_free)
@@ -124,7 +124,7 @@ def describe_start(recipe: Recipe, start: Start) -> str:
     return line + (f"; not used: {shortened(unused, 6)}" if unused else "")
 
 
-def fingerprint(params: Any) -> str:
+def fingerprint(params: PyTree) -> str:
     """Return the SHA-256 of the paths, dtypes, shapes and values of a tree of parameters."""
     digest = hashlib.sha256()
     for path, leaf in sorted(flatten_dict(params, sep="/").items()):
@@ -134,7 +134,7 @@ def fingerprint(params: Any) -> str:
     return digest.hexdigest()
 
 
-def _filled(tree: Any, given: Any) -> Any:
+def _filled(tree: PyTree, given: PyTree) -> PyTree:
     """Return the tree with the leaves that `given` has too replaced by those."""
     leaves, numbers = flatten_dict(tree, sep="/"), flatten_dict(given, sep="/")
     taken = {}
@@ -146,18 +146,18 @@ def _filled(tree: Any, given: Any) -> Any:
     return unflatten_dict(leaves | _copied(taken), sep="/")
 
 
-def _copied(tree: Any, like: Any = None) -> Any:
+def _copied(tree: PyTree, like: PyTree = None) -> PyTree:
     """Return a copy of each array, with its sharding, and with the dtypes of the tree `like` (None: its own)."""
     places = jax.tree.map(lambda leaf: leaf.sharding, tree)
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, tree if like is None else like)
 
-    def copies(arrays: Any) -> Any:
+    def copies(arrays):
         return jax.tree.map(lambda array, dtype: jnp.array(array, dtype, copy=True), arrays, dtypes)
 
     return jax.jit(copies, out_shardings=places)(tree)
 
 
-def _placed_like(array: Any, like: jax.Array) -> jax.Array:
+def _placed_like(array: np.typing.ArrayLike, like: jax.Array) -> jax.Array:
     """Return an array with the dtype and sharding of `like`; each process supplies its own shards."""
     host = np.asarray(array).astype(like.dtype)
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: host[index])

@@ -11,7 +11,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import PyTree
 
+from transformer.nn._axes import DType
 from transformer.nn.models._kinds import example_inputs
 from transformer.training import lora
 from transformer.training._optimizers import AVERAGED, make_optimizer
@@ -30,24 +32,24 @@ class TrainState:
 
     step: Any
     """(), number of batches seen, int32"""
-    params: Any
+    params: PyTree
     """tree of the trained parameters; with LoRA the updates and the new parameters"""
-    opt_state: Any
+    opt_state: PyTree
     """state of the optax optimizer for `params`"""
-    ema: Any
+    ema: PyTree
     """average of `params`: an exponential moving average, in at least float32, or that of the optimizer; None without
     one"""
     skipped: Any
     """(), number of skipped batches (non-finite or a loss spike), int32; -1: with nan_policy "stop" a batch was not
     finite, and no later step changes the state"""
-    base: Any = None
+    base: PyTree = None
     """with LoRA the frozen parameters; without LoRA a copy of the initial ones if the task compares the model with them
     (`Task.keeps_reference`); otherwise None"""
-    teacher: Any = None
+    teacher: PyTree = None
     """parameters of the teacher, frozen; None without distillation"""
 
     @property
-    def averaged(self) -> Any:
+    def averaged(self) -> PyTree:
         """The moving average of the trained parameters, in their dtypes, if there is one, otherwise the trained
         parameters.
         """
@@ -68,7 +70,7 @@ def make_state(recipe: Recipe) -> TrainState:
     )
 
 
-def initial_average(recipe: Recipe, params: Any) -> Any:
+def initial_average(recipe: Recipe, params: PyTree) -> PyTree:
     """Return a copy of the parameters, the first value of `TrainState.ema`; None without an average.
 
     An exponential moving average changes by (1 - decay) of its distance from the parameters. In bfloat16, which has 8
@@ -80,12 +82,12 @@ def initial_average(recipe: Recipe, params: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.array(leaf, None if own else wide_dtype(leaf.dtype), copy=True), params)
 
 
-def wide_dtype(dtype: Any) -> Any:
+def wide_dtype(dtype: DType) -> DType:
     """Return the dtype in which many values are summed or averaged: this one, or float32 if it has fewer bits."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def in_dtypes_of(params: Any, wide: Any) -> Any:
+def in_dtypes_of(params: PyTree, wide: PyTree) -> PyTree:
     """Return a tree such as an average or a gradient with the dtypes of the parameters."""
     return jax.tree.map(lambda leaf, own: own if own.dtype == leaf.dtype else own.astype(leaf.dtype), params, wide)
 
@@ -95,18 +97,18 @@ def keeps_average(recipe: Recipe) -> bool:
     return recipe.training.ema_decay is not None or recipe.optimizer.name in AVERAGED
 
 
-def initial_params(recipe: Recipe) -> Any:
+def initial_params(recipe: Recipe) -> PyTree:
     """Initialize the model's parameters. Pure, like `make_state`."""
     return _initialized(recipe, build_model(recipe))
 
 
-def _initialized(recipe: Recipe, model: nn.Module) -> Any:
+def _initialized(recipe: Recipe, model: nn.Module) -> PyTree:
     # Parameters don't depend on the attention kernel, and a kernel for long sequences would reject the short example.
     model = model.clone(execution=dataclasses.replace(model.execution, attention="auto"))
     return model.init(_initial_key(recipe), *example_inputs(model))["params"]
 
 
-def model_params(recipe: Recipe, trained: Any, base: Any) -> Any:
+def model_params(recipe: Recipe, trained: PyTree, base: PyTree) -> PyTree:
     """Return the model's parameters, as a model applies them, from `params` or `averaged`, and `base`, of a state.
 
     With LoRA (Hu et al. 2021, arXiv 2106.09685) each updated kernel is the frozen kernel with its update, `Adapted`.
@@ -118,18 +120,18 @@ def model_params(recipe: Recipe, trained: Any, base: Any) -> Any:
     return lora.adapt(whole, trained["updates"], recipe.lora)
 
 
-def merged_params(recipe: Recipe, trained: Any, base: Any) -> Any:
+def merged_params(recipe: Recipe, trained: PyTree, base: PyTree) -> PyTree:
     """Return the model's parameters as plain arrays: like `model_params`, with LoRA's updates merged into the base."""
     if recipe.lora is None:
         return trained
     return lora.flatten_adapted(model_params(recipe, trained, base), _merged_dtype(recipe))
 
 
-def _merged_dtype(recipe: Recipe) -> Any:
+def _merged_dtype(recipe: Recipe) -> DType | None:
     return None if recipe.lora.base is None else recipe.model.parameters.dtype
 
 
-def make_usable(recipe: Recipe) -> Callable[[TrainState], Any]:
+def make_usable(recipe: Recipe) -> Callable[[TrainState], PyTree]:
     """Return a function from a state to the model's parameters for evaluation: the moving average if there is one.
 
     With LoRA the function is compiled, so that the merged parameters are sharded like the base. A base in another
@@ -143,7 +145,7 @@ def make_usable(recipe: Recipe) -> Callable[[TrainState], Any]:
     return lambda state: merged(state.averaged, state.base)
 
 
-def _split(recipe: Recipe, params: Any) -> tuple[Any, Any]:
+def _split(recipe: Recipe, params: PyTree) -> tuple[PyTree, PyTree]:
     """Split the model's parameters into the trained ones and the frozen base, `TrainState.base`.
 
     With LoRA the low-rank updates of the base are trained, and all parameters that the pretrained model lacks.
@@ -172,7 +174,7 @@ def abstract_state(recipe: Recipe) -> TrainState:
     return jax.eval_shape(lambda: make_state(recipe))
 
 
-def parameter_paths(params: Any) -> list[str]:
+def parameter_paths(params: PyTree) -> list[str]:
     """Return the path of each leaf, like `encoder/layers/slot_0/attention/query/kernel`, in `jax.tree.leaves` order."""
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]

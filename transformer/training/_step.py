@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
 from transformer.nn._axes import PRNGKey
 from transformer.nn._parameter_axes import axes_of
@@ -24,7 +25,7 @@ from transformer.training._recipe import Recipe, build_model, build_teacher
 from transformer.training._rounding import STREAM, rounded_like, widened
 from transformer.training._settings import TrainingConfig
 from transformer.training._state import TrainState, in_dtypes_of, model_params, wide_dtype
-from transformer.training.tasks._base import output_head
+from transformer.training.tasks._base import Options, output_head
 from transformer.training.tasks._chunked_loss import loss_in_chunks, tokens_at_once
 from transformer.training.tasks._distillation import TEACHER_HIDDEN, Teaching
 from transformer.training.tasks._evaluation import EvalStep, NonFiniteError
@@ -56,7 +57,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
     training, optimizer, schedule = recipe.training, make_optimizer(recipe), make_schedule(recipe)
     loss = _summed_loss(recipe)
 
-    def step(state: TrainState, batch: Batch, limit: Any = None) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch, limit: jax.Array | None = None) -> tuple[TrainState, Metrics]:
         # Gradient of the mean loss over the whole batch. The dropout key is a function of the seed and the step alone,
         # so that a resumed run draws the same dropout masks as an uninterrupted one.
         key = jax.random.fold_in(jax.random.key(training.seed), state.step)
@@ -169,7 +170,7 @@ def _dropped(key: PRNGKey | None) -> dict[str, Any]:
 def training_loss(
     task: str,
     model: nn.Module,
-    params: Any,
+    params: PyTree,
     batch: Batch,
     training: TrainingConfig,
     dropout_key: PRNGKey | None,
@@ -227,7 +228,7 @@ def _token_loss(kind, model, params, hidden, batch, training, teaching):
 
 def _summed_gradients(
     loss: Callable[..., tuple[jax.Array, Metrics]], state: TrainState, batch: Batch, key: jax.Array, accumulation: int
-) -> tuple[tuple[jax.Array, Metrics], Any]:
+) -> tuple[tuple[jax.Array, Metrics], PyTree]:
     """Compute ((loss sum, other sums), gradient of the loss sum), added up over `accumulation` micro-batches."""
     gradients = jax.value_and_grad(loss, has_aux=True)
     if accumulation == 1:
@@ -260,7 +261,7 @@ def _summed_gradients(
     return sums, in_dtypes_of(state.params, total)
 
 
-def _over_replicas(gradients: Any, axis_name: str, vocabulary_dtype: str) -> Any:
+def _over_replicas(gradients: PyTree, axis_name: str, vocabulary_dtype: str) -> PyTree:
     """Sum gradients over the replicas of pmap, those of matrices with an axis V in `vocabulary_dtype`."""
     if vocabulary_dtype == "float32":
         return jax.lax.psum(gradients, axis_name)
@@ -274,7 +275,9 @@ def _over_replicas(gradients: Any, axis_name: str, vocabulary_dtype: str) -> Any
     return jax.tree_util.tree_map_with_path(over, gradients)
 
 
-def _judged(nan_policy: str, skipped: jax.Array, finite: jax.Array, usual: Any) -> tuple[jax.Array, jax.Array]:
+def _judged(
+    nan_policy: str, skipped: jax.Array, finite: jax.Array, usual: jax.Array | bool
+) -> tuple[jax.Array, jax.Array]:
     """Return whether to apply the update, and the new value of `TrainState.skipped`, all of shape ()."""
     if nan_policy == "skip":
         applied = finite & usual
@@ -286,12 +289,12 @@ def _judged(nan_policy: str, skipped: jax.Array, finite: jax.Array, usual: Any) 
     return applied, jnp.where(failed, -1, skipped + (~applied).astype(jnp.int32))
 
 
-def _chosen(applied: jax.Array, new: Any, old: Any) -> Any:
+def _chosen(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Select the new tree if the update is applied, else the old one, with `where`: NaN times 0 would still be NaN."""
     return jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
 
 
-def _squares(tree: Any) -> jax.Array:
+def _squares(tree: PyTree) -> jax.Array:
     """Compute the sum of squares of each leaf, (leaves,), in float32: a long sum in bfloat16 would lose most terms."""
     return jnp.stack([jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(tree)])
 
@@ -301,7 +304,7 @@ def _first_bad(sums: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(sums).all(), -1, jnp.argmin(jnp.isfinite(sums)))
 
 
-def _averaged(recipe: Recipe, state: TrainState, params: Any, opt_state: Any) -> Any:
+def _averaged(recipe: Recipe, state: TrainState, params: PyTree, opt_state: PyTree) -> PyTree:
     """Compute the new average of the parameters; None without one.
 
     It is that of an optimizer in `AVERAGED`, or an exponential moving average, decay * average + (1 - decay) *
@@ -329,14 +332,16 @@ def make_eval_step(recipe: Recipe) -> EvalStep:
     return step
 
 
-def compiled_eval_step(recipe: Recipe, reference: Any = None) -> EvalStep:
+def compiled_eval_step(recipe: Recipe, reference: PyTree = None) -> EvalStep:
     """Return a jitted `make_eval_step` without a mesh, compiled once for each task, model and batch shape."""
     options, model = TASKS[recipe.task].options(recipe), build_model(recipe, portable(recipe.execution))
     return functools.partial(_eval_step, recipe.task, model, reference=reference, options=options)
 
 
 @functools.partial(jax.jit, static_argnames=("task", "model", "options"))
-def _eval_step(task: str, model: nn.Module, params: Any, batch: Batch, reference: Any, options: Any) -> Metrics:
+def _eval_step(
+    task: str, model: nn.Module, params: PyTree, batch: Batch, reference: PyTree, options: Options
+) -> Metrics:
     return dict(TASKS[task].sums(model, params, batch, reference, options))
 
 

@@ -16,6 +16,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 import transformer.nn.models  # noqa: F401 - declares the axes of their parameters
 from transformer.config._checks import ConfigError, check_choice, check_positive, check_whole
@@ -93,7 +94,7 @@ class LoRA:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-def init(key: PRNGKey, params: Any, config: LoRA) -> Any:
+def init(key: PRNGKey, params: PyTree, config: LoRA) -> PyTree:
     """Initialize the updates of a tree of parameters: `a` and `b` under the path of each targeted layer.
 
     For a kernel (..., *in, *out), `a` has shape (..., I, r) and `b` (..., r, O), where I and O are the total sizes of
@@ -123,7 +124,7 @@ def init(key: PRNGKey, params: Any, config: LoRA) -> Any:
     return flax.traverse_util.unflatten_dict(updates)
 
 
-def magnitudes(updates: Any, params: Any) -> Any:
+def magnitudes(updates: PyTree, params: PyTree) -> PyTree:
     """Return the updates with the `magnitude` of each layer set to the norms of these parameters, DoRA's start.
 
     W = m W / ||W|| then holds for the quantized base too, if `params` are the quantized parameters.
@@ -137,13 +138,13 @@ def magnitudes(updates: Any, params: Any) -> Any:
     )
 
 
-def _magnitude(path: Sequence[str], kernel: Any, dtype: DType) -> jax.Array:
+def _magnitude(path: Sequence[str], kernel: PyTree, dtype: DType) -> jax.Array:
     """Compute the norm of the weights of each output, (..., O), in float32, and round it to `dtype`."""
     lead, inputs, outputs = _matrix(path, kernel.shape)
     return output_norms(kernel, (*lead, inputs, outputs)).astype(dtype)
 
 
-def adapt(params: Any, updates: Any, config: LoRA) -> Any:
+def adapt(params: PyTree, updates: PyTree, config: LoRA) -> PyTree:
     """Return the parameters with each updated kernel as an `Adapted`: the frozen kernel and its update, side by side.
 
     A model applies such parameters like any others. Nothing is computed here: a layer applies the update to its
@@ -171,7 +172,7 @@ def adapt(params: Any, updates: Any, config: LoRA) -> Any:
     return flax.traverse_util.unflatten_dict(adapted)
 
 
-def merge(params: Any, updates: Any, config: LoRA, dtype: DType | None = None) -> Any:
+def merge(params: PyTree, updates: PyTree, config: LoRA, dtype: DType | None = None) -> PyTree:
     """Return the parameters with each updated kernel W replaced by W + alpha / rank A B (section 4.1), all as arrays.
 
     Args:
@@ -187,12 +188,12 @@ def merge(params: Any, updates: Any, config: LoRA, dtype: DType | None = None) -
     return flatten_adapted(adapt(params, updates, config), dtype)
 
 
-def flatten_adapted(params: Any, dtype: DType | None = None) -> Any:
+def flatten_adapted(params: PyTree, dtype: DType | None = None) -> PyTree:
     """Return a tree in which every quantized or updated kernel is an array; `dtype` as in `merge`."""
 
     # Merged in float32, and rounded only once, after the addition: rounding A B to bfloat16 first would add a second
     # rounding error.
-    def one(leaf: Any) -> Any:
+    def one(leaf):
         inner = leaf.kernel if isinstance(leaf, Adapted) else leaf
         given = jnp.float32 if isinstance(inner, Encoded) else inner.dtype
         return dense(leaf, given if dtype is None else dtype)
@@ -201,7 +202,7 @@ def flatten_adapted(params: Any, dtype: DType | None = None) -> Any:
     return flax.traverse_util.unflatten_dict({path: one(leaf) for path, leaf in flat.items()})
 
 
-def quantize_base(params: Any, base: Base | None, dtype: DType = jnp.float32) -> Any:
+def quantize_base(params: PyTree, base: Base | None, dtype: DType = jnp.float32) -> PyTree:
     """Return frozen parameters in the format of `LoRA.base`.
 
     int8 and nf4 apply to the kernels of the linear layers (those that can have updates), bfloat16 to all matrices.
@@ -216,7 +217,7 @@ def quantize_base(params: Any, base: Base | None, dtype: DType = jnp.float32) ->
     if base is None:
         return params
 
-    def one(path: tuple[str, ...], leaf: Any) -> Any:
+    def one(path, leaf):
         axes = axes_of("/".join(path), leaf.ndim)
         if axes is None or axes.role == "vector" or path[-2] == "router":
             return leaf
@@ -230,7 +231,7 @@ def quantize_base(params: Any, base: Base | None, dtype: DType = jnp.float32) ->
     return flax.traverse_util.unflatten_dict({path: one(path, leaf) for path, leaf in flat.items()})
 
 
-def quantized_like(kernel: Any, path: str, array: np.ndarray) -> Any:
+def quantized_like(kernel: PyTree, path: str, array: np.ndarray) -> PyTree:
     """Return an array in the number format of `kernel`, the leaf at this path; plain leaves leave it unchanged.
 
     It is quantized in host memory: the memory of the devices may not suffice for the array.
@@ -251,10 +252,10 @@ def host_memory() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
 
-def nested_like(tree: Any, nested: Any) -> Any:
+def nested_like(tree: PyTree, nested: PyTree) -> PyTree:
     """Return `tree`, shapes of parameters, filled with the arrays of nested dicts, as a checkpoint returns them."""
 
-    def at(path: tuple[Any, ...], _: Any) -> Any:
+    def at(path, _):
         inner = nested
         for key in path:
             inner = inner[jax.tree_util.keystr((key,), simple=True)]
@@ -263,7 +264,7 @@ def nested_like(tree: Any, nested: Any) -> Any:
     return jax.tree_util.tree_map_with_path(at, tree)
 
 
-def _targeted(params: Any, targets: Sequence[str]) -> dict[tuple[str, ...], Any]:
+def _targeted(params: PyTree, targets: Sequence[str]) -> dict[tuple[str, ...], Any]:
     """Map the path of each layer with one of these names to its kernel."""
     flat = flax.traverse_util.flatten_dict(params)
     found = {path[:-1]: leaf for path, leaf in flat.items() if path[-1] == "kernel" and _is_map(path, leaf.ndim)}

@@ -12,6 +12,7 @@ import jax
 from transformer.config._untrusted import parse_json, read_bounded
 from transformer.data._conversations import marked
 from transformer.data._dataset import Dataset
+from transformer.training._files import replace_text
 
 SAMPLES = "samples.txt"
 EXAMPLE = "example.json"
@@ -51,9 +52,7 @@ def cut_samples(workdir: Path, step: int) -> None:
     for index, line in enumerate(lines):
         number = line.removeprefix(_HEADER).removesuffix(" ===\n")
         if line.startswith(_HEADER) and number.isdecimal() and int(number) > step:
-            partial = path.with_suffix(".txt.partial")
-            partial.write_text("".join(lines[:index]), encoding="utf-8", errors="surrogateescape")
-            os.replace(partial, path)
+            replace_text(path, "".join(lines[:index]), errors="surrogateescape")
             return
 
 
@@ -82,9 +81,7 @@ def example_lines(dataset: Dataset) -> str:
 def save_example(workdir: Path, dataset: Dataset) -> None:
     """Write the training example of a dataset with marked trained parts into example.json, if it has one."""
     if dataset.example:
-        partial = workdir / f"{EXAMPLE}.partial"
-        partial.write_text(json.dumps(dataset.example) + "\n", encoding="utf-8")
-        os.replace(partial, workdir / EXAMPLE)
+        replace_text(workdir / EXAMPLE, json.dumps(dataset.example) + "\n")
 
 
 def read_example(workdir: str | os.PathLike) -> list[tuple[str, bool]]:

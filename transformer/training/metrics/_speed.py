@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from transformer.training._chips import peak_flops
 from transformer.training._flops import Shapes, step_flops
@@ -21,7 +21,7 @@ class Speed:
     backward pass does not count as FLOPs of the model.
     """
 
-    def __init__(self, recipe: Recipe, params: Any, placement: Placement):
+    def __init__(self, recipe: Recipe, params: PyTree, placement: Placement):
         """Prepare the counter; `params` is the tree of the model's parameters, or of their shapes."""
         self._recipe, self._params, self._placement = recipe, params, placement
         self._counted: dict[tuple, int] = {}

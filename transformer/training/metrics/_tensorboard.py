@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from transformer.training.metrics._append import AppendedFile
+from transformer.training._files import AppendedFile
 
 
 class BoardWriter:

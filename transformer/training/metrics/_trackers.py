@@ -6,7 +6,6 @@ A run in a workdir keeps its id in each tracker (`trackers.json`), so that a res
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 import warnings
@@ -17,6 +16,7 @@ from typing import Protocol
 
 from transformer.config._checks import ConfigError
 from transformer.config._untrusted import parse_json, read_bounded
+from transformer.training._files import replace_text
 from transformer.training._recipe import Recipe, to_json
 
 FILE = "trackers.json"
@@ -178,9 +178,7 @@ class Trackers:
                 ) from error
         if names:
             ids = known | {name: tracker.id for name, tracker in self._open.items()}
-            partial = workdir / f"{FILE}.partial"
-            partial.write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
-            os.replace(partial, workdir / FILE)
+            replace_text(workdir / FILE, json.dumps(ids, indent=2) + "\n")
 
     def log(self, step: int, numbers: Numbers) -> None:
         """Record the values of a step in all trackers."""

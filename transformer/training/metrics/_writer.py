@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from transformer.training.metrics._append import AppendedFile
+from transformer.training._files import AppendedFile, replace_text
 from transformer.training.metrics._tensorboard import BoardWriter
 from transformer.training.metrics._trackers import Trackers
 from transformer.viz._records import metrics_lines, read_metrics
@@ -51,10 +51,7 @@ class MetricsWriter:
         kept = []
         if restored_step is not None and self._path.exists():
             kept = [line for line, record in metrics_lines(self._path) if record["step"] <= restored_step]
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, self._path)
-        self._file = AppendedFile(self._path)
+        self._file = AppendedFile(replace_text(self._path, "".join(line + "\n" for line in kept)))
         self._board = BoardWriter(self._path.parent / "tensorboard", restored_step) if tensorboard else None
         self._trackers = trackers
 
@@ -85,7 +82,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)
 
 
@@ -157,7 +154,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
 
     def _left(self) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.generate._decoding import Batch
@@ -217,7 +218,7 @@ def _check_writes(recipe: Recipe) -> None:
         )
 
 
-def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh, paged: bool) -> tuple[jax.stages.Lowered, Any]:
+def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh, paged: bool) -> tuple[jax.stages.Lowered, PyTree]:
     """Lower the program for a mesh; return it with the shapes and shardings of the parameters."""
     shapes = abstract_state(recipe).params
     params = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, state_shardings(shapes, mesh))
@@ -308,7 +309,7 @@ def _cache_bytes(recipe: Recipe, generation: Generation, mesh: Mesh) -> int:
     return whole // (num_row_shards(mesh.shape) * heads)
 
 
-def _read_bytes(recipe: Recipe, params: Any) -> int:
+def _read_bytes(recipe: Recipe, params: PyTree) -> int:
     """Return the bytes per device of the parameters that a decoding step reads, in the dtype of the computation.
 
     A step reads a few rows of an input embedding, and all of it only if it is the output head too. The compiler

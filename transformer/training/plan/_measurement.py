@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer.nn._axes import DType
 from transformer.training._chips import CHIPS, DEVICE_KINDS, Chip
 from transformer.training._flops import batch_shapes
 from transformer.training._memory import GIB, device_bytes
@@ -56,7 +57,7 @@ def present_topology(devices: list[Any]) -> tuple[Topology, str]:
     return Topology(chip, (len(devices),)), source
 
 
-def _matrix_flops(devices: list[Any], dtype: Any) -> float:
+def _matrix_flops(devices: list[Any], dtype: DType) -> float:
     """Measure the FLOP/s of a device in a matrix multiplication."""
     x = np.ones((MATRIX, MATRIX), dtype)
     # n^3 multiplications and n^3 additions. Divided by n, the result is again all ones: no overflow.

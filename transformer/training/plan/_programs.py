@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from transformer.nn._sharding import mesh_sizes
 from transformer.training._memory import shard_bytes
@@ -29,7 +30,7 @@ class StepProgram:
     """sizes of the mesh axes"""
     described: str
     """mesh axes larger than 1; "" on one device"""
-    params: Any
+    params: PyTree
     """shapes of the model's parameters; with LoRA, of the merged ones"""
     held: dict[str, int]
     """bytes per device of the state and the batch, by kind"""
@@ -70,11 +71,11 @@ def _pmap(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
     )
 
 
-def _model_params(recipe: Recipe, state: TrainState) -> Any:
+def _model_params(recipe: Recipe, state: TrainState) -> PyTree:
     return jax.eval_shape(lambda one: merged_params(recipe, one.params, one.base), state)
 
 
-def _held(state: TrainState, batch: Any) -> dict[str, int]:
+def _held(state: TrainState, batch: Shapes) -> dict[str, int]:
     return {
         "trained parameters (LoRA)" if "updates" in state.params else "parameters": shard_bytes(state.params),
         "frozen parameters": shard_bytes(state.base) + shard_bytes(state.teacher),

@@ -23,7 +23,7 @@ from transformer.nn._sharding import AXES, check_batch_sizes, check_model, check
 from transformer.training._flops import batch_field, batch_rows, step_flops, step_tokens
 from transformer.training._memory import GIB, logit_bytes
 from transformer.training._recipe import Recipe
-from transformer.training._state import abstract_state
+from transformer.training._state import TrainState, abstract_state
 from transformer.training.plan._roofline import estimate
 from transformer.training.plan._topologies import Topology
 from transformer.training.plan._train_plan import Plan, make_plan
@@ -96,7 +96,7 @@ def candidates(recipe: Recipe, topology: Topology, num_devices: int) -> list[Can
     return sorted(found, key=place)
 
 
-def _held(state: Any, sizes: Mapping[str, int]) -> int:
+def _held(state: TrainState, sizes: Mapping[str, int]) -> int:
     """Return the bytes per device of a training state on a mesh of these sizes."""
     total = 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:

@@ -7,11 +7,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.generate._prompts import decoding_model
@@ -172,7 +173,7 @@ def _sizes(recipe: Recipe, topology: Topology, bits: int | None) -> dict[str, in
     return sizes
 
 
-def _bytes(params: Any, sizes: Mapping[str, int], recipe: Recipe, texts: int | None = None) -> int:
+def _bytes(params: PyTree, sizes: Mapping[str, int], recipe: Recipe, texts: int | None = None) -> int:
     """Return the bytes per device of the parameters (None: all), that a decoding step of so many texts must read.
 
     A step reads a few rows of an input embedding, and all of it only if it is the output head too. Of the experts of a

@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -14,12 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
+from transformer.config._execution import Execution
 from transformer.config._model import TransformerConfig
 from transformer.config._paths import get_path
-from transformer.data._dataset import DataKind
+from transformer.data._dataset import DataKind, Dataset
 from transformer.nn._axes import Array, Float
-from transformer.training._settings import TrainingConfig
+from transformer.nn._sharding import ParallelConfig
+from transformer.training._settings import CheckpointConfig, EvaluationConfig, TrainingConfig
 from transformer.training.tasks._chunked_loss import sum_in_chunks, tokens_at_once
+from transformer.training.tasks._distillation import Distill
 from transformer.training.tasks._evaluation import EvalLoss, Evaluation
 from transformer.training.tasks._losses import Batch, Scalar, correct, cross_entropy
 from transformer.training.tasks._policy_gradient import GRPO
@@ -36,6 +39,22 @@ Shapes: TypeAlias = Mapping[str, Any]
 
 Options: TypeAlias = DPO | GRPO | None
 """options of a loss that compares the model with a reference model"""
+
+
+class TaskRecipe(Protocol):
+    """The parts of a `Recipe` that tasks read; its class imports the tasks."""
+
+    model: TransformerConfig
+    data: DataKind
+    execution: Execution
+    parallel: ParallelConfig
+    training: TrainingConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    dpo: DPO | None
+    grpo: GRPO | None
+    distill: Distill | None
+    origin: Any
 
 
 class Task(ABC):
@@ -59,7 +78,7 @@ class Task(ABC):
     def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the model, by name, that follow from a batch (inputs, positions and masks)."""
 
-    def forward(self, model: nn.Module, variables: PyTree, batch: Batch, **arguments: Any) -> Any:
+    def forward(self, model: nn.Module, variables: PyTree, batch: Batch, **arguments: Any) -> PyTree:
         """Apply the model with its tree of variables to a batch. Returns the outputs, or the result of `method`."""
         return model.apply(variables, **self.inputs(model.config, batch), **arguments)
 
@@ -67,7 +86,7 @@ class Task(ABC):
     def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes (B, ...) of a training batch of `rows` rows, by name; all lengths must be known."""
 
-    def batch_shapes(self, recipe: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def batch_shapes(self, recipe: TaskRecipe, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return `shapes` of the batch that a recipe trains on, for `rows` rows of its data."""
         return self.shapes(recipe.model, recipe.data, rows)
 
@@ -103,7 +122,7 @@ class Task(ABC):
         shape = batch["values"].shape[1:] if self.part else ()
         return dict(zip(("image_height", "image_width", "channels"), shape, strict=bool(shape)))
 
-    def check_data(self, recipe: Any, batch: Batch) -> None:
+    def check_data(self, recipe: TaskRecipe, batch: Batch) -> None:
         """Raise ConfigError if a batch does not fit the model's shapes, or its sequences are too long for the model."""
         model = recipe.model
         sizes = {field: (getattr(get_path(model, self.part), field), new) for field, new in self.sizes(batch).items()}
@@ -127,7 +146,7 @@ class Task(ABC):
                     f"lower {self.lengths}."
                 )
 
-    def check_recipe(self, recipe: Any) -> None:
+    def check_recipe(self, recipe: TaskRecipe) -> None:
         """Raise ConfigError for a loss, a model or a layout on devices that this task can't use."""
         self.check(recipe.training)
         if recipe.distill is not None and not self.each_token:
@@ -136,14 +155,14 @@ class Task(ABC):
                 f"running text, conversations or pairs of texts."
             )
 
-    def decided_by_data(self, recipe: Any, dataset: Any) -> Any:
+    def decided_by_data(self, recipe: TaskRecipe, dataset: Dataset) -> TaskRecipe:
         """Return the recipe with the fields of its model that only this task takes from the prepared data.
 
         ConfigError if the recipe sets such a field to another value.
         """
         return recipe
 
-    def kept_from(self, recipe: Any, old: Any) -> Any:
+    def kept_from(self, recipe: TaskRecipe, old: TaskRecipe) -> TaskRecipe:
         """Return a recipe that resumes the run `old`, with the fields that `decided_by_data` had set in its model."""
         return recipe
 
@@ -168,23 +187,23 @@ class Task(ABC):
         extras = {} if training is None else {"label_smoothing": training.label_smoothing, "z_loss": training.z_loss}
         return cross_entropy(outputs, batch["targets"], batch["weights"], **extras)
 
-    def limited(self, config: TransformerConfig, params: PyTree) -> Any:
+    def limited(self, config: TransformerConfig, params: PyTree) -> PyTree:
         """Return the trained parameters after an update, with those that have limits inside them."""
         return params
 
     # The reference model
 
-    def means(self, recipe: Any) -> Mapping[str, tuple[str, str]]:
+    def means(self, recipe: TaskRecipe) -> Mapping[str, tuple[str, str]]:
         """Return the sums of `ReferenceTask.compared` that training reports as means: for each, its name in the metrics
         and the sum to divide it by.
         """
         return {}
 
-    def keeps_reference(self, recipe: Any) -> bool:
+    def keeps_reference(self, recipe: TaskRecipe) -> bool:
         """Return whether the state contains the parameters of a reference model."""
         return False
 
-    def options(self, recipe: Any) -> Options:
+    def options(self, recipe: TaskRecipe) -> Options:
         """Return the part of a recipe with the options of this task, the argument `options` of
         `ReferenceTask.compared`; None for a task whose loss needs no reference model.
         """
@@ -281,7 +300,7 @@ class LabelTask(Task):
 
     best = "highest eval accuracy"
 
-    def decided_by_data(self, recipe: Any, dataset: Any) -> Any:
+    def decided_by_data(self, recipe: TaskRecipe, dataset: Dataset) -> TaskRecipe:
         """Set model.output.num_classes from the labels of the data."""
         given, labels = recipe.model.output.num_classes, recipe.data.labels
         if given not in (None, len(labels)):
@@ -291,7 +310,7 @@ class LabelTask(Task):
             )
         return dataclasses.replace(recipe, model=recipe.model.replace(**{"output.num_classes": len(labels)}))
 
-    def kept_from(self, recipe: Any, old: Any) -> Any:
+    def kept_from(self, recipe: TaskRecipe, old: TaskRecipe) -> TaskRecipe:
         return self.decided_by_data(recipe, None) if recipe.data.labels else recipe
 
     def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
@@ -326,13 +345,13 @@ def row_lengths(weights: Float[Array, "B T"]) -> Array:
     return jnp.where(weights > 0, places, 0).max(1)
 
 
-def output_head(model: nn.Module, params: PyTree) -> tuple[Callable[..., Outputs], Any]:
+def output_head(model: nn.Module, params: PyTree) -> tuple[Callable[..., Outputs], PyTree]:
     """Return a function (head parameters, hidden (B, T, D)) -> logits (B, T, V), and the parameters of the head."""
     method = type(model).head
     return lambda params, hidden: model.apply({"params": params}, hidden, method=method), model.head_parameters(params)
 
 
-def check_whole_sequences(task: Task, recipe: Any) -> None:
+def check_whole_sequences(task: Task, recipe: TaskRecipe) -> None:
     """Raise ConfigError if the mesh axis `context` splits the sequences of a task that can't be split."""
     if recipe.parallel.context not in (1, None):
         raise ConfigError(

@@ -16,12 +16,20 @@ from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.config._progress import counting
 from transformer.data._captions import CaptioningDataset
-from transformer.data._dataset import DataKind
+from transformer.data._dataset import DataKind, Dataset
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
 from transformer.nn._masks import Mask
 from transformer.nn.models._vision_language import VisionLanguageModel
-from transformer.training.tasks._base import Options, Sums, TokenTask, check_whole_sequences, has_router, target_shapes
+from transformer.training.tasks._base import (
+    Options,
+    Sums,
+    TaskRecipe,
+    TokenTask,
+    check_whole_sequences,
+    has_router,
+    target_shapes,
+)
 from transformer.training.tasks._evaluation import Evaluation
 from transformer.training.tasks._exact_match import answer_sums
 from transformer.training.tasks._losses import Batch
@@ -72,7 +80,7 @@ class Captioning(TokenTask):
     def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
         return 0 if path.startswith("image_unused/") else super().tokens_through(config, path, tokens)
 
-    def check_recipe(self, recipe: Any) -> None:
+    def check_recipe(self, recipe: TaskRecipe) -> None:
         super().check_recipe(recipe)
         images, data = recipe.model.image_tokens, recipe.data
         if images is None:
@@ -87,7 +95,7 @@ class Captioning(TokenTask):
             )
         check_whole_sequences(self, recipe)
 
-    def decided_by_data(self, recipe: Any, dataset: Any) -> Any:
+    def decided_by_data(self, recipe: TaskRecipe, dataset: Dataset) -> TaskRecipe:
         images, found = recipe.model.image_tokens, dataset.image_token_id
         if images.token_id not in (None, found):
             raise ConfigError(
@@ -96,7 +104,7 @@ class Captioning(TokenTask):
             )
         return _with_image_token(recipe, found)
 
-    def kept_from(self, recipe: Any, old: Any) -> Any:
+    def kept_from(self, recipe: TaskRecipe, old: TaskRecipe) -> TaskRecipe:
         images, kept = recipe.model.image_tokens, old.model.image_tokens
         given = images is None or kept is None or images.token_id is not None
         return recipe if given else _with_image_token(recipe, kept.token_id)
@@ -129,7 +137,7 @@ class Captioning(TokenTask):
         )
 
 
-def _with_image_token(recipe: Any, token_id: int) -> Any:
+def _with_image_token(recipe: TaskRecipe, token_id: int) -> TaskRecipe:
     images = dataclasses.replace(recipe.model.image_tokens, token_id=token_id)
     return dataclasses.replace(recipe, model=recipe.model.replace(input=images))
 

@@ -16,7 +16,7 @@ from transformer.nn._masks import Mask
 from transformer.nn.models._dual import DualEncoder, PairLogits
 from transformer.nn.models._kinds import example_inputs
 from transformer.training._settings import TrainingConfig
-from transformer.training.tasks._base import Sums, Task, check_whole_sequences
+from transformer.training.tasks._base import Sums, Task, TaskRecipe, check_whole_sequences
 from transformer.training.tasks._losses import Batch, Scalar, matched_by_sigmoid, matched_by_softmax, matches
 
 LARGEST_FACTOR = 100.0
@@ -76,7 +76,7 @@ class Contrastive(Task):
             )
         super().check(training)
 
-    def check_recipe(self, recipe: Any) -> None:
+    def check_recipe(self, recipe: TaskRecipe) -> None:
         super().check_recipe(recipe)
         model, data = recipe.model, recipe.data
         if model.images is None:
@@ -97,7 +97,7 @@ class Contrastive(Task):
             )
         check_whole_sequences(self, recipe)
 
-    def limited(self, config: TransformerConfig, params: PyTree) -> Any:
+    def limited(self, config: TransformerConfig, params: PyTree) -> PyTree:
         if config.images.similarity != "softmax":
             return params
 

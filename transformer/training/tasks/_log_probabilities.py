@@ -24,7 +24,7 @@ def log_probabilities(
 
 
 def token_values(
-    function: Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Any],
+    function: Callable[[Float[Array, "B T V"], Int[Array, "B T"]], PyTree],
     model: nn.Module,
     params: PyTree,
     inputs: dict[str, Any],
@@ -32,7 +32,7 @@ def token_values(
     *,
     tokens: int | None = None,
     **options: Any,
-) -> tuple[Any, dict[str, Array]]:
+) -> tuple[PyTree, dict[str, Array]]:
     """Compute values of each target from its logits; return them, and the router losses of MoE layers, (B,) by name.
 
     `function` maps logits (B, T, V) and targets (B, T) to a pytree of values (B, T). `tokens` is the number of tokens
@@ -61,7 +61,7 @@ def chosen_log_probabilities(logits: Float[Array, "B T V"], targets: Int[Array, 
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _in_pieces(function: Callable, parameters: Any, hidden: Hidden, targets: Array, positions: int) -> Any:
+def _in_pieces(function: Callable, parameters: PyTree, hidden: Hidden, targets: Array, positions: int) -> PyTree:
     """Return the values (B, T) of `function`, computed for `positions` positions of all rows at a time.
 
     The backward pass computes the logits of a piece again (`jax.checkpoint`) instead of keeping those of all pieces.

@@ -25,6 +25,7 @@ from transformer.training.tasks._base import (
     Shapes,
     Sums,
     Task,
+    TaskRecipe,
     check_whole_sequences,
     has_router,
     row_lengths,
@@ -54,11 +55,11 @@ class ReferenceTask(Task):
                 f"{self.name} does not have. Leave them at 0{self.instead}."
             )
 
-    def check_recipe(self, recipe: Any) -> None:
+    def check_recipe(self, recipe: TaskRecipe) -> None:
         super().check_recipe(recipe)
         check_whole_sequences(self, recipe)
 
-    def keeps_reference(self, recipe: Any) -> bool:
+    def keeps_reference(self, recipe: TaskRecipe) -> bool:
         return True
 
     def sums(self, model: nn.Module, params: PyTree, batch: Batch, reference: PyTree, options: Options) -> Sums:
@@ -108,10 +109,10 @@ class PreferenceOptimization(ReferenceTask):
         rows, responses, length = batch["tokens"].shape
         return rows * responses, length
 
-    def options(self, recipe: Any) -> DPO:
+    def options(self, recipe: TaskRecipe) -> DPO:
         return recipe.dpo or DPO()
 
-    def means(self, recipe: Any) -> Mapping[str, tuple[str, str]]:
+    def means(self, recipe: TaskRecipe) -> Mapping[str, tuple[str, str]]:
         names = "reward_margin", "chosen_reward", "rejected_reward", "prefers_chosen", "reference_prefers_chosen"
         found = {name: (name, "weight") for name in names}
         return {"correct": ("accuracy", "weight")} | found
@@ -168,7 +169,7 @@ class PolicyOptimization(ReferenceTask):
     def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         return target_shapes((rows, data.max_prompt_length))  # of the prompts
 
-    def batch_shapes(self, recipe: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def batch_shapes(self, recipe: TaskRecipe, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         options, rows = recipe.grpo, rows * recipe.grpo.group_size
         found = target_shapes((rows, recipe.data.max_prompt_length + options.max_new_tokens))
         each = dict.fromkeys(("advantages", "reward", "reward_std", "equal_rewards", "truncated"), (rows,))
@@ -177,7 +178,7 @@ class PolicyOptimization(ReferenceTask):
         found |= {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in each.items()}
         return found | {"lengths": jax.ShapeDtypeStruct((rows,), jnp.int32)}
 
-    def check_recipe(self, recipe: Any) -> None:
+    def check_recipe(self, recipe: TaskRecipe) -> None:
         options = recipe.grpo
         if options is None or not options.weights:
             raise ConfigError(
@@ -203,7 +204,7 @@ class PolicyOptimization(ReferenceTask):
                 )
         super().check_recipe(recipe)
 
-    def options(self, recipe: Any) -> GRPO | None:
+    def options(self, recipe: TaskRecipe) -> GRPO | None:
         return recipe.grpo
 
     def measure(self, run: Evaluation, split: str = "validation", limit: int | None = None) -> EvalLoss | None:
@@ -224,10 +225,10 @@ class PolicyOptimization(ReferenceTask):
     def eval_line(self, loss: float, best: float | None, step: int | None) -> str:
         return super().eval_line(-loss, None if best is None else -best, step).replace("loss", SCORE, 1)
 
-    def keeps_reference(self, recipe: Any) -> bool:
+    def keeps_reference(self, recipe: TaskRecipe) -> bool:
         return recipe.grpo is not None and recipe.grpo.beta > 0
 
-    def means(self, recipe: Any) -> Mapping[str, tuple[str, str]]:
+    def means(self, recipe: TaskRecipe) -> Mapping[str, tuple[str, str]]:
         found = dict.fromkeys(("reward", "reward_std", "equal_rewards", "truncated", "completion_length"), "rows")
         found |= dict.fromkeys(("entropy", "clipped", *(["kl"] if recipe.grpo.beta else [])), "tokens")
         named = {name: (name, per) for name, per in found.items()}

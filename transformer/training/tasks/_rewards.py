@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -107,7 +108,7 @@ def load_function(name: str) -> Callable[..., Any]:
     return function
 
 
-def _file(path: Path) -> Any:
+def _file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"no file {path} with a reward function (grpo.rewards). Check the path.")
     spec = importlib.util.spec_from_file_location(f"rewards_{path.stem}", path)
@@ -116,7 +117,7 @@ def _file(path: Path) -> Any:
     return module
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     # The command line does not search the current directory, where a user keeps a module of rewards.
     here = os.getcwd()
     sys.path.append(here)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import Beam
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
+from transformer.training._files import replace_text
 from transformer.training.tasks._evaluation import Evaluation
 
 T = TypeVar("T")
@@ -190,6 +190,4 @@ def line(text: str) -> str:
 
 def write_lines(path: Path, texts: Iterable[str]) -> None:
     """Write each text as a line of a file, atomically."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text("".join(f"{line(text)}\n" for text in texts), encoding="utf-8")
-    os.replace(partial, path)
+    replace_text(path, "".join(f"{line(text)}\n" for text in texts))

@@ -18,10 +18,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree
 
+Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 LeafPath = tuple[str, ...]  # path of a leaf in its pytree, for example ("params", "embedding")
 
 
-def flatten(tree: PyTree) -> dict[LeafPath, Any]:
+def flatten(tree: PyTree) -> dict[LeafPath, Leaf]:
     """Return a dict from path to leaf, in the order of `jax.tree.leaves`; TypeError if a leaf is not a plain array."""
     leaves = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -34,7 +35,7 @@ def flatten(tree: PyTree) -> dict[LeafPath, Any]:
     return leaves
 
 
-def nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
+def nest(leaves: Mapping[LeafPath, Leaf]) -> dict[str, Any]:
     """Return `leaves` as nested dicts. Lists, tuples and dataclasses become dicts keyed by index or field name."""
     nested: dict[str, Any] = {}
     for path, leaf in leaves.items():
@@ -45,7 +46,7 @@ def nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
     return nested
 
 
-def describe(leaves: Mapping[LeafPath, Any]) -> list[dict[str, Any]]:
+def describe(leaves: Mapping[LeafPath, Leaf]) -> list[dict[str, Any]]:
     """Return path, shape and dtype of each leaf as JSON values."""
     return [{"path": list(path), "shape": list(leaf.shape), "dtype": str(leaf.dtype)} for path, leaf in leaves.items()]
 
@@ -58,7 +59,7 @@ def described(entries: Sequence[Mapping[str, Any]]) -> dict[LeafPath, jax.ShapeD
     }
 
 
-def differences(saved: Mapping[LeafPath, Any], wanted: Mapping[LeafPath, Any]) -> list[str]:
+def differences(saved: Mapping[LeafPath, Leaf], wanted: Mapping[LeafPath, Leaf]) -> list[str]:
     """Return one line per leaf that is missing on one side or that differs in shape or dtype. Dtypes are never cast."""
     lines = [f"{_name(path)}: not in the checkpoint" for path in wanted if path not in saved]
     lines += [f"{_name(path)}: only in the checkpoint" for path in saved if path not in wanted]
@@ -69,7 +70,7 @@ def differences(saved: Mapping[LeafPath, Any], wanted: Mapping[LeafPath, Any]) -
     return lines
 
 
-def save(directory: Path, leaves: Mapping[LeafPath, Any], copied: Callable[[], object]) -> Callable[[], object]:
+def save(directory: Path, leaves: Mapping[LeafPath, Leaf], copied: Callable[[], object]) -> Callable[[], object]:
     """Write the arrays into an existing directory. With several processes, each process writes its own shards.
 
     Must not be called from a thread with a running asyncio event loop. Calls `copied` as soon as the arrays are copied
@@ -112,14 +113,14 @@ def _hear_errors_once() -> None:
         logging.getLogger(name).addFilter(is_new)
 
 
-def restore(directory: Path, wanted: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
+def restore(directory: Path, wanted: Mapping[LeafPath, Leaf]) -> dict[LeafPath, Leaf]:
     """Return the saved arrays at the paths of `wanted`, any subset, with the shapes and dtypes as saved.
 
     A leaf with a sharding is restored as a jax.Array with this sharding, a leaf without one as a jax.Array on the
     default device, and a NumPy array as a NumPy array. ValueError if JAX would truncate a 64-bit array to 32 bits.
     """
     filled = _filled(wanted)
-    arrays: dict[LeafPath, Any] = {}
+    arrays: dict[LeafPath, Leaf] = {}
     if filled:
         args = ocp.args.PyTreeRestore(
             item=nest(dict.fromkeys(filled, 0)),
@@ -141,26 +142,26 @@ def _name(path: LeafPath) -> str:
     return "/".join(path)
 
 
-def _form(leaf: Any) -> str:
+def _form(leaf: Leaf) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def _filled(leaves: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
+def _filled(leaves: Mapping[LeafPath, Leaf]) -> dict[LeafPath, Leaf]:
     return {path: leaf for path, leaf in leaves.items() if math.prod(leaf.shape)}  # Orbax rejects arrays of size 0
 
 
-def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
+def _sharding(leaf: Leaf) -> jax.sharding.Sharding | None:
     """Return the sharding of a leaf; None for NumPy arrays, abstract leaves without one, and uncommitted arrays."""
     return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
 
 
-def _restore_args(leaf: Any) -> ocp.RestoreArgs:
+def _restore_args(leaf: Leaf) -> ocp.RestoreArgs:
     if (sharding := _sharding(leaf)) is None:
         return ocp.RestoreArgs(restore_type=np.ndarray)
     return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=tuple(leaf.shape))
 
 
-def _place(array: Any, leaf: Any) -> Any:
+def _place(array: Leaf | None, leaf: Leaf) -> Leaf:
     if array is None:
         array = np.zeros(leaf.shape, leaf.dtype)
     if isinstance(leaf, np.ndarray) or isinstance(array, jax.Array):

@@ -10,11 +10,11 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
@@ -96,7 +96,7 @@ def _check_places(workdir: Path, to: Path) -> None:
         )
 
 
-def _mean(recipe: Recipe, workdir: Path, last: int) -> tuple[Any, tuple[int, ...]]:
+def _mean(recipe: Recipe, workdir: Path, last: int) -> tuple[PyTree, tuple[int, ...]]:
     """Return the mean of the newest `last` valid checkpoints, NumPy arrays in the dtypes of the parameters, and their
     steps.
     """

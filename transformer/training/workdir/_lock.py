@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 NAME = ".lock"
 _PATIENCE = 2.0  # maximum seconds between creating the file and writing the record
@@ -88,7 +88,7 @@ class WorkdirLock:
         self.acquire()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
             self.release()
         except OSError as failure:
@@ -125,7 +125,7 @@ class WorkdirLock:
         print(line, file=sys.stderr)
         return True
 
-    def _open(self) -> Any | None:
+    def _open(self) -> TextIO | None:
         """Open the lock file and acquire its flock. Return None if the file was deleted in the meantime."""
         try:
             file = open(self._path, "r+", encoding="utf-8")  # noqa: SIM115
@@ -208,7 +208,7 @@ def _last_activity(workdir: Path) -> str:
     return f"last activity {seconds:.0f} seconds ago"
 
 
-def _read(file: Any) -> dict[str, Any] | None:
+def _read(file: TextIO) -> dict[str, Any] | None:
     """Read the record in the file; None if it is missing (not yet written) or damaged."""
     file.seek(0)
     try:
@@ -220,7 +220,7 @@ def _read(file: Any) -> dict[str, Any] | None:
     return record if good else None
 
 
-def _write(file: Any, record: dict[str, Any]) -> None:
+def _write(file: TextIO, record: dict[str, Any]) -> None:
     file.seek(0)
     file.truncate()
     file.write(json.dumps(record) + "\n")

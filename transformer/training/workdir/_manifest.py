@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformer.training._files import replace_text
+
 FORMAT = 1
 """version of the manifest format"""
 NAME = "manifest.json"
@@ -109,11 +111,8 @@ def find_steps(root: Path) -> list[int]:
 
 def record_first(workdir: Path, step: int) -> None:
     """Record the first checkpoint of a workdir, if none is recorded yet."""
-    path = workdir / FIRST
-    if not path.exists():
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+    if not (workdir / FIRST).exists():
+        replace_text(workdir / FIRST, json.dumps({"step": step}) + "\n")
 
 
 def free_name(first: str) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import flax.linen as nn
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
@@ -56,7 +57,7 @@ class Run:
 
     recipe: Recipe
     model: nn.Module
-    params: Any
+    params: PyTree
     """tree of parameters, without the outer "params" """
     tokenizer: Tokenizer | None
     """None if the model does not read tokens"""
@@ -103,7 +104,7 @@ def load_own_tokenizer(recipe: Recipe, workdir: str | os.PathLike) -> Tokenizer 
 
 def load_usable(
     recipe: Recipe, tokenizer: Tokenizer | None, workdir: str | os.PathLike, step: Literal["best", "newest"] | int
-) -> tuple[Any, int]:
+) -> tuple[PyTree, int]:
     """Load the model's parameters from a checkpoint; return them and the step of the checkpoint.
 
     The parameters are their moving average if the run has one; LoRA updates are merged into the base. WorkdirError if
@@ -122,7 +123,7 @@ def _check_loaded(recipe: Recipe, tokenizer: Tokenizer | None, workdir: str | os
     check_unchanged(provenance(workdir, step), recipe, tokenizer, workdir, resuming=False, allow_change=True)
 
 
-def _load_base(recipe: Recipe, workdir: str | os.PathLike, step: int) -> Any:
+def _load_base(recipe: Recipe, workdir: str | os.PathLike, step: int) -> PyTree:
     """Load the frozen parameters of a checkpoint."""
     base, _ = load_params(workdir, step=step, names="base")
     # A checkpoint returns quantized kernels as dicts.
@@ -132,7 +133,7 @@ def _load_base(recipe: Recipe, workdir: str | os.PathLike, step: int) -> Any:
 
 def load_updates(
     workdir: str | os.PathLike, step: Literal["best", "newest"] | int = "best"
-) -> tuple[Recipe, nn.Module, Any, Any]:
+) -> tuple[Recipe, nn.Module, PyTree, PyTree]:
     """Load the recipe and the model of a run with LoRA, and its trained (or averaged) and its frozen parameters, not
     merged.
 
@@ -147,7 +148,7 @@ def load_updates(
     return recipe, build_model(recipe), {"new": {}, **trained}, _load_base(recipe, workdir, found)
 
 
-def load_reference(recipe: Recipe, workdir: str | os.PathLike, step: int) -> Any:
+def load_reference(recipe: Recipe, workdir: str | os.PathLike, step: int) -> PyTree:
     """Load the parameters of the reference model from a checkpoint; None for a task without one."""
     if not TASKS[recipe.task].keeps_reference(recipe):
         return None

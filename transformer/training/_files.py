@@ -1,4 +1,4 @@
-"""A file to which records are appended without a buffer, so that an error names the file and happens once."""
+"""Files that are replaced atomically, and files to which records are appended without a buffer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def replace_text(path: Path, text: str, errors: str = "strict") -> Path:
+    """Write a file atomically, in UTF-8: a killed process leaves the old or the new content. Returns the path."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8", errors=errors)
+    os.replace(partial, path)
+    return path
 
 
 class AppendedFile:
