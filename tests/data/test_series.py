@@ -28,8 +28,8 @@ from transformer.training._step import make_eval_step
 from transformer.training.metrics._summary import read_summary
 from transformer.training.plan._measurement import made_up_batch
 from transformer.training.tasks._evaluation import evaluate_loss
-from transformer.training.tasks._forecasts import repetition_errors
 from transformer.training.tasks._losses import absolute_error, squared_error
+from transformer.training.tasks._numbers import repetition_errors
 from transformer.training.workdir._runs import WorkdirError, load_run, open_run
 
 STEPS, CONTEXT, HORIZON = 120, 12, 5

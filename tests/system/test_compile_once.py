@@ -28,7 +28,7 @@ from transformer.inference import (
 from transformer.inference._text_batches import PACKED, TOKENS, _batches, run_pairs
 from transformer.training._step import compiled_eval_step, make_eval_step
 from transformer.training.tasks._evaluation import evaluate_loss
-from transformer.training.tasks._forecasts import _forecasts
+from transformer.training.tasks._numbers import _forecasts
 
 LONG, SHORT = "the big cat sat on the small mat under a tree", "a dog ran"
 COMPILED = "/jax/core/compile/backend_compile_duration"

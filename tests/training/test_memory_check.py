@@ -8,7 +8,7 @@ import pytest
 
 from tests.training_recipes import change, text_recipe
 from transformer.config import ConfigError
-from transformer.training import _memory_check as checks
+from transformer.training import _memory as checks
 from transformer.training import train
 from transformer.training._memory import OutOfMemoryError, host_bytes
 from transformer.training._overrides import override

@@ -4,8 +4,7 @@ import pytest
 
 from tests.training_recipes import tiny_recipe
 from transformer.config import ConfigError
-from transformer.training._option_hints import OTHER_NAMES, suggestion
-from transformer.training._overrides import _options, override
+from transformer.training._overrides import OTHER_NAMES, _options, override, suggestion
 
 
 @pytest.mark.parametrize(

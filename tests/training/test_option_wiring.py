@@ -23,7 +23,7 @@ from transformer.training._recipe import build_model
 from transformer.training._settings import OptimizerName
 from transformer.training._state import TrainState, make_state, merged_params, model_params
 from transformer.training._step import make_eval_step, make_train_step
-from transformer.training.tasks import _samples as samples
+from transformer.training.tasks import _texts as samples
 from transformer.training.tasks import _texts as texts
 from transformer.training.tasks._evaluation import Evaluation
 from transformer.training.tasks._losses import cross_entropy, matched_by_sigmoid, matched_by_softmax

@@ -20,12 +20,11 @@ from training_recipes import (
 
 from transformer.config import Execution
 from transformer.nn._sharding import ParallelConfig
-from transformer.training._finite import first_bad_parameter, why_not_finite
 from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import build_model
 from transformer.training._state import parameter_paths
-from transformer.training._step import NonFiniteError, check_finite
+from transformer.training._step import NonFiniteError, check_finite, first_bad_parameter, why_not_finite
 from transformer.training.metrics._writer import MetricsWriter, Progress, read_metrics
 from transformer.training.tasks._evaluation import evaluate_loss
 from transformer.training.workdir import _journal as module

@@ -24,9 +24,9 @@ from transformer.nn._sharding import place_batch
 from transformer.training._parallel import MeshPlacement, Placement
 from transformer.training._recipe import Recipe
 from transformer.training._state import TrainState, make_usable, model_params
-from transformer.training.tasks._completions import completion_text
 from transformer.training.tasks._log_probabilities import token_values
 from transformer.training.tasks._policy_gradient import advantages, equal_rewards, token_scores
+from transformer.training.tasks._references import completion_text
 from transformer.training.tasks._rewards import RewardModel, Rewards
 from transformer.training.tasks._table import TASKS
 from transformer.training.workdir._journal import Journal

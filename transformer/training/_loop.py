@@ -23,10 +23,8 @@ from transformer.data._pipeline import check_batch, check_local_paths
 from transformer.nn.models._base import count_parameters
 from transformer.training import _processes as processes
 from transformer.training._batches import Rollouts, Supervision, make_source
-from transformer.training._finite import why_not_finite
-from transformer.training._memory import EVALUATION, STEP, MemoryWatch
-from transformer.training._memory_check import check_embedding, check_layers
-from transformer.training._memory_check import check_memory as refuse_too_large
+from transformer.training._memory import EVALUATION, STEP, MemoryWatch, check_embedding, check_layers
+from transformer.training._memory import check_memory as refuse_too_large
 from transformer.training._parallel import Placement, place
 from transformer.training._profile import Profiler, Window
 from transformer.training._recipe import Recipe, build_model, to_json
@@ -34,7 +32,7 @@ from transformer.training._settings import schedule_warning
 from transformer.training._signals import StopSignal
 from transformer.training._start import Start
 from transformer.training._state import TrainState, make_usable, merged_params, model_params, parameter_paths
-from transformer.training._step import compiled_eval_step, make_train_step
+from transformer.training._step import compiled_eval_step, make_train_step, why_not_finite
 from transformer.training.metrics._report import (
     append_samples,
     cache_line,

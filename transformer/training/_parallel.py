@@ -132,10 +132,19 @@ class MeshPlacement:
         with jax.set_mesh(self.mesh):
             return self._eval(params, place_batch(filled, self.mesh), reference)
 
+    def shapes(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes, dtypes and shardings of a batch of arrays or shapes."""
+
+        def shape(array):
+            dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+            return jax.ShapeDtypeStruct(array.shape, dtype, sharding=batch_sharding(self.mesh, array.ndim))
+
+        return {name: shape(array) for name, array in batch.items()}
+
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Lower the training step for a batch of arrays or shapes, to compile and inspect it without running it."""
         with jax.set_mesh(self.mesh):
-            return self._train.lower(self._shapes, placed_shapes(batch, self.mesh))
+            return self._train.lower(self._shapes, self.shapes(batch))
 
 
 class PmapPlacement:
@@ -223,25 +232,17 @@ class PmapPlacement:
         """Compute sums over a batch, on the first device."""
         return self._eval(params, {name: jnp.asarray(array) for name, array in batch.items()}, reference)
 
+    def shapes(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes of the rows of one device."""
+        parts = {name: (array.shape[0] // len(self._devices), *array.shape[1:]) for name, array in batch.items()}
+        return {name: jax.ShapeDtypeStruct(shape, batch[name].dtype) for name, shape in parts.items()}
+
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Lower the training step, as `MeshPlacement.lower`; the program is that of one device with its rows."""
-        count = len(self._devices)
-        state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), self._shapes)
-        parts = {
-            name: jax.ShapeDtypeStruct((count, array.shape[0] // count, *array.shape[1:]), array.dtype)
-            for name, array in batch.items()
-        }
-        return self._train.lower(state, parts, None)
-
-
-def placed_shapes(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes, dtypes and shardings of a batch of arrays or shapes."""
-
-    def shape(array):
-        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-        return jax.ShapeDtypeStruct(array.shape, dtype, sharding=batch_sharding(mesh, array.ndim))
-
-    return {name: shape(array) for name, array in batch.items()}
+        both = self._shapes, self.shapes(batch)
+        one_more = (len(self._devices),)
+        both = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(one_more + leaf.shape, leaf.dtype), both)
+        return self._train.lower(*both, None)
 
 
 Placement = MeshPlacement | PmapPlacement

@@ -20,6 +20,7 @@ from transformer.nn._axes import PRNGKey
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn._partitioning import table_gradients_in
 from transformer.nn.kernels import portable
+from transformer.nn.models._base import first_bad_parameter
 from transformer.training._optimizers import AVERAGED, make_optimizer, make_schedule
 from transformer.training._recipe import Recipe, build_model, build_teacher
 from transformer.training._rounding import STREAM, rounded_like, widened
@@ -364,3 +365,34 @@ def check_finite(step: int, metrics: Mapping[str, np.ndarray], paths: Sequence[s
         f"--optimizer.learning-rate, raise --optimizer.warmup-steps, or skip such batches with "
         f"--training.nan-policy skip."
     )
+
+
+def why_not_finite(recipe: Recipe, model: nn.Module, params: PyTree, batch: Batch) -> str:
+    """Explain in one sentence why the loss of a batch is not finite; "" with several processes, each with its own rows
+    only.
+
+    The sentence names the first non-finite parameter. If all parameters are finite, it names the first row and position
+    whose logits (or forecasts) are not finite without dropout. The model runs row by row, so that only the logits of
+    one row, (1, T, V), are in memory.
+    """
+    if jax.process_count() > 1:
+        return ""
+    if (path := first_bad_parameter(params)) is not None:
+        return f"The parameter {path} contains NaN or infinity."
+    model = model.clone(execution=portable(model.execution))
+    task = TASKS[recipe.task]
+
+    @jax.jit
+    def finite(params, row):
+        outputs = task.forward(model, {"params": params}, row, deterministic=True, rngs=None)
+        return jnp.isfinite(outputs).all(-1).all(0)  # (T,), of both responses of a pair; () for a classifier
+
+    for row in range(len(batch["weights"])):
+        bad = np.argwhere(~np.asarray(finite(params, {name: array[row : row + 1] for name, array in batch.items()})))
+        if len(bad):
+            place = f" at position {bad[0][0]}" if bad.shape[1] else ""
+            return (
+                f"All parameters are finite, but the {task.outputs} of row {row} are not{place}: a value overflowed "
+                f"in {model.config.dtype}."
+            )
+    return f"All parameters are finite, and so are the {task.outputs} of the batch without dropout."

@@ -20,7 +20,7 @@ from transformer.training.lora import LoRA
 from transformer.training.plan import Generation, without_data
 from transformer.training.plan import _decode_plan as decoding
 from transformer.training.plan._measurement import made_up_batch
-from transformer.training.plan._programs import program
+from transformer.training.plan._train_plan import program
 
 PAIRS = ParallelText(source_path="a", max_source_length=12, max_target_length=10, batch_size=8)
 

@@ -28,7 +28,7 @@ from transformer.training import Recipe, TrainingConfig
 from transformer.training._flops import batch_rows
 from transformer.training._memory import remedies, times_smaller
 from transformer.training._overrides import override
-from transformer.training._parallel import MeshPlacement, placed_shapes
+from transformer.training._parallel import MeshPlacement
 from transformer.training._state import abstract_state
 from transformer.training._step import make_train_step
 from transformer.training.plan import (
@@ -317,8 +317,7 @@ def test_how_much_smaller_activations_must_be(needed, available, state, times):
 
 
 def test_shapes_of_a_batch_are_where_its_arrays_would_be():
-    mesh = MeshPlacement(TEXT).mesh
-    (shape,) = placed_shapes({"tokens": jax.ShapeDtypeStruct((24, 40), jnp.int32)}, mesh).values()
+    (shape,) = MeshPlacement(TEXT).shapes({"tokens": jax.ShapeDtypeStruct((24, 40), jnp.int32)}).values()
     assert shape.sharding.shard_shape(shape.shape) == (3, 40)
 
 

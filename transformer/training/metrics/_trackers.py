@@ -5,8 +5,10 @@ A run in a workdir keeps its id in each tracker (`trackers.json`), so that a res
 
 from __future__ import annotations
 
+import importlib
 import json
 import secrets
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +34,12 @@ class TrackerError(RuntimeError):
     """A tracker can't be started: it is not logged in, or its server can't be reached."""
 
 
+def _package(name: str) -> ModuleType:
+    """Import the package of a tracker. MLflow alone does not import its entities."""
+    importlib.import_module("mlflow.entities" if name == "mlflow" else name)
+    return sys.modules[name]
+
+
 class Tracker(Protocol):
     """A run in a tracker."""
 
@@ -47,16 +55,9 @@ class Tracker(Protocol):
 class WandB:
     """A run of Weights & Biases. Its environment variables (`WANDB_MODE`, `WANDB_ENTITY`) apply."""
 
-    @staticmethod
-    def package() -> ModuleType:
-        """Import the package."""
-        import wandb
-
-        return wandb
-
     def __init__(self, recipe: Recipe, workdir: Path, known: str | None):
         self.id = known or secrets.token_hex(4)
-        self._run = self.package().init(
+        self._run = _package("wandb").init(
             project=recipe.logging.project,
             name=recipe.name,
             id=self.id,
@@ -78,15 +79,8 @@ class WandB:
 class MLflow:
     """A run of MLflow, in the store that `MLFLOW_TRACKING_URI` names."""
 
-    @staticmethod
-    def package() -> ModuleType:
-        """Import the package."""
-        import mlflow.entities
-
-        return mlflow
-
     def __init__(self, recipe: Recipe, workdir: Path, known: str | None):
-        mlflow = self.package()
+        mlflow = _package("mlflow")
         self._metric, self._client = mlflow.entities.Metric, mlflow.MlflowClient()
         if known is None:
             project = recipe.logging.project
@@ -112,17 +106,10 @@ class MLflow:
 class Trackio:
     """A run of Trackio, which identifies a run by its name. `TRACKIO_SPACE_ID` sends it to a Space."""
 
-    @staticmethod
-    def package() -> ModuleType:
-        """Import the package."""
-        import trackio
-
-        return trackio
-
     def __init__(self, recipe: Recipe, workdir: Path, known: str | None):
         self.id = known or f"{recipe.name}-{secrets.token_hex(4)}"
         config = to_json(recipe)["recipe"]
-        self._run = self.package().init(
+        self._run = _package("trackio").init(
             project=recipe.logging.project, name=self.id, resume="allow", config=config, embed=False
         )
 
@@ -149,7 +136,7 @@ def check_installed(names: Sequence[str]) -> None:
     """Import the packages of these trackers; ConfigError if one is not installed."""
     for name in names:
         try:
-            TRACKERS[name].package()
+            _package(name)
         except ImportError as error:
             raise ConfigError(
                 f"logging.writers {name} needs the package {name}, which can't be imported ({_reason(error)}). "

@@ -3,9 +3,9 @@
 from transformer.training._chips import CHIPS, Chip
 from transformer.training._flops import Flops, batch_shapes, step_flops
 from transformer.training.plan._assumptions import without_data
-from transformer.training.plan._collectives import Collective
 from transformer.training.plan._decode_plan import DecodePlan, Generation, make_decode_plan, parse_generation
 from transformer.training.plan._hlo import Cost, Program
+from transformer.training.plan._hlo_text import Collective
 from transformer.training.plan._largest_batch import BatchTried, largest_batch
 from transformer.training.plan._measurement import Measured, measure, present_topology
 from transformer.training.plan._roofline import Estimate, estimate

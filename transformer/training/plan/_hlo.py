@@ -13,8 +13,16 @@ import numpy as np
 
 from transformer.nn._grouped import tiling
 from transformer.nn.kernels._paged import queries_per_block
-from transformer.training.plan._collectives import COLLECTIVES, Collective, collective_bytes, sent_across_slices
-from transformer.training.plan._hlo_text import Array, Operation, called, parsed
+from transformer.training.plan._hlo_text import (
+    COLLECTIVES,
+    Array,
+    Collective,
+    Operation,
+    called,
+    collective_bytes,
+    parsed,
+    sent_across_slices,
+)
 
 _EIGHT_BITS = {"int8_flops": re.compile(r"[su][48]\["), "fp8_flops": re.compile(r"f8\w+\[")}
 _KERNEL = 'custom_call_target="tpu_custom_call"'

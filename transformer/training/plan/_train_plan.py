@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+from jaxtyping import PyTree
+
 from transformer.nn.models._base import count_parameters
-from transformer.training._flops import Flops, batch_shapes, counted, step_flops
-from transformer.training._memory import remedies, times_smaller
+from transformer.training._flops import Flops, Shapes, batch_shapes, counted, step_flops
+from transformer.training._memory import remedies, shard_bytes, times_smaller
+from transformer.training._parallel import PLACEMENTS
 from transformer.training._recipe import Recipe
+from transformer.training._state import merged_params
 from transformer.training.plan._compiler import compile_program
 from transformer.training.plan._hlo import Cost, Program
-from transformer.training.plan._programs import program
 from transformer.training.plan._roofline import Estimate, estimate
 from transformer.training.plan._topologies import Topology
 
@@ -64,6 +70,37 @@ class Plan:
         return self.counted / self.estimate.seconds if self.estimate else 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepProgram:
+    """A lowered training step, before compilation."""
+
+    lowered: jax.stages.Lowered
+    sizes: Mapping[str, int]
+    """sizes of the mesh axes, whose product is the number of devices"""
+    described: str
+    """mesh axes larger than 1; "" on one device"""
+    params: PyTree
+    """shapes of the model's parameters; with LoRA, of the merged ones"""
+    held: dict[str, int]
+    """bytes per device of the state and the batch, by kind"""
+
+
+def program(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
+    """Lower the training step of a recipe for these devices and a batch of shapes; ConfigError if it does not fit."""
+    placement = PLACEMENTS[recipe.parallel.kind](recipe, devices)
+    state = placement.abstract_state()
+    held = {
+        "trained parameters (LoRA)" if "updates" in state.params else "parameters": shard_bytes(state.params),
+        "frozen parameters": shard_bytes(state.base) + shard_bytes(state.teacher),
+        "optimizer state": shard_bytes(state.opt_state),
+        "averaged parameters": shard_bytes(state.ema),
+        "batch": shard_bytes(placement.shapes(batch)),
+    }
+    params = jax.eval_shape(lambda one: merged_params(recipe, one.params, one.base), state)
+    lowered, described = placement.lower(batch), placement.describe()
+    return StepProgram(lowered=lowered, sizes=placement.sizes, described=described, params=params, held=held)
+
+
 def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
     """Compile the recipe's training step for devices of a topology, and estimate its time.
 
@@ -74,7 +111,7 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
     batch, (number, unit) = batch_shapes(recipe), counted(recipe)
     step = program(recipe, devices, batch)
     fit, text = compile_program(step.lowered, step.held, topology)
-    flops, devices_used, cost = step_flops(recipe), len(step.devices), None
+    flops, devices_used, cost = step_flops(recipe), math.prod(step.sizes.values()), None
     computed = expected = None
     if text is not None:
         cost = Program(text).cost(devices_used, at_most=True, expert_shards=step.sizes.get("expert", 1))

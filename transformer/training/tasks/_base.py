@@ -28,7 +28,6 @@ from transformer.training.tasks._losses import Batch, Scalar, correct, cross_ent
 from transformer.training.tasks._policy_gradient import GRPO
 from transformer.training.tasks._preference import DPO
 from transformer.training.tasks._results import Results
-from transformer.training.tasks._samples import first_words
 
 Outputs: TypeAlias = Float[Array, "..."]
 """logits (B, T, V) or (B, C), or a forecast (B, horizon, channels)"""
@@ -358,3 +357,9 @@ def check_whole_sequences(task: Task, recipe: TaskRecipe) -> None:
             f"parallel.context ({recipe.parallel.context}) can't split the sequences of the task {task.name}. Leave "
             f"it at 1; use fsdp or tensor."
         )
+
+
+def first_words(text: str, most: int = 40) -> str:
+    """Return the beginning of the first line that is not empty, at most `most` characters."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), text.strip())
+    return line if len(line) <= most else line[:most].rsplit(" ", 1)[0]

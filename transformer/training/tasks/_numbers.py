@@ -1,26 +1,64 @@
-"""Tasks of models that read numbers: images and time series."""
+"""Tasks of models that read numbers: images and time series; pictures of forecasts."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.data._dataset import DataKind
+from transformer.data._series import from_model
+from transformer.nn.kernels import portable
 from transformer.nn.models._forecaster import Forecaster
 from transformer.nn.models._kinds import example_inputs
 from transformer.nn.models._vision import VisionClassifier
 from transformer.training._settings import TrainingConfig
 from transformer.training.tasks._base import LabelTask, Outputs, Shapes, Sums, Task
-from transformer.training.tasks._evaluation import Evaluation
-from transformer.training.tasks._forecasts import draw_forecasts, repetition_errors
+from transformer.training.tasks._evaluation import EvalLoss, Evaluation
 from transformer.training.tasks._losses import Batch, Scalar, absolute_error, squared_error
 from transformer.training.tasks._results import Results
+
+
+def repetition_errors(batches: Iterable[Batch]) -> EvalLoss:
+    """Return the errors of a forecast without a model, which repeats the last step of each look-back window."""
+    squares = magnitudes = count = 0.0
+    for batch in batches:
+        errors = (batch["values"][:, -1:] - batch["targets"])[batch["weights"] > 0].astype(np.float64)
+        squares, magnitudes = squares + np.square(errors).sum(), magnitudes + np.abs(errors).sum()
+        count += errors.size
+    return EvalLoss(float(squares / count), float(count), mae=float(magnitudes / count))
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _forecasts(model: nn.Module, params: PyTree, values: np.ndarray) -> jax.Array:
+    return model.apply({"params": params}, values)
+
+
+def draw_forecasts(run: Evaluation, path: Path) -> None:
+    """Plot the first and the last unseen window in the original units, together with the forecasts of the model."""
+    model, data = run.model, run.dataset.config
+    batches = run.dataset.eval_batches(run.unseen)
+    last = batches[-1]["weights"].nonzero()[0][-1]
+    rows = [(batches[0], 0), (batches[-1], last)]
+    values, targets = (np.stack([batch[name][row] for batch, row in rows]) for name in ("values", "targets"))
+    forecast = jax.device_get(_forecasts(model.clone(execution=portable(model.execution)), run.params, values))
+    shown = 2 * targets.shape[1]
+    past, future, forecast = (from_model(data, array) for array in (values[:, -shown:], targets, forecast))
+    from transformer.viz._forecasts import forecast_picture  # imported late: matplotlib is slow to import
+
+    title = f"{run.name}: forecasts of {targets.shape[1]:,} steps from {values.shape[1]:,} steps"
+    names = f"first window of the {run.unseen} split", f"last window of the {run.unseen} split"
+    forecast_picture(past, future, forecast, data.columns, path, title=title, names=names)
 
 
 class ValuesTask(Task):

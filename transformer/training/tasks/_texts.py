@@ -1,8 +1,9 @@
-"""Tasks of models that read tokens, and whose targets are tokens or classes."""
+"""Tasks of models that read tokens, and whose targets are tokens or classes; the texts that language models sample."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from jaxtyping import PyTree
 
 from transformer.config._model import TransformerConfig
 from transformer.data._dataset import DataKind
+from transformer.generate._generation import generate
+from transformer.generate._sampling import Sampling
 from transformer.nn._masks import Mask
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._encoders import Classifier, MaskedLM
@@ -23,6 +26,7 @@ from transformer.training.tasks._base import (
     Sums,
     Task,
     TokenTask,
+    first_words,
     has_router,
     row_lengths,
     target_shapes,
@@ -31,8 +35,48 @@ from transformer.training.tasks._evaluation import Evaluation
 from transformer.training.tasks._exact_match import answer_sums
 from transformer.training.tasks._losses import Batch
 from transformer.training.tasks._results import Results
-from transformer.training.tasks._samples import answers, continuations, first_words
 from transformer.training.tasks._translation import corpus_score, corrected, make_beam, scores, selection, translations
+
+
+def continuations(run: Evaluation, prompts: Sequence[str]) -> list[str]:
+    """Generate a continuation of each prompt by sampling; return it together with its prompt.
+
+    A model that was trained on windows of some length has not learned later positions. So the text is generated in
+    pieces of half a window, each with the preceding half window as its prompt.
+    """
+    half = max(run.dataset.config.sequence_length // 2, 1)
+    tokenizer, new_tokens = run.dataset.tokenizer, run.options.sample_tokens
+    texts = [tokenizer.encode_source(prompt) for prompt in prompts]
+    lengths = [len(text) + new_tokens for text in texts]
+    for piece in range(-(-new_tokens // half)):  # ceil(new_tokens / half)
+        generated = generate(
+            run.model,
+            run.params,
+            [text[-half:] for text in texts],
+            max_new_tokens=half,
+            sampling=Sampling(temperature=run.options.temperature),
+            seed=(run.seed + piece) % 2**32,  # another seed for each piece; seeds are 32-bit
+        )
+        texts = [text + new for text, new in zip(texts, generated, strict=True)]
+    return [tokenizer.decode(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+
+
+def answers(run: Evaluation, wanted: int) -> list[tuple[str, str]]:
+    """Return (last message, answer of the model) of held-out conversations."""
+    found = run.dataset.openings(wanted)
+    if not found:
+        return []
+    limit = run.dataset.config.sequence_length - max(len(ids) for _, ids in found)
+    generated = generate(
+        run.model,
+        run.params,
+        [ids for _, ids in found],
+        max_new_tokens=min(run.options.sample_tokens, limit),
+        sampling=Sampling(temperature=run.options.temperature),
+        eos_id=run.dataset.end_ids,
+        seed=run.seed,
+    )
+    return [(asked, run.dataset.tokenizer.decode(ids)) for (asked, _), ids in zip(found, generated, strict=True)]
 
 
 class LanguageModeling(TokenTask):
