@@ -149,6 +149,11 @@ class TestCommands:
             (("generate", "x", "--temperature", "nan"), "--temperature must be a number from 0 to 1000"),
             (("generate", "x", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1, got 0"),
             (("generate", "x", "--seed", "-1"), "--seed must be from 0"),
+            (("generate", "x", "--group-size", "64"), "--group-size 64 needs --quantize int4, got no --quantize."),
+            (
+                ("convert", "x", "y", "--quantize", "int8", "--group-size", "32"),
+                "got --quantize int8. Pass",
+            ),
             (("evaluate", "run", "x", "--examples", "-1"), "--examples must be at least 0, got -1"),
             (
                 ("generate", "x", "--prompt", "a", "--draft-tokens", "3"),

@@ -117,7 +117,7 @@ def slow_full_disk(monkeypatch):
         go_on.wait(30)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("transformer.training.workdir._checkpoint.sync_tree", sync_tree)
+    monkeypatch.setattr("transformer.training.workdir._manifest.sync_tree", sync_tree)
     return go_on
 
 
@@ -182,10 +182,11 @@ def test_killed_in_the_middle_of_a_save(tmp_path):
         import os, signal, sys
         import numpy as np
         import transformer.training.workdir._checkpoint as module
+        import transformer.training.workdir._manifest as manifests
         checkpointer = module.Checkpointer(sys.argv[1])
         checkpointer.save(1, {"x": np.full(5, 1.0)})
         checkpointer.wait()
-        module.sync_tree = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # all written, nothing committed
+        manifests.sync_tree = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # all written, nothing committed
         checkpointer.save(2, {"x": np.full(5, 2.0)})
         checkpointer.wait()
         """

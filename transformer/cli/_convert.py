@@ -35,6 +35,7 @@ class Convert(QuantizationOptions, ModelCommand):
 def main(command: Convert) -> None:
     if not 0 < command.max_shard_gib < math.inf:
         raise ConfigError(f"--max-shard-gib must be a number above 0, got {command.max_shard_gib}.")
+    quantization = command.quantization()
     from transformer.inference._export import export
     from transformer.inference._load import is_workdir
 
@@ -48,7 +49,7 @@ def main(command: Convert) -> None:
         family=command.family,
         dtype=command.dtype,
         max_shard_bytes=int(command.max_shard_gib * 2**30),
-        quantization=None if command.bits is None else (command.bits, command.group_size),
+        quantization=quantization,
     )
     if command.json:
         command.print_json(opened, family=chosen.name, files=[str(path) for path in files(command.output)])

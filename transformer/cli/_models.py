@@ -117,13 +117,22 @@ class QuantizationOptions:
 
     quantize: Literal["int8", "int4"] | None = None
     """quantize the weights: int8, or int4 (layers in 4 bits, embeddings and output layer in 8)"""
-    group_size: Literal[32, 64, 128] = 32
-    """number of weights that share a scale (int4)"""
+    group_size: Literal[32, 64, 128] | None = None
+    """number of weights that share a scale (int4); None: 32"""
 
-    @property
-    def bits(self) -> int | None:
-        """Bits per weight; None: not quantized."""
-        return None if self.quantize is None else int(self.quantize.removeprefix("int"))
+    def quantization(self) -> tuple[int, int] | None:
+        """Return the bits per weight and the number of 4-bit weights that share a scale; None: not quantized.
+
+        Raises:
+            ConfigError: a size of groups without int4.
+        """
+        if self.group_size is not None and self.quantize != "int4":
+            got = "no --quantize" if self.quantize is None else f"--quantize {self.quantize}"
+            raise ConfigError(
+                f"--group-size {self.group_size} needs --quantize int4, got {got}. Pass --quantize int4, or remove "
+                f"--group-size."
+            )
+        return None if self.quantize is None else (int(self.quantize.removeprefix("int")), self.group_size or 32)
 
 
 @dataclass(frozen=True, kw_only=True)

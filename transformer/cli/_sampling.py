@@ -61,16 +61,18 @@ class SamplingCommand(QuantizationOptions, ModelCommand):
             raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {self.seed}.")
         if "" in self.stop:
             raise ConfigError("--stop must be a text of at least one character, got ''. Remove it.")
+        self.quantization()
         with option_names_in_errors(**{name: name for name in ("temperature", *FILTERS, *PENALTIES)}):
             self.sampling(greedy=False)
 
     def quantized(self, opened: LoadedModel) -> LoadedModel:
         """Return the model with quantized weights if --quantize asks for them; print memory and errors on stderr."""
-        if self.bits is None:
+        if (chosen := self.quantization()) is None:
             return opened
         from transformer.nn.layers._int8 import quantize
 
-        params, report = quantize(opened.params, bits=self.bits, group_size=self.group_size)
+        bits, group_size = chosen
+        params, report = quantize(opened.params, bits=bits, group_size=group_size)
         for row in report:
             print(row, file=sys.stderr)
         return dataclasses.replace(opened, params=params)

@@ -14,20 +14,7 @@ from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.data._config import shared_rows
-from transformer.nn._sharding import (
-    batch_sharding,
-    check_batch_sizes,
-    check_host_memory,
-    check_model,
-    describe_sizes,
-    local_rows,
-    make_mesh,
-    mesh_sizes,
-    num_row_shards,
-    offloaded,
-    place_batch,
-    state_shardings,
-)
+from transformer.nn import _sharding as meshes
 from transformer.training._quantization import check_quantization
 from transformer.training._recipe import Recipe
 from transformer.training._state import TrainState, abstract_state, make_state
@@ -52,34 +39,34 @@ class MeshPlacement:
         `devices` are those to choose from; None: those of this machine. Devices of a topology are for compilation only.
         """
         devices = _chosen(recipe) if devices is None else recipe.parallel.choose(devices)
-        sizes = mesh_sizes(recipe.parallel.sizes, len(devices))
-        check_model(recipe.model, sizes)
+        sizes = meshes.mesh_sizes(recipe.parallel.sizes, len(devices))
+        meshes.check_model(recipe.model, sizes)
         check_quantization(recipe, devices)
         length = getattr(recipe.data, "sequence_length", None)
-        check_batch_sizes(*shared_rows(recipe.data), recipe.training.accumulation, sizes, length)
+        meshes.check_batch_sizes(*shared_rows(recipe.data), recipe.training.accumulation, sizes, length)
         _check_offload(recipe, devices)
         self._dcn = recipe.parallel.dcn
-        self.mesh: Mesh = make_mesh(sizes, devices, self._dcn)
+        self.mesh: Mesh = meshes.make_mesh(sizes, devices, self._dcn)
         make = functools.partial(make_state, recipe)
         with jax.set_mesh(self.mesh):  # the same mesh context as in `new_state`, so that JAX traces `make` only once
             shapes = jax.eval_shape(make)
-        self._shardings = state_shardings(shapes, self.mesh)
+        self._shardings = meshes.state_shardings(shapes, self.mesh)
         step = make_step(recipe)
         if recipe.parallel.optimizer_memory_host_offload:
             step = _with_offloaded_optimizer(step, self._shardings.opt_state)
-            host = offloaded(self._shardings.opt_state, shapes.opt_state)
+            host = meshes.offloaded(self._shardings.opt_state, shapes.opt_state)
             self._shardings = self._shardings.replace(opt_state=host)
         self._shapes = jax.tree.map(_with_sharding, shapes, self._shardings)
         self._make = jax.jit(make, out_shardings=self._shardings)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         self._train = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, everywhere))
         self._eval = jax.jit(make_eval_step(recipe), out_shardings=everywhere)
-        ways = num_row_shards(self.mesh.shape)
+        ways = meshes.num_row_shards(self.mesh.shape)
         self._parts = len(self.rows(ways)), ways
 
     def rows(self, total: int) -> np.ndarray:
         """Return the indices of the rows that this process supplies of a training batch of `total` rows, ascending."""
-        return local_rows(self.mesh, total)
+        return meshes.local_rows(self.mesh, total)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -93,7 +80,7 @@ class MeshPlacement:
 
     def describe(self) -> str:
         """Return the mesh axes larger than 1, such as "mesh: data 4 x tensor 2"; "" on one device."""
-        axes = describe_sizes(self.mesh.shape, self._dcn)
+        axes = meshes.describe_sizes(self.mesh.shape, self._dcn)
         return f"mesh: {axes}" if axes else ""
 
     def abstract_state(self) -> TrainState:
@@ -123,21 +110,21 @@ class MeshPlacement:
         with jax.set_mesh(self.mesh):
             own, ways = self._parts
             total = self.whole_rows(len(batch["weights"]))
-            placed = place_batch(batch, self.mesh, None if own == ways else self.rows(total), total)
+            placed = meshes.place_batch(batch, self.mesh, None if own == ways else self.rows(total), total)
             return self._train(state, placed, limit)
 
     def eval_step(self, params: PyTree, batch: HostBatch, reference: PyTree = None) -> Metrics:
         """Compute sums over a batch of any number of rows, which is padded with rows of weight 0."""
-        filled = _filled_up(batch, num_row_shards(self.mesh.shape))
+        filled = _filled_up(batch, meshes.num_row_shards(self.mesh.shape))
         with jax.set_mesh(self.mesh):
-            return self._eval(params, place_batch(filled, self.mesh), reference)
+            return self._eval(params, meshes.place_batch(filled, self.mesh), reference)
 
     def shapes(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes, dtypes and shardings of a batch of arrays or shapes."""
 
         def shape(array):
             dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-            return jax.ShapeDtypeStruct(array.shape, dtype, sharding=batch_sharding(self.mesh, array.ndim))
+            return jax.ShapeDtypeStruct(array.shape, dtype, sharding=meshes.batch_sharding(self.mesh, array.ndim))
 
         return {name: shape(array) for name, array in batch.items()}
 
@@ -170,8 +157,8 @@ class PmapPlacement:
                 f"parallel.data is {recipe.parallel.data}, but pmap runs on all {count} devices. Remove it, or set "
                 f"parallel.devices to {recipe.parallel.data}."
             )
-        check_batch_sizes(
-            *shared_rows(recipe.data), recipe.training.accumulation, mesh_sizes({"data": count}, count), None
+        meshes.check_batch_sizes(
+            *shared_rows(recipe.data), recipe.training.accumulation, meshes.mesh_sizes({"data": count}, count), None
         )
         self._shapes = abstract_state(recipe)
         self._make = jax.jit(lambda: make_state(recipe))
@@ -186,7 +173,7 @@ class PmapPlacement:
     @property
     def sizes(self) -> Mapping[str, int]:
         """Size of every mesh axis, for a mesh that splits only the rows."""
-        return mesh_sizes({"data": len(self._devices)}, len(self._devices))
+        return meshes.mesh_sizes({"data": len(self._devices)}, len(self._devices))
 
     def whole_rows(self, rows: int) -> int:
         """Return the number of rows unchanged, because there is only one process."""
@@ -278,9 +265,9 @@ def _chosen(recipe: Recipe) -> list[jax.Device]:
 def _check_offload(recipe: Recipe, devices: Sequence[Any]) -> None:
     """Raise a ConfigError if the recipe uses host memory, and the devices can't."""
     if recipe.parallel.optimizer_memory_host_offload:
-        check_host_memory(devices, "--parallel.optimizer-memory-host-offload")
+        meshes.check_host_memory(devices, "--parallel.optimizer-memory-host-offload")
     if recipe.execution.remat == "offload":
-        check_host_memory(devices, "--execution.remat offload")
+        meshes.check_host_memory(devices, "--execution.remat offload")
 
 
 def _with_offloaded_optimizer(step: TrainStep, on_devices: PyTree) -> TrainStep:

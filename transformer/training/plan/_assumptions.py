@@ -9,7 +9,8 @@ from transformer.data._pairs import PairConfig
 from transformer.data.kinds._number_words import NumberWords
 from transformer.data.kinds._shapes import Shapes
 from transformer.training._flops import batch_field, batch_rows
-from transformer.training._recipe import Recipe
+from transformer.training._recipe import Recipe, with_vocabulary
+from transformer.training.tasks._captions import with_image_token
 from transformer.training.tasks._table import TASKS
 
 ASSUMED_LENGTH = 64
@@ -37,12 +38,11 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
                 f"the size of the {kind} vocabulary depends on the data, which a plan does not read. Pass "
                 f"--model.vocab-size."
             )
-        recipe = dataclasses.replace(recipe, model=recipe.model.replace(vocab_size=size))
+        recipe = with_vocabulary(recipe, size)
         assumed.append(f"a vocabulary of {size:,} (--model.vocab-size)")
     images = recipe.model.image_tokens
     if images is not None and images.token_id is None:
-        images = dataclasses.replace(images, token_id=recipe.model.vocab_size - 1)
-        recipe = dataclasses.replace(recipe, model=recipe.model.replace(input=images))
+        recipe = with_image_token(recipe, recipe.model.vocab_size - 1)
     if hasattr(data, "labels") and recipe.model.output.num_classes is None:
         classes = len(data.labels) or 2
         recipe = dataclasses.replace(recipe, model=recipe.model.replace(**{"output.num_classes": classes}))

@@ -19,15 +19,7 @@ from transformer.generate._decoding import Batch
 from transformer.generate._loop import decode
 from transformer.generate._prompts import decoding_model
 from transformer.generate._sampling import SamplerParams, Sampling
-from transformer.nn._sharding import (
-    BATCH_AXES,
-    check_model,
-    describe_sizes,
-    make_mesh,
-    mesh_sizes,
-    num_row_shards,
-    state_shardings,
-)
+from transformer.nn import _sharding as meshes
 from transformer.nn.models._base import count_parameters
 from transformer.training._flops import matrix_flops
 from transformer.training._memory import shard_bytes
@@ -161,7 +153,7 @@ def make_decode_plan(
     recipe = dataclasses.replace(recipe, lora=None)  # generation uses the merged parameters
     devices = recipe.parallel.choose(devices)
     sizes = _checked_sizes(recipe, generation, len(devices))
-    mesh = make_mesh(sizes, devices, recipe.parallel.dcn)
+    mesh = meshes.make_mesh(sizes, devices, recipe.parallel.dcn)
     lowered, params = _lowered(recipe, generation, mesh, paged)
     fit, text = compile_program(lowered, {"parameters": shard_bytes(params)}, topology)
     costs, unavailable = (None, "") if not fit.fits else _costs(text, len(devices))
@@ -170,7 +162,7 @@ def make_decode_plan(
         prefill = _estimate(topology, len(devices), costs[0], 0)
         # Every row multiplies all matrices once per new token, in whatever operations the compiler has put this.
         token = _estimate(topology, len(devices), costs[1], matrix_flops(recipe, generation.rows, 0))
-    split = describe_sizes(sizes, recipe.parallel.dcn)
+    split = meshes.describe_sizes(sizes, recipe.parallel.dcn)
     return DecodePlan(
         **dataclasses.asdict(fit),
         mesh=f"mesh: {split}" if split else f"one {topology.unit}",
@@ -194,9 +186,9 @@ def _checked_sizes(recipe: Recipe, generation: Generation, num_devices: int) -> 
     if recipe.parallel.kind != "mesh":
         raise ConfigError("a plan of generation needs a mesh. Remove --parallel.kind.")
     _check_writes(recipe)
-    sizes = mesh_sizes(recipe.parallel.sizes, num_devices)
-    check_model(recipe.model, sizes)
-    ways = num_row_shards(sizes)
+    sizes = meshes.mesh_sizes(recipe.parallel.sizes, num_devices)
+    meshes.check_model(recipe.model, sizes)
+    ways = meshes.num_row_shards(sizes)
     if generation.rows % ways:
         raise ConfigError(
             f"--shape {generation}: the number of rows must be a multiple of {ways}, because they are split over the "
@@ -221,8 +213,8 @@ def _check_writes(recipe: Recipe) -> None:
 def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh, paged: bool) -> tuple[jax.stages.Lowered, PyTree]:
     """Lower the program for a mesh; return it with the shapes and shardings of the parameters."""
     shapes = abstract_state(recipe).params
-    params = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, state_shardings(shapes, mesh))
-    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES if num_row_shards(mesh.shape) > 1 else None))
+    params = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, meshes.state_shardings(shapes, mesh))
+    rows = NamedSharding(mesh, PartitionSpec(meshes.BATCH_AXES if meshes.num_row_shards(mesh.shape) > 1 else None))
 
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -306,7 +298,7 @@ def _cache_bytes(recipe: Recipe, generation: Generation, mesh: Mesh) -> int:
     # MLA caches one latent per token, which all heads share; it can't be split by heads.
     tensor = mesh.shape["tensor"]
     heads = tensor if config.attention.mla is None and config.kv_heads % tensor == 0 else 1
-    return whole // (num_row_shards(mesh.shape) * heads)
+    return whole // (meshes.num_row_shards(mesh.shape) * heads)
 
 
 def _read_bytes(recipe: Recipe, params: PyTree) -> int:
@@ -334,7 +326,7 @@ def _remedies(recipe: Recipe, generation: Generation, sizes: Mapping[str, int]) 
         found.append(
             f"--parallel.tensor {sizes['data'] * sizes['tensor']} --parallel.data 1: splits the parameters too"
         )
-    if generation.rows > 1 and generation.rows // 2 % num_row_shards(sizes) == 0:
+    if generation.rows > 1 and generation.rows // 2 % meshes.num_row_shards(sizes) == 0:
         fewer = dataclasses.replace(generation, rows=generation.rows // 2)
         found.append(f"--shape {fewer}: smaller batch")
     return [*found, "another --topology with more chips, or chips with more memory"]

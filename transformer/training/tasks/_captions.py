@@ -102,12 +102,12 @@ class Captioning(TokenTask):
                 f"model.input.token_id is {images.token_id}, but the image token of the tokenizer has the id {found}. "
                 f"Remove it: training sets it."
             )
-        return _with_image_token(recipe, found)
+        return with_image_token(recipe, found)
 
     def kept_from(self, recipe: TaskRecipe, old: TaskRecipe) -> TaskRecipe:
         images, kept = recipe.model.image_tokens, old.model.image_tokens
         given = images is None or kept is None or images.token_id is not None
-        return recipe if given else _with_image_token(recipe, kept.token_id)
+        return recipe if given else with_image_token(recipe, kept.token_id)
 
     def sums(self, model: nn.Module, params: PyTree, batch: Batch, reference: PyTree, options: Options) -> Sums:
         return answer_sums(model, params, self.inputs(model.config, batch), batch)
@@ -137,7 +137,8 @@ class Captioning(TokenTask):
         )
 
 
-def _with_image_token(recipe: TaskRecipe, token_id: int) -> TaskRecipe:
+def with_image_token(recipe: TaskRecipe, token_id: int) -> TaskRecipe:
+    """Return the recipe with the id of its image token."""
     images = dataclasses.replace(recipe.model.image_tokens, token_id=token_id)
     return dataclasses.replace(recipe, model=recipe.model.replace(input=images))
 

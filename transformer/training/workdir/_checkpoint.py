@@ -26,23 +26,8 @@ from jaxtyping import PyTree
 
 from transformer.training import _processes as processes
 from transformer.training.workdir import _arrays as arrays
-from transformer.training.workdir._manifest import (
-    CheckpointError,
-    CheckpointWarning,
-    amend_manifest,
-    check_sizes,
-    find_steps,
-    find_whole,
-    free_name,
-    newest_valid,
-    ranked,
-    read_manifest,
-    record_first,
-    sync,
-    sync_tree,
-    verified,
-    write_manifest,
-)
+from transformer.training.workdir import _manifest as manifests
+from transformer.training.workdir._manifest import CheckpointError, CheckpointWarning
 
 __all__ = [
     *("CheckpointError", "CheckpointSaveError", "CheckpointWarning", "Checkpointer", "Restored"),
@@ -97,7 +82,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the steps on disk with a valid manifest and correct file sizes, ascending. Files are not hashed."""
-        return sorted(find_whole(self._root))
+        return sorted(manifests.find_whole(self._root))
 
     def save(
         self, step: int, state: PyTree, *, data: Any = None, recipe: Any = None, metric: float | int | None = None
@@ -161,7 +146,7 @@ class Checkpointer:
         if step is None:
             return None
         directory = self._root / str(step)
-        manifest = read_manifest(directory)
+        manifest = manifests.read_manifest(directory)
         self._newest = step
         return Restored(
             step=manifest["step"],
@@ -184,14 +169,14 @@ class Checkpointer:
             error.add_note(str(failure))  # report the first error, not this one
 
     def _newest_valid(self) -> int | None:
-        found = newest_valid(self._root, self._damaged)
+        found = manifests.newest_valid(self._root, self._damaged)
         return None if found is None else found[1]["step"]
 
     def _make_way(self, step: int) -> None:
         """Rename an existing directory of this step: damaged, foreign, or saved before an older step was restored."""
         final = self._root / str(step)
         if final.exists():
-            aside = free_name(f"{final}.invalid")
+            aside = manifests.free_name(f"{final}.invalid")
             try:
                 os.rename(final, aside)
             except OSError as error:
@@ -220,10 +205,10 @@ class Checkpointer:
                 for name, content in items.items():
                     (temporary / name).write_bytes(content)
                 facts = {"step": step, "metric": metric, "items": list(items), "state": arrays.describe(leaves)}
-                write_manifest(temporary, facts)
-                sync_tree(temporary)
+                manifests.write_manifest(temporary, facts)
+                manifests.sync_tree(temporary)
                 os.rename(temporary, final)
-                sync(self._root)
+                manifests.sync(self._root)
             self._damaged.discard(step)
         except Exception as error:
             if first:
@@ -235,7 +220,7 @@ class Checkpointer:
             # Only after the commit. Otherwise, if the process is killed in between, a run that never had a checkpoint
             # would look like a run that lost its checkpoints.
             try:
-                record_first(self._root.parent, step)
+                manifests.record_first(self._root.parent, step)
             except OSError as error:
                 raise CheckpointSaveError(
                     f"The checkpoint of step {step} was saved, but {error.filename} cannot be written: "
@@ -248,7 +233,7 @@ class Checkpointer:
         """Create the root, and remove unfinished saves of killed processes. Safe because a workdir has one writer."""
         if not self._root.is_dir():
             self._root.mkdir(parents=True, exist_ok=True)
-            sync(self._root.parent)
+            manifests.sync(self._root.parent)
         for path in self._root.glob("*.tmp"):
             if path.stem.isdecimal():  # other names are not unfinished checkpoints
                 path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
@@ -256,7 +241,7 @@ class Checkpointer:
     def _amend(self, step: int, items: dict[str, bytes], metric: float | None) -> bool:
         """Atomically update metric and items of a saved checkpoint, for example after a late evaluation."""
         directory = self._root / str(step)
-        manifest = read_manifest(directory)
+        manifest = manifests.read_manifest(directory)
         facts = {"metric": manifest["metric"] if metric is None else metric, "items": list(items)}
         if all(manifest[name] == value for name, value in facts.items()):
             return False
@@ -264,17 +249,18 @@ class Checkpointer:
         try:
             for name in new:
                 (directory / name).write_bytes(items[name])
-                sync(directory / name)
-            amend_manifest(directory, manifest, facts, new)
+                manifests.sync(directory / name)
+            manifests.amend_manifest(directory, manifest, facts, new)
         except OSError as error:
             raise _explain(error, directory, {}) from error
         self._delete_old(step)
         return True
 
     def _delete_old(self, just_saved: int) -> None:
-        manifests = {step: manifest for step, manifest in find_whole(self._root).items() if step not in self._damaged}
-        keep = {just_saved, *sorted(manifests)[-self._keep_last :], *ranked(manifests, self._best)[: self._keep_best]}
-        for step in manifests.keys() - keep:
+        found = manifests.find_whole(self._root).items()
+        whole = {step: manifest for step, manifest in found if step not in self._damaged}
+        best = manifests.ranked(whole, self._best)[: self._keep_best]
+        for step in whole.keys() - {just_saved, *sorted(whole)[-self._keep_last :], *best}:
             doomed = self._root / f"{step}.tmp"  # rename first, so that a partly deleted directory never looks valid
             try:
                 os.rename(self._root / str(step), doomed)
@@ -304,13 +290,13 @@ def load_params(
         CheckpointError: the checkpoint is damaged, has none of these fields, or no checkpoint has a metric.
     """
     root = _root(workdir)
-    steps = find_steps(root)
+    steps = manifests.find_steps(root)
     if not steps:
         raise FileNotFoundError(f"No checkpoint in {root}. Train first, or pass the workdir of a run.")
     if step == "newest":
-        found = newest_valid(root, set())
+        found = manifests.newest_valid(root, set())
     else:
-        candidates = ranked(find_whole(root), best) if step == "best" else [step]
+        candidates = manifests.ranked(manifests.find_whole(root), best) if step == "best" else [step]
         if not candidates:
             raise CheckpointError(
                 f"No checkpoint in {root} has the metric that 'best' requires. Use 'newest' or a step: {steps}."
@@ -320,7 +306,7 @@ def load_params(
                 f"No checkpoint of step {step} in {root}. Available steps: {', '.join(map(str, steps))}."
             )
         try:
-            found = root / str(candidates[0]), verified(root / str(candidates[0]))
+            found = root / str(candidates[0]), manifests.verified(root / str(candidates[0]))
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}. Use another step. Available steps: {', '.join(map(str, steps))}."
@@ -349,8 +335,8 @@ def load_items(workdir: str | os.PathLike, step: int) -> tuple[Path, dict[str, s
     CheckpointError if a file is missing or has the wrong size.
     """
     directory = _root(workdir) / str(step)
-    manifest = read_manifest(directory)
-    check_sizes(directory, manifest)
+    manifest = manifests.read_manifest(directory)
+    manifests.check_sizes(directory, manifest)
     names = {file.partition("-")[0]: file for file in manifest["items"]}
     return directory, names, {name: _item(directory, manifest, name) for name in names}
 
