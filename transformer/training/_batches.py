@@ -102,9 +102,8 @@ class Rollouts:
         journal.rolled(self.seconds)
 
     def unfinished(self, step: int) -> bool:
-        """Return whether the next step uses the completions of the last one again (`GRPO.epochs`).
-
-        A checkpoint does not contain them, so a run can't stop before that step.
+        """Return whether the next step uses the last completions again (`GRPO.epochs`), which a checkpoint does not
+        contain.
         """
         return step % self._options.epochs != 0
 
@@ -210,9 +209,7 @@ def make_source(
 
 
 def check_prompts(recipe: Recipe, dataset: PromptDataset, rewards: Rewards) -> None:
-    """Raise ConfigError before training unless every reward takes the columns of every prompt, and completions fit the
-    model.
-    """
+    """Raise ConfigError unless every reward takes the columns of every prompt, and completions fit the model."""
     seen = set()
     for split in dataset.splits:
         for prompt in dataset.prompts_of(split):

@@ -62,9 +62,8 @@ def _with_start(recipe: Recipe, start: Start) -> Recipe:
 
 
 def _with_recipe_fields(model: TransformerConfig, given: TransformerConfig) -> TransformerConfig:
-    """Return `model` with the fields in `RECIPE_FIELDS` from `given`, the model config of the recipe.
-
-    If the recipe leaves the number of classes open, that of `model` is kept.
+    """Return `model` with `RECIPE_FIELDS` from `given`, the recipe's model, but for a number of classes that it leaves
+    open.
     """
     changes = {field: get_path(given, field) for field in RECIPE_FIELDS}
     if given.output.num_classes is None:

@@ -46,9 +46,7 @@ def sequences(recipe: Recipe, batch: Shapes) -> tuple[int, int]:
 
 
 def step_tokens(recipe: Recipe) -> int:
-    """Return the number of tokens per training step: of sources, targets, captions, and patches of images and time
-    series.
-    """
+    """Return the number of tokens per training step: of sources, targets, captions, and patches of images and series."""
     shapes = batch_shapes(recipe)
     rows, length = sequences(recipe, shapes)
     return rows * length + (shapes["source"].size if "source" in shapes else rows * _image_positions(recipe.model))

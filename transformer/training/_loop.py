@@ -234,10 +234,9 @@ def _record(recipe: Recipe, dataset: Dataset, own_dir: Path, step: int) -> None:
 
 @contextlib.contextmanager
 def _one_writer(workdir: Path, lock: WorkdirLock) -> Iterator[Path]:
-    """Let only the first process write to the workdir. Yields the directory for the files of this process.
+    """Let only the first process, which holds the lock, write to the workdir. Yields the directory of this process.
 
-    The first process holds the lock. The others run the same program, but write to a temporary directory, and print
-    nothing.
+    The others run the same program, but write to a temporary directory, and print nothing.
     """
     with contextlib.ExitStack() as resources:
         own_dir = workdir

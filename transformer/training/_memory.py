@@ -63,10 +63,7 @@ def host_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """Return the peak memory of a device of this process so far, in bytes.
-
-    For devices without memory statistics, such as CPUs, this is the peak resident memory of the process.
-    """
+    """Return the peak memory so far of a device of this process or, without statistics, as on CPUs, of the process."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     held = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]
     if held:
@@ -193,10 +190,7 @@ def _mesh_flags(recipe: Recipe, sizes: Mapping[str, int], replicas: int) -> tupl
 
 
 def _kept_by_remat(recipe: Recipe, sizes: Mapping[str, int], need: Need, batch: Shapes) -> float:
-    """Estimate the fraction of the activations that remains with remat "full".
-
-    These are the input of each layer (B, T, D), the recomputed activations inside one layer, and the logits.
-    """
+    """Estimate the share of activations that remat "full" keeps: inputs of layers, one whole layer, and the logits."""
     model, tokens = recipe.model, math.prod(sequences(recipe, batch)) * jax.process_count()
     tokens //= num_row_shards(sizes) * recipe.training.accumulation  # tokens per device and micro-batch
     width = 2 if model.dtype in ("bfloat16", "float16") else 4
@@ -208,8 +202,7 @@ def _kept_by_remat(recipe: Recipe, sizes: Mapping[str, int], need: Need, batch: 
 
 
 def logit_bytes(recipe: Recipe, tokens: int, tensor: int, kind: str) -> int:
-    """Return the bytes for the logits of one chunk and their gradient, both in float32, of a device with so many
-    tokens.
+    """Return the bytes per device for the logits of one chunk and their gradient, both in float32.
 
     `tensor` is the number of devices over which the vocabulary is sharded, `kind` the platform: "cpu", "gpu" or "tpu".
     """
@@ -223,8 +216,8 @@ def logit_bytes(recipe: Recipe, tokens: int, tensor: int, kind: str) -> int:
 
 
 def step_need(recipe: Recipe, placement: Placement, batch: Shapes) -> Need:
-    """Compile the training step for the batch (B, ...) of one process, and return its memory as reported by the
-    compiler.
+    """Compile the training step for the batch (B, ...) of one process, and return its memory, as the compiler reports
+    it.
 
     OutOfMemoryError if the program does not fit, and the compiler does not report how much memory it requires.
     """
@@ -383,10 +376,7 @@ def check_layers(recipe: Recipe) -> None:
 
 
 def check_embedding(recipe: Recipe) -> None:
-    """Raise OutOfMemoryError if the token embedding alone can't fit into all devices of the run.
-
-    This needs no tracing: tracing a model creates its constants, such as a table of sinusoidal positions.
-    """
+    """Raise OutOfMemoryError if the token embedding alone can't fit. Tracing would create tables of positions."""
     devices = recipe.parallel.choose(jax.devices())
     rows, width = recipe.model.vocab_size or 1, recipe.model.d_model
     needed, available = 4 * rows * width, _available(devices) * len(devices)

@@ -94,11 +94,9 @@ def _rsqrt(config: OptimizerConfig, steps: int, number: jax.Array) -> jax.Array:
 def make_optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     """Return a recipe's optimizer: clipping by global norm, the direction, weight decay and the learning rate.
 
-    Its `update` takes the loss as a function of the parameters, `obj_fn`, in addition to the gradient; only sophia uses
-    it.
-
-    Sources: clipping, Pascanu et al. 2013, arXiv 1211.5063; decoupled weight decay, Loshchilov & Hutter 2019, arXiv
-    1711.05101. Those of the directions are at `DIRECTIONS`.
+    Its `update` also takes the loss as a function of the parameters, `obj_fn`, which only sophia uses. Sources:
+    clipping, Pascanu et al. 2013, arXiv 1211.5063; decoupled weight decay, Loshchilov & Hutter 2019, arXiv 1711.05101.
+    Those of the directions are at `DIRECTIONS`.
     """
     config, schedule = recipe.optimizer, make_schedule(recipe)
     parts = [DIRECTIONS[config.name](config)]

@@ -152,10 +152,7 @@ def _with_position(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[s
 
 
 def _with_groups(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str]]:
-    """Turn the groups on or off as the arguments say; return the recipe and the arguments without `--GROUP None`.
-
-    This happens before tyro parses the arguments, because tyro has no flag for a whole group.
-    """
+    """Turn groups on or off before tyro, which has no flag for a group; return the arguments without `--GROUP None`."""
     for group, kind in _GROUPS.items():
         field = group.replace("-", "_")
         options = any(word.startswith(f"--{group}.") for word in arguments)

@@ -29,8 +29,7 @@ HostBatch = Mapping[str, np.ndarray]
 class MeshPlacement:
     """One `jax.jit` program over a mesh of devices; XLA inserts the communication (GSPMD, arXiv 2105.04663).
 
-    Raises:
-        ConfigError: the mesh does not fit the devices, the model or the batch.
+    ConfigError if the mesh does not fit the devices, the model or the batch.
     """
 
     def __init__(self, recipe: Recipe, devices: Sequence[Any] | None = None, make_step: MakeStep = make_train_step):
@@ -137,8 +136,7 @@ class MeshPlacement:
 class PmapPlacement:
     """A replica of the model on each local device (`jax.pmap`): the rows of a batch are split, gradients are summed.
 
-    Raises:
-        ConfigError: the rows of the batch can't be divided evenly among the devices, or there are several processes.
+    ConfigError if the devices can't divide the rows of the batch evenly, or there are several processes.
     """
 
     def __init__(self, recipe: Recipe, devices: Sequence[Any] | None = None, make_step: MakeStep = make_train_step):
@@ -271,10 +269,7 @@ def _check_offload(recipe: Recipe, devices: Sequence[Any]) -> None:
 
 
 def _with_offloaded_optimizer(step: TrainStep, on_devices: PyTree) -> TrainStep:
-    """Return the step for an optimizer state in host memory, which it copies to these shardings `on_devices`.
-
-    The results are copied back because of the output shardings of the compiled step.
-    """
+    """Return the step with the optimizer state copied to `on_devices`; its output shardings copy it back."""
 
     def copied(state, batch, limit=None):
         return step(state.replace(opt_state=jax.device_put(state.opt_state, on_devices)), batch, limit)
@@ -287,10 +282,7 @@ def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.S
 
 
 def _filled_up(batch: HostBatch, ways: int) -> HostBatch:
-    """Pad a batch to a multiple of `ways` rows: repeat its last row with weight 0.
-
-    A repeated row and not zeros: its lengths and tokens are valid inputs, so it can't produce NaN.
-    """
+    """Pad a batch to a multiple of `ways` rows: repeat its last row, a valid input unlike zeros, with weight 0."""
     rows = len(batch["weights"])
     missing = -rows % ways
     if not missing:

@@ -139,10 +139,7 @@ def join(parallel: ParallelConfig, again: str = _AGAIN) -> None:
 
 
 def _wait_for(coordinator: str, patience: float) -> None:
-    """Wait until process 0 accepts connections; ProcessesError after `patience` seconds.
-
-    Without this check, JAX would end the process with a stack trace.
-    """
+    """Wait until process 0 accepts connections; ProcessesError after `patience` seconds, not JAX's stack trace."""
     host, _, port = coordinator.rpartition(":")
     deadline, reason = time.monotonic() + patience, ""
     while time.monotonic() < deadline:
@@ -209,10 +206,7 @@ def is_first() -> bool:
 
 
 def barrier(key: str, patience: float = _BARRIER_S) -> None:
-    """Wait until all processes reach this barrier, at most `patience` seconds.
-
-    It uses the hosts and not the devices, so any thread may call it.
-    """
+    """Wait until all processes reach this barrier, over the hosts and not the devices: any thread may call it."""
     if jax.process_count() > 1:
         import orbax.checkpoint as ocp
 
@@ -221,9 +215,7 @@ def barrier(key: str, patience: float = _BARRIER_S) -> None:
 
 
 def check_shared(path: Path, option: str = "--workdir") -> None:
-    """Raise ConfigError in a process that does not see the file which the first process has written to the path
-    `option`.
-    """
+    """Raise ConfigError in a process that does not see the file that the first one has written to the path `option`."""
     barrier("written")
     if not path.exists():
         raise ConfigError(
@@ -233,10 +225,7 @@ def check_shared(path: Path, option: str = "--workdir") -> None:
 
 
 def first_decides(function: Callable[[], Any]) -> Any:
-    """Call `function` in the first process, and return its result (a JSON value) in all processes.
-
-    If it fails, the first process raises its error, and the others a ValueError.
-    """
+    """Call `function` in the first process, and return its result (JSON values) or raise its error in all processes."""
     if jax.process_count() == 1:
         return function()
     content, failure = b"", None
@@ -265,10 +254,7 @@ def check_alike(what: str, value: str) -> None:
 
 
 class SharedStop:
-    """A stop signal shared by all processes: all of them stop at the same step if any of them received a signal.
-
-    Every process must call it at the same points of the program.
-    """
+    """A stop signal shared by all processes, which must call it at the same points: all stop at the same step."""
 
     def __init__(self, stop: StopSignal) -> None:
         self._stop = stop

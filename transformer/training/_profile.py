@@ -27,10 +27,7 @@ class Window:
 
 
 def parse_window(text: str, steps: int) -> Window:
-    """Parse a window such as "20:30" for a run of `steps` steps.
-
-    ConfigError if the text is not two integers, START is not below STOP, or the window ends after the run.
-    """
+    """Parse a window such as "20:30" for a run of `steps` steps; ConfigError if it is no such window within the run."""
     found = re.fullmatch(r"(\d+):(\d+)", text)
     if found is None:
         raise ConfigError(
@@ -78,9 +75,8 @@ class Profiler:
         return self._started is not None
 
     def at(self, step: int, wait: Callable[[], None]) -> None:
-        """Start or end the trace if it is time to. Call it between steps, with the number of steps dispatched so far.
-
-        `wait` is called to wait until these steps are done, so that the trace has whole steps only.
+        """Start or end the trace if it is time to. `wait` waits for the dispatched steps, so that it has whole steps
+        only.
         """
         if self._window is None:
             return

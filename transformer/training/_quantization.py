@@ -58,9 +58,7 @@ def check_paths(recipe: Recipe) -> None:
 
 
 def quantizable(recipe: Recipe) -> list[str]:
-    """Return the paths of the kernels whose multiplications can be quantized: hidden matrices of the layers, not
-    routers.
-    """
+    """Return the paths of the kernels whose multiplications can be quantized: hidden matrices of the layers."""
     plain = dataclasses.replace(recipe.execution, quantization="none", quantization_paths=())
     shapes = jax.eval_shape(lambda: initial_params(dataclasses.replace(recipe, execution=plain)))
     paths = {path: axes_of(path, leaf.ndim) for path, leaf in flatten_dict(shapes, sep="/").items()}

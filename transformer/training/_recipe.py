@@ -214,7 +214,7 @@ def build_model(recipe: Recipe, execution: Execution | None = None) -> nn.Module
 
 
 def build_teacher(recipe: Recipe) -> nn.Module:
-    """Build the model of a recipe's teacher, with the execution options of the student; ConfigError if it was not
+    """Build the model of a recipe's teacher, with the execution options of the student; ConfigError if it is not
     loaded.
     """
     if recipe.distill.model is None:

@@ -39,10 +39,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(hint: Any, value: Any, where: str) -> Any:
-    """Convert the JSON value `value` of `encode` back to a value of type `hint`; `where` is its path for errors.
-
-    ConfigError for unknown, missing or mistyped fields; the message has the path and suggests the nearest name.
-    """
+    """Convert a JSON value of `encode` back to type `hint`; ConfigError, with its path `where`, if it does not fit."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value

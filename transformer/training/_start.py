@@ -55,9 +55,7 @@ class Start:
 
 
 def check_options(before: Recipe, after: Recipe, source: str) -> None:
-    """Raise ConfigError if the command line changes a field (`before` to `after`) of the model that `source`
-    determines.
-    """
+    """Raise ConfigError if the command line changes a field of the model that `source` determines."""
     old, new = flatten(before.model), flatten(after.model)
     changed = [field for field in {**old, **new} if old.get(field) != new.get(field) and field not in RECIPE_FIELDS]
     if changed:
@@ -76,10 +74,7 @@ def origin_of(workdir: str | os.PathLike) -> str | None:
 
 
 def initialize_from(start: Start, state: TrainState) -> TrainState:
-    """Return the state with the parameters of the pretrained model, in the dtypes and shardings of the given ones.
-
-    A quantized base is quantized here, in host memory.
-    """
+    """Return the state with the pretrained parameters, in its dtypes and shardings; a base is quantized on the host."""
     if state.base is not None:  # LoRA's frozen parameters, or the reference model
         state = state.replace(base=_filled(state.base, start.params))
     if "updates" in state.params:

@@ -50,9 +50,7 @@ class TrainState:
 
     @property
     def averaged(self) -> PyTree:
-        """The moving average of the trained parameters, in their dtypes, if there is one, otherwise the trained
-        parameters.
-        """
+        """The moving average of the trained parameters, in their dtypes, if there is one, otherwise these."""
         return self.params if self.ema is None else in_dtypes_of(self.params, self.ema)
 
 
@@ -146,9 +144,8 @@ def make_usable(recipe: Recipe) -> Callable[[TrainState], PyTree]:
 
 
 def _split(recipe: Recipe, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Split the model's parameters into the trained ones and the frozen base, `TrainState.base`.
-
-    With LoRA the low-rank updates of the base are trained, and all parameters that the pretrained model lacks.
+    """Split parameters into the trained ones (with LoRA, updates and those that the pretrained model lacks) and the
+    base.
     """
     if recipe.lora is None:
         return params, jax.tree.map(jnp.copy, params) if TASKS[recipe.task].keeps_reference(recipe) else None

@@ -128,10 +128,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
 
 
 def _summed_loss(recipe: Recipe) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """Return a function (trained parameters, state, batch, key) -> (sum to minimize, other sums for the metrics).
-
-    Of the state it reads the frozen parameters only.
-    """
+    """Return a function (trained, state, batch, key) -> (sum to minimize, other sums); it reads frozen parameters."""
     model, kind = build_model(recipe), TASKS[recipe.task]
     options = kind.options(recipe)
     dropout = recipe.model.dropout_rate > 0 or recipe.model.attention.dropout_rate > 0
@@ -368,8 +365,7 @@ def check_finite(step: int, metrics: Mapping[str, np.ndarray], paths: Sequence[s
 
 
 def why_not_finite(recipe: Recipe, model: nn.Module, params: PyTree, batch: Batch) -> str:
-    """Explain in one sentence why the loss of a batch is not finite; "" with several processes, each with its own rows
-    only.
+    """Explain in one sentence why the loss of a batch is not finite; "" with several processes, which lack rows.
 
     The sentence names the first non-finite parameter. If all parameters are finite, it names the first row and position
     whose logits (or forecasts) are not finite without dropout. The model runs row by row, so that only the logits of

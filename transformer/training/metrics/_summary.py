@@ -106,10 +106,7 @@ def save_summary(summary: Summary, workdir: str | os.PathLike) -> None:
 
 
 def read_summary(workdir: str | os.PathLike) -> Summary | None:
-    """Read the summary of a finished run; None if it is missing or can't be read (the run does not depend on it).
-
-    The `workdir` of the result is the one given here, because the run may have been moved or copied.
-    """
+    """Read the summary of a finished run, which may have been moved to this workdir; None if it can't be read."""
     try:
         values: dict[str, Any] = json.loads((Path(workdir) / FILE).read_text(encoding="utf-8"))
         values["exact_match"] = {group: Score(**score) for group, score in values["exact_match"].items()}

@@ -58,9 +58,7 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 
 def _widest_bucket(data: PairConfig) -> str:
-    """Return the assumption about the shape of batches with data.batch_tokens; ConfigError if there are none, or
-    packed.
-    """
+    """Return the assumption about batches with data.batch_tokens; ConfigError if no row fits, or pairs are packed."""
     if data.packed_length is not None:
         raise ConfigError(
             "a plan does not support packed pairs yet. Remove --data.packed-length to plan batches of similar lengths."

@@ -78,7 +78,7 @@ def compile_program(lowered: jax.stages.Lowered, held: Mapping[str, int], topolo
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Disable JAX's compilation cache: it stores a program for a topology, but can't load it without the devices.
+    """Disable JAX's compilation cache, which can't load a program without its devices.
 
     JAX reads its setting only once, so the cache is also reset, which deletes no file.
     """

@@ -163,8 +163,8 @@ class Program:
     def _collective(
         self, name: str, own: str, one: Operation, num_devices: int, fused: bool
     ) -> tuple[str, bool, int, int] | None:
-        """Return the kind of a collective, whether it is across slices, the bytes of its result, and those that a
-        device sends. None for other operations.
+        """Return kind of a collective, whether it is across slices, bytes of its result, and bytes sent; None for
+        others.
         """
         kind = one.kind.removesuffix("-start")
         if kind == "send" and (sent := sent_across_slices(one)) is not None:
@@ -176,20 +176,15 @@ class Program:
         return counted, False, *collective_bytes(one, counted, num_devices, sliced)
 
     def _slice_of(self, name: str, own: str) -> Operation | None:
-        """Return the slice that a fused computation takes of one of its values and returns; None if it does not.
-
-        On TPUs, the fusion of an all-reduce and a slice of its result is a reduce-scatter.
-        """
+        """Return the slice of its value that a fused computation returns, if any: of an all-reduce, reduce-scatter."""
         root = self._inside[name].get(self._roots.get(name, ""))
         while root is not None and root.kind in _VIEWS:
             root = self._inside[name].get(root.operands[0])
         return root if root is not None and root.kind == "dynamic-slice" and root.operands[0] == own else None
 
     def _turns(self, name: str, loop: Operation) -> int | None:
-        """Return the number of iterations of a loop; None if it is unknown.
-
-        It is the compiler's annotation, or follows from a condition `i < n` where n, the initial i and its step are
-        constants.
+        """Return the number of iterations of a loop, from the compiler or a condition `i < n` of constants; None:
+        unknown.
         """
         if annotation := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.rest):
             return int(annotation[1])

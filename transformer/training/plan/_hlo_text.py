@@ -79,9 +79,8 @@ def arrays(types: str) -> list[Array]:
 
 
 def parsed(hlo: str) -> tuple[dict[str, dict[str, Operation]], dict[str, str], str]:
-    """Return the computations (name -> operations by name), the root of each computation, and the name of the first.
-
-    ValueError if the text has no ENTRY computation.
+    """Return computations (name -> operations by name), the root of each, and the name of the first; ValueError: no
+    ENTRY.
     """
     inside: dict[str, dict[str, Operation]] = {}
     roots: dict[str, str] = {}

@@ -106,9 +106,8 @@ def _held(state: TrainState, sizes: Mapping[str, int]) -> int:
 
 
 def meshes(recipe: Recipe, num_devices: int) -> Iterator[dict[str, int]]:
-    """Yield all sizes of the mesh axes whose product is the number of devices, for the axes that the model can use.
-
-    Each size is a multiple of the recipe's size across slices.
+    """Yield the sizes of mesh axes that the model can use, multiples of those across slices, for this number of
+    devices.
     """
     axes = ["fsdp", "tensor"]
     if hasattr(recipe.data, "sequence_length"):  # all rows have the same length

@@ -90,9 +90,8 @@ class Task(ABC):
         return self.shapes(recipe.model, recipe.data, rows)
 
     def sequences(self, config: TransformerConfig, batch: Shapes) -> tuple[int, int]:
-        """Return the number of sequences in a batch (B, ...) and their length, as a stack of layers reads them.
-
-        For pairs these are the targets.
+        """Return number and length of the sequences in a batch (B, ...) that a stack of layers reads; for pairs, the
+        targets.
         """
         return batch["tokens"].shape
 
@@ -101,9 +100,8 @@ class Task(ABC):
         return config.num_layers
 
     def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
-        """Return how many of a batch's tokens are multiplied by the matrix at a path of the parameters.
-
-        The embedding table counts only if it also computes the logits: looking up a row is not a multiplication.
+        """Return how many tokens the matrix at this path multiplies; an embedding table only if it also computes the
+        logits.
         """
         return tokens if path != "embedding/embedding" or config.embedding.tie else 0
 
@@ -155,9 +153,8 @@ class Task(ABC):
             )
 
     def decided_by_data(self, recipe: TaskRecipe, dataset: Dataset) -> TaskRecipe:
-        """Return the recipe with the fields of its model that only this task takes from the prepared data.
-
-        ConfigError if the recipe sets such a field to another value.
+        """Return the recipe with fields of its model that the data decides for this task; ConfigError if they differ
+        already.
         """
         return recipe
 
@@ -179,9 +176,8 @@ class Task(ABC):
             )
 
     def loss(self, outputs: Outputs, batch: Batch, training: TrainingConfig | None) -> tuple[Scalar, Scalar]:
-        """Compute the sum of the loss over all targets, in `unit`, and the sum of their weights.
-
-        Without options of `training`, it is the loss that evaluation reports, without label smoothing and z-loss.
+        """Compute the sum of the loss over all targets, in `unit`, and of their weights; for evaluation without
+        `training`.
         """
         extras = {} if training is None else {"label_smoothing": training.label_smoothing, "z_loss": training.z_loss}
         return cross_entropy(outputs, batch["targets"], batch["weights"], **extras)
@@ -193,9 +189,7 @@ class Task(ABC):
     # The reference model
 
     def means(self, recipe: TaskRecipe) -> Mapping[str, tuple[str, str]]:
-        """Return the sums of `ReferenceTask.compared` that training reports as means: for each, its name in the metrics
-        and the sum to divide it by.
-        """
+        """Return the sums of `compared` that training reports as means: for each, its name in the metrics and divisor."""
         return {}
 
     def keeps_reference(self, recipe: TaskRecipe) -> bool:
@@ -203,9 +197,7 @@ class Task(ABC):
         return False
 
     def options(self, recipe: TaskRecipe) -> Options:
-        """Return the part of a recipe with the options of this task, the argument `options` of
-        `ReferenceTask.compared`; None for a task whose loss needs no reference model.
-        """
+        """Return the part of a recipe with options of this task, for `compared`; None for a loss without a reference."""
         return None
 
     # The evaluation
@@ -246,9 +238,8 @@ class Task(ABC):
         return result.loss
 
     def report(self, run: Evaluation, folder: Path) -> Results | None:
-        """Evaluate on unseen data at the end of training; None if `run.should_stop` ended it.
-
-        `folder` is the workdir, for pictures.
+        """Evaluate on unseen data after training, with pictures in the workdir `folder`; None if `run.should_stop`
+        ended it.
         """
         result = run.mean_loss(run.unseen)
         prompt = "" if self.try_it is None else first_words(run.dataset.prompts()[0], 60)

@@ -117,9 +117,8 @@ class Captioning(TokenTask):
         return "\n".join(corrected(item) for _, item in found or [])
 
     def report(self, run: Evaluation, folder: Path) -> Results | None:
-        """Write captions of unseen images, and count the exact ones.
-
-        The images that the summary shows are in files, which it names: those of the data, or new ones in the workdir.
+        """Write captions of unseen images, count exact ones, and name the files of the shown images: the data's, or new
+        ones.
         """
         done = _captioned(run, run.unseen, run.options.exact_match_examples)
         if not done:

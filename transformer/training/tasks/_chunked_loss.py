@@ -36,8 +36,7 @@ TokenSum: TypeAlias = Callable[..., PyTree]
 def tokens_at_once(hidden: Hidden, vocab_size: int) -> int | None:
     """Return the default number of tokens per chunk and device, for hidden states (B, T, D) of all devices.
 
-    It gives `LOGITS_AT_ONCE` logits, and is at least `WIDTHS_AT_ONCE` x D. None if a device has no more tokens than
-    that.
+    It gives `LOGITS_AT_ONCE` logits, and is at least `WIDTHS_AT_ONCE` x D. None if a device has no more than that.
     """
     rows, length, size = hidden.shape  # B, T, D
     most = most_at_once(platform(), vocab_size, size, num_shards("vocab"))
@@ -45,9 +44,7 @@ def tokens_at_once(hidden: Hidden, vocab_size: int) -> int | None:
 
 
 def most_at_once(kind: str, vocab_size: int, size: int, vocab_ways: int = 1) -> int:
-    """Return the maximum number of tokens in a chunk of one device, for width D and a vocabulary over `vocab_ways`
-    devices.
-    """
+    """Return the most tokens in a chunk of one device, for width D and a vocabulary over `vocab_ways` devices."""
     # A device holds V / vocab_ways logits per token.
     return max(LOGITS_AT_ONCE[kind] * vocab_ways // vocab_size, int(WIDTHS_AT_ONCE[kind] * size), 1)
 

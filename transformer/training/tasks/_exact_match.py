@@ -43,10 +43,7 @@ def answer_sums(model: nn.Module, params: PyTree, inputs: dict[str, Any], batch:
 def exact_answers(
     right: Bool[Array, "B T"], weights: Float[Array, "B T"], segments: Int[Array, "B T"] | None = None
 ) -> tuple[Scalar, Scalar]:
-    """Count the answers whose targets are all right, i.e. have the highest logit, and all answers.
-
-    An answer is a run of targets with a weight, without a gap, in one segment (None: each row is one sequence).
-    """
+    """Count the answers (runs of targets with a weight, in one segment) whose targets are all right, and all."""
     inside = weights > 0
     if segments is None:
         segments = jnp.zeros_like(inside, jnp.int32)

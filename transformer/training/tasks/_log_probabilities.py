@@ -62,10 +62,7 @@ def chosen_log_probabilities(logits: Float[Array, "B T V"], targets: Int[Array, 
 
 
 def _in_pieces(function: Callable, parameters: PyTree, hidden: Hidden, targets: Array, positions: int) -> PyTree:
-    """Return the values (B, T) of `function`, computed for `positions` positions of all rows at a time.
-
-    The backward pass computes the logits of a piece again (`jax.checkpoint`) instead of keeping those of all pieces.
-    """
+    """Return the values (B, T) of `function`, for some positions of all rows at a time; logits are not stored."""
     rows, length = targets.shape
     pieces = math.ceil(length / positions)
     if pieces == 1:

@@ -104,7 +104,7 @@ def squared_error(
 ) -> tuple[Scalar, Scalar]:
     """Compute the weighted sum of (forecast - targets)^2, in float32, and the sum of the weights of all values.
 
-    The weight of a row applies to each of its T x C values. In rows of weight 0, targets may be anything, also NaN.
+    A row's weight applies to each of its T x C values. In rows of weight 0, targets may be anything, also NaN.
     """
     return _weighted(jnp.square(_errors(forecast, targets, weights)), weights), weights.sum() * targets[0].size
 
@@ -127,8 +127,7 @@ def _weighted(errors: Float[Array, "B T C"], weights: Float[Array, "B"]) -> Scal
 
 
 def matched_by_softmax(logits: Float[Array, "B B"], weights: Float[Array, "B"]) -> tuple[Scalar, Scalar]:
-    """Compute the loss of CLIP, in float32 (Radford et al. 2021, arXiv 2103.00020, figure 3): its sum, in nats, and
-    weight.
+    """Compute sum (nats) and weight of the loss of CLIP, in float32 (Radford et al. 2021, arXiv 2103.00020, figure 3).
 
     It is the mean of two cross-entropies: of the captions given each image, and of the images given each caption. The
     logits are those of image i (row) and caption j (column); the pairs (i, i) belong together. A pair of weight 0 is

@@ -130,9 +130,8 @@ def equal_rewards(rewards: np.ndarray) -> np.ndarray:
 def token_scores(
     logits: Float[Array, "*batch V"], targets: Int[Array, "*batch"], temperature: float = 1.0
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-    """Compute the log-probability of each target, and the entropy of the distribution that it is drawn from, in nats.
-
-    Both in float32, of softmax(logits / temperature).
+    """Compute the log-probability of each target, and the entropy of softmax(logits / temperature), in nats and
+    float32.
     """
     logits = logits.astype(jnp.float32) / temperature
     # -sum_v p_v ln p_v = ln Z - sum_v p_v z_v; no gradient flows through the entropy, which is only reported.
@@ -176,10 +175,7 @@ def policy_loss(
 
 
 def row_weights(mask: Float[Array, "B T"], options: GRPO) -> Float[Array, " B"]:
-    """Return the weight of each row in the mean that `options.normalization` selects, (B,); 0 without a completion.
-
-    It depends on the row alone, so that sums and weights of micro-batches can be added up.
-    """
+    """Return the weight (B,) of each row for `options.normalization`, which depends on the row alone."""
     lengths = mask.sum(1)
     if options.normalization == "dapo":
         return lengths

@@ -54,9 +54,8 @@ def completion_text(dataset: PromptDataset, ids: Sequence[int]) -> str:
 def evaluate_rewards(
     run: Evaluation, split: str = "validation", limit: int | None = None
 ) -> tuple[EvalLoss, list[tuple[str, str]]] | None:
-    """Complete held-out prompts by greedy decoding; return their mean rewards, and (prompt, completion) of each.
-
-    None if `run.should_stop` ended the evaluation.
+    """Complete held-out prompts greedily; return mean rewards, and (prompt, completion) of each; None if it was
+    stopped.
     """
     judged: list[Prompt] = []
     completions: list[list[int]] = []

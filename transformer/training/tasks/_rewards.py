@@ -60,10 +60,7 @@ class Rewards:
                 ) from None
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> np.ndarray:
-        """Compute the rewards of N completions, (N, K), one column per reward.
-
-        RewardError if a reward function raised an error, or returned no finite number.
-        """
+        """Compute the rewards of N completions, (N, K); RewardError if one failed, or is no finite number."""
         found = [
             [_called(name, function, prompt, completion) for name, function in self._functions]
             for prompt, completion in zip(prompts, completions, strict=True)

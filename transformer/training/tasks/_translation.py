@@ -63,8 +63,7 @@ def translate(
     batch_size: int = 250,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[str] | None:
-    """Translate each source, by beam search or by greedy decoding; None if `should_stop`, called before each batch, is
-    True.
+    """Translate each source, by beam search or greedily; None if `should_stop`, called before each batch, is True.
 
     Sources of similar length share a batch, which reduces padding and lets a batch of short sources end early.
     ValueError if a source has text that the tokenizer can't encode.

@@ -92,10 +92,7 @@ def save(directory: Path, leaves: Mapping[LeafPath, Leaf], copied: Callable[[], 
 
 @functools.cache
 def _hear_errors_once() -> None:
-    """Suppress duplicate reports of a failed write, which Orbax and TensorStore print in addition to raising the error.
-
-    Each thread, each task, and each array whose write ends after Orbax closed its event loop print a traceback.
-    """
+    """Suppress the tracebacks that threads and tasks of Orbax and TensorStore print in addition to raising."""
 
     def is_new(record: logging.LogRecord) -> bool:
         text = record.getMessage()

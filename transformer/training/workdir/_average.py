@@ -97,9 +97,7 @@ def _check_places(workdir: Path, to: Path) -> None:
 
 
 def _mean(recipe: Recipe, workdir: Path, last: int) -> tuple[PyTree, tuple[int, ...]]:
-    """Return the mean of the newest `last` valid checkpoints, NumPy arrays in the dtypes of the parameters, and their
-    steps.
-    """
+    """Return the mean of the newest `last` valid checkpoints, in the dtypes of the parameters, and their steps."""
     root = workdir / "checkpoints"
     candidates = find_steps(root)
     if not candidates:

@@ -87,10 +87,7 @@ def _consecutive(recipe: Recipe) -> bool:
 
 
 def moved(position: Mapping[str, Any], old: Recipe | None, new: Recipe) -> Mapping[str, Any]:
-    """Return the position in the data, counted in batches of the new size.
-
-    If the number of rows seen is no multiple of it, the last of them (fewer than one batch) are repeated.
-    """
+    """Return the position in the data in batches of the new size; fewer rows than one batch may be repeated."""
     if old is None or getattr(old.data, "batch_size", None) == getattr(new.data, "batch_size", None):
         return position
     if not _consecutive(new):

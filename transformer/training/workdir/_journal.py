@@ -108,9 +108,7 @@ class TrainStats:
         return spike
 
     def record_evaluation(self, step: int, result: EvalLoss, metric: float) -> None:
-        """Record an evaluation, and update the best one by its `Task.metric`. Of equal results, the newer one is the
-        best.
-        """
+        """Record an evaluation, and update the best one by its `Task.metric`. Of equal results, the newer one wins."""
         loss = result.loss
         self.evaluated, self.eval_loss, self.eval_accuracy, self.eval_mae = step, loss, result.accuracy, result.mae
         self.eval_metric = metric if math.isfinite(loss) else None
@@ -150,9 +148,7 @@ class Journal:
         self._means = TASKS[recipe.task].means(recipe)
 
     def fed(self, seconds: float) -> None:
-        """Record how many seconds the batch of the next step took: the device waited for it if the last step has
-        finished.
-        """
+        """Record the seconds that the batch of the next step took: the device waited if the last step has finished."""
         if self._pending is not None and all(leaf.is_ready() for leaf in jax.tree.leaves(self._pending[1])):
             self._waited += seconds
 
@@ -167,9 +163,7 @@ class Journal:
             self._clock += seconds  # a later start excludes this time from the elapsed time
 
     def skip_above(self) -> np.float32 | None:
-        """Return the mean loss above which to skip the next step: infinity without a limit yet; None: never skip
-        spikes.
-        """
+        """Return the mean loss above which to skip the next step: infinity without a limit yet; None: never skip."""
         if self._recipe.training.spike_policy != "skip":
             return None
         limit = self._limit()

@@ -37,10 +37,7 @@ def has_checkpoints(workdir: str | os.PathLike) -> bool:
 
 
 def check_not_lost(workdir: str | os.PathLike) -> None:
-    """Raise WorkdirError if a run saved a checkpoint here and none is left: a new run would overwrite its metrics.
-
-    A run that was killed before its first checkpoint passes: a file records that a first checkpoint was saved.
-    """
+    """Raise WorkdirError if a run saved a checkpoint and none is left: a new run would overwrite its metrics."""
     workdir = Path(workdir)
     if has_checkpoints(workdir) or not (workdir / FIRST).exists():
         return
@@ -62,9 +59,7 @@ def _last_step(workdir: Path) -> int:
 
 
 def set_aside(workdir: str | os.PathLike) -> Path | None:
-    """Move the files of an earlier run to a new directory inside its workdir, and return it; None without an earlier
-    run.
-    """
+    """Move the files of an earlier run to a new directory inside its workdir, and return it; None without a run."""
     workdir = Path(workdir)
     if not any((workdir / name).exists() for name in (recipe.FILE, metrics.FILE, calls.FILE, FIRST)):
         return None

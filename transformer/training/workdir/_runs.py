@@ -134,8 +134,7 @@ def _load_base(recipe: Recipe, workdir: str | os.PathLike, step: int) -> PyTree:
 def load_updates(
     workdir: str | os.PathLike, step: Literal["best", "newest"] | int = "best"
 ) -> tuple[Recipe, nn.Module, PyTree, PyTree]:
-    """Load the recipe and the model of a run with LoRA, and its trained (or averaged) and its frozen parameters, not
-    merged.
+    """Load recipe and model of a run with LoRA, and its trained (or averaged) and its frozen parameters, not merged.
 
     ConfigError if the run has no LoRA; also raises the errors of `load_run`.
     """
@@ -207,10 +206,7 @@ def open_run(
 
 
 def _recorded(workdir: Path, tokenizer: Tokenizer | None, allow_change: bool) -> Recipe | None:
-    """Return the recipe of a run with checkpoints: recipe.json or, if it was removed, that of the newest checkpoint.
-
-    WorkdirError if recipe or tokenizer differ from those of the newest checkpoint.
-    """
+    """Return the recipe of a run: recipe.json, which must be as in the newest checkpoint or, if removed, that one's."""
     trained = newest_provenance(workdir)
     if not (workdir / FILE).exists():
         return None if trained is None else trained.recipe
@@ -280,10 +276,7 @@ def _data_of_run(workdir: Path) -> Iterator[None]:
 
 
 def record_run(recipe: Recipe, dataset: Dataset, workdir: str | os.PathLike) -> None:
-    """Write the files that a trained model needs in addition to the checkpoints.
-
-    They are recipe.json, the tokenizer, if any, and preprocessor_config.json for a model that reads images.
-    """
+    """Write recipe.json, the tokenizer and the preprocessing of images, which a model needs besides its checkpoints."""
     if dataset.tokenizer is not None:
         dataset.tokenizer.save_alone(Path(workdir) / TOKENIZER)
     if dataset.processor is not None:
@@ -302,13 +295,10 @@ def begin(
     teacher: Start | None = None,
     allow_change: bool = False,
 ) -> tuple[TrainState, TrainStats]:
-    """Restore the newest valid checkpoint, or create a new state if the workdir has no checkpoint.
+    """Restore the newest valid checkpoint, or create a new state from `start` and `teacher` if there is no checkpoint.
 
-    `batches` is set to its position in the checkpoint. `start` and `teacher` initialize a new state.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none is valid and fits.
-        WorkdirError: the checkpoint belongs to a different recipe or to different data.
+    `batches` is set to its position in the checkpoint. CheckpointError if there are checkpoints, but none is valid and
+    fits; WorkdirError if the checkpoint belongs to a different recipe or to different data.
     """
     if not processes.first_decides(lambda: has_checkpoints(workdir)):
         state = placement.new_state()
@@ -343,9 +333,7 @@ def checkpoint_data(dataset: Dataset, batches: Any, ledger: TrainStats) -> dict[
 
 
 def shared_facts(recipe: Recipe) -> str:
-    """Return, as JSON, what must be equal in all processes of a run: not a process's own settings, nor locations of
-    files.
-    """
+    """Return, as JSON, what must be equal in all processes of a run: not their own settings, nor places of files."""
     values = to_json(recipe)["recipe"]
     for field in ("coordinator", "num_processes", "process_id", "patience"):
         del values["parallel"][field]
