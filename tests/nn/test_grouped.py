@@ -20,8 +20,7 @@ from transformer.nn._masks import Mask
 from transformer.nn._moe import RoutedFeedForward
 from transformer.nn._sharding import batch_sharding, make_mesh, state_shardings
 from transformer.training.plan import Program, parse_topology
-from transformer.training.plan._compiler import compile_program
-from transformer.training.plan._topologies import topology_devices
+from transformer.training.plan._topologies import compile_program, topology_devices
 
 TILE = 8
 SIZES = [

@@ -16,16 +16,16 @@ from transformer.training._recipe import Change, difference, load_recipe
 from transformer.training._serial import flatten
 from transformer.training._state import abstract_state
 from transformer.training.metrics._writer import read_metrics
-from transformer.training.workdir._changes import (
+from transformer.training.workdir._provenance import (
     BATCH_SIZE,
     OPTIMIZATION,
     SWITCHES,
+    WorkdirError,
     allowable,
     how_to_extend,
     moved,
     schedule_change,
 )
-from transformer.training.workdir._provenance import WorkdirError
 from transformer.training.workdir._runs import load_run
 
 

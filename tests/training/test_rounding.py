@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from training_recipes import start, tiny_batch, tiny_recipe
 
-from transformer.training._rounding import rounded_like, widened
+from transformer.training._step import rounded_like, widened
 
 KEY = jax.device_put(np.array([0, 1], np.uint32))
 

@@ -11,12 +11,12 @@ from training_recipes import tiny_batch, tiny_recipe
 
 from transformer.config import FeedForwardOptions, ParameterOptions, RotaryOptions, TransformerConfig
 from transformer.data import TextFile
+from transformer.training import _flops as speed_module
 from transformer.training._chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
+from transformer.training._flops import Speed
 from transformer.training._memory import peak_bytes
 from transformer.training._parallel import place
 from transformer.training._state import abstract_state
-from transformer.training.metrics import _speed as speed_module
-from transformer.training.metrics._speed import Speed
 from transformer.training.metrics._writer import MetricsWriter, Progress, read_metrics
 from transformer.training.plan import batch_shapes, step_flops
 from transformer.training.workdir._journal import Journal, TrainStats

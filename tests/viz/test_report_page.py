@@ -17,9 +17,8 @@ from training_recipes import change, text_recipe
 from transformer.__main__ import main
 from transformer.cli._report import in_another_workdir, names_of, read_run
 from transformer.training._recipe import save_recipe
-from transformer.training.metrics._report import append_samples, read_samples
+from transformer.training.metrics._report import append_samples, read_calls, read_samples, record_call, versions
 from transformer.training.metrics._summary import Summary, save_summary
-from transformer.training.workdir._calls import read_calls, record_call, versions
 from transformer.training.workdir._lock import WorkdirLock, in_use
 from transformer.viz._report_curves import CHARTS, frame_of, kept_points, lines_of, short, svg, ticks, unit_of
 from transformer.viz._report_page import RunReport, report_page, save_report

@@ -237,7 +237,7 @@ def _largest_batch(
     recipe: Recipe, assumed: Sequence[str], topology: Topology, devices: list[Any], terminal: TextIO
 ) -> Answer:
     from transformer.training._flops import batch_field
-    from transformer.training.plan._largest_batch import MOST_PROGRAMS, best_of, largest_batch
+    from transformer.training.plan._search import MOST_PROGRAMS, best_of, largest_batch
 
     field = f"--data.{batch_field(recipe.data).replace('_', '-')}"
     plans = largest_batch(recipe, topology, devices)

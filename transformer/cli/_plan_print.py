@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformer.training.plan._decode_plan import DecodePlan
-    from transformer.training.plan._largest_batch import BatchTried
     from transformer.training.plan._measurement import Measured
     from transformer.training.plan._roofline import Estimate
-    from transformer.training.plan._search import Tried
+    from transformer.training.plan._search import BatchTried, Tried
     from transformer.training.plan._serve_plan import ServePlan
     from transformer.training.plan._topologies import Topology
     from transformer.training.plan._train_plan import Plan

@@ -91,11 +91,10 @@ def read_run(workdir: Path, name: str) -> RunReport:
     """
     from transformer.training._recipe import load_recipe
     from transformer.training._serial import flatten
-    from transformer.training.metrics._report import read_example, read_samples
+    from transformer.training.metrics._report import read_calls, read_example, read_samples
     from transformer.training.metrics._summary import read_summary, render
     from transformer.training.metrics._writer import FILE
     from transformer.training.tasks._table import TASKS
-    from transformer.training.workdir._calls import read_calls
     from transformer.viz._records import read_metrics
     from transformer.viz._report_page import RunReport
 

@@ -23,13 +23,14 @@ from transformer.data._pipeline import check_batch, check_local_paths
 from transformer.nn.models._base import count_parameters
 from transformer.training import _processes as processes
 from transformer.training._batches import Rollouts, Supervision, make_source
+from transformer.training._flops import Speed
 from transformer.training._memory import EVALUATION, STEP, MemoryWatch, check_embedding, check_layers
 from transformer.training._memory import check_memory as refuse_too_large
 from transformer.training._parallel import Placement, place
+from transformer.training._processes import StopSignal
 from transformer.training._profile import Profiler, Window
 from transformer.training._recipe import Recipe, build_model, to_json
 from transformer.training._settings import schedule_warning
-from transformer.training._signals import StopSignal
 from transformer.training._start import Start
 from transformer.training._state import TrainState, make_usable, merged_params, model_params, parameter_paths
 from transformer.training._step import compiled_eval_step, make_train_step, why_not_finite
@@ -39,9 +40,9 @@ from transformer.training.metrics._report import (
     cut_samples,
     device_line,
     example_lines,
+    record_call,
     save_example,
 )
-from transformer.training.metrics._speed import Speed
 from transformer.training.metrics._summary import (
     Summary,
     read_summary,
@@ -56,12 +57,11 @@ from transformer.training.tasks._base import Task
 from transformer.training.tasks._evaluation import EvalStep, Evaluation
 from transformer.training.tasks._rewards import RewardModel
 from transformer.training.tasks._table import TASKS
-from transformer.training.workdir._calls import record_call
-from transformer.training.workdir._changes import how_to_extend
 from transformer.training.workdir._checkpoint import Checkpointer
 from transformer.training.workdir._journal import Journal, TrainStats
 from transformer.training.workdir._lock import NAME as LOCK
 from transformer.training.workdir._lock import WorkdirLock
+from transformer.training.workdir._provenance import how_to_extend
 from transformer.training.workdir._restart import set_aside, writing_explained
 from transformer.training.workdir._runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
 

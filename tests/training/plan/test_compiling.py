@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from transformer.training.plan import CHIPS, Chip, CompilerError, Topology, parse_topology
-from transformer.training.plan._compiler import compile_program, memory_in_error
+from transformer.training.plan._topologies import compile_program, memory_in_error
 
 
 @pytest.mark.parametrize(

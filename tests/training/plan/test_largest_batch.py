@@ -11,8 +11,8 @@ from transformer.cli._plan_print import batch_lines
 from transformer.config import ConfigError
 from transformer.training import TrainingConfig
 from transformer.training._flops import batch_rows
-from transformer.training.plan import _largest_batch as module
-from transformer.training.plan._largest_batch import MOST_PROGRAMS, PRECISION, best_of, largest_batch
+from transformer.training.plan import _search as module
+from transformer.training.plan._search import MOST_PROGRAMS, PRECISION, best_of, largest_batch
 
 
 def found(monkeypatch, needed, available, recipe=TEXT, size_of=lambda data: data.batch_size):

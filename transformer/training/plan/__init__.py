@@ -6,10 +6,9 @@ from transformer.training.plan._assumptions import without_data
 from transformer.training.plan._decode_plan import DecodePlan, Generation, make_decode_plan, parse_generation
 from transformer.training.plan._hlo import Cost, Program
 from transformer.training.plan._hlo_text import Collective
-from transformer.training.plan._largest_batch import BatchTried, largest_batch
 from transformer.training.plan._measurement import Measured, measure, present_topology
 from transformer.training.plan._roofline import Estimate, estimate
-from transformer.training.plan._search import Candidate, Tried, ranked, search
+from transformer.training.plan._search import BatchTried, Candidate, Tried, largest_batch, ranked, search
 from transformer.training.plan._serve_plan import ServePlan, make_serve_plan
 from transformer.training.plan._topologies import CompilerError, Topology, parse_topology, topology_devices
 from transformer.training.plan._train_plan import Plan, make_plan

@@ -1,4 +1,4 @@
-"""Parse the text of compiled programs (HLO): computations, their operations, and the arrays of a type."""
+"""Parse the text of compiled programs (HLO): computations, operations, the arrays of a type, and collectives."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class Task(ABC):
     # The reference model
 
     def means(self, recipe: TaskRecipe) -> Mapping[str, tuple[str, str]]:
-        """Return the sums of `compared` that training reports as means: for each, its name in the metrics and divisor."""
+        """Return the sums of `compared` that training reports as means: their names in the metrics, and divisors."""
         return {}
 
     def keeps_reference(self, recipe: TaskRecipe) -> bool:
@@ -197,7 +197,7 @@ class Task(ABC):
         return False
 
     def options(self, recipe: TaskRecipe) -> Options:
-        """Return the part of a recipe with options of this task, for `compared`; None for a loss without a reference."""
+        """Return the part of a recipe with the options of this task; None for a loss without a reference model."""
         return None
 
     # The evaluation

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from transformer.training._flops import Speed
 from transformer.training._memory import peak_bytes
 from transformer.training._recipe import Recipe
 from transformer.training._step import check_finite
-from transformer.training.metrics._speed import Speed
 from transformer.training.metrics._writer import MetricsWriter, Progress
 from transformer.training.tasks._evaluation import EvalLoss, NonFiniteError
 from transformer.training.tasks._losses import Batch

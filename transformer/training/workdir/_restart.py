@@ -14,7 +14,6 @@ from transformer.training.metrics import _report as report
 from transformer.training.metrics import _summary as summary
 from transformer.training.metrics import _trackers as trackers
 from transformer.training.metrics import _writer as metrics
-from transformer.training.workdir import _calls as calls
 from transformer.training.workdir._manifest import FIRST, find_steps, free_name
 from transformer.training.workdir._provenance import TOKENIZER, WorkdirError
 
@@ -26,7 +25,7 @@ PREVIOUS = "previous"
 
 FILES = (
     *("checkpoints", metrics.FILE, "tensorboard", report.SAMPLES, summary.FILE, "loss.png", "forecasts.png"),
-    *(profiling.FOLDER, AVERAGE, trackers.FILE, calls.FILE, TOKENIZER, FIRST, recipe.FILE),
+    *(profiling.FOLDER, AVERAGE, trackers.FILE, report.CALLS, TOKENIZER, FIRST, recipe.FILE),
 )
 """everything that a run writes to its workdir; the files that identify the run come last"""
 
@@ -61,7 +60,7 @@ def _last_step(workdir: Path) -> int:
 def set_aside(workdir: str | os.PathLike) -> Path | None:
     """Move the files of an earlier run to a new directory inside its workdir, and return it; None without a run."""
     workdir = Path(workdir)
-    if not any((workdir / name).exists() for name in (recipe.FILE, metrics.FILE, calls.FILE, FIRST)):
+    if not any((workdir / name).exists() for name in (recipe.FILE, metrics.FILE, report.CALLS, FIRST)):
         return None
     previous = free_name(str(workdir / PREVIOUS))
     previous.mkdir()

@@ -31,7 +31,6 @@ from transformer.training._recipe import FILE, Recipe, build_model, load_recipe,
 from transformer.training._start import Start, describe_start, initialize_from, origin_of, with_teacher
 from transformer.training._state import TrainState, abstract_state, merged_params
 from transformer.training.tasks._table import TASKS
-from transformer.training.workdir._changes import moved
 from transformer.training.workdir._checkpoint import Checkpointer, CheckpointError, load_params
 from transformer.training.workdir._journal import TrainStats
 from transformer.training.workdir._provenance import (
@@ -39,6 +38,7 @@ from transformer.training.workdir._provenance import (
     WorkdirError,
     check_recipe_of_command,
     check_unchanged,
+    moved,
     newest_provenance,
     provenance,
     tokenizer_fingerprint,
