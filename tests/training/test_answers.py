@@ -16,7 +16,7 @@ from transformer.training._recipe import build_model, with_vocabulary
 from transformer.training._state import abstract_state
 from transformer.training._step import make_eval_step
 from transformer.training.tasks._evaluation import EvalLoss, evaluate_loss
-from transformer.training.tasks._exact_match import answer_sums, exact_answers
+from transformer.training.tasks._log_probabilities import answer_sums, exact_answers
 from transformer.training.tasks._table import TASKS
 
 

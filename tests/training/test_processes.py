@@ -21,7 +21,7 @@ from transformer.nn._sharding import ParallelConfig
 from transformer.training import _processes as processes
 from transformer.training._loop import train
 from transformer.training._parallel import PmapPlacement
-from transformer.training._processes import StopSignal
+from transformer.training._signals import StopSignal
 from transformer.training.metrics._writer import read_metrics
 from transformer.training.workdir._checkpoint import load_params
 from transformer.training.workdir._runs import shared_facts

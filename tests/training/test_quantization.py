@@ -20,9 +20,8 @@ from transformer.config import (
 from transformer.data import TinyShakespeare
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import OptimizerConfig, Recipe, TrainingConfig
-from transformer.training import _quantization as checks
-from transformer.training._parallel import place
-from transformer.training._quantization import check_quantization, quantizable
+from transformer.training import _parallel as checks
+from transformer.training._parallel import check_quantization, place, quantizable
 from transformer.training.plan._measurement import made_up_batch
 
 pytest.importorskip("qwix")

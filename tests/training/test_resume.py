@@ -16,8 +16,8 @@ from training_recipes import text_recipe
 
 from transformer.training import _loop as loop
 from transformer.training._loop import train
-from transformer.training._processes import StopSignal
 from transformer.training._recipe import with_vocabulary
+from transformer.training._signals import StopSignal
 from transformer.training._state import abstract_state
 from transformer.training.metrics._report import cut_samples
 from transformer.training.metrics._writer import read_metrics

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from transformer.training import _processes as module
-from transformer.training._processes import StopSignal
+from transformer.training import _signals as module
+from transformer.training._signals import StopSignal
 
 
 def start(body):

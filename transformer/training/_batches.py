@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import flax.linen as nn
 import jax
@@ -73,7 +73,7 @@ class Rollouts:
         self._recipe, self._options, self._dataset = recipe, recipe.grpo, dataset
         self._placement, self._ends = placement, dataset.end_ids
         check_prompts(recipe, dataset, rewards)
-        new, limit = self._options.max_new_tokens, model.config.max_length if _has_table(model) else None
+        new, limit = self._options.max_new_tokens, model.config.max_length
         slots = bucket(dataset.longest)
         self._prompt_slots = slots if limit is None else min(slots, limit)
         length = bucket(dataset.longest + new - 1)
@@ -136,11 +136,8 @@ class Rollouts:
         completions, truncated = completed_ids(result, self._options.max_new_tokens)
         places = self._dataset.prompts_of("train")
         judged = [places[row] for row in np.repeat(prompts["rows"], group)]
-        values = self.rewards(judged, self._texts(completions))
+        values = self.rewards(judged, [completion_text(self._dataset, row) for row in completions])
         return self._assembled(ids, lengths, completions, truncated, values)
-
-    def _texts(self, completions: Sequence[Sequence[int]]) -> list[str]:
-        return [completion_text(self._dataset, row) for row in completions]
 
     def _assembled(self, ids, lengths, completions, truncated, values) -> Batch:
         """Return a training batch of R rows from prompts `ids` (R, P), their lengths (R,), R completions, whether each
@@ -226,7 +223,3 @@ def check_prompts(recipe: Recipe, dataset: PromptDataset, rewards: Rewards) -> N
 
 def _padded(tokens: np.ndarray, width: int) -> np.ndarray:
     return np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])), mode="edge")
-
-
-def _has_table(model: nn.Module) -> bool:
-    return model.config.max_length is not None

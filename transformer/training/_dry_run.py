@@ -39,8 +39,7 @@ def dry_run(
     are those of `train`. ValueError for an invalid recipe or data, or if the workdir contains another run;
     OutOfMemoryError if state, gradients or batch can't fit into memory.
     """
-    given = {"start": start, "teacher": teacher, "restart": restart, "allow_change": allow_change}
-    recipe, dataset = open_run(recipe, workdir, say=say, **given)
+    recipe, dataset = open_run(recipe, workdir, say, start, restart, teacher, allow_change)
     if warning := schedule_warning(recipe.optimizer, recipe.training.steps):
         say(f"warning: {warning}")
     say("recipe:\n" + "\n".join(f"  {name}: {value}" for name, value in flatten(recipe).items()))

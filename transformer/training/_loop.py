@@ -27,30 +27,16 @@ from transformer.training._flops import Speed
 from transformer.training._memory import EVALUATION, STEP, MemoryWatch, check_embedding, check_layers
 from transformer.training._memory import check_memory as refuse_too_large
 from transformer.training._parallel import Placement, place
-from transformer.training._processes import StopSignal
 from transformer.training._profile import Profiler, Window
 from transformer.training._recipe import Recipe, build_model, to_json
 from transformer.training._settings import schedule_warning
+from transformer.training._signals import StopSignal
 from transformer.training._start import Start
 from transformer.training._state import TrainState, make_usable, merged_params, model_params, parameter_paths
 from transformer.training._step import compiled_eval_step, make_train_step, why_not_finite
-from transformer.training.metrics._report import (
-    append_samples,
-    cache_line,
-    cut_samples,
-    device_line,
-    example_lines,
-    record_call,
-    save_example,
-)
-from transformer.training.metrics._summary import (
-    Summary,
-    read_summary,
-    render,
-    render_finished,
-    render_stopped,
-    save_summary,
-)
+from transformer.training.metrics import _report as report
+from transformer.training.metrics import _summary as summaries
+from transformer.training.metrics._summary import Summary
 from transformer.training.metrics._trackers import Trackers, check_installed
 from transformer.training.metrics._writer import MetricsWriter, Progress
 from transformer.training.tasks._base import Task
@@ -122,7 +108,8 @@ def train(
     """
     began, workdir = time.perf_counter(), local_path(workdir, "workdir")
     command = command or f"transformer.training.train(recipe, {str(workdir)!r})"
-    _check_given(recipe)
+    check_local_paths(recipe.data)
+    check_installed(recipe.logging.writers)
     with processes.together(recipe.parallel), contextlib.ExitStack() as resources:
         # Workdir: only the first process writes to it. A signal to any process stops all of them.
         lock = WorkdirLock(workdir, take_over)
@@ -134,7 +121,7 @@ def train(
         model, steps = build_model(recipe), recipe.training.steps
         watch = resources.enter_context(MemoryWatch(recipe))
         placement = watch.placement = placed(recipe, dataset, check_memory)
-        _print_lines(f"data: {dataset.describe()}", example_lines(dataset), placement.describe())
+        _print_lines(f"data: {dataset.describe()}", report.example_lines(dataset), placement.describe())
         source = make_source(recipe, dataset, model, placement, reward_model)
 
         # State: restored from the newest checkpoint, or new
@@ -156,7 +143,7 @@ def train(
         speed, where = Speed(recipe, shapes, placement), f"resuming from step {step}" if step else "a new run"
         print(f"{speed}\nworkdir: {workdir}, {where}, to step {steps}", flush=True)
         print(_long_step_note(recipe), end="", flush=True)
-        record_call(own_dir, step, command, device_line())
+        report.record_call(own_dir, step, command, report.device_line())
 
         # Metrics, progress bar and trace
         log, targets = recipe.logging, TASKS[recipe.task].targets
@@ -193,12 +180,6 @@ def train(
         return training.finish(summary)
 
 
-def _check_given(recipe: Recipe) -> None:
-    """Raise an error for a recipe that can't be trained here, before anything is created."""
-    check_local_paths(recipe.data)
-    check_installed(recipe.logging.writers)
-
-
 def placed(recipe: Recipe, dataset: Dataset, check: bool) -> Placement:
     """Place the training step on the devices; with `check`, refuse a run that can't fit into their memory."""
     check_layers(recipe)
@@ -211,7 +192,7 @@ def placed(recipe: Recipe, dataset: Dataset, check: bool) -> Placement:
 
 
 def _print_lines(*lines: str) -> None:
-    print("\n".join(filter(None, lines)))
+    print("\n".join(filter(None, lines)), flush=True)
 
 
 def _checkpointer(recipe: Recipe, workdir: Path) -> Checkpointer:
@@ -221,15 +202,15 @@ def _checkpointer(recipe: Recipe, workdir: Path) -> Checkpointer:
 def _metrics_writer(recipe: Recipe, own_dir: Path, restored_step: int | None) -> MetricsWriter:
     """Open the files of metrics and, in the first process, the run in the trackers."""
     trackers = Trackers(recipe, own_dir, restored_step) if processes.is_first() else None
-    given = {"tensorboard": recipe.logging.tensorboard, "trackers": trackers}
-    return MetricsWriter(own_dir, restored_step=restored_step, **given)
+    board = recipe.logging.tensorboard
+    return MetricsWriter(own_dir, restored_step=restored_step, tensorboard=board, trackers=trackers)
 
 
 def _record(recipe: Recipe, dataset: Dataset, own_dir: Path, step: int) -> None:
     """Write the files about the run before its training, and remove samples of later steps than `step`."""
     record_run(recipe, dataset, own_dir)
-    save_example(own_dir, dataset)
-    cut_samples(own_dir, step)
+    report.save_example(own_dir, dataset)
+    report.cut_samples(own_dir, step)
 
 
 @contextlib.contextmanager
@@ -255,13 +236,12 @@ def _open_alike(
     recipe: Recipe, workdir: Path, start: Start | None, restart: bool, teacher: Start | None, allow_change: bool
 ) -> tuple[Recipe, Dataset]:
     """Open the recipe and its data (`open_run`). ConfigError if the processes of the run disagree on either."""
-    print("\n".join(filter(None, (device_line(), cache_line()))), flush=True)
+    _print_lines(report.device_line(), report.cache_line())
     processes.check_alike("settings", shared_facts(recipe))
     processes.check_alike("--restart", str(restart))
     processes.check_alike("models to start from", "" if start is None else start.fingerprint)
     processes.check_alike("teachers", "" if teacher is None else teacher.fingerprint)
-    given = {"start": start, "restart": restart, "teacher": teacher, "allow_change": allow_change}
-    recipe, dataset = open_run(recipe, workdir, say=print, **given)
+    recipe, dataset = open_run(recipe, workdir, print, start, restart, teacher, allow_change)
     if (warning := schedule_warning(recipe.optimizer, recipe.training.steps)) and processes.is_first():
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     processes.check_alike("data", dataset.fingerprint)
@@ -292,10 +272,10 @@ def _finished_before(
     recipe: Recipe, summary: Summary, step: int, ledger: TrainStats, stopping: processes.SharedStop
 ) -> Summary | None:
     """Print the summary of an already finished run again and return it; None if the run is not finished."""
-    last = read_summary(summary.workdir) or summary
+    last = summaries.read_summary(summary.workdir) or summary
     if not processes.first_decides(lambda: step >= summary.steps and ledger.evaluated >= step and last.step == step):
         return None
-    print(f"{render(last)}\n{render_finished(last, how_to_extend(summary.command, recipe))}")
+    print(f"{summaries.render(last)}\n{summaries.render_finished(last, how_to_extend(summary.command, recipe))}")
     return dataclasses.replace(last, stop_code=stopping.exit_code)
 
 
@@ -354,9 +334,7 @@ class _Training:
             if to_evaluate and not stop:
                 self.evaluate()
                 stop = self.stopping()
-                to_save = (
-                    to_save or self.checkpoints.newest_step == self.step
-                )  # resumed run: its checkpoint lacks the eval loss
+                to_save |= self.checkpoints.newest_step == self.step  # resumed run: its checkpoint lacks the eval loss
             if self.step and (to_save or stop):
                 self.save()
                 stop = self.stopping()
@@ -413,7 +391,7 @@ class _Training:
             self.writer.write(step, {f"eval/{name}": value for name, value in result.measures.items()})
             self.progress.print(f"step {step}: eval {result}")
             if text:
-                append_samples(self.own_dir, step, text)
+                report.append_samples(self.own_dir, step, text)
                 self.progress.print(text)
         self.watch.now = STEP
 
@@ -463,10 +441,10 @@ class _Training:
         summary = dataclasses.replace(summary, stop_code=self.stopping.exit_code, seconds=seconds)
         self.progress.close()
         if summary.stop_code is None:
-            save_summary(summary, own_dir)
-            print(render(summary))
+            summaries.save_summary(summary, own_dir)
+            print(summaries.render(summary))
         else:
-            print(render_stopped(summary))
+            print(summaries.render_stopped(summary))
         return dataclasses.replace(summary, stop_code=self.stopping.exit_code)  # a signal may have come meanwhile
 
     def _measured(self, summary: Summary) -> Summary:

@@ -299,12 +299,6 @@ def _more_devices(recipe: Recipe, sizes: Mapping[str, int], need: Need, availabl
     return []
 
 
-def remedies_for_batch(recipe: Recipe) -> str:
-    """Return a sentence about the options that make a batch smaller."""
-    field = batch_field(recipe.data)
-    return f"Use a smaller --data.{field.replace('_', '-')} ({getattr(recipe.data, field):,}), or shorter rows."
-
-
 class MemoryWatch:
     """Context manager that turns an out-of-memory error of a run into an `OutOfMemoryError` with remedies.
 
@@ -324,10 +318,8 @@ class MemoryWatch:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Raise OutOfMemoryError if the error is an out-of-memory error of XLA."""
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-            raise OutOfMemoryError(f"out of memory in {self._where()}: {self._explained(error)}") from error
-
-    def _where(self) -> str:
-        return "state initialization" if self.batch is None and self.now == STEP else self.now
+            where = "state initialization" if self.batch is None and self.now == STEP else self.now
+            raise OutOfMemoryError(f"out of memory in {where}: {self._explained(error)}") from error
 
     def _explained(self, error: BaseException) -> str:
         recipe, placement, devices = self._recipe, self.placement, jax.local_devices()
@@ -408,10 +400,12 @@ def check_memory(recipe: Recipe, dataset: Dataset, placement: Placement) -> None
     if platform == "cpu":  # the batch is in the memory of the host twice: as loaded, and as an array of JAX
         on_device *= 2
     if whole > on_host * jax.process_count() or need.total + on_device > available:
+        field = batch_field(recipe.data)
         raise OutOfMemoryError(
             f"a batch can't fit: it has {gib(whole)} ({_shapes(batch)}), the host has {gib(on_host)}, and JAX can use "
             f"{gib(available)} per device, of which the training state needs {gib(need.total)}. "
-            f"{remedies_for_batch(recipe)} {ANYWAY}"
+            f"Use a smaller --data.{field.replace('_', '-')} ({getattr(recipe.data, field):,}), or shorter rows. "
+            f"{ANYWAY}"
         )
 
 

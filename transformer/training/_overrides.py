@@ -232,12 +232,9 @@ EXPLANATIONS = {
     ("resume", "resume-from", "resume-from-checkpoint", "continue"): (
         "To resume a run, pass its workdir in place of the recipe."
     ),
-    (
-        "epochs",
-        "num-epochs",
-        "num-train-epochs",
-        "max-epochs",
-    ): "Training is measured in steps, not in epochs: --training.steps.",
+    ("epochs", "num-epochs", "num-train-epochs", "max-epochs"): (
+        "Training is measured in steps, not in epochs: --training.steps."
+    ),
     ("wandb", "report-to", "mlflow", "trackio", "tracker"): (
         "Metrics are written to metrics.jsonl and as TensorBoard events, and to the trackers in --logging.writers: "
         "wandb, mlflow, trackio."

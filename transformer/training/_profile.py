@@ -35,16 +35,12 @@ def parse_window(text: str, steps: int) -> Window:
         )
     window = Window(int(found[1]), int(found[2]))
     if not window.start < window.stop <= steps:
+        start = min(20, steps // 2)
         raise ConfigError(
             f"--profile {text}: START must be below STOP, and STOP must be at most {steps}, the number of steps of the "
-            f"run (--training.steps). Try --profile {_within(steps)}."
+            f"run (--training.steps). Try --profile {start}:{min(start + 10, steps)}."
         )
     return window
-
-
-def _within(steps: int) -> str:
-    start = min(20, steps // 2)
-    return f"{start}:{min(start + 10, steps)}"
 
 
 class Profiler:

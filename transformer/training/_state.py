@@ -122,11 +122,8 @@ def merged_params(recipe: Recipe, trained: PyTree, base: PyTree) -> PyTree:
     """Return the model's parameters as plain arrays: like `model_params`, with LoRA's updates merged into the base."""
     if recipe.lora is None:
         return trained
-    return lora.flatten_adapted(model_params(recipe, trained, base), _merged_dtype(recipe))
-
-
-def _merged_dtype(recipe: Recipe) -> DType | None:
-    return None if recipe.lora.base is None else recipe.model.parameters.dtype
+    dtype = None if recipe.lora.base is None else recipe.model.parameters.dtype
+    return lora.flatten_adapted(model_params(recipe, trained, base), dtype)
 
 
 def make_usable(recipe: Recipe) -> Callable[[TrainState], PyTree]:

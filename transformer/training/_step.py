@@ -111,9 +111,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
             loss_sum, sums = jax.lax.psum((loss_sum, sums), axis_name)
             gradients = _over_replicas(gradients, axis_name, training.embedding_gradient_dtype)
         if "router_loss" in sums:
-            loss_sum = (
-                loss_sum - sums["router_loss"]
-            )  # reported without it, so that it is comparable with the eval loss
+            loss_sum = loss_sum - sums["router_loss"]  # as reported, it is comparable with the eval loss
         weight = sums["weight"]
         # The division comes after all sums: the mean of the micro-batches' means would weight each token by the
         # number of padding tokens in its micro-batch. max() keeps the gradient 0 for a batch of weight 0.

@@ -103,8 +103,8 @@ class MLflow:
         self._client.set_terminated(self.id, status="FAILED" if failed else "FINISHED")
 
 
-class Trackio:
-    """A run of Trackio, which identifies a run by its name. `TRACKIO_SPACE_ID` sends it to a Space."""
+class Trackio(WandB):
+    """A run of Trackio, like W&B's but identified by its name. `TRACKIO_SPACE_ID` sends it to a Space."""
 
     def __init__(self, recipe: Recipe, workdir: Path, known: str | None):
         self.id = known or f"{recipe.name}-{secrets.token_hex(4)}"
@@ -113,16 +113,12 @@ class Trackio:
             project=recipe.logging.project, name=self.id, resume="allow", config=config, embed=False
         )
 
-    def log(self, step: int, numbers: Numbers) -> None:
-        """Record the values of a step."""
-        self._run.log(dict(numbers), step=step)
-
     def close(self, failed: bool) -> None:
         """Send what is left."""
         self._run.finish()
 
 
-TRACKERS: dict[str, type[WandB] | type[MLflow] | type[Trackio]] = {"wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
+TRACKERS: dict[str, type[WandB] | type[MLflow]] = {"wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
 """trackers by the name in `logging.writers`, which is also that of the module and of the extra"""
 
 _LOGIN = {

@@ -92,17 +92,18 @@ def parse_generation(text: str | None, recipe: Recipe) -> Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodePlan:
-    """Memory and estimated speed of a generation on a topology. Bytes are per device."""
+    """Memory and estimated speed of a generation on a topology. Bytes are per device.
+
+    `fits`, `memory` by kind, its total `needed_bytes`, `available_bytes`, and `host_memory` are those of `Fit`.
+    """
 
     fits: bool
-    """whether the program fits into the memory of a device"""
     mesh: str
     """mesh axes larger than 1"""
     generation: Generation
     num_parameters: int
     """number of parameters of the model"""
     memory: dict[str, int]
-    """bytes by kind"""
     cache_bytes: int
     """bytes of the KV cache, which are part of the temporaries"""
     token_bytes: int
@@ -111,11 +112,8 @@ class DecodePlan:
     """bytes that a decoding step must read at least: the parameters that it multiplies with, once and in the dtype of
     the computation, and the whole KV cache. With experts, all of them."""
     needed_bytes: int
-    """total"""
     available_bytes: int
-    """bytes that the compiler may use; if the program fits, the HBM of a device"""
     host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
-    """bytes in the memory of the host for each device, by kind; empty if the program does not fit"""
     prefill: Estimate | None
     """estimate of the prefill (reading the prompts); None if it does not fit or is not available"""
     token: Estimate | None

@@ -208,10 +208,7 @@ def search(recipe: Recipe, topology: Topology, devices: list[Any], limit: int) -
         started, plan, message = time.perf_counter(), None, ""
         try:
             plan = make_plan(candidate.recipe, topology, devices)
-        except (
-            ValueError,
-            RuntimeError,
-        ) as error:  # errors of the recipe or the compiler, but not bugs of this program
+        except (ValueError, RuntimeError) as error:  # of the recipe or the compiler, but not bugs of this program
             message = f"{type(error).__name__}: {error}".partition("\n")[0]
         if plan is not None and not plan.fits:
             too_large.append(candidate)

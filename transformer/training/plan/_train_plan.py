@@ -28,22 +28,20 @@ MORE = "another --topology with more chips, or chips with more memory"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Memory and estimated speed of a recipe's training step on a topology. Bytes are per device."""
+    """Memory and estimated speed of a recipe's training step on a topology. Bytes are per device.
+
+    `fits`, `memory` by kind, its total `needed_bytes`, `available_bytes`, and `host_memory` are those of `Fit`.
+    """
 
     fits: bool
-    """whether the step fits into the memory of a device"""
     mesh: str
     """mesh axes larger than 1"""
     num_parameters: int
     """number of parameters of the model"""
     memory: dict[str, int]
-    """bytes by kind; less detailed if the step does not fit"""
     needed_bytes: int
-    """total"""
     available_bytes: int
-    """bytes that the compiler may use; if the step fits, the HBM of a device"""
     host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
-    """bytes in the memory of the host for each device, by kind; empty if the step does not fit"""
     counted: int
     """number of units in a step, which speed is measured in: tokens of sources and targets, images or forecast
     values"""

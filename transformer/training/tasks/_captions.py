@@ -31,7 +31,7 @@ from transformer.training.tasks._base import (
     target_shapes,
 )
 from transformer.training.tasks._evaluation import Evaluation
-from transformer.training.tasks._exact_match import answer_sums
+from transformer.training.tasks._log_probabilities import answer_sums
 from transformer.training.tasks._losses import Batch
 from transformer.training.tasks._results import Results
 from transformer.training.tasks._translation import Translation, corrected, scores, selection

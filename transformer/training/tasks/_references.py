@@ -173,9 +173,9 @@ class PreferenceOptimization(ReferenceTask):
 
     def compared(self, model, params, reference, batch, options, loss_tokens=None, **arguments):
         rows, inputs = _one_response_per_row(batch), self.inputs(model.config, batch)
-        given = {"targets": rows["targets"], "tokens": loss_tokens}
-        own, aux = log_probabilities(model, params, inputs, **given, **arguments)
-        theirs, _ = log_probabilities(model, reference, inputs, **given, deterministic=True)
+        targets = rows["targets"]
+        own, aux = log_probabilities(model, params, inputs, targets, tokens=loss_tokens, **arguments)
+        theirs, _ = log_probabilities(model, reference, inputs, targets, tokens=loss_tokens, deterministic=True)
         # (2B, T) -> (B, 2): sums over the tokens of each response. `where`: 0 times a non-finite number is NaN.
         inside = rows["weights"] > 0
         scores = jnp.where(inside, own - jax.lax.stop_gradient(theirs), 0.0).sum(-1).reshape(-1, 2)

@@ -44,7 +44,6 @@ class TrainStats:
     """
 
     loss_sum: float = 0.0
-    """since the last metrics line, like the next six fields"""
     weight: float = 0.0
     router_loss: float = 0.0
     grad_norm: float = 0.0
@@ -71,15 +70,12 @@ class TrainStats:
     best_step: int | None = None
     losses: int = 0
     usual_loss: float = 0.0
-    """exponential moving average of the loss, nats per target"""
     variance: float = 0.0
-    """exponentially weighted variance of the loss"""
     limit: float | None = None
     """a loss above this limit is a spike; computed from all batches read so far; None if there are too few"""
     limit_before: float | None = None
     """`limit` before the last batch was read; used by the next step, which is dispatched before that batch is read"""
     spikes: int = 0
-    """total number of spikes"""
     bad_in_a_row: int = 0
     """number of consecutive non-finite batches up to now"""
 

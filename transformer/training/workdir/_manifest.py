@@ -85,21 +85,6 @@ def check_sizes(directory: Path, manifest: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{path} has {size} bytes, expected {expected['size']}: truncated or overwritten")
 
 
-def verify(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Check the size and the SHA-256 of all files. CheckpointError for the first fault."""
-    check_sizes(directory, manifest)
-    for name, expected in manifest["files"].items():
-        path = directory / name
-        try:
-            found = _sha256(path)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if found != expected["sha256"]:
-            raise CheckpointError(
-                f"{path} has SHA-256 {found[:12]}..., expected {expected['sha256'][:12]}...: its content was changed"
-            )
-
-
 def find_steps(root: Path) -> list[int]:
     """Return the steps in `root`, valid or not, ascending. Temporary and renamed directories do not count."""
     if not root.is_dir():
@@ -146,7 +131,17 @@ def ranked(manifests: dict[int, dict[str, Any]], best: str) -> list[int]:
 def verified(directory: Path) -> dict[str, Any]:
     """Verify all files of a checkpoint and return its manifest. CheckpointError if it is damaged."""
     manifest = read_manifest(directory)
-    verify(directory, manifest)
+    check_sizes(directory, manifest)
+    for name, expected in manifest["files"].items():
+        path = directory / name
+        try:
+            found = _sha256(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if found != expected["sha256"]:
+            raise CheckpointError(
+                f"{path} has SHA-256 {found[:12]}..., expected {expected['sha256'][:12]}...: its content was changed"
+            )
     return manifest
 
 

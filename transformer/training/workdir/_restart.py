@@ -40,7 +40,8 @@ def check_not_lost(workdir: str | os.PathLike) -> None:
     workdir = Path(workdir)
     if has_checkpoints(workdir) or not (workdir / FIRST).exists():
         return
-    reached = _last_step(workdir)
+    path = workdir / metrics.FILE
+    reached = max((record["step"] for record in metrics.read_metrics(path)), default=0) if path.exists() else 0
     there = [name for name in FILES if (workdir / name).exists() and name not in ("checkpoints", FIRST)]
     up_to = f" with metrics up to step {reached}" if reached else ""
     raise WorkdirError(
@@ -49,12 +50,6 @@ def check_not_lost(workdir: str | os.PathLike) -> None:
         f"--restart (in Python: restart=True) to start a new run (the old files move to {workdir / PREVIOUS}), or pass "
         f"another --workdir."
     )
-
-
-def _last_step(workdir: Path) -> int:
-    """Return the last step in metrics.jsonl; 0 without metrics."""
-    path = workdir / metrics.FILE
-    return max((record["step"] for record in metrics.read_metrics(path)), default=0) if path.exists() else 0
 
 
 def set_aside(workdir: str | os.PathLike) -> Path | None:
