@@ -20,7 +20,7 @@ from transformer.data._turns import Conversation, encode
 from transformer.inference import export, open_model, start_from
 from transformer.nn._sharding import ParallelConfig
 from transformer.training import TrainingConfig
-from transformer.training._completion import complete_recipe
+from transformer.training._completion import complete_recipe, without_data
 from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import build_model, with_vocabulary
@@ -29,7 +29,6 @@ from transformer.training._step import training_loss
 from transformer.training.lora import LoRA
 from transformer.training.metrics._report import read_example
 from transformer.training.metrics._writer import read_metrics
-from transformer.training.plan._assumptions import without_data
 from transformer.training.plan._measurement import made_up_batch
 from transformer.training.tasks._table import TASKS
 from transformer.training.workdir._runs import load_run

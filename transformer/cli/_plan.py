@@ -114,8 +114,8 @@ def main(arguments: Sequence[str]) -> int:
         _without_devices()
 
     from transformer.cli._recipe_help import overridden
+    from transformer.training._completion import without_data
     from transformer.training._overrides import find_recipe, load_recipe_file
-    from transformer.training.plan._assumptions import without_data
 
     recipe, about = load_recipe_file(find_recipe(rest[0]))
     called = f"{called} {rest[0]}"

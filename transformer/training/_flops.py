@@ -17,7 +17,7 @@ from transformer.nn._parameter_axes import axes_of
 from transformer.training._chips import peak_flops
 from transformer.training._parallel import Placement
 from transformer.training._recipe import Recipe, build_teacher
-from transformer.training._state import initial_params
+from transformer.training._state import initial_params, parameter_paths
 from transformer.training.tasks._base import Shapes
 from transformer.training.tasks._table import TASKS
 
@@ -146,8 +146,7 @@ def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: PyTree
     """
     params = jax.eval_shape(lambda: initial_params(recipe)) if params is None else params
     total = 0
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    for name, leaf in zip(parameter_paths(params), jax.tree.leaves(params), strict=True):
         axes = axes_of(name, leaf.ndim)
         # Parameters without input axes (biases, scales) are not matrices. Tables are looked up, not multiplied, except
         # the token embedding, which may be tied to the output head (`tokens_through` returns 0 if it is not).

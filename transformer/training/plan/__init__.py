@@ -1,8 +1,8 @@
 """Estimate the memory and speed of a recipe on a TPU that you don't have, with the TPU compiler (libtpu)."""
 
 from transformer.training._chips import CHIPS, Chip
+from transformer.training._completion import without_data
 from transformer.training._flops import Flops, batch_shapes, step_flops
-from transformer.training.plan._assumptions import without_data
 from transformer.training.plan._decode_plan import DecodePlan, Generation, make_decode_plan, parse_generation
 from transformer.training.plan._hlo import Cost, Program
 from transformer.training.plan._hlo_text import Collective

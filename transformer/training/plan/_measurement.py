@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from transformer.nn._axes import DType
 from transformer.training._chips import CHIPS, DEVICE_KINDS, Chip
@@ -77,12 +79,9 @@ def _copy_bandwidth(devices: list[Any]) -> float:
 
 def _host_bandwidth(devices: list[Any]) -> float:
     """Measure the bytes per second that a device copies from the memory of the host, to all devices at once."""
-    x, seconds = np.ones(COPIED // len(devices), np.float32), []
-    for _ in range(3):
-        started = time.perf_counter()
-        jax.block_until_ready([jax.device_put(x, device, may_alias=False) for device in devices])
-        seconds.append(time.perf_counter() - started)
-    return x.nbytes / min(seconds)
+    x = np.ones(COPIED // len(devices), np.float32)
+    copies = functools.partial(jax.device_put, x, may_alias=False)
+    return x.nbytes / min(_seconds(lambda: [copies(device) for device in devices], 3))
 
 
 def _timed(function: Callable[[Any], Any], x: np.ndarray, devices: list[Any]) -> float:
@@ -90,12 +89,17 @@ def _timed(function: Callable[[Any], Any], x: np.ndarray, devices: list[Any]) ->
     run = jax.jit(function)
     parts = [jax.device_put(x, device) for device in devices]
     jax.block_until_ready([run(part) for part in parts])
+    return min(_seconds(lambda: [run(part) for part in parts], 5))
+
+
+def _seconds(action: Callable[[], PyTree], runs: int) -> list[float]:
+    """Return the seconds of each of several runs, until its results are computed."""
     seconds = []
-    for _ in range(5):
+    for _ in range(runs):
         started = time.perf_counter()
-        jax.block_until_ready([run(part) for part in parts])
+        jax.block_until_ready(action())
         seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +120,13 @@ def measure(recipe: Recipe, steps: int) -> Measured:
     batch = made_up_batch(recipe)
     state, metrics = placement.train_step(placement.spread(placement.new_state()), batch)
     jax.block_until_ready(metrics)
-    seconds = []
-    for _ in range(steps):
-        started = time.perf_counter()
+
+    def step():
+        nonlocal state
         state, metrics = placement.train_step(state, batch)
-        jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - started)
+        return state, metrics
+
+    seconds = _seconds(step, steps)
     stats = jax.local_devices()[0].memory_stats() or {}
     return Measured(step_seconds=statistics.median(seconds), steps=steps, peak_bytes=stats.get("peak_bytes_in_use"))
 

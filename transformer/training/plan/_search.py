@@ -31,7 +31,7 @@ from transformer.nn._sharding import (
 from transformer.training._flops import batch_field, batch_rows, step_flops, step_tokens
 from transformer.training._memory import GIB, logit_bytes
 from transformer.training._recipe import Recipe
-from transformer.training._state import TrainState, abstract_state
+from transformer.training._state import TrainState, abstract_state, parameter_paths
 from transformer.training.plan._roofline import estimate
 from transformer.training.plan._topologies import Topology
 from transformer.training.plan._train_plan import Plan, make_plan
@@ -107,8 +107,8 @@ def candidates(recipe: Recipe, topology: Topology, num_devices: int) -> list[Can
 def _held(state: TrainState, sizes: Mapping[str, int]) -> int:
     """Return the bytes per device of a training state on a mesh of these sizes."""
     total = 0
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        spec = parameter_spec(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, sizes)
+    for name, leaf in zip(parameter_paths(state), jax.tree.leaves(state), strict=True):
+        spec = parameter_spec(name, leaf.shape, sizes)
         total += leaf.size * leaf.dtype.itemsize // math.prod(sizes[axis] for axis in spec if axis)
     return total
 

@@ -25,7 +25,7 @@ from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._kinds import kind_of
 from transformer.training._flops import matrix_flops
 from transformer.training._recipe import Recipe, build_model
-from transformer.training._state import abstract_state
+from transformer.training._state import abstract_state, parameter_paths
 from transformer.training.plan._topologies import Topology
 
 USUAL_LENGTH = 2048
@@ -180,8 +180,7 @@ def _bytes(params: PyTree, sizes: Mapping[str, int], recipe: Recipe, texts: int 
     layer, it reads at most `top_k` for each text.
     """
     total = 0
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    for name, leaf in zip(parameter_paths(params), jax.tree.leaves(params), strict=True):
         size = leaf.size * leaf.dtype.itemsize
         if texts is not None and name.startswith("embedding/") and not recipe.model.embedding.tie:
             continue

@@ -7,8 +7,7 @@ and add it to `TASKS`.
 from __future__ import annotations
 
 from transformer.training.tasks._base import Task
-from transformer.training.tasks._captions import Captioning
-from transformer.training.tasks._contrast import Contrastive
+from transformer.training.tasks._captions import Captioning, Contrastive
 from transformer.training.tasks._numbers import Forecasting, ImageClassification
 from transformer.training.tasks._references import PolicyOptimization, PreferenceOptimization
 from transformer.training.tasks._texts import (
