@@ -299,7 +299,7 @@ def _more_devices(recipe: Recipe, sizes: Mapping[str, int], need: Need, availabl
     return []
 
 
-class MemoryWatch:
+class MemoryWatch(contextlib.AbstractContextManager):
     """Context manager that turns an out-of-memory error of a run into an `OutOfMemoryError` with remedies.
 
     Set `placement` when the recipe is placed on devices, `batch` (B, ...) before each step, and `now` when the phase of
@@ -311,9 +311,6 @@ class MemoryWatch:
         self.placement: Placement | None = None
         self.batch: Shapes | None = None
         self.now = STEP
-
-    def __enter__(self) -> MemoryWatch:
-        return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Raise OutOfMemoryError if the error is an out-of-memory error of XLA."""

@@ -43,7 +43,7 @@ def parse_window(text: str, steps: int) -> Window:
     return window
 
 
-class Profiler:
+class Profiler(contextlib.AbstractContextManager):
     """Context manager that traces a window of a run into `workdir/profile`; without a window it does nothing.
 
     In multi-process training only the first process writes a trace, which shows its own devices.
@@ -89,9 +89,6 @@ class Profiler:
         if not self.running:
             return contextlib.nullcontext()
         return jax.profiler.StepTraceAnnotation("train", step_num=number)
-
-    def __enter__(self) -> Profiler:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End the trace if the run ends before the window."""

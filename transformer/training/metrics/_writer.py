@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -73,7 +74,7 @@ __all__ = ["FILE", "MetricsWriter", "Progress", "read_metrics"]
 FILE = "metrics.jsonl"
 
 
-class MetricsWriter:
+class MetricsWriter(contextlib.AbstractContextManager):
     """Writer of `workdir/metrics.jsonl`: one strict JSON object per line, {"step": 10, "train/loss": 2.5, ...}.
 
     NaN and infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and "-Infinity". A run that
@@ -125,14 +126,11 @@ class MetricsWriter:
         if self._trackers is not None:
             self._trackers.close(failed)
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager):
     """Progress display: a bar with step, loss, speed (`targets` per second) and remaining time, or plain lines.
 
     The mode is "bar", "lines" (one per `update`), "none" (only the texts of `print`), or "auto": a bar if the stream
@@ -196,9 +194,6 @@ class Progress:
         """Stop the bar and leave it on the screen."""
         if self._mode == "bar":
             self._bar.stop()
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()

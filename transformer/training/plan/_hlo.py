@@ -410,19 +410,13 @@ def _as_cost(total: Counter, loops_known: bool, loops_bounded: bool) -> Cost:
     """Return the cost for the numbers that `Program.cost` adds up."""
     kinds = [(kind, across) for across in (False, True) for kind in COLLECTIVES]
     sent = {one: [total[*one, number] for number in _NUMBERS] for one in kinds}
+    names = "flops", "kernels", "hbm_bytes", "copied_bytes", "int8_flops", "fp8_flops"
     return Cost(
-        flops=total["flops"],
-        kernels=total["kernels"],
-        hbm_bytes=total["hbm_bytes"],
-        copied_bytes=total["copied_bytes"],
-        collectives=[
-            Collective(kind, *sent[kind, across], across) for kind, across in kinds if any(sent[kind, across])
-        ],
+        **{name: total[name] for name in names},
+        collectives=[Collective(one[0], *sent[one], one[1]) for one in kinds if any(sent[one])],
         loops_known=loops_known,
         loops_bounded=loops_bounded,
         host_bytes=max(total["to_host"], total["from_host"]),
-        int8_flops=total["int8_flops"],
-        fp8_flops=total["fp8_flops"],
     )
 
 

@@ -149,12 +149,8 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
     # are the input of the layer and what the remat policy saves.
     stream, inner = own * model.d_model * width, own * model.feed_forward_width * width // tensor
     inside = 8 * stream + 4 * inner
-    kept = (
-        stream
-        + {"full": 0, "names": stream // tensor + inner, "dots": 4 * stream // tensor + 2 * inner, "none": inside}[
-            remat
-        ]
-    )
+    saved = {"full": 0, "names": stream // tensor + inner, "dots": 4 * stream // tensor + 2 * inner, "none": inside}
+    kept = stream + saved[remat]
     # The state is the parameters and two moments of Adam, so a third of it has the size of the gradients. Multiplied by
     # fsdp: the size that is communicated is that before the split. data: an all-reduce sends 2 x the device's shard of
     # the gradients; fsdp: two all-gathers (forward and backward pass) and a reduce-scatter send 3 x the gradients;

@@ -7,6 +7,7 @@ renames the directory. The rename commits the checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -51,7 +52,7 @@ class Restored:
     path: str
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager):
     """Writer of `workdir/checkpoints/<step>/` in a background thread, and reader of the newest valid checkpoint.
 
     Use it as a context manager, or call `close`. If several processes train together, all of them must save and restore
@@ -156,9 +157,6 @@ class Checkpointer:
             metric=manifest["metric"],
             path=str(directory),
         )
-
-    def __enter__(self) -> Checkpointer:
-        return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:

@@ -30,9 +30,7 @@ class CheckpointWarning(UserWarning):
 
 def write_manifest(directory: Path, facts: Mapping[str, Any]) -> None:
     """Hash every file under `directory` and write the manifest: `facts` (JSON values) and the list of files."""
-    files = {}
-    for path in _files(directory):
-        files[path.relative_to(directory).as_posix()] = _entry(path)
+    files = {path.relative_to(directory).as_posix(): _entry(path) for path in _files(directory)}
     _store(directory, {"format": FORMAT, **facts, "files": files})
 
 
