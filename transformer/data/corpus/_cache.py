@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from transformer.config._local_paths import local_path
 from transformer.data.corpus._files import Segment, Source
@@ -27,6 +27,7 @@ FORMAT = 1
 """version of the files in the cache"""
 TOKENIZER = "tokenizer"
 """subfolder of the cache of a source"""
+Job = TypeVar("Job")
 
 
 def cache_root(folder: str | None) -> Path:
@@ -37,7 +38,7 @@ def cache_root(folder: str | None) -> Path:
     return caches.expanduser() / "transformer-zoo" / "text"
 
 
-def cache_key(*facts: Any) -> str:
+def cache_key(*facts: object) -> str:
     """Return the name of a folder for what these facts determine."""
     return hashlib.sha256(json.dumps([FORMAT, *facts], sort_keys=True).encode()).hexdigest()[:24]
 
@@ -53,22 +54,11 @@ class Tokenized:
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, field: str, held_out: float, root: Path) -> Tokenized:
-    """Tokenize the shards of a source that the cache does not contain yet.
+    """Tokenize the shards of a source that the cache in `root` does not contain yet; `held_out` is a share.
 
     The name of the folder depends on the paths, sizes and modification times of the files, the tokenizer and the
     options. A shard is complete if its manifest exists and has the sizes of its files; the manifest is written last.
-
-    Args:
-        source: the files.
-        tokenizer: the tokenizer; an end token follows each document, if it has one.
-        field: field or column with the text.
-        held_out: share of the documents for validation.
-        root: folder of the cache.
-
-    Raises:
-        ValueError: a file is damaged; the message names it and the line.
-        OSError: the disk is full, or the folder is not writable.
-        RuntimeError: a process of the tokenization was killed.
+    An end token follows each document, if the tokenizer has one.
     """
     folder = root / cache_key(source.files, source.pattern, field, held_out, tokenizer.state())
     shards = source.shards()
@@ -84,7 +74,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, field: str, held_out: float, 
     found = [read_manifest(folder, number) for number in range(len(shards))]
     if None in found:
         raise ValueError(f"shard {found.index(None)} in {folder} is incomplete. Delete that folder, and run again.")
-    return Tokenized(folder, source, tuple(facts for facts in found if facts is not None))
+    return Tokenized(folder, source, tuple(found))
 
 
 def read_manifest(folder: Path, number: int) -> dict[str, Facts] | None:
@@ -100,17 +90,10 @@ def read_manifest(folder: Path, number: int) -> dict[str, Facts] | None:
     return facts if whole else None
 
 
-def run_jobs(work: Callable[[Any], None], jobs: Sequence[Any], sizes: Sequence[int], title: str) -> None:
-    """Call `work` for each job, in as many processes as there are cores; a single job runs in this process.
+def run_jobs(work: Callable[[Job], None], jobs: Sequence[Job], sizes: Sequence[int], title: str) -> None:
+    """Call `work` for each picklable job, in as many processes as there are cores; one job runs in this process.
 
-    Args:
-        work: function of a module, which gets one job.
-        jobs: picklable jobs.
-        sizes: bytes of each job, for the progress bar.
-        title: text of the progress bar.
-
-    Raises:
-        RuntimeError: a process was killed, or can't start. Also raises the errors of `work`.
+    The progress bar shows their sizes (bytes). Raises RuntimeError if a process was killed, or can't start.
     """
     from tqdm import tqdm
 

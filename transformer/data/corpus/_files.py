@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from transformer.config._checks import nearest
 from transformer.data.corpus import _tables as tables
@@ -73,17 +73,9 @@ class Source:
 
 
 def find_source(pattern: str, field: str, data_dir: str | None) -> Source:
-    """Find the files of a pattern, and check what can be checked without reading them.
+    """Find the files of a glob pattern, `tfds:NAME` or `tfds:NAME@SPLIT`, and check what needs no reading of them.
 
-    Args:
-        pattern: a glob pattern, or `tfds:NAME` or `tfds:NAME@SPLIT`.
-        field: field or column with the text.
-        data_dir: directory of prepared TFDS data.
-
-    Raises:
-        FileNotFoundError: no file matches, or the dataset is not prepared.
-        ValueError: a file has another format or no such field, or all files are empty.
-        ImportError: a Parquet or Arrow file, without pyarrow.
+    Raises FileNotFoundError if there are none, and ValueError for another format, no such field, or empty files.
     """
     if pattern.startswith(TFDS):
         parts = tables.tfds_parts(pattern.removeprefix(TFDS), field, data_dir)
@@ -140,9 +132,6 @@ def read_documents(segments: Iterable[Segment], field: str) -> Iterator[str]:
     """Yield the documents of segments in order; empty ones are skipped.
 
     A .txt file is one document; after `LONGEST` bytes, the next line begins another one.
-
-    Raises:
-        ValueError: damaged content, or rows without text in `field`; the message names file and line.
     """
     for segment in segments:
         if segment.format == TEXT:
@@ -192,7 +181,7 @@ def _matching(pattern: str) -> list[str]:
     return paths
 
 
-def _aligned(file: Any, place: int) -> int:
+def _aligned(file: BinaryIO, place: int) -> int:
     """Return the first line start at or after `place`."""
     if place == 0:
         return 0
@@ -242,23 +231,18 @@ def _json_lines(segment: Segment, field: str) -> Iterator[str]:
                 yield record[field]
 
 
-def _problem(record: Any, field: str) -> str:
+def _problem(record: object, field: str) -> str:
     """Return what is wrong with a row; "" if nothing is."""
     if not isinstance(record, dict):
         return f"expected a JSON object, got {type(record).__name__}."
+    remedy = "Set the field that contains the text (--data.text-field)."
     if field not in record:
         fields = ", ".join(record) or "none"
-        return (
-            f"expected text in field {field!r}, got fields {fields:.200}.{nearest(field, record)} Set the field that "
-            "contains the text (--data.text-field)."
-        )
+        return f"expected text in field {field!r}, got fields {fields:.200}.{nearest(field, record)} {remedy}"
     if record[field] is None:
         return ""
     if not isinstance(record[field], str):
-        return (
-            f"expected text in field {field!r}, got {type(record[field]).__name__}. Set the field that contains the "
-            "text (--data.text-field)."
-        )
+        return f"expected text in field {field!r}, got {type(record[field]).__name__}. {remedy}"
     try:
         utf8(record[field])
     except ValueError as error:

@@ -14,17 +14,11 @@ LONGEST_PERIOD = 100_000
 
 
 class Mixture:
-    """A periodic sequence of sources: among its first n rows, each source has its share of n, plus or minus less
-    than 1.
+    """A periodic sequence of sources: of its first n rows, each source has its share, plus or minus less than 1.
 
     This is the algorithm of Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32(3): the deviation
-    is at most 1 - 1 / (2K - 2) for K sources.
-
-    Args:
-        weights: positive weights; their ratio is exact as written in decimals (0.7 and 0.3 are 7 to 3).
-
-    Raises:
-        ConfigError: the weights have too many digits, so that the period is too long.
+    is at most 1 - 1 / (2K - 2) for K sources. The ratio of the weights is exact as written in decimals (0.7 and 0.3 are
+    7 to 3). Raises ConfigError if they have too many digits, so that the period is too long.
     """
 
     def __init__(self, weights: Sequence[float]):

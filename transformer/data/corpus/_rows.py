@@ -17,13 +17,7 @@ _PACKED_AT_ONCE = 2**14
 
 
 class Tokens:
-    """The tokens of a split of a source, on disk.
-
-    Args:
-        tokenized: the source.
-        split: `train` or `validation`.
-        vocab_size: number of token ids.
-    """
+    """The tokens of a split (`train` or `validation`) of a source, on disk."""
 
     def __init__(self, tokenized: Tokenized, split: str, vocab_size: int):
         self.folder, self.split = tokenized.folder, split
@@ -42,20 +36,14 @@ class Tokens:
 
     @property
     def count(self) -> int:
-        """Number of tokens."""
         return sum(facts.tokens for facts in self.facts)
 
     @property
     def documents(self) -> int:
-        """Number of documents."""
         return sum(facts.documents for facts in self.facts)
 
     def read(self, shard: int, start: int, end: int) -> np.ndarray:
-        """Return the tokens from `start` to `end` of a shard.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        """Return the tokens from `start` to `end` of a shard. Raises ValueError if the file is damaged."""
         first, last = start // BLOCK, (end - 1) // BLOCK
         try:
             found = [self._source[int(self._first[shard]) + block] for block in range(first, last + 1)]
@@ -75,9 +63,7 @@ class Tokens:
 
 
 class Windows:
-    """Windows of `length` + 1 consecutive tokens, which overlap by one: each token of a shard but the first is a target
-    once.
-    """
+    """Windows of `length` + 1 tokens, which overlap by one: each token of a shard but the first is a target once."""
 
     def __init__(self, tokens: Tokens, length: int):
         self.tokens, self._length = tokens, length
@@ -89,7 +75,6 @@ class Windows:
 
     @property
     def targets(self) -> int:
-        """Number of targets of all rows."""
         return sum(max(facts.tokens - 1, 0) for facts in self.tokens.facts)
 
     def __getitem__(self, row: int) -> list[np.ndarray]:
@@ -113,12 +98,9 @@ class _PackJob:
 
 
 class PackedDocuments:
-    """Rows of whole documents; documents that are longer than a row are cut into sequences, as `_packed.chunks` does.
+    """Rows of whole documents; those that are longer than a row are cut into sequences, as `_packed_rows.chunks` does.
 
     The plan (which sequences are in which row) is stored next to the tokens, and mapped into memory.
-
-    Raises:
-        OSError: the plan can't be written.
     """
 
     def __init__(self, tokens: Tokens, length: int):
@@ -134,11 +116,9 @@ class PackedDocuments:
         self._ends = np.cumsum([0 if plan is None else len(plan[1]) for plan in plans])
 
     def _job(self, shard: int) -> _PackJob:
-        name = self.tokens.folder / f"{shard:05d}.{self.tokens.split}"
-        ends, rows, row_ends = (
-            f"{name}.{kind}.npy" for kind in ("ends", f"rows-{self._length}", f"ends-{self._length}")
-        )
-        return _PackJob(Path(ends), Path(rows), Path(row_ends), self._length)
+        kinds = "ends", f"rows-{self._length}", f"ends-{self._length}"
+        paths = (self.tokens.folder / f"{shard:05d}.{self.tokens.split}.{kind}.npy" for kind in kinds)
+        return _PackJob(*paths, self._length)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -158,14 +138,9 @@ class PackedDocuments:
 
 
 def sequences(ends: np.ndarray, length: int) -> np.ndarray:
-    """Cut documents into sequences of at most `length` + 1 tokens, as `_packed.chunks` does for one document.
+    """Cut documents into sequences of 2 to `length` + 1 tokens, as `_packed_rows.chunks` does for one document.
 
-    Args:
-        ends: end of each document in the stream of tokens.
-        length: length of a row.
-
-    Returns:
-        (start, number of tokens) of each sequence, at least 2 tokens each.
+    From the ends of the documents in the stream of tokens, returns (start, number of tokens) of each sequence.
     """
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     counts = -(-(ends - starts - 1) // length)  # 0 for a document of one token

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from transformer.data.tokenizers._word_cache import WordCache
 BLOCK = 8192
 """tokens of a record"""
 SPLITS = "train", "validation"
+Made = TypeVar("Made")
 _AT_ONCE = 2**18
 """characters that are encoded at once"""
 
@@ -73,12 +74,7 @@ def held_out(text: str, share: float) -> bool:
 
 
 def tokenize_shard(job: ShardJob) -> None:
-    """Tokenize a shard, and write its manifest when all its files are on disk.
-
-    Raises:
-        ValueError: the text is damaged; the message names file and line.
-        OSError: the disk is full.
-    """
+    """Tokenize a shard, and write its manifest when all its files are on disk."""
     tokenizer = _tokenizer(str(job.folder / "tokenizer"))
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     streams = {
@@ -190,7 +186,7 @@ class _Stream:
         self._checked(self._writer.write, record)
         self._filled, self._records = 0, self._records + 1
 
-    def _checked(self, function: Any, *arguments: Any) -> Any:
+    def _checked(self, function: Callable[..., Made], *arguments: object) -> Made:
         """Call a function of the library, which reports a full disk as a RuntimeError."""
         try:
             return function(*arguments)

@@ -6,23 +6,22 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformer.config._checks import nearest
 from transformer.data.files._records import arrow_errors, check_pyarrow
 from transformer.data.files._tfds import NAME, no_random_access, open_prepared, unreadable
+
+if TYPE_CHECKING:
+    import pyarrow
+    from tensorflow_datasets.core.utils.shard_utils import FileInstruction
 
 _ROWS = 1024
 """rows that are read at once"""
 
 
 def unit_sizes(path: str, column: str) -> list[int]:
-    """Return the bytes of the text column in each row group (Parquet) or of each record batch (Arrow) of a file.
-
-    Raises:
-        ValueError: the file is damaged, or has no such column of texts.
-        ImportError: pyarrow is not installed.
-    """
+    """Return the bytes of the text column in each row group (Parquet) or of each record batch (Arrow) of a file."""
     check_pyarrow(Path(path))
     if path.endswith(".parquet"):
         from pyarrow import parquet
@@ -58,7 +57,7 @@ def table_texts(path: str, start: int, end: int, column: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _opened_arrow(path: str, start: int = 0) -> Iterator[tuple[Any, Iterator[Any]]]:
+def _opened_arrow(path: str, start: int = 0) -> Iterator[tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]]:
     """Open an Arrow file in the file or the stream format. Yields its schema and its record batches from `start` on.
 
     Memory is mapped: batches that are not looked into are not read.
@@ -75,14 +74,14 @@ def _opened_arrow(path: str, start: int = 0) -> Iterator[tuple[Any, Iterator[Any
         yield stream.schema, (batch for i, batch in enumerate(stream) if i >= start)
 
 
-def _values(batch: Any, column: str) -> list[str]:
+def _values(batch: pyarrow.RecordBatch, column: str) -> list[str]:
     """Return the texts of a record batch. `validate` checks every offset and the encoding of a damaged file."""
     values = batch.column(column)
     values.validate(full=True)
     return [text for text in values.to_pylist() if text is not None]
 
 
-def _check_column(path: str, schema: Any, column: str) -> None:
+def _check_column(path: str, schema: pyarrow.Schema, column: str) -> None:
     """Raise ValueError unless a column contains texts."""
     import pyarrow
 
@@ -104,14 +103,7 @@ def _check_column(path: str, schema: Any, column: str) -> None:
 def tfds_parts(named: str, feature: str, data_dir: str | None) -> list[tuple[str, int, int, int]]:
     """Return the file ranges of a split of a TFDS dataset: path, first record, one past the last, and bytes.
 
-    Args:
-        named: `NAME` (the split train) or `NAME@SPLIT`, where SPLIT may be a slice.
-        feature: name of the text feature.
-        data_dir: directory of prepared TFDS data.
-
-    Raises:
-        FileNotFoundError: the dataset is not prepared.
-        ValueError: an invalid name, or the dataset has another format, or no such split or text.
+    `named` is `NAME` (the split train) or `NAME@SPLIT`, where SPLIT may be a slice.
     """
     name, _, split = named.partition("@")
     split = split or "train"
@@ -143,7 +135,7 @@ def tfds_parts(named: str, feature: str, data_dir: str | None) -> list[tuple[str
     return [(file.filename, file.skip, file.skip + file.take, _bytes(file)) for file in found if file.take]
 
 
-def _bytes(part: Any) -> int:
+def _bytes(part: FileInstruction) -> int:
     """Return the bytes of a part of a file, if all its records have the same size."""
     return max(1, Path(part.filename).stat().st_size * part.take // part.examples_in_shard)
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from transformer.config._checks import ConfigError, nearest
+from transformer.config._checks import ConfigError
 from transformer.config._progress import counting
+from transformer.data.files._texts import missing
 from transformer.media._images import ImageProcessor
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -26,11 +26,7 @@ READING = {"num_threads": 4, "prefetch_buffer_size": 8}
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFilesConfig:
-    """Options of kinds of data with images in files.
-
-    Raises:
-        ConfigError: a preprocessing whose results differ in size.
-    """
+    """Options of kinds of data with images in files."""
 
     processor: ImageProcessor = DEFAULT
     """preprocessing of the images; with --init, the default means that of the model"""
@@ -47,11 +43,7 @@ class ImageFilesConfig:
 class ImageFiles:
     """Images in files, with the interface of an array (N, height, width, channels) of preprocessed pixels, float32.
 
-    Args:
-        paths: files.
-        names: names of the images in errors, such as "pairs.csv, line 7".
-        processor: preprocessing to one size.
-        digests: SHA-256 of the content of each file, as `checked` returns it.
+    `names` are those of the images in errors, such as "pairs.csv, line 7"; `digests` the SHA-256 of the files.
     """
 
     def __init__(
@@ -68,25 +60,18 @@ class ImageFiles:
         return (len(self), *self.processor.size, len(self.processor.mean))
 
     def __getitem__(self, rows: np.ndarray) -> np.ndarray:
-        """Decode and preprocess images, (B, height, width, channels).
-
-        Raises:
-            FileNotFoundError, ValueError: an image can't be read; the message names it.
-        """
+        """Decode and preprocess images, (B, height, width, channels)."""
         return np.stack([self._read(int(row)) for row in rows])
 
     def subset(self, rows: Sequence[int]) -> ImageFiles:
-        """Return some of the images."""
-        parts = ([values[row] for row in rows] for values in (self.paths, self.names, self.digests))
-        paths, names, digests = parts
+        paths, names, digests = ([part[row] for row in rows] for part in (self.paths, self.names, self.digests))
         return ImageFiles(paths, names, self.processor, digests)
 
     def checked(self) -> ImageFiles:
         """Decode every image once, in several threads; return the images with the digests of their files.
 
-        Raises:
-            FileNotFoundError, ValueError: a file is missing, is no image, is damaged, too large or an animation; the
-                message names the first such image.
+        Raises FileNotFoundError or ValueError, with the name of the first image that is missing, damaged, too large or
+        an animation.
         """
         add, digests = counting("images", len(self)), []
         with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -125,18 +110,9 @@ class ImageFiles:
 
 
 def split_by_digest(digests: Sequence[str], shares: dict[str, float], what: str) -> dict[str, list[int]]:
-    """Split rows by the digest of their image, so that equal images are in one split.
+    """Return the rows of each split, by the SHA-256 of their image, so that equal images are in one split.
 
-    Args:
-        digests: SHA-256 of the image of each row.
-        shares: fraction of each held-out split; "train" gets the rest.
-        what: name of the data in the error.
-
-    Returns:
-        split -> rows.
-
-    Raises:
-        ValueError: a split has no row.
+    `shares` are those of the held-out splits; `what` names the data if a split has no row (ValueError).
     """
     found: dict[str, list[int]] = {name: [] for name in ("train", *shares)}
     for row, digest in enumerate(digests):
@@ -154,33 +130,18 @@ def split_by_digest(digests: Sequence[str], shares: dict[str, float], what: str)
     return found
 
 
-def folder_of(path: str) -> Path:
-    """Return the folder with this path. Raises FileNotFoundError or ValueError if there is none."""
+def class_folders(path: str) -> list[Path]:
+    """Return the sub-folders of a folder, sorted by name, without hidden ones."""
     folder = Path(path).expanduser()
     if not folder.exists():
-        siblings = [other.name for other in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        raise FileNotFoundError(f"no folder {path}.{nearest(folder.name, siblings)} Check the path.")
+        raise missing(folder, path, "folder")
     if not folder.is_dir():
         raise ValueError(f"{path} is not a folder. Pass a folder with one sub-folder of images for each class.")
-    return folder
-
-
-def class_folders(path: str) -> list[Path]:
-    """Return the sub-folders of a folder, sorted by name, without hidden ones.
-
-    Raises:
-        FileNotFoundError: the folder does not exist.
-        ValueError: it is not a folder.
-    """
-    return sorted((one for one in folder_of(path).iterdir() if one.is_dir() and one.name[0] != "."), key=str)
+    return sorted((one for one in folder.iterdir() if one.is_dir() and one.name[0] != "."), key=str)
 
 
 def images_in(folder: Path, root: Path) -> Iterator[Path]:
-    """Yield the image files of a folder, sorted by name, without hidden ones.
-
-    Raises:
-        ValueError: it contains something else, or a link to a file outside of `root`.
-    """
+    """Yield the image files of a folder, sorted by name, without hidden ones; nothing else may be in it."""
     for path in sorted(folder.iterdir(), key=str):
         if path.name.startswith("."):
             continue
@@ -201,17 +162,8 @@ def inside(path: Path, root: Path, name: str) -> Path:
     return path
 
 
-def image_rows(path: str, rows: Sequence[tuple[int, str, Any]], processor: ImageProcessor) -> ImageFiles:
-    """Return the images that the rows of a file name, by paths relative to its folder.
-
-    Args:
-        path: the file.
-        rows: (line, path of the image, anything).
-        processor: preprocessing.
-
-    Raises:
-        ValueError: a path leads to a file outside of the folder of the file.
-    """
+def image_rows(path: str, rows: Sequence[tuple[int, str, object]], processor: ImageProcessor) -> ImageFiles:
+    """Return the images that the rows of a file name, (line, path, anything), by paths relative to its folder."""
     root = Path(path).expanduser().parent
     names = [f"{path}, line {line}" for line, _, _ in rows]
     paths = [inside(root / image, root, name) for (_, image, _), name in zip(rows, names, strict=True)]

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from transformer.config._checks import nearest
@@ -28,17 +29,20 @@ class SurrogateError(ValueError):
     """A text of a JSON value contains a lone surrogate."""
 
 
+def missing(place: Path, path: str, what: str = "file") -> FileNotFoundError:
+    """Return the error that nothing is at a place, with the most similar name beside it."""
+    siblings = [other.name for other in place.parent.iterdir()] if place.parent.is_dir() else []
+    return FileNotFoundError(f"no {what} {path}.{nearest(place.name, siblings)} Check the path.")
+
+
 def read_text(path: str) -> str:
     """Read a whole text file, with all line endings converted to line feeds.
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is a folder, empty, or not UTF-8 text; the message has the position of the invalid byte.
+    Raises FileNotFoundError, or ValueError if it is a folder, empty, or not UTF-8 text.
     """
     file = local_path(path, "the file").expanduser()
     if not file.exists():
-        siblings = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []
-        raise FileNotFoundError(f"no file {path}.{nearest(file.name, siblings)} Check the path.")
+        raise missing(file, path)
     if not file.is_file():
         raise ValueError(f"{path} is not a file. Pass one text file.")
     content = file.read_bytes()
@@ -49,11 +53,7 @@ def read_text(path: str) -> str:
 
 
 def decode_utf8(content: bytes, path: str, start: int = 0) -> str:
-    """Decode a part of a text file that starts at byte `start`, without the byte order mark at the start of the file.
-
-    Raises:
-        ValueError: it is not UTF-8 text; the message has the position of the invalid byte.
-    """
+    """Decode a part of a text file that starts at byte `start`, without a byte order mark. Raises ValueError."""
     is_beginning = not start
     if is_beginning:
         if (encoding := _wide_encoding(content)) is not None:
@@ -113,24 +113,15 @@ def read_lines(path: str) -> list[str]:
 
 
 def read_json_lines(path: str, field: str) -> list[str]:
-    """Read the documents of a JSON-lines file; empty lines and empty documents are skipped.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: an error of `read_text`, or a line is not a JSON object with text in `field`.
-    """
+    """Read the documents of a JSON-lines file; empty lines and empty documents are skipped."""
     documents = []
     for number, record in read_json_objects(path):
         if not isinstance(record.get(field), str):
+            got = f"fields {', '.join(record) or 'none'}"
+            remedy = f"{nearest(field, record)} Set the field that contains the text (--data.field)."
             if field in record:
-                raise ValueError(
-                    f"{path}, line {number}: expected text in field {field!r}, got {json_type(record[field])}. Correct "
-                    "or remove the line."
-                )
-            raise ValueError(
-                f"{path}, line {number}: expected text in field {field!r}, got fields {', '.join(record) or 'none'}."
-                f"{nearest(field, record)} Set the field that contains the text (--data.field)."
-            )
+                got, remedy = json_type(record[field]), " Correct or remove the line."
+            raise ValueError(f"{path}, line {number}: expected text in field {field!r}, got {got}.{remedy}")
         document = unix_lines(record[field])
         if document.strip():
             documents.append(document)
@@ -142,9 +133,7 @@ def read_json_lines(path: str, field: str) -> list[str]:
 def load_json(text: str) -> Any:
     """Parse JSON, without lone surrogates: their escapes are valid JSON, but not Unicode.
 
-    Raises:
-        ValueError: the text is not JSON, or contains a lone surrogate.
-        RecursionError: it is nested too deeply.
+    Raises ValueError, or RecursionError if it is nested too deeply.
     """
     value = json.loads(text)
     if _SURROGATE.search(text):
@@ -157,16 +146,7 @@ def load_json(text: str) -> Any:
 
 
 def read_json_objects(path: str, formats: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) of a JSON-lines file; empty lines are skipped.
-
-    Args:
-        path: the file.
-        formats: formats that the caller reads, for the error message of a file that is none of them.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: an error of `read_text`, or a line is not a JSON object.
-    """
+    """Yield (line number, object) of a JSON-lines file without empty lines; errors name the formats of the caller."""
     remedy = f"Correct the line, or pass {formats}." if formats else "Correct the line."
     for number, line in enumerate(read_lines(path), 1):
         if not line:
@@ -182,7 +162,7 @@ def read_json_objects(path: str, formats: str = "") -> Iterator[tuple[int, dict[
         yield number, record
 
 
-def json_type(value: Any) -> str:
+def json_type(value: object) -> str:
     """Return the type of a JSON value, for error messages."""
     return "null" if value is None else type(value).__name__
 
@@ -196,14 +176,7 @@ def json_reason(error: Exception) -> str:
 
 def read_pairs(source_path: str, target_path: str | None) -> tuple[list[tuple[str, str]], int]:
     """Read sentence pairs from two files with the same number of lines or, without `target_path`, from one file with
-    source, tab, target on each line.
-
-    Returns:
-        The pairs, and the number of lines that were skipped because one side was empty.
-
-    Raises:
-        FileNotFoundError: a file does not exist.
-        ValueError: an error of `read_text`, or the lines are not pairs.
+    source, tab, target on each line. Returns them, and the number of lines with an empty side, which are skipped.
     """
     if target_path is None:
         rows = [line.split("\t") for line in _tab_lines(source_path)]
@@ -234,10 +207,6 @@ def read_labeled(path: str, text_column: str, label_column: str) -> list[tuple[s
     """Read texts and labels from a tab-separated file whose first line names the columns; empty lines are skipped.
 
     Quotation marks are ordinary characters, as in the files of GLUE.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: an error of `read_text`, a missing column, or a line with missing or empty cells.
     """
     header, *rows = (line.split("\t") for line in _tab_lines(path))
     places = []
@@ -273,15 +242,7 @@ def read_table(
 ) -> tuple[list[str], list[tuple[int, list[str]]]]:
     """Read the column names in the first line of a table, and (line number, cells) of the rows below it.
 
-    Args:
-        path: the file; a quoted cell may contain a line feed.
-        remedy: how to correct a row, for error messages.
-        separator: character between the cells.
-        strict: refuse wrong quotes.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: an error of `read_text`, wrong quotes, or a row of another length than the first line.
+    A quoted cell may contain a line feed; `strict` refuses wrong quotes. Errors say how to correct a row (`remedy`).
     """
     reader = csv.reader(io.StringIO(read_text(path)), delimiter=separator, strict=strict)
     try:
@@ -298,16 +259,13 @@ def read_table(
 
 
 def _tab_lines(path: str) -> list[str]:
-    lines = read_text(path).removesuffix("\n").split("\n")
-    return ["" if not line.strip() else line for line in lines]
+    return [line if line.strip() else "" for line in read_text(path).removesuffix("\n").split("\n")]
 
 
 def cut(count: int, share: float, path: str, what: str, option: str = "--data.validation-path") -> int:
     """Return the index of the first held-out item: the last `share` of the items is held out, and at least one.
 
-    Raises:
-        ValueError: there are fewer than 2 items (`what`, such as "lines"); the message suggests a second file with
-            `option`.
+    Of fewer than 2 items (`what`, such as "lines"), ValueError suggests a second file with `option`.
     """
     if count < 2:
         raise ValueError(

@@ -11,11 +11,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from transformer.config._local_paths import local_path
+
+if TYPE_CHECKING:
+    from tensorflow_datasets.core.dataset_builder import DatasetBuilder
+    from tensorflow_datasets.core.features.feature import FeatureConnector
 
 NAME = r"[A-Za-z0-9_][\w.+-]*(/[A-Za-z0-9_][\w.+-]*)?(:\d+\.\d+\.\d+)?"
 """regular expression of the name of a dataset, optionally with a config and a version: wmt14_translate/de-en:1.0.0"""
@@ -59,7 +64,7 @@ class Prepared:
     """one-sentence description, stored with the data"""
     homepage: str | None = None
     """address of the authors' page, stored with the data"""
-    features: Callable[[Any], Mapping[str, Any]]
+    features: Callable[[ModuleType], Mapping[str, Any]]
     """module `tensorflow_datasets.features` -> features of a record, by name"""
     examples: Callable[[Mapping[str, Path]], Mapping[str, Iterable[tuple[int | str, Mapping[str, Any]]]]]
     """downloaded files by filename -> (key, record) pairs by split; TFDS orders the records of a split by their keys"""
@@ -107,7 +112,7 @@ class Prepared:
         except Exception as error:
             raise ValueError(unreadable(builder.data_path, error, _AGAIN)) from error
 
-    def _builder(self, place: Path) -> tuple[Any, bool]:
+    def _builder(self, place: Path) -> tuple[DatasetBuilder, bool]:
         """Return the TFDS builder for a data directory, and whether its data is prepared already."""
         import tensorflow_datasets as tfds
 
@@ -122,7 +127,6 @@ class Prepared:
 
 
 def _builder_class(prepared: Prepared) -> type:
-    """Return a TFDS builder class for a dataset."""
     import tensorflow_datasets as tfds
 
     features = dict(prepared.features(tfds.features))
@@ -153,11 +157,10 @@ def _builder_class(prepared: Prepared) -> type:
     return Builder
 
 
-def _read(builder: Any) -> dict[str, list[dict]]:
+def _read(builder: DatasetBuilder) -> dict[str, list[dict]]:
     """Return all records by split.
 
-    If all features are texts or integers, parse the tf.train.Example records directly, which takes a quarter of the
-    time of decoding by TFDS.
+    Texts and integers are parsed from tf.train.Example directly, in a quarter of the time of decoding by TFDS.
     """
     import tensorflow_datasets as tfds
     from tensorflow_datasets.proto import tf_example_pb2
@@ -177,7 +180,7 @@ def _read(builder: Any) -> dict[str, list[dict]]:
     return {split: list(map(record, rows)) for split, rows in found.items()}
 
 
-def _plain(feature: Any) -> str | None:
+def _plain(feature: FeatureConnector) -> str | None:
     """Return the tf.train.Feature field that stores a value of this feature; None if TFDS must decode it."""
     from tensorflow_datasets import features
 
@@ -226,7 +229,7 @@ def check_manual_file(folder: Path, file: Download) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager that silences TFDS, which prints to stdout, shows progress bars and logs warnings."""
+    """Silence TFDS, which prints to stdout, shows progress bars and logs warnings."""
     import tensorflow_datasets as tfds
 
     tfds.disable_progress_bar()
@@ -240,19 +243,10 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def open_prepared(name: str, folder: str | None) -> tuple[Path, Any]:
-    """Open a prepared dataset.
+def open_prepared(name: str, folder: str | None) -> tuple[Path, DatasetBuilder]:
+    """Return the folder of a prepared dataset, of the newest version if the name has none, and its builder.
 
-    Args:
-        name: name in TFDS, with or without a version; without, the newest prepared version.
-        folder: directory of prepared datasets; None: the default of `data_dir`.
-
-    Returns:
-        Its folder, and a builder with `info.features`, `info.splits` and `as_data_source`.
-
-    Raises:
-        FileNotFoundError: the dataset is not prepared.
-        ValueError: the prepared files are damaged.
+    Raises FileNotFoundError if it is not prepared, and ValueError if its files are damaged.
     """
     import tensorflow_datasets as tfds
 

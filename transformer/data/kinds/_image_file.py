@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.config._checks import nearest
 from transformer.data._config import check_path, check_shares
 from transformer.data._images import ImageConfig, Images, split_by_hash
+from transformer.data.files._texts import missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,6 @@ class ImageFile(ImageConfig):
         """Return the images; bytes are divided by 255.
 
         Raises:
-            FileNotFoundError: the file does not exist.
             ValueError: the file has unexpected content, or its labels are out of range or all equal.
         """
         images, numbers = _arrays(self.path)
@@ -63,8 +62,7 @@ def _arrays(path: str) -> tuple[np.ndarray, np.ndarray]:
     """Read and check images (N, height, width, channels), as float32, and labels (N,)."""
     file = Path(path).expanduser()
     if not file.is_file():
-        siblings = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []
-        raise FileNotFoundError(f"no file {path}.{nearest(file.name, siblings)} Check the path.")
+        raise missing(file, path)
     try:
         with np.load(file, allow_pickle=False) as found:
             images, numbers = found["images"], found["labels"]

@@ -49,7 +49,6 @@ class ImageFolder(ImageFilesConfig, ImageConfig):
         """Return the images.
 
         Raises:
-            FileNotFoundError: a folder does not exist.
             ValueError: fewer than two classes, a folder that contains something else, or an image that can't be read.
         """
         labels = self.class_names()
@@ -59,9 +58,8 @@ class ImageFolder(ImageFilesConfig, ImageConfig):
             )
         images, numbers = self._labeled(self.path, labels)
         if self.validation_path is not None:
-            return Images(
-                {"train": (images, numbers), "validation": self._labeled(self.validation_path, labels)}, labels
-            )
+            held_out = self._labeled(self.validation_path, labels)
+            return Images({"train": (images, numbers), "validation": held_out}, labels)
         shares = {"validation": self.validation_share, "test": self.test_share}
         parts = split_by_digest(images.digests, shares, self.path)
         return Images({split: (images.subset(rows), numbers[rows]) for split, rows in parts.items()}, labels)

@@ -18,10 +18,7 @@ LANGUAGES = ("en", "de")
 """fields of a record"""
 SPLITS = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
 """prefix of the file names of each split"""
-_PLACES = {
-    "tokenized": ("tok", "{}.lc.norm.tok.{}"),
-    "raw": ("raw", "{}.{}.gz"),
-}
+_PLACES = {"tokenized": ("tok", "{}.lc.norm.tok.{}"), "raw": ("raw", "{}.{}.gz")}
 _URL = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1"
 _FILES = {
     "train.lc.norm.tok.en": (1_837_696, "08925f8e0572bcd5a006702fc5fe20e2d77c6917d4eebd576fc20de6693c2119"),
@@ -83,24 +80,14 @@ class Multi30k(PairConfig):
         """Return the captions of every split."""
         found = _prepared(self.form).records(self.data_dir, self.manual_dir)
         source, target = self.source_language, self.target_language
-        pairs = {
-            split: [Example(row[source].decode(), row[target].decode()) for row in rows]
-            for split, rows in found.items()
-        }
-        return Pairs(pairs)
+        return Pairs({s: [Example(row[source].decode(), row[target].decode()) for row in found[s]] for s in found})
 
 
 def _prepared(form: str) -> Prepared:
     """Return the description of the dataset for TFDS, in the given form: "tokenized" or "raw"."""
-    names = {
-        (split, language): _PLACES[form][1].format(SPLITS[split], language)
-        for split in SPLITS
-        for language in LANGUAGES
-    }
-    downloads = tuple(
-        Download(f"{_URL}/{_PLACES[form][0]}/{name}", *_FILES[name], filename=name) for name in names.values()
-    )
-
+    folder, pattern = _PLACES[form]
+    names = {(s, language): pattern.format(name, language) for s, name in SPLITS.items() for language in LANGUAGES}
+    downloads = tuple(Download(f"{_URL}/{folder}/{name}", *_FILES[name], filename=name) for name in names.values())
     read = gzip.open if form == "raw" else open
 
     def examples(files: Mapping[str, Path]) -> dict[str, Iterator[tuple[int, dict]]]:

@@ -12,7 +12,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from transformer.config._checks import check_whole
 from transformer.data._chat_tokenizer import with_markers
@@ -24,7 +24,7 @@ from transformer.data.kinds._number_words import basic_numbers, role, words
 from transformer.data.kinds._preferences import Preference, PreferenceConfig
 from transformer.data.kinds._prompts import Prompt, PromptConfig
 from transformer.data.tokenizers._base import Tokenizer
-from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._kinds import tokenizer_of_splits
 
 LIMIT = 1000
 """numbers in questions are below this one"""
@@ -35,6 +35,7 @@ BYTES = TokenizerConfig(kind="byte")
 
 Write = Callable[[int], str]
 """function that writes a number, in digits or in words"""
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -53,51 +54,10 @@ class Question:
     """question and answer as a statement"""
 
 
+@functools.cache
 def in_words(number: int) -> str:
     """Return a number in English words."""
-    return _all_words()[number]
-
-
-@functools.cache
-def _all_words() -> tuple[str, ...]:
-    return tuple(words(number, "en") for number in range(LIMIT + 1))
-
-
-def _in_words(number: int) -> Question:
-    text = in_words(number)
-    return Question("words", (number,), number, f"Write {number} in words.", text, f"{number} is {text}.")
-
-
-def _in_digits(number: int) -> Question:
-    text = in_words(number)
-    return Question("digits", (number,), number, f"Write {text} in digits.", str(number), f"{text} is {number}.")
-
-
-def _after(number: int, write: Write) -> Question:
-    asked, answer = write(number), write(number + 1)
-    return Question(
-        "after", (number,), number + 1, f"What comes after {asked}?", answer, f"After {asked} comes {answer}."
-    )
-
-
-def _before(number: int, write: Write) -> Question:
-    asked, answer = write(number), write(number - 1)
-    return Question(
-        "before", (number,), number - 1, f"What comes before {asked}?", answer, f"Before {asked} comes {answer}."
-    )
-
-
-def _larger(first: int, second: int, write: Write) -> Question:
-    result = max(first, second)
-    answer, text = write(result), f"Which is larger, {write(first)} or {write(second)}?"
-    fact = f"Of {write(first)} and {write(second)}, {answer} is larger."
-    return Question("larger", (first, second), result, text, answer, fact)
-
-
-def _sum(first: int, second: int) -> Question:
-    answer = str(first + second)
-    fact = f"{first} plus {second} is {answer}."
-    return Question("sum", (first, second), first + second, f"What is {first} plus {second}?", answer, fact)
+    return words(number, "en")
 
 
 TOPICS = ("words", "digits", "after", "before", "larger", "sum")
@@ -109,10 +69,9 @@ TWO_FORMS = ("after", "before", "larger")
 
 
 def split_of(numbers: Sequence[int]) -> str:
-    """Return the split of the questions about one number, or about two numbers in any order.
+    """Return the split of the questions about one number, or about two numbers in any order, by a hash (`role`).
 
-    A hash decides (`number_words.role`): 8 of 10 are `"train"`, the others `"validation"` and `"test"`. 0 to 20 and
-    d x 10^k, the vocabulary of numbers, are always `"train"`.
+    0 to 20 and d x 10^k, the vocabulary of numbers, are always `"train"`.
     """
     if len(numbers) == 1:
         return "train" if numbers[0] in _basics() else role(numbers[0])
@@ -130,14 +89,7 @@ def questions(split: str, count: int, topics: Sequence[str] = TOPICS) -> list[Qu
 
     The same arguments give the same questions. Questions of a held-out split ask about different numbers. If there are
     not enough (about 90 for a topic with one number, 500 sums), the result is shorter. Training questions can repeat.
-
-    Args:
-        split: train, validation or test.
-        count: number of questions, rounded down for each topic; at least one of each.
-        topics: some of `TOPICS`.
-
-    Raises:
-        ValueError: an unknown topic.
+    The count is rounded down for each topic, to at least one of each.
     """
     found: list[Question] = []
     shares = {topic: TRAINING_SHARE.get(topic, 1) if split == "train" else 1 for topic in topics}
@@ -177,27 +129,32 @@ def _asked_about(topic: str, split: str, draw: random.Random) -> Iterator[tuple[
 
 def _question(topic: str, numbers: tuple[int, ...], write: Write) -> Question:
     """Return the question about these numbers; `write` applies to `TWO_FORMS`."""
+    first, last = numbers[0], numbers[-1]
     match topic:
         case "words":
-            return _in_words(*numbers)
+            result, text, answer = first, f"Write {first} in words.", in_words(first)
+            fact = f"{first} is {answer}."
         case "digits":
-            return _in_digits(*numbers)
-        case "after":
-            return _after(*numbers, write)
-        case "before":
-            return _before(*numbers, write)
+            result, text, answer = first, f"Write {in_words(first)} in digits.", str(first)
+            fact = f"{in_words(first)} is {first}."
+        case "after" | "before":
+            result = first + (1 if topic == "after" else -1)
+            asked, answer = write(first), write(result)
+            text, fact = f"What comes {topic} {asked}?", f"{topic.capitalize()} {asked} comes {answer}."
         case "larger":
-            return _larger(*numbers, write)
-    return _sum(*numbers)
+            result = max(numbers)
+            text, answer = f"Which is larger, {write(first)} or {write(last)}?", write(result)
+            fact = f"Of {write(first)} and {write(last)}, {answer} is larger."
+        case _:
+            result = sum(numbers)
+            text, answer = f"What is {first} plus {last}?", str(result)
+            fact = f"{first} plus {last} is {answer}."
+    return Question(topic, numbers, result, text, answer, fact)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawn:
-    """Numbers of questions.
-
-    Raises:
-        ConfigError: a number is below 20.
-    """
+    """Numbers of questions."""
 
     train_examples: int = 20_000
     """number of training questions, drawn at random with repetitions"""
@@ -211,10 +168,16 @@ class _Drawn:
         check_whole(self, "train_examples", "validation_examples", "test_examples", least=20)
 
     def _questions(self, topics: Sequence[str] = TOPICS) -> dict[str, list[Question]]:
-        """Return the questions by split."""
         return {
             split: questions(split, getattr(self, f"{split}_examples"), topics)
             for split in ("train", "validation", "test")
+        }
+
+    def _each(self, make: Callable[[str, Question], Made], topics: Sequence[str] = TOPICS) -> dict[str, list[Made]]:
+        """Return what a function makes of each question and its name in error messages, by split."""
+        return {
+            split: [make(f"{split} question {number}", one) for number, one in enumerate(found, 1)]
+            for split, found in self._questions(topics).items()
         }
 
 
@@ -247,11 +210,7 @@ class NumberText(_Drawn, TextConfig):
         )
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> TextDataset | DocumentDataset:
-        """Return the dataset of the text. Raises the errors of `DataKind.prepare`."""
-        if tokenizer is None:
-            texts = self.read().splits
-            held_out = [*texts["validation"], *texts["test"]]
-            tokenizer = with_markers(build_tokenizer(self.tokenizer, texts["train"], held_out), None)
+        tokenizer = tokenizer or with_markers(tokenizer_of_splits(self.tokenizer, self.read().splits), None)
         return super().prepare(tokenizer)
 
 
@@ -268,13 +227,7 @@ class NumberChat(_Drawn, ConversationConfig):
 
     def read(self) -> dict[str, list[Conversation]]:
         """Return the conversations by split."""
-        return {
-            split: [
-                Conversation(f"{split} question {number}", [_asked(one), _answered(one.answer)], given=1)
-                for number, one in enumerate(found, 1)
-            ]
-            for split, found in self._questions().items()
-        }
+        return self._each(lambda place, one: Conversation(place, [_asked(one), _answered(one.answer)], given=1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,10 +248,7 @@ class NumberPreferences(_Drawn, PreferenceConfig):
 
     def read(self) -> dict[str, list[Preference]]:
         """Return the preferences by split."""
-        return {
-            split: [_preference(f"{split} question {number}", one) for number, one in enumerate(found, 1)]
-            for split, found in self._questions(TWO_FORMS).items()
-        }
+        return self._each(_preference, TWO_FORMS)
 
 
 def _preference(place: str, question: Question) -> Preference:
@@ -323,10 +273,4 @@ class NumberPrompts(_Drawn, PromptConfig):
 
     def read(self) -> dict[str, list[Prompt]]:
         """Return the prompts by split."""
-        return {
-            split: [
-                Prompt([_asked(one)], {"answer": one.answer}, f"{split} question {number}")
-                for number, one in enumerate(found, 1)
-            ]
-            for split, found in self._questions(("sum",)).items()
-        }
+        return self._each(lambda place, one: Prompt([_asked(one)], {"answer": one.answer}, place), ("sum",))

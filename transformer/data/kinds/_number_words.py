@@ -14,13 +14,13 @@ Portuguese is European ("dezasseis"). French has the hyphens used before 1990 ("
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -99,15 +99,11 @@ class NumberWords(PairConfig):
     def read(self) -> Pairs:
         """Return the pairs; a training number occurs as often as it was drawn."""
         found = _prepared(self).records(self.data_dir)
-        splits = {
-            split: [
-                example
-                for row in sorted(rows, key=lambda row: row["number"])
-                for example in [Example(row["source"].decode(), row["target"].decode(), str(len(str(row["number"]))))]
-                * row["times"]
-            ]
-            for split, rows in found.items()
-        }
+        splits: dict[str, list[Example]] = {split: [] for split in found}
+        for split, rows in found.items():
+            for row in sorted(rows, key=lambda row: row["number"]):
+                pair = Example(row["source"].decode(), row["target"].decode(), str(len(str(row["number"]))))
+                splits[split] += [pair] * row["times"]
         return Pairs(splits, NORMALIZATION_OF.get(self.source_language, "number_words"))
 
 
@@ -116,7 +112,7 @@ def _prepared(config: NumberWords) -> Prepared:
     languages = config.source_language, config.target_language
     digits, counts = config.max_digits, (config.train_examples, config.validation_examples, config.test_examples)
 
-    def examples(files: Any) -> dict[str, Iterator[tuple[int, dict]]]:
+    def examples(files: Mapping[str, Path]) -> dict[str, Iterator[tuple[int, dict]]]:
         del files
         numbers = {
             "train": training_numbers(digits, config.train_examples),
@@ -143,10 +139,8 @@ def _prepared(config: NumberWords) -> Prepared:
 
 def _in_words(numbers: list[int], source: str, target: str) -> Iterator[tuple[int, dict]]:
     for number, times in Counter(numbers).items():
-        yield (
-            number,
-            {"number": number, "times": times, "source": words(number, source), "target": words(number, target)},
-        )
+        texts = {"source": words(number, source), "target": words(number, target)}
+        yield number, {"number": number, "times": times} | texts
 
 
 def words(number: int, language: str) -> str:
@@ -160,7 +154,9 @@ def words(number: int, language: str) -> str:
         raise ValueError(f"language must be one of {', '.join(known)}, got {language!r}.{nearest(language, known)}")
     if not 0 <= number < 1_000_000:
         raise ValueError(f"number must be from 0 to 999,999, got {number}.")
-    text = _num2words()(number, lang=language)
+    from num2words import num2words
+
+    text = num2words(number, lang=language)
     if language == "en":
         return text.replace(",", "")
     if language == "es":
@@ -173,13 +169,6 @@ def words(number: int, language: str) -> str:
     return text
 
 
-@functools.cache
-def _num2words():
-    import num2words
-
-    return num2words.num2words
-
-
 def basic_numbers(max_digits: int) -> list[int]:
     """Return 0 to 20 and d x 10^k, the vocabulary of numbers.
 
@@ -189,12 +178,12 @@ def basic_numbers(max_digits: int) -> list[int]:
     return sorted(set(range(21)) | round_ones)
 
 
-def role(number: int) -> str:
-    """Return the split of a number that is not basic: `"train"` (8 of 10), `"validation"` or `"test"`.
+def role(thing: int | str) -> str:
+    """Return the split of a number that is not basic, or of a text: `"train"` (8 of 10), `"validation"` or `"test"`.
 
-    The hash of the number determines its split, so that random draws and languages can't move it to another split.
+    Its hash determines the split, so that random draws and languages can't move it to another split.
     """
-    tenth = int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:8], "big") % 10
+    tenth = int.from_bytes(hashlib.sha256(str(thing).encode()).digest()[:8], "big") % 10
     return {0: "test", 1: "validation"}.get(tenth, "train")
 
 
@@ -235,9 +224,7 @@ def held_out_numbers(split: str, max_digits: int, count: int) -> list[int]:
 
 
 def training_numbers(max_digits: int, count: int) -> list[int]:
-    """Draw `count` training numbers, with repetitions: all basic numbers, some round numbers, and others with balanced
-    digit counts.
-    """
+    """Draw training numbers, with repetitions: all basic, some round ones, and others with balanced digit counts."""
     basic = basic_numbers(max_digits)
     known = set(basic)
     draw = random.Random(f"train {max_digits} {count}")

@@ -75,7 +75,6 @@ class SeriesFile(SeriesConfig):
         """Return the selected columns; the splits are consecutive: training, validation, test.
 
         Raises:
-            FileNotFoundError: the file does not exist.
             ValueError: a column is missing, or a value is missing or not a number.
         """
         header, lines = read_table(self.path, "Fix the line.")

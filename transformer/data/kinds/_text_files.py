@@ -93,9 +93,7 @@ class TextFiles(TextConfig):
         """Find the files of the sources by split, and check them; they are not read completely.
 
         Raises:
-            FileNotFoundError: a pattern matches no file, or a dataset is not prepared.
             ValueError: a file has another format or no such field, or is for training and for evaluation.
-            ImportError: a Parquet or Arrow file, without pyarrow.
         """
         splits = {"train": self.paths, "validation": self.validation_paths}
         found = {
@@ -117,9 +115,8 @@ class TextFiles(TextConfig):
             RuntimeError: a process of the tokenization was killed.
             ValueError: a file is damaged, or a split has no document. Also raises the errors of `read`.
         """
-        found, root, share = self.read(), cache_root(self.cache_dir), self.validation_share
-        if self.validation_paths:
-            share = 0.0
+        found, root = self.read(), cache_root(self.cache_dir)
+        share = 0.0 if self.validation_paths else self.validation_share
         tokenizer = tokenizer or self._tokenizer(found["train"], share, root)
         splits = {
             split: [tokenize(source, tokenizer, self.text_field, held, root) for source in found[split]]

@@ -6,13 +6,17 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from transformer.config._checks import ConfigError, nearest
 from transformer.data._config import SUBWORDS, TokenizerConfig
 from transformer.data._dataset import Example
 from transformer.data._pairs import PairConfig, Pairs
 from transformer.data.files._tfds import NAME, no_random_access, open_prepared, unreadable
+
+if TYPE_CHECKING:
+    from tensorflow_datasets.core.data_sources.base import BaseDataSource
+    from tensorflow_datasets.core.splits import SplitDict
 
 BLOCK = 4096
 """number of pairs per read when iterating"""
@@ -70,7 +74,6 @@ class TFDSTranslation(PairConfig):
         """Return the pairs of the splits: train, validation and, if configured, test.
 
         Raises:
-            FileNotFoundError: the dataset is not prepared.
             ValueError: the dataset has another format, or has no such split or language, or splits overlap.
         """
         import tensorflow_datasets as tfds
@@ -116,24 +119,16 @@ class TFDSTranslation(PairConfig):
 class PreparedPairs(Sequence[Example]):
     """Pairs that are stored on disk and read on access, so that millions of pairs take no memory.
 
-    Args:
-        rows: records of a split.
-        languages: names of the source and target fields in a record.
-        folder: folder of the records, for error messages.
-
-    Raises:
-        ValueError: a file can't be read.
+    `languages` name the source and target fields of a record.
     """
 
-    def __init__(self, rows: Any, languages: tuple[str, str], folder: Path):
-        self._rows = rows
-        self._languages = languages
-        self.folder = folder
+    def __init__(self, rows: BaseDataSource, languages: tuple[str, str], folder: Path):
+        self._rows, self._languages, self.folder = rows, languages, folder
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, places: int | slice) -> Any:
+    def __getitem__(self, places: int | slice) -> Example | list[Example]:
         chosen = range(len(self))[places]
         return self._read(chosen) if isinstance(places, slice) else self._read([chosen])[0]
 
@@ -150,12 +145,8 @@ class PreparedPairs(Sequence[Example]):
         return [Example(row[source].decode().strip(), row[target].decode().strip()) for row in rows]
 
 
-def _parts(splits: Any, split: str, name: str) -> list[tuple[str, int, int]]:
-    """Return the file ranges of a split: file, first pair, and one past the last.
-
-    Raises:
-        ValueError: the slice is invalid or empty.
-    """
+def _parts(splits: SplitDict, split: str, name: str) -> list[tuple[str, int, int]]:
+    """Return the file ranges of a split: file, first pair, and one past the last."""
     try:
         files = splits[name].file_instructions
     except ValueError:

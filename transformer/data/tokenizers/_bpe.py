@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformer.data.tokenizers._base import VISIBLE, Tokenizer, check_vocabulary, listed, utf8
 from transformer.data.tokenizers._byte_level import byte_level_bytes
+
+if TYPE_CHECKING:
+    import tokenizers
 
 
 class BPETokenizer(Tokenizer):
@@ -18,8 +21,7 @@ class BPETokenizer(Tokenizer):
     the order in which they were learned.
 
     The `tokenizers` library learns and applies the merges. It does not know the special tokens, so that it can't find
-    any in a text. Saved vocabularies and merges are checked before the library reads them, because it panics on invalid
-    ones.
+    any in a text. Saved merges are checked before the library reads them, because it panics on invalid ones.
     """
 
     kind = "bpe"
@@ -52,11 +54,9 @@ class BPETokenizer(Tokenizer):
         return cls(vocabulary, [list(merge) for merge in model["merges"]], normalization, masked)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, encoded in parallel threads."""
         for text in texts:
             utf8(text)
         # The library counts ids from 0; the ids of this tokenizer start after the special tokens.
@@ -65,7 +65,6 @@ class BPETokenizer(Tokenizer):
         return [[first + i for i in text.ids] for text in found]
 
     def encode_sources(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each source, encoded in parallel threads."""
         return self.encode_all([self.normalize(text) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -77,7 +76,6 @@ class BPETokenizer(Tokenizer):
         return b"".join(byte_level_bytes(self.vocabulary[entry]) for entry in self._entries([i])) or None
 
     def state(self) -> dict[str, Any]:
-        """Return the complete state of this tokenizer as JSON values."""
         return super().state() | {"merges": [" ".join(merge) for merge in self.merges]}
 
     def _label(self, entry: int) -> str:
@@ -98,12 +96,10 @@ def _checked_merges(merges: list[list[str]], vocabulary: list[str]) -> list[tupl
     return [(left, right) for left, right in merges]
 
 
-def _byte_level(vocabulary: list[str] | None = None, merges: list[tuple[str, str]] | None = None) -> Any:
-    """Return a pipeline of the library: text -> words -> bytes -> merges, without normalization and special tokens.
-
-    Raises:
-        ValueError: bytes are missing in the vocabulary, or the library rejects the merges.
-    """
+def _byte_level(
+    vocabulary: list[str] | None = None, merges: list[tuple[str, str]] | None = None
+) -> tokenizers.Tokenizer:
+    """Return a pipeline of the library: text -> words -> bytes -> merges, without normalization and special tokens."""
     import tokenizers
 
     if vocabulary is None:

@@ -17,8 +17,7 @@ UNKNOWN_BYTES = -1
 def token_bytes(tokenizer: Tokenizer) -> np.ndarray | None:
     """Return the number of bytes of each token, (V,); special tokens have 0, and unknown tokens `UNKNOWN_BYTES`.
 
-    Return None for tokenizers that omit or change a part of the text, such as spaces or case: the number of bytes of
-    their tokens depends on the text.
+    None: a tokenizer that omits or changes a part of the text, such as spaces or case, so that it depends on the text.
     """
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     first = len(tokenizer.special_tokens)

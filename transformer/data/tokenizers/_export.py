@@ -23,15 +23,9 @@ def as_pretrained(
 ) -> PretrainedTokenizer:
     """Convert a tokenizer to one of the tokenizers library with the same ids for every text.
 
-    Args:
-        tokenizer: the tokenizer.
-        markers: names of special tokens to add after all others, for a chat template.
-        template: chat template to store with the tokenizer. With markers or a template, a tokenizer of characters or
-            words also gets an unknown token: people write to the model what its data does not contain.
-
-    Raises:
-        ValueError: the library has no equivalent of the normalization of prompts, or a word of the vocabulary is the
-            name of a special token.
+    `markers` are special tokens to add after all others, for a chat template. With markers or a template, a tokenizer
+    of characters or words also gets an unknown token: people write to the model what its data does not contain. Raises
+    ValueError if the library has no equivalent, or a word of the vocabulary is the name of a special token.
     """
     import tokenizers
 
@@ -60,7 +54,9 @@ def as_pretrained(
 def _ids(tokenizer: Tokenizer, markers: Sequence[str]) -> dict[str, int]:
     """Return the ids of all vocabulary entries and special tokens. Raises ValueError if an entry is the name of one."""
     special = tokenizer.special_tokens
-    ids = {entry: len(special) + i for i, entry in enumerate(_entries(tokenizer))}
+    # Bytes are represented by characters, as in the library.
+    entries = byte_level_characters() if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocabulary
+    ids = {entry: len(special) + i for i, entry in enumerate(entries)}
     if twice := [token for token in (*special, *markers) if token in ids]:
         raise ValueError(
             f"the vocabulary has the word {twice[0]}, which is also the name of a special token: in {TOKENIZER_FILE}, "
@@ -76,11 +72,12 @@ def _pipeline(tokenizer: Tokenizer, ids: dict[str, int], unknown_token: str | No
     from tokenizers import decoders, models, pre_tokenizers
 
     unknown = {} if unknown_token is None else {"unk_token": unknown_token}
-    before: Any
-    after: Any
+    model: models.Model
+    before: pre_tokenizers.PreTokenizer
+    after: decoders.Decoder | None
     match tokenizer:
         case BPETokenizer():
-            model: Any = models.BPE(vocab=ids, merges=tokenizer.merges)
+            model = models.BPE(vocab=ids, merges=tokenizer.merges)
             before, after = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
         case ByteTokenizer():
             # Without merges, each byte remains one token; without the regex, text is not split into words before.
@@ -108,10 +105,3 @@ def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
     names = {"pad_token": special[0], "bos_token": special[1], "eos_token": special[2], "unk_token": unknown}
     names |= {} if tokenizer.mask_id is None else {"mask_token": special[tokenizer.mask_id]}
     return names | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-
-
-def _entries(tokenizer: Tokenizer) -> list[str]:
-    """Return the vocabulary in the order of its ids; bytes are represented by characters, as in the library."""
-    if not isinstance(tokenizer, ByteTokenizer):
-        return tokenizer.vocabulary
-    return list(byte_level_characters())

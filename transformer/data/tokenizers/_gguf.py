@@ -51,9 +51,7 @@ class UnsupportedTokenizer(ValueError):
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the contents of tokenizer.json and tokenizer_config.json for the metadata of a GGUF file.
 
-    Raises:
-        UnsupportedTokenizer: there is no tokenizer, or none of a supported kind.
-        ValueError: the metadata of the tokenizer are damaged.
+    Raises UnsupportedTokenizer, or ValueError if the metadata are damaged.
     """
     kind = metadata.get(f"{PREFIX}model")
     if kind not in ("gpt2", "llama"):
@@ -185,7 +183,7 @@ def _settings(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, A
     return settings if template is None else settings | {"chat_template": template}
 
 
-def _checked(key: str, i: Any, tokens: Sequence[str]) -> int:
+def _checked(key: str, i: object, tokens: Sequence[str]) -> int:
     if type(i) is not int or not 0 <= i < len(tokens):
         raise ValueError(f"{PREFIX}{key} must be an id from 0 to {len(tokens) - 1}, got {i!r:.40}")
     return i

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from transformer.config._checks import nearest
 from transformer.config._local_paths import local_path
@@ -32,18 +32,11 @@ def build_tokenizer(
     normalization: str = "none",
     masked: bool = False,
 ) -> Tokenizer:
-    """Build a tokenizer for texts.
+    """Build a tokenizer for texts, perhaps with a mask token; the normalization applies to sources and prompts.
 
     A closed vocabulary (char, and word without a size) contains everything that occurs in any text, including held-out
     texts, so that all texts can be encoded. A learned or counted vocabulary (bpe, word with a size) is built from the
     training texts alone.
-
-    Args:
-        config: kind and size of the tokenizer.
-        train: training texts.
-        held_out: texts of the other splits.
-        normalization: a key of `NORMALIZERS`, applied to sources and prompts.
-        masked: whether to add a mask token.
     """
     if config.kind == "byte":
         return ByteTokenizer(normalization, masked)
@@ -60,6 +53,14 @@ def build_tokenizer(
     # Ties are sorted alphabetically, so that the vocabulary does not depend on the order of the texts.
     frequent = sorted(words, key=lambda word: (-words[word], word))[: config.vocab_size - 4 - masked]
     return WordTokenizer(frequent, normalization, unknown=True, masked=masked)
+
+
+def tokenizer_of_splits(
+    config: TokenizerConfig, texts: Mapping[str, Iterable[str]], normalization: str = "none", masked: bool = False
+) -> Tokenizer:
+    """Build a tokenizer for texts by split; all splits but `train` are held out."""
+    held_out = chain.from_iterable(part for split, part in texts.items() if split != "train")
+    return build_tokenizer(config, texts["train"], held_out, normalization, masked)
 
 
 def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
@@ -88,7 +89,7 @@ def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
         ) from error
 
 
-def _from_state(state: Any) -> Tokenizer:
+def _from_state(state: object) -> Tokenizer:
     if not isinstance(state, dict):
         raise ValueError(f"expected a JSON object, got {type(state).__name__}.")
     if state.get("format") != FORMAT:
@@ -99,8 +100,7 @@ def _from_state(state: Any) -> Tokenizer:
         raise ValueError(f"kind must be one of {', '.join(TOKENIZERS)}, got {kind!r:.80}.{hint}")
     if not isinstance(normalization, str):
         raise ValueError(f"normalization must be a string, got {normalization!r:.80}.")
-    special = state.get("special_tokens")
-    unknown, masked = _extras(special, kind)
+    unknown, masked = _extras(state.get("special_tokens"), kind)
     if kind == "byte":
         return ByteTokenizer(normalization, masked)
     vocabulary = _strings(state, "vocabulary")
@@ -111,7 +111,7 @@ def _from_state(state: Any) -> Tokenizer:
     return BPETokenizer(vocabulary, [merge.split(" ") for merge in _strings(state, "merges")], normalization, masked)
 
 
-def _extras(special: Any, kind: str) -> tuple[bool, bool]:
+def _extras(special: object, kind: str) -> tuple[bool, bool]:
     """Return whether the special tokens in a file include an unknown token and a mask token."""
     given = special if isinstance(special, list) else []
     unknown, masked = "<unk>" in given, "<mask>" in given

@@ -13,9 +13,7 @@ from typing import IO
 
 @contextlib.contextmanager
 def library_errors(what: str, remedy: str) -> Iterator[None]:
-    """Convert all errors of the library, including PanicException, to ValueError("what: message of the error.
-    remedy.").
-    """
+    """Convert all errors of the library, including PanicException, to ValueError("what: its message. remedy.")."""
     try:
         yield
     except BaseException as error:

@@ -19,19 +19,9 @@ class TooManyTokensError(ValueError):
 def check_length(tokenizer: Tokenizer, texts: Sequence[str], most: int, usual: int = USUAL_CHARACTERS) -> None:
     """Check that texts have at most `most` tokens together, about: count the tokens of parts until they are too many.
 
-    A part costs the same whatever follows it, so a text of any length is refused after about `most` tokens. A cut can
-    divide a token, and so the count of the parts may exceed `most` by a twentieth: the caller checks what passes.
-
-    Args:
-        tokenizer: the tokenizer.
-        texts: the texts.
-        most: maximum number of tokens of all texts together.
-        usual: characters per token up to which nothing is checked, as up to `MOST_PART` characters: encoding all of
-            it costs little.
-
-    Raises:
-        TooManyTokensError: they have more.
-        ValueError: the tokenizer can't encode a text.
+    A part costs the same whatever follows it, so a text of any length is refused (TooManyTokensError) after about
+    `most` tokens. A cut can divide a token, and so the count of the parts may exceed `most` by a twentieth: the caller
+    checks what passes. Up to `usual` characters per token, or `MOST_PART` characters, nothing is checked.
     """
     if sum(map(len, texts)) <= max(usual * most, MOST_PART):
         return

@@ -8,30 +8,20 @@ from collections.abc import Callable
 
 _HYPHENS_AND_COMMAS = re.compile(r"[-\u00ad\u2010-\u2015\u2212,.;!?\s]+")
 
-_BRAZILIAN = {
-    "quatorze": "catorze",
-    "dezesseis": "dezasseis",
-    "dezessete": "dezassete",
-    "dezenove": "dezanove",
-}
+_BRAZILIAN = {"quatorze": "catorze", "dezesseis": "dezasseis", "dezessete": "dezassete", "dezenove": "dezanove"}
 
 
 def plain(text: str) -> str:
-    """Return the text unchanged."""
     return text
 
 
 def number_words(text: str) -> str:
-    """Convert to lower case, remove commas and hyphens, and separate words by one space: `"Vingt-et-un"` ->
-    `"vingt et un"`.
-    """
+    """Convert to lower case, without commas and hyphens, with one space: `"Vingt-et-un"` -> `"vingt et un"`."""
     return _HYPHENS_AND_COMMAS.sub(" ", unicodedata.normalize("NFC", text).lower()).strip()
 
 
 def english_number_words(text: str) -> str:
-    """Apply `number_words`, remove "and", and replace "a" by "one": `"A hundred and forty-two"` -> `"one hundred forty
-    two"`.
-    """
+    """Apply `number_words` without "and", and with "one" for "a": `"A hundred and two"` -> `"one hundred two"`."""
     words = number_words(text).split()
     return " ".join("one" if word == "a" else word for word in words if word != "and")
 

@@ -52,21 +52,17 @@ class PretrainedTokenizer(Tokenizer):
     those in generation_config.json, else the one in the tokenizer files; `eos_id` is the first of them. Without a
     padding token, `pad_id` is `eos_id` or 0; this is safe because padding is always masked.
 
-    Raises:
-        ValueError: a file is damaged, or does not match the others or `vocab_size`.
+    `files` has the contents by name, including tokenizer.json; `vocab_size` is the number of rows of the embedding
+    table (None: determined by the ids). Raises ValueError if a file is damaged, or does not match the others.
     """
 
     kind = "pretrained"
+    files: Mapping[str, bytes]
+    """contents of the tokenizer's files by name, including chat templates"""
     eos_ids: tuple[int, ...]
 
     def __init__(self, files: Mapping[str, bytes], vocab_size: int | None = None):
-        """Load the tokenizer.
-
-        Args:
-            files: file contents by name, including tokenizer.json.
-            vocab_size: number of rows of the embedding table; None: determined by the ids.
-        """
-        self._files = dict(files)
+        self.files = dict(files)
         self._library, self._source, content, self._changed = _opened(files)
         self._library.encode_special_tokens = True
         ids = self._library.get_vocab(with_added_tokens=True)
@@ -111,27 +107,17 @@ class PretrainedTokenizer(Tokenizer):
         self._reserved = self._special - {self._unknown}
 
     @property
-    def files(self) -> Mapping[str, bytes]:
-        """Contents of the tokenizer's files by name, including chat templates."""
-        return self._files
-
-    @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens, which `decode` omits."""
         return frozenset(self._special)
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Names of the special tokens, sorted by id; in contrast to other tokenizers, their ids need not be the
-        first.
-        """
+        """Names of the special tokens, sorted by id; unlike in other tokenizers, their ids need not be the first."""
         return tuple(str(self._library.id_to_token(i)) for i in sorted(self._special))
 
     @property
     def text_ids(self) -> list[int]:
-        """Sorted ids that represent text: all ids with a token, except special tokens and tokens added around a
-        text.
-        """
+        """Sorted ids that represent text: those with a token, without special tokens and those added around a text."""
         ids = set(self._library.get_vocab(with_added_tokens=True).values())
         return sorted(ids - self._special - set(self.encode_model("", "")[0]))
 
@@ -146,9 +132,6 @@ class PretrainedTokenizer(Tokenizer):
         return self._size
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; special tokens are neither added nor recognized. Raises ValueError if the
-        library fails.
-        """
         return self._encoded(text, None, special=False)[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
@@ -186,11 +169,7 @@ class PretrainedTokenizer(Tokenizer):
         return [part for part in unknown if part] + [character for character in text if character in dropped]
 
     def encode_model(self, text: str, pair: str | None = None) -> tuple[list[int], list[int]]:
-        """Return ids and token types of one or two texts, with the special tokens used in training ([CLS] ... [SEP]).
-
-        Raises:
-            ValueError: the library fails on the text.
-        """
+        """Return ids and token types of one or two texts, with the special tokens of training ([CLS] ... [SEP])."""
         return self._encoded(text, pair, special=True)
 
     def encode_source(self, text: str) -> list[int]:
@@ -221,26 +200,19 @@ class PretrainedTokenizer(Tokenizer):
     def library_copy(self) -> tokenizers.Tokenizer:
         """Return a new tokenizer of the library with the settings of the files, which recognizes special tokens.
 
-        It is another object than that of `encode`, because the option to recognize them applies to all threads that use
-        one.
+        Not that of `encode`, because the option to recognize them applies to all threads that use one.
         """
         return _library_of(self._source)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, without special tokens and ids without a token.
-
-        Raises:
-            ValueError: an id is out of range.
-        """
+        """Return the text of ids, without special tokens and ids without a token."""
         text = [i for i in self._checked(ids) if i not in self._special]
         remedy = "The tokenizer's file is damaged: download it again"
         with library_errors("the tokenizers library failed to decode", remedy), self._hold_decoder():
             return self._library.decode(text, skip_special_tokens=False)
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Return one label per id for figures, with visible spaces, names of special tokens, and `<id 7>` for ids
-        without a token.
-        """
+        """Return one label per id, with visible spaces, names of special tokens, and `<id 7>` for those without one."""
         return [self._label(i) for i in self._checked(ids)]
 
     def token_bytes(self, i: int) -> bytes | None:
@@ -269,13 +241,10 @@ class PretrainedTokenizer(Tokenizer):
         }
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Write the tokenizer files, unchanged, into a directory, which is created if missing.
-
-        config.json is not written: it belongs to the model.
-        """
+        """Write the tokenizer files, unchanged, into a directory; not config.json, which belongs to the model."""
         directory = local_path(directory, "directory")
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in self._files.items():
+        for name, content in self.files.items():
             if name != "config.json":
                 partial = directory / f"{name}.partial"
                 partial.parent.mkdir(exist_ok=True)
@@ -283,11 +252,9 @@ class PretrainedTokenizer(Tokenizer):
                 partial.replace(directory / name)
 
     def save_alone(self, directory: str | os.PathLike) -> None:
-        """Write the tokenizer files, and a config.json with only the tokenizer fields, into a directory that has no
-        model.
-        """
+        """Write the tokenizer files, and a config.json with only the tokenizer fields."""
         self.save(directory)
-        given = _object("config.json", self._files)
+        given = _object("config.json", self.files)
         kept = {name: value for name, value in given.items() if name.endswith("_token_id")} | {"vocab_size": self._size}
         partial = Path(directory) / "config.json.partial"
         partial.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
@@ -297,7 +264,7 @@ class PretrainedTokenizer(Tokenizer):
         """Return JSON values that identify this tokenizer: the hash of its file, and the special tokens."""
         return {
             "kind": self.kind,
-            "sha256": hashlib.sha256(self._files[TOKENIZER_FILE]).hexdigest(),
+            "sha256": hashlib.sha256(self.files[TOKENIZER_FILE]).hexdigest(),
             "vocab_size": self._size,
             "special_tokens": [self.pad_id, self.bos_id, self.unk_id, self.mask_id, list(self.eos_ids)],
         } | ({"settings": self._changed} if self._changed else {})
@@ -322,9 +289,7 @@ class PretrainedTokenizer(Tokenizer):
 
     @contextlib.contextmanager
     def _library_errors(self) -> Iterator[None]:
-        """Convert library errors for a text: a regular expression of the file can exceed the step limit of the
-        library.
-        """
+        """Convert library errors for a text: a regular expression of the file can exceed the library's step limit."""
         remedy = "Shorten it, or download the tokenizer's file again"
         with library_errors("the tokenizers library failed on this text", remedy), self._hold():
             yield
@@ -363,11 +328,7 @@ class PretrainedTokenizer(Tokenizer):
 
 
 def _opened(files: Mapping[str, bytes]) -> tuple[tokenizers.Tokenizer, str, dict[str, Any], dict[str, Any]]:
-    """Return the library's tokenizer, its source, the content of the source, and what tokenizer_config.json changes.
-
-    Raises:
-        ValueError: the library can't read tokenizer.json.
-    """
+    """Return the library's tokenizer, its source, the content of the source, and what tokenizer_config.json changes."""
     with library_errors(f"{TOKENIZER_FILE} is not a valid tokenizer", "Download the file again"), held_stderr():
         source = files[TOKENIZER_FILE].decode("utf-8")
         library = _library_of(source)
@@ -391,7 +352,7 @@ def _library_of(source: str) -> tokenizers.Tokenizer:
     return library
 
 
-def _decoder_types(decoder: Any) -> set[str]:
+def _decoder_types(decoder: object) -> set[str]:
     """Return the types of a decoder of the file, and of those in a sequence."""
     if not isinstance(decoder, dict):
         return set()
@@ -399,7 +360,7 @@ def _decoder_types(decoder: Any) -> set[str]:
     return {str(decoder.get("type"))}.union(*map(_decoder_types, parts))
 
 
-def encode_one(library: Any, given: str | tuple[str, str], special: bool) -> Any:
+def encode_one(library: tokenizers.Tokenizer, given: str | tuple[str, str], special: bool) -> tokenizers.Encoding:
     """Return the encoding of one text or of a pair, by the library.
 
     A long one is encoded as a batch, because only for batches does the library release Python's global lock: otherwise
@@ -455,9 +416,7 @@ class _SpecialTokens:
         self._token_to_id, self._vocab_size = token_to_id, vocab_size
 
     def id_of(self, role: str) -> int | None:
-        """Return the id of a role: from the name of its token if a file has one (null: no such token), else from its
-        id.
-        """
+        """Return the id of a role: from the name of its token if a file has one (null: no token), else from its id."""
         for file in _NAMING:
             if f"{role}_token" in self._objects[file]:
                 return self._named(file, role)
@@ -468,9 +427,8 @@ class _SpecialTokens:
         """Return the ids of all end tokens; generation_config.json has priority over the other files."""
         if ids := self._numbered("generation_config.json", "eos"):
             return ids
-        if (
-            len(ids := self._numbered("config.json", "eos")) > 1
-        ):  # several end tokens; the name in other files identifies only one
+        # Several end tokens: the name in other files identifies only one.
+        if len(ids := self._numbered("config.json", "eos")) > 1:
             return ids
         end = self.id_of("eos")
         return () if end is None else (end,)
@@ -507,13 +465,8 @@ class _SpecialTokens:
 def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | None = None) -> PretrainedTokenizer:
     """Load the tokenizer of a model directory: tokenizer.json, and special tokens from the JSON files next to it.
 
-    Args:
-        directory: a model directory.
-        vocab_size: number of rows of the embedding table, which limits the ids; None: determined by the ids.
-
-    Raises:
-        FileNotFoundError: there is no tokenizer.json; the message says how to convert other tokenizer files.
-        ValueError: a file is damaged or too large, or does not match the others or `vocab_size`.
+    `vocab_size` is the number of rows of the embedding table (None: determined by the ids). Raises FileNotFoundError,
+    or ValueError if a file is damaged or too large, or does not match the others.
     """
     directory = local_path(directory, "directory")
     files = {}
@@ -545,11 +498,7 @@ def _further_templates(directory: Path) -> list[str]:
 
 
 def load_saved_alone(directory: str | os.PathLike) -> PretrainedTokenizer:
-    """Load a tokenizer saved by `PretrainedTokenizer.save_alone`.
-
-    Raises:
-        ValueError: config.json has an invalid vocab_size, or an error of `load_pretrained_tokenizer`.
-    """
+    """Load a tokenizer saved by `PretrainedTokenizer.save_alone`."""
     path = Path(directory) / "config.json"
     files = {"config.json": read_bounded(Path(directory), "config.json")} if os.path.lexists(path) else {}
     size = _object("config.json", files).get("vocab_size")

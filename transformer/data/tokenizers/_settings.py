@@ -27,12 +27,7 @@ _CLASSES = dict.fromkeys(_NORMALIZER, _BERT) | {"add_prefix_space": _PREFIX}
 def with_settings(content: dict[str, Any], config: Mapping[str, Any], class_name: str | None) -> dict[str, Any]:
     """Return the content of tokenizer.json with the settings of tokenizer_config.json that contradict it.
 
-    They apply if the tokenizer class reads them, as in transformers. A warning lists what contradicts.
-
-    Args:
-        content: tokenizer.json.
-        config: tokenizer_config.json.
-        class_name: tokenizer class, such as "BertTokenizer"; None: unknown, then all settings apply.
+    They apply if the tokenizer class reads them, as in transformers, or is unknown. A warning lists what contradicts.
     """
     known = None if class_name is None else class_name.removesuffix("Fast").removesuffix("Tokenizer")
     changed, used, ignored = copy.deepcopy({name: content.get(name) for name in _PARTS}), [], []
@@ -40,9 +35,12 @@ def with_settings(content: dict[str, Any], config: Mapping[str, Any], class_name
         if not isinstance(value := config.get(setting), bool):
             continue
         applied = copy.deepcopy(changed)
-        applied = (
-            _with_prefix(applied, value) if setting == "add_prefix_space" else _with_field(applied, setting, value)
-        )
+        if setting == "add_prefix_space":
+            _set_prefix(applied, value)
+        else:
+            for one in _components(applied["normalizer"]):
+                if one.get("type") == "BertNormalizer":
+                    one[_NORMALIZER[setting]] = value
         if applied == changed:
             continue
         if known is None or known in models:
@@ -65,11 +63,7 @@ _PARTS = ("normalizer", "pre_tokenizer")
 
 
 def truncation_side(content: Mapping[str, Any], config: Mapping[str, Any]) -> Side:
-    """Return the side at which long texts are cut: that of tokenizer_config.json, else that of tokenizer.json.
-
-    Raises:
-        ValueError: neither left nor right.
-    """
+    """Return the side at which long texts are cut: that of tokenizer_config.json, else that of tokenizer.json."""
     own = content.get("truncation")
     side = config.get("truncation_side", own.get("direction", "right") if isinstance(own, Mapping) else "right")
     if not isinstance(side, str) or side.lower() not in ("left", "right"):
@@ -82,11 +76,7 @@ def truncation_side(content: Mapping[str, Any], config: Mapping[str, Any]) -> Si
 def truncated(ids: list[int], text: list[int], limit: int, side: Side) -> list[int]:
     """Return at most `limit` ids: those of the text lose its end or its start, special tokens around it are kept.
 
-    Args:
-        ids: the text with its special tokens.
-        text: the ids of the text alone.
-        limit: maximum number of ids.
-        side: "right" cuts the end of the text, "left" its start.
+    `text` has the ids of the text alone; the side "right" cuts its end.
     """
     around = len(ids) - len(text)
     starts = [i for i in range(around + 1) if ids[i : i + len(text)] == text]
@@ -97,7 +87,7 @@ def truncated(ids: list[int], text: list[int], limit: int, side: Side) -> list[i
     return [*ids[:start], *text, *ids[start + len(ids) - around :]]
 
 
-def _components(part: Any) -> Iterator[dict[str, Any]]:
+def _components(part: object) -> Iterator[dict[str, Any]]:
     """Yield a component and, if it is a sequence, those inside."""
     if isinstance(part, dict):
         yield part
@@ -105,14 +95,7 @@ def _components(part: Any) -> Iterator[dict[str, Any]]:
             yield from _components(inner)
 
 
-def _with_field(parts: dict[str, Any], setting: str, value: bool) -> dict[str, Any]:
-    for one in _components(parts["normalizer"]):
-        if one.get("type") == "BertNormalizer":
-            one[_NORMALIZER[setting]] = value
-    return parts
-
-
-def _with_prefix(parts: dict[str, Any], value: bool) -> dict[str, Any]:
+def _set_prefix(parts: dict[str, Any], value: bool) -> None:
     """Set whether a space is put before a text, as SentencePiece and the byte-level BPE of GPT-2 can do."""
     spaces = [one for one in _components(parts["normalizer"]) if one.get("type") == "Prepend"]
     for one in _components(parts["pre_tokenizer"]):
@@ -125,7 +108,6 @@ def _with_prefix(parts: dict[str, Any], value: bool) -> dict[str, Any]:
                 one["prepend_scheme"] = "always" if value else "never"
     if spaces and not value:
         parts["normalizer"] = _without_prepend(parts["normalizer"])
-    return parts
 
 
 def _without_prepend(normalizer: dict[str, Any]) -> dict[str, Any] | None:

@@ -10,11 +10,7 @@ from transformer.data.tokenizers._base import VISIBLE, Tokenizer, check_vocabula
 
 
 class CharTokenizer(Tokenizer):
-    """A tokenizer with one token per character. A character outside the vocabulary is an error.
-
-    Raises:
-        ValueError: the vocabulary is empty, or has duplicates or entries that are not single characters.
-    """
+    """A tokenizer with one token per character. A character outside the vocabulary is an error."""
 
     kind = "char"
 
@@ -45,9 +41,6 @@ class WordTokenizer(Tokenizer):
     """A tokenizer with one token per word; words are separated by spaces.
 
     A word outside the vocabulary becomes the unknown token or, without `unknown`, is an error.
-
-    Raises:
-        ValueError: the vocabulary is empty, or has duplicates or words with spaces.
     """
 
     kind = "word"
@@ -90,7 +83,6 @@ class ByteTokenizer(Tokenizer):
         super().__init__([f"{byte:02x}" for byte in range(256)], normalization, masked=masked)
 
     def encode(self, text: str) -> list[int]:
-        """Return one id per byte."""
         first = len(self.special_tokens)
         return [first + byte for byte in utf8(text)]
 
