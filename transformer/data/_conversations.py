@@ -15,8 +15,7 @@ from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
 from transformer.data._config import SUBWORDS, TokenizerConfig, check_date
 from transformer.data._dataset import Batch, DataKind, Dataset, fingerprint, spread
 from transformer.data._packed_rows import PackedRows
-from transformer.data._turns import Conversation, TrainOn, chat_encoders, encode
-from transformer.data._unread_parts import warn_of_unread
+from transformer.data._turns import Conversation, TrainOn, chat_encoders, encode, warn_of_unread
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 

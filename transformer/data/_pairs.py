@@ -14,7 +14,7 @@ import numpy as np
 from transformer.config._checks import ConfigError, check_whole
 from transformer.data._buckets import TokenBatches
 from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint, spread
-from transformer.data._packed_pairs import packed_batches
+from transformer.data._packed_rows import packed_batches
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.data.tokenizers._kinds import build_tokenizer
 from transformer.data.tokenizers._normalization import NORMALIZERS

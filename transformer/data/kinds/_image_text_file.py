@@ -8,9 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from transformer.config._checks import ConfigError, nearest
-from transformer.data._captions import CaptioningConfig
+from transformer.data._captions import CaptionConfig, Captioned, CaptioningConfig, Pictures
 from transformer.data._config import check_path, check_share
-from transformer.data._image_captions import CaptionConfig, Captioned, Pictures
 from transformer.data.files._images import ImageFiles, ImageFilesConfig, image_rows, split_by_digest
 from transformer.data.files._texts import read_json_objects, read_table
 

@@ -11,8 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from transformer.config._checks import ConfigError, check_whole
-from transformer.data._captions import CaptioningConfig
-from transformer.data._image_captions import CaptionConfig, Captioned, Pictures
+from transformer.data._captions import CaptionConfig, Captioned, CaptioningConfig, Pictures
 
 COLORS = {
     "red": (220, 40, 40),
