@@ -8,7 +8,7 @@ import pytest
 
 from transformer import data
 from transformer.data import Example, JsonLines, NumberWords, ParallelText, TextFile, TokenizerConfig
-from transformer.data._pairs import PairDataset
+from transformer.data._pairs import PairDataset, Pairs
 from transformer.data._pipeline import check_batch
 from transformer.data._texts import TextDataset
 from transformer.data.tokenizers._vocabularies import CharTokenizer, WordTokenizer
@@ -34,7 +34,7 @@ def pair_dataset(pairs=(("a b", "c"), ("a", "c d e"), ("d e a", "b")), **changes
     config = dataclasses.replace(ParallelText(source_path="-", batch_size=2, eval_batch_size=2), **changes)
     examples = [Example(*pair) for pair in pairs]
     tokenizer = WordTokenizer(list("abcde"))
-    return PairDataset(config, tokenizer, {"train": examples, "validation": examples})
+    return PairDataset(config, tokenizer, Pairs({"train": examples, "validation": examples}))
 
 
 def take(batches, count: int) -> list[dict[str, np.ndarray]]:
@@ -180,9 +180,8 @@ def test_the_fingerprint_knows_contents_tokenizer_and_lengths():
 
 def test_examples_are_spread_over_groups():
     examples = [Example("a", "b", "1")] * 2 + [Example("a", "b", "2")] * 50 + [Example("c", "d", "2")] * 50
-    dataset = PairDataset(
-        ParallelText(source_path="-"), WordTokenizer(list("abcd")), {"train": examples, "validation": examples}
-    )
+    found = Pairs({"train": examples, "validation": examples})
+    dataset = PairDataset(ParallelText(source_path="-"), WordTokenizer(list("abcd")), found)
     chosen = dataset.examples("validation", 8)
     assert [example.group for example in chosen] == ["1"] * 2 + ["2"] * 6
     assert {example.source for example in chosen[2:]} == {"a", "c"}

@@ -11,9 +11,7 @@ from transformer.data.kinds._etth1 import ETTh1
 from transformer.data.kinds._image_file import ImageFile
 from transformer.data.kinds._image_folder import ImageFolder
 from transformer.data.kinds._image_text_file import CaptionFile, ImageTextFile
-from transformer.data.kinds._json_lines import JsonLines
 from transformer.data.kinds._labeled_text import LabeledText
-from transformer.data.kinds._masked_text import MaskedText
 from transformer.data.kinds._multi30k import Multi30k
 from transformer.data.kinds._number_chat import NumberChat, NumberPreferences, NumberPrompts, NumberText
 from transformer.data.kinds._number_words import NumberWords
@@ -23,7 +21,7 @@ from transformer.data.kinds._prompts import Prompts
 from transformer.data.kinds._series_file import SeriesFile
 from transformer.data.kinds._shapes import Shapes, ShapesCaptions
 from transformer.data.kinds._sst2 import SST2, MaskedSST2, SST2Sentences
-from transformer.data.kinds._text_file import TextFile
+from transformer.data.kinds._text_file import JsonLines, MaskedText, TextFile
 from transformer.data.kinds._text_files import TextFiles
 from transformer.data.kinds._tfds_translation import TFDSTranslation
 from transformer.data.kinds._tiny_shakespeare import TinyShakespeare

@@ -74,10 +74,7 @@ class TokenBatches:
 
     Item i is (bucket, members, number of rows that are filled). Each pass contains every pair once, and its batches are
     in random order. The order depends only on the seed and the number of the pass, so that training can resume at any
-    batch.
-
-    Raises:
-        ValueError: a pair is too long for `batch_tokens`.
+    batch. Raises ValueError if a pair is too long for `batch_tokens`.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from transformer.data._labels import encode_within
 from transformer.data.files._images import READING, ImageFiles
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.data.tokenizers._export import as_pretrained
-from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._kinds import tokenizer_of_splits
 from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.media._images import ImageProcessor
 
@@ -40,22 +40,9 @@ class Pictures:
     """index of the image of each caption, (M,)"""
 
 
-@dataclass(frozen=True)
-class Captioned:
-    """Pairs of images and captions by split, and the normalization of pixels: (pixels / 255 - mean) / std."""
-
-    splits: Mapping[str, Pictures]
-    mean: tuple[float, ...] = HALF
-    std: tuple[float, ...] = HALF
-
-
 @dataclass(frozen=True, kw_only=True)
 class CaptionConfig(DataKind):
-    """Options of all kinds of captioned images: the model learns which caption belongs to which image.
-
-    Raises:
-        ConfigError: a number out of range.
-    """
+    """Options of all kinds of captioned images: the model learns which caption belongs to which image."""
 
     task: ClassVar[str] = "contrastive"
 
@@ -72,87 +59,67 @@ class CaptionConfig(DataKind):
         check_whole(self, "batch_size", "eval_batch_size", "max_length", least=2)
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> CaptionDataset:
-        """Return the dataset of the pairs. Raises the errors of `DataKind.prepare`."""
         found = self.read()
-        if tokenizer is None:
-            parts = {split: pictures.captions for split, pictures in found.splits.items()}
-            held_out = [text for split, part in parts.items() if split != "train" for text in part]
-            tokenizer = build_tokenizer(self.tokenizer, list(parts["train"]), held_out)
+        captions = {split: pictures.captions for split, pictures in found.items()}
+        tokenizer = tokenizer or tokenizer_of_splits(self.tokenizer, captions)
         return CaptionDataset(self, tokenizer, found)
 
 
 class CaptionDataset(Dataset):
-    """Images with normalized pixels, and their captions, padded on the right to `max_length` tokens.
+    """Images with normalized pixels, and their captions, padded on the right to `max_length` tokens."""
 
-    Raises:
-        ValueError: a caption has no tokens.
-    """
-
-    def __init__(self, config: CaptionConfig, tokenizer: Tokenizer, found: Captioned):
-        self.config = config
-        self.tokenizer = tokenizer
-        self._splits, self._mean, self._std = found.splits, found.mean, found.std
-        self.splits = tuple(found.splits)
+    def __init__(self, config: CaptionConfig, tokenizer: Tokenizer, splits: Mapping[str, Pictures]):
+        self.config, self.tokenizer, self._splits = config, tokenizer, splits
+        self._rows = {split: pictures.captions for split, pictures in splits.items()}
         height, width, _ = self._shape
-        self.processor = ImageProcessor(height=height, width=width, mean=found.mean, std=found.std)
-        if isinstance(files := found.splits["train"].pixels, ImageFiles):
+        self.processor = ImageProcessor(height=height, width=width, mean=HALF, std=HALF)
+        if isinstance(files := splits["train"].pixels, ImageFiles):
             self.processor, self.read_options = files.processor, READING
         self._tokens: dict[str, Ragged] = {}
         self._truncated = 0
-        for split, pictures in found.splits.items():
-            encoded = [self._encode(text) for text in pictures.captions]
+        for split, captions in self._rows.items():
+            encoded = [self._encode(text) for text in captions]
             self._tokens[split] = Ragged(ids for ids, _ in encoded)
             self._truncated += sum(truncated for _, truncated in encoded)
-        self.fingerprint = self._fingerprint()
+        pixels = {name: _digest(pictures.pixels) for name, pictures in splits.items()}
+        normalization = [list(HALF)] * 2  # mean and deviation
+        settings = [config.kind, pixels, list(self._shape), *normalization, tokenizer.state(), config.max_length]
+        arrays = [array for name, part in splits.items() for array in (part.places, self._tokens[name].values)]
+        self.fingerprint = fingerprint(settings, self._rows, arrays)
 
     def _encode(self, text: str) -> tuple[list[int], bool]:
         """Return the token ids of a caption, and whether it was truncated."""
         ids, _, truncated = encode_within(self.tokenizer, text, self.config.max_length)
         return ids, truncated
 
-    def _fingerprint(self) -> str:
-        pixels = {name: _digest(pictures.pixels) for name, pictures in self._splits.items()}
-        shape = list(self._shape)
-        settings = [self.config.kind, pixels, shape, list(self._mean), list(self._std), self.tokenizer.state()]
-        arrays = [array for name, part in self._splits.items() for array in (part.places, self._tokens[name].values)]
-        captions = {name: pictures.captions for name, pictures in self._splits.items()}
-        return fingerprint([*settings, self.config.max_length], captions, arrays)
-
     @property
     def _shape(self) -> tuple[int, ...]:
         return self._splits["train"].pixels.shape[1:]
 
     def describe(self) -> str:
-        """Describe pairs, sizes, vocabulary and the number of truncated captions in one line."""
-        sizes = ", ".join(f"{len(pictures.captions):,} {split}" for split, pictures in self._splits.items())
         truncated = f" ({self._truncated:,} truncated)" if self._truncated else ""
         height, width, channels = self._shape
         return (
-            f"{self.config.kind}: {sizes} pairs of an image ({height} x {width} x {channels}) and a caption of up to "
-            f"{self._longest} tokens{truncated}, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
+            f"{self.config.kind}: {self._sizes} pairs of an image ({height} x {width} x {channels}) and a caption of "
+            f"up to {self._longest} tokens{truncated}, {self._vocabulary}"
         )
 
     @property
     def _longest(self) -> int:
-        """Number of tokens of the longest caption."""
         return max(ragged.longest for ragged in self._tokens.values())
 
     def _pair_at(self, split: str, row: int) -> Example:
-        return Example(self._splits[split].captions[row], "")
+        return Example(self._rows[split][row], "")
 
     def eval_batches(self, split: str = "validation", limit: int | None = None) -> Sequence[Batch]:
         """Return the batches of a split, at most `limit`: of `eval_batch_size` rows each, padded with weight 0.
 
-        The pairs are divided evenly. Otherwise a short last batch would have few captions to choose from, and its
-        retrieval would be easier.
+        The pairs are divided evenly: a short last batch would have few captions, and its retrieval would be easier.
         """
         self._check_split(split)
         rows = self._eval_rows(split)
         count = -(-len(rows) // self.config.eval_batch_size)  # rounded up
         return [self._eval_batch(split, part) for part in np.array_split(rows, count)[:limit]]
-
-    def _size(self, split: str) -> int:
-        return len(self._splits[split].captions)
 
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         tokens, lengths = self._tokens[split].padded(rows, self.config.max_length, self.tokenizer.pad_id)
@@ -169,23 +136,16 @@ class CaptionDataset(Dataset):
         if isinstance(pictures.pixels, ImageFiles):
             return pictures.pixels[pictures.places[rows]]
         pixels = pictures.pixels[pictures.places[rows]].astype(np.float32) / np.float32(255.0)
-        return (pixels - np.asarray(self._mean, np.float32)) / np.asarray(self._std, np.float32)
+        return (pixels - np.asarray(HALF, np.float32)) / np.asarray(HALF, np.float32)
 
 
 def _digest(array: np.ndarray | ImageFiles) -> str:
-    """Return the SHA-256 of an array of bytes, or of files."""
-    if isinstance(array, ImageFiles):
-        return array.digest()
-    return hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
+    return array.digest() if isinstance(array, ImageFiles) else hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptioningConfig(CaptionConfig):
-    """Options of all kinds of captions to write: the model reads an image and writes its caption.
-
-    Raises:
-        ConfigError: a number out of range, or no room for a caption after the image.
-    """
+    """Options of all kinds of captions to write: the model reads an image and writes its caption."""
 
     task: ClassVar[str] = "captioning"
     group_name: ClassVar[str] = "group"
@@ -212,28 +172,20 @@ class CaptioningConfig(CaptionConfig):
         return ""
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> CaptioningDataset:
-        """Return the dataset. A tokenizer that is built from the captions has the special token `<image>`.
-
-        Raises the errors of `DataKind.prepare`.
-        """
+        """Return the dataset. A tokenizer that is built from the captions has the special token `<image>`."""
         found = self.read()
         if tokenizer is None:
-            texts = {split: [*pictures.captions, self.prompt] for split, pictures in found.splits.items()}
-            held_out = [text for split, part in texts.items() if split != "train" for text in part]
-            tokenizer = as_pretrained(build_tokenizer(self.tokenizer, texts["train"], held_out), [IMAGE_TOKEN])
+            texts = {split: [*pictures.captions, self.prompt] for split, pictures in found.items()}
+            tokenizer = as_pretrained(tokenizer_of_splits(self.tokenizer, texts), [IMAGE_TOKEN])
         return CaptioningDataset(self, tokenizer, found)
 
 
 class CaptioningDataset(CaptionDataset):
     """Rows of image tokens, a prompt, a caption and an end token, with normalized pixels. Only the caption and the end
     token have a weight.
-
-    Raises:
-        ValueError: a caption has no tokens, the tokenizer has no image token or end token, or the image and the prompt
-            fill a row.
     """
 
-    def __init__(self, config: CaptioningConfig, tokenizer: Tokenizer, found: Captioned):
+    def __init__(self, config: CaptioningConfig, tokenizer: Tokenizer, splits: Mapping[str, Pictures]):
         if not isinstance(tokenizer, PretrainedTokenizer) or IMAGE_TOKEN not in tokenizer.special_tokens:
             raise ValueError(
                 f"the tokenizer has no special token {IMAGE_TOKEN}, which stands for a part of an image. Start from a "
@@ -252,7 +204,7 @@ class CaptioningDataset(CaptionDataset):
                 f"max_length ({config.max_length}) has no room for a caption: the image and the prompt have "
                 f"{len(self.prefix)} tokens. Raise --data.max-length."
             )
-        super().__init__(config, tokenizer, found)
+        super().__init__(config, tokenizer, splits)
 
     def _encode(self, text: str) -> tuple[list[int], bool]:
         ids = self.tokenizer.encode(text)
@@ -272,11 +224,10 @@ class CaptioningDataset(CaptionDataset):
         return self.config.max_length + 1 - len(self.prefix)
 
     def _pair_at(self, split: str, row: int) -> Example:
-        caption = self._splits[split].captions[row]
+        caption = self._rows[split][row]
         return Example(self.config.prompt, caption, self.config.group_of(caption))
 
     def prompts(self) -> list[str]:
-        """Return the prompt."""
         return [self.config.prompt]
 
     def values(self, split: str, places: Sequence[int]) -> np.ndarray:

@@ -46,13 +46,8 @@ _DEFAULT = """\
 def default_template(end: str, *, begin: str = "", line: str = "") -> str:
     """Return a simple chat template: each message after a marker with its role, the assistant's with an end token.
 
-    With a line feed as `line`, this is the template of Tulu 2 (Ivison et al. 2023, arXiv 2311.10702). A call of a tool
-    is written as JSON.
-
-    Args:
-        end: name of the token that ends a message of the assistant.
-        begin: name of the token that begins a conversation; "": none.
-        line: what follows a marker and a message.
+    With a line feed as `line`, which follows a marker and a message, this is the template of Tulu 2 (Ivison et al.
+    2023, arXiv 2311.10702). A call of a tool is written as JSON. `end` and `begin` (of a conversation) name tokens.
     """
     source = _DEFAULT
     for name, text in (("BEGIN", begin), ("END", end), ("LINE", line)):
@@ -73,21 +68,14 @@ def chat_tokenizer(
     conversations: Mapping[str, Sequence[Conversation]],
     date: str,
 ) -> PretrainedTokenizer:
-    """Return a tokenizer with a chat template: the given one, or a new one that is built from texts.
+    """Return a tokenizer with a chat template: that of a model (`given`), or a new one that is built from texts.
 
-    Args:
-        given: tokenizer of a model; None: build one.
-        template_path: file with the template; None: that of the given tokenizer, or a default one.
-        options: options of a new tokenizer.
-        texts: texts by split (train and validation), for a new tokenizer.
-        conversations: conversations by split. The template writes words of its own between their messages, such as
-            names of roles: a new vocabulary of characters or words contains these, too.
-        date: date that the template writes, if it writes the current one.
+    The template writes words of its own between the messages of the conversations, such as names of roles: a new
+    vocabulary of characters or words contains these, too.
 
     Raises:
         ConfigError: the template does not parse; or there is no template, and no end token for the default one.
-        FileNotFoundError: see `read_text`.
-        ValueError: the template refuses a conversation, or an error of `build_tokenizer`.
+        ValueError: the template refuses a conversation.
     """
     template = None
     if template_path is not None:
@@ -125,28 +113,16 @@ def _written(source: str, conversations: Sequence[Conversation], now: datetime) 
 
 
 def with_markers(built: Tokenizer, template: str | None) -> PretrainedTokenizer:
-    """Return a tokenizer that was built from texts, with a chat template and a special token for each of its markers.
-
-    Args:
-        built: the tokenizer.
-        template: the template; its markers are the names in it that look like `<|user|>`. None: the default one.
-    """
+    """Return a tokenizer with a chat template (None: the default one), and a special token for each of its markers."""
     template = default_template(SPECIAL_TOKENS[2]) if template is None else template
     return as_pretrained(built, markers_in(template), template)
 
 
 def with_template(tokenizer: Tokenizer, template: str | None) -> PretrainedTokenizer:
-    """Return the tokenizer of a model with a chat template.
+    """Return the tokenizer of a model with a chat template; None: that of its files, or a default one.
 
     A model has no free rows of the embedding for new tokens. So in the default template, the markers of roles are
-    ordinary text; the end of a message is the end token of the model.
-
-    Args:
-        tokenizer: the tokenizer.
-        template: the template; None: that of the tokenizer's files, or a default one if they have none.
-
-    Raises:
-        ConfigError: there is no template, and the tokenizer has no end token for the default one.
+    ordinary text; the end of a message is the end token of the model. Raises ConfigError if it has none.
     """
     from transformer.chat._template_files import find_template
 
@@ -180,11 +156,7 @@ def _is_template(name: str) -> bool:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts in messages and tools: what a vocabulary must contain.
-
-    Of messages and of their parts, only the texts are yielded. Templates write calls, results and schemas of tools as
-    JSON, so these are yielded as JSON.
-    """
+    """Yield the texts in messages and their parts, and calls, results and schemas of tools as JSON, as templates do."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple) and all(map(_is_message, value)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Literal
 
 from transformer.config._checks import ConfigError, check_choice, check_whole
 
@@ -14,29 +14,27 @@ SMALLEST_BPE = 256 + 3
 """all 256 bytes and the three special tokens (padding, begin, end)"""
 
 
-def check_share(config: object, field: str) -> None:
-    """Raise ConfigError if a field is not a number between 0 and 1, both excluded."""
+def check_share(config: object, field: str) -> float:
+    """Return the value of a field. Raise ConfigError if it is not a number between 0 and 1, both excluded."""
     value = getattr(config, field)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1:
         raise ConfigError(f"{field} must be above 0 and below 1, got {value!r}.")
+    return value
 
 
-def check_shares(config: Any) -> None:
+def check_shares(config: object) -> None:
     """Raise ConfigError if `validation_share` and `test_share` are out of range or leave no training data."""
-    check_share(config, "validation_share")
-    check_share(config, "test_share")
-    if config.validation_share + config.test_share >= 1:
+    validation, test = check_share(config, "validation_share"), check_share(config, "test_share")
+    if validation + test >= 1:
         raise ConfigError(
-            f"the sum of validation_share ({config.validation_share}) and test_share ({config.test_share}) must be "
-            "below 1. Use smaller shares."
+            f"the sum of validation_share ({validation}) and test_share ({test}) must be below 1. Use smaller shares."
         )
 
 
-def check_path(config: object, *fields: str) -> None:
+def check_path(config: object, field: str) -> None:
     """Raise ConfigError if a field is empty."""
-    for field in fields:
-        if not getattr(config, field):
-            raise ConfigError(f"{field} must be a file name, got {getattr(config, field)!r}.")
+    if not getattr(config, field):
+        raise ConfigError(f"{field} must be a file name, got {getattr(config, field)!r}.")
 
 
 def is_path_field(name: str) -> bool:
@@ -100,28 +98,7 @@ SUBWORDS = TokenizerConfig(kind="bpe")
 """default tokenizer for sentences"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeldOutEnd:
-    """Options of data kinds that read a text file; the held-out set is the end of the file, or a second file.
-
-    Raises:
-        ConfigError: an empty path, or a share out of range.
-    """
-
-    path: str
-    """path of the training file"""
-    validation_path: str | None = None
-    """path of a second file for evaluation (None: hold out the end of the training file)"""
-    validation_share: float = 0.1
-    """without validation_path: fraction of the training file, at its end, to hold out for evaluation"""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_path(self, "path")
-        check_share(self, "validation_share")
-
-
-def shared_rows(config: Any) -> tuple[str, int]:
+def shared_rows(config: object) -> tuple[str, int]:
     """Return the name and value of the field whose value divides the number of rows of every batch."""
     field = "batch_size" if getattr(config, "batch_tokens", None) is None else "row_multiple"
     return field, getattr(config, field)

@@ -27,13 +27,10 @@ MOST_SHOWN = 1500
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationConfig(DataKind):
-    """Options of all kinds of conversations: the model is trained to write the messages of the assistant.
-
-    Raises:
-        ConfigError: a number out of range, an unknown choice, or an invalid date.
-    """
+    """Options of all kinds of conversations: the model is trained to write the messages of the assistant."""
 
     task: ClassVar[str] = "sft"
+    segments: ClassVar[bool] = True
 
     sequence_length: int = 1024
     """context length: tokens per row; longer conversations are cut, and counted"""
@@ -60,13 +57,7 @@ class ConversationConfig(DataKind):
         check_choice("train_on", self.train_on, TrainOn.__args__)
         check_date(self, "date")
 
-    @property
-    def segments(self) -> bool:
-        """True: segment ids separate the conversations of a row."""
-        return True
-
     def prepare(self, tokenizer: Tokenizer | None = None) -> ConversationDataset:
-        """Return the dataset of the conversations. Raises the errors of `DataKind.prepare`."""
         splits = self.read()
         texts = {
             split: [text for one in part for value in (one.messages, one.tools) for text in texts_in(value)]
@@ -89,18 +80,13 @@ class _Encoded:
 
 
 class ConversationDataset(Dataset):
-    """Conversations in rows of a fixed length, several in one row unless `packing` is off.
-
-    Raises:
-        ValueError: a conversation is invalid or has nothing to train, or none of a split fits into a row. The message
-            names file and row.
-    """
+    """Conversations in rows of a fixed length, several in one row unless `packing` is off."""
 
     without_pairs = "has conversations and no pairs of source and target. Use prompts()."
 
     def __init__(self, config: ConversationConfig, tokenizer: PretrainedTokenizer, splits: Splits):
         self.config, self.tokenizer = config, tokenizer
-        self._conversations, self.splits = splits, tuple(splits)
+        self._conversations = splits
         self._now = datetime.fromisoformat(config.date)
         self._encoders = chat_encoders(tokenizer, config.template_path)
         self._example: list[tuple[str, bool]] = []
@@ -135,7 +121,6 @@ class ConversationDataset(Dataset):
         return found
 
     def describe(self) -> str:
-        """Describe conversations, trained tokens, rows, padding, cut conversations and vocabulary in one line."""
         parts = []
         for split, rows in self._rows.items():
             count, cut, dropped = self._counts[split]
@@ -157,9 +142,8 @@ class ConversationDataset(Dataset):
         return [text for text, _ in self.openings(3)]
 
     def openings(self, limit: int) -> list[tuple[str, list[int]]]:
-        """Return (last message, token ids) of evenly spaced held-out conversations, up to their last answer.
-
-        Conversations that fill the context, or that the template can't end there, are left out.
+        """Return (last message, token ids) of evenly spaced held-out conversations, up to their last answer, without
+        those that fill the context, or that the template can't end there.
         """
         held_out, found = self._conversations["validation"], []
         for place in spread(len(held_out), limit):
@@ -180,9 +164,6 @@ class ConversationDataset(Dataset):
     def end_ids(self) -> list[int]:
         """Ids of the tokens that end an answer."""
         return sorted(self._encoders[False].ends)
-
-    def _size(self, split: str) -> int:
-        return len(self._rows[split])
 
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         return self._rows[split].assemble(rows)
@@ -205,12 +186,7 @@ def _parts(
 
 
 def marked(parts: Sequence[tuple[str, bool]], color: bool | None = None) -> str:
-    """Return a text with its trained parts in color, or in square brackets.
-
-    Args:
-        parts: texts, and whether they are trained.
-        color: whether to use colors; None: if stdout is a terminal.
-    """
+    """Return a text with its trained parts in color (None: if stdout is a terminal), or in square brackets."""
     color = sys.stdout.isatty() if color is None else color
     before, after = ("\033[1;32m", "\033[0m") if color else ("[", "]")
     shown, left = [], MOST_SHOWN

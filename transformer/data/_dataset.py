@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,9 +34,7 @@ IN_MEMORY = {"num_threads": 0, "prefetch_buffer_size": 0}
 
 @dataclass(frozen=True)
 class Example:
-    """A pair of texts, `source` and `target`, and the `group` under which its score is reported (for number words, the
-    number of digits).
-    """
+    """A pair of texts, `source` and `target`, and the `group` of its score (for number words, the number of digits)."""
 
     source: str
     target: str
@@ -57,11 +55,8 @@ class DataKind(ABC):
     """name of the training task, one of `training.tasks.TASKS`"""
     open_lengths: ClassVar[tuple[str, ...]] = ()
     """maximum lengths in tokens that may be None, in which case the data determines them"""
-
-    @property
-    def segments(self) -> bool:
-        """Whether a row can consist of several sequences, told apart by segment ids."""
-        return False
+    segments: ClassVar[bool] = False
+    """whether a row can consist of several sequences, told apart by segment ids"""
 
     @abstractmethod
     def read(self) -> Any:
@@ -97,8 +92,6 @@ class Dataset(ABC):
     image_token_id: int | None = None
     """id of the token that stands for a part of an image; None: the rows have no images between tokens"""
     fingerprint: str
-    splits: tuple[str, ...]
-    """names of the splits, as accepted by `eval_batches`: `train`, `validation` and, if the data has one, `test`"""
     without_pairs: ClassVar[str] = ""
     """the reason why the data has no pairs of texts; empty: it has pairs"""
 
@@ -107,13 +100,30 @@ class Dataset(ABC):
         """Name of the training task, one of `training.tasks.TASKS`."""
         return self.config.task
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits that `eval_batches` accepts: `train`, `validation` and, if the data has one, `test`."""
+        return tuple(self._rows)
+
     @abstractmethod
     def describe(self) -> str:
         """Describe the size of the data in one line."""
 
-    @abstractmethod
+    _rows: Mapping[str, Sized]
+    """rows by split"""
+
     def _size(self, split: str) -> int:
         """Return the number of rows of a split."""
+        return len(self._rows[split])
+
+    @property
+    def _sizes(self) -> str:
+        """The number of rows of each split, for `describe`."""
+        return ", ".join(f"{len(rows):,} {split}" for split, rows in self._rows.items())
+
+    @property
+    def _vocabulary(self) -> str:
+        return f"vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
 
     @abstractmethod
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
@@ -202,10 +212,7 @@ class Dataset(ABC):
 
 
 def padding(batch: Batch) -> tuple[int, int] | None:
-    """Return the number of padding tokens (including rows of weight 0) and the number of all tokens.
-
-    Return None for batches that are never padded.
-    """
+    """Return the numbers of padding tokens (with rows of weight 0) and of all tokens; None: never padded."""
     inside = batch["weights"] > 0
     if "source_lengths" in batch:
         # Pairs: a row counts if any of its targets has a weight; otherwise it only fills up the batch.
@@ -227,9 +234,7 @@ def padding(batch: Batch) -> tuple[int, int] | None:
 
 
 class Ragged:
-    """Rows of different lengths, stored in one flat array `values`; row i starts at `starts[i]` and has `lengths[i]`
-    values.
-    """
+    """Rows of different lengths in one flat array `values`; row i starts at `starts[i]` and has `lengths[i]` values."""
 
     def __init__(self, rows: Iterable[Sequence[int]]):
         rows = list(rows)
@@ -249,8 +254,10 @@ class Ragged:
         whole.longest = max(part.longest for part in parts)
         return whole
 
+    def __len__(self) -> int:
+        return len(self.lengths)
+
     def row(self, place: int) -> np.ndarray:
-        """Return one row without padding."""
         return self.values[self.starts[place] : self.starts[place] + self.lengths[place]]
 
     def padded(self, rows: np.ndarray, width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
@@ -263,6 +270,12 @@ class Ragged:
         return np.where(columns < lengths[:, None], self.values[places], np.int32(pad)), lengths
 
 
+def same_start(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return how many of their first items two sequences have in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
 def spread(count: int, wanted: int) -> list[int]:
     """Return at most `wanted` evenly spaced indices below `count`."""
     wanted = min(count, wanted)
@@ -270,7 +283,7 @@ def spread(count: int, wanted: int) -> list[int]:
     return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
 
 
-def fingerprint(settings: Any, texts: Mapping[str, Sequence[str]], arrays: Iterable[np.ndarray]) -> str:
+def fingerprint(settings: Sequence[object], texts: Mapping[str, Sequence[str]], arrays: Iterable[np.ndarray]) -> str:
     """Return the SHA-256 of all settings, texts and arrays that determine the training data.
 
     The order (seed) and the batch size are not included: they may change when a run is resumed.

@@ -29,21 +29,10 @@ class Images:
 def split_by_hash(
     images: np.ndarray, numbers: np.ndarray, validation_share: float, test_share: float
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Split images and their class indices by the hash of each image.
+    """Split images (N, height, width, channels) and their class indices (N,) by the hash of each image.
 
-    Equal images are therefore in the same split, and adding images does not move other images between splits.
-
-    Args:
-        images: (N, height, width, channels).
-        numbers: class indices (N,).
-        validation_share: fraction of the validation split.
-        test_share: fraction of the test split.
-
-    Returns:
-        split -> (images, class indices).
-
-    Raises:
-        ValueError: a split has no image.
+    Equal images are therefore in the same split, and adding images does not move other images between splits. Raises
+    ValueError if a split has no image.
     """
     # The first 32 bits of the SHA-256, scaled to [0, 1), are uniformly distributed over distinct images.
     places = np.array(
@@ -66,11 +55,7 @@ def split_by_hash(
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig(DataKind):
-    """Options of all kinds of labeled images.
-
-    Raises:
-        ConfigError: a number out of range, or a single, empty or repeated label.
-    """
+    """Options of all kinds of labeled images."""
 
     task: ClassVar[str] = "image_classifier"
 
@@ -94,17 +79,14 @@ class ImageConfig(DataKind):
         return self.labels
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> ImageDataset:
-        """Return the dataset of the images; `tokenizer` is ignored. Raises the errors of `DataKind.prepare`."""
-        del tokenizer
         return ImageDataset(self, self.read())
 
 
 class ImageDataset(Dataset):
     """Images and their class indices into `labels`.
 
-    With `max_shift` s, each training image has (2s + 1)^2 rows, one for each shift by whole pixels. One pass over the
-    shuffled rows contains each shift exactly once, instead of random shifts. `config` is the given config with `labels`
-    filled in.
+    With `max_shift` s, each training image has (2s + 1)^2 rows, one for each shift by whole pixels, so that one pass
+    contains each shift exactly once.
     """
 
     without_pairs = "has numeric data and no texts. Use eval_batches()."
@@ -112,9 +94,8 @@ class ImageDataset(Dataset):
     def __init__(self, config: ImageConfig, images: Images):
         self.config = dataclasses.replace(config, labels=images.labels)
         self.labels = images.labels
-        self._images = {split: pixels for split, (pixels, _) in images.splits.items()}
+        self._images = self._rows = {split: pixels for split, (pixels, _) in images.splits.items()}
         self._targets = {split: numbers for split, (_, numbers) in images.splits.items()}
-        self.splits = tuple(self._images)
         warn_of_missing(self._targets, self.labels)
         # The fingerprint hashes int32 arrays: reinterpret the bits of the float32 pixels instead of rounding them.
         files = [pixels for pixels in self._images.values() if isinstance(pixels, ImageFiles)]
@@ -127,12 +108,10 @@ class ImageDataset(Dataset):
         self.fingerprint = fingerprint(settings, {}, arrays)
 
     def describe(self) -> str:
-        """Describe the images, sizes and classes in one line."""
-        sizes = ", ".join(f"{len(pixels):,} {split}" for split, pixels in self._images.items())
         height, width, channels = self._images["train"].shape[1:]
         shift = f"; shifted by up to {self.config.max_shift} pixels in training" if self.config.max_shift else ""
         return (
-            f"{self.config.kind}: {sizes} images of {height} x {width} x {channels}, {len(self.labels)} classes "
+            f"{self.config.kind}: {self._sizes} images of {height} x {width} x {channels}, {len(self.labels)} classes "
             f"({', '.join(self.labels)}){shift}"
         )
 

@@ -15,7 +15,7 @@ from transformer.config._checks import check_whole, shortened
 from transformer.data._config import SUBWORDS, TokenizerConfig, check_labels
 from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint
 from transformer.data.tokenizers._base import Tokenizer
-from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._kinds import tokenizer_of_splits
 from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.data.tokenizers._settings import truncated
 
@@ -31,17 +31,7 @@ class Labeled:
 def numbered(
     path: str, rows: list[tuple[str, str]], file_labels: tuple[str, ...], labels: tuple[str, ...]
 ) -> list[tuple[str, int]]:
-    """Replace the label of each row by its index in `file_labels`.
-
-    Args:
-        path: the file that contains the rows, for errors.
-        rows: pairs of a text and a label.
-        file_labels: labels as in the file, in the order of the class indices.
-        labels: class names of `file_labels`, for errors.
-
-    Raises:
-        ValueError: a label is not in `file_labels`.
-    """
+    """Replace the label of each (text, label) by its index in `file_labels`, whose names for errors are `labels`."""
     numbers = {label: number for number, label in enumerate(file_labels)}
     if unknown := sorted({label for _, label in rows} - numbers.keys()):
         raise ValueError(
@@ -56,15 +46,7 @@ def hold_out(texts: Sequence[str], labels: Sequence[str], share: float) -> list[
 
     The texts of a class are ordered by their SHA-256, so that the choice does not depend on the order of the rows.
     Copies of a text with one label are in the same split, unless a class has nothing else. If each class has one text,
-    one of them is held out.
-
-    Args:
-        texts: the texts.
-        labels: the label of each text.
-        share: fraction to hold out.
-
-    Returns:
-        Whether each text is held out.
+    one of them is held out. Returns whether each text is held out.
     """
     digests = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
     classes: dict[str, list[int]] = {}
@@ -82,12 +64,7 @@ def hold_out(texts: Sequence[str], labels: Sequence[str], share: float) -> list[
 
 
 def warn_of_missing(targets: Mapping[str, np.ndarray], labels: Sequence[str]) -> None:
-    """Warn of classes without an example in a split: they are not learned, or not evaluated.
-
-    Args:
-        targets: class indices (N,) by split.
-        labels: names of the classes.
-    """
+    """Warn of classes without an example (`targets`: class indices (N,) by split): not learned, or not evaluated."""
     for split, numbers in targets.items():
         missing = [repr(label) for number, label in enumerate(labels) if number not in set(np.unique(numbers).tolist())]
         if missing:
@@ -101,11 +78,7 @@ def warn_of_missing(targets: Mapping[str, np.ndarray], labels: Sequence[str]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class LabeledConfig(DataKind):
-    """Options of all kinds of labeled text: the model reads a text and predicts its class.
-
-    Raises:
-        ConfigError: a number out of range, or a single, empty or repeated label.
-    """
+    """Options of all kinds of labeled text: the model reads a text and predicts its class."""
 
     task: ClassVar[str] = "classifier"
 
@@ -127,40 +100,24 @@ class LabeledConfig(DataKind):
         check_labels(self.labels, "those of the training file")
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> LabeledDataset:
-        """Return the dataset of the labeled texts. Raises the errors of `DataKind.prepare`."""
         found = self.read()
-        if tokenizer is None:
-            parts = {split: [text for text, _ in rows] for split, rows in found.splits.items()}
-            held_out = [text for split, part in parts.items() if split != "train" for text in part]
-            tokenizer = build_tokenizer(self.tokenizer, parts["train"], held_out)
-        return LabeledDataset(self, tokenizer, found.splits, found.labels)
+        texts = {split: [text for text, _ in rows] for split, rows in found.splits.items()}
+        return LabeledDataset(self, tokenizer or tokenizer_of_splits(self.tokenizer, texts), found)
 
 
 class LabeledDataset(Dataset):
-    """Texts and their class indices into `labels`, padded on the right to one shape for all batches.
+    """Texts and their class indices into `labels`, padded on the right to one shape for all batches."""
 
-    Raises:
-        ValueError: a text has no tokens.
-    """
-
-    def __init__(
-        self,
-        config: LabeledConfig,
-        tokenizer: Tokenizer,
-        splits: Mapping[str, Sequence[tuple[str, int]]],
-        labels: Sequence[str],
-    ):
-        self.config = dataclasses.replace(config, labels=tuple(labels))
-        self.tokenizer = tokenizer
-        self.labels = tuple(labels)
-        self._texts = {split: [text for text, _ in rows] for split, rows in splits.items()}
-        self._targets = {split: np.array([n for _, n in rows], np.int32) for split, rows in splits.items()}
-        self.splits = tuple(self._texts)
+    def __init__(self, config: LabeledConfig, tokenizer: Tokenizer, found: Labeled):
+        self.config = dataclasses.replace(config, labels=found.labels)
+        self.tokenizer, self.labels = tokenizer, found.labels
+        self._rows = {split: [text for text, _ in rows] for split, rows in found.splits.items()}
+        self._targets = {split: np.array([n for _, n in rows], np.int32) for split, rows in found.splits.items()}
         warn_of_missing(self._targets, self.labels)
         self._tokens: dict[str, Ragged] = {}
         self._types: dict[str, Ragged] = {}
         self._cut = 0
-        for split, texts in self._texts.items():
+        for split, texts in self._rows.items():
             encoded = [encode_within(tokenizer, text, config.max_length) for text in texts]
             self._tokens[split] = Ragged(ids for ids, _, _ in encoded)
             self._types[split] = Ragged(types for _, types, _ in encoded)
@@ -169,22 +126,17 @@ class LabeledDataset(Dataset):
         self._has_types = any(ragged.values.any() for ragged in self._types.values())
         arrays = [ragged.values for ragged in self._tokens.values()] + list(self._targets.values())
         settings = [config.kind, self.longest, list(self.labels), tokenizer.state()]
-        self.fingerprint = fingerprint(settings, self._texts, arrays)
+        self.fingerprint = fingerprint(settings, self._rows, arrays)
 
     def describe(self) -> str:
-        """Describe texts, classes, lengths, vocabulary and the number of truncated texts in one line."""
-        sizes = ", ".join(f"{len(texts):,} {split}" for split, texts in self._texts.items())
         cut = f" ({self._cut:,} texts truncated)" if self._cut else ""
         return (
-            f"{self.config.kind}: {sizes} texts of {len(self.labels)} classes ({', '.join(self.labels)}); up to "
-            f"{self.longest} tokens{cut}, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
+            f"{self.config.kind}: {self._sizes} texts of {len(self.labels)} classes ({', '.join(self.labels)}); up to "
+            f"{self.longest} tokens{cut}, {self._vocabulary}"
         )
 
     def _pair_at(self, split: str, row: int) -> Example:
-        return Example(self._texts[split][row], self.labels[self._targets[split][row]])
-
-    def _size(self, split: str) -> int:
-        return len(self._texts[split])
+        return Example(self._rows[split][row], self.labels[self._targets[split][row]])
 
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         tokens, lengths = self._tokens[split].padded(rows, self.longest, self.tokenizer.pad_id)
@@ -200,13 +152,9 @@ class LabeledDataset(Dataset):
 
 
 def encode_within(tokenizer: Tokenizer, text: str, max_length: int) -> tuple[list[int], list[int], bool]:
-    """Encode a text that a model reads as a whole, with at most `max_length` tokens.
+    """Return ids and token types of a text, at most `max_length`, and whether it was truncated.
 
-    Returns:
-        (ids, token types, whether the text was truncated). Special tokens around the text are kept.
-
-    Raises:
-        ValueError: the text has no tokens.
+    Special tokens around the text are kept. Raises ValueError if the text has no tokens.
     """
     if not isinstance(tokenizer, PretrainedTokenizer):
         ids = tokenizer.encode_source(text)

@@ -12,7 +12,7 @@ from transformer.config._checks import ConfigError, check_whole
 from transformer.data._config import SMALLEST_BPE, SUBWORDS, TokenizerConfig, check_share
 from transformer.data._dataset import Batch, DataKind, Dataset, Ragged, fingerprint, spread
 from transformer.data.tokenizers._base import Tokenizer
-from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._kinds import tokenizer_of_splits
 from transformer.nn._axes import Array, Bool, Float, Int
 
 if TYPE_CHECKING:
@@ -32,20 +32,13 @@ def hide(
 ) -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
     """Mask tokens as in BERT (Devlin et al. 2018, arXiv 1810.04805, section 3.1 and appendix A.1).
 
-    Of the selected tokens, 80 % become `mask_id`, 10 % become a random token, and 10 % are unchanged. Some are
-    not masked because texts in later fine-tuning have no mask tokens.
+    Of the positions in `may_hide`, a `share` is selected. Of these tokens, 80 % become `mask_id`, 10 % become a random
+    one of `text_ids`, and 10 % are unchanged: texts in later fine-tuning have no mask tokens. Returns the model input,
+    and the selected positions.
 
     Args:
-        tokens: ids of the original tokens.
-        may_hide: positions that may be selected.
         draws: three uniform random numbers from [0, 1) per position: the first selects it, the second decides whether
             it is masked, replaced or unchanged, and the third selects the random token.
-        share: fraction of the positions in `may_hide` to select.
-        mask_id: id of the mask token.
-        text_ids: ids to draw random tokens from.
-
-    Returns:
-        The model input (B, T), and the selected positions (B, T).
     """
     chosen = may_hide & (draws[..., 0] < share)
     # floor(u V) is uniform over 0 to V - 1.
@@ -55,20 +48,9 @@ def hide(
     return np.where(chosen, replaced, tokens).astype(np.int32), chosen
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Texts by split (`splits`)."""
-
-    splits: Mapping[str, Sequence[str]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class MaskedConfig(DataKind):
-    """Options of all kinds of masked text: the model predicts a random fraction of the tokens from the others.
-
-    Raises:
-        ConfigError: a number out of range.
-    """
+    """Options of all kinds of masked text: the model predicts a random fraction of the tokens from the others."""
 
     task: ClassVar[str] = "masked_lm"
 
@@ -94,11 +76,8 @@ class MaskedConfig(DataKind):
             )
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> MaskedDataset:
-        """Return the dataset of the texts. Raises the errors of `DataKind.prepare`."""
-        found = self.read()
-        held_out = [text for split, part in found.splits.items() if split != "train" for text in part]
-        tokenizer = tokenizer or build_tokenizer(self.tokenizer, found.splits["train"], held_out, masked=True)
-        return MaskedDataset(self, tokenizer, found.splits)
+        splits = self.read()
+        return MaskedDataset(self, tokenizer or tokenizer_of_splits(self.tokenizer, splits, masked=True), splits)
 
 
 class MaskedDataset(Dataset):
@@ -106,9 +85,6 @@ class MaskedDataset(Dataset):
 
     In training, the masked positions depend only on the seed and the index of the batch, so that a resumed run masks
     the same positions. In evaluation they are fixed.
-
-    Raises:
-        ValueError: the tokenizer has no mask token, or a split has no text tokens.
     """
 
     without_pairs = "has texts and no pairs of source and target. Use prompts()."
@@ -119,39 +95,30 @@ class MaskedDataset(Dataset):
                 f"the {tokenizer.kind} tokenizer has no mask token. Initialize from a masked language model, or train "
                 "from scratch: training then builds a tokenizer with a mask token."
             )
-        self.config = config
-        self.tokenizer = tokenizer
-        self._texts, self.splits = splits, tuple(splits)
+        self.config, self.tokenizer, self._texts = config, tokenizer, splits
         self._ids = np.array(tokenizer.text_ids, np.int32)
         self._is_text = np.zeros(tokenizer.vocab_size, bool)
         self._is_text[self._ids] = True
-        self._tokens = {}
+        self._rows: dict[str, Ragged] = {}
         for split, texts in splits.items():
-            rows = [row for text in texts for row in self._rows(text)]
+            rows = [row for text in texts for row in self._divided(text)]
             if not rows:
                 raise ValueError(f"the {split} texts have no tokens to mask. Add more text.")
-            self._tokens[split] = Ragged(rows)
-        self.longest = max(ragged.longest for ragged in self._tokens.values())
+            self._rows[split] = Ragged(rows)
+        self.longest = max(ragged.longest for ragged in self._rows.values())
         settings = [config.kind, self.longest, config.mask_share, tokenizer.state()]
-        self.fingerprint = fingerprint(settings, splits, [ragged.values for ragged in self._tokens.values()])
+        self.fingerprint = fingerprint(settings, splits, [ragged.values for ragged in self._rows.values()])
 
     def describe(self) -> str:
-        """Describe rows, tokens, lengths and vocabulary in one line."""
-        sizes = ", ".join(
-            f"{len(ragged.lengths):,} {split} rows ({len(ragged.values):,} tokens)"
-            for split, ragged in self._tokens.items()
-        )
-        return (
-            f"{self.config.kind}: {sizes}, up to {self.longest} tokens, vocabulary of {self.tokenizer.vocab_size:,} "
-            f"({self.tokenizer.kind})"
-        )
+        sizes = (f"{len(one):,} {split} rows ({len(one.values):,} tokens)" for split, one in self._rows.items())
+        return f"{self.config.kind}: {', '.join(sizes)}, up to {self.longest} tokens, {self._vocabulary}"
 
     def prompts(self) -> list[str]:
         """Return three full held-out texts."""
         texts = [text for text in self._texts["validation"] if text.strip()]
         return [texts[place] for place in spread(len(texts), 3)]
 
-    def _rows(self, text: str) -> list[list[int]]:
+    def _divided(self, text: str) -> list[list[int]]:
         """Split a text into rows of at most `max_length`, each with the special tokens that the tokenizer adds."""
         ids, whole = self.tokenizer.encode(self.tokenizer.normalize(text)), self.tokenizer.encode_source(text)
         # Find the ids of the text within those with special tokens: what is before and after it belongs to every row.
@@ -164,9 +131,6 @@ class MaskedDataset(Dataset):
                 f"tokens before a text and {len(after)} after it. Use a larger --data.max-length."
             )
         return [[*before, *ids[i : i + room], *after] for i in range(0, len(ids), room)]
-
-    def _size(self, split: str) -> int:
-        return len(self._tokens[split].lengths)
 
     def _train_batches(self, seed: int, own: Callable[[int], np.ndarray]) -> grain.MapDataset:
         import grain
@@ -189,7 +153,7 @@ class MaskedDataset(Dataset):
         return self._hidden(split, rows, np.stack(draws))
 
     def _hidden(self, split: str, rows: np.ndarray, draws: Float[Array, "B T 3"]) -> Batch:
-        targets, lengths = self._tokens[split].padded(rows, self.longest, self.tokenizer.pad_id)
+        targets, lengths = self._rows[split].padded(rows, self.longest, self.tokenizer.pad_id)
         inside = np.arange(self.longest) < lengths[:, None]  # (B, T), false for padding
         may_hide = inside & self._is_text[targets]  # special tokens are never masked
         tokens, chosen = hide(targets, may_hide, draws, self.config.mask_share, self.tokenizer.mask_id, self._ids)

@@ -19,14 +19,8 @@ def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     """Pack items into rows: the longest first, each into the row with the least free space that it fits into.
 
     Best-fit decreasing (Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing
-    algorithms") needs at most 11/9 of the smallest number of rows, plus one.
-
-    Args:
-        lengths: length of each item, at most `row_length`.
-        row_length: length of a row.
-
-    Returns:
-        The items of each row, as indices. The order of rows and items depends on the lengths only.
+    algorithms") needs at most 11/9 of the smallest number of rows, plus one. Returns the items of each row, as indices;
+    the order of rows and items depends on the lengths only, of which each is at most `row_length`.
     """
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free space, row) of each row, sorted
@@ -54,8 +48,6 @@ class PackedRows:
         sequences: ids of each sequence, at least 2 and at most `row_length` + 1: the model reads all but the last one,
             and predicts all but the first one.
         trained: for each sequence and each of its ids, whether it counts in the loss as a target.
-        row_length: length T of a row in tokens.
-        pad: id of padding.
         pack: put several sequences into one row; otherwise each sequence has a row of its own.
     """
 
@@ -105,13 +97,7 @@ class PackedRows:
 
 
 def packed_batch(rows: Sequence[Sequence[tuple[np.ndarray, np.ndarray | bool]]], row_length: int, pad: int) -> Batch:
-    """Return the batch of rows of sequences, as `PackedRows` describes it.
-
-    Args:
-        rows: the sequences of each row: ids, and for each id whether it is trained (True: all).
-        row_length: length T of a row in tokens.
-        pad: id of padding.
-    """
+    """Return the batch of rows of sequences, as `PackedRows` describes it: ids, and which (True: all) are trained."""
     shape = len(rows), row_length
     batch = {
         "tokens": np.full(shape, pad, np.int32),
@@ -157,17 +143,8 @@ def packed_batches(
     Each pair goes into the first row with enough free space on both sides (first-fit packing, by Grain).
 
     Besides source, tokens, targets and weights, a batch has `segment_ids` and `positions` (B, T) of the target, and
-    `source_segment_ids` and `source_positions` (B, S). Segment ids count from 1 in each row, and 0 is padding;
-    positions restart at 0 in each segment. Attention is restricted to tokens with equal segment ids.
-
-    Args:
-        order: indices of the pairs, in training order.
-        sources: ids of the sources.
-        targets: ids of the targets, each with the end token.
-        tokenizer: has the ids of the begin and padding tokens.
-        row_length: length of a row in tokens, the same for source and target.
-        rows: number of rows of the global batch.
-        own: function from the number of rows to the indices of the rows that this process needs.
+    `source_segment_ids` and `source_positions` (B, S), as in `PackedRows`. `order` has the indices of the pairs in
+    training order; `own` is a function from the number of rows to the indices of the rows that this process needs.
     """
     import grain
     from grain.experimental import FirstFitPackIterDataset

@@ -16,7 +16,7 @@ from transformer.data._buckets import TokenBatches
 from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint, spread
 from transformer.data._packed_rows import packed_batches
 from transformer.data.tokenizers._base import Tokenizer
-from transformer.data.tokenizers._kinds import build_tokenizer
+from transformer.data.tokenizers._kinds import tokenizer_of_splits
 from transformer.data.tokenizers._normalization import NORMALIZERS
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs by split (`splits`), the `normalization` of their sources, and the number of `skipped` lines (one side
-    empty).
-    """
+    """Pairs by split, the `normalization` of their sources, and the number of `skipped` lines (one side empty)."""
 
     splits: Mapping[str, Sequence[Example]]
     normalization: str = "none"
@@ -39,11 +37,7 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig(DataKind):
-    """Options of all kinds of paired text: the model reads a source and generates a target.
-
-    Raises:
-        ConfigError: a number out of range, a field without effect, or batch_tokens too small for packed rows.
-    """
+    """Options of all kinds of paired text: the model reads a source and generates a target."""
 
     task: ClassVar[str] = "seq2seq"
     open_lengths: ClassVar[tuple[str, ...]] = ("max_source_length", "max_target_length")
@@ -85,7 +79,6 @@ class PairConfig(DataKind):
         check_whole(self, "max_target_length", least=2)
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> PairDataset:
-        """Return the dataset of the pairs. Raises the errors of `DataKind.prepare`."""
         found = self.read()
         if tokenizer is None:
             normalize = NORMALIZERS[found.normalization]
@@ -93,10 +86,8 @@ class PairConfig(DataKind):
                 split: (part for pair in pairs for part in (normalize(pair.source), pair.target))
                 for split, pairs in found.splits.items()
             }
-            train = sides.pop("train")
-            held_out = itertools.chain(*sides.values())
-            tokenizer = build_tokenizer(self.tokenizer, train, held_out, found.normalization)
-        return PairDataset(self, tokenizer, found.splits, found.skipped)
+            tokenizer = tokenizer_of_splits(self.tokenizer, sides, found.normalization)
+        return PairDataset(self, tokenizer, found)
 
     def _check_unused(self, field: str, other: str) -> None:
         """Raise ConfigError if both `field` and `other` are set, but `other` has no effect with `field`."""
@@ -110,40 +101,36 @@ class PairConfig(DataKind):
 
     @property
     def packed_rows(self) -> int:
-        """Number of rows of a packed batch: as many as fit into batch_tokens, rounded down to a multiple of
-        row_multiple.
-        """
+        """Rows of a packed batch: as many as fit into batch_tokens, rounded down to a multiple of row_multiple."""
         return (self.batch_tokens or 0) // self.packed_length // self.row_multiple * self.row_multiple
 
 
 class PairDataset(Dataset):
-    """Pairs of source and target, padded on the right to one shape for all batches.
+    """Pairs of source and target, padded on the right to one shape for all batches."""
 
-    Raises:
-        ValueError: no pair of a split fits into the maximum lengths.
-    """
-
-    def __init__(
-        self, config: PairConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[Example]], skipped: int = 0
-    ):
+    def __init__(self, config: PairConfig, tokenizer: Tokenizer, found: Pairs):
         if tokenizer.begin_id is None or tokenizer.eos_id is None:
             raise ValueError(
                 "this tokenizer can't encode pairs: it has no begin token or no end token for targets. Use a tokenizer "
                 "with both; config.json defines them as decoder_start_token_id and eos_token_id."
             )
-        self.config = config
-        self.tokenizer = tokenizer
-        self._skipped = skipped
-        self._pairs, self.splits = splits, tuple(splits)
-        self._places: dict[str, np.ndarray] = {}  # indices of the kept pairs of each split
+        self.config, self.tokenizer = config, tokenizer
+        self._pairs, self._skipped = found.splits, found.skipped
+        self._rows: dict[str, np.ndarray] = {}  # indices of the kept pairs of each split
         self._sources: dict[str, Ragged] = {}
         self._targets: dict[str, Ragged] = {}
-        digests = {split: [self._encode(split, pairs)] for split, pairs in splits.items()}
+        digests = {split: [self._encode(split, pairs)] for split, pairs in found.splits.items()}
         self.max_source_length = config.max_source_length or max(r.longest for r in self._sources.values())
         self.max_target_length = config.max_target_length or max(r.longest for r in self._targets.values())
         self._check_packing()
-        self._batches = self._token_batches()
-        self.fingerprint = self._fingerprint(digests)
+        self._batches = None
+        if config.batch_tokens is not None and config.packed_length is None:
+            sizes = {"buckets": config.buckets, "row_multiple": config.row_multiple}
+            lengths = self._sources["train"].lengths, self._targets["train"].lengths
+            self._batches = TokenBatches(*lengths, batch_tokens=config.batch_tokens, **sizes)
+        settings = [config.kind, self.max_source_length, self.max_target_length, tokenizer.state()]
+        arrays = [ragged.values for side in (self._sources, self._targets) for ragged in side.values()]
+        self.fingerprint = fingerprint(settings, digests, arrays)
 
     def _encode(self, split: str, pairs: Sequence[Example]) -> str:
         """Encode a split, keep the pairs within the maximum lengths, and return a hash of all its texts."""
@@ -164,55 +151,32 @@ class PairDataset(Dataset):
             places.append(start + np.array(kept, np.int64))
             sources.append(Ragged(source_ids[place] for place in kept))
             targets.append(Ragged([*target_ids[place], self.tokenizer.eos_id] for place in kept))
-        self._places[split] = np.concatenate([np.zeros(0, np.int64), *places])
-        if not len(self._places[split]):
+        self._rows[split] = np.concatenate([np.zeros(0, np.int64), *places])
+        if not len(self._rows[split]):
             raise ValueError(
                 f"no {split} pair out of {len(pairs)} can be used: expected text on both sides, sources of at most "
                 f"{self.config.max_source_length or 'any number of'} and targets of at most "
                 f"{self.config.max_target_length or 'any number of'} tokens. Use larger --data.max-source-length and "
                 "--data.max-target-length, or other data."
             )
-        self._skipped += len(pairs) - len(self._places[split])
+        self._skipped += len(pairs) - len(self._rows[split])
         self._sources[split], self._targets[split] = Ragged.joined(sources), Ragged.joined(targets)
         return digest.hexdigest()
 
-    def _token_batches(self) -> TokenBatches | None:
-        """Return the buckets of pairs of similar length; None if batches have a fixed number of pairs, or packed
-        rows.
-        """
-        if self.config.batch_tokens is None or self.config.packed_length is not None:
-            return None
-        return TokenBatches(
-            self._sources["train"].lengths,
-            self._targets["train"].lengths,
-            batch_tokens=self.config.batch_tokens,
-            buckets=self.config.buckets,
-            row_multiple=self.config.row_multiple,
-        )
-
-    def _fingerprint(self, texts: dict) -> str:
-        settings = [self.config.kind, self.max_source_length, self.max_target_length, self.tokenizer.state()]
-        arrays = [ragged.values for side in (self._sources, self._targets) for ragged in side.values()]
-        return fingerprint(settings, texts, arrays)
-
     def describe(self) -> str:
-        """Describe pairs, lengths, vocabulary and the number of skipped pairs in one line."""
-        sizes = ", ".join(f"{len(places):,} {split}" for split, places in self._places.items())
         packed = self.config.packed_length and self.config.packed_rows
         skipped = f", {self._skipped:,} skipped (empty or too long)" if self._skipped else ""
         return (
-            f"{self.config.kind}: {sizes} pairs{skipped}; sources up to {self.max_source_length} and targets up to "
-            f"{self.max_target_length} tokens, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
+            f"{self.config.kind}: {self._sizes} pairs{skipped}; sources up to {self.max_source_length} and targets up "
+            f"to {self.max_target_length} tokens, {self._vocabulary}"
             + ("" if self._batches is None else f"; {self._batches.describe()}")
             + (f"; packed into {packed} rows of {self.config.packed_length}" if packed else "")
         )
 
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Return the pairs of a split, or at most `limit` of them, balanced over groups and evenly spaced in each
-        group.
-        """
+        """Return the pairs of a split; at most `limit`, balanced over groups and evenly spaced in each group."""
         self._check_split(split)
-        pairs, kept = self._pairs[split], self._places[split].tolist()
+        pairs, kept = self._pairs[split], self._rows[split].tolist()
         if limit is None or limit >= len(kept):
             return [pairs[place] for place in kept]
         groups = defaultdict(list)
@@ -225,9 +189,6 @@ class PairDataset(Dataset):
             share = min((limit - len(chosen)) // (len(by_size) - number), len(places))
             chosen += [places[i] for i in spread(len(places), share)]
         return [pairs[place] for place in sorted(chosen)]
-
-    def _size(self, split: str) -> int:
-        return len(self._places[split])
 
     def _check_packing(self) -> None:
         length = self.config.packed_length

@@ -57,14 +57,11 @@ def _with_option(config: DataKind, text: str) -> str:
 def check_batch(
     batch: Batch, vocab_size: int | None, source_vocab_size: int | None = None, num_classes: int | None = None
 ) -> None:
-    """Check that the ids and labels of a batch are in range and its numbers finite.
+    """Raise ValueError if an id or label of a batch is out of range, or a number is NaN or infinite.
 
     JAX does not report such values: an id out of range gives NaN or the embedding of another token, and a label out of
     range gives a plausible loss. `targets` of rank 1 are labels of `num_classes`, floating-point `targets` are values
     to forecast, and all other `targets` are token ids.
-
-    Raises:
-        ValueError: an id or label is out of range, or a number is NaN or infinite; the message has its index.
     """
     for name in ("values", "targets"):
         if name in batch and np.issubdtype(batch[name].dtype, np.floating):

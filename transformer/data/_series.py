@@ -16,9 +16,7 @@ from transformer.data.tokenizers._base import Tokenizer
 
 @dataclass(frozen=True)
 class Series:
-    """A time series: `values` (steps, channels), `columns` with the channel names, and `splits` with the range of steps
-    that each split forecasts, as (first, one past the last).
-    """
+    """A time series: values (steps, channels), and the steps that each split forecasts: first, one past the last."""
 
     values: np.ndarray
     columns: tuple[str, ...]
@@ -30,9 +28,6 @@ class SeriesConfig(DataKind):
     """Options of all kinds of time series: from `context_length` steps, the model forecasts the next `horizon` steps.
 
     Values are standardized with the mean and standard deviation of the training steps.
-
-    Raises:
-        ConfigError: a number out of range, a repeated column, or mean and std that do not fit the columns.
     """
 
     task: ClassVar[str] = "forecaster"
@@ -65,8 +60,6 @@ class SeriesConfig(DataKind):
             raise ConfigError(f"std must be above 0, got {', '.join(map(str, self.std))}.")
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> SeriesDataset:
-        """Return the dataset of the series; `tokenizer` is ignored. Raises the errors of `DataKind.prepare`."""
-        del tokenizer
         return SeriesDataset(self, self.read())
 
 
@@ -85,11 +78,7 @@ class SeriesDataset(Dataset):
 
     A window belongs to the split that contains all its forecast steps. The input steps of validation and test windows
     may belong to the previous split: at that time, they are known. Mean and standard deviation are those of the
-    training steps alone, so that no held-out value influences training. `config` is the given config with columns, mean
-    and std filled in.
-
-    Raises:
-        ValueError: a split has no window, a channel is constant in training, or mean and std are for other channels.
+    training steps alone, so that no held-out value influences training. `config` has columns, mean and std filled in.
     """
 
     without_pairs = "has numeric data and no texts. Use eval_batches()."
@@ -111,7 +100,8 @@ class SeriesDataset(Dataset):
             config, columns=series.columns, mean=tuple(map(float, mean)), std=tuple(map(float, std))
         )
         self._values = to_model(self.config, series.values)
-        self._starts: dict[str, range] = {}
+        self._rows: dict[str, range] = {}
+        """first input steps of the windows, by split"""
         for split, (first, last) in series.splits.items():
             # Held-out windows may start up to context_length steps before their first forecast step.
             begin = first if split == "train" else max(first - config.context_length, 0)
@@ -122,27 +112,21 @@ class SeriesDataset(Dataset):
                     f"{config.horizon} to forecast after {config.context_length} input steps. Use a longer series, or "
                     "smaller --data.context-length and --data.horizon (and the same in model.input)."
                 )
-            self._starts[split] = starts
-        self.splits = tuple(self._starts)
+            self._rows[split] = starts
         # The fingerprint hashes int32 arrays: reinterpret the bits of the float32 values instead of rounding them.
         settings = [config.kind, config.context_length, config.horizon, list(series.columns)]
-        bounds = [[starts.start, starts.stop] for starts in self._starts.values()]
+        bounds = [[starts.start, starts.stop] for starts in self._rows.values()]
         self.fingerprint = fingerprint([settings, bounds], {}, [self._values.view(np.int32)])
 
     def describe(self) -> str:
-        """Describe windows, lengths and channels in one line."""
-        sizes = ", ".join(f"{len(starts):,} {split}" for split, starts in self._starts.items())
         config = self.config
         return (
-            f"{config.kind}: {sizes} windows of {config.context_length} steps and {config.horizon} to forecast, "
+            f"{config.kind}: {self._sizes} windows of {config.context_length} steps and {config.horizon} to forecast, "
             f"{len(config.columns)} channels ({', '.join(config.columns)})"
         )
 
-    def _size(self, split: str) -> int:
-        return len(self._starts[split])
-
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         steps = np.arange(self.config.context_length + self.config.horizon)
-        windows = self._values[self._starts[split].start + rows[:, None] + steps]  # (B, steps, channels)
+        windows = self._values[self._rows[split].start + rows[:, None] + steps]  # (B, steps, channels)
         past, future = np.split(windows, [self.config.context_length], axis=1)
         return {"values": past, "targets": future, "weights": np.ones(len(rows), np.float32)}

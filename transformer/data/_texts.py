@@ -46,7 +46,6 @@ class TextConfig(DataKind):
         check_whole(self, "sequence_length", "batch_size", "eval_batch_size")
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> TextDataset | DocumentDataset:
-        """Return the dataset of the documents. Raises the errors of `DataKind.prepare`."""
         found = self.read()
         tokenizer = tokenizer or build_tokenizer(self.tokenizer, found.splits["train"], found.splits["validation"])
         if self.segments:
@@ -54,20 +53,28 @@ class TextConfig(DataKind):
         return TextDataset(self, tokenizer, found.splits, found.separate)
 
 
-class DocumentDataset(Dataset):
+class _RunningText(Dataset):
+    """Base class of the datasets of documents in memory (`_texts`, by split)."""
+
+    without_pairs = NO_PAIRS
+    _texts: Mapping[str, Sequence[str]]
+
+    def prompts(self) -> list[str]:
+        """Return the beginnings of three lines of the held-out text, or of the training text if that is blank.
+
+        Each has at most 40 characters (or one word) and at most half of `sequence_length` tokens.
+        """
+        return beginnings(self.tokenizer, self._texts, self.config.sequence_length)
+
+
+class DocumentDataset(_RunningText):
     """Separate documents packed into rows: attention stays within a document, and every target occurs once.
 
     Documents that are longer than a row are cut into parts, which are packed like documents of their own.
-
-    Raises:
-        ValueError: a split has no document of at least 2 tokens.
     """
-
-    without_pairs = NO_PAIRS
 
     def __init__(self, config: TextConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]]):
         self.config, self.tokenizer, self._texts = config, tokenizer, splits
-        self.splits = tuple(splits)
         end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
         self._rows = {}
         for split, texts in splits.items():
@@ -80,41 +87,24 @@ class DocumentDataset(Dataset):
         self.fingerprint = fingerprint(settings, splits, [a for rows in self._rows.values() for a in rows.arrays])
 
     def describe(self) -> str:
-        """Describe documents, tokens, rows, padding and vocabulary in one line."""
         parts = [
             f"{len(self._texts[split]):,} {split} documents: {rows.tokens:,} tokens in {len(rows):,} rows with "
             f"{100 * rows.padding:.1f} % padding"
             for split, rows in self._rows.items()
         ]
-        vocabulary = f"vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
-        return f"{self.config.kind}: {'; '.join(parts)}; {vocabulary}"
-
-    def prompts(self) -> list[str]:
-        """Return the beginnings of three lines of the held-out documents, as `TextDataset.prompts`."""
-        return beginnings(self.tokenizer, self._texts, self.config.sequence_length)
-
-    def _size(self, split: str) -> int:
-        return len(self._rows[split])
+        return f"{self.config.kind}: {'; '.join(parts)}; {self._vocabulary}"
 
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         return self._rows[split].assemble(rows)
 
 
-class TextDataset(Dataset):
-    """Windows of running text: training windows start at any token; evaluation windows contain each target once.
-
-    Raises:
-        ValueError: the training text is shorter than a window, or the held-out text has fewer than 2 tokens.
-    """
-
-    without_pairs = NO_PAIRS
+class TextDataset(_RunningText):
+    """Windows of running text: training windows start at any token; evaluation windows contain each target once."""
 
     def __init__(self, config: TextConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]], separate: bool):
-        self.config = config
-        self.tokenizer = tokenizer
-        self._texts, self.splits = splits, tuple(splits)
+        self.config, self.tokenizer, self._texts = config, tokenizer, splits
         end = [tokenizer.eos_id] if separate and tokenizer.eos_id is not None else []
-        self._tokens = {
+        self._tokens = self._rows = {
             split: np.array([i for text in texts for i in tokenizer.encode(text) + end], np.int32)
             for split, texts in splits.items()
         }
@@ -134,16 +124,8 @@ class TextDataset(Dataset):
         )
 
     def describe(self) -> str:
-        """Describe tokens and vocabulary in one line."""
         sizes = ", ".join(f"{len(tokens):,} {split} tokens" for split, tokens in self._tokens.items())
-        return f"{self.config.kind}: {sizes}, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
-
-    def prompts(self) -> list[str]:
-        """Return the beginnings of three lines of the held-out text, or of the training text if that is blank.
-
-        Each has at most 40 characters (or one word) and at most half of `sequence_length` tokens.
-        """
-        return beginnings(self.tokenizer, self._texts, self.config.sequence_length)
+        return f"{self.config.kind}: {sizes}, {self._vocabulary}"
 
     def target_bytes(self, split: str = "validation", limit: int | None = None) -> int | None:
         self._check_split(split)
@@ -155,8 +137,7 @@ class TextDataset(Dataset):
             return int(counts[predicted].sum())
         if len(predicted) < len(tokens) - 1:
             return None
-        texts = self._texts[split]
-        return bytes_after_first(self.tokenizer, "".join(texts), tokens[:1].tolist())
+        return bytes_after_first(self.tokenizer, "".join(self._texts[split]), tokens[:1].tolist())
 
     def _size(self, split: str) -> int:
         return len(self._tokens[split]) - self.config.sequence_length
@@ -181,9 +162,8 @@ def beginnings(tokenizer: Tokenizer, texts: Mapping[str, Sequence[str]], sequenc
     lines = _lines(held_out) or _lines(all_others)
     chosen = []
     for line in dict.fromkeys(lines[place] for place in spread(len(lines), 3)):
-        cut = (
-            line[:40].rpartition(" ")[0] or line.partition(" ")[0]
-        )  # cut between words: a part of a word may be unknown
+        # Cut between words: a part of a word may be unknown.
+        cut = line[:40].rpartition(" ")[0] or line.partition(" ")[0]
         start = line if len(line) <= 40 else cut
         ids = tokenizer.encode(start)
         most = max(1, sequence_length // 2)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from transformer.chat._messages import REASONING
 from transformer.config._checks import ConfigError
+from transformer.data._dataset import same_start
 from transformer.data.files._records import Record, parsed
 
 if TYPE_CHECKING:
@@ -43,14 +44,11 @@ class Conversation:
 
 
 def conversation(record: Record) -> Conversation:
-    """Return the conversation of a row.
+    """Return the conversation of a row. Raises ValueError if its columns are others, or contain something else.
 
     Its messages are in the column `messages`, or in `conversations` with the fields `from` and `value` (ShareGPT), or
     those of `prompt`, then those of `completion`. A prompt that is a text is a message of the user, and a completion
     that is a text is a message of the assistant. Optional columns are `tools` and `chat_template_kwargs`.
-
-    Raises:
-        ValueError: the row has none of these columns, or they contain something else.
     """
     row, place = record.values, record.place
     if "messages" in row:
@@ -94,7 +92,7 @@ def one_or_list(record: Record, column: str, role: str) -> list[Any]:
     return [{"role": role, "content": value}] if isinstance(value, str) else _listed(record, column)
 
 
-def _from_sharegpt(place: str, message: Any) -> dict[str, Any]:
+def _from_sharegpt(place: str, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("from"), str) or "value" not in message:
         raise ValueError(
             f"{place}: a message in conversations must have from and value, got {message!r:.60}. Correct it."
@@ -122,16 +120,8 @@ def encode(encoder: ChatEncoder, one: Conversation, train_on: TrainOn, now: date
 
     If the template marks what the assistant writes with `{% generation %}`, these tokens are trained. Otherwise a
     message of the assistant begins where the prompt for it ends, and it ends with the first marker after it. A message
-    with `"weight": 0` is read and not trained, as in OpenAI's files for fine-tuning.
-
-    Args:
-        encoder: template and tokenizer.
-        one: the conversation.
-        train_on: which messages are trained.
-        now: time that the template may write.
-
-    Raises:
-        ValueError: a message is invalid, the template refuses the messages, or no message would be trained.
+    with `"weight": 0` is read and not trained, as in OpenAI's files for fine-tuning. Raises ValueError if a message is
+    invalid, the template refuses the messages, or no message would be trained.
     """
     try:
         values = template_values(encoder.template, one)
@@ -233,10 +223,7 @@ def _start(
             raise
         return 0  # many templates can't render an empty conversation
     # A template may begin the message with more than the prompt, such as <think>.
-    start = next(
-        (place for place, pair in enumerate(zip(encoded.text, prompt, strict=False)) if pair[0] != pair[1]),
-        min(len(encoded.text), len(prompt)),
-    )
+    start = same_start(encoded.text, prompt)
     if start < len(prompt) and not (encoded.text.startswith(plain) and start > len(plain)):
         _refuse_changed(turn)
     return start
@@ -269,13 +256,7 @@ def _refuse_changed(turn: int) -> NoReturn:
 
 
 def warn_of_unread(encoders: Mapping[bool, ChatEncoder], conversations: Iterable[Conversation], now: datetime) -> None:
-    """Warn once of all entries of messages, and of tools and switches, that do not change the text of a template.
-
-    Args:
-        encoders: the encoders for conversations without (False) and with tools (True).
-        conversations: valid conversations.
-        now: time that the template may write.
-    """
+    """Warn once of all entries of messages, and of tools and switches, that do not change the text of a template."""
     first: dict[str, str] = {}
     for one in conversations:
         template = encoders[bool(one.tools)].template

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from transformer.data._dataset import Batch, Dataset, fingerprint, spread
 from transformer.data._packed_rows import packed_batch
-from transformer.data._texts import NO_PAIRS, beginnings
+from transformer.data._texts import NO_PAIRS, TextConfig, beginnings
 from transformer.data.corpus._cache import Tokenized
 from transformer.data.corpus._mixture import Mixture
 from transformer.data.corpus._rows import PackedDocuments, Tokens, Windows
@@ -41,22 +41,14 @@ class CorpusDataset(Dataset):
 
     The rows of each source are shuffled anew in each pass. With weights, the sources alternate in a fixed order, in
     which each has its share of the rows at any step; otherwise all rows are shuffled together. The state of an iterator
-    is the index of the next batch.
-
-    Args:
-        config: the options; `segments` packs documents, otherwise rows are windows of continuous tokens.
-        tokenizer: the tokenizer of the sources.
-        corpus: the tokenized sources.
-
-    Raises:
-        ValueError: a split has no row.
+    is the index of the next batch. `config.segments` packs documents, otherwise rows are windows of continuous tokens.
     """
 
     without_pairs = NO_PAIRS
     read_options: ClassVar[Mapping[str, int]] = {"num_threads": 2, "prefetch_buffer_size": 4}
     """rows come from disk: two batches are read while the model computes"""
 
-    def __init__(self, config: Any, tokenizer: Tokenizer, corpus: Corpus):
+    def __init__(self, config: TextConfig, tokenizer: Tokenizer, corpus: Corpus):
         self.config, self.tokenizer, self._weights = config, tokenizer, corpus.weights
         kind = PackedDocuments if config.segments else Windows
         self._rows = {
@@ -65,7 +57,6 @@ class CorpusDataset(Dataset):
         }
         self._patterns = {split: [one.source.pattern for one in part] for split, part in corpus.splits.items()}
         self._ends = {split: np.cumsum([len(one) for one in rows]) for split, rows in self._rows.items()}
-        self.splits = tuple(self._rows)
         for split in self.splits:
             self._check_rows(split)
         hashes = [[split, [[f.sha256 for f in one.tokens.facts] for one in part]] for split, part in self._rows.items()]
@@ -86,7 +77,6 @@ class CorpusDataset(Dataset):
             raise ValueError(f"{empty} has no training document of at least 2 tokens. Remove it and its weight.")
 
     def describe(self) -> str:
-        """Describe documents, tokens, rows, padding, weights and vocabulary in one line."""
         parts = []
         for split, sources in self._rows.items():
             documents, tokens = (sum(getattr(one.tokens, name) for one in sources) for name in ("documents", "count"))
@@ -100,8 +90,7 @@ class CorpusDataset(Dataset):
             pairs = zip(self._weights, self._patterns["train"], strict=True)
             shares = [f"{100 * weight / sum(self._weights):.4g} % {pattern}" for weight, pattern in pairs]
             parts.append(f"mixture of {', '.join(shares)}")
-        vocabulary = f"vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
-        return f"{self.config.kind}: {'; '.join(parts)}; {vocabulary}"
+        return f"{self.config.kind}: {'; '.join(parts)}; {self._vocabulary}"
 
     def prompts(self) -> list[str]:
         """Return the beginnings of three lines of held-out documents, as `TextDataset.prompts` does."""
@@ -109,7 +98,6 @@ class CorpusDataset(Dataset):
         return beginnings(self.tokenizer, texts, self.config.sequence_length)
 
     def _openings(self) -> Iterator[str]:
-        """Yield the beginnings of some held-out documents."""
         for source in self._rows["validation"]:
             shards = [shard for shard, facts in enumerate(source.tokens.facts) if facts.documents]
             for shard in (shards[place] for place in spread(len(shards), _SHOWN)):
@@ -186,15 +174,14 @@ class _EvalBatches(Sequence[Batch]):
     """The first evaluation batches of a split; each is assembled when it is accessed."""
 
     def __init__(self, dataset: CorpusDataset, split: str, limit: int | None):
-        self._dataset, self._split = dataset, split
-        size = dataset.config.eval_batch_size
-        self._rows = dataset._eval_rows(split)[: None if limit is None else limit * size]
+        self._dataset, self._split, self._size = dataset, split, dataset.config.eval_batch_size
+        self._rows = dataset._eval_rows(split)[: None if limit is None else limit * self._size]
 
     def __len__(self) -> int:
-        return -(-len(self._rows) // self._dataset.config.eval_batch_size)
+        return -(-len(self._rows) // self._size)
 
-    def __getitem__(self, place: Any) -> Any:
+    def __getitem__(self, place: int | slice) -> Batch | list[Batch]:
         if isinstance(place, slice):
             return [self[i] for i in range(len(self))[place]]
-        start = range(len(self))[place] * self._dataset.config.eval_batch_size
-        return self._dataset._eval_batch(self._split, self._rows[start : start + self._dataset.config.eval_batch_size])
+        start = range(len(self))[place] * self._size
+        return self._dataset._eval_batch(self._split, self._rows[start : start + self._size])

@@ -6,14 +6,11 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformer.config._checks import nearest
 from transformer.config._untrusted import read_json_object
-from transformer.data.files._texts import cut, json_reason, load_json, read_json_objects
-
-if TYPE_CHECKING:
-    from transformer.data._config import HeldOutEnd
+from transformer.data.files._texts import json_reason, load_json, read_json_objects
 
 HELD_OUT = ("validation", "test")
 """names of the held-out split of a saved `DatasetDict`, the first that exists"""
@@ -68,31 +65,7 @@ def _without_nulls(row: Record) -> Record:
     return Record(row.place, {name: value for name, value in row.values.items() if name not in nulls}, nulls)
 
 
-def read_splits(config: HeldOutEnd, what: str) -> dict[str, list[Record]]:
-    """Read the rows of the training and the held-out set.
-
-    The held-out set is `validation_path`, else the held-out split of a saved `DatasetDict` in `path`, else the last
-    rows of `path`.
-
-    Args:
-        config: paths and share of the held-out set.
-        what: name of the rows, such as "conversations", for error messages.
-
-    Raises:
-        FileNotFoundError, ValueError, ImportError: see `read_records`; or there are fewer than 2 rows.
-    """
-    train = read_records(config.path)
-    if config.validation_path is not None:
-        held_out = read_records(config.validation_path, _held_out_split(config.validation_path))
-    elif (split := _held_out_split(config.path)) is not None:
-        held_out = read_records(config.path, split)
-    else:
-        end = cut(len(train), config.validation_share, config.path, what)
-        train, held_out = train[:end], train[end:]
-    return {"train": train, "validation": held_out}
-
-
-def _held_out_split(path: str) -> str | None:
+def held_out_split(path: str) -> str | None:
     """Return the name of the held-out split in a saved `DatasetDict`; None if there is none, or for other files."""
     place = Path(path).expanduser()
     if not (place / "dataset_dict.json").is_file():
@@ -187,10 +160,7 @@ def arrow_errors(file: Path) -> Iterator[None]:
 
 
 def without_none(value: Any) -> Any:
-    """Return nested dicts and lists without entries of dicts that are None.
-
-    Arrow gives all structs of a column the same fields, and fills up missing ones with None.
-    """
+    """Return nested dicts and lists without the entries that are None, with which Arrow fills up missing fields."""
     if isinstance(value, Mapping):
         return {key: without_none(one) for key, one in value.items() if one is not None}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -199,11 +169,7 @@ def without_none(value: Any) -> Any:
 
 
 def parsed(record: Record, column: str) -> Any:
-    """Return a column; a text in it is parsed as JSON, because files of fixed types store nested values so.
-
-    Raises:
-        ValueError: the text is not JSON.
-    """
+    """Return a column; a text in it is parsed as JSON, because files of fixed types store nested values so."""
     value = record.values.get(column)
     if not isinstance(value, str):
         return value

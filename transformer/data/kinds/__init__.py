@@ -13,9 +13,7 @@ from transformer.data.kinds._etth1 import ETTh1
 from transformer.data.kinds._image_file import ImageFile
 from transformer.data.kinds._image_folder import ImageFolder
 from transformer.data.kinds._image_text_file import CaptionFile, ImageTextFile
-from transformer.data.kinds._json_lines import JsonLines
 from transformer.data.kinds._labeled_text import LabeledText
-from transformer.data.kinds._masked_text import MaskedText
 from transformer.data.kinds._multi30k import Multi30k
 from transformer.data.kinds._number_chat import NumberChat, NumberPreferences, NumberPrompts, NumberText
 from transformer.data.kinds._number_words import NumberWords
@@ -25,44 +23,25 @@ from transformer.data.kinds._prompts import Prompts
 from transformer.data.kinds._series_file import SeriesFile
 from transformer.data.kinds._shapes import Shapes, ShapesCaptions
 from transformer.data.kinds._sst2 import SST2, MaskedSST2, SST2Sentences
-from transformer.data.kinds._text_file import TextFile
+from transformer.data.kinds._text_file import JsonLines, MaskedText, TextFile
 from transformer.data.kinds._text_files import TextFiles
 from transformer.data.kinds._tfds_translation import TFDSTranslation
 from transformer.data.kinds._tiny_shakespeare import TinyShakespeare
 
 __all__ = ["DATA", "PLACES", "DataConfig"]
 
-DATA: dict[str, type[DataKind]] = {
-    "number_words": NumberWords,
-    "number_text": NumberText,
-    "number_chat": NumberChat,
-    "number_preferences": NumberPreferences,
-    "number_prompts": NumberPrompts,
-    "tiny_shakespeare": TinyShakespeare,
-    "text_file": TextFile,
-    "text_files": TextFiles,
-    "json_lines": JsonLines,
-    "parallel_text": ParallelText,
-    "multi30k": Multi30k,
-    "tfds_translation": TFDSTranslation,
-    "preferences": Preferences,
-    "prompts": Prompts,
-    "labeled_text": LabeledText,
-    "sst2": SST2,
-    "sst2_sentences": SST2Sentences,
-    "masked_text": MaskedText,
-    "masked_sst2": MaskedSST2,
-    "etth1": ETTh1,
-    "series_file": SeriesFile,
-    "conversations": Conversations,
-    "digits": Digits,
-    "image_file": ImageFile,
-    "image_folder": ImageFolder,
-    "image_text_file": ImageTextFile,
-    "caption_file": CaptionFile,
-    "shapes": Shapes,
-    "shapes_captions": ShapesCaptions,
-}
+_KINDS: tuple[type[DataKind], ...] = (
+    *(NumberWords, NumberText, NumberChat, NumberPreferences, NumberPrompts),
+    *(TinyShakespeare, TextFile, TextFiles, JsonLines),
+    *(ParallelText, Multi30k, TFDSTranslation),
+    *(Preferences, Prompts),
+    *(LabeledText, SST2, SST2Sentences, MaskedText, MaskedSST2),
+    *(ETTh1, SeriesFile),
+    Conversations,
+    *(Digits, ImageFile, ImageFolder, ImageTextFile, CaptionFile, Shapes, ShapesCaptions),
+)
+
+DATA: dict[str, type[DataKind]] = {one.kind: one for one in _KINDS}
 """data kinds by their name in recipe.json"""
 
 DataConfig = Union[tuple(DATA.values())]  # noqa: UP007 - built from the registry

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from transformer.data._config import HeldOutEnd
 from transformer.data._conversations import ConversationConfig
 from transformer.data._turns import Conversation, conversation
-from transformer.data.files._records import read_splits
+from transformer.data.kinds._held_out import HeldOutEnd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,5 +20,4 @@ class Conversations(HeldOutEnd, ConversationConfig):
 
     def read(self) -> dict[str, list[Conversation]]:
         """Return the conversations; without validation_path, a held-out split of the folder, or the last ones."""
-        found = read_splits(self, "conversations")
-        return {split: [conversation(record) for record in records] for split, records in found.items()}
+        return {split: list(map(conversation, rows)) for split, rows in self.records("conversations").items()}

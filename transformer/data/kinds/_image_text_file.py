@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from transformer.config._checks import ConfigError, nearest
-from transformer.data._captions import CaptionConfig, Captioned, CaptioningConfig, Pictures
+from transformer.data._captions import CaptionConfig, CaptioningConfig, Pictures
 from transformer.data._config import check_path, check_share
 from transformer.data.files._images import ImageFiles, ImageFilesConfig, image_rows, split_by_digest
 from transformer.data.files._texts import read_json_objects, read_table
@@ -49,20 +49,13 @@ class ImageTextFile(ImageFilesConfig, CaptionConfig):
                 f"{self.text_column!r}. Change one."
             )
 
-    def read(self) -> Captioned:
-        """Return the images and their texts.
-
-        Raises:
-            FileNotFoundError: a file does not exist, also that of an image.
-            ValueError: a row without an image or a text, or an image that can't be read; the message names the row.
-        """
+    def read(self) -> dict[str, Pictures]:
+        """Return the images and their texts. Errors about an image, or a row without one or without text, name it."""
         images, texts = self._rows(self.path)
         if self.validation_path is not None:
-            held_out, more = self._rows(self.validation_path)
-            return Captioned({"train": _pictures(images, texts), "validation": _pictures(held_out, more)})
+            return {"train": _pictures(images, texts), "validation": _pictures(*self._rows(self.validation_path))}
         parts = split_by_digest(images.digests, {"validation": self.validation_share}, self.path)
-        splits = {name: _pictures(images.subset(rows), [texts[i] for i in rows]) for name, rows in parts.items()}
-        return Captioned(splits)
+        return {name: _pictures(images.subset(rows), [texts[i] for i in rows]) for name, rows in parts.items()}
 
     def _rows(self, path: str) -> tuple[ImageFiles, list[str]]:
         """Return the checked images of a file, and their texts."""
@@ -86,12 +79,7 @@ def _pictures(images: ImageFiles, texts: list[str]) -> Pictures:
 
 
 def read_image_texts(path: str, image_column: str, text_column: str) -> list[tuple[int, str, str]]:
-    """Read (line, path of the image, text) of the rows of a file.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it can't be read, a column is missing, or a row has no image or no text.
-    """
+    """Read (line, path of the image, text) of the rows of a file. Raises ValueError if one has no image or text."""
     if path.lower().endswith((".jsonl", ".json", ".ndjson")):
         rows = list(read_json_objects(path))
     else:
@@ -105,10 +93,10 @@ def read_image_texts(path: str, image_column: str, text_column: str) -> list[tup
         for column in (image_column, text_column):
             value = row.get(column)
             if not isinstance(value, str) or not value.strip():
-                has = column in row
-                got = "null" if value is None else f"{value!r:.40}"
-                got = got if has else f"the columns {', '.join(map(str, row))[:100] or 'none'}"
-                hint = "" if has else nearest(column, [str(name) for name in row])
+                got, hint = "null" if value is None else f"{value!r:.40}", ""
+                if column not in row:
+                    got = f"the columns {', '.join(map(str, row))[:100] or 'none'}"
+                    hint = nearest(column, list(map(str, row)))
                 raise ValueError(
                     f"{path}, line {line}: expected text in the column {column!r}, got {got}.{hint} Correct the line, "
                     f"or set --data.image-column and --data.text-column."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar
@@ -11,10 +11,11 @@ import numpy as np
 
 from transformer.config._checks import check_whole
 from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
-from transformer.data._config import SUBWORDS, HeldOutEnd, TokenizerConfig, check_date
-from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint
+from transformer.data._config import SUBWORDS, TokenizerConfig, check_date
+from transformer.data._dataset import Batch, DataKind, Dataset, Example, Ragged, fingerprint, same_start
 from transformer.data._turns import Conversation, chat_encoders, conversation, encode, one_or_list, warn_of_unread
-from transformer.data.files._records import Record, parsed, read_splits
+from transformer.data.files._records import Record, parsed
+from transformer.data.kinds._held_out import HeldOutEnd
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.data.tokenizers._kinds import build_tokenizer
 
@@ -44,11 +45,7 @@ class Preference:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig(DataKind):
-    """Options of all kinds of preferences: the model learns to prefer the chosen of two responses.
-
-    Raises:
-        ConfigError: a number out of range, or an invalid date.
-    """
+    """Options of all kinds of preferences: the model learns to prefer the chosen of two responses."""
 
     task: ClassVar[str] = "dpo"
 
@@ -71,11 +68,7 @@ class PreferenceConfig(DataKind):
         check_date(self, "date")
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> PreferenceDataset:
-        """Return the dataset of the preferences.
-
-        Raises:
-            ValueError: some rows have messages and others texts; also the errors of `DataKind.prepare`.
-        """
+        """Return the dataset. Raises ValueError if some rows have messages and others texts."""
         found = self.read()
         kinds = {isinstance(one.chosen, str): one.place for rows in found.values() for one in rows}
         if len(kinds) == 2:
@@ -106,17 +99,11 @@ class Preferences(HeldOutEnd, PreferenceConfig):
     kind: ClassVar[str] = "preferences"
 
     def read(self) -> dict[str, list[Preference]]:
-        """Return the preferences by split; without validation_path, a held-out split of the folder, or the last ones.
-
-        Raises:
-            ValueError: a row lacks a column, a text is empty, or both responses are equal.
-        """
-        found = read_splits(self, "preferences")
-        return {split: [_preference(record) for record in records] for split, records in found.items()}
+        """Return the preferences; without validation_path, a held-out split of the folder, or the last ones."""
+        return {split: list(map(_preference, rows)) for split, rows in self.records("preferences").items()}
 
 
 def _preference(record: Record) -> Preference:
-    """Return the preference of a row."""
     for column in ("chosen", "rejected"):
         if column not in record.values:
             raise ValueError(
@@ -132,7 +119,6 @@ def _preference(record: Record) -> Preference:
 
 
 def _of_texts(record: Record) -> Preference:
-    """Return the preference of a row with texts."""
     given, place = record.values, record.place
     for column in ("prompt", "chosen", "rejected"):
         if not isinstance(given.get(column, ""), str):
@@ -185,8 +171,7 @@ def _prompt_of(record: Record, chosen: list[Any], rejected: list[Any]) -> tuple[
     The column prompt has messages, or the text of a message of the user; many files repeat it in both responses.
     Without it, the messages that both responses begin with are the prompt.
     """
-    both = zip(chosen, rejected, strict=False)
-    shared = next((i for i, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
+    shared = same_start(chosen, rejected)
     beginning = chosen[:shared]
     if not record.values.get("prompt"):
         return beginning, shared
@@ -200,15 +185,12 @@ def _prompt_of(record: Record, chosen: list[Any], rejected: list[Any]) -> tuple[
 
 
 def _response(one: str | Conversation) -> str:
-    """Return the text of a response."""
     return one if isinstance(one, str) else "".join(texts_in(one.messages[one.given :]))
 
 
 def _common_beginning(first: str, second: str) -> str:
     """Return the longest common beginning of two texts that ends between two words, or after a line."""
-    size = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
+    size = same_start(first, second)
     end = max(first.rfind(mark, 0, size) for mark in (" ", "\n"))
     return first[: end + 1]
 
@@ -226,14 +208,12 @@ class PreferenceDataset(Dataset):
 
     A batch has `tokens`, `targets` and `weights` (B, 2, T); the weights are 1 for the tokens of the responses, with the
     end token. Pairs without two different responses in max_length tokens are left out.
-
-    Raises:
-        ValueError: all pairs of a split are left out, a message is invalid, or both responses have the same tokens.
     """
 
     def __init__(self, config: PreferenceConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[Preference]]):
         self.config, self.tokenizer = config, tokenizer
-        self._texts, self._left_out, self._truncated = {}, 0, 0
+        self._rows: dict[str, list[Preference]] = {}
+        self._left_out = self._truncated = 0
         self._tokens: dict[str, Ragged] = {}
         self._trained: dict[str, Ragged] = {}
         self._now = datetime.fromisoformat(config.date)
@@ -248,35 +228,24 @@ class PreferenceDataset(Dataset):
                     f"no {split} preference fits, from {rows[0].place} on: in the first {config.max_length} tokens "
                     f"(max_length), a response is missing or both are the same. Raise --data.max-length."
                 )
-            self._texts[split] = [one for one, _ in kept]
+            self._rows[split] = [one for one, _ in kept]
             self._tokens[split] = Ragged(part.ids for _, pair in kept for part in pair)  # chosen, rejected, chosen, ...
             self._trained[split] = Ragged(part.trained for _, pair in kept for part in pair)
-        self.splits = tuple(self._texts)
-        warn_of_unread(self._encoders, self._conversations(), self._now)
+        chats = (chat for rows in self._rows.values() for one in rows for chat in one.conversations)
+        warn_of_unread(self._encoders, chats, self._now)
         arrays = [array for split in splits for array in (self._tokens[split].values, self._trained[split].values)]
-        texts = {split: [text for one in rows for text in one.texts] for split, rows in self._texts.items()}
+        texts = {split: [text for one in rows for text in one.texts] for split, rows in self._rows.items()}
         self.fingerprint = fingerprint([config.kind, config.max_length, tokenizer.state()], texts, arrays)
 
-    def _conversations(self) -> Iterator[Conversation]:
-        return (chat for rows in self._texts.values() for one in rows for chat in one.conversations)
-
     def describe(self) -> str:
-        """Describe the pairs, their lengths and the vocabulary in one line."""
-        sizes = ", ".join(f"{len(rows):,} {split}" for split, rows in self._texts.items())
         longest = max(ragged.longest for ragged in self._tokens.values())
         cut = f", {self._truncated:,} responses truncated" if self._truncated else ""
         cut += f", {self._left_out:,} pairs left out that differ only after max_length" if self._left_out else ""
-        return (
-            f"{self.config.kind}: {sizes} pairs; up to {longest} tokens{cut}, vocabulary of "
-            f"{self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
-        )
+        return f"{self.config.kind}: {self._sizes} pairs; up to {longest} tokens{cut}, {self._vocabulary}"
 
     def _pair_at(self, split: str, row: int) -> Example:
-        one = self._texts[split][row]
+        one = self._rows[split][row]
         return Example(one.prompt, _response(one.chosen))
-
-    def _size(self, split: str) -> int:
-        return len(self._texts[split])
 
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         both = np.stack([2 * rows, 2 * rows + 1], 1).reshape(-1)  # (2B,)
@@ -311,8 +280,6 @@ class PreferenceDataset(Dataset):
             before, ids = (self.tokenizer.encode_source(text) for text in (one.prompt, one.prompt + response))
         except ValueError as error:
             raise ValueError(f"{one.place}: {error}") from None
-        same = (i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b)
-        start = next(same, min(len(before), len(ids)))
-        end = self.tokenizer.eos_id
+        start, end = same_start(before, ids), self.tokenizer.eos_id
         ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
         return _Encoded(ids, [place >= start for place in range(len(ids))])

@@ -12,10 +12,11 @@ import numpy as np
 
 from transformer.config._checks import check_whole
 from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
-from transformer.data._config import SUBWORDS, HeldOutEnd, TokenizerConfig, check_date
+from transformer.data._config import SUBWORDS, TokenizerConfig, check_date
 from transformer.data._dataset import Batch, DataKind, Dataset, Ragged, fingerprint, spread
 from transformer.data._turns import Conversation, chat_encoders, warn_of_unread
-from transformer.data.files._records import Record, read_splits
+from transformer.data.files._records import Record
+from transformer.data.kinds._held_out import HeldOutEnd
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.data.tokenizers._kinds import build_tokenizer
 
@@ -34,11 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptConfig(DataKind):
-    """Options of all kinds of prompts: the model completes them, and learns from the rewards of its completions.
-
-    Raises:
-        ConfigError: a number out of range, or an invalid date.
-    """
+    """Options of all kinds of prompts: the model completes them, and learns from the rewards of its completions."""
 
     task: ClassVar[str] = "grpo"
 
@@ -62,7 +59,6 @@ class PromptConfig(DataKind):
         check_date(self, "date")
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> PromptDataset:
-        """Return the dataset of the prompts. Raises the errors of `DataKind.prepare`."""
         splits = self.read()
         chats = any(not isinstance(one.prompt, str) for part in splits.values() for one in part)
         texts = {split: [text for one in part for text in self._texts(one)] for split, part in splits.items()}
@@ -81,16 +77,12 @@ class PromptConfig(DataKind):
 class PromptDataset(Dataset):
     """Prompts, padded on the right to one shape for all batches. A batch has tokens (B, P), lengths and weights (B,),
     and `rows` (B,): indices into `prompts_of(split)`.
-
-    Raises:
-        ValueError: a prompt is invalid, has no tokens or is too long; the message names file and row.
     """
 
     without_pairs = "has prompts and no pairs of source and target. Use prompts()."
 
-    def __init__(self, config: PromptConfig, tokenizer: Any, splits: Mapping[str, Sequence[Prompt]], chats: bool):
-        self.config, self.tokenizer = config, tokenizer
-        self._prompts, self.splits = splits, tuple(splits)
+    def __init__(self, config: PromptConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[Prompt]], chats: bool):
+        self.config, self.tokenizer, self._rows = config, tokenizer, splits
         encoders = chat_encoders(tokenizer, config.template_path) if chats else {}
         self._encoder = encoders.get(False)
         self._tokens = {split: Ragged(map(self._encode, part)) for split, part in splits.items()}
@@ -109,23 +101,16 @@ class PromptDataset(Dataset):
         return sorted(ends if self._encoder is None else ends | set(self._encoder.ends))
 
     def prompts_of(self, split: str) -> Sequence[Prompt]:
-        """Return the prompts of a split, in order."""
-        return self._prompts[split]
+        return self._rows[split]
 
     def describe(self) -> str:
-        """Describe the numbers of prompts, their lengths and the vocabulary in one line."""
-        sizes = ", ".join(f"{len(part):,} {split}" for split, part in self._prompts.items())
-        vocabulary = f"vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
-        return f"{self.config.kind}: {sizes} prompts of up to {self.longest} tokens, {vocabulary}"
+        return f"{self.config.kind}: {self._sizes} prompts of up to {self.longest} tokens, {self._vocabulary}"
 
     def prompts(self) -> list[str]:
         """Return three held-out prompts; of messages, the last one."""
-        held_out = self._prompts["validation"]
+        held_out = self._rows["validation"]
         chosen = [held_out[place].prompt for place in spread(len(held_out), 3)]
         return [one if isinstance(one, str) else "".join(texts_in(one[-1].get("content"))) for one in chosen]
-
-    def _size(self, split: str) -> int:
-        return len(self._prompts[split])
 
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         tokens, lengths = self._tokens[split].padded(rows, self.longest, self.tokenizer.pad_id)
@@ -169,7 +154,7 @@ class Prompts(HeldOutEnd, PromptConfig):
 
     def read(self) -> dict[str, list[Prompt]]:
         """Return the prompts by split; without validation_path, a held-out split of the folder, or the last ones."""
-        found = read_splits(self, "prompts")
+        found = self.records("prompts")
         return {split: [_prompt(record, self.prompt_column) for record in records] for split, records in found.items()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from typing import ClassVar
 import numpy as np
 
 from transformer.config._checks import ConfigError, check_whole
-from transformer.data._captions import CaptionConfig, Captioned, CaptioningConfig, Pictures
+from transformer.data._captions import CaptionConfig, CaptioningConfig, Pictures
+from transformer.data.kinds._number_words import role
 
 COLORS = {
     "red": (220, 40, 40),
@@ -84,27 +84,26 @@ class Shapes(CaptionConfig):
             if (count := getattr(self, field)) > HELD_OUT:
                 raise ConfigError(f"{field} must be at most {HELD_OUT:,}, got {count:,}. Lower it.")
 
-    def read(self) -> Captioned:
+    def read(self) -> dict[str, Pictures]:
         """Return the pictures and their sentences."""
         counts = {"train": self.train_examples, "validation": self.validation_examples, "test": self.test_examples}
-        return Captioned({split: self._pictures(split, count) for split, count in counts.items()})
+        return {split: self._pictures(split, count) for split, count in counts.items()}
 
     def _pictures(self, split: str, count: int) -> Pictures:
         # Python's generator gives the same numbers on every platform and version for a text as its seed.
         draw = random.Random(f"shapes {split} {self.seed}")
         pixels = np.empty((count, self.image_size, self.image_size, 3), np.uint8)
-        captions: dict[str, None] | list[str] = {} if split != "train" else []
+        known: set[str] = set()
+        captions: list[str] = []
         while len(captions) < count:
             scene = _draw_scene(draw)
             text = sentence(scene)
-            if _split_of(text) != split or (split != "train" and text in captions):
+            if role(text) != split or (split != "train" and text in known):
                 continue
             pixels[len(captions)] = picture(scene, self.image_size, draw)
-            if isinstance(captions, dict):
-                captions[text] = None
-            else:
-                captions.append(text)
-        return Pictures(pixels, list(captions), np.arange(count))
+            captions.append(text)
+            known.add(text)
+        return Pictures(pixels, captions, np.arange(count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +153,3 @@ def _draw_scene(draw: random.Random) -> list[Thing]:
     cells = draw.sample(range(len(POSITIONS)), draw.randint(1, 2))
     kinds = tuple(SIZES), tuple(COLORS), tuple(SHAPES)
     return [(cell, *(draw.choice(kind) for kind in kinds)) for cell in cells]
-
-
-def _split_of(text: str) -> str:
-    """Return the split of a sentence: `"train"` (8 of 10), `"validation"` or `"test"`."""
-    tenth = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 10
-    return {0: "test", 1: "validation"}.get(tenth, "train")

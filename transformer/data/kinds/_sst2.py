@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from transformer.config._checks import ConfigError
 from transformer.data._labels import Labeled, LabeledConfig, numbered
-from transformer.data._masked_texts import MaskedConfig, Texts
+from transformer.data._masked_texts import MaskedConfig
 from transformer.data.files._texts import read_labeled
 from transformer.data.files._tfds import Download, Prepared, data_dir
 
@@ -26,7 +26,22 @@ FILES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SST2(LabeledConfig):
+class _TwoClasses(LabeledConfig):
+    """Options of sentences that are negative or positive."""
+
+    labels: tuple[str, ...] = ("negative", "positive")
+    """names of the classes 0 and 1 in the files"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if len(self.labels) != 2:
+            raise ConfigError(
+                f"labels must have two names, for the classes 0 and 1 in the files, got {len(self.labels)}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SST2(_TwoClasses):
     """Negative and positive phrases of movie reviews (Socher et al. 2013), from the files of GLUE (Wang et al. 2018,
     arXiv 1804.07461): 67,349 phrases and sentences in train.tsv for training, 872 sentences in dev.tsv for evaluation.
 
@@ -36,14 +51,8 @@ class SST2(LabeledConfig):
 
     kind: ClassVar[str] = "sst2"
 
-    labels: tuple[str, ...] = ("negative", "positive")
-    """names of the classes 0 and 1 in the files"""
     manual_dir: str | None = None
     """folder that contains train.tsv and dev.tsv of GLUE (required)"""
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_two(self.labels)
 
     def read(self) -> Labeled:
         """Return the texts of the GLUE files.
@@ -55,11 +64,9 @@ class SST2(LabeledConfig):
         files = {"train": folder / "train.tsv", "validation": folder / "dev.tsv"}
         if self.manual_dir is None or not all(path.is_file() for path in files.values()):
             missing = [path.name for path in files.values() if not path.is_file()]
-            problem = (
-                "the folder of SST-2 is not set"
-                if self.manual_dir is None
-                else f"no {' and no '.join(missing)} in {folder}"
-            )
+            problem = f"no {' and no '.join(missing)} in {folder}"
+            if self.manual_dir is None:
+                problem = "the folder of SST-2 is not set"
             raise FileNotFoundError(
                 f"{problem}: download SST-2.zip of the GLUE benchmark (gluebenchmark.com/tasks), put train.tsv and "
                 f"dev.tsv into a folder, and pass it with --data.manual-dir FOLDER."
@@ -72,7 +79,7 @@ class SST2(LabeledConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SST2Sentences(LabeledConfig):
+class SST2Sentences(_TwoClasses):
     """Negative and positive sentences of movie reviews, prepared by TFDS: 6,920 for training, 872 for validation and
     1,821 for the test (Socher et al. 2013, section 5). Papers on whole sentences use these splits.
 
@@ -82,16 +89,10 @@ class SST2Sentences(LabeledConfig):
 
     kind: ClassVar[str] = "sst2_sentences"
 
-    labels: tuple[str, ...] = ("negative", "positive")
-    """names of the classes 0 and 1 in the files"""
     data_dir: str | None = None
     """folder of prepared TFDS data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
     manual_dir: str | None = None
     """folder that contains sst2_train.tsv, sst2_dev.tsv and sst2_test.tsv, for machines without network access"""
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_two(self.labels)
 
     def read(self) -> Labeled:
         """Return the sentences of every split."""
@@ -114,15 +115,10 @@ class MaskedSST2(MaskedConfig):
     manual_dir: str | None = None
     """folder that contains sst2_train.tsv, sst2_dev.tsv and sst2_test.tsv, for machines without network access"""
 
-    def read(self) -> Texts:
+    def read(self) -> dict[str, list[str]]:
         """Return the sentences of every split."""
         found = _sentences(self.data_dir, self.manual_dir)
-        return Texts({split: [text for text, _ in rows] for split, rows in found.items()})
-
-
-def _check_two(labels: tuple[str, ...]) -> None:
-    if len(labels) != 2:
-        raise ConfigError(f"labels must have two names, for the classes 0 and 1 in the files, got {len(labels)}.")
+        return {split: [text for text, _ in rows] for split, rows in found.items()}
 
 
 def _sentences(folder: str | None, manual_dir: str | None) -> dict[str, list[tuple[str, str]]]:
