@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar
@@ -231,11 +231,13 @@ class PreferenceDataset(Dataset):
             self._rows[split] = [one for one, _ in kept]
             self._tokens[split] = Ragged(part.ids for _, pair in kept for part in pair)  # chosen, rejected, chosen, ...
             self._trained[split] = Ragged(part.trained for _, pair in kept for part in pair)
-        chats = (chat for rows in self._rows.values() for one in rows for chat in one.conversations)
-        warn_of_unread(self._encoders, chats, self._now)
+        warn_of_unread(self._encoders, self._conversations(), self._now)
         arrays = [array for split in splits for array in (self._tokens[split].values, self._trained[split].values)]
         texts = {split: [text for one in rows for text in one.texts] for split, rows in self._rows.items()}
         self.fingerprint = fingerprint([config.kind, config.max_length, tokenizer.state()], texts, arrays)
+
+    def _conversations(self) -> Iterator[Conversation]:
+        return (chat for rows in self._rows.values() for one in rows for chat in one.conversations)
 
     def describe(self) -> str:
         longest = max(ragged.longest for ragged in self._tokens.values())
