@@ -189,7 +189,7 @@ def test_each_sample_of_each_prompt_has_a_seed(written, monkeypatch):
 @pytest.mark.programs(10, reason="the stream makes its cache outside of jit")
 def test_bits_of_the_weights(written, monkeypatch, capsys):
     quantize = Recorder(("params", []))
-    monkeypatch.setattr("transformer.nn.layers._int8.quantize", quantize)
+    monkeypatch.setattr("transformer.nn.quantization._int8.quantize", quantize)
     got = written(*words_of(quantize="int4", group_size=64))
     assert quantize.named == {"bits": 4, "group_size": 64}
     assert got.given[0].params == "params"

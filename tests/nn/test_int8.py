@@ -10,9 +10,9 @@ from numeric_parts import random_params
 from transformer.config import MLA, Execution, LayerKind, MoE, RotaryOptions, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.nn._parameter_axes import axes_of
-from transformer.nn.layers._adapted import Encoded
-from transformer.nn.layers._int8 import Int4, Int8, Rule, quantize, quantized, quantized_int4, quantized_shapes
 from transformer.nn.models import CausalLM, Seq2Seq
+from transformer.nn.quantization._adapted import Encoded
+from transformer.nn.quantization._int8 import Int4, Int8, Rule, quantize, quantized, quantized_int4, quantized_shapes
 
 SIZES = {
     "vocab_size": 40,

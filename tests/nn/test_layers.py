@@ -9,17 +9,8 @@ import pytest
 from numeric_parts import random_params
 from scipy.special import erf
 
-from transformer.nn.layers._layers import (
-    ACTIVATIONS,
-    NORMS,
-    Embedding,
-    FeedForward,
-    LayerNorm,
-    Linear,
-    RMSNorm,
-    ZeroCenteredRMSNorm,
-    linear,
-)
+from transformer.nn.layers._layers import ACTIVATIONS, Embedding, FeedForward, Linear, linear
+from transformer.nn.layers._norms import NORMS, LayerNorm, RMSNorm, ZeroCenteredRMSNorm
 
 
 def normal(seed, *shape):

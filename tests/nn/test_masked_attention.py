@@ -15,7 +15,8 @@ from transformer.nn._attention import MultiHeadAttention, dot_product_attention
 from transformer.nn._blocks import LayerInputs, PreNormBlock
 from transformer.nn._masks import Mask
 from transformer.nn._stacks import Decoder
-from transformer.nn.layers._layers import FeedForward, LayerNorm
+from transformer.nn.layers._layers import FeedForward
+from transformer.nn.layers._norms import LayerNorm
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "decoder"])

@@ -68,7 +68,8 @@ from transformer.nn._blocks import BLOCKS, Block
 from transformer.nn._mla import LatentAttention
 from transformer.nn._moe import RoutedFeedForward
 from transformer.nn._stacks import Stack
-from transformer.nn.layers._layers import NORMS, Embedding, FeedForward, Linear
+from transformer.nn.layers._layers import Embedding, FeedForward, Linear
+from transformer.nn.layers._norms import NORMS
 from transformer.nn.models._base import Model, TokenEncoder
 from transformer.nn.models._encoders import PooledEncoder
 from transformer.nn.models._speech import Convolution

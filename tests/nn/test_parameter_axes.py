@@ -17,9 +17,9 @@ from transformer.config import MLA, AttentionOptions, RotaryOptions, Transformer
 from transformer.nn._parameter_axes import axes_of, declare, declared, parameter_axes
 from transformer.nn._partitioning import axis_rules
 from transformer.nn._sharding import state_shardings, with_logical_axes
-from transformer.nn.layers._int8 import Int8, quantize
 from transformer.nn.layers._layers import Linear
 from transformer.nn.models import CausalLM
+from transformer.nn.quantization._int8 import Int8, quantize
 from transformer.training import lora
 from transformer.training._flops import matrix_flops
 from transformer.training._optimizers import decay_mask, muon_dimensions

@@ -15,10 +15,10 @@ from numeric_parts import random_params
 from transformer.config import MLA, ConfigError, Execution, LayerKind, MoE, RotaryOptions, TransformerConfig
 from transformer.nn._moe import grouped_linear
 from transformer.nn._parameter_axes import axes_of
-from transformer.nn.layers._int8 import quantized, quantized_shapes
-from transformer.nn.layers._linear import linear
-from transformer.nn.layers._quantization import SCHEMES, quantized_linear
 from transformer.nn.models import CausalLM, Seq2Seq
+from transformer.nn.quantization._int8 import quantized, quantized_shapes
+from transformer.nn.quantization._linear import linear
+from transformer.nn.quantization._schemes import SCHEMES, quantized_linear
 
 qwix = pytest.importorskip("qwix")
 
@@ -234,7 +234,7 @@ def test_scan_and_remat_change_nothing(kind):
 
 def test_remat_dots_stores_rounded_products_and_not_their_integers(monkeypatch):
     # As on other devices: products of bfloat16 that a CPU computes directly have float32.
-    monkeypatch.setattr("transformer.nn.layers._linear.multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("transformer.nn.quantization._linear.multiplies_bfloat16", lambda: False)
 
     def stored(quantization):
         config = TransformerConfig(**SIZES, dtype="bfloat16")

@@ -24,7 +24,8 @@ from transformer.nn._blocks import BLOCKS, LayerCache, LayerInputs, PostNormBloc
 from transformer.nn._caches import cache_length
 from transformer.nn._masks import Mask
 from transformer.nn._stacks import Decoder, Encoder
-from transformer.nn.layers._layers import FeedForward, RMSNorm
+from transformer.nn.layers._layers import FeedForward
+from transformer.nn.layers._norms import RMSNorm
 from transformer.training._state import parameter_paths
 
 CONFIG = TransformerConfig(d_model=12, num_layers=2, num_heads=3, feed_forward=FeedForwardOptions(d_ff=7))

@@ -13,9 +13,9 @@ from transformer.generate import Sampling, TokenStream, generate
 from transformer.generate import _layers as generate_layers
 from transformer.generate._layers import decoding_params
 from transformer.nn import quantize
-from transformer.nn.layers._linear import bfloat16_product
-from transformer.nn.layers._transposed import Transposed, Widened, row_product, transposed
 from transformer.nn.models import CausalLM
+from transformer.nn.quantization._linear import bfloat16_product
+from transformer.nn.quantization._transposed import Transposed, Widened, row_product, transposed
 
 
 def values(shape, dtype, seed=0):
@@ -127,7 +127,7 @@ def test_texts_are_the_likeliest_of_the_weights(tie, bits, monkeypatch):
     model, params = build(**{"embedding.tie": tie}, **fields)
     if bits == 8:
         monkeypatch.setattr(
-            "transformer.nn.layers._int8._compared", lambda *pairs: None
+            "transformer.nn.quantization._int8._compared", lambda *pairs: None
         )  # its report reads traced numbers
         params = jax.jit(lambda params: quantize(params)[0])(params)
     kind = Transposed if bits == 8 else Widened

@@ -16,8 +16,8 @@ from transformer.generate import Draft, PromptLookup, Sampling
 from transformer.generate._row_steps import advance
 from transformer.inference import open_model
 from transformer.nn import make_mesh
-from transformer.nn.layers._int8 import quantized_shapes
 from transformer.nn.models import CausalLM
+from transformer.nn.quantization._int8 import quantized_shapes
 from transformer.serve import Engine, Request
 from transformer.serve._placement import Placement
 

@@ -27,7 +27,7 @@ CORE = {"jax", "flax", "numpy", "jaxtyping"}
 # Files with the public names of a package, which are above all files that they export.
 PUBLIC = ("__init__", "nn/__init__", "data/__init__")
 # Optional packages, which only one file imports, inside a function.
-OPTIONAL = {"nn/layers": {"qwix"}}
+OPTIONAL = {"nn/quantization": {"qwix"}}
 CORE_UNITS = {unit for unit in LAYERS if unit.startswith("nn/")} | {"__init__", "nn/__init__", "config", "generate"}
 
 # Maximum of the median length of a file in the package: half of the files fit on two screens. No limit per file.

@@ -17,7 +17,7 @@ from transformer.generate import Sampling, generate
 from transformer.nn._attention import MultiHeadAttention
 from transformer.nn._masks import Mask
 from transformer.nn._positions import Sinusoidal
-from transformer.nn.layers._layers import LayerNorm
+from transformer.nn.layers._norms import LayerNorm
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
 from transformer.viz._attention_maps import save_attention_maps
 from transformer.viz._attention_weights import attention_maps

@@ -14,10 +14,10 @@ from numeric_parts import random_values
 from training_recipes import change, compiled_step, tiny_batch, tiny_recipe
 
 from transformer.config import ConfigError, LayerKind, MoE
-from transformer.nn.layers._adapted import NF4, NF4_LEVELS, linear_frozen, quantized_nf4
-from transformer.nn.layers._int8 import Int8
 from transformer.nn.models import count_parameters
 from transformer.nn.models._kinds import example_inputs
+from transformer.nn.quantization._adapted import NF4, NF4_LEVELS, linear_frozen, quantized_nf4
+from transformer.nn.quantization._int8 import Int8
 from transformer.training import lora
 from transformer.training._overrides import override
 from transformer.training._recipe import Origin, build_model, from_json, to_json

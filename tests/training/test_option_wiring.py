@@ -13,9 +13,9 @@ from training_recipes import VOCABULARY, short_recipe, start, tiny_batch, tiny_r
 
 from transformer.config import Execution, FeedForwardOptions, TransformerConfig
 from transformer.data import NumberWords, Preferences
-from transformer.nn.layers._adapted import NF4, Adapted
-from transformer.nn.layers._int8 import Int8
 from transformer.nn.models._dual import PairLogits
+from transformer.nn.quantization._adapted import NF4, Adapted
+from transformer.nn.quantization._int8 import Int8
 from transformer.training import DPO, GRPO, CheckpointConfig, EvaluationConfig, LoRA, OptimizerConfig, TrainingConfig
 from transformer.training import _loop as loop
 from transformer.training._optimizers import make_optimizer, make_schedule

@@ -9,7 +9,7 @@ from flax.traverse_util import flatten_dict
 
 from transformer.config import ConfigError
 from transformer.inference import open_model
-from transformer.nn.layers._adapted import Adapted
+from transformer.nn.quantization._adapted import Adapted
 from transformer.training import lora
 from transformer.training.lora import LoRA
 from transformer.zoo import ENTRIES, abstract_params, save_pretrained

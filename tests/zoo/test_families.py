@@ -18,8 +18,8 @@ from transformer.generate import Sampling, generate
 from transformer.nn import quantize
 from transformer.nn._caches import cache_length
 from transformer.nn._masks import Mask
-from transformer.nn.layers._adapted import Encoded
 from transformer.nn.models import CausalLM, Embedder, MaskedLM, Seq2Seq, VisionLanguageModel, count_parameters
+from transformer.nn.quantization._adapted import Encoded
 from transformer.zoo import (
     ENTRIES,
     abstract_params,
@@ -292,7 +292,7 @@ def test_a_field_of_one_family_does_not_go_into_another_s_files(tmp_path, capsys
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize(("family", "name"), WRITERS)
 def test_generation_with_few_bits_chooses_the_likeliest_token(tmp_path, family, name, bits):
-    """Decoding stores 8-bit and 16-bit kernels in another form (`nn/layers/_transposed.py`); a whole pass does not."""
+    """Decoding stores 8-bit and 16-bit kernels in another form (`nn/quantization`); a whole pass does not."""
     loaded, _ = opened(tmp_path, family, name)
     case, model, params = golden_case.cases(family)[name], loaded.model, loaded.params
     prompt = np.asarray(ours.inputs_of(model, case, "none")[0][0])[:1].tolist()

@@ -15,7 +15,7 @@ from transformer.inference._export import export
 from transformer.inference._opened_model import open_model
 from transformer.nn import quantize
 from transformer.nn._sharding import make_mesh
-from transformer.nn.layers._adapted import has_encoded
+from transformer.nn.quantization._adapted import has_encoded
 from transformer.zoo import verify
 from transformer.zoo._quantized_models import arrays_by_name
 from transformer.zoo.weights._files import WeightFiles, WeightsError, write_weights

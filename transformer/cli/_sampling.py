@@ -69,7 +69,7 @@ class SamplingCommand(QuantizationOptions, ModelCommand):
         """Return the model with quantized weights if --quantize asks for them; print memory and errors on stderr."""
         if (chosen := self.quantization()) is None:
             return opened
-        from transformer.nn.layers._int8 import quantize
+        from transformer.nn.quantization._int8 import quantize
 
         bits, group_size = chosen
         params, report = quantize(opened.params, bits=bits, group_size=group_size)

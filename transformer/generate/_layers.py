@@ -13,12 +13,12 @@ from transformer.config._options import StackOptions
 from transformer.config._parts import Layer
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn._partitioning import has_mesh, platform
-from transformer.nn.layers._int8 import Int8
-from transformer.nn.layers._linear import multiplies_bfloat16
-from transformer.nn.layers._transposed import Widened, transposed
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._kinds import kind_of
 from transformer.nn.models._seq2seq import Seq2Seq
+from transformer.nn.quantization._int8 import Int8
+from transformer.nn.quantization._linear import multiplies_bfloat16
+from transformer.nn.quantization._transposed import Widened, transposed
 
 COPIED = 2**31
 """on CPU, the maximum size in bytes of a decoder whose parameters are copied by default"""
@@ -50,7 +50,7 @@ def decoding_params(model: CausalLM | Seq2Seq, params: Any) -> Any:
     """Return the parameters for `unstacked_model`, in the layout that is fast for the few rows of a decoding step.
 
     On CPU, 8-bit kernels get one row per output, and 16-bit kernels that XLA would convert for each product become
-    32-bit ones (`nn/layers/_transposed.py`).
+    32-bit ones (`nn/quantization/_transposed.py`).
     """
     return {**params, **_decoding_parts(model, _read_by_steps(params))}
 

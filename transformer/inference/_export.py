@@ -20,8 +20,8 @@ from transformer.data.tokenizers._export import as_pretrained
 from transformer.inference._load import is_workdir
 from transformer.inference._loaded_model import LoadedModel
 from transformer.media._image_settings import image_processor, save_image_processor
-from transformer.nn.layers._adapted import has_encoded
 from transformer.nn.models._kinds import kind_of
+from transformer.nn.quantization._adapted import has_encoded
 from transformer.zoo._adapters import save_adapter
 from transformer.zoo._equivalents import with_equivalent
 from transformer.zoo._family import Family, abstract_params

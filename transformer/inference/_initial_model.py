@@ -21,10 +21,10 @@ from transformer.inference._load import is_workdir, load_model
 from transformer.inference._loaded_model import LoadedModel
 from transformer.media._image_settings import SETTINGS_FILES, image_processor
 from transformer.media._images import ImageProcessor
-from transformer.nn.layers._adapted import has_encoded
 from transformer.nn.models._encoders import Classifier, MaskedLM
 from transformer.nn.models._vision import VisionClassifier
 from transformer.nn.models._vision_language import VisionLanguageModel
+from transformer.nn.quantization._adapted import has_encoded
 from transformer.zoo._family import abstract_params
 from transformer.zoo._formats import open_weights
 from transformer.zoo._pretrained import as_in_files

@@ -32,8 +32,8 @@ from transformer.nn._sharding import (
     with_logical_axes,
 )
 from transformer.nn._stacks import Decoder, Encoder
-from transformer.nn.layers._int8 import quantize
-from transformer.nn.layers._layers import FeedForward, LayerNorm
+from transformer.nn.layers._layers import FeedForward
+from transformer.nn.layers._norms import LayerNorm
 from transformer.nn.models._audio import SpeechEncoder, SpeechRecognizer
 from transformer.nn.models._base import count_parameters
 from transformer.nn.models._causal_lm import CausalLM
@@ -46,6 +46,7 @@ from transformer.nn.models._series import PatchReconstructor, SeriesClassifier, 
 from transformer.nn.models._speech import SpeechToText
 from transformer.nn.models._vision import DistilledVisionClassifier, VisionClassifier, VisionEmbedder
 from transformer.nn.models._vision_language import VisionLanguageModel
+from transformer.nn.quantization._int8 import quantize
 
 __all__ = [
     "AXES",

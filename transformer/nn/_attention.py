@@ -43,8 +43,9 @@ from transformer.nn._positions import NoPosition, PositionScheme, heated, larges
 from transformer.nn.kernels import ALL_KERNELS, PAGED_KERNELS, choose
 from transformer.nn.kernels._arguments import bias_function, kernel_arguments, score_scale, sum_of_biases
 from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec, BiasFunction
-from transformer.nn.layers._layers import NORMS, Initializer, Linear, is_deterministic, unscaled_rms_norm
-from transformer.nn.layers._quantization import Quantization
+from transformer.nn.layers._layers import Initializer, Linear, is_deterministic
+from transformer.nn.layers._norms import NORMS, unscaled_rms_norm
+from transformer.nn.quantization._schemes import Quantization
 
 Attend: TypeAlias = Callable[[Query, AttentionSpec, str], tuple[Attended, Weights | None]]
 """(query (B, T, N, H), options, name of a kernel) -> the attended values, and the weights if they are asked for"""

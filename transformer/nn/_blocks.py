@@ -33,8 +33,9 @@ from transformer.nn._paged import heads_together
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain, platform
 from transformer.nn._positions import NoPosition, PositionScheme
-from transformer.nn.layers._layers import ACTIVATIONS, NORMS, FeedForward, Initializer, Linear, is_deterministic
-from transformer.nn.layers._quantization import Quantization
+from transformer.nn.layers._layers import ACTIVATIONS, FeedForward, Initializer, Linear, is_deterministic
+from transformer.nn.layers._norms import NORMS
+from transformer.nn.quantization._schemes import Quantization
 
 Aux: TypeAlias = dict[str, jax.Array]
 """additional outputs of a layer: the losses of a router, (B,) each, one sum per row; empty for dense layers"""

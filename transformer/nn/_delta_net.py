@@ -15,8 +15,9 @@ from transformer.nn._delta_rule import gated_delta_rule
 from transformer.nn._masks import Mask, real_tokens
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain
-from transformer.nn.layers._layers import Initializer, Linear, RMSNorm
-from transformer.nn.layers._quantization import Quantization
+from transformer.nn.layers._layers import Initializer, Linear
+from transformer.nn.layers._norms import RMSNorm
+from transformer.nn.quantization._schemes import Quantization
 
 FORGET = -100.0
 """logarithm of the factor on the state at the start of a packed sequence: exp(-100) is 0 beside any other number"""

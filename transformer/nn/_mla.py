@@ -21,10 +21,11 @@ from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain
 from transformer.nn._positions import PositionScheme, Rotary
 from transformer.nn.kernels._contract import AttentionSpec, BiasFunction
-from transformer.nn.layers._adapted import dense, kernel_parameter
-from transformer.nn.layers._layers import Initializer, Linear, RMSNorm, as_matrix, glorot_uniform
-from transformer.nn.layers._linear import linear
-from transformer.nn.layers._quantization import Scheme
+from transformer.nn.layers._layers import Initializer, Linear, as_matrix, glorot_uniform
+from transformer.nn.layers._norms import RMSNorm
+from transformer.nn.quantization._adapted import dense, kernel_parameter
+from transformer.nn.quantization._linear import linear
+from transformer.nn.quantization._schemes import Scheme
 
 
 class LatentAttention(AttentionModule):

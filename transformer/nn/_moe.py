@@ -35,9 +35,9 @@ from transformer.nn._partitioning import (
     platform,
 )
 from transformer.nn._router import Router, router_losses, within_capacity
-from transformer.nn.layers._adapted import dense, kernel_parameter
 from transformer.nn.layers._layers import FeedForward, Initializer, Linear, activate, glorot_uniform
-from transformer.nn.layers._quantization import Quantization, Scheme, multiply, quantized
+from transformer.nn.quantization._adapted import dense, kernel_parameter
+from transformer.nn.quantization._schemes import Quantization, Scheme, multiply, quantized
 
 
 class RoutedFeedForward(nn.Module):

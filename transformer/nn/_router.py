@@ -17,8 +17,9 @@ from transformer.nn._axes import Array, DType, Hidden
 from transformer.nn._masks import Mask, real_tokens
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import explicit_spec, in_auto_axes, shard_map
-from transformer.nn.layers._layers import Initializer, glorot_uniform, unscaled_rms_norm
-from transformer.nn.layers._linear import linear
+from transformer.nn.layers._layers import Initializer, glorot_uniform
+from transformer.nn.layers._norms import unscaled_rms_norm
+from transformer.nn.quantization._linear import linear
 
 
 class Router(nn.Module):

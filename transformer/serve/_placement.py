@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformer.config._checks import ConfigError
 from transformer.nn._partitioning import axis_rules
 from transformer.nn._sharding import check_model, state_shardings
-from transformer.nn.layers._adapted import has_encoded
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.quantization._adapted import has_encoded
 
 SPLIT = {"heads": "tensor", "kv_heads": "tensor", "feed_forward": "tensor", "vocab": "tensor", "expert": "expert"}
 """logical axis -> mesh axis that splits it"""

@@ -22,8 +22,8 @@ import transformer.nn.models  # noqa: F401 - declares the axes of their paramete
 from transformer.config._checks import ConfigError, check_choice, check_positive, check_whole
 from transformer.nn._axes import DType, PRNGKey
 from transformer.nn._parameter_axes import axes_of, declared
-from transformer.nn.layers._adapted import NF4, Adapted, Encoded, dense, output_norms, quantized_nf4
-from transformer.nn.layers._int8 import Int8, quantized
+from transformer.nn.quantization._adapted import NF4, Adapted, Encoded, dense, output_norms, quantized_nf4
+from transformer.nn.quantization._int8 import Int8, quantized
 
 __all__ = [
     "Base",

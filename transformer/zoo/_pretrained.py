@@ -24,8 +24,8 @@ from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
 from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.nn._sharding import AXES, check_model, parameter_spec
-from transformer.nn.layers._adapted import has_encoded
-from transformer.nn.layers._int8 import quantize
+from transformer.nn.quantization._adapted import has_encoded
+from transformer.nn.quantization._int8 import quantize
 from transformer.zoo._example import MAX_EXAMPLE_BYTES, compare_example, example_dtype, make_example
 from transformer.zoo._family import Family, Head, NoCounterpart, Variant, abstract_params, canonical, rename
 from transformer.zoo._fields import NEUTRAL

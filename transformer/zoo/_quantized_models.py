@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from transformer.config._checks import ConfigError, shortened
-from transformer.nn.layers._int8 import GROUP_SIZES, quantized_shapes
+from transformer.nn.quantization._int8 import GROUP_SIZES, quantized_shapes
 from transformer.zoo._family import abstract_params
 from transformer.zoo.weights._files import WeightFiles, WeightsError, first_non_finite
 from transformer.zoo.weights._quantized import FIELD, OWN_METHOD

@@ -16,7 +16,7 @@ from numeric_parts import random_params
 from transformer.config import ConfigError, FeedForwardOptions, Series, TransformerConfig
 from transformer.inference import LoadedModel, embed
 from transformer.nn._parameter_axes import axes_of
-from transformer.nn.layers._layers import FrozenBatchNorm
+from transformer.nn.layers._norms import FrozenBatchNorm
 from transformer.nn.models import Forecaster
 from transformer.nn.models._forecaster import cut_series
 from transformer.zoo import abstract_params, load_pretrained

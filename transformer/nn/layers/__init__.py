@@ -1,6 +1,6 @@
-"""Linear maps with their quantized and adapted kernels, norms, feed-forward networks and embeddings."""
+"""Linear maps, norms, feed-forward networks and embeddings."""
 
-from transformer.nn.layers._int8 import quantize
-from transformer.nn.layers._layers import FeedForward, LayerNorm
+from transformer.nn.layers._layers import FeedForward
+from transformer.nn.layers._norms import LayerNorm
 
-__all__ = ["FeedForward", "LayerNorm", "quantize"]
+__all__ = ["FeedForward", "LayerNorm"]

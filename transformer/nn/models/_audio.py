@@ -16,7 +16,8 @@ from transformer.nn._blocks import Aux, kernel_init, make_norm
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Encoder
-from transformer.nn.layers._layers import ACTIVATIONS, FrozenBatchNorm, LayerNorm, Linear
+from transformer.nn.layers._layers import ACTIVATIONS, Linear
+from transformer.nn.layers._norms import FrozenBatchNorm, LayerNorm
 from transformer.nn.models._base import Model
 from transformer.nn.models._speech import Convolution, convolve
 

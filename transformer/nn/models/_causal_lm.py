@@ -13,7 +13,8 @@ from transformer.nn._blocks import Aux, kernel_init
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Decoder
-from transformer.nn.layers._layers import NORMS, Linear
+from transformer.nn.layers._layers import Linear
+from transformer.nn.layers._norms import NORMS
 from transformer.nn.models._base import Model, check_tokens
 
 

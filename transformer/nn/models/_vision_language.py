@@ -17,7 +17,8 @@ from transformer.nn._caches import next_positions
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Encoder, sum_aux
-from transformer.nn.layers._layers import ACTIVATIONS, NORMS, Linear
+from transformer.nn.layers._layers import ACTIVATIONS, Linear
+from transformer.nn.layers._norms import NORMS
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._dynamic_images import DynamicImageTower, ImagePatches, PatchMerger, TokenPlaces
 from transformer.nn.models._vision import VisionEncoder

@@ -19,10 +19,10 @@ from transformer.generate._prompts import decoding_model
 from transformer.generate._rows import PAGE_SIZE
 from transformer.nn._paged import LANES, paged_cache
 from transformer.nn._sharding import check_model, describe_sizes, mesh_sizes, parameter_spec
-from transformer.nn.layers._int8 import GROUP_SIZE, quantized_shapes
 from transformer.nn.models._base import count_parameters
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._kinds import kind_of
+from transformer.nn.quantization._int8 import GROUP_SIZE, quantized_shapes
 from transformer.training._flops import matrix_flops
 from transformer.training._recipe import Recipe, build_model
 from transformer.training._state import abstract_state, parameter_paths

@@ -12,7 +12,8 @@ import jax
 from transformer.nn._attention import MultiHeadAttention
 from transformer.nn._blocks import Block
 from transformer.nn._stacks import Stack
-from transformer.nn.layers._layers import Embedding, FeedForward, LayerNorm, Linear, RMSNorm
+from transformer.nn.layers._layers import Embedding, FeedForward, Linear
+from transformer.nn.layers._norms import LayerNorm, RMSNorm
 
 _LINEAR = {
     "query": ("query = x W_Q, all heads in one matrix multiplication", "B T N H"),

@@ -23,7 +23,7 @@ import numpy as np
 from transformer.config._checks import ConfigError, shortened
 from transformer.config._local_paths import local_path
 from transformer.nn._parameter_axes import axes_of
-from transformer.nn.layers._adapted import Adapted, dense, output_norms
+from transformer.nn.quantization._adapted import Adapted, dense, output_norms
 from transformer.zoo.weights._files import AdapterFiles, WeightsError, first_non_finite, write_weights
 from transformer.zoo.weights._rules import Fused, FusedByHead, Link, Relation, Reshaped, Shape, Target
 

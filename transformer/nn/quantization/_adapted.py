@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from transformer.nn._axes import Array, DType, Float, Leaf
-from transformer.nn.layers._four_bits import FourBits, in_blocks, packed
-from transformer.nn.layers._linear import linear
-from transformer.nn.layers._quantization import Scheme
+from transformer.nn.quantization._four_bits import FourBits, in_blocks, packed
+from transformer.nn.quantization._linear import linear
+from transformer.nn.quantization._schemes import Scheme
 
 NF4_LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.nn._axes import Array, DType, Float, Leaf
-from transformer.nn.layers._linear import linear
-from transformer.nn.layers._quantization import Scheme
+from transformer.nn.quantization._linear import linear
+from transformer.nn.quantization._schemes import Scheme
 
 INTEGER_ROWS = 32
 """Maximum number of rows that are rounded to integers for a product of integers. On two cores of an AMD EPYC, with 768

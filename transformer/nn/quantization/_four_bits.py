@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from transformer.nn._axes import Array, DType, Leaf
-from transformer.nn.layers._linear import linear
-from transformer.nn.layers._quantization import Scheme
+from transformer.nn.quantization._linear import linear
+from transformer.nn.quantization._schemes import Scheme
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer.nn._axes import Array, Float
 from transformer.nn._partitioning import explicit_spec, in_auto_axes, joined_spec, platform, rows_can_merge
-from transformer.nn.layers._quantization import Scheme, quantized_linear
+from transformer.nn.quantization._schemes import Scheme, quantized_linear
 
 
 def linear(

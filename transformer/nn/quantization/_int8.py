@@ -13,9 +13,9 @@ import numpy as np
 
 from transformer.nn._axes import Array, DType, Float, Leaf
 from transformer.nn._parameter_axes import axes_of, declared, end_of
-from transformer.nn.layers._four_bits import FourBits, in_blocks, packed
-from transformer.nn.layers._linear import linear
-from transformer.nn.layers._quantization import Scheme, integer_linear
+from transformer.nn.quantization._four_bits import FourBits, in_blocks, packed
+from transformer.nn.quantization._linear import linear
+from transformer.nn.quantization._schemes import Scheme, integer_linear
 
 GROUP_SIZES = (32, 64, 128)
 """numbers of 4-bit weights that can share a scale"""
