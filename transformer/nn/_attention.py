@@ -23,18 +23,14 @@ from transformer.nn._axes import (
     DType,
     Float,
     Hidden,
+    Key,
     Leaf,
     PRNGKey,
     Query,
+    Value,
     Weights,
 )
-from transformer.nn._caches import (
-    ContextCache,
-    KVCache,
-    SelfAttentionCache,
-    count_tokens,
-    nan_without_room,
-)
+from transformer.nn._caches import ContextCache, KVCache, SelfAttentionCache, count_tokens, nan_without_room
 from transformer.nn._masks import Mask
 from transformer.nn._paged import text_lengths
 from transformer.nn._parameter_axes import declare
@@ -43,7 +39,7 @@ from transformer.nn._positions import NoPosition, PositionScheme, heated, larges
 from transformer.nn.kernels import ALL_KERNELS, PAGED_KERNELS, choose
 from transformer.nn.kernels._arguments import bias_function, kernel_arguments, score_scale, sum_of_biases
 from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec, BiasFunction
-from transformer.nn.layers._layers import Initializer, Linear, is_deterministic
+from transformer.nn.layers._layers import Initializer, is_deterministic, projection
 from transformer.nn.layers._norms import NORMS, unscaled_rms_norm
 from transformer.nn.quantization._schemes import Quantization
 
@@ -112,11 +108,7 @@ def dot_product_attention(
 def attend(
     query: Array, key: Array, value: Array, spec: AttentionSpec, implementation: str = "auto"
 ) -> tuple[Array, Array | None]:
-    """Compute `dot_product_attention` with the options of `spec`, whose mask and bias may be arrays.
-
-    Returns:
-        The attended values (B, T, N, Hv), and the weights (B, N, T, S) if `spec.return_weights`, else None.
-    """
+    """Compute `dot_product_attention`, and the weights, by `spec`, whose mask and bias may be arrays."""
     lead = query.shape[:-3]
     query, key, value, spec = kernel_arguments(query, key, value, spec)
     # All kernels compute the same formula; the reference kernel in `kernels/_reference.py` writes it out.
@@ -137,10 +129,7 @@ def attend(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KeysValues:
-    """Keys and values of a layer: arrays, or those of a cache.
-
-    Later layers without own ones can read them (Brandon et al. 2024, arXiv 2405.12981).
-    """
+    """Keys and values of a layer, as arrays or in a cache, also for layers without own ones (Brandon et al. 2024)."""
 
     key: Leaf | None = None
     """(B, S, K, H), rotated; None: those in the cache"""
@@ -257,18 +246,10 @@ class MultiHeadAttention(AttentionModule):
     """
 
     parameter_axes = declare(
-        {
-            "query/kernel": "embed -> heads _",
-            "query/bias": "heads _",
-            "key/kernel": "embed -> heads _",
-            "key/bias": "heads _",
-            "value/kernel": "embed -> heads _",
-            "value/bias": "heads _",
-            "out/kernel": "heads _ -> embed",
-            "out/bias": "embed",
-            "output_gate/kernel": "embed -> heads _",
-            "sinks": "heads",
-        }
+        dict.fromkeys(("query/kernel", "key/kernel", "value/kernel"), "embed -> heads _")
+        | dict.fromkeys(("query/bias", "key/bias", "value/bias"), "heads _")
+        | {"out/kernel": "heads _ -> embed", "out/bias": "embed"}
+        | {"output_gate/kernel": "embed -> heads _", "sinks": "heads"}
     )
 
     num_heads: int
@@ -431,19 +412,14 @@ class MultiHeadAttention(AttentionModule):
             )
         return x.shape[-1] // self.num_heads if self.head_dim is None else self.head_dim
 
-    def _keys_and_values(
-        self, x: Hidden, context: Context | None, head_dim: int
-    ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]:
+    def _keys_and_values(self, x: Hidden, context: Context | None, head_dim: int) -> tuple[Key, Value]:
         """Project the context (B, S, Dc), or x (B, S, D) without one, to keys and values. Keys are not rotated yet."""
         # With K < N (grouped-query attention) these kernels and the cache are smaller by N / K. K = 1: multi-query.
         value_dim = head_dim if self.value_dim is None else self.value_dim
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         source = x if context is None else context
-        if self.keys_as_values:
-            key = value = self._project("key", source, (kv_heads, head_dim))
-        else:
-            key = self._project("key", source, (kv_heads, head_dim))
-            value = self._project("value", source, (kv_heads, value_dim))
+        key = self._project("key", source, (kv_heads, head_dim))
+        value = key if self.keys_as_values else self._project("value", source, (kv_heads, value_dim))
         value = unscaled_rms_norm(value, self.norm_epsilon) if self.value_norm else value
         return (self._normalize("key_norm", key) if self.qk_norm is not None else key), value
 
@@ -468,11 +444,8 @@ class MultiHeadAttention(AttentionModule):
 
     def _project(self, name: str, x: Array, features: tuple[int, ...], contract: int = 1) -> Array:
         # contract is 1 for (..., D) x (D, N, H), and 2 for (..., N, Hv) x (N, Hv, Do).
-        init = (self.output_init or self.kernel_init) if name == "out" else self.kernel_init
         use_bias = self.use_bias if self.biases is None else name in self.biases
-        use_bias = use_bias and name != "output_gate"
-        options = (self.dtype, self.param_dtype, self.quantization)
-        return Linear(features, contract, use_bias, init, *options, name=name)(x)
+        return projection(self, name, features, contract, use_bias and name != "output_gate")(x)
 
     def _normalize(self, name: str, heads: Array) -> Array:
         # RMSNorm over a head gives it the length sqrt(H), so |q . k| / sqrt(H) <= sqrt(H) up to the learned scale:

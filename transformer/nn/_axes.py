@@ -9,10 +9,14 @@ context, Di width of an input, Do width of an output, R rows, W width of a posit
 may end in its axes: `scores_BNTS`.
 """
 
+import dataclasses
 from typing import Any, TypeAlias
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array as Array
+from jaxtyping import Bool as Bool
+from jaxtyping import Float, Int
+from jaxtyping import PyTree as PyTree
 
 Tokens: TypeAlias = Int[Array, "B T"]
 """token ids"""
@@ -43,24 +47,7 @@ Leaf: TypeAlias = Any
 """an array field of a pytree dataclass. JAX also stores placeholders in such fields, so that a checked shape annotation
 would fail; the docstring of the field gives the shape instead"""
 
-__all__ = [
-    "Array",
-    "Attended",
-    "Bool",
-    "Context",
-    "Coordinates",
-    "DType",
-    "Float",
-    "Hidden",
-    "Int",
-    "Key",
-    "Leaf",
-    "Lengths",
-    "Logits",
-    "PRNGKey",
-    "Positions",
-    "Query",
-    "Tokens",
-    "Value",
-    "Weights",
-]
+
+def static(default: Any = dataclasses.MISSING) -> Any:
+    """Return a field of a pytree that belongs to its structure: Python can branch on it, each value compiles anew."""
+    return dataclasses.field(default=default, metadata={"static": True})

@@ -23,7 +23,7 @@ from transformer.config._model import TransformerConfig
 from transformer.config._parts import MLA, GatedDelta, LayerKind
 from transformer.nn import _positions as schemes
 from transformer.nn._attention import MultiHeadAttention
-from transformer.nn._axes import Hidden, Leaf
+from transformer.nn._axes import Hidden, Leaf, static
 from transformer.nn._caches import ContextCache, KVCache, count_tokens
 from transformer.nn._delta_net import GatedDeltaNet, StateCache
 from transformer.nn._masks import Mask
@@ -62,7 +62,7 @@ class LayerInputs:
     """(B, T, P), the embedding of the tokens for this layer alone, if the config has such embeddings"""
     stored: Leaf | None = None
     """name -> `KeysValues`, keys and values of earlier layers with `stores_kv`; None: there are none"""
-    deterministic: bool | None = field(default=None, metadata={"static": True})
+    deterministic: bool | None = static(None)
     """True: disable dropout and the capacity of experts; False: enable them (rng "dropout"). Required if the config has
     a dropout rate above 0"""
 
@@ -79,10 +79,7 @@ class LayerCache:
 
     @staticmethod
     def create(config: TransformerConfig, kind: LayerKind, batch: int, length: int, *, cross: bool) -> LayerCache:
-        """Return an empty cache of `length` tokens for each of `batch` rows.
-
-        The cache of a layer without self-attention stores no keys; it only counts tokens.
-        """
+        """Return an empty cache of `length` tokens for each row; without self-attention, it only counts tokens."""
         dtype, context = jnp.dtype(config.dtype), ContextCache() if cross else None
         if kind.gated_delta is not None:
             delta = kind.gated_delta
@@ -171,6 +168,11 @@ def make_norm(config: TransformerConfig, name: str) -> nn.Module:
     return NORMS[config.norm.kind](config.norm.epsilon, config.dtype, config.parameters.dtype, name=name)
 
 
+def make_linear(config: TransformerConfig, features: tuple[int, ...], contract: int = 1, *, use_bias: bool) -> Linear:
+    """Return a linear map onto `features`, outside of the layers, with initializer and dtypes of the config."""
+    return Linear(features, contract, use_bias, kernel_init(config), config.dtype, config.parameters.dtype)
+
+
 def kernel_init(config: TransformerConfig) -> Initializer | None:
     """Return the initializer of projections into a sublayer; None: the modules' default, Glorot uniform."""
     spread = config.parameters.initializer_range
@@ -178,11 +180,10 @@ def kernel_init(config: TransformerConfig) -> Initializer | None:
 
 
 def output_init(config: TransformerConfig) -> Initializer | None:
-    """Return the initializer of projections onto the residual stream; None: as `kernel_init`.
+    """Return the initializer of projections onto the residual stream, of deviation `parameters.initializer_range` / sqrt(2 L).
 
-    Its standard deviation is `parameters.initializer_range` / sqrt(2 L). The residual stream is a sum of 2 L sublayer
-    outputs (L layers with two sublayers each); with this factor the variance of the sum equals that of one unscaled
-    output (Radford et al. 2019, section 2.3).
+    The stream is a sum of 2 L sublayer outputs; this gives it the variance of one unscaled output (Radford et al. 2019,
+    section 2.3). None: as `kernel_init`.
     """
     spread = config.parameters.initializer_range
     if spread is None:
@@ -193,8 +194,7 @@ def output_init(config: TransformerConfig) -> Initializer | None:
 class Block(nn.Module):
     """A transformer layer: x = equation(x, f) for each sublayer f. Subclasses differ only in their equation.
 
-    Parameters: `self_attention/`, `cross_attention/`, `feed_forward/`, `attention_norm/` and so on, depending on the
-    config, `kind` and the equation.
+    Parameters: `self_attention/`, `cross_attention/`, `feed_forward/`, `attention_norm/` and so on.
     """
 
     parameter_axes = declare(
@@ -213,10 +213,7 @@ class Block(nn.Module):
     execution: Execution = Execution()
 
     def norm(self, name: str) -> Callable[[Hidden], Hidden]:
-        """Return the normalization layer (B, T, D) -> (B, T, D) of this name.
-
-        Returns the identity for a norm that this kind of layer omits.
-        """
+        """Return the norm (B, T, D) -> (B, T, D) of this name; the identity if this kind of layer omits it."""
         if name == "attention_norm" and not self.kind.attention_norm:
             return lambda x: x
         return make_norm(self.config, name)
@@ -278,9 +275,7 @@ class Block(nn.Module):
     def attend_to_context(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> LayerOutput:
         """Apply cross-attention from x (B, T, D) to the context (B, S, Dc), or to the cached keys and values of it.
 
-        Raises:
-            ValueError: neither a context nor a cache is given.
-            ConfigError: the config uses MLA.
+        A ValueError if neither is given, a ConfigError if the config uses MLA.
         """
         if self.config.attention.mla is not None:
             raise ConfigError("mla supports only self-attention: leave it out for an encoder-decoder.")
@@ -453,10 +448,7 @@ class Block(nn.Module):
 
 @dataclass
 class Sublayer:
-    """The sublayer f in the equation of a block (Vaswani et al. 2017, section 3.1): attention or feed-forward.
-
-    It includes neither norms nor dropout. Calling it maps (B, T, D) to (B, T, D).
-    """
+    """The sublayer f of an equation, (B, T, D) -> (B, T, D), without norms and dropout (Vaswani et al. 2017)."""
 
     block: Block
     name: str
@@ -517,7 +509,7 @@ class PostNormBlock(Block):
 class PreNormWithoutResidualBlock(Block):
     """An ablation: pre-norm without the residual connection `x +` (He et al. 2015, arXiv 1512.03385).
 
-    Without it, the output of attention converges to rank 1 with depth (Dong et al. 2021, arXiv 2103.03404).
+    The output of attention then converges to rank 1 with depth (Dong et al. 2021, arXiv 2103.03404).
     """
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
@@ -536,10 +528,7 @@ class SandwichBlock(Block):
 
 
 class ReorderedNormBlock(Block):
-    """A norm after each sublayer, before the residual sum: `res_post` (Liu et al. 2021, arXiv 2111.09883).
-
-    OLMo 2 calls it reordered norm (arXiv 2501.00656, section 3.2).
-    """
+    """A norm after each sublayer, before the residual sum (Liu et al. 2021, arXiv 2111.09883), as in OLMo 2."""
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
         """x + norm(f(x)): (B, T, D) -> (B, T, D)."""
@@ -550,10 +539,7 @@ class ReorderedNormBlock(Block):
 class ParallelBlock(Block):
     """Attention and feed-forward read the same input (GPT-NeoX, Black et al. 2022, arXiv 2204.06745, section 2.1).
 
-    The layer computes x + feed_forward(norm_1(x)) + attention(norm_2(x)).
-
-    Raises:
-        ConfigError: a layer with cross-attention, which this equation does not support.
+    The layer computes x + feed_forward(norm_1(x)) + attention(norm_2(x)); cross-attention is a ConfigError.
     """
 
     def sublayers(self) -> tuple[str, ...]:

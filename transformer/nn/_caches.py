@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,8 +26,10 @@ from transformer.nn._axes import (
     Leaf,
     Lengths,
     Positions,
+    PyTree,
     Query,
     Value,
+    static,
 )
 
 FEW_QUERIES = 32
@@ -46,6 +48,11 @@ class SelfAttentionCache:
         return of_layer(self.length, self.layer)
 
     @property
+    def place(self) -> tuple[()] | tuple[Int[Array, ""]]:
+        """Index of this layer in arrays that have a leading axis of layers."""
+        return () if self.layer is None else (self.layer,)
+
+    @property
     def key_positions(self) -> Positions:
         """Position of each key of this layer, (B, S)."""
         raise NotImplementedError(f"{type(self).__name__} does not define the positions of its keys.")
@@ -55,13 +62,7 @@ class SelfAttentionCache:
         raise NotImplementedError(f"{type(self).__name__} does not define which tokens fit.")
 
     def check_room(self, num_tokens: int) -> None:
-        """Check that the next T tokens of each row fit, if the lengths are known, as they are outside jit.
-
-        A cache for all layers has the same lengths in each layer.
-
-        Raises:
-            ValueError: a row without room.
-        """
+        """Raise ValueError if the next T tokens of a row don't fit, as far as the lengths are known (not in jit)."""
 
     def append(self, key: Key, value: Value, positions: Positions) -> SelfAttentionCache:
         """Return the cache with T more keys and values in each row."""
@@ -97,18 +98,12 @@ class KVCache(SelfAttentionCache):
     """(B,), number of filled slots in each row"""
     layer: Leaf | None = None
     """(), index of the layer that is read and written, if all arrays have a leading axis of layers; otherwise None"""
-    heads_per_stored: int = field(default=1, metadata={"static": True})
+    heads_per_stored: int = static(1)
     """number of key heads that are stored as one head"""
 
     @staticmethod
     def create(
-        batch: int,
-        length: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int,
-        dtype: DType,
-        heads_per_stored: int = 1,
+        batch: int, length: int, kv_heads: int, head_dim: int, value_dim: int, dtype: DType, heads_per_stored: int = 1
     ) -> KVCache:
         """Return an empty cache of `length` slots for each of `batch` rows.
 
@@ -171,7 +166,7 @@ class KVCache(SelfAttentionCache):
         """
         self.check_room(key.shape[1])
         slots = self._next_slots(key.shape[1])
-        layer, rows = () if self.layer is None else (self.layer,), jnp.arange(key.shape[0])
+        rows = jnp.arange(key.shape[0])
         # With `:` for the heads, XLA for TPUs would put heads last but one in memory, to write all heads of a token at
         # once, and copy the cache of each layer into the order that attention reads. Each axis is (B, T, K').
         places = rows[:, None, None], jnp.arange(self.key.shape[-3])[None, None, :], slots[:, :, None]
@@ -180,10 +175,10 @@ class KVCache(SelfAttentionCache):
             key, value = (new.reshape(*new.shape[:2], -1, self.key.shape[-1]) for new in (key, value))
         return dataclasses.replace(
             self,
-            key=self.key.at[*layer, *places].set(key.astype(self.key.dtype), mode="drop"),
-            value=self.value.at[*layer, *places].set(value.astype(self.value.dtype), mode="drop"),
-            positions=self.positions.at[*layer, rows[:, None], slots].set(positions, mode="drop"),
-            length=self.length.at[*layer, :].add(key.shape[1]),
+            key=self.key.at[*self.place, *places].set(key.astype(self.key.dtype), mode="drop"),
+            value=self.value.at[*self.place, *places].set(value.astype(self.value.dtype), mode="drop"),
+            positions=self.positions.at[*self.place, rows[:, None], slots].set(positions, mode="drop"),
+            length=self.length.at[*self.place, :].add(key.shape[1]),
         )
 
     def _next_slots(self, num_tokens: int) -> Int[Array, "B T"]:
@@ -222,10 +217,7 @@ class KVCache(SelfAttentionCache):
 
 
 def query_of_stored(query: Query, kv_heads: int, together: int, width: int) -> Float[Array, "B T N W"]:
-    """Return queries (B, T, N, H) of the size W of a stored head, with zeros beside the numbers of their own key head.
-
-    The zeros remove the other heads that are stored together from the product of query and stored key.
-    """
+    """Return queries (B, T, N, H) of the size W of a stored head: zeros remove other heads from q . k."""
     size = width // together
     query = jnp.pad(query, [(0, 0)] * 3 + [(0, size - query.shape[-1])])
     places = jnp.where(_own_place(query.shape[2], kv_heads, together), query[:, :, :, None, :], 0)
@@ -255,8 +247,7 @@ def of_layer(array: Array, layer: Int[Array, ""] | None) -> Array:
 def known_rows(*arrays: Int[Array, "*L B ..."]) -> tuple[np.ndarray, ...] | None:
     """Return arrays of a cache for one layer, (B, ...), on the host; None if a value is unknown, as inside jit.
 
-    Args:
-        *arrays: (B, ...), or with a leading axis of layers, which have equal values. The first is (B,) or (L, B).
+    A leading axis of layers, which have equal values, is left out: the first array is then (L, B) instead of (B,).
     """
     layers = arrays[0].ndim - 1
     # An array that is spread over several processes can't be read by one of them.
@@ -265,17 +256,10 @@ def known_rows(*arrays: Int[Array, "*L B ..."]) -> tuple[np.ndarray, ...] | None
     return tuple(np.asarray(one)[(0,) * layers] for one in arrays)
 
 
-def check_room(cache: Any, num_tokens: int) -> None:
-    """Check that T more tokens fit a (nested) cache, before a stack computes anything with it.
-
-    Inside the loop over layers, lengths are unknown even outside jit.
-
-    Raises:
-        ValueError: a row without room.
-    """
-    for node in jax.tree.leaves(cache, is_leaf=_is_cache):
-        if _is_cache(node):
-            node.check_room(num_tokens)
+def check_room(cache: PyTree, num_tokens: int) -> None:
+    """Raise ValueError if T more tokens don't fit a (nested) cache: in the loop over layers, lengths are unknown."""
+    for node in _nodes(cache):
+        node.check_room(num_tokens)
 
 
 @jax.tree_util.register_dataclass
@@ -301,10 +285,7 @@ class ContextCache:
 def nan_without_room(out: Hidden, fits: Bool[Array, "B T"], mask: Any) -> Hidden:
     """Return the result (B, T, D) of attention with a cache, NaN where keys are missing because the cache is full.
 
-    Args:
-        out: (B, T, D).
-        fits: (B, T), which tokens have a slot (`SelfAttentionCache.fits`).
-        mask: the mask of the tokens. If it is causal, a token that fits reads no token that doesn't.
+    `fits` (B, T) says which tokens have a slot. If the mask is causal, a token that fits reads no token that doesn't.
     """
     # Without causality each token of the row may read the missing keys: (B, T) -> (B, 1).
     if not mask.is_causal or mask.query_groups is not None or mask.query_places is not None:
@@ -320,24 +301,27 @@ def count_tokens(x: Hidden, cache: SelfAttentionCache | None) -> SelfAttentionCa
     return cache.append(nothing, nothing, jnp.zeros(x.shape[:2], jnp.int32))
 
 
-def _is_cache(node: Any) -> bool:
+def _is_cache(node: object) -> bool:
     return isinstance(node, SelfAttentionCache)
 
 
-def cache_length(cache: Any) -> Lengths:
+def _nodes(cache: PyTree) -> list[SelfAttentionCache]:
+    return [node for node in jax.tree.leaves(cache, is_leaf=_is_cache) if _is_cache(node)]
+
+
+def cache_length(cache: PyTree) -> Lengths:
     """Return the number of tokens in each row of a (nested) cache, (B,)."""
-    first = next(node for node in jax.tree.leaves(cache, is_leaf=_is_cache) if _is_cache(node))
+    first = _nodes(cache)[0]
     return first.length.reshape(-1, first.length.shape[-1])[0]  # stacked layers have a leading axis; all are equal
 
 
-def next_positions(cache: Any) -> Int[Array, " B"]:
+def next_positions(cache: PyTree) -> Int[Array, " B"]:
     """Return the position of the next token of each row, (B,): after the largest position of the tokens in the cache.
 
     It differs from the number of tokens if these have several coordinates, such as the rows and columns of an image. A
     cache of pages stores no positions: there it is the number of tokens.
     """
-    first = next(node for node in jax.tree.leaves(cache, is_leaf=_is_cache) if _is_cache(node))
-    lengths = cache_length(cache)
+    first, lengths = _nodes(cache)[0], cache_length(cache)
     if not isinstance(first, KVCache):
         return lengths
     positions = first.positions.reshape(-1, *first.positions.shape[-2:])[0]  # stacked layers have a leading axis
@@ -345,7 +329,7 @@ def next_positions(cache: Any) -> Int[Array, " B"]:
     return jnp.where(lengths > 0, last + 1, 0)
 
 
-def set_cache_length(cache: Any, lengths: Lengths) -> Any:
+def set_cache_length(cache: PyTree, lengths: Lengths) -> PyTree:
     """Return the cache, a tree, with row b cut to its first `lengths[b]` tokens: after a padded prompt, or to go back.
 
     Only the length changes. Keys past the new length stay in their slots until `append` overwrites them.
@@ -359,7 +343,7 @@ def set_cache_length(cache: Any, lengths: Lengths) -> Any:
     return jax.tree.map(with_length, cache, is_leaf=_is_cache)
 
 
-def lengthen_cache(cache: Any, room: int) -> Any:
+def lengthen_cache(cache: PyTree, room: int) -> PyTree:
     """Return the cache, a tree, with `room` more slots for self-attention; layers may be stacked on a leading axis."""
     behind = {"key": 1, "value": 1, "positions": 0}  # number of axes after the axis of slots
 

@@ -15,7 +15,7 @@ from transformer.nn._delta_rule import gated_delta_rule
 from transformer.nn._masks import Mask, real_tokens
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain
-from transformer.nn.layers._layers import Initializer, Linear
+from transformer.nn.layers._layers import Initializer, projection
 from transformer.nn.layers._norms import RMSNorm
 from transformer.nn.quantization._schemes import Quantization
 
@@ -44,11 +44,8 @@ class StateCache(SelfAttentionCache):
     def create(batch: int, heads: tuple[int, int, int, int], conv_width: int, dtype: DType) -> StateCache:
         """Return an empty state for each of `batch` rows.
 
-        Args:
-            batch: B.
-            heads: number of key heads K and of value heads N, size of a key head H and of a value head Hv.
-            conv_width: W.
-            dtype: data type of the inputs of the convolution.
+        `heads` are the numbers of key heads K and of value heads N, the size of a key head H and of a value head Hv;
+        `dtype` is that of the inputs of the convolution.
         """
         key_heads, value_heads, key_dim, value_dim = heads
         # queries and keys of K heads, values of N heads
@@ -68,12 +65,11 @@ class StateCache(SelfAttentionCache):
 
     def updated(self, state: Array, inputs: Array, tokens: int) -> StateCache:
         """Return the cache with a new state and inputs of this layer, after `tokens` more tokens in each row."""
-        at = () if self.layer is None else (self.layer,)
         return dataclasses.replace(
             self,
-            state=self.state.at[*at, :].set(state),
-            inputs=self.inputs.at[*at, :].set(inputs.astype(self.inputs.dtype)),
-            length=self.length.at[*at, :].add(tokens),
+            state=self.state.at[*self.place, :].set(state),
+            inputs=self.inputs.at[*self.place, :].set(inputs.astype(self.inputs.dtype)),
+            length=self.length.at[*self.place, :].add(tokens),
         )
 
 
@@ -95,18 +91,9 @@ class GatedDeltaNet(nn.Module, kw_only=True):
     """
 
     parameter_axes = declare(
-        {
-            "query/kernel": "embed -> heads _",
-            "key/kernel": "embed -> heads _",
-            "value/kernel": "embed -> heads _",
-            "output_gate/kernel": "embed -> heads _",
-            "beta/kernel": "embed -> heads",
-            "decay/kernel": "embed -> heads",
-            "out/kernel": "heads _ -> embed",
-            "convolution": "_ _",
-            "a_log": "heads",
-            "dt_bias": "heads",
-        }
+        dict.fromkeys(("query/kernel", "key/kernel", "value/kernel", "output_gate/kernel"), "embed -> heads _")
+        | dict.fromkeys(("beta/kernel", "decay/kernel"), "embed -> heads")
+        | {"out/kernel": "heads _ -> embed", "convolution": "_ _", "a_log": "heads", "dt_bias": "heads"}
     )
 
     num_heads: int
@@ -203,11 +190,7 @@ class GatedDeltaNet(nn.Module, kw_only=True):
     def _convolved(
         self, heads: dict[str, Array], before: Array, real: Bool[Array, "B T"], segments: Array | None
     ) -> tuple[dict[str, Array], Array]:
-        """Apply the convolution and SiLU to queries, keys and values, (B, T, K, H) and (B, T, N, Hv).
-
-        Returns:
-            The heads, and the inputs (B, W - 1, C) that the next tokens need.
-        """
+        """Apply the convolution and SiLU to heads; also return the inputs (B, W - 1, C) that the next tokens need."""
         # y_t = sum_b kernel_(W - 1 - b) x_(t - b) over b = 0, ..., W - 1, for each channel separately
         width, (batch, length) = self.conv_width, real.shape
         shape = (width, self._channels)
@@ -237,9 +220,7 @@ class GatedDeltaNet(nn.Module, kw_only=True):
         return {name: part.reshape(heads[name].shape) for name, part in zip(heads, parts, strict=True)}, before
 
     def _project(self, name: str, x: Array, features: tuple[int, ...], contract: int = 1) -> Array:
-        init = (self.output_init or self.kernel_init) if name == "out" else self.kernel_init
-        options = (self.dtype, self.param_dtype, self.quantization)
-        return Linear(features, contract, False, init, *options, name=name)(x)
+        return projection(self, name, features, contract)(x)
 
 
 _HEAD_AXES = ("batch", "length", "heads", "head_dim")

@@ -30,18 +30,10 @@ def recurrent_gated_delta_rule(
     """Apply the gated delta rule token by token (Yang et al. 2024, arXiv 2412.06464, section 3.1).
 
     For each token, S = exp(decay) S, then S = S + beta k (v - S^T k)^T, and the output is S^T q: the state forgets, and
-    is corrected where its value for the key k differs from v.
+    is corrected where its value for the key k differs from v. Keys have length 1 for a stable state, `decay` is the
+    logarithm of the factor on the state, at most 0, and `beta` the strength of the correction, from 0 to 1.
 
-    Args:
-        query: (B, T, N, H).
-        key: (B, T, N, H), of length 1 for a stable state.
-        value: (B, T, N, Hv).
-        decay: (B, T, N), logarithm of the factor on the state, at most 0.
-        beta: (B, T, N), strength of the correction, from 0 to 1.
-        state: (B, N, H, Hv), float32, the state before the first token.
-
-    Returns:
-        The outputs (B, T, N, Hv) and the new state, both float32.
+    Returns the outputs and the state after the last token, both float32.
     """
 
     def step(state, token):
@@ -66,20 +58,7 @@ def gated_delta_rule(
     *,
     chunk: int = CHUNK,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N H Hv"]]:
-    """Compute `recurrent_gated_delta_rule` by matrix multiplications over chunks (arXiv 2412.06464, section 3.3).
-
-    Args:
-        query: (B, T, N, H).
-        key: (B, T, N, H).
-        value: (B, T, N, Hv).
-        decay: (B, T, N).
-        beta: (B, T, N).
-        state: (B, N, H, Hv), float32.
-        chunk: tokens per chunk, at least 1.
-
-    Returns:
-        The outputs (B, T, N, Hv) and the new state, both float32.
-    """
+    """Compute `recurrent_gated_delta_rule` by products over chunks of tokens (arXiv 2412.06464, section 3.3)."""
     length = query.shape[1]
     if length == 1:  # a decoding step
         return recurrent_gated_delta_rule(query, key, value, decay, beta, state)

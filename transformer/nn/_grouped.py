@@ -7,18 +7,18 @@ last group belong to no expert. Their results are undefined and must not be read
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
-from transformer.nn._axes import Array, Float, Int
+from transformer.nn._axes import Array, DType, Float, Int
 from transformer.nn._jax_compat import inside_pmap
 from transformer.nn._partitioning import device_kind, has_mesh, platform, unmapped_reason
 from transformer.nn.kernels._probing import tpu_compiler_refusal, tpu_dtype_refusal
@@ -28,8 +28,7 @@ LANES = 128
 
 ROWS = 256
 """Maximum number of rows per tile. A tile that contains the end of a group is computed once for each of its groups, so
-E - 1 tiles are computed a second time: large tiles waste FLOPs. Each tile of rows reads kernels again: small tiles
-waste bandwidth."""
+E - 1 tiles are computed a second time: large tiles waste FLOPs, small ones bandwidth, as each reads kernels."""
 
 WIDTH = 1024
 """maximum number of input and of output features per tile; half of it on devices with `SMALL_MEMORY`. The tiles then
@@ -46,23 +45,17 @@ of the kernel, which is read once per expert instead of once per tile of rows.""
 class Call(NamedTuple):
     """Properties of a call that decide which implementations support it."""
 
-    rows: int
-    """number of rows"""
+    rows: int  # number of rows
     num_experts: int
-    dtype: Any
-    """dtype of the rows and the kernels"""
-    quantized: bool
-    """whether the factors of a multiplication are rounded to 8 bits"""
+    dtype: DType  # dtype of the rows and the kernels
+    quantized: bool  # whether the factors of a multiplication are rounded to 8 bits
 
 
 def choose_experts(implementation: str, call: Call) -> str:
     """Return the name of the implementation for a call: the given one, or for "auto" the fastest one that supports it.
 
     "auto" is `ragged` on a TPU, where the compiler has a kernel for it, and `blockwise` elsewhere. It logs its choice
-    once per size (logger "transformer.nn.grouped", level INFO).
-
-    Raises:
-        ConfigError: the implementation does not support the call. The message lists those that do.
+    once per size (logger "transformer.nn.grouped", level INFO). Raises ConfigError, with those that support the call.
     """
     if implementation == "auto":
         refused = _UNSUPPORTED["ragged"](call) or _device_refusal() if platform() == "tpu" else None
@@ -122,7 +115,7 @@ _UNSUPPORTED: dict[str, Callable[[Call], str | None]] = {
 """for each implementation: returns why it does not support a call, or None"""
 
 
-def _example(dtype: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+def _example(dtype: DType) -> tuple[Callable[..., Array], list[jax.ShapeDtypeStruct]]:
     """Return a small program with the forward and the backward pass of `megablox_linear`, and its arguments."""
 
     def loss(x, kernel, sizes):
@@ -154,7 +147,7 @@ def _dims(lhs: int, rhs: int, ragged: int, groups: list[int]) -> jax.lax.RaggedD
     )
 
 
-def _tiled(tile: int | None, inner: int, out: int, *, whole_input: bool = True) -> Any:
+def _tiled(tile: int | None, inner: int, out: int, *, whole_input: bool = True) -> AbstractContextManager[None]:
     """Return a context in which the TPU compiler uses our tiles for `ragged_dot`; None for `tile`: its own tiles.
 
     Its own tiles have 128 rows and as many input features as fit. Without room for all input features this reads the
@@ -162,7 +155,7 @@ def _tiled(tile: int | None, inner: int, out: int, *, whole_input: bool = True) 
     times as long (calculated, not measured).
     """
     if tile is None or inner % LANES or out % LANES:
-        return contextlib.nullcontext()
+        return nullcontext()
     # Imported here because only TPU programs use it.
     from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -175,20 +168,11 @@ def ragged_linear(
 ) -> Float[Array, "R Do"]:
     """Multiply each group of rows of x (R, in) by the kernel (E, in, out) of its expert, with `jax.lax.ragged_dot`.
 
-    The TPU compiler has a kernel for it; on other platforms it multiplies all rows by all kernels.
-
-    Args:
-        x: (R, in), sorted by expert.
-        kernel: (E, in, out).
-        group_sizes: (E,).
-        tile: on a TPU, the number of rows per tile of the kernel; None: the compiler chooses.
+    The TPU compiler has a kernel for it, with `tile` rows per tile (None: the compiler chooses); on other platforms it
+    multiplies all rows by all kernels.
     """
     with _tiled(tile, *kernel.shape[1:]):
         return jax.lax.ragged_dot_general(x, kernel, group_sizes, _dims(1, 1, 0, [0]))  # y = x W
-
-
-def _ragged_forward(x, kernel, group_sizes, tile):
-    return ragged_linear(x, kernel, group_sizes, tile), (x, kernel, group_sizes)
 
 
 def _ragged_backward(tile, saved, dy):
@@ -203,7 +187,7 @@ def _ragged_backward(tile, saved, dy):
     return dx, dkernel.astype(kernel.dtype), None
 
 
-ragged_linear.defvjp(_ragged_forward, _ragged_backward)
+ragged_linear.defvjp(lambda *given: (ragged_linear(*given), given[:3]), _ragged_backward)  # saves the arrays
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -212,8 +196,7 @@ def megablox_linear(
 ) -> Float[Array, "R Do"]:
     """Compute `ragged_linear` with megablox, the Pallas kernel of JAX for TPUs (Gale et al. 2022, arXiv 2211.15841).
 
-    On other platforms it runs in interpret mode: slowly, for tests. The arguments are those of `ragged_linear`, and R
-    must be a multiple of `tile`.
+    R must be a multiple of `tile`. On other platforms it runs in interpret mode: slowly, for tests.
     """
     gmm, _ = _megablox()
     return gmm(x, kernel, group_sizes, x.dtype, tiling(tile, *kernel.shape[1:]))
@@ -228,10 +211,6 @@ def _megablox() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return functools.partial(gmm, interpret=interpret), functools.partial(tgmm, interpret=interpret)
 
 
-def _megablox_forward(x, kernel, group_sizes, tile):
-    return megablox_linear(x, kernel, group_sizes, tile), (x, kernel, group_sizes)
-
-
 def _megablox_backward(tile, saved, dy):
     # Not the library's own derivative, which has the same tiles for all three multiplications.
     x, kernel, group_sizes = saved
@@ -244,7 +223,7 @@ def _megablox_backward(tile, saved, dy):
     return dx, dkernel, None
 
 
-megablox_linear.defvjp(_megablox_forward, _megablox_backward)
+megablox_linear.defvjp(lambda *given: (megablox_linear(*given), given[:3]), _megablox_backward)
 
 
 GROUPED: dict[str, Callable[..., Array]] = {"ragged": ragged_linear, "megablox": megablox_linear}
@@ -260,15 +239,10 @@ def padded_rows(rows: int, tile: int | None) -> int:
 def dispatch(x: Float[Array, "N D"], copy_of_row: Int[Array, "R"], row_of_copy: Int[Array, "M"]) -> Float[Array, "R D"]:
     """Return row r = the token of copy `copy_of_row[r]`, where token n has the copies k n, ..., k n + k - 1, k = M / N.
 
-    The derivative reads the rows of the copies (`row_of_copy`; out of range: none) instead of scattering rows, which
-    is much slower on accelerators.
+    The derivative reads the rows of the copies (out of range: none): scattering is much slower on accelerators.
     """
     # Copy c is a copy of token c // k, with k = M / N.
     return x[copy_of_row // (row_of_copy.size // x.shape[0])]
-
-
-def _dispatch_forward(x, copy_of_row, row_of_copy):
-    return dispatch(x, copy_of_row, row_of_copy), (x.shape[0], row_of_copy)
 
 
 def _dispatch_backward(saved, dy):
@@ -279,25 +253,19 @@ def _dispatch_backward(saved, dy):
     return dx.astype(dy.dtype), None, None
 
 
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+dispatch.defvjp(lambda x, copies, rows: (dispatch(x, copies, rows), (x.shape[0], rows)), _dispatch_backward)
 
 
 @jax.custom_vjp
 def collect(y: Float[Array, "R D"], copy_of_row: Int[Array, "R"], row_of_copy: Int[Array, "M"]) -> Float[Array, "M D"]:
     """Return for each copy the row `row_of_copy`, or zeros if it is out of range.
 
-    The derivative reads the copies of the rows (`copy_of_row`). Rows that are no copy get an arbitrary derivative; they
-    must belong to no group.
+    The derivative reads the copies of the rows; rows that are no copy get an arbitrary one, and must be in no group.
     """
     return y.at[row_of_copy].get(mode="fill", fill_value=0)
 
 
-def _collect_forward(y, copy_of_row, row_of_copy):
-    return collect(y, copy_of_row, row_of_copy), copy_of_row
-
-
-def _collect_backward(copy_of_row, dy):
-    return dy[copy_of_row], None, None
-
-
-collect.defvjp(_collect_forward, _collect_backward)
+collect.defvjp(
+    lambda y, copy_of_row, row_of_copy: (collect(y, copy_of_row, row_of_copy), copy_of_row),
+    lambda copy_of_row, dy: (dy[copy_of_row], None, None),
+)

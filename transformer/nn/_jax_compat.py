@@ -15,9 +15,8 @@ import jax
 def platform_of(device: Any) -> str:
     """Return the platform ("cpu", "gpu" or "tpu") of an abstract device (`jax.sharding.AbstractDevice`).
 
-    Unnecessary from jax 0.10.1 on, where abstract devices have an attribute `platform`. Before that, the device kind
-    identifies it: CPUs report "cpu", TPUs a name that starts with "TPU", and GPUs their product name ("NVIDIA H100 80GB
-    HBM3").
+    Unnecessary from jax 0.10.1 on, where they have an attribute `platform`. Before that, the device kind identifies it:
+    "cpu", a name that starts with "TPU", or the product name of a GPU ("NVIDIA H100 80GB HBM3").
     """
     if (platform := getattr(device, "platform", None)) is not None:
         return platform
@@ -30,8 +29,7 @@ def platform_of(device: Any) -> str:
 def check_explicit_axes(axes: Sequence[str]) -> None:
     """Raise a ValueError if Explicit mesh axes (`axes`, their names) are used with a JAX version before 0.9.
 
-    Unnecessary from jax 0.9 on, where `jax.make_mesh` creates Explicit axes by default. Earlier releases lose the axis
-    type in the backward pass of functions with a custom derivative.
+    Earlier releases lose the axis type in the backward pass of functions with a custom derivative.
     """
     if jax.__version_info__ < (0, 9):
         raise ValueError(
@@ -41,10 +39,7 @@ def check_explicit_axes(axes: Sequence[str]) -> None:
 
 
 def inside_pmap() -> bool:
-    """Return whether the function being traced runs under a `jax.pmap` that sets no mesh: arrays are then per device.
-
-    Unnecessary from jax 0.10 on, where pmap is implemented with shard_map and its axis belongs to the current mesh.
-    """
+    """Return whether a `jax.pmap` is traced that sets no mesh; unnecessary from jax 0.10 on, where each sets one."""
     if jax.__version_info__ >= (0, 10):
         return False
     from jax._src import core

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from dataclasses import dataclass, field
+import operator
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.nn._axes import Array, Bool, Int, Leaf
-
-
-def _static(default):
-    return field(default=default, metadata={"static": True})
+from transformer.nn._axes import Array, Bool, Int, Leaf, static
 
 
 @jax.tree_util.register_dataclass
@@ -31,9 +28,9 @@ class Mask:
     keys; while decoding with a cache, that is the number of previous tokens.
     """
 
-    is_causal: bool = _static(False)
-    window_size: int | None = _static(None)
-    chunk_size: int | None = _static(None)
+    is_causal: bool = static(False)
+    window_size: int | None = static(None)
+    chunk_size: int | None = static(None)
     offset: Leaf | None = None
     """() or (B,), index of the first query among the keys"""
     key_lengths: Leaf | None = None
@@ -143,20 +140,10 @@ class Mask:
                 raise ValueError(f"both masks set {name}: merge the two arrays first, or pass Mask.array(...).")
             return both(mine, theirs)
 
-        return Mask(
-            is_causal=self.is_causal or other.is_causal,
-            # Each part of the combined mask hides what either mask hides.
-            window_size=join("window_size", min),
-            chunk_size=join("chunk_size", self._same_chunk_size),
-            offset=join("offset"),
-            key_lengths=join("key_lengths", jnp.minimum),
-            query_segments=join("query_segments"),
-            key_segments=join("key_segments"),
-            dense_part=join("dense_part", jnp.logical_and),
-            query_places=join("query_places"),
-            key_places=join("key_places"),
-            query_groups=join("query_groups"),
-        )
+        # Each part of the combined mask hides what either mask hides.
+        both = {"is_causal": operator.or_, "window_size": min, "chunk_size": self._same_chunk_size}
+        both |= {"key_lengths": jnp.minimum, "dense_part": jnp.logical_and}
+        return Mask(**{part.name: join(part.name, both.get(part.name)) for part in dataclasses.fields(self)})
 
     def with_chunks_of_segments(self, size: int, positions: Int[Array, "B T"]) -> Mask:
         """Return the mask with chunks of `size` positions in each of its segments, expressed as shorter segments.
@@ -181,9 +168,7 @@ class Mask:
             return jnp.where(ids == 0, 0, ids * count + positions // size % count)
 
         return dataclasses.replace(
-            self,
-            query_segments=split(self.query_segments, positions),
-            key_segments=split(self.key_segments, keys),
+            self, query_segments=split(self.query_segments, positions), key_segments=split(self.key_segments, keys)
         )
 
     @staticmethod
@@ -336,14 +321,9 @@ class Mask:
 
 
 def real_tokens(mask: Mask, shape: tuple[int, int], start: Int[Array, " B"] | None = None) -> Bool[Array, "B T"]:
-    """Return which tokens are not padding, by the lengths and segments of a mask; segment 0 is padding.
+    """Return which tokens of `shape` (B, T) are no padding, by the lengths and segments of a mask (0: padding).
 
-    Without a cache, a padding array (B, 1, 1, T) marks it too.
-
-    Args:
-        mask: the mask.
-        shape: number of rows B and of tokens T.
-        start: (B,), number of tokens in the cache before these; None: no cache.
+    `start` (B,) is the number of tokens in the cache. Without one, a padding array (B, 1, 1, T) marks it too.
     """
     real = jnp.ones(shape, bool)
     if mask.key_lengths is not None:

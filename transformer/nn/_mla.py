@@ -21,7 +21,7 @@ from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain
 from transformer.nn._positions import PositionScheme, Rotary
 from transformer.nn.kernels._contract import AttentionSpec, BiasFunction
-from transformer.nn.layers._layers import Initializer, Linear, as_matrix, glorot_uniform
+from transformer.nn.layers._layers import Initializer, as_matrix, glorot_uniform, projection
 from transformer.nn.layers._norms import RMSNorm
 from transformer.nn.quantization._adapted import dense, kernel_parameter
 from transformer.nn.quantization._linear import linear
@@ -42,16 +42,9 @@ class LatentAttention(AttentionModule):
     """
 
     parameter_axes = declare(
-        {
-            "query_latent/kernel": "embed -> _",
-            "query/kernel": "embed -> heads _",
-            "latent/kernel": "embed -> _",
-            "rotary_key/kernel": "embed -> _",
-            "key/kernel": "embed -> heads _",
-            "value/kernel": "embed -> heads _",
-            "out/kernel": "heads _ -> embed",
-            "out/bias": "embed",
-        }
+        dict.fromkeys(("query_latent/kernel", "latent/kernel", "rotary_key/kernel"), "embed -> _")
+        | dict.fromkeys(("query/kernel", "key/kernel", "value/kernel"), "embed -> heads _")
+        | {"out/kernel": "heads _ -> embed", "out/bias": "embed"}
     )
 
     num_heads: int
@@ -71,26 +64,11 @@ class LatentAttention(AttentionModule):
         deterministic: bool | None = None,
         sow_weights: bool = False,
     ) -> tuple[Hidden, SelfAttentionCache | None]:
-        """Attend from x (B, T, D) to x itself and to the tokens in the cache.
+        """Attend from x (B, T, D) to x itself and to the tokens in the cache; arguments as in `MultiHeadAttention`.
 
-        Args:
-            x: (B, T, D).
-            mask: which query attends to which key: a `Mask`, or an array that broadcasts to (B, N, T, S). It is not
-                causal by default.
-            positions: (B, T); None: 0, 1, 2, ..., counted from the end of the cache.
-            cache: a `KVCache` or `PagedKVCache` with one head: its keys (B, S, 1, R + Hr) are [c, r], its values have
-                width 0.
-            bias: added to the scores, as in `dot_product_attention`.
-            deterministic: True disables dropout; False enables it (rng "dropout"). Required if `dropout_rate` is above
-                0.
-            sow_weights: as in `MultiHeadAttention`.
-
-        Returns:
-            The output (B, T, D), and the updated cache. Inside jit, the output of tokens that don't fit the cache is
-            NaN.
-
-        Raises:
-            ValueError: outside jit, tokens that don't fit the cache.
+        The cache is a `KVCache` or `PagedKVCache` with one head: its keys (B, S, 1, R + Hr) are [c, r], its values have
+        width 0. Returns the output (B, T, D), and the updated cache. Tokens that don't fit it are a ValueError outside
+        jit, and NaN in the output inside.
         """
         mla, mask = self.mla, Mask.of(mask)
         if cache is not None:
@@ -138,16 +116,11 @@ class LatentAttention(AttentionModule):
             deterministic=deterministic,
             sow_weights=sow_weights,
         )
-        init = self.output_init or self.kernel_init
-        out = self._linear("out", x.shape[-1], init, contract=2)(out)
+        out = projection(self, "out", x.shape[-1:], 2, self.use_bias)(out)
         return out if fits is None else nan_without_room(out, fits, given), cache
 
     def _project(self, name: str, x: Array, features: int) -> Array:
-        return self._linear(name, features, self.kernel_init)(x)
-
-    def _linear(self, name: str, features: int, init: Initializer | None, contract: int = 1) -> Linear:
-        options = (self.dtype, self.param_dtype, self.quantization)
-        return Linear((features,), contract, self.use_bias, init, *options, name=name)
+        return projection(self, name, (features,), use_bias=self.use_bias)(x)
 
     def _scheme(self, name: str) -> Scheme | None:
         return None if self.quantization is None else self.quantization.at(*self.path, name, "kernel")
@@ -161,10 +134,7 @@ class LatentAttention(AttentionModule):
 
 
 class _Kernel(nn.Module):
-    """Owns the `kernel` of a map into heads; calling it returns the kernel, in `dtype`.
-
-    Unlike `Linear` it does not apply the kernel, because the methods of `Latents` multiply by it in different orders.
-    """
+    """Owns the `kernel` of a map into heads and returns it, in `dtype`: `Latents` multiplies in different orders."""
 
     shape: tuple[int, int, int]
     kernel_init: Initializer | None
@@ -191,10 +161,7 @@ class Latents:
     """how to quantize the factors of c W_k and of c W_v in `expanded`"""
 
     def expanded(self, query: Query, spec: AttentionSpec, implementation: str) -> tuple[Attended, Weights | None]:
-        """Compute keys and values of every head from the latents and attend to them, as the paper writes the formula.
-
-        k = [c W_k, r], v = c W_v (arXiv 2405.04434, equations 10, 11 and 17), then ordinary attention over N heads.
-        """
+        """Attend as the paper writes it: k = [c W_k, r], v = c W_v in N heads (arXiv 2405.04434, equations 10, 11)."""
         latent, rope = jnp.split(self.kv_latent[:, :, 0], [self.key_kernel.shape[0]], axis=-1)
         key = linear(latent, self.key_kernel, quantization=self.quantization[0])  # (B, S, N, Hp)
         value = linear(latent, self.value_kernel, quantization=self.quantization[1])  # (B, S, N, Hv)
@@ -217,10 +184,7 @@ class Latents:
 
 
 def absorbs(queries: int, keys: int, mla: MLA) -> bool:
-    """Return whether `Latents.absorbed` needs fewer multiplications than `Latents.expanded`.
-
-    It does for decoding, with few queries and many cached keys, but hardly ever if there are as many queries as keys.
-    """
+    """Return whether `Latents.absorbed` needs fewer multiplications than `expanded`: for few queries and many keys."""
     # Multiplications per head. Expanded: two maps per key, then scores of width H and a weighted sum of width Hv per
     # pair. Absorbed: two maps per query, then scores of width R + Hr and a weighted sum of width R per pair.
     maps = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from transformer.config._parts import MoE
-from transformer.nn._axes import Array, DType, Hidden
+from transformer.nn._axes import Array, DType, Hidden, PyTree
 from transformer.nn._grouped import GROUPED, Call, choose_experts, collect, dispatch, padded_rows, tile_rows
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
@@ -39,27 +39,24 @@ from transformer.nn.layers._layers import FeedForward, Initializer, Linear, acti
 from transformer.nn.quantization._adapted import dense, kernel_parameter
 from transformer.nn.quantization._schemes import Quantization, Scheme, multiply, quantized
 
+ExpertParams: TypeAlias = dict[str, dict[str, Array]]
+"""parameters of the experts of a device: up, down and gate -> `kernel` (e, in, out) and `bias` (e, out)"""
+
 
 class RoutedFeedForward(nn.Module):
-    """y = sum of w_e FeedForward_e(x) over the k experts e with the highest scores (Shazeer et al. 2017, arXiv
-    1701.06538).
+    """y = sum of w_e FeedForward_e(x) over the k experts e with the highest scores (Shazeer et al. 2017).
 
     w is softmax(x W_r), or sigmoid(x W_r) with `moe.scoring`, restricted to the selected experts. With
     `moe.normalize_weights` it is divided by its sum; the softmax weights then equal the softmax over the logits of the
     selected experts (Jiang et al. 2024, arXiv 2401.04088). Shared experts, through which every token passes, are added
     (Dai et al. 2024, arXiv 2401.06066). In training with a capacity, a copy of a token that exceeds the capacity of an
-    expert is dropped; the token keeps its other experts (`within_capacity`). With `moe.scale_inputs` the sum is that of
-    FeedForward_e(w_e x).
+    expert is dropped; the token keeps its others (`within_capacity`). `moe.scale_inputs` means FeedForward_e(w_e x).
 
-    Parameters: `router/kernel` (D, E) and, depending on `moe`, `router/bias`, `router/selection_bias` and
-    `router/expert_scale` (E,), and `router/input_scale` (D,);
-    `experts/up`, `experts/gate` if gated, and `experts/down`, with `kernel` (E, D, F) or (E, F, D) and, with
-    `use_bias`, a `bias`; `shared`, a `FeedForward`, and `shared_gate/kernel` (D, 1), depending on `moe`. F is `width`,
-    the width of one expert. `activation` is a name in
-    `ACTIVATIONS` or, gated, in `GATED`. `kernel_init` initializes the kernel (in, out) of each expert (None: Glorot
-    uniform), except `down` when `output_init` is given. `quantization` is that of `Linear`; the router is never
-    quantized. `implementation` of the multiplications: `blockwise`, `ragged`, `megablox`, or `auto` to select one
-    (`choose_experts`).
+    Parameters: `router/`; `experts/up`, `experts/gate` if gated, and `experts/down`, with `kernel` (E, D, F) or (E, F,
+    D) and, with `use_bias`, a `bias`; `shared`, a `FeedForward`, and `shared_gate/kernel` (D, 1), depending on `moe`. F
+    is `width`, the width of one expert. The other fields are those of `FeedForward`; each expert is initialized on its
+    own, and the router is never quantized. `implementation` of the multiplications: `blockwise`, `ragged`, `megablox`,
+    or `auto` (`choose_experts`).
     """
 
     moe: MoE
@@ -73,27 +70,19 @@ class RoutedFeedForward(nn.Module):
     param_dtype: DType = jnp.float32
     quantization: Quantization | None = None
     implementation: str = "auto"
-    norm_epsilon: float = 1e-6
-    """epsilon of `moe.router_norm`"""
+    norm_epsilon: float = 1e-6  # epsilon of `moe.router_norm`
 
     @nn.compact
     def __call__(
         self, x: Hidden, mask: Mask = Mask(), router_input: Hidden | None = None, deterministic: bool = True
     ) -> tuple[Hidden, dict[str, Array]]:
-        """Apply the layer to x (B, T, D).
+        """Apply the layer to x (B, T, D); the router reads `router_input` (B, T, D), or x if it is None.
 
-        Args:
-            x: (B, T, D).
-            mask: marks padding and packed sequences, for the losses and for the capacity.
-            router_input: (B, T, D), the input of the router; None: x.
-            deterministic: False: training, which drops what exceeds `moe.capacity_factor`. True: evaluation and
-                decoding, which drop nothing.
+        The mask marks padding and packed sequences, for the losses and for the capacity. Without `deterministic`, in
+        training, choices that exceed `moe.capacity_factor` are dropped; evaluation and decoding drop nothing.
 
-        Returns:
-            y (B, T, D), and the losses of the router, (B,) each, multiplied by their weights.
-
-        Raises:
-            ConfigError: `implementation` does not support this call.
+        Returns y (B, T, D), and the losses of the router, (B,) each, multiplied by their weights. Raises ConfigError if
+        `implementation` does not support this call.
         """
         moe = self.moe
         router = Router(moe, self.kernel_init, self.param_dtype, self.norm_epsilon, name="router")
@@ -127,7 +116,7 @@ class RoutedFeedForward(nn.Module):
             y = y + shared
         return y, aux
 
-    def _schemes(self, experts: dict[str, Any]) -> dict[str, Scheme]:
+    def _schemes(self, experts: ExpertParams) -> dict[str, Scheme]:
         if self.quantization is None:
             return {}
         schemes = {name: self.quantization.at(*self.path, "experts", name, "kernel") for name in experts}
@@ -138,14 +127,9 @@ class _Experts(nn.Module):
     """Owns the parameters of the experts; calling it returns them as a tree, in `dtype`."""
 
     parameter_axes = declare(
-        {
-            "experts/up/kernel": "expert: embed -> feed_forward",
-            "experts/up/bias": "expert feed_forward",
-            "experts/gate/kernel": "expert: embed -> feed_forward",
-            "experts/gate/bias": "expert feed_forward",
-            "experts/down/kernel": "expert: feed_forward -> embed",
-            "experts/down/bias": "expert embed",
-        },
+        dict.fromkeys(("experts/up/kernel", "experts/gate/kernel"), "expert: embed -> feed_forward")
+        | dict.fromkeys(("experts/up/bias", "experts/gate/bias"), "expert feed_forward")
+        | {"experts/down/kernel": "expert: feed_forward -> embed", "experts/down/bias": "expert embed"},
         int8=False,
     )
 
@@ -159,7 +143,7 @@ class _Experts(nn.Module):
     param_dtype: DType
 
     @nn.compact
-    def __call__(self, features: int) -> dict[str, Any]:
+    def __call__(self, features: int) -> ExpertParams:
         def project(name, inner, out, init):
             shape = (self.num_experts, inner, out)
             return _Projection(shape, self.use_bias, init, self.dtype, self.param_dtype, name=name)()
@@ -202,7 +186,7 @@ def _ranks(expert: Array, num_experts: int) -> Array:
 
 
 def _over_devices(
-    run: Callable[..., Array], x: Array, chosen: Array, weights: Array, experts: Any, num_experts: int
+    run: Callable[..., Array], x: Array, chosen: Array, weights: Array, experts: ExpertParams, num_experts: int
 ) -> Array:
     """Run `routed`, with options in `run`, on each device for its own rows.
 
@@ -239,16 +223,11 @@ def _over_devices(
 class _Split(NamedTuple):
     """Mesh axes that split the arrays of a layer of experts."""
 
-    rows: tuple[str, ...]
-    """those of the rows B of the batch"""
-    length: tuple[str, ...]
-    """those of the length T"""
-    shared: tuple[str, ...]
-    """those of the experts E"""
-    hidden: tuple[str, ...]
-    """those of the hidden features F"""
-    stored: tuple[str, ...]
-    """those over which kernels are stored (fsdp); they are gathered for the computation"""
+    rows: tuple[str, ...]  # those of the rows B of the batch
+    length: tuple[str, ...]  # those of the length T
+    shared: tuple[str, ...]  # those of the experts E
+    hidden: tuple[str, ...]  # those of the hidden features F
+    stored: tuple[str, ...]  # those over which kernels are stored (fsdp); they are gathered for the computation
 
     @property
     def gathers_tokens(self) -> bool:
@@ -256,7 +235,7 @@ class _Split(NamedTuple):
         return bool(self.shared) and set(self.shared) <= set(self.rows)
 
 
-def _split(x: Array, experts: Any, num_experts: int) -> _Split:
+def _split(x: Array, experts: ExpertParams, num_experts: int) -> _Split:
     """Return the axes that split x (B, T, D) and the experts; none for a size that is not divisible."""
 
     def axes(name, size):
@@ -272,7 +251,7 @@ def _split(x: Array, experts: Any, num_experts: int) -> _Split:
 
 
 def _over_all_axes(
-    run: Callable[..., Array], x: Array, chosen: Array, weights: Array, experts: Any, num_experts: int
+    run: Callable[..., Array], x: Array, chosen: Array, weights: Array, experts: ExpertParams, num_experts: int
 ) -> Array:
     """Run `routed` on each device for its own tokens, its own experts and its own part of their hidden features.
 
@@ -300,13 +279,11 @@ def _over_all_axes(
             y = jax.lax.psum_scatter(y, split.shared, scatter_dimension=0, tiled=True)
         return y
 
-    mapped = jax.shard_map(
-        local, in_specs=(own, own, own, specs), out_specs=own, axis_names=auto_axes(), check_vma=False
-    )
-    return mapped(x, chosen, weights, experts)
+    specs = {"in_specs": (own, own, own, specs), "out_specs": own}
+    return jax.shard_map(local, **specs, axis_names=auto_axes(), check_vma=False)(x, chosen, weights, experts)
 
 
-def _own_experts(experts: Any, split: _Split) -> Any:
+def _own_experts(experts: ExpertParams, split: _Split) -> ExpertParams:
     """Return the experts with which a device computes, from the parts that it stores, inside `shard_map`."""
     if split.stored:
         # The derivative of this gather is a reduce-scatter. Without it, the step of Mixtral 8x7B on 64 chips needs
@@ -324,7 +301,7 @@ def routed(
     x: Array,
     chosen: Array,
     weights: Array,
-    experts: Any,
+    experts: ExpertParams,
     num_experts: int,
     activation: str,
     scale_inputs: bool = False,
@@ -334,18 +311,10 @@ def routed(
     """Send x (B, T, D) through its selected experts (B, T, k) and sum the outputs by weights (B, T, k) -> (B, T, D).
 
     This is equation 1 of Shazeer et al. 2017, arXiv 1701.06538, section 2. Instead of computing all E experts, copies
-    of tokens are sorted by expert, and each copy is multiplied by the kernels of its expert.
-
-    Args:
-        x: (B, T, D).
-        chosen: (B, T, k).
-        weights: (B, T, k).
-        experts: parameters of the local experts, numbered from 0. Choices of other experts contribute nothing.
-        num_experts: number of experts on all devices.
-        activation: as in `RoutedFeedForward`.
-        scale_inputs: multiply the inputs of the experts by the weights, instead of their outputs.
-        schemes: how to quantize the factors of the multiplications by the kernels of `up`, `gate` or `down`.
-        implementation: of the grouped multiplications, not "auto".
+    of tokens are sorted by expert, and each copy is multiplied by the kernels of its expert. `experts` are those of
+    this device, numbered from 0: choices of others contribute nothing; `num_experts` are those of all devices. With
+    `scale_inputs`, the weights multiply the inputs of the experts instead of their outputs. `schemes` are those of the
+    kernels of `up`, `gate` or `down`.
     """
     num_local = experts["up"]["kernel"].shape[0]
     expert = chosen.reshape(-1)  # (M,)
@@ -377,7 +346,7 @@ class _Layout(NamedTuple):
     """results (..., D) -> (M, D), in the order of the tokens; zeros for a copy without a local expert"""
 
 
-def _blocks(x: Array, expert: Array, experts: Any, num_experts: int, schemes: Mapping[str, Scheme]) -> _Layout:
+def _blocks(x: Array, expert: Array, experts: ExpertParams, num_experts: int, schemes: Mapping[str, Scheme]) -> _Layout:
     """Arrange the copies of x (B, T, D) with these experts (M,) in blocks (P, Q, D), for `grouped_linear`."""
     batch, length, features = x.shape
     num_local, copies = experts["up"]["kernel"].shape[0], expert.shape[0]
@@ -408,11 +377,8 @@ def _blocks(x: Array, expert: Array, experts: Any, num_experts: int, schemes: Ma
     return _Layout(grouped.reshape(blocks, rows, features), project, collect)
 
 
-def _rows(x: Array, expert: Array, experts: Any, num_experts: int, implementation: str) -> _Layout:
-    """Arrange the copies of x (B, T, D) with these experts (M,) in rows (R, D), for the kernels in `GROUPED`.
-
-    Copies without a local expert come last; they belong to no group.
-    """
+def _rows(x: Array, expert: Array, experts: ExpertParams, num_experts: int, implementation: str) -> _Layout:
+    """Arrange the copies of x (B, T, D) with these experts (M,) in rows (R, D); those of no local expert are last."""
     num_local, copies = experts["up"]["kernel"].shape[0], expert.shape[0]
     tile = tile_rows(copies, num_experts) if platform() == "tpu" or implementation == "megablox" else None
     rows = padded_rows(copies, tile)
@@ -436,7 +402,7 @@ def _rows(x: Array, expert: Array, experts: Any, num_experts: int, implementatio
 _put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
 
 
-def _at(arrays: Any, i: Array) -> Any:
+def _at(arrays: PyTree, i: Array) -> PyTree:
     """Return slice i of an array, or of a quantized array: of its integers and of its scales."""
     return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, i, axis=0, keepdims=False), arrays)
 
@@ -457,10 +423,6 @@ def grouped_linear(x: Array, kernel: Array, expert: Array, used: Array, scheme: 
         return _put(y, multiply(_at(rows, i), _at(kernels, _at(expert, i)), (1,), (0,), x.dtype), i)
 
     return jax.lax.fori_loop(0, used, step, jnp.zeros((*x.shape[:2], kernel.shape[2]), x.dtype))
-
-
-def _forward(x, kernel, expert, used, scheme):
-    return grouped_linear(x, kernel, expert, used, scheme), (x, kernel, expert, used)
 
 
 def _backward(scheme, saved, dy):
@@ -485,4 +447,4 @@ def _backward(scheme, saved, dy):
     return dx, dkernel.astype(kernel.dtype), None, None
 
 
-grouped_linear.defvjp(_forward, _backward)
+grouped_linear.defvjp(lambda *given: (grouped_linear(*given), given[:4]), _backward)  # saves the arrays

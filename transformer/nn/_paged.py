@@ -12,14 +12,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.nn._axes import Array, Bool, DType, Float, Int, Key, Leaf, Lengths, Positions, Value
+from transformer.nn._axes import Array, Bool, DType, Float, Int, Key, Leaf, Lengths, Positions, PyTree, Value, static
 from transformer.nn._caches import KVCache, SelfAttentionCache, known_rows, of_layer
 from transformer.nn._masks import Mask, real_tokens
 from transformer.nn._partitioning import num_shards, own_part, platform, shard_map
@@ -64,11 +64,11 @@ class PagedKVCache(SelfAttentionCache):
     length; None: it ends with the tokens of the next call"""
     layer: Leaf | None = None
     """(), index of the layer that is read and written, if all arrays have a leading axis of layers; otherwise None"""
-    kv_heads: int = field(default=0, metadata={"static": True})
+    kv_heads: int = static(0)
     """number K of key/value heads"""
-    head_dim: int = field(default=0, metadata={"static": True})
+    head_dim: int = static(0)
     """size H of a key head"""
-    value_dim: int = field(default=0, metadata={"static": True})
+    value_dim: int = static(0)
     """size Hv of a value head; 0: the values are computed from the keys (MLA), and the pool stores only keys"""
 
     @staticmethod
@@ -189,7 +189,7 @@ class PagedKVCache(SelfAttentionCache):
         del positions
         num_tokens = key.shape[1]
         # (B,), or row `layer` of (L, B)
-        length = self.length.at[*self._at, :].add(self.chunk_lengths(num_tokens))
+        length = self.length.at[*self.place, :].add(self.chunk_lengths(num_tokens))
         if self.kv_heads == 0:  # a layer without self-attention only counts tokens
             return dataclasses.replace(self, length=length)
         self.check_room(num_tokens)
@@ -253,10 +253,6 @@ class PagedKVCache(SelfAttentionCache):
         return self._unpack(shard_map(read, names, ("batch", None, "kv_heads", None))(*arrays))
 
     @property
-    def _at(self) -> tuple[()] | tuple[Array]:
-        return () if self.layer is None else (self.layer,)
-
-    @property
     def stacked_pool(self) -> Float[Array, "L P Q C W"]:
         """Pools of all layers, of which this layer's has the index `layer_index`."""
         return self.pages[None] if self.layer is None else self.pages
@@ -295,12 +291,9 @@ class PagedKVCache(SelfAttentionCache):
 
 
 def text_lengths(positions: Positions, mask: Mask, cache: SelfAttentionCache | None) -> Lengths:
-    """Return the length (B,) of the text in each row: its largest position plus 1, without padding.
+    """Return the length (B,) of the text in each row: its largest position plus 1, without padding (`mask`).
 
-    Args:
-        positions: (B, T), of the new tokens.
-        mask: its lengths and segments mark the padding.
-        cache: the cache before them, which can know the length of a text that is read in parts; None: no cache.
+    The cache before the tokens (B, T) can know the length of a text that is read in parts; None: no cache.
     """
     start = None if cache is None else cache.row_lengths
     real = real_tokens(mask, positions.shape, start)
@@ -313,7 +306,7 @@ def text_lengths(positions: Positions, mask: Mask, cache: SelfAttentionCache | N
 
 def paged_cache(
     model: Any, *, rows: int, pages_per_row: int, num_pages: int, page_size: int, lanes: int | None = None
-) -> Any:
+) -> PyTree:
     """Return an empty paged cache for a `CausalLM`, to pass as `model.apply(variables, tokens, cache=cache)`.
 
     It has the structure of `model.init_cache`, with a `PagedKVCache` in the place of each `KVCache`.
@@ -354,12 +347,12 @@ def paged_cache(
 
 
 def set_rows(
-    cache: Any,
+    cache: PyTree,
     *,
     page_table: Int[Array, "B M"] | None = None,
     length: Lengths | None = None,
     chunk_length: Lengths | None = None,
-) -> Any:
+) -> PyTree:
     """Return a paged cache, a tree, with other tables, lengths or chunk lengths in all layers; None: unchanged.
 
     A row is emptied by setting its length to 0, and gets other pages by setting its table. Pages keep their contents.
@@ -378,7 +371,7 @@ def set_rows(
     return _map_paged(with_rows, cache)
 
 
-def copy_pages(cache: Any, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> Any:
+def copy_pages(cache: PyTree, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> PyTree:
     """Return a paged cache, a tree, in which page `targets[i]` of every pool has the contents of page `sources[i]`.
 
     A row that shares a partly filled page with another row must write to its own copy of it (copy-on-write). Pairs
@@ -402,7 +395,7 @@ def copy_pages(cache: Any, sources: Int[Array, " n"], targets: Int[Array, " n"])
     return _map_paged(copied, cache)
 
 
-def _map_paged(function: Callable[[PagedKVCache], PagedKVCache], cache: Any) -> Any:
+def _map_paged(function: Callable[[PagedKVCache], PagedKVCache], cache: PyTree) -> PyTree:
     def is_paged(node):
         return isinstance(node, PagedKVCache)
 
@@ -412,12 +405,7 @@ def _map_paged(function: Callable[[PagedKVCache], PagedKVCache], cache: Any) -> 
 def heads_together(kv_heads: int, size: int, lanes: int | None = None) -> int:
     """Return how many of K heads of this size to store as one head of `lanes` numbers; 1 if they do not fill it.
 
-    Devices split stored heads, and each device needs all stored heads of its own heads.
-
-    Args:
-        kv_heads: K.
-        size: numbers per head.
-        lanes: numbers per stored head; None: those of the current platform.
+    `lanes` None: those of the current platform. Devices split stored heads, and each needs all stored heads of its own.
     """
     lanes = LANES.get(platform(), 1) if lanes is None else lanes
     # 128 lanes, H = 64: 2 heads

@@ -31,19 +31,14 @@ output: a matrix from hidden features to logits or router scores; vector: not a 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterAxes:
-    """The axes of a parameter, without the leading axis of stacked layers.
-
-    Raises:
-        ValueError: a matrix without inputs, a vector with inputs, or an axis that is both input and output.
-    """
+    """The axes of a parameter, without that of stacked layers; ValueError if inputs and role don't fit together."""
 
     names: tuple[str | None, ...]
     """logical name of each axis, None for an axis without a name"""
     inputs: tuple[int, ...] = ()
     """axes that a matrix multiplication sums over, counted from the end; () for a vector"""
     outputs: tuple[int, ...] = ()
-    """output axes of the multiplication, counted from the end; axes that are neither input nor output enumerate
-    separate maps"""
+    """output axes of the multiplication, counted from the end; axes that are neither enumerate separate maps"""
     role: Role = "vector"
     int8: bool = False
     """whether the module that owns the parameter also supports `int8.Int8`"""
@@ -64,15 +59,10 @@ _DECLARED: dict[str, ParameterAxes] = {}
 def declare(axes: Mapping[str, str], *, role: Role = "hidden", int8: bool | None = None) -> Mapping[str, ParameterAxes]:
     """Declare the axes of parameters by the end of their path, and return them parsed.
 
-    Args:
-        axes: end of a path -> axes. A path matches if its last components equal the end ("conv_*/kernel" contains a
-            wildcard); if several ends match, the one with the most components applies. Axes are "in -> out" or "out <-
-            in" for a matrix, "feed_forward" for a vector, and "maps: in -> out" for a stack of separate matrices.
-        role: the role of the matrices.
-        int8: whether the module supports `int8.Int8`; None: True for hidden matrices.
-
-    Raises:
-        ValueError: axes that can't be parsed, or that another module declares differently.
+    A path matches if its last components equal the end ("conv_*/kernel" contains a wildcard); if several ends match,
+    the one with the most components applies. Axes are "in -> out" or "out <- in" for a matrix, "feed_forward" for a
+    vector, and "maps: in -> out" for a stack of separate matrices. `role` is that of the matrices; `int8` says whether
+    the module supports `int8.Int8`, None: True for hidden matrices.
     """
     parsed = {}
     for end, text in axes.items():
@@ -90,18 +80,15 @@ def declare(axes: Mapping[str, str], *, role: Role = "hidden", int8: bool | None
 
 
 def declared() -> Mapping[str, ParameterAxes]:
-    """Return all declarations: end of a path -> axes.
-
-    Those of this package are complete once `transformer.nn.models` has been imported.
-    """
+    """Return all declarations by end of a path; those of this package need `transformer.nn.models` to be imported."""
     return MappingProxyType(_DECLARED)
 
 
 def axes_of(path: str, ndim: int) -> ParameterAxes | None:
     """Return the declared axes of the parameter at `path` ("decoder/layers/slot_0/.../query/kernel").
 
-    Returns None if no declaration matches, or only one with another number of axes. The path of an optimizer state
-    ends in the path of its parameter (`0/mu/decoder/...`), so it gets the same axes.
+    None if no declaration matches, or only one with another number of axes. The path of an optimizer state ends in the
+    path of its parameter (`0/mu/decoder/...`), so it gets the same axes.
     """
     found = _DECLARED.get(end_of(path) or "")
     # 1: with the leading axis of stacked layers
@@ -125,10 +112,7 @@ def end_of(path: str) -> str | None:
 
 
 def parameter_axes(path: str, shape: Sequence[int]) -> tuple[str | None, ...]:
-    """Return the logical name of each axis of the parameter at `path`, () if it is not declared.
-
-    A leading axis of stacked layers has the name "layers".
-    """
+    """Return the logical name of each axis of a parameter, "layers" for stacked ones; () if it is not declared."""
     found = axes_of(path, len(shape))
     return () if found is None else (*[LAYERS] * (len(shape) - len(found.names)), *found.names)
 

@@ -18,12 +18,13 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 from flax.linen import spmd
 from jax.sharding import AxisType, PartitionSpec
 
+from transformer.nn._axes import PyTree
 from transformer.nn._jax_compat import check_explicit_axes, platform_of
 from transformer.nn._parameter_axes import axis_names
 
@@ -73,15 +74,7 @@ def axis_rules(rules: AxisRules) -> Iterator[None]:
 
 
 def check_rules(rules: AxisRules, more: Iterable[str] = ()) -> None:
-    """Check the names of rules, of which an unknown one would have no effect.
-
-    Args:
-        rules: the rules.
-        more: names in addition to the logical axes of activations and of declared parameters.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Raise ValueError for a rule whose name is no logical axis, declared or in `more`: it would have no effect."""
     names = (*ACTIVATION_RULES, *sorted((axis_names() | set(more)) - ACTIVATION_RULES.keys()))
     for name, _ in rules:
         _check(name, names)
@@ -119,10 +112,7 @@ def split_axes(
 
 
 def _placements(names: Sequence[str | None]) -> list[tuple[tuple[str, ...], bool]]:
-    """For each axis of one array, return the mesh axes that split it, and whether it is replicated over all others.
-
-    If it is not replicated, the compiler may split it further.
-    """
+    """For each axis of one array, return the mesh axes that split it, and whether it is replicated over all others."""
     mesh = jax.sharding.get_abstract_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     # Inside `shard_map` axes are Manual (arrays are shards already), and Explicit axes belong to the types of arrays:
@@ -138,10 +128,7 @@ def _placements(names: Sequence[str | None]) -> list[tuple[tuple[str, ...], bool
 
 
 def mesh_axes(name: str | None) -> tuple[str, ...]:
-    """Return the axes of the current mesh that split a logical axis; none without a mesh, or for None.
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Return the axes of the current mesh that split a logical axis; none without a mesh, or for None."""
     if name is None:
         return ()
     _check(name)
@@ -172,12 +159,8 @@ def num_shards(name: str) -> int:
 def own_part(name: str, size: int) -> Callable[[jax.Array, int], jax.Array]:
     """Return a function that finds elements of a split axis in the part that a device has, for use in `shard_map`.
 
-    The function takes indices of the whole axis, of any shape, and the size of the part. It returns indices of the
-    part; other and negative indices become the size of the part, which is past its end.
-
-    Args:
-        name: logical name of the axis.
-        size: size of the whole axis.
+    The function takes indices of the whole axis, which has this `size`, of any shape, and the size of the part. It
+    returns indices of the part; other and negative indices become the size of the part, which is past its end.
     """
     axes = mesh_axes(name)  # inside shard_map, the mesh does not have these axes any more
 
@@ -195,9 +178,6 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
     On a mesh that has all axes of `make_mesh`, an axis that nothing splits, or whose size is not divisible, is
     replicated. On other meshes it is left to the compiler.
-
-    Raises:
-        ValueError: an unknown name, or not exactly one name per axis.
     """
     if len(names) != x.ndim:
         raise ValueError(f"constrain takes one name per axis: got {len(names)} names for an array of shape {x.shape}.")
@@ -234,10 +214,7 @@ def auto_axes() -> set[str]:
 
 
 def fsdp_axes(features: int) -> tuple[str, ...]:
-    """Return the axes of the current mesh that parameters split their `features` (embed) over; activations do not.
-
-    Without rules of the user, this is the axis fsdp. With rules, parameters and activations have the same.
-    """
+    """Return the mesh axes that split the `features` (embed) of parameters: fsdp, or by rules those of activations."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = mesh_axes("embed") if current_rules() is not None else ("fsdp",)
     axes = tuple(axis for axis in axes if axis in auto_axes() and mesh.shape[axis] > 1)
@@ -247,8 +224,7 @@ def fsdp_axes(features: int) -> tuple[str, ...]:
 def unmapped_axes() -> tuple[str, ...]:
     """Return the axes of the current mesh that have a size above 1 and no rule.
 
-    Only the compiler knows whether it splits arrays over such axes. A kernel that the compiler can't partition would
-    repeat the same computation on each of their devices.
+    Only the compiler knows whether they split arrays; a kernel that it can't partition would repeat its work on them.
     """
     rules = current_rules()
     if rules is None:
@@ -277,12 +253,7 @@ def num_parts(rows: int, length: int) -> tuple[int, int]:
 
 
 def sum_of_parts(parts: jax.Array, dtype: str | None = None) -> jax.Array:
-    """Sum the leading axes (Bp, Tp) of (Bp, Tp, ...), which are split like batch and length: once over devices.
-
-    Args:
-        parts: one entry for each part of rows and length.
-        dtype: data type of the sum over devices, and of the result; None: that of `parts`.
-    """
+    """Sum the leading axes (Bp, Tp), split like batch and length, once over devices, in `dtype`, or as `parts`."""
     if dtype is None or jax.numpy.dtype(dtype) == parts.dtype:
         return parts.sum((0, 1))
     # Cast before the sum, so that devices exchange values of this dtype. `lax.reduce`, because `jnp.sum` of bfloat16
@@ -292,20 +263,14 @@ def sum_of_parts(parts: jax.Array, dtype: str | None = None) -> jax.Array:
 
 
 def rows_can_merge() -> bool:
-    """Return whether batch and length may be reshaped to one axis without communication.
-
-    They may if no mesh axis splits the length and all mesh axes have a rule.
-    """
+    """Return whether batch and length can be merged without communication: no axis splits, or may split, the length."""
     return not unmapped_axes() and not _axes_of(AxisType.Explicit) and num_shards("length") == 1
 
 
 def explicit_spec(x: jax.Array) -> PartitionSpec | None:
-    """Return the sharding in the type of `x` (any shape), one entry per axis, if the current mesh has Explicit axes.
+    """Return the sharding in the type of `x` (any shape), one entry per axis; None without Explicit axes in the mesh.
 
-    Returns None otherwise.
-
-    Raises:
-        ValueError: the type has Explicit axes, but their mesh is not the current one: JAX can't differentiate that.
+    A ValueError if the type has Explicit axes, but their mesh is not the current one: JAX can't differentiate that.
     """
     if _axes_of(AxisType.Explicit):
         return jax.typeof(x).sharding.spec
@@ -332,17 +297,13 @@ def joined_spec(*entries: str | tuple[str, ...] | None) -> PartitionSpec:
     return PartitionSpec(*kept)
 
 
-def in_auto_axes(function: Callable[..., Any], out_spec: Any) -> Callable[..., Any]:
+def in_auto_axes(function: Callable[..., PyTree], out_spec: PyTree) -> Callable[..., PyTree]:
     """Wrap `function` so that Explicit axes of the current mesh are Auto inside it; without such axes, return it as is.
 
     This is for code with inner steps (scans, gathers, matrix multiplications over split axes) for which JAX does not
-    infer a sharding. All arrays that the function reads must be its arguments: an array in its closure keeps its
-    Explicit type. The function is recomputed in the backward pass, because a residual with Auto axes must not leave it
-    (a scan over layers would stack such residuals).
-
-    Args:
-        function: the function to wrap.
-        out_spec: the `PartitionSpec` of each result, as a tree with the structure of the result.
+    infer a sharding. `out_spec` has the `PartitionSpec` of each result, as a tree. All arrays that the function reads
+    must be its arguments: an array in its closure keeps its Explicit type. The function is recomputed in the backward
+    pass, because a residual with Auto axes must not leave it (a scan over layers would stack such residuals).
     """
     if not (axes := _axes_of(AxisType.Explicit)):
         return function
@@ -376,14 +337,9 @@ def table_gradients_in(dtype: str) -> Iterator[None]:
 
 
 def lookup_tokens(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Look up token embeddings like `lookup`, with the gradient that `table_gradients_in` sets.
+    """Look up token embeddings, (V, D) at (B, T) -> (B, T, D), with the gradient of `table_gradients_in`.
 
-    Args:
-        table: embeddings (V, D), split over V only.
-        tokens: token ids (B, T), sharded like a batch.
-
-    Returns:
-        Embeddings (B, T, D).
+    The table is split over V only, and the tokens like a batch.
     """
     dtype = _TABLE_GRADIENTS.get()
     is_narrow = dtype is not None and jax.numpy.dtype(dtype).itemsize < table.dtype.itemsize
@@ -428,19 +384,13 @@ _lookup_with_gradient_in.defvjp(_lookup_forward, _lookup_backward)
 def shard_map(
     function: Callable[..., jax.Array], in_names: Sequence[tuple[str | None, ...]], out_names: tuple[str | None, ...]
 ) -> Callable[..., jax.Array]:
-    """Wrap `function` so that each device runs it on its own shards (`jax.shard_map`).
+    """Wrap `function`, arrays -> one array, so that each device runs it on its own shards (`jax.shard_map`).
 
-    This is for kernels that the compiler can't partition, and for collectives. Without a mesh, or if the mesh splits
-    none of the names, the function itself is called. A name splits either all axes with that name or, if the size of
-    one of them is not divisible, none of them.
-
-    Args:
-        function: arrays -> one array, of any shape. It receives shards and can use the names of mesh axes.
-        in_names: for each argument, the logical name of each axis (None: every device gets the full axis).
-        out_names: the same for the result. Along axes that no name splits, all devices must compute equal results.
-
-    Raises:
-        ValueError: an unknown name, or not exactly one name per axis.
+    This is for kernels that the compiler can't partition, and for collectives. The function can use the names of mesh
+    axes. `in_names` and `out_names` are the logical names of the axes (None: every device gets the full axis). A name
+    splits either all axes with that name or, if the size of one of them is not divisible, none of them; along axes that
+    no name splits, all devices must compute equal results. Without a mesh, or if the mesh splits none of the names, the
+    function itself is called.
     """
 
     def run(*arrays: jax.Array) -> jax.Array:

@@ -44,9 +44,7 @@ class PositionScheme:
         """Return embeddings (B, T, D) plus an encoding of their `positions` (B, T)."""
         return x
 
-    def rotate(
-        self, heads: Float[Array, "B T N H"], positions: Coordinates, lengths: Lengths | None = None
-    ) -> Float[Array, "B T N H"]:
+    def rotate(self, heads: Query, positions: Coordinates, lengths: Lengths | None = None) -> Query:
         """Return queries or keys (B, T, N, H), rotated by their `positions` (B, T), or (B, T, A).
 
         `lengths` (B,) are the lengths of the texts, for schemes that depend on them; None: the largest position + 1.
@@ -260,9 +258,7 @@ class Rotary(PositionScheme):
             return math.sqrt(1.0 + math.log(scaling.factor) / math.log(scaling.original_length))
         return 0.1 * math.log(scaling.factor) + 1.0
 
-    def rotate(
-        self, heads: Float[Array, "B T N H"], positions: Coordinates, lengths: Lengths | None = None
-    ) -> Float[Array, "B T N H"]:
+    def rotate(self, heads: Query, positions: Coordinates, lengths: Lengths | None = None) -> Query:
         size = heads.shape[-1] if self.size is None else self.size
         if size % 2 or size > heads.shape[-1]:
             raise ValueError(
@@ -311,8 +307,7 @@ class RotaryGrid(PositionScheme):
 
     Rotates each pair of dimensions (i, i + H/2): the first half of the pairs by the row of the patch, the second half
     by its column. Both are coordinates of the center of the patch, from -1 to 1 over the image. Positions below
-    `first` are learned tokens, which are not rotated; then the patches of the `grid` of (rows, columns) follow, row by
-    row.
+    `first` are learned tokens, which are not rotated; then those of the `grid` (rows, columns) follow, row by row.
 
     Raises:
         ValueError: a head size that is not a multiple of 4.
@@ -322,9 +317,7 @@ class RotaryGrid(PositionScheme):
     first: int
     base: float = 100.0
 
-    def rotate(
-        self, heads: Float[Array, "B T N H"], positions: Positions, lengths: Lengths | None = None
-    ) -> Float[Array, "B T N H"]:
+    def rotate(self, heads: Query, positions: Positions, lengths: Lengths | None = None) -> Query:
         size, (rows, columns) = heads.shape[-1], self.grid
         if size % 4:
             raise ValueError(
@@ -432,10 +425,7 @@ class T5Bias(PositionScheme):
 def _rotate_pairs(
     x: Float[Array, "B T N R"], cos: Float[Array, "B T 1 F"], sin: Float[Array, "B T 1 F"]
 ) -> Float[Array, "B T N R"]:
-    """Rotate each pair (a, b) = (x_i, x_(i+F)) to (a cos_i - b sin_i, b cos_i + a sin_i), in float32; R = 2 F.
-
-    bfloat16 rounding of cos and sin would blur positions.
-    """
+    """Rotate each pair (a, b) = (x_i, x_(i+F)) to (a cos_i - b sin_i, b cos_i + a sin_i), in float32; R = 2 F."""
     if platform() == "tpu":
         # The same sums as x cos + swapped sin, where `swapped` has the halves in exchanged order, and the first half of
         # sin is negative. A TPU stores arrays in rows of 128 values, so two halves of 64 would take the memory of two

@@ -23,10 +23,7 @@ from transformer.nn.quantization._linear import linear
 
 
 class Router(nn.Module):
-    """Owns the parameters of the router.
-
-    Calling it returns the logits (B, T, E), the selected experts (B, T, k) and their weights (B, T, k).
-    """
+    """Owns the parameters of the router; returns logits (B, T, E), and selected experts and weights (B, T, k)."""
 
     parameter_axes = declare(
         {"router/kernel": "embed -> _", "router/bias": "_", "router/selection_bias": "_"}
@@ -75,10 +72,7 @@ class Router(nn.Module):
 
 
 def router_scores(logits: Array, scoring: str) -> Array:
-    """Convert logits to scores of the same shape (B, T, E): softmax over the experts, or one sigmoid per expert.
-
-    Sigmoid scores are those of DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
-    """
+    """Convert logits to scores (B, T, E): a softmax, or one sigmoid per expert (arXiv 2412.19437, section 2.1.2)."""
     return jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits)
 
 
@@ -106,13 +100,7 @@ def router_losses(logits: Array, chosen: Array, mask: Mask = Mask(), scoring: st
     (Zoph et al. 2022, arXiv 2202.08906, equation 5).
 
     A sequence is a row of the batch, or a segment of the mask, where segment 0 is padding. The loss of a sequence
-    therefore does not depend on the other sequences of the batch.
-
-    Args:
-        logits: (B, T, E).
-        chosen: selected experts (B, T, k).
-        mask: marks padding and packed sequences.
-        scoring: as in `MoE`.
+    therefore does not depend on the other sequences of the batch. Logits are (B, T, E), chosen experts (B, T, k).
     """
     batch, length, experts = logits.shape
     real, number = _sequences(mask, batch, length)
@@ -136,12 +124,6 @@ def within_capacity(chosen: Array, mask: Mask = Mask(), *, num_experts: int, fac
     segment of a packed row, is a sequence of its own. So neither other sequences nor padding change what is dropped.
     Tokens are served in order: a later token never displaces an earlier one, which keeps a causal model causal. What a
     token gets still depends on the earlier tokens of its sequence, and on the number of all its tokens.
-
-    Args:
-        chosen: selected experts (B, T, k), all different for a token.
-        mask: marks padding and packed sequences.
-        num_experts: E.
-        factor: c.
     """
     batch, length, top_k = chosen.shape
     real, number = _sequences(mask, batch, length)
@@ -163,10 +145,7 @@ def within_capacity(chosen: Array, mask: Mask = Mask(), *, num_experts: int, fac
 
 
 def _sequences(mask: Mask, batch: int, length: int) -> tuple[Array, Array | None]:
-    """Return which tokens are not padding, (B, T), and the number of the sequence of each token in its row, (B, T).
-
-    Without segments a row is one sequence, and the second result is None. With segments, a row has up to T sequences.
-    """
+    """Return which tokens are real, and the sequence of each token in its row; None: a row is one sequence."""
     real = real_tokens(mask, (batch, length))
     if mask.query_segments is None:
         return real, None

@@ -33,12 +33,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import transformer.nn.models  # noqa: F401 - declares the axes of their parameters
 from transformer.config._checks import ConfigError, check_choice
 from transformer.config._model import TransformerConfig
+from transformer.nn._axes import PyTree
 from transformer.nn._parameter_axes import parameter_axes
 from transformer.nn._partitioning import AxisRules, check_rules, current_rules, split_axes
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
-"""mesh axes; those with the most communication come last, because neighbors in the list of devices have the fastest
-connection"""
+"""mesh axes; those with the most communication come last, because neighboring devices have the fastest connection"""
 
 HOST_MEMORY = "pinned_host"
 """JAX's memory kind of host memory that devices access directly"""
@@ -269,7 +269,8 @@ def make_mesh(
 
 def check_slices(devices: Sequence[jax.Device], dcn: DcnConfig) -> None:
     """Raise a ConfigError if the sizes across slices do not fit the slices or the processes of the devices."""
-    groups, given = math.prod(dcn.sizes.values()), _dcn_flags(dcn)
+    groups = math.prod(dcn.sizes.values())
+    given = " ".join(f"--parallel.dcn.{axis} {size}" for axis, size in dcn.sizes.items() if size > 1)
     if devices[0].platform == "tpu":
         # Devices of a single slice may lack the attribute.
         slices = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
@@ -304,10 +305,6 @@ def _check_factors(sizes: Mapping[str, int], dcn: DcnConfig) -> None:
                 f"parallel.dcn.{axis} ({factor}) must divide the size of the mesh axis {axis} ({sizes[axis]}), of "
                 f"which it is the part across slices. Change parallel.dcn.{axis}, or the sizes of the other axes."
             )
-
-
-def _dcn_flags(dcn: DcnConfig) -> str:
-    return " ".join(f"--parallel.dcn.{axis} {size}" for axis, size in dcn.sizes.items() if size > 1)
 
 
 def _hybrid_grid(devices: Sequence[jax.Device], sizes: Mapping[str, int], dcn: DcnConfig) -> np.ndarray:
@@ -376,10 +373,7 @@ def _nearest_multiples(size: int, factor: int) -> str:
 def parameter_spec(
     path: str, shape: Sequence[int], sizes: Mapping[str, int], rules: AxisRules | None = None
 ) -> PartitionSpec:
-    """Return the spec of the parameter at `path` on a mesh of these `sizes`; `rules` as for `state_shardings`.
-
-    A parameter whose axes are not declared is replicated.
-    """
+    """Return the spec of the parameter at `path` for these `sizes` of a mesh; `rules` as for `state_shardings`."""
     # Example: query/kernel of stacked layers, (L, D, N, H) -> PartitionSpec(None, "fsdp", "tensor", None).
     return _spec(parameter_axes(path, shape), shape, sizes, rules_in_force(rules, sizes))
 
@@ -398,14 +392,8 @@ def _spec(
 def rules_in_force(rules: AxisRules | None, sizes: Mapping[str, int], names: Iterable[str] = ()) -> AxisRules | None:
     """Return `rules`, or else the rules of activations (`partitioning.axis_rules` or `nn.logical_axis_rules`), or None.
 
-    Args:
-        rules: the argument of a function of this module.
-        sizes: sizes of the axes of the mesh.
-        names: logical axes of boxes, in addition to those of this library and of declared parameters.
-
-    Raises:
-        ConfigError: rules that are not pairs, or whose mesh axes are all unknown.
-        ValueError: an unknown logical axis.
+    `sizes` are those of the axes of the mesh; `names` are logical axes of boxes, in addition to those of this library.
+    A ConfigError for rules that are not pairs, or whose mesh axes are all unknown; a ValueError for an unknown name.
     """
     if rules is None:
         return current_rules()
@@ -449,14 +437,14 @@ def check_host_memory(devices: Sequence[jax.Device], option: str) -> None:
         )
 
 
-def offloaded(shardings: Any, shapes: Any) -> Any:
+def offloaded(shardings: PyTree, shapes: PyTree) -> PyTree:
     """Return the shardings with all arrays in host memory; scalars, such as step counts, stay on the devices."""
     return jax.tree.map(
         lambda sharding, leaf: sharding.with_memory_kind(HOST_MEMORY) if leaf.shape else sharding, shardings, shapes
     )
 
 
-def state_shardings(state: Any, mesh: Mesh, rules: AxisRules | None = None) -> Any:
+def state_shardings(state: PyTree, mesh: Mesh, rules: AxisRules | None = None) -> PyTree:
     """Return a `NamedSharding` for each leaf of a tree of parameters, optimizer states or both.
 
     A leaf that is not a parameter of this library (a step count, a PRNG key) is replicated, and so is an axis whose
@@ -489,7 +477,7 @@ def state_shardings(state: Any, mesh: Mesh, rules: AxisRules | None = None) -> A
     return jax.tree_util.tree_map_with_path(sharding, state, is_leaf=_is_box)
 
 
-def with_logical_axes(tree: Any) -> Any:
+def with_logical_axes(tree: PyTree) -> PyTree:
     """Return the tree with each parameter in an `nn.LogicallyPartitioned` box that names its axes, for Flax's tools.
 
     Pass the result to `nn.get_partition_spec` and then `nn.logical_to_mesh_sharding`. Leaves without declared axes, and
@@ -504,7 +492,7 @@ def with_logical_axes(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(box, tree, is_leaf=_is_box)
 
 
-def _is_box(leaf: Any) -> bool:
+def _is_box(leaf: object) -> bool:
     return isinstance(leaf, nn.Partitioned)
 
 
@@ -540,14 +528,8 @@ def place_batch(
 ) -> dict[str, jax.Array]:
     """Place the arrays of a global batch on the mesh, so that each device holds its part.
 
-    Args:
-        batch: the whole batch on every process or, with `rows`, only these rows of it.
-        mesh: the mesh.
-        rows: rows of the batch that this process passes (`local_rows`).
-        batch_size: number of rows of the whole batch; required with `rows`.
-
-    Raises:
-        ConfigError: a sequence length that the mesh can't split evenly.
+    With `rows` (`local_rows`), a process passes only these of the `batch_size` rows. A ConfigError for a sequence
+    length that the mesh can't split evenly.
     """
     for name, array in batch.items():
         if array.ndim > 1 and array.shape[1] % mesh.shape.get("context", 1):

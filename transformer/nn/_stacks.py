@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from transformer.config._execution import Execution
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
-from transformer.nn._axes import Array, Context, Coordinates, Float, Hidden, Int
+from transformer.nn._axes import Array, Context, Coordinates, Float, Hidden, Int, PyTree
 from transformer.nn._blocks import (
     BLOCKS,
     Aux,
@@ -51,8 +51,7 @@ REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     # A kernel is no dot: without its residuals, the backward pass would run the forward kernel a second time.
     "dots": jax.checkpoint_policies.save_from_both_policies(
-        _is_saved_dot,
-        jax.checkpoint_policies.save_only_these_names("quantized_product", *_RESIDUALS),
+        _is_saved_dot, jax.checkpoint_policies.save_only_these_names("quantized_product", *_RESIDUALS)
     ),
     "names": jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES, *_RESIDUALS),
     # The input of a layer is always stored. It has a name here, so that it is stored in host memory too.
@@ -76,16 +75,11 @@ class _Period(nn.Module):
 
     @nn.compact
     def __call__(self, state: Any, layer: Any, inputs: LayerInputs) -> tuple[Any, tuple[Any, Aux]]:
-        """Apply the layers of one repeat.
+        """Apply the layers of one repeat; return the new state, and the new caches of cross-attention and aux.
 
-        Args:
-            state: x (B, T, D), and the caches of self-attention of all repeats, or None.
-            layer: the number of the repeat and its caches of cross-attention, both None without a cache, and its
-                per-layer embeddings (layers of the period, B, T, P) or None.
-            inputs: those of `Block`.
-
-        Returns:
-            The new state; the new caches of cross-attention, and aux.
+        The state is x (B, T, D) and the caches of self-attention of all repeats, or None. `layer` is the number of the
+        repeat and its caches of cross-attention, both None without a cache, and its per-layer embeddings (layers of the
+        period, B, T, P) or None.
         """
         (x, caches), (number, contexts, embeddings) = state, layer
         caches, contexts, auxes = dict(caches or {}), dict(contexts or {}), {}
@@ -104,7 +98,7 @@ class _Period(nn.Module):
         return (x, caches or None), (contexts or None, sum_aux(auxes.values()))
 
 
-def _block(parent: Any, kind: LayerKind, name: str, scanned: bool) -> nn.Module:
+def _block(parent: Stack | _Period, kind: LayerKind, name: str, scanned: bool) -> nn.Module:
     block, remat = BLOCKS[parent.config.norm.position], parent.execution.remat
     if remat != "none":
         # Common-subexpression elimination would merge the recomputation with the original computation, which undoes
@@ -154,7 +148,7 @@ class Stack(nn.Module):
         positions: Coordinates | None = None,
         mask: Mask | Array | None = None,
         context_mask: Mask | Array | None = None,
-        cache: Any = None,
+        cache: PyTree | None = None,
         deterministic: bool | None = None,
         layer_embeddings: Float[Array, "L B T P"] | None = None,
         segments: Int[Array, "B T"] | None = None,
@@ -225,7 +219,7 @@ class Stack(nn.Module):
         return (make_norm(config, "embedding_norm")(x) if config.embedding.norm else x), table
 
     def _run_layers(
-        self, x: Hidden, cache: Any, inputs: LayerInputs, embeddings: Float[Array, "L B T P"] | None
+        self, x: Hidden, cache: PyTree | None, inputs: LayerInputs, embeddings: Float[Array, "L B T P"] | None
     ) -> tuple[Hidden, Any, Aux]:
         stack, repeats = self.config.stack, self.config.repeats(self.num_layers)
         first = len(stack.prefix)

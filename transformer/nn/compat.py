@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -30,7 +29,7 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DType | None = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     module: nn.Module | None = None,
     force_fp32_for_softmax: bool = False,
     einsum_dot_general: Callable[..., Array] | None = None,
@@ -75,22 +74,10 @@ def dot_product_attention(
     replaced = (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
     if any(given is not None for given in replaced):
         # Flax's own formula, with the full scores (*B, N, T, S) and a dense mask
-        return nn.dot_product_attention(
-            query,
-            key,
-            value,
-            bias,
-            _dense(mask, query, key),
-            broadcast_dropout,
-            dropout_rng,
-            dropout_rate,
-            deterministic,
-            dtype,
-            precision,
-            module,
-            force_fp32_for_softmax,
-            *replaced,
-        )
+        dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+        options = (*dropout, dtype, precision, module, force_fp32_for_softmax, *replaced)
+        mask = mask.dense(query.shape[-3], key.shape[-3]) if isinstance(mask, Mask) else mask
+        return nn.dot_product_attention(query, key, value, bias, mask, *options)
     query, key, value = nn.dtypes.promote_dtype(query, key, value, dtype=dtype)
     _check_shapes(query, key, value)
     if mask is not None and not isinstance(mask, Mask):
@@ -145,22 +132,15 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
                 "with decode=True mask must be an array that broadcasts to (..., N, 1, length of the cache), got a "
                 "Mask. Leave a causal mask out: only filled slots of the cache are attended to."
             )
-        return super().__call__(
-            inputs_q,
-            inputs_k,
-            inputs_v,
-            inputs_kv=inputs_kv,
-            mask=mask,
-            deterministic=deterministic,
-            dropout_rng=dropout_rng,
-            sow_weights=sow_weights,
-        )
+        options = {"inputs_kv": inputs_kv, "mask": mask, "deterministic": deterministic}
+        options |= {"dropout_rng": dropout_rng, "sow_weights": sow_weights}
+        return super().__call__(inputs_q, inputs_k, inputs_v, **options)
 
 
 def _as_flax_masks(query: Array, bias: Array | None, mask: Array) -> tuple[Array, Array | None, Array]:
     """Return query, bias and mask with which the output of a query without visible keys is the mean of all values.
 
-    Flax gives all hidden keys the same large negative score, so a row in which all keys are hidden has uniform weights.
+    In Flax all hidden keys have the same large negative score, so their weights are uniform, if there are no others.
     The same weights follow if such a query attends to every key with scores of 0: zero query, zero bias, no mask.
     """
     # The scores (*B, N, T, S) have as many axes as the query (*B, T, N, H). softmax(0, ..., 0) = 1 / S for each key.
@@ -191,11 +171,7 @@ def _check_shapes(query: Array, key: Array, value: Array) -> None:
     raise AssertionError(f"query {query.shape}, key {key.shape}, value {value.shape}: {problem}.")
 
 
-def _dense(mask: Mask | Array | None, query: Array, key: Array) -> Array | None:
-    return mask.dense(query.shape[-3], key.shape[-3]) if isinstance(mask, Mask) else mask
-
-
-def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager:
+def _matmul_precision(precision: jax.lax.PrecisionLike) -> contextlib.AbstractContextManager:
     if precision is None:
         return contextlib.nullcontext()
     # Flax allows one precision for each of the two factors.

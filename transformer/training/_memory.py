@@ -391,7 +391,7 @@ def check_memory(recipe: Recipe, dataset: Dataset, placement: Placement) -> None
     need = Need(state=shard_bytes(state), gradients=shard_bytes(state.params), activations=0)
     if need.total > available:
         text = advice(recipe, placement.sizes, need, available, platform=platform)
-        smaller = "Or use a smaller model (--model.d-model, --model.d-ff, --model.num-layers)."
+        smaller = "Or use a smaller model (--model.d-model, --model.feed-forward.d-ff, --model.num-layers)."
         raise OutOfMemoryError(f"the training state can't fit: {text}. {smaller} {ANYWAY}")
     on_device = whole // len(devices)
     if platform == "cpu":  # the batch is in the memory of the host twice: as loaded, and as an array of JAX

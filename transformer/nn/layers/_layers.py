@@ -73,14 +73,8 @@ GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"swiglu_clamped
 def activate(activation: str, up: Float[Array, "..."], gate: Float[Array, "..."] | None = None) -> Float[Array, "..."]:
     """Compute the hidden features of a feed-forward network, (..., F), the input of its last linear map.
 
-    Args:
-        activation: a name in `ACTIVATIONS` or, with a gate, in `GATED`.
-        up: (..., F).
-        gate: (..., F), or None.
-
-    Returns:
-        act(up) without a gate, act(gate) * up with one (Shazeer 2020, arXiv 2002.05202, section 2), or the function of
-        `GATED`.
+    act(up) without a gate, act(gate) * up with one (Shazeer 2020, arXiv 2002.05202, section 2), or the function of
+    `GATED`; `activation` is a name in `ACTIVATIONS` or, with a gate, in `GATED`.
     """
     if gate is None:
         return ACTIVATIONS[activation](up)
@@ -120,14 +114,20 @@ class Linear(nn.Module):
         return linear(x, kernel, bias, contract=self.contract, quantization=scheme)
 
 
+def projection(
+    module: nn.Module, name: str, features: tuple[int, ...], contract: int = 1, use_bias: bool = False
+) -> Linear:
+    """Return a map of an attention module with the module's options; `output_init` initializes the map `out`."""
+    init = (module.output_init or module.kernel_init) if name == "out" else module.kernel_init
+    options = (module.dtype, module.param_dtype, module.quantization)
+    return Linear(features, contract, use_bias, init, *options, name=name)
+
+
 def is_deterministic(module: nn.Module, deterministic: bool | None, *rates: float) -> bool:
     """Return whether `module` runs without dropout: `deterministic` if it is given.
 
-    None is allowed during initialization and if all dropout `rates` are 0.
-
-    Raises:
-        ValueError: None with a rate above 0. Either default would be silently wrong: True would train without dropout,
-            False would evaluate with it.
+    None is allowed during initialization and if all dropout `rates` are 0. Otherwise it is a ValueError, because either
+    default would be silently wrong: True would train without dropout, False would evaluate with it.
     """
     if deterministic is not None:
         return deterministic
@@ -157,10 +157,7 @@ def as_matrix(init: Initializer, contract: int = 1) -> Initializer:
 
 
 def glorot_uniform(contract: int = 1) -> Initializer:
-    """Return the Glorot uniform initializer for a kernel whose first `contract` axes are inputs (Glorot & Bengio 2010).
-
-    It draws from U(-a, a) with a = sqrt(6 / (fan_in + fan_out)), that is, with variance 2 / (fan_in + fan_out).
-    """
+    """Initialize by U(-a, a), a = sqrt(6 / (fan_in + fan_out)), for `contract` input axes (Glorot & Bengio 2010)."""
 
     def init(key, shape, dtype=jnp.float32):
         # U(-a, a) has variance a^2 / 3.
@@ -180,14 +177,9 @@ class FeedForward(nn.Module):
     """
 
     parameter_axes = declare(
-        {
-            "up/kernel": "embed -> feed_forward",
-            "up/bias": "feed_forward",
-            "gate/kernel": "embed -> feed_forward",
-            "gate/bias": "feed_forward",
-            "down/kernel": "feed_forward -> embed",
-            "down/bias": "embed",
-        }
+        dict.fromkeys(("up/kernel", "gate/kernel"), "embed -> feed_forward")
+        | dict.fromkeys(("up/bias", "gate/bias"), "feed_forward")
+        | {"down/kernel": "feed_forward -> embed", "down/bias": "embed"}
     )
 
     width: int
@@ -220,8 +212,7 @@ class FeedForward(nn.Module):
 class Embedding(nn.Module):
     """A token embedding (V, D), `vocab_size` x `features`: looks up tokens, and computes logits with the same table.
 
-    Sharing the table between input and output is weight tying (Press & Wolf 2017, arXiv 1608.05859). `embedding_init`
-    None: normal with standard deviation 1 / sqrt(D).
+    That is weight tying (Press & Wolf 2017, arXiv 1608.05859). `embedding_init` None: normal, deviation 1 / sqrt(D).
     """
 
     parameter_axes = declare({"*embedding/embedding": "vocab <- embed"}, role="input", int8=True)

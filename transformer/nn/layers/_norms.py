@@ -43,10 +43,7 @@ def unscaled_rms_norm(x: Float[Array, "..."], epsilon: float) -> Float[Array, ".
 
 
 class RMSNorm(nn.Module):
-    """gamma x / sqrt(mean(x^2) + epsilon) over the last axis, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467).
-
-    LayerNorm without centering and without beta.
-    """
+    """gamma x / sqrt(mean(x^2) + epsilon) over the last axis, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
 
     parameter_axes = declare({"scale": "norm"})
 

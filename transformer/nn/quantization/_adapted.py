@@ -7,14 +7,15 @@ and updates only its own kernels, and a model never holds a complete copy of its
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer.nn._axes import Array, DType, Float, Leaf
+from transformer.nn._axes import Array, DType, Float, Leaf, PyTree, static
 from transformer.nn.quantization._four_bits import FourBits, in_blocks, packed
 from transformer.nn.quantization._linear import linear
 from transformer.nn.quantization._schemes import Scheme
@@ -44,10 +45,7 @@ class Encoded(Protocol):
         """Return the kernel as an array."""
 
     def product(self, x: Array, contract: int = 1, quantization: Scheme | None = None) -> Array:
-        """Multiply x (..., *in) by the kernel (*in, *out), where *in* has `contract` axes: (..., *out), as x in dtype.
-
-        `quantization` selects how to quantize the factors; None: not at all.
-        """
+        """Multiply x (..., *in) by the kernel (*in, *out), `contract` axes of *in*: (..., *out), in the dtype of x."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,8 +53,7 @@ class Encoded(Protocol):
 class NF4(FourBits):
     """A 4-bit parameter: levels of `NF4_LEVELS` times a scale, the largest absolute value of a block of 64 weights."""
 
-    absmax: Leaf
-    """float32, one scale per block; the axis `axis` enumerates the blocks"""
+    absmax: Leaf  # float32, one scale per block; the axis `axis` enumerates the blocks
 
     def array(self, dtype: DType = jnp.float32) -> Array:
         """Return the dequantized parameter, level * absmax, in its original shape."""
@@ -65,7 +62,7 @@ class NF4(FourBits):
 
 def _levels_at(codes: Array) -> Array:
     """Look up the level of each code, with a tree of 15 selections: TPUs have no fast lookup in a table."""
-    found: list[Any] = [jnp.float32(level) for level in NF4_LEVELS]
+    found: list[Array] = [jnp.float32(level) for level in NF4_LEVELS]
     # Bit b chooses between neighboring candidates: 16 -> 8 -> 4 -> 2 -> 1 are left.
     for bit in range(4):
         high = (codes >> bit) & 1 == 1
@@ -100,16 +97,11 @@ class Adapted:
     2402.09353, equation 5).
     """
 
-    kernel: Any
-    """W: an array, `int8.Int8` or `NF4`"""
-    a: Leaf
-    """A, (..., I, r)"""
-    b: Leaf
-    """B, (..., r, O)"""
-    magnitude: Leaf | None
-    """m, (..., O); None: LoRA"""
-    scale: float = field(metadata={"static": True})
-    """alpha / r, or alpha / sqrt(r)"""
+    kernel: Leaf  # W: an array, `int8.Int8` or `NF4`
+    a: Leaf  # A, (..., I, r)
+    b: Leaf  # B, (..., r, O)
+    magnitude: Leaf | None  # m, (..., O); None: LoRA
+    scale: float = static()  # alpha / r, or alpha / sqrt(r)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -145,8 +137,7 @@ class Adapted:
     def factor(self) -> Array:
         """Return DoRA's m / ||W + scale A B||, (..., O), in float32.
 
-        The norm is a constant for the gradient (arXiv 2402.09353, section 4.3). That saves the memory of its
-        derivative, and does not change the result noticeably.
+        The norm is a constant for the gradient, which saves memory and hardly matters (arXiv 2402.09353, section 4.3).
         """
         a, b = self.a.astype(jnp.float32), self.b.astype(jnp.float32)
         wide = dense(self.kernel, jnp.float32).reshape(*a.shape[:-1], b.shape[-1])
@@ -156,11 +147,8 @@ class Adapted:
         return self.magnitude.astype(jnp.float32) / jnp.where(norm == 0.0, 1.0, norm)
 
 
-def linear_frozen(x: Array, kernel: Any, contract: int = 1, quantization: Scheme | None = None) -> Array:
-    """Multiply x by a frozen kernel, an array or one of `Encoded`: (..., *in) -> (..., *out), in the dtype of x.
-
-    The backward pass dequantizes the kernel again instead of storing it.
-    """
+def linear_frozen(x: Array, kernel: Array | Encoded, contract: int = 1, quantization: Scheme | None = None) -> Array:
+    """Multiply x by a frozen kernel, (..., *in) -> (..., *out), in its dtype; the backward pass decodes it again."""
     if isinstance(kernel, Adapted):
         return kernel.product(x, contract, quantization)
 
@@ -172,29 +160,28 @@ def linear_frozen(x: Array, kernel: Any, contract: int = 1, quantization: Scheme
     return jax.checkpoint(product)(x, kernel)
 
 
-def dense(kernel: Any, dtype: DType) -> Array:
+def dense(kernel: Array | Encoded, dtype: DType) -> Array:
     """Return a kernel as an array in `dtype`: dequantized, and merged with its update."""
     return kernel.array(dtype) if isinstance(kernel, Encoded) else kernel.astype(dtype)
 
 
-def has_encoded(params: Any) -> bool:
+def has_encoded(params: PyTree) -> bool:
     """Return whether a tree of parameters contains quantized or updated kernels."""
     leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Encoded))
     return any(isinstance(leaf, Encoded) for leaf in leaves)
 
 
-def output_norms(kernel: Any, shape: tuple[int, ...]) -> Array:
+def output_norms(kernel: Array | Encoded, shape: tuple[int, ...]) -> Array:
     """Compute the norm of the weights of each output, (..., O), in float32; `shape` is (..., I, O)."""
     return jnp.linalg.norm(dense(kernel, jnp.float32).reshape(shape), axis=-2)
 
 
-def kernel_parameter(module: nn.Module, init: Any, shape: tuple[int, ...], dtype: DType, name: str = "kernel") -> Any:
-    """Return the parameter `name` of a module: an array, `Int8`, `Int4`, `NF4` or `Adapted`.
+def kernel_parameter(
+    module: nn.Module, init: Callable[..., Array], shape: tuple[int, ...], dtype: DType, name: str = "kernel"
+) -> Array | Encoded:
+    """Return the parameter `name` of a module: an array, or one of `Encoded`, whose shape must be `shape`.
 
     `module.param` compares the shape of the first leaf with `shape`, and packed leaves have other shapes.
-
-    Raises:
-        ValueError: the kernel has another shape.
     """
     kernel = module.get_variable("params", name) if module.has_variable("params", name) else None
     if not isinstance(kernel, Encoded):

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from transformer.nn._axes import Array, DType, Leaf
+from transformer.nn._axes import Array, DType, Leaf, static
 from transformer.nn.quantization._linear import linear
 from transformer.nn.quantization._schemes import Scheme
 
 
 @dataclass(frozen=True)
 class FourBits:
-    """Base class of 4-bit parameters, whose blocks of weights along one axis share a scale.
+    """Base class of 4-bit parameters. Blocks on one axis share a scale; a byte has two weights half a block apart."""
 
-    A byte holds two weights of a block, which are half a block apart.
-    """
-
-    codes: Leaf
-    """uint8, two codes per byte; the axis `axis` has half its size, rounded up to whole blocks"""
-    axis: int = field(metadata={"static": True})
-    """axis of the blocks, counted from the end"""
-    size: int = field(metadata={"static": True})
-    """size of this axis in the parameter"""
+    codes: Leaf  # uint8, two codes per byte; the axis `axis` has half its size, rounded up to whole blocks
+    axis: int = static()  # axis of the blocks, counted from the end
+    size: int = static()  # size of this axis in the parameter
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,8 +47,7 @@ class FourBits:
 def in_blocks(array: jax.Array, place: int, most: int) -> jax.Array:
     """Split the axis `place` of an array into blocks: (..., size, ...) -> (..., blocks, length, ...).
 
-    The length is the largest even divisor of the size that is at most `most`, an even number. An odd axis gets one zero
-    more.
+    The length is the largest even divisor of the size of at most `most`, which is even; an odd axis gets one zero more.
     """
     size = array.shape[place]
     even = size + size % 2
@@ -64,10 +57,7 @@ def in_blocks(array: jax.Array, place: int, most: int) -> jax.Array:
 
 
 def packed(codes: jax.Array, place: int) -> jax.Array:
-    """Pack codes from 0 to 15 (..., blocks, length, ...) into bytes (..., blocks * length / 2, ...).
-
-    A byte has two codes of a block that are half a block apart.
-    """
+    """Pack codes from 0 to 15, half a block apart, into bytes: (..., length, ...) -> (..., length / 2, ...)."""
     # Byte j is code j + 16 code (j + length / 2).
     low, high = jnp.split(codes.astype(jnp.uint8), 2, place + 1)
     return (low | (high << 4)).reshape(*codes.shape[:place], -1, *codes.shape[place + 2 :])

@@ -41,10 +41,7 @@ class Rule:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int8:
-    """An 8-bit parameter: integers from -127 to 127 times a scale.
-
-    The method is absmax quantization with one scale per output (Dettmers et al. 2022, arXiv 2208.07339, section 2).
-    """
+    """An 8-bit parameter: integers of -127 to 127 times a scale per output (Dettmers et al. 2022, arXiv 2208.07339)."""
 
     values: Leaf
     """int8, same shape as the parameter"""
@@ -167,7 +164,7 @@ def quantize(
     return tree, report
 
 
-def _check_plain(path: str, leaf: Any) -> None:
+def _check_plain(path: str, leaf: object) -> None:
     if isinstance(leaf, Int8 | Int4):
         number = 8 if isinstance(leaf, Int8) else 4
         raise ValueError(f"{path} is already quantized to {number} bits. Quantize the parameters as they were loaded.")

@@ -25,16 +25,9 @@ def linear(
 ) -> Float[Array, "..."]:
     """Compute x (..., *in) @ kernel (*in, *out) + bias (*out) -> (..., *out) as one matrix multiplication.
 
-    On CPU the leading axes are flattened to one. The weight gradient then contracts one axis instead of two, which
-    XLA's CPU matrix multiplications need to run at full speed. Not where a mesh axis may split the length: flattening
-    would gather it.
-
-    Args:
-        x: (..., *in).
-        kernel: (*in, *out).
-        bias: (*out), or None.
-        contract: number of axes of *in*.
-        quantization: how to quantize the factors of the multiplication; None: not at all.
+    *in* has `contract` axes; `quantization` says how to quantize the factors. On CPU the leading axes are flattened to
+    one: the weight gradient then contracts one axis instead of two, which XLA's CPU matrix multiplications need to run
+    at full speed. Not where a mesh axis may split the length: flattening would gather it.
     """
     # With contract=1 and *out = (N, H), one multiplication (B T, D) @ (D, N H) computes all heads.
     inner, out = math.prod(kernel.shape[:contract]), kernel.shape[contract:]
@@ -68,9 +61,9 @@ def _multiply(x: jax.Array, kernel: jax.Array, contract: int, quantization: Sche
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Return whether XLA multiplies bfloat16 matrices on this CPU without converting them, by YNNPACK.
+    """Return whether XLA (YNNPACK) multiplies bfloat16 matrices on this CPU directly, by compiling a product once.
 
-    A small product is compiled once per process, in another thread, because the caller may be in a trace or a mesh.
+    In another thread, because the caller may be in a trace or a mesh.
     """
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 64), (64, 64))]
 

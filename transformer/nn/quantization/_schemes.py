@@ -13,6 +13,7 @@ import functools
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
 from transformer.config._execution import Execution
-from transformer.nn._axes import Array, Float
+from transformer.nn._axes import Array, DType, Float
 
 INSTALL = "pip install 'transformer-zoo[quantization]'"
 """command that installs qwix"""
@@ -75,21 +76,11 @@ def is_installed() -> bool:
 
 
 def quantized(array: Float[Array, "..."], summed: Sequence[int], dtype: str | None) -> Any:
-    """Round an array of any shape to 8 bits, with one scale for all entries along the axes that a product sums over.
+    """Round an array to 8 bits, with one scale for all entries along the axes that a product sums over (from 0).
 
-    The scale maps the largest magnitude to the largest number of the dtype (absmax quantization). An output of the
-    product is a sum over the axes `summed`, so the scales are constant in this sum and can be multiplied afterwards.
-
-    Args:
-        array: the array.
-        summed: axes that the product sums over, from 0.
-        dtype: dtype of the result; None: return the array as it is.
-
-    Returns:
-        A `qwix.QArray`.
-
-    Raises:
-        ConfigError: qwix is not installed.
+    The scale maps the largest magnitude to the largest number of the dtype (absmax quantization). It is constant in the
+    sums of the product, so that it can be applied afterwards. `dtype` None returns the array as it is. Raises
+    ConfigError if qwix is not installed.
     """
     if dtype is None:
         return array
@@ -98,20 +89,11 @@ def quantized(array: Float[Array, "..."], summed: Sequence[int], dtype: str | No
     return _qwix().quantize(array.astype(jnp.float32), jnp.dtype(dtype), channelwise_axes=kept)
 
 
-def multiply(left: Any, right: Any, left_axes: Sequence[int], right_axes: Sequence[int], dtype: Any) -> Array:
-    """Multiply two arrays, or two results of `quantized`, and sum over the given axes of both.
+def multiply(left: Any, right: Any, left_axes: Sequence[int], right_axes: Sequence[int], dtype: DType) -> Array:
+    """Multiply two arrays, or two results of `quantized`, and sum over the given axes of both, numbered from 0.
 
-    Integers are summed exactly, in int32, floating-point numbers of 8 bits in float32.
-
-    Args:
-        left: an array of any shape.
-        right: another.
-        left_axes: axes of `left` to sum over, from 0.
-        right_axes: those of `right`, in the same order.
-        dtype: dtype of the result.
-
-    Returns:
-        The other axes of `left`, then those of `right`.
+    Returns the other axes of `left`, then those of `right`, in `dtype`. Integers are summed exactly, in int32,
+    floating-point numbers of 8 bits in float32.
     """
     # sum_i (a s) (b t) = s t sum_i a b. int32 holds exact sums of up to 133,144 products of 127 x 127.
     dimensions = (tuple(left_axes), tuple(right_axes)), ((), ())
@@ -133,10 +115,6 @@ def quantized_linear(x: Array, kernel: Array, contract: int, scheme: Scheme) -> 
     return multiply(rows, outputs, inputs, inner, x.dtype)
 
 
-def _forward(x, kernel, contract, scheme):
-    return quantized_linear(x, kernel, contract, scheme), (x, kernel)
-
-
 def _backward(contract, scheme, saved, dy):
     # Each product sums over other axes than the forward product, so x and W get new scales here: along the rows for
     # dW = x^T dy, along the outputs for dx = dy W^T.
@@ -154,24 +132,15 @@ def _backward(contract, scheme, saved, dy):
     return dx, product(quantized(x, rows, dtype), gradients, rows, rows, kernel)
 
 
-quantized_linear.defvjp(_forward, _backward)
+quantized_linear.defvjp(lambda *given: (quantized_linear(*given), given[:2]), _backward)  # saves the arrays
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def integer_linear(x: Array, values: Array, scale: Array, contract: int, scheme: Scheme) -> Array:
     """Compute x (..., *in) @ W (*in, *out) -> (..., *out) for a frozen kernel W = values scale, with x in integers.
 
-    The derivative by x is that of the product with x before rounding, as in `quantized_linear`; W has none.
-
-    Args:
-        x: (..., *in).
-        values: integers (int8), (*in, *out).
-        scale: (1, ..., *out), one scale per output.
-        contract: number of axes of *in*.
-        scheme: how to quantize; its dtype is int8.
-
-    Raises:
-        ConfigError: qwix is not installed.
+    `values` are int8 and `scale` is (1, ..., *out), one number per output. The derivative by x is that of the product
+    with x before rounding, as in `quantized_linear`; W has none.
     """
     inputs, inner = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
     return multiply(quantized(x, inputs, scheme.dtype), _as_factor(values, scale), inputs, inner, x.dtype)
@@ -204,7 +173,7 @@ def _as_factor(values: Array, scale: Array) -> Any:
     return _qwix().QArray(values, scale, None, values.dtype)
 
 
-def _qwix() -> Any:
+def _qwix() -> ModuleType:
     try:
         import qwix
     except ImportError as error:

@@ -10,13 +10,13 @@ docs/benchmarks.md has the figures.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.nn._axes import Array, DType, Float, Leaf
+from transformer.nn._axes import Array, DType, Float, Leaf, static
 from transformer.nn.quantization._linear import linear
 from transformer.nn.quantization._schemes import Scheme
 
@@ -31,12 +31,9 @@ long for 32, and longer for 64."""
 class Transposed:
     """An 8-bit kernel (*in, *out) with one row per output; Di and Do are the sizes of *in* and *out*."""
 
-    values: Leaf
-    """(Do, Di), int8"""
-    scale: Leaf
-    """(Do,), float32, factors of the outputs"""
-    shape: tuple[int, ...] = field(metadata={"static": True})
-    """shape of the kernel, (*in, *out)"""
+    values: Leaf  # (Do, Di), int8
+    scale: Leaf  # (Do,), float32, factors of the outputs
+    shape: tuple[int, ...] = static()  # shape of the kernel, (*in, *out)
 
     def array(self, dtype: DType = jnp.float32) -> Array:
         """Return the kernel in its original shape."""
@@ -54,8 +51,7 @@ class Transposed:
 class Widened:
     """A 16-bit kernel in float32. Its products are computed in float32, and rounded to the dtype of the activations."""
 
-    values: Leaf
-    """float32, with the numbers of the 16-bit kernel"""
+    values: Leaf  # float32, with the numbers of the 16-bit kernel
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,15 +70,10 @@ class Widened:
 def row_product(
     x: Float[Array, "R Di"], values: Array, scale: Float[Array, " Do"] | None = None
 ) -> Float[Array, "R Do"]:
-    """Compute x @ (values * scale[:, None])^T in float32.
+    """Compute x (R, Di) @ (values (Do, Di) * scale (Do, 1))^T in float32; `values` are int8 or floats, no scale is 1.
 
     Up to `INTEGER_ROWS` rows are rounded to 15 bits if the values are integers (see `_integer_product`). Otherwise, the
     values are converted to float32; in a loop over tokens, XLA does this once, before the loop.
-
-    Args:
-        x: (R, Di), of any floating dtype.
-        values: (Do, Di), int8 or a float.
-        scale: (Do,); None: 1.
     """
     x = x.astype(jnp.float32)
     exact = 127**2 * values.shape[1] < 2**31  # a sum of products fits into int32
@@ -113,25 +104,15 @@ def _integer_product(x: Float[Array, "R Di"], values: Array) -> Float[Array, "R 
     return (high + low / 254.0) * scale
 
 
-def _forward(x, values):
-    return _integer_product(x, values), values
-
-
 def _backward(values, dy):
     # The derivative of the product before rounding. Integers have no derivative.
     return dy @ values.astype(jnp.float32), np.zeros(values.shape, jax.dtypes.float0)
 
 
-_integer_product.defvjp(_forward, _backward)
+_integer_product.defvjp(lambda x, values: (_integer_product(x, values), values), _backward)
 
 
 def transposed(values: Array, scale: Array, num_inputs: int) -> Transposed:
-    """Store an 8-bit kernel (*in, *out) with one row per output.
-
-    Args:
-        values: (*in, *out), int8; *in* has `num_inputs` axes.
-        scale: one factor per output, in any shape of their number.
-        num_inputs: number of input axes.
-    """
+    """Store an int8 kernel (*in, *out), of which *in* has `num_inputs` axes, with one row and one scale per output."""
     rows = values.reshape(math.prod(values.shape[:num_inputs]), -1).T
     return Transposed(rows, scale.reshape(-1), tuple(values.shape))
