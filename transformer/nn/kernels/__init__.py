@@ -35,12 +35,7 @@ from transformer.nn.kernels._ring import (
     ring_attention,
     ring_limits,
 )
-from transformer.nn.kernels._splash import (
-    SplashBlocks,
-    splash_attention,
-    splash_compiler_refusal,
-    splash_limits,
-)
+from transformer.nn.kernels._splash import SplashBlocks, splash_attention, splash_compiler_refusal, splash_limits
 
 __all__ = [
     "ALL_KERNELS",
@@ -103,11 +98,7 @@ TPU_KERNELS = _by_name(
 
 GPU_KERNELS = _by_name(
     Kernel(
-        "cudnn",
-        cudnn_attention,
-        limits=cudnn_limits,
-        reasons=cudnn.REASONS,
-        compiler_refusal=cudnn_compiler_refusal,
+        "cudnn", cudnn_attention, limits=cudnn_limits, reasons=cudnn.REASONS, compiler_refusal=cudnn_compiler_refusal
     )
 )
 """kernels by name, for NVIDIA GPUs"""
@@ -208,8 +199,8 @@ def portable(execution: Execution) -> Execution:
 
 
 def _fastest(spec: AttentionSpec) -> str:
-    if not isinstance(spec.shapes.num_queries, int) or not isinstance(spec.shapes.num_keys, int):
-        return "reference"  # a symbolic length (jax.export) can't be divided into blocks
+    if spec.shapes.is_symbolic:
+        return "reference"
     # Of the kernels for a split length, only the ring keeps keys and values split: 1 / n of their memory on n devices.
     if _serves("ring", spec):
         return "ring"
@@ -255,8 +246,7 @@ def _compiles(name: str, spec: AttentionSpec) -> bool:
 def _has_its_devices(name: str) -> bool:
     """Return False, with a warning, for splash on several devices without a mesh.
 
-    Arrays may be sharded over these devices in a way that only the compiler knows, and the compiler can't partition a
-    Pallas kernel.
+    Only the compiler then knows how arrays are sharded over them, and it can't partition a Pallas kernel.
     """
     if name not in TPU_KERNELS or has_mesh() or inside_pmap() or jax.device_count() == 1:
         return True

@@ -20,14 +20,8 @@ def kernel_arguments(
 ) -> tuple[Array, Array, Array, AttentionSpec]:
     """Return the arguments of a kernel: exactly one batch axis, a `Mask`, a bias function, and the sizes of the call.
 
-    Args:
-        query: (*B, T, N, H).
-        key: (*B, S, K, H).
-        value: (*B, S, K, Hv).
-        spec: its mask and bias may be arrays.
-
-    Raises:
-        ValueError: shapes that don't fit, a scale or dropout rate out of range, or a dropout rate without a key.
+    Arrays may have any number of batch axes, and the mask and bias of `spec` may be arrays. A ValueError for shapes
+    that don't fit, a scale or dropout rate out of range, or a dropout rate without a key.
     """
     check_shapes(query, key, value, spec.sinks)
     if not 0.0 <= spec.dropout_rate < 1.0:
@@ -90,10 +84,7 @@ def checked_mask(mask: Mask | Array | None, sizes: tuple[int, int, int, int]) ->
 
 
 def with_one_batch_axis(array: Any, lead: tuple[int, ...]) -> Any:
-    """Reshape an array that broadcasts to (*lead, N, T, S) so that it broadcasts to (B, N, T, S).
-
-    Other arguments (None, a `Mask`, a bias function, arrays without batch axes) are returned unchanged.
-    """
+    """Reshape what broadcasts to (*lead, N, T, S) to what broadcasts to (B, N, T, S); other arguments stay."""
     if array is None or isinstance(array, Mask) or not hasattr(array, "shape") or array.ndim <= 3:
         return array
     batch, rest = (1,) * (len(lead) + 3 - array.ndim) + array.shape[:-3], array.shape[-3:]
@@ -107,8 +98,7 @@ def with_one_batch_axis(array: Any, lead: tuple[int, ...]) -> Any:
 def bias_function(bias: BiasFunction | Array | None, shape: tuple[int, int, int, int]) -> BiasFunction | None:
     """Convert a bias to a function of (query indices (t,), key indices (s,)); `shape` is (B, N, T, S).
 
-    It is a `Partial`, that is, a pytree with the bias array as its leaf: the array passes through jit, scan and the
-    custom derivatives of the kernels as an ordinary argument and gets a gradient.
+    A `Partial` is a pytree with the array as its leaf, which thus gets a gradient through jit, scan and the kernels.
     """
     if bias is None or isinstance(bias, jax.tree_util.Partial):
         return bias

@@ -17,12 +17,11 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from transformer.nn._axes import Array, Attended, Key, PRNGKey, Query, Value
+from transformer.nn._axes import Array, Attended, Key, PRNGKey, PyTree, Query, Value
 from transformer.nn._masks import Mask
 from transformer.nn.kernels._contract import AttentionSpec, bias_block
 
@@ -31,11 +30,7 @@ BLOCK = 128
 
 
 def blockwise_attention(
-    query: Query,
-    key: Key,
-    value: Value,
-    spec: AttentionSpec,
-    block: int = BLOCK,
+    query: Query, key: Key, value: Value, spec: AttentionSpec, block: int = BLOCK
 ) -> tuple[Attended, None]:
     """Compute attention in blocks of `block` queries by `block` keys (Dao et al. 2022, arXiv 2205.14135, section 3).
 
@@ -106,46 +101,26 @@ class Blocks:
         return i * self.block + jnp.arange(self.block)
 
     def scores(self, query: Array, key: Array, bias_arrays: list[Array], i: Array, j: Array) -> Array:
-        """Compute the scores of query block i and key block j before the mask.
+        """Compute the scores of query block i and key block j before the mask, (B, K, G, t, s), in float32.
 
-        Args:
-            query: (B, t, K, G, H).
-            key: (B, s, K, H).
-            bias_arrays: arrays of the bias function, of any shape.
-            i: (), index of the query block.
-            j: (), index of the key block.
-
-        Returns:
-            S = softcap(scale Q K^T) + bias, (B, K, G, t, s), float32.
+        S = softcap(scale Q K^T) + bias for queries (B, t, K, G, H) and keys (B, s, K, H).
         """
         # Accumulated in float32 for bfloat16 inputs too, as in the reference kernel.
         products = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32)
         scores = self.spec.capped(products)
         if self.bias is not None:
-            scores = scores + self.by_group(self.bias(bias_arrays, self.indices(i), self.indices(j)), scores)
+            block = self.bias(bias_arrays, self.indices(i), self.indices(j))
+            scores = scores + by_group(block, scores.shape[1:3])
         return scores
 
-    def by_group(self, array: Array, scores: Array) -> Array:
-        """Split the head axis: (B or 1, N or 1, t, s) -> (B or 1, K or 1, G or 1, t, s), with K and G of the scores."""
-        if array.shape[1] == 1:
-            return array[:, :, None]
-        return array.reshape(array.shape[0], *scores.shape[1:3], *array.shape[2:])
-
     def allowed(self, mask: Mask, scores: Array, i: Array, j: Array) -> Array:
-        """Return where queries of block i may attend to keys of block j, (B or 1, K or 1, G or 1, t, s).
-
-        The keys that pad the last block are masked.
-        """
+        """Return where queries of block i attend to real keys of block j, (B or 1, K or 1, G or 1, t, s)."""
         keys = self.indices(j)
-        return (
-            self.by_group(mask.block(self.indices(i), keys), scores) & (keys < self.num_keys)[None, None, None, None, :]
-        )
+        block = by_group(mask.block(self.indices(i), keys), scores.shape[1:3])
+        return block & (keys < self.num_keys)[None, None, None, None, :]
 
     def dropped(self, weights: Array, key: PRNGKey | None, i: Array, j: Array) -> Array:
-        """Apply dropout to the weights (B, K, G, t, s) of query block i and key block j.
-
-        The key depends on i and j alone, so the backward pass recomputes the pattern of the forward pass.
-        """
+        """Apply dropout to weights (B, K, G, t, s), in the backward pass the same: the key depends on i and j alone."""
         if self.spec.dropout_rate == 0.0:
             return weights
         return self.spec.drop(weights, jax.random.fold_in(jax.random.fold_in(key, i), j))
@@ -161,11 +136,8 @@ class Blocks:
         array = array.swapaxes(0, 1)
         return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :length]
 
-    def each_key_block(self, mask: Mask, i: Array, body: Callable, carry: Any) -> Any:
-        """Fold body(j, carry) over the key blocks j that contain a visible key for some query of block i.
-
-        `carry` is a tree of arrays whose shapes stay the same.
-        """
+    def each_key_block(self, mask: Mask, i: Array, body: Callable, carry: PyTree) -> PyTree:
+        """Fold body(j, carry) over the key blocks j that contain a visible key for some query of block i."""
 
         def step(j, carry):
             # The last block may be padded. Clipping repeats its last index, which does not change the answer.
@@ -177,6 +149,47 @@ class Blocks:
             )
 
         return jax.lax.fori_loop(0, self.key_blocks, step, carry)
+
+
+def first_softmax(shape: tuple[int, int, int, int], value_dim: int, sinks: Array | None) -> tuple[Array, Array, Array]:
+    """Return a running softmax before its first key, for queries (B, K, G, t) and sinks (K, G)."""
+    if sinks is None:
+        top, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
+    else:  # a sink is a key before all others, without a value: m = sink, l = exp(sink - m) = 1
+        top, total = jnp.broadcast_to(sinks[None, :, :, None], shape), jnp.ones(shape)
+    return top, total, jnp.zeros((*shape, value_dim))
+
+
+def next_softmax(
+    state: tuple[Array, Array, Array], scores: Array, allowed: Array, value: Array, drop: Callable[[Array], Array]
+) -> tuple[Array, Array, Array]:
+    """Add the scores (B, K, G, t, s) of a block of keys and its values (B, s, K, Hv) to a running softmax.
+
+    In the state, `top` is m and `total` is l, both (B, K, G, t); `out` is the sum exp(S - m) V, (B, K, G, t, Hv), which
+    is divided by l only once, after the last block (Dao et al. 2022, arXiv 2205.14135, algorithm 1).
+    """
+    top, total, out = state
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    # m_new = max(m, max_s S_s)
+    new_top = jnp.maximum(top, scores.max(-1))
+    # For a query that has seen no key yet, m is -inf and -inf - (-inf) would be NaN.
+    finite = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
+    weights = jnp.exp(scores - finite[..., None])
+    # The earlier sums were relative to the old maximum: exp(m - m_new) converts them to the new one.
+    shrink = jnp.exp(top - finite)
+    # Dropout acts on the normalized weights, so l sums the weights before dropout.
+    dropped = drop(weights).astype(value.dtype)
+    # (B, K, G, t, s), (B, s, K, Hv) -> (B, K, G, t, Hv)
+    part = jnp.einsum("bkgts,bskh->bkgth", dropped, value, preferred_element_type=jnp.float32)
+    # l_new = exp(m - m_new) l + sum_s exp(S_s - m_new), and the same for the output.
+    return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + part
+
+
+def by_group(array: Array, groups: tuple[int, int]) -> Array:
+    """Split the head axis: (B or 1, N or 1, t, s) -> (B or 1, K or 1, G or 1, t, s) with `groups` K and G."""
+    if array.shape[1] == 1:
+        return array[:, :, None]
+    return array.reshape(array.shape[0], *groups, *array.shape[2:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -196,19 +209,9 @@ def forward(
 ) -> tuple[Array, tuple]:
     """Compute the forward pass (Dao et al. 2022, arXiv 2205.14135, algorithm 1).
 
-    Args:
-        plan: static properties of the call.
-        query: (B, T, K, G, H).
-        key: (B, S, K, H).
-        value: (B, S, K, Hv).
-        bias_arrays: arrays of the bias function, of any shape.
-        sinks: (K, G), or None.
-        mask: which query may attend to which key.
-        dropout_key: random key, or None.
-
-    Returns:
-        The output (B, T, K, G, Hv) in float32, and the state for `backward`. The last element of the state is the
-        logsumexp L of the scores, (query blocks, B, K, G, t).
+    Queries are (B, T, K, G, H), keys (B, S, K, H), values (B, S, K, Hv) and sinks (K, G). Returns the output (B, T, K,
+    G, Hv) in float32, and the state for `backward`, of which the last element is the logsumexp L of the scores, (query
+    blocks, B, K, G, t).
     """
     batch, _, kv_heads, groups, _ = query.shape
     keys, values = plan.split(key, plan.key_blocks), plan.split(value, plan.key_blocks)
@@ -218,31 +221,11 @@ def forward(
         i, query = block
 
         def body(j, carry):
-            # The running softmax (algorithm 1): `top` is m, `total` is l, both (B, K, G, t); `out` is the sum
-            # exp(S - m) V, (B, K, G, t, Hv), which is divided by l only once, after the last block.
-            top, total, out = carry
             scores = plan.scores(query, keys[j], bias_arrays, i, j)  # (B, K, G, t, s)
             allowed = plan.allowed(mask, scores, i, j)
-            scores = jnp.where(allowed, scores, -jnp.inf)
-            # m_new = max(m, max_s S_s)
-            new_top = jnp.maximum(top, scores.max(-1))
-            # For a query that has seen no key yet, m is -inf and -inf - (-inf) would be NaN.
-            finite = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
-            weights = jnp.exp(scores - finite[..., None])
-            # The earlier sums were relative to the old maximum: exp(m - m_new) converts them to the new one.
-            shrink = jnp.exp(top - finite)
-            # Dropout acts on the normalized weights, so l sums the weights before dropout.
-            dropped = plan.dropped(weights, dropout_key, i, j).astype(values.dtype)
-            # (B, K, G, t, s), (B, s, K, Hv) -> (B, K, G, t, Hv)
-            part = jnp.einsum("bkgts,bskh->bkgth", dropped, values[j], preferred_element_type=jnp.float32)
-            # l_new = exp(m - m_new) l + sum_s exp(S_s - m_new), and the same for the output.
-            return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + part
+            return next_softmax(carry, scores, allowed, values[j], lambda w: plan.dropped(w, dropout_key, i, j))
 
-        if sinks is None:
-            top, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
-        else:  # a sink is a key before all others, without a value: m = sink, l = exp(sink - m) = 1
-            top, total = jnp.broadcast_to(sinks[None, :, :, None], shape), jnp.ones(shape)
-        start = (top, total, jnp.zeros((*shape, value.shape[-1])))
+        start = first_softmax(shape, value.shape[-1], sinks)
         top, total, out = plan.each_key_block(mask, i, body, start)
         empty = total == 0.0  # no visible key: the output is 0, not 0 / 0
         out = out / jnp.where(empty, 1.0, total)[..., None]
@@ -257,15 +240,9 @@ def forward(
 
 
 def backward(plan: Blocks, saved: tuple, out_grad: Array) -> tuple:
-    """Compute the backward pass (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
+    """Compute the backward pass (Dao et al. 2022, arXiv 2205.14135, algorithm 4) from dO (B, T, K, G, Hv).
 
-    Args:
-        plan: static properties of the call.
-        saved: the state that `forward` returned.
-        out_grad: dO, the gradient of the output, (B, T, K, G, Hv).
-
-    Returns:
-        The gradients of the arguments of `forward` after the plan; None for mask and dropout key.
+    Returns the gradients of the arguments of `forward` after the plan; None for mask and dropout key.
     """
     query, key, value, bias_arrays, sinks, mask, dropout_key, out, norm = saved
     keys, values = plan.split(key, plan.key_blocks), plan.split(value, plan.key_blocks)
@@ -324,9 +301,7 @@ def backward(plan: Blocks, saved: tuple, out_grad: Array) -> tuple:
         # queries.
         sinks_grad = -(jnp.exp(sinks[None, None] - logsumexp) * delta).sum((0, 1))
     bias_grad = with_floats([g.astype(a.dtype) for g, a in zip(bias_grad, floats, strict=True)])
-    bias_grad = [
-        g if jnp.issubdtype(a.dtype, jnp.floating) else None for g, a in zip(bias_grad, bias_arrays, strict=True)
-    ]
+    bias_grad = [g if jnp.issubdtype(g.dtype, jnp.floating) else None for g in bias_grad]
     return (
         plan.join(query_grad, plan.num_queries).astype(query.dtype),
         plan.join(keys_grad, plan.num_keys).astype(key.dtype),

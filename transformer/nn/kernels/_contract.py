@@ -10,18 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from transformer.nn._axes import Array, DType, Float, Key, Leaf, PRNGKey, Query, Value
+from transformer.nn._axes import Array, DType, Float, Key, Leaf, PRNGKey, Query, Value, static
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import in_auto_axes, num_shards
 
 BiasFunction: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """(query indices (t,), key indices (s,)) -> the term added to that block of scores; broadcasts to (B, N, t, s)"""
-
-
-def _static(default: Any) -> Any:
-    # Part of the tree structure and not of the arrays: Python can branch on it while JAX traces, and each value
-    # compiles a program of its own.
-    return field(default=default, metadata={"static": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +32,11 @@ class AttentionShapes:
     """data type of queries, keys and values"""
     length_shards: int = 1
     """number of shards into which the active mesh splits the sequence length"""
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a length is unknown during tracing (jax.export), so that it can't be divided into blocks."""
+        return not (isinstance(self.num_queries, int) and isinstance(self.num_keys, int))
 
     @staticmethod
     def of(query: Query, key: Key, value: Value) -> AttentionShapes:
@@ -94,23 +93,22 @@ class AttentionSpec:
     and values are arrays. The mask is then in addition to the lengths of the rows"""
     start: Leaf | None = None
     """(B,), with `pages`: number of tokens of each row before the queries"""
-    scale: float = _static(1.0)
+    scale: float = static(1.0)
     """factor applied to the scores, usually 1 / sqrt(H)"""
-    softcap: float | None = _static(None)
+    softcap: float | None = static(None)
     """replace scores by softcap tanh(scores / softcap), before bias and mask"""
-    dropout_rate: float = _static(0.0)
+    dropout_rate: float = static(0.0)
     """probability that an attention weight is set to zero"""
-    broadcast_dropout: bool = _static(False)
+    broadcast_dropout: bool = static(False)
     """use the same dropout pattern (T, S) for all batch rows and heads"""
-    return_weights: bool = _static(False)
+    return_weights: bool = static(False)
     """also return the softmax weights, before dropout"""
     shapes: AttentionShapes = field(default=_UNKNOWN, metadata={"static": True})
 
     def capped(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return the scores before bias and mask for dot products of queries and keys, with the same shape.
 
-        The scale is that of Vaswani et al. 2017, section 3.2.1; the softcap that of Gemma 2 (arXiv 2408.00118,
-        section 2).
+        The scale is that of Vaswani et al. 2017, section 3.2.1; the softcap that of Gemma 2 (arXiv 2408.00118).
         """
         # Dot products of H terms with unit variance have variance H. The scale 1 / sqrt(H) brings it back to 1, so that
         # the softmax does not saturate at initialization.
@@ -171,23 +169,18 @@ OPTIONS: dict[str, Option] = {
         "keep packed segments apart", f"{_ALSO_PAGES} ring splash", lambda spec: spec.mask.facts["has_segments"]
     ),
     "two-sided window": _option(
-        "apply a two-sided window",
-        f"{_ALSO_PAGES} ring splash",
-        lambda spec: spec.mask.facts["has_two_sided_window"],
+        "apply a two-sided window", f"{_ALSO_PAGES} ring splash", lambda spec: spec.mask.facts["has_two_sided_window"]
     ),
     "chunks": _option("attend in chunks", f"{_ALSO_PAGES} splash", lambda spec: spec.mask.facts["has_chunks"]),
     "offset": _option(
-        "start at an offset (a cache)",
-        f"{_ALSO_PAGES} ring ragged_paged",
-        lambda spec: spec.mask.facts["has_offset"],
+        "start at an offset (a cache)", f"{_ALSO_PAGES} ring ragged_paged", lambda spec: spec.mask.facts["has_offset"]
     ),
     "softcap": _option(
         "apply a softcap", f"{_ALSO_PAGES} ring splash ragged_paged", lambda spec: spec.softcap is not None
     ),
     "sinks": _option("use attention sinks", f"{_ALSO_PAGES} ring splash", lambda spec: spec.sinks is not None),
 }
-"""Options of a call and the kernels that support them. Every kernel supports causal masks, causal windows and
-lengths."""
+"""Options of a call and the kernels that support them. All support causal masks, causal windows and lengths."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ a mask array whose size is quadratic in the length, so they are rejected.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from transformer.nn._axes import Attended, Key, Query, Value
+from transformer.nn._axes import Attended, DType, Key, Query, Value
 from transformer.nn._partitioning import num_shards, platform, shard_map, unmapped_reason
 from transformer.nn.kernels._contract import AttentionSpec
 from transformer.nn.kernels._probing import attention_example, compiler_error
@@ -37,17 +38,14 @@ REASONS = {
 
 
 def cudnn_limits(spec: AttentionSpec) -> str | None:
-    """Return why cuDNN (FlashAttention-2, Dao 2023, arXiv 2307.08691) does not support a call; None if it does.
-
-    Checks sizes, data types and devices.
-    """
+    """Return why cuDNN (FlashAttention-2, Dao 2023, arXiv 2307.08691) does not support a call; None if it does."""
     if LIBRARY == "cudnn" and platform() != "gpu":
         return f"run on {platform()}: cuDNN is a library for NVIDIA GPUs"
     if (refusal := unmapped_reason()) is not None:
         return refusal
     shapes, head = spec.shapes, spec.shapes.head_dim
     refused = {
-        "handle a symbolic length": not (isinstance(shapes.num_queries, int) and isinstance(shapes.num_keys, int)),
+        "handle a symbolic length": shapes.is_symbolic,
         "use a value head size that differs from the query head size": shapes.value_dim != head,
         f"use a head size of {head}: it supports multiples of 8 up to {HEAD_SIZE}": head % 8 or head > HEAD_SIZE,
         f"compute in {jnp.dtype(shapes.dtype)}: it supports bfloat16 and float16": shapes.dtype
@@ -57,25 +55,17 @@ def cudnn_limits(spec: AttentionSpec) -> str | None:
 
 
 def cudnn_compiler_refusal(spec: AttentionSpec) -> str | None:
-    """Return why the kernel does not compile for this GPU and cuDNN version; None if it does.
-
-    Some GPUs, such as the Tesla T4, have no such kernel.
-    """
+    """Return why it does not compile for this GPU and cuDNN (a Tesla T4 has no such kernel); None if it does."""
     if platform() != "gpu" or (error := compiler_error(_example, spec.shapes.dtype, "gpu")) is None:
         return None
     return f"be compiled for this GPU and the installed cuDNN ({error})"
 
 
-def _example(dtype: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+def _example(dtype: DType) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     return attention_example(cudnn_attention, (1, 128, 1, 64), dtype)
 
 
-def cudnn_attention(
-    query: Query,
-    key: Key,
-    value: Value,
-    spec: AttentionSpec,
-) -> tuple[Attended, None]:
+def cudnn_attention(query: Query, key: Key, value: Value, spec: AttentionSpec) -> tuple[Attended, None]:
     """Compute attention with cuDNN's FlashAttention-2 (Dao 2023, arXiv 2307.08691).
 
     The arguments are those of `dot_product_attention`, except for the options that `OPTIONS` excludes. Over a mesh each
@@ -104,10 +94,8 @@ def cudnn_attention(
             # 1.
             query_lengths = jnp.minimum(keys + window[0], query.shape[1])
             inside = jnp.arange(query.shape[1])[None] < query_lengths[:, None]
-            query, visible = (
-                jnp.where(inside[:, :, None, None], query, 0),
-                inside if visible is None else visible & inside,
-            )
+            query = jnp.where(inside[:, :, None, None], query, 0)
+            visible = inside if visible is None else visible & inside
         out = jax.nn.dot_product_attention(
             query,
             key,

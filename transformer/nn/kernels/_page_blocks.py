@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from transformer.nn._axes import Attended, Query
 from transformer.nn._masks import Mask
+from transformer.nn.kernels._blockwise import by_group, first_softmax, next_softmax
 from transformer.nn.kernels._contract import NO_PAGES, AttentionSpec, bias_block
 
 BLOCK_KEYS = 256
@@ -56,33 +57,19 @@ def page_blocks_attention(query: Query, key: None, value: None, spec: AttentionS
     queries = jnp.arange(num_queries)
     shape = (batch, cache.kv_heads, groups, num_queries)
 
-    def by_group(array):  # (B or 1, N or 1, t, s) -> (B or 1, K or 1, G or 1, t, s)
-        heads = (1, 1) if array.shape[1] == 1 else shape[1:3]
-        return array.reshape(array.shape[0], *heads, *array.shape[2:])
-
     def body(j, carry):
-        top, total, out = carry  # m, l (B, K, G, t), and the sum exp(S - m) V, (B, K, G, t, Hv)
         key, value = cache.part(j * pages, pages)
         keys = j * size + jnp.arange(size)
         products = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
         scores = spec.capped(products)
         if spec.bias is not None:
-            scores = scores + by_group(bias_block(spec.bias, queries, keys))
-        scores = jnp.where(by_group(mask.block(queries, keys)), scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(-1))
-        # For a query that has seen no key yet, m is -inf and -inf - (-inf) would be NaN.
-        finite = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
-        weights, shrink = jnp.exp(scores - finite[..., None]), jnp.exp(top - finite)
-        new = jnp.einsum("bkgts,bskh->bkgth", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
-        return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + new
+            scores = scores + by_group(bias_block(spec.bias, queries, keys), shape[1:3])
+        allowed = by_group(mask.block(queries, keys), shape[1:3])
+        return next_softmax(carry, scores, allowed, value, lambda weights: weights)
 
-    top, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
-    if spec.sinks is not None:  # a sink is a key before all others, without a value: m = sink, l = exp(sink - m) = 1
-        sinks = spec.sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1)
-        top, total = jnp.broadcast_to(sinks, shape), jnp.ones(shape)
-    blocks = -(-jnp.max(cache.row_lengths) // size)
-    start = (top, total, jnp.zeros((*shape, cache.value_dim)))
-    _, total, out = jax.lax.fori_loop(0, blocks, body, start)
+    sinks = None if spec.sinks is None else spec.sinks.astype(jnp.float32).reshape(shape[1:3])
+    start = first_softmax(shape, cache.value_dim, sinks)
+    _, total, out = jax.lax.fori_loop(0, -(-jnp.max(cache.row_lengths) // size), body, start)
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]  # no visible key: the output is 0, not 0 / 0
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, num_heads, -1).astype(query.dtype), None
 

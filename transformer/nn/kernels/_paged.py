@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.nn._axes import Array, Attended, Float, Int, Lengths, Query
+from transformer.nn._axes import Array, Attended, DType, Float, Int, Lengths, Query
 from transformer.nn._caches import attended_of_stored, of_layer, query_of_stored
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import num_shards, own_part, platform, shard_map, unmapped_reason
@@ -89,7 +89,7 @@ def ragged_paged_compiler_refusal(spec: AttentionSpec) -> str | None:
     return tpu_compiler_refusal(_example, spec.shapes.dtype)
 
 
-def _example(dtype: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+def _example(dtype: DType) -> tuple[Callable[..., Array], list[jax.ShapeDtypeStruct]]:
     """Return a small program with the kernel: one query for each of 8 rows of up to 2 pages of a pool of 4."""
 
     def attend(query, pool, table, lengths):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from transformer.nn._axes import DType
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import device_kind, platform
 from transformer.nn.kernels._contract import AttentionSpec
@@ -21,18 +22,15 @@ from transformer.nn.kernels._contract import AttentionSpec
 FLOAT32_ALONE = ("TPU v2", "TPU v3")
 """kinds of TPU for which the kernel compiler rejects bfloat16 matrix multiplications"""
 
-Example: TypeAlias = Callable[[Any], tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]]
+Example: TypeAlias = Callable[[DType], tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]]
 """dtype -> a small program that uses a kernel, and the shapes of its arguments"""
 
 
-def compiler_error(example: Example, dtype: Any, on: str) -> str | None:
-    """Compile an example for one device of the mesh in force, or else for JAX's first device.
+def compiler_error(example: Example, dtype: DType, on: str) -> str | None:
+    """Return the first line of the error of compiling an example for a device of the mesh, or the first one.
 
-    Each example is compiled once per process, dtype and device, in about half a second.
-
-    Returns:
-        The first line of the compiler's error; None if the compiler accepts the example, or if there is no device of
-        the platform `on` to compile for (as with an abstract mesh).
+    None if the compiler accepts it, or if there is no device of the platform `on` (as with an abstract mesh). Each
+    example is compiled once per process, dtype and device, in about half a second.
     """
     device = _device()
     if device is None or device.platform != on:
@@ -40,14 +38,11 @@ def compiler_error(example: Example, dtype: Any, on: str) -> str | None:
     return _error(example, jnp.dtype(dtype).name, device)
 
 
-def tpu_compiler_refusal(example: Example, dtype: Any) -> str | None:
-    """Return why the installed TPU compiler rejects an example, and what to install; the text follows "can't".
+def tpu_compiler_refusal(example: Example, dtype: DType) -> str | None:
+    """Return why the installed TPU compiler rejects an example, and what to install; None: it doesn't, or no TPU.
 
     JAX emits Mosaic, the intermediate language of TPU kernels, in the version of its own release; an older libtpu
-    rejects it.
-
-    Returns:
-        The reason; None if the example compiles, or if there is no TPU to compile for.
+    rejects it. The text follows "can't".
     """
     if platform() != "tpu" or (error := compiler_error(example, dtype, "tpu")) is None:
         return None
@@ -57,7 +52,7 @@ def tpu_compiler_refusal(example: Example, dtype: Any) -> str | None:
     )
 
 
-def tpu_dtype_refusal(dtype: Any) -> str | None:
+def tpu_dtype_refusal(dtype: DType) -> str | None:
     """Return why kernels for TPUs can't compute in a data type on the current device; None if they can."""
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"compute in {jnp.dtype(dtype)}: it supports float32 and bfloat16"
@@ -67,12 +62,9 @@ def tpu_dtype_refusal(dtype: Any) -> str | None:
 
 
 def attention_example(
-    attend: Callable[..., Any], shape: tuple[int, int, int, int], dtype: Any
+    attend: Callable[..., Any], shape: tuple[int, int, int, int], dtype: DType
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """Return the example program of an attention kernel: forward and backward pass of causal self-attention.
-
-    Queries, keys and values have the shape (B, T, N, H) given by `shape`.
-    """
+    """Return forward and backward pass of causal self-attention, for arrays (B, T, N, H), as an example."""
 
     def loss(query, key, value):
         out, _ = attend(query, key, value, AttentionSpec(mask=Mask.causal()))

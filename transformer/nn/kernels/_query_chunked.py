@@ -27,19 +27,14 @@ MAX_CHUNKS = 32
 def query_chunked_limits(spec: AttentionSpec) -> str | None:
     """Return why the kernel does not support the sizes of a call; None if it supports them."""
     shapes = spec.shapes
-    if not isinstance(shapes.num_queries, int) or not isinstance(shapes.num_keys, int):
+    if shapes.is_symbolic:
         return "handle a symbolic length: the number of chunks is fixed during tracing"
     if shapes.length_shards > 1:
         return "handle a length that a mesh splits: a chunk is stored on only a few of the devices"
     return None
 
 
-def query_chunked_attention(
-    query: Query,
-    key: Key,
-    value: Value,
-    spec: AttentionSpec,
-) -> tuple[Attended, None]:
+def query_chunked_attention(query: Query, key: Key, value: Value, spec: AttentionSpec) -> tuple[Attended, None]:
     """Compute `reference_attention` in chunks of queries; it returns no weights.
 
     The arguments are those of `dot_product_attention`. The backward pass recomputes the weights of each chunk instead
@@ -74,10 +69,7 @@ def query_chunked_attention(
 
 
 def _key_range(mask: Mask, start: int, stop: int, num_keys: int) -> tuple[int, int]:
-    """Return (first, end): queries `start` to `stop` can only attend to these keys, by the static part of the mask.
-
-    The range holds at least one key.
-    """
+    """Return (first, end), at least one key: `start` to `stop` see no others, by the static part of the mask."""
     first, end = 0, num_keys
     # An offset, explicit positions and groups are arrays, whose values are unknown during tracing.
     if mask.offset is None and mask.query_places is None and mask.query_groups is None:

@@ -9,12 +9,7 @@ from transformer.nn._axes import Array, Attended, Float, Key, Query, Value, Weig
 from transformer.nn.kernels._contract import AttentionSpec, bias_block
 
 
-def reference_attention(
-    query: Query,
-    key: Key,
-    value: Value,
-    spec: AttentionSpec,
-) -> tuple[Attended, Weights]:
+def reference_attention(query: Query, key: Key, value: Value, spec: AttentionSpec) -> tuple[Attended, Weights]:
     """Compute softmax(scale Q K^T + bias + mask) V from the full attention matrix (Vaswani et al. 2017, section 3.2.1).
 
     The arguments are those of `dot_product_attention`.
@@ -46,19 +41,11 @@ def reference_attention(
 
 
 def masked_softmax(
-    scores_BNTS: Float[Array, "B N T S"],
-    allowed_BNTS: Array | None,
-    sinks: Float[Array, " N"] | None = None,
+    scores_BNTS: Float[Array, "B N T S"], allowed_BNTS: Array | None, sinks: Float[Array, " N"] | None = None
 ) -> Weights:
-    """Compute the softmax over the allowed keys.
+    """Compute the softmax over the allowed keys (None: all); the weights of a query without any are all zero.
 
-    Args:
-        scores_BNTS: (B, N, T, S), float32.
-        allowed_BNTS: True where a query may attend to a key; broadcasts to (B, N, T, S). None: everywhere.
-        sinks: logit of one more key per head, which has no value (Xiao et al. 2023, arXiv 2309.17453).
-
-    Returns:
-        Weights (B, N, T, S), float32. The weights of a query that may attend to no key are all zero.
+    A sink is the logit of one more key per head, which has no value (Xiao et al. 2023, arXiv 2309.17453).
     """
     if allowed_BNTS is not None:
         scores_BNTS = jnp.where(allowed_BNTS, scores_BNTS, -jnp.inf)

@@ -1,8 +1,7 @@
 """Attention for a sequence length that is sharded over devices (context parallelism).
 
 `ring_attention` (Liu et al. 2023, arXiv 2310.01889) keeps the length sharded and passes keys and values around a ring
-of devices. `all_gather_kv_attention` gathers keys and values on each device, for options that the ring does not
-support.
+of devices. `all_gather_kv_attention` gathers keys and values on each device, for other options.
 
 In the ring each device holds two chunks of queries and, at each step, two chunks of keys and values. A kernel for one
 device computes each pair of a query chunk and a key chunk, and a running softmax combines the pairs: the blockwise
@@ -16,14 +15,14 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer.config._checks import ConfigError
-from transformer.nn._axes import Array, Attended, Key, Query, Value
+from transformer.nn._axes import Array, Attended, Key, PyTree, Query, Value
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import constrain, mesh_axes, num_shards, platform, shard_map
 from transformer.nn.kernels import _blockwise as blockwise
@@ -115,13 +114,8 @@ def ring_attention(
 
     # Logical axes of queries and output, (B, T, K, G, H): each device gets its rows, its part of the length and its
     # heads.
-    grouped = ("batch", "length", "kv_heads", None, None)
-    attend = shard_map(
-        on_each_device,
-        [grouped, ("batch", "length", "kv_heads", None), ("batch", "length", "kv_heads", None), ("kv_heads", None)]
-        + mask_axes,
-        grouped,
-    )
+    grouped, heads = ("batch", "length", "kv_heads", None, None), ("batch", "length", "kv_heads", None)
+    attend = shard_map(on_each_device, [grouped, heads, heads, ("kv_heads", None), *mask_axes], grouped)
     query = query.reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
     out = attend(query, key, value, start.reshape(kv_heads, -1), *arrays)
     return out.reshape(batch, length, num_heads, value_dim), None
@@ -142,10 +136,9 @@ def _pairs(spec: AttentionSpec, chunk: int, block: int, kernel: str | None) -> B
 
 @dataclass(frozen=True, eq=False)
 class _Ring:
-    """Static properties of a call, and the assignment of chunks to devices.
+    """Static properties of a call, and the assignment of 2n chunks of `chunk` positions to n `devices` on `axes`.
 
-    The length is split into 2n chunks of `chunk` positions for n `devices`, over the mesh axes `axes`. `pairs` computes
-    one pair of chunks. With `zigzag`, chunks are assigned in zigzag order.
+    `pairs` computes one pair of chunks. With `zigzag`, chunks are assigned in zigzag order.
     """
 
     pairs: BlockwisePairs | SplashPairs
@@ -163,11 +156,7 @@ class _Ring:
         return 2 * device + jnp.arange(2)
 
     def enter(self, x: Array) -> Array:
-        """Exchange chunks between devices.
-
-        Returns:
-            The two chunks that the device computes, (2, b, chunk, ...), instead of its shard (b, 2 chunk, ...).
-        """
+        """Exchange chunks: the two that the device computes, (2, b, chunk, ...), for its shard (b, 2 chunk, ...)."""
         # (b, 2 chunk, ...) -> (2, b, chunk, ...): device d stores the chunks 2 d and 2 d + 1.
         halves = jnp.moveaxis(x.reshape(x.shape[0], 2, -1, *x.shape[2:]), 1, 0)
         if not self.zigzag:
@@ -193,23 +182,16 @@ class _Ring:
         return [(device, min(number, 2 * self.devices - 1 - number)) for device, number in numbers]
 
     def _swapped_on_odd_devices(self, x: Array) -> Array:
-        """Order the two received chunks as in `chunks`: lower index first.
-
-        They arrive as (even chunk, odd chunk). The lower chunk of device i has index i, so it is the odd one if i is
-        odd.
-        """
+        """Order the two received chunks, (even, odd), by index: the lower one of device i is i, odd if i is odd."""
         return jnp.where(jax.lax.axis_index(self.axes) % 2 == 0, x, x[::-1])
 
-    def rotate(self, tree: Any) -> Any:
+    def rotate(self, tree: PyTree) -> PyTree:
         """Pass arrays to the next device in the ring, and return those of the previous device."""
         circle = [(device, (device + 1) % self.devices) for device in range(self.devices)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, circle), tree)
 
-    def each_pair(self, mask: Mask, step: Array, body: Callable, carry: Any) -> Any:
-        """Fold body(a, b, mask of the pair, carry) over the pairs of query chunk a and key chunk b of this step.
-
-        Pairs that the mask hides completely are skipped.
-        """
+    def each_pair(self, mask: Mask, step: Array, body: Callable, carry: PyTree) -> PyTree:
+        """Fold body(a, b, mask of the pair, carry) over the visible pairs of query chunk a and key chunk b."""
         # After `step` rotations a device holds the keys of the device `step` places before it.
         here = jax.lax.axis_index(self.axes)
         size, index = self.chunk, jnp.arange(self.chunk)
@@ -244,12 +226,10 @@ def _ring_attention(ring, query, key, value, start, mask):
 
 
 def _forward(ring, query, key, value, start, mask):
-    """Compute the forward pass on one device; `start` (K, G) are the sink logits, or `NO_WEIGHT`.
+    """Compute the output on one device, and the state for the backward pass.
 
-    Arrays of a chunk have the axes that `ring.pairs` describes; two chunks are stacked on a first axis.
-
-    Returns:
-        The output, and the state for the backward pass.
+    `start` (K, G) are the sink logits, or `NO_WEIGHT`. Arrays of a chunk have the axes that `ring.pairs` describes; two
+    chunks are stacked on a first axis.
     """
     pairs = ring.pairs
     # `norm` is the running logsumexp L. It starts as if a sink had been seen: L = sink, output 0.
@@ -307,23 +287,15 @@ def _backward(ring, saved, out_grad):
     axes = ring.pairs.norm_axes
     delta = (out_grad.astype(jnp.float32) * out).sum(-1)
     start_grad = -(jnp.exp(jnp.expand_dims(start, axes) - norm) * delta).sum(axes)
-    return (
-        query_grad.astype(query.dtype),
-        key_grad.astype(key.dtype),
-        value_grad.astype(value.dtype),
-        start_grad,
-        None,
-    )
+    grads = zip((query_grad, key_grad, value_grad), (query, key, value), strict=True)
+    return *(grad.astype(array.dtype) for grad, array in grads), start_grad, None
 
 
 _ring_attention.defvjp(_forward, _backward)
 
 
 def all_gather_kv_limits(spec: AttentionSpec) -> str | None:
-    """Return why `all_gather_kv_attention` does not support the sizes of a call; None if it does.
-
-    The kernel computes blockwise attention (Dao et al. 2022, arXiv 2205.14135).
-    """
+    """Return why `all_gather_kv_attention` does not support the sizes of a call; None if it does."""
     devices, queries = spec.shapes.length_shards, spec.shapes.num_queries
     if devices == 1:
         return _NO_MESH
@@ -334,12 +306,7 @@ def all_gather_kv_limits(spec: AttentionSpec) -> str | None:
     return None
 
 
-def all_gather_kv_attention(
-    query: Query,
-    key: Key,
-    value: Value,
-    spec: AttentionSpec,
-) -> tuple[Attended, None]:
+def all_gather_kv_attention(query: Query, key: Key, value: Value, spec: AttentionSpec) -> tuple[Attended, None]:
     """Compute attention of each device's queries to all keys, with the blockwise kernel.
 
     The algorithm is that of Dao et al. 2022 (arXiv 2205.14135). The arguments are those of `dot_product_attention`. All

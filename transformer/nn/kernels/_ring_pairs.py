@@ -9,14 +9,14 @@ the ring holds its arrays.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from transformer.nn._axes import Array
+from transformer.nn._axes import Array, PyTree
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import platform
 from transformer.nn.kernels import _blockwise as blockwise
@@ -28,8 +28,7 @@ from transformer.nn.kernels._contract import NO_WEIGHT, AttentionSpec
 class BlockwisePairs:
     """Pairs of chunks by the blockwise kernel (Dao et al. 2022, arXiv 2205.14135), on any device.
 
-    Queries are (B, t, K, G, H), keys (B, s, K, H), values (B, s, K, Hv), outputs (B, t, K, G, Hv) and logsumexps
-    (B, t, K, G).
+    Queries and outputs are (B, t, K, G, H or Hv), keys and values (B, s, K, H or Hv), logsumexps (B, t, K, G).
     """
 
     plan: blockwise.Blocks
@@ -45,10 +44,9 @@ class BlockwisePairs:
         return x
 
     def forward(self, query: Array, key: Array, value: Array, mask: Mask) -> tuple[Array, Array]:
-        """Compute the forward pass; indices of the mask start at 0 in both chunks.
+        """Compute the output, in float32, and the logsumexp: `NO_WEIGHT` for a query that sees no key of this chunk.
 
-        Returns:
-            The output in float32, and the logsumexp: `NO_WEIGHT` for a query that sees no key of this chunk.
+        Indices of the mask start at 0 in both chunks.
         """
         # With a sink of no weight, a query that sees no key of this pair gets L = NO_WEIGHT, so that the pair adds
         # nothing to the sum over pairs. Without a sink the kernel would give L = 0.
@@ -60,17 +58,7 @@ class BlockwisePairs:
     def backward(
         self, query: Array, key: Array, value: Array, mask: Mask, out: Array, norm: Array, out_grad: Array
     ) -> tuple[Array, Array, Array]:
-        """Compute this pair's share of the gradients of query, key and value.
-
-        Args:
-            query: the chunk of queries.
-            key: the chunk of keys.
-            value: the chunk of values.
-            mask: as in `forward`.
-            out: O of the complete rows, over the keys of all pairs.
-            norm: L of the complete rows.
-            out_grad: dO, the gradient of the complete output.
-        """
+        """Compute this pair's share of the gradients of query, key and value, from O, L and dO of the complete rows."""
         # (B, t, K, G) -> (query blocks, B, K, G, block), as the blockwise kernel stores it.
         norm = self.plan.split(norm, self.plan.query_blocks).transpose(0, 1, 3, 4, 2)
         saved = (query, key, value, [], None, mask, None, out, norm)
@@ -81,11 +69,9 @@ class BlockwisePairs:
 class SplashPairs:
     """Pairs of chunks by the splash kernels (Dao 2023, arXiv 2307.08691): scores never leave the chip.
 
-    Queries are (B, K, G, t, H), keys (B, K, s, H), values (B, K, s, Hv), outputs (B, K, G, t, Hv) and logsumexps
-    (B, K, G, t).
-
-    The library's kernel for a whole sequence finds the blocks that a mask hides during tracing. Here they depend on
-    the position of the device in the ring, so this class computes them at run time, and calls the functions below that
+    Queries and outputs are (B, K, G, t, H or Hv), keys and values (B, K, s, H or Hv), logsumexps (B, K, G, t). The
+    library's kernel for a whole sequence finds the blocks that a mask hides during tracing. Here they depend on the
+    position of the device in the ring, so this class computes them at run time, and calls the functions below that
     kernel: its forward kernel, and its two backward kernels with the logsumexp of the complete rows.
     """
 
@@ -175,7 +161,7 @@ class SplashPairs:
         query_grad, key_grad, value_grad = self._over_rows(one_row, mask, rows)
         return query_grad.reshape(query.shape), key_grad, value_grad
 
-    def _over_rows(self, one_row: Any, mask: Mask, arrays: Any) -> Any:
+    def _over_rows(self, one_row: Callable[..., PyTree], mask: Mask, arrays: Sequence[Array]) -> PyTree:
         """Apply a kernel for one row to arrays (B, ...), with the row's segment ids and query positions."""
         batch, queries, keys = arrays[0].shape[0], arrays[0].shape[2], arrays[1].shape[2]
         ids = splash.segment_ids(mask, batch, (queries, keys), (queries, keys))
@@ -185,7 +171,9 @@ class SplashPairs:
         places = places if axis == 0 else places[0]
         return jax.vmap(one_row, in_axes=(*[0] * len(arrays), 0, axis))(*arrays, ids, places)
 
-    def _infos(self, mask: Mask, queries: int, keys: int, sizes: tuple[int, int], for_keys: bool = False) -> Any:
+    def _infos(
+        self, mask: Mask, queries: int, keys: int, sizes: tuple[int, int], for_keys: bool = False
+    ) -> Callable[[Array], Any]:
         """Return query positions -> the library's description of a mask with blocks of `sizes` queries and keys.
 
         The kernel runs the blocks of its grid one after another, without those that are hidden in all rows. While it

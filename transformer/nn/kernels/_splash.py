@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
-from transformer.nn._axes import Array, Attended, Int, Key, Query, Value
+from transformer.nn._axes import Array, Attended, DType, Int, Key, Query, Value
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import device_kind, num_shards, platform, shard_map, unmapped_reason
 from transformer.nn.kernels._contract import AttentionSpec
@@ -76,7 +77,7 @@ class SplashBlocks:
 
         return self._resized(largest, largest)
 
-    def _resized(self, queries: Any, keys: Any) -> SplashBlocks:
+    def _resized(self, queries: Callable[[int], int], keys: Callable[[int], int]) -> SplashBlocks:
         sizes = {field.name: getattr(self, field.name) for field in fields(self)}
         return SplashBlocks(**{name: (queries(size[0]), keys(size[1])) for name, size in sizes.items()})
 
@@ -128,11 +129,7 @@ queries would wait for the HBM; the other chips compute 166 (v5p) to 313 (tpu7x)
 Sources: libtpu 0.0.51 compiles these sizes with softcap, segments and gradients, for many rows; a few rows need less
 VMEM, because the compiler stores their segment ids elsewhere. For lack of VMEM it refuses 1,024 queries in the kernel
 of dK and dV for v5e and v5p (with softcap, segments and heads of 128), all of these sizes for v4, and 2,048 for all
-chips (on a v6e it accepts 2,048 only without softcap and segments). MaxText's configurations for v6e take 1,024 queries
-forward and 2,048 backward; those for v5e take 2,048, with a flag that raises the VMEM limit.
-With the sizes of this table, the plan of llama_1b for v5e:2x4 has 4.30 GiB of temporaries and an estimated MFU of 49 %,
-that of llama3_8b for v6e:4x4 (batch 64, data 2, fsdp 8) 19.21 GiB and 73 % (2026-11-24, on a CPU machine). The estimate
-does not count that a kernel reads keys and values again for each block of queries. Nothing here was timed on a TPU."""
+chips (on a v6e it accepts 2,048 only without softcap and segments). Nothing here was timed on a TPU."""
 
 HEAD_SIZE = 256
 """maximum head dimension"""
@@ -156,16 +153,13 @@ REASONS = {
 
 
 def splash_limits(spec: AttentionSpec) -> str | None:
-    """Return why splash (FlashAttention-2, Dao 2023, arXiv 2307.08691) does not support a call; None if it does.
-
-    Checks sizes, data types and devices.
-    """
+    """Return why splash (FlashAttention-2, Dao 2023, arXiv 2307.08691) does not support a call; None if it does."""
     if platform() not in ("tpu", "cpu"):
         return f"run on {platform()}: it is a kernel for TPUs, with interpret mode on CPU for tests"
     if (refused := unmapped_reason()) is not None:
         return refused
     shapes = spec.shapes
-    if not isinstance(shapes.num_queries, int) or not isinstance(shapes.num_keys, int):
+    if shapes.is_symbolic:
         return "handle a symbolic length: the blocks that it skips are fixed during tracing"
     if (size := max(shapes.head_dim, shapes.value_dim)) > HEAD_SIZE:
         return f"use a head size of {size}: blocks with more than {HEAD_SIZE} do not fit in the fast memory of a TPU"
@@ -179,16 +173,12 @@ def splash_compiler_refusal(spec: AttentionSpec) -> str | None:
     return tpu_compiler_refusal(_example, spec.shapes.dtype)
 
 
-def _example(dtype: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+def _example(dtype: DType) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     return attention_example(splash_attention, (1, LANES, 1, LANES), dtype)
 
 
 def splash_attention(
-    query: Query,
-    key: Key,
-    value: Value,
-    spec: AttentionSpec,
-    blocks: SplashBlocks | None = None,
+    query: Query, key: Key, value: Value, spec: AttentionSpec, blocks: SplashBlocks | None = None
 ) -> tuple[Attended, None]:
     """Compute splash attention: FlashAttention-2 (Dao 2023, arXiv 2307.08691) in Pallas, without fully masked blocks.
 
@@ -260,13 +250,8 @@ def _with_gradient_in_float32(logits):
 _with_gradient_in_float32.defvjp(lambda logits: (logits, None), lambda _, grad: (grad.astype(jnp.float32),))
 
 
-def block_limits(head_size: int, dtype: Any) -> SplashBlocks:
-    """Return the maximum sizes of the blocks of splash (Dao 2023, arXiv 2307.08691) on the current chip.
-
-    Args:
-        head_size: the larger one of the head dimensions of keys and values.
-        dtype: data type of queries, keys and values.
-    """
+def block_limits(head_size: int, dtype: DType) -> SplashBlocks:
+    """Return the maximum sizes of the blocks on the current chip; `head_size` is the larger one of keys and values."""
     if head_size * jnp.dtype(dtype).itemsize > LARGE_BLOCK_BYTES:
         return SMALL_BLOCKS
     return BLOCKS.get(device_kind(), SMALL_BLOCKS)
@@ -280,10 +265,7 @@ def _padded(array: Array, block: int) -> Array:
 def segment_ids(
     mask: Mask, batch: int, lengths: tuple[int, int], padded: tuple[int, int]
 ) -> tuple[()] | tuple[Int[Array, "B t"], Int[Array, "B s"]]:
-    """Return a segment id for each query and key, with padding; a query attends to the keys with its own id.
-
-    Returns an empty tuple if the call needs no segment ids.
-    """
+    """Return an id for each query and key, with padding; a query attends to its own id. (): the call needs none."""
     (num_queries, num_keys), (_, padded_keys) = lengths, padded
     if mask.query_segments is None and mask.key_lengths is None and num_keys == padded_keys:
         return ()
