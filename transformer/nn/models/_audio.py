@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -26,10 +24,9 @@ EPSILON = 1e-5
 
 
 class FrameNorm(nn.Module):
-    """Normalize each feature over the frames of its recording to mean 0 and variance 1, then gamma x + beta.
+    """gamma x + beta for each feature, normalized over the real frames of its recording, in float32.
 
-    This is GroupNorm with one group per feature (Wu & He 2018, arXiv 1803.08494), over the frames that are not padding.
-    Computed in float32.
+    This is GroupNorm with one group per feature (Wu & He 2018, arXiv 1803.08494).
     """
 
     parameter_axes = declare({"scale": "norm", "bias": "norm"})
@@ -55,10 +52,7 @@ class FrameNorm(nn.Module):
 
 
 class FeatureEncoder(nn.Module):
-    """Convolutions from samples to frames, and a linear layer to d_model (wav2vec 2.0, section 2).
-
-    Parameters: `conv_i/` and `norm_i/` for the convolutions, `projection_norm/` and `projection/`.
-    """
+    """Convolutions `conv_i/` with `norm_i/`, then `projection_norm/` and `projection/` to d_model (wav2vec 2.0)."""
 
     config: TransformerConfig
 
@@ -125,12 +119,8 @@ class PositionConvolution(nn.Module):
         return x + ACTIVATIONS[audio.activation](y)
 
 
-def check_samples(audio: Audio, samples: Any, lengths: Any) -> None:
-    """Check that `samples` is a floating-point array (batch, samples), long enough for one frame.
-
-    Raises:
-        ValueError: if dtype or shape differ, or `lengths` is not an array of integers (batch,).
-    """
+def check_samples(audio: Audio, samples: Array, lengths: Array | None) -> None:
+    """Raise ValueError unless samples (batch, samples) are floating-point and long enough, and lengths are integers."""
     shape = samples.shape
     if len(shape) != 2 or not jnp.issubdtype(samples.dtype, jnp.floating) or shape[1] < audio.shortest:
         raise ValueError(
@@ -160,9 +150,6 @@ class SpeechEncoder(Model):
     """
 
     def setup(self):
-        self._setup_audio()
-
-    def _setup_audio(self) -> None:
         config = self.config
         if config.audio is None:
             raise ConfigError(f"input is not audio: a {type(self).__name__} needs input=Audio(...).")
@@ -214,10 +201,9 @@ class SpeechRecognizer(SpeechEncoder):
     """
 
     def setup(self):
-        if self.config.vocab_size is None:
-            raise ConfigError("vocab_size is not set: a SpeechRecognizer needs the number of characters. Set it.")
-        self._setup_audio()
-        self._setup_head(self.config.vocab_size, tied=False, use_bias=True)
+        characters = self._needed(self.config.vocab_size, "vocab_size", "characters")
+        super().setup()
+        self._setup_head(characters, tied=False, use_bias=True)
 
     def __call__(self, samples: Array, lengths: Array | None = None, deterministic: bool = True) -> Logits:
         """Compute logits (B, T, V), float32, from samples (B, A); arguments are those of `run_stacks`."""

@@ -15,8 +15,8 @@ from transformer.config._checks import ConfigError
 from transformer.config._execution import Execution
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import HeadTransform
-from transformer.nn._axes import Array, Float, Hidden, Int, Logits, Positions, Tokens
-from transformer.nn._blocks import Aux, kernel_init, make_norm
+from transformer.nn._axes import Array, Float, Hidden, Int, Logits, Positions, PyTree, Tokens
+from transformer.nn._blocks import Aux, kernel_init, make_linear, make_norm
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Encoder
@@ -24,16 +24,12 @@ from transformer.nn.layers._layers import ACTIVATIONS, Embedding, Linear
 
 
 class HeadMap(nn.Module):
-    """The config's `head_transform`: a linear map `dense` (D, D), an activation and an optional norm `norm`.
-
-    It is the transform before the output layer of BERT (Devlin et al. 2018, arXiv 1810.04805).
-    """
+    """The config's `head_transform`, as in BERT: `dense` (D, D), an activation and an optional `norm`."""
 
     parameter_axes = declare({"head_transform/dense/kernel": "embed -> _"}, role="output")
 
     config: TransformerConfig
-    transform: HeadTransform
-    """the config's head_transform"""
+    transform: HeadTransform  # the config's head_transform
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -56,12 +52,14 @@ class Model(nn.Module):
     config: TransformerConfig
     execution: Execution = Execution()
 
+    def _needed(self, number: int | None, field: str, what: str) -> int:
+        if number is None:
+            raise ConfigError(f"{field} is not set: a {type(self).__name__} needs the number of {what}. Set it.")
+        return number
+
     def _table(self, vocab_size: int | None, field: str = "vocab_size", width: int | None = None) -> Embedding:
-        config = self.config
-        if vocab_size is None:
-            raise ConfigError(f"{field} is not set: a {type(self).__name__} needs the number of tokens. Set it.")
-        types = (config.dtype, config.parameters.dtype)
-        return Embedding(vocab_size, width or config.d_model, kernel_init(config), *types)
+        config, rows = self.config, self._needed(vocab_size, field, "tokens")
+        return Embedding(rows, width or config.d_model, kernel_init(config), config.dtype, config.parameters.dtype)
 
     def _setup_embedding(self) -> None:
         # A table (V, P) and a map (P, D) have P (V + D) parameters instead of V D (ALBERT, Lan et al. 2019, arXiv
@@ -69,8 +67,8 @@ class Model(nn.Module):
         config, width = self.config, self.config.embedding.width
         self.embedding = self._table(config.vocab_size, width=width)
         if width is not None:
-            options = (1, False, kernel_init(config), config.dtype, config.parameters.dtype)
-            self.embedding_in, self.embedding_out = Linear((config.d_model,), *options), Linear((width,), *options)
+            self.embedding_in = make_linear(config, (config.d_model,), use_bias=False)
+            self.embedding_out = make_linear(config, (width,), use_bias=False)
 
     def _setup_head(self, features: int, *, tied: bool, use_bias: bool = False) -> None:
         """Create the submodules of `head` for `features` logits; `use_bias` is the default if the config sets none."""
@@ -78,7 +76,7 @@ class Model(nn.Module):
         use_bias = use_bias if config.output.bias is None else config.output.bias
         self._setup_transform()
         if not tied:
-            self.output = Linear((features,), 1, use_bias, kernel_init(config), config.dtype, config.parameters.dtype)
+            self.output = make_linear(config, (features,), use_bias=use_bias)
         # A tied output layer has no kernel of its own, so its bias is a parameter of the model, as in BERT.
         elif use_bias:
             self.output_bias = self.param("output_bias", nn.initializers.zeros, (features,), config.parameters.dtype)
@@ -103,10 +101,7 @@ class Model(nn.Module):
         return hidden if self.config.embedding.width is None else self.embedding_out(hidden)
 
     def hidden(self, *inputs: Any, **options: Any) -> Hidden | tuple[Hidden, Any]:
-        """Return the hidden states (B, T, D) that `head` takes; the arguments are those of a call.
-
-        With a cache, return a pair (hidden states, cache).
-        """
+        """Return hidden states (B, T, D) for `head`, with a cache (hidden states, cache); arguments as in a call."""
         x, cache, _ = self.run_stacks(*inputs, **options)
         return x if cache is None else (x, cache)
 
@@ -143,10 +138,7 @@ class Model(nn.Module):
 
 
 class TokenEncoder(Model):
-    """Base class of token encoders: embeddings of tokens and token types, then an encoder (Devlin et al. 2018).
-
-    Attention is bidirectional, or causal with the config's `causal`.
-    """
+    """Base class of encoders of tokens and token types, causal or not as the config says (Devlin et al. 2018)."""
 
     parameter_axes = declare({"token_type_embedding/embedding": "_ embed"})
 
@@ -156,6 +148,21 @@ class TokenEncoder(Model):
         if config.embedding.token_types is not None:
             self.token_type_embedding = self._table(config.embedding.token_types)
         self.encoder = Encoder(config, causal=config.attention.causal, execution=self.execution)
+
+    def __call__(
+        self,
+        tokens: Tokens,
+        positions: Positions | None = None,
+        mask: Mask | None = None,
+        deterministic: bool = True,
+        token_types: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B ..."]:
+        """Apply `head` to the (pooled) encoding of tokens (B, T), in float32; arguments are those of `run_stacks`."""
+        return self.head(self.pool(self.hidden(tokens, positions, mask, deterministic, token_types), mask))
+
+    def pool(self, hidden: Hidden, mask: Mask | None = None) -> Float[Array, "B ..."]:
+        """Return hidden states (B, T, D) unchanged, where subclasses reduce them to one vector per sequence."""
+        return hidden
 
     def run_stacks(
         self,
@@ -194,12 +201,9 @@ class TokenEncoder(Model):
 
 
 def check_tokens(tokens: Tokens, vocab_size: int, field: str = "vocab_size") -> None:
-    """Check that `tokens` (B, T) are indices of a table with `vocab_size` rows.
+    """Check that `tokens` (B, T) are indices of a table with `vocab_size` rows, or raise ValueError.
 
     Compiled code can't raise: under jit only shape and dtype are checked, and an id outside the table gives NaN.
-
-    Raises:
-        ValueError: if the array has another shape or dtype, or an id is out of range.
     """
     what = "token ids" if field == "vocab_size" else field
     if getattr(tokens, "ndim", None) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -219,7 +223,7 @@ def check_tokens(tokens: Tokens, vocab_size: int, field: str = "vocab_size") -> 
         )
 
 
-def first_bad_parameter(params: Any) -> str | None:
+def first_bad_parameter(params: PyTree) -> str | None:
     """Return the path of the first parameter that contains NaN or infinity; None if all are finite."""
     # One transfer for all flags: reading them one by one would wait for the device each time.
     finite = jax.device_get(_are_finite(params))
@@ -230,11 +234,11 @@ def first_bad_parameter(params: Any) -> str | None:
 
 
 @jax.jit
-def _are_finite(params: Any) -> Any:
+def _are_finite(params: PyTree) -> PyTree:
     """Return a boolean per leaf. One program for all leaves: called leaf by leaf, JAX would compile one per shape."""
     return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params)
 
 
-def count_parameters(params: Any) -> int:
+def count_parameters(params: PyTree) -> int:
     """Return the number of parameters in a tree of arrays, or of their shapes."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

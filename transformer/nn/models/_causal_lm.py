@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 
-from transformer.nn._axes import Array, Float, Hidden, Logits, Positions, Tokens
-from transformer.nn._blocks import Aux, kernel_init
+from transformer.nn._axes import Array, Float, Hidden, Logits, Positions, PyTree, Tokens
+from transformer.nn._blocks import Aux, make_linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Decoder
-from transformer.nn.layers._layers import Linear
 from transformer.nn.layers._norms import NORMS
 from transformer.nn.models._base import Model, check_tokens
 
@@ -35,9 +33,9 @@ class CausalLM(Model):
         tokens: Tokens,
         positions: Positions | None = None,
         mask: Mask | None = None,
-        cache: Any = None,
+        cache: PyTree | None = None,
         deterministic: bool = True,
-    ) -> Logits | tuple[Logits, Any]:
+    ) -> Logits | tuple[Logits, PyTree]:
         """Compute the logits of the next token at each position.
 
         Args:
@@ -62,9 +60,9 @@ class CausalLM(Model):
         tokens: Tokens,
         positions: Positions | None = None,
         mask: Mask | None = None,
-        cache: Any = None,
+        cache: PyTree | None = None,
         deterministic: bool = True,
-    ) -> tuple[Hidden, Any, Aux]:
+    ) -> tuple[Hidden, PyTree | None, Aux]:
         """Return hidden states, the cache, and aux, the layers' terms of the training loss.
 
         Hidden states are (B, T, D), or have the width of the embeddings if the config gives them their own.
@@ -80,8 +78,7 @@ class CausalLM(Model):
         config = self.config
         rows, layers = config.embedding.per_layer_vocab_size or config.vocab_size, config.num_layers
         self.layer_embedding = self._table(rows, width=layers * width)
-        options = (1, False, kernel_init(config), config.dtype, config.parameters.dtype)
-        self.layer_embedding_projection = Linear((layers, width), *options)
+        self.layer_embedding_projection = make_linear(config, (layers, width), use_bias=False)
         self.layer_embedding_norm = NORMS[config.norm.kind](config.norm.epsilon, config.dtype, config.parameters.dtype)
 
     def _embed_per_layer(self, tokens: Tokens, x: Hidden) -> Float[Array, "L B T P"]:
@@ -100,6 +97,6 @@ class CausalLM(Model):
         return both.transpose(2, 0, 1, 3)  # (B, T, L, P) -> (L, B, T, P), to scan over layers
 
     @nn.nowrap
-    def init_cache(self, batch: int, length: int) -> Any:
+    def init_cache(self, batch: int, length: int) -> PyTree:
         """Return an empty KV cache for `batch` rows of up to `length` tokens; needs no parameters."""
         return Decoder(self.config).init_cache(batch, length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -18,7 +19,7 @@ from transformer.nn._blocks import Aux, kernel_init
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn.layers._layers import Linear
-from transformer.nn.models._dynamic_images import ImagePatches
+from transformer.nn.models._dynamic_images import AnyImages
 from transformer.nn.models._encoders import Embedder, normalized
 from transformer.nn.models._vision import VisionEmbedder
 
@@ -27,10 +28,8 @@ from transformer.nn.models._vision import VisionEmbedder
 class PairLogits:
     """Logits of all pairs of an image and a text, for training."""
 
-    values: Float[Array, "B C"]
-    """(B, C), float32"""
-    similarity: str = flax.struct.field(pytree_node=False)
-    """what they are trained for, `Images.similarity`"""
+    values: Float[Array, "B C"]  # (B, C), float32
+    similarity: str = flax.struct.field(pytree_node=False)  # what they are trained for, `Images.similarity`
 
 
 class DualEncoder(nn.Module):
@@ -74,11 +73,7 @@ class DualEncoder(nn.Module):
             self.logit_bias = self.param("logit_bias", nn.initializers.constant(-10.0), (1,), config.parameters.dtype)
 
     def __call__(
-        self,
-        tokens: Int[Array, "C T"],
-        images: Array | ImagePatches,
-        mask: Mask | None = None,
-        deterministic: bool = True,
+        self, tokens: Int[Array, "C T"], images: AnyImages, mask: Mask | None = None, deterministic: bool = True
     ) -> Float[Array, "B C"]:
         """Compute the logits of all pairs of an image and a text.
 
@@ -98,11 +93,7 @@ class DualEncoder(nn.Module):
         return self.logits(self.embed_images(images, deterministic), texts)
 
     def with_aux(
-        self,
-        tokens: Int[Array, "C T"],
-        images: Array | ImagePatches,
-        mask: Mask | None = None,
-        deterministic: bool = True,
+        self, tokens: Int[Array, "C T"], images: AnyImages, mask: Mask | None = None, deterministic: bool = True
     ) -> tuple[PairLogits, Aux]:
         """Return the output of a call and aux, the text layers' terms of the training loss; arguments as in a call."""
         hidden, _, aux = self.text.run_stacks(tokens, None, mask, deterministic)
@@ -121,8 +112,7 @@ class DualEncoder(nn.Module):
     def _ends(self, tokens: Int[Array, "C T"], mask: Mask | None) -> Mask | None:
         """Return the mask with which texts are pooled: without one, up to the first end token of a causal encoder.
 
-        The end token has the largest id of the vocabulary. Files of CLIP use it for the padding too. What follows it
-        changes no vector before it, because the encoder is causal.
+        The end token has the largest id; files of CLIP pad with it too, and a causal encoder reads nothing after it.
         """
         if mask is not None or not self.config.attention.causal:
             return mask
@@ -134,7 +124,7 @@ class DualEncoder(nn.Module):
         # (C, D) -> (C, Do), scaled to length 1 in float32
         return normalized(self.text_projection(pooled).astype(jnp.float32))
 
-    def embed_images(self, images: Array | ImagePatches, deterministic: bool = True) -> Float[Array, "B Do"]:
+    def embed_images(self, images: AnyImages, deterministic: bool = True) -> Float[Array, "B Do"]:
         """Return the vectors (B, features) of images (B, height, width, channels), float32, of length 1."""
         pooled = self.image.pooled(images, deterministic)
         projected = pooled if self.config.images.projections == "text" else self.image_projection(pooled)
@@ -151,17 +141,13 @@ class DualEncoder(nn.Module):
         return scores + self.logit_bias.astype(jnp.float32)[None] if bias else scores
 
     def hidden(
-        self,
-        tokens: Int[Array, "C T"],
-        images: Array | ImagePatches,
-        mask: Mask | None = None,
-        deterministic: bool = True,
+        self, tokens: Int[Array, "C T"], images: AnyImages, mask: Mask | None = None, deterministic: bool = True
     ) -> tuple[Float[Array, "C T D"], Float[Array, "B S Dc"]]:
         """Return the hidden states of texts (C, T, D) and of images (B, S, Dc); arguments as in a call."""
         return self.text.hidden(tokens, None, mask, deterministic), self.image.hidden(images, deterministic)
 
     @nn.nowrap
-    def head_parameters(self, params: Any) -> dict[str, Any]:
+    def head_parameters(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of a parameter tree that maps vectors to logits."""
         names = ("text_projection", "image_projection", "logit_scale", "logit_bias")
         return {name: params[name] for name in names if name in params}

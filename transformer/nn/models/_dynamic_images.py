@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import flax.linen as nn
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from transformer.config._execution import Execution
 from transformer.config._model import DynamicImageTokens, TransformerConfig
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
-from transformer.nn._blocks import Aux, kernel_init
+from transformer.nn._blocks import Aux, kernel_init, make_linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Encoder
@@ -72,6 +73,10 @@ class ImagePatches:
         return ImagePatches(values, grid)
 
 
+AnyImages: TypeAlias = Array | ImagePatches
+"""images (B, height, width, channels) of one size, floating-point, or patches of images of any size"""
+
+
 def check_image(image: np.ndarray, config: DynamicImageTokens) -> None:
     """Raise ValueError unless an image is (height, width, channels) with sides that are multiples of a token's."""
     shape, each = np.shape(image), config.multiple
@@ -102,17 +107,13 @@ class DynamicImageTower(nn.Module):
 
     parameter_axes = declare({"tubelet_embedding/kernel": "_ _ _ _ -> embed"}, role="input")
 
-    config: TransformerConfig
-    """of the encoder (`TransformerConfig.image_encoder`)"""
-    images: DynamicImageTokens
-    """the input of the model's config"""
+    config: TransformerConfig  # of the encoder (`TransformerConfig.image_encoder`)
+    images: DynamicImageTokens  # the input of the model's config
     execution: Execution = Execution()
 
     def setup(self):
-        config = self.config
-        options = (False, kernel_init(config), config.dtype, config.parameters.dtype)
-        self.tubelet_embedding = Linear((config.d_model,), 4, *options)
-        self.encoder = Encoder(config, execution=self.execution)
+        self.tubelet_embedding = make_linear(self.config, (self.config.d_model,), 4, use_bias=False)
+        self.encoder = Encoder(self.config, execution=self.execution)
 
     def features(self, images: ImagePatches, deterministic: bool = True) -> tuple[Float[Array, "I P D"], Aux]:
         """Encode the patches of all images of all rows, (I, P, D); also return aux, one number per image."""
@@ -141,14 +142,10 @@ class DynamicImageTower(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Map each square of patches to one token: two linear layers with GELU between them (Qwen2-VL, section 2.1).
-
-    Parameters: `hidden/` and `projection/`.
-    """
+    """Map each square of patches to one token by `hidden/`, GELU and `projection/` (Qwen2-VL, section 2.1)."""
 
     config: TransformerConfig
-    images: DynamicImageTokens
-    """the config's input"""
+    images: DynamicImageTokens  # the config's input
 
     @nn.compact
     def __call__(self, x: Float[Array, "I P Di"]) -> Float[Array, "I S D"]:
@@ -165,24 +162,17 @@ class PatchMerger(nn.Module):
 class TokenPlaces:
     """Which vector of an image replaces each token of a row, and the positions of the tokens."""
 
-    vector: Int[Array, "B T"]
-    """index of the vector among those of the row, I S of them"""
-    coordinates: Int[Array, "B T 3"]
-    """time, row and column of each token, without the tokens before this call"""
+    vector: Int[Array, "B T"]  # index of the vector among those of the row, I S of them
+    coordinates: Int[Array, "B T 3"]  # time, row and column of each token, without the tokens before this call
 
     @staticmethod
     def of(is_image: Bool[Array, "B T"], grid: Int[Array, "B I 2"], merge: int, vectors: int) -> TokenPlaces:
-        """Return the places of tokens, of which `is_image` are those of images.
+        """Return the places of tokens, of which `is_image` are those of images, for the grids of each row in patches.
 
         The tokens of an image start at the position p after the last token: all have the time p, and the row r and
         column c of the image have the coordinates p + r and p + c. A token of a text has three equal coordinates; the
-        one after an image follows the largest coordinate of the image (Qwen2-VL, Wang et al. 2024, section 2.1).
-
-        Args:
-            is_image: (B, T).
-            grid: (B, I, 2), rows and columns of patches of the images of each row.
-            merge: patches per side of a token.
-            vectors: S, number of vectors of each image, padding included.
+        one after an image follows the largest coordinate of the image (Qwen2-VL, Wang et al. 2024, section 2.1). Each
+        image has `vectors` S of them, padding included; a token is `merge` patches wide.
         """
         rows, columns = grid[..., 0] // merge, grid[..., 1] // merge  # (B, I), in tokens
         counts = rows * columns

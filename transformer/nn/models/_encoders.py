@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
 from transformer.config._options import Pooling
-from transformer.nn._axes import Array, Float, Hidden, Int, Logits, Positions, Tokens
+from transformer.nn._axes import Array, Float, Hidden, Int, Positions, Tokens
 from transformer.nn._blocks import Aux
 from transformer.nn._masks import Mask, real_tokens
 from transformer.nn._parameter_axes import declare
@@ -15,25 +15,14 @@ from transformer.nn.models._base import HeadMap, TokenEncoder
 
 
 class MaskedLM(TokenEncoder):
-    """An encoder that predicts masked tokens (Devlin et al. 2018, section 3.1)."""
+    """An encoder that predicts masked tokens (Devlin et al. 2018, section 3.1): logits (B, T, V), float32.
+
+    Mark padding with `mask=Mask.lengths(...)` or `Mask.segments(...)`.
+    """
 
     def setup(self):
         self._setup_encoder()
         self._setup_head(self.config.vocab_size, tied=self.config.embedding.tie)
-
-    def __call__(
-        self,
-        tokens: Tokens,
-        positions: Positions | None = None,
-        mask: Mask | None = None,
-        deterministic: bool = True,
-        token_types: Int[Array, "B T"] | None = None,
-    ) -> Logits:
-        """Compute logits (B, T, V), float32, from tokens (B, T).
-
-        The arguments are those of `run_stacks`. Mark padding with `mask=Mask.lengths(...)` or `Mask.segments(...)`.
-        """
-        return self.head(self.hidden(tokens, positions, mask, deterministic, token_types))
 
 
 class PooledEncoder(TokenEncoder):
@@ -42,21 +31,6 @@ class PooledEncoder(TokenEncoder):
     Mark padding with `mask=Mask.lengths(...)` or `Mask.segments(...)`. In segments, id 0 is padding, on either side;
     the tokens of all other segments are pooled together.
     """
-
-    def __call__(
-        self,
-        tokens: Tokens,
-        positions: Positions | None = None,
-        mask: Mask | None = None,
-        deterministic: bool = True,
-        token_types: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B ..."]:
-        """Apply `head` to the pooled encoding of tokens (B, T); the arguments are those of `run_stacks`.
-
-        Returns:
-            (B, C) or (B, D), float32.
-        """
-        return self.head(self.pool(self.hidden(tokens, positions, mask, deterministic, token_types), mask))
 
     def with_aux(
         self,
@@ -91,11 +65,10 @@ class Classifier(PooledEncoder):
     """
 
     def setup(self):
-        if self.config.output.num_classes is None:
-            raise ConfigError("output.num_classes is not set: a Classifier needs the number of classes. Set it.")
+        classes = self._needed(self.config.output.num_classes, "output.num_classes", "classes")
         self._setup_pooling()
         self._setup_encoder()
-        self._setup_head(self.config.output.num_classes, tied=False, use_bias=True)
+        self._setup_head(classes, tied=False, use_bias=True)
 
     def head(self, pooled: Float[Array, "B D"]) -> Float[Array, "B C"]:
         """Compute class logits (B, C), float32, from pooled vectors (B, D)."""
@@ -156,16 +129,7 @@ def normalized(vectors: Float[Array, "B D"]) -> Float[Array, "B D"]:
 
 
 def pool(hidden: Hidden, mask: Mask | None, pooling: Pooling) -> Float[Array, "B D"]:
-    """Pool the non-padding tokens of each sequence (Reimers & Gurevych 2019, section 3).
-
-    Args:
-        hidden: (B, T, D).
-        mask: its lengths and segments mark the padding; None: no padding.
-        pooling: "mean", "first" or "last".
-
-    Returns:
-        (B, D). For a row that is all padding: zeros for the mean, otherwise its first position.
-    """
+    """Pool the real tokens of each sequence; a row of padding gives zeros for the mean, else its first position."""
     real = real_tokens(Mask() if mask is None else mask, hidden.shape[:2])
     if pooling == "mean":
         count = jnp.maximum(real.sum(1), 1)[:, None]

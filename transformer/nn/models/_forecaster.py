@@ -32,8 +32,8 @@ SMALLEST_MAGNITUDE = 1e-10
 def look_back_scale(values: Values, series: Series) -> tuple[Float[Array, "B t C"], Float[Array, "B t C"]]:
     """Return shift and scale of each channel of `values` (B, steps, channels), both (B, 1, channels).
 
-    The model sees (values - shift) / scale, and its forecast y becomes y scale + shift. This is Reversible Instance
-    Normalization (Kim et al. 2022) without its learned parameters.
+    The model sees (values - shift) / scale, and its forecast y becomes y scale + shift: Reversible Instance
+    Normalization (Kim et al. 2022) without learned parameters.
     """
     # std: mean and standard deviation of the window. mean: scale by the mean magnitude, no shift. none: 0 and 1.
     none = jnp.zeros_like(values[:, :1])
@@ -45,10 +45,7 @@ def look_back_scale(values: Values, series: Series) -> tuple[Float[Array, "B t C
 
 
 def cut_series(values: Values, series: Series) -> Float[Array, "B C P t"]:
-    """Cut values (B, steps, channels) into patches (B, channels, P, patch_length).
-
-    The last patch ends at the last step. Steps that do not fill a patch are dropped at the start of the series.
-    """
+    """Cut values (B, steps, channels) into patches (B, channels, P, patch_length), without a rest at the start."""
     # The remainder of (context_length - patch_length) / patch_stride
     first = series.context_length - series.patch_length - series.patch_stride * (series.patches - 1)
     starts = first + series.patch_stride * np.arange(series.patches)
@@ -80,9 +77,6 @@ class SeriesEncoder(Model):
     )
 
     def setup(self):
-        self._setup_series()
-
-    def _setup_series(self) -> None:
         config, series = self.config, self.config.series
         if series is None:
             raise ConfigError(f"input is not a series: a {type(self).__name__} needs input=Series(...).")
@@ -190,7 +184,8 @@ class SeriesEncoder(Model):
 class Forecaster(SeriesEncoder):
     """An encoder of time-series patches with a linear forecast head (Nie et al. 2022, arXiv 2211.14730, section 3.1).
 
-    Parameters in addition to those of a SeriesEncoder: `output/`.
+    A call returns (B, horizon, channels), float32, in the scale of the values, which may be any. Parameters in addition
+    to those of a SeriesEncoder: `output/`.
 
     Raises:
         ConfigError: if the config has no series, or the series no horizon.
@@ -198,17 +193,9 @@ class Forecaster(SeriesEncoder):
     """
 
     def setup(self):
-        self._setup_series()
-        if self.config.series.horizon is None:
-            raise ConfigError("input.horizon is not set: a Forecaster needs the number of steps to forecast. Set it.")
-        self._setup_head(self.config.series.horizon, tied=False, use_bias=True)
-
-    def __call__(self, values: Array, deterministic: bool = True, masked: MaskedPatches | None = None) -> Values:
-        """Forecast (B, horizon, channels), float32, from values (B, context_length, channels), floating-point.
-
-        The forecast has the scale of the values, which may be any. `masked` is that of a SeriesEncoder.
-        """
-        return self.with_aux(values, deterministic, masked)[0]
+        super().setup()
+        horizon = self._needed(self.config.series.horizon, "input.horizon", "steps to forecast")
+        self._setup_head(horizon, tied=False, use_bias=True)
 
     def with_aux(
         self, values: Array, deterministic: bool = True, masked: MaskedPatches | None = None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
+import flax.linen as nn
 import jax.numpy as jnp
 
 from transformer.nn._axes import Array
@@ -84,12 +85,12 @@ MODEL_KINDS: Mapping[type, ModelKind] = {
 """what models read and compute, by class"""
 
 
-def kind_of(model: Any) -> ModelKind:
+def kind_of(model: object) -> ModelKind:
     """Return the kind of a model; an unknown class reads and computes nothing."""
     return next((MODEL_KINDS[one] for one in type(model).__mro__ if one in MODEL_KINDS), ModelKind())
 
 
-def example_inputs(model: Any) -> tuple[Array, ...]:
+def example_inputs(model: nn.Module) -> tuple[Array, ...]:
     """Return the smallest inputs that initialize a model; parameters don't depend on batch size or length."""
     config, kind, tokens = model.config, kind_of(model), jnp.zeros((1, 1), jnp.int32)
     if "images" in kind.embeds:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 
 from transformer.config._checks import ConfigError
-from transformer.nn._axes import Array, Context, Hidden, Int, Logits, Positions, Tokens
+from transformer.nn._axes import Array, Context, Hidden, Int, Logits, Positions, PyTree, Tokens
 from transformer.nn._blocks import Aux
 from transformer.nn._masks import Mask
 from transformer.nn._stacks import Decoder, Encoder, sum_aux
@@ -53,10 +51,10 @@ class Seq2Seq(Model):
         positions: Positions | None = None,
         source_mask: Mask | None = None,
         mask: Mask | None = None,
-        cache: Any = None,
+        cache: PyTree | None = None,
         deterministic: bool = True,
         context_mask: Mask | None = None,
-    ) -> Logits | tuple[Logits, Any]:
+    ) -> Logits | tuple[Logits, PyTree]:
         """Compute the logits of the next target token at each position.
 
         Args:
@@ -102,10 +100,10 @@ class Seq2Seq(Model):
         positions: Positions | None = None,
         source_mask: Mask | None = None,
         mask: Mask | None = None,
-        cache: Any = None,
+        cache: PyTree | None = None,
         deterministic: bool = True,
         context_mask: Mask | None = None,
-    ) -> tuple[Hidden, Any, Aux]:
+    ) -> tuple[Hidden, PyTree | None, Aux]:
         """Return hidden states (B, T, D), the cache, and aux, the layers' terms of the training loss.
 
         Raises:
@@ -134,6 +132,6 @@ class Seq2Seq(Model):
         return x, cache, sum_aux([encoder_aux, aux])
 
     @nn.nowrap
-    def init_cache(self, batch: int, length: int) -> Any:
+    def init_cache(self, batch: int, length: int) -> PyTree:
         """Return an empty KV cache for `batch` rows of up to `length` target tokens; needs no parameters."""
         return Decoder(self.config, self.config.decoder_layers, cross=True).init_cache(batch, length)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from transformer.config._checks import ConfigError
 from transformer.nn._axes import Array, Float
 from transformer.nn.models._forecaster import SeriesEncoder
 
@@ -22,10 +21,9 @@ class SeriesClassifier(SeriesEncoder):
     """
 
     def setup(self):
-        self._setup_series()
-        if self.config.output.num_classes is None:
-            raise ConfigError("output.num_classes is not set: a SeriesClassifier needs the number of classes. Set it.")
-        self._setup_head(self.config.output.num_classes, tied=False, use_bias=True)
+        super().setup()
+        classes = self._needed(self.config.output.num_classes, "output.num_classes", "classes")
+        self._setup_head(classes, tied=False, use_bias=True)
 
     def head(self, hidden: Float[Array, "B C P D"]) -> Float[Array, "B ..."]:
         """Compute class logits (B, num_classes), float32, from the encoding (B, channels, patches, D)."""
@@ -47,10 +45,9 @@ class SeriesRegressor(SeriesEncoder):
     """
 
     def setup(self):
-        self._setup_series()
-        if self.config.output.num_targets is None:
-            raise ConfigError("output.num_targets is not set: a SeriesRegressor needs the number of targets. Set it.")
-        self._setup_head(self.config.output.num_targets, tied=False, use_bias=True)
+        super().setup()
+        targets = self._needed(self.config.output.num_targets, "output.num_targets", "targets")
+        self._setup_head(targets, tied=False, use_bias=True)
 
     def head(self, hidden: Float[Array, "B C P D"]) -> Float[Array, "B ..."]:
         """Compute targets (B, num_targets), float32, from the encoding (B, channels, patches, D)."""
@@ -74,7 +71,7 @@ class PatchReconstructor(SeriesEncoder):
     """
 
     def setup(self):
-        self._setup_series()
+        super().setup()
         self._setup_head(self.config.series.patch_length, tied=False, use_bias=True)
 
     def head(self, hidden: Float[Array, "B C P D"]) -> Float[Array, "B ..."]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -20,14 +18,11 @@ FRAMES_A_POSITION = 2
 """number of frames per encoder position: the stride of the second convolution"""
 
 
-def check_frames(config: TransformerConfig, frames: Any) -> None:
-    """Check that `frames` is a floating-point array of shape (batch, frames, mel_bins).
+def check_frames(config: TransformerConfig, frames: Array) -> None:
+    """Check that `frames` is a floating-point array of shape (batch, frames, mel_bins), or raise ValueError.
 
     With learned positions the number of frames must match the encoder's position table, since the model was trained
     with that number only.
-
-    Raises:
-        ValueError: if dtype or shape differ.
     """
     rows = config.longest_source
     shape, count = frames.shape, "any" if rows is None else FRAMES_A_POSITION * rows
@@ -48,15 +43,7 @@ def convolve(
     padding: tuple[int, int] = (0, 0),
     groups: int = 1,
 ) -> Float[Array, "B t D"]:
-    """Convolve over the length: y_t = sum_k W_k x_(stride t + k - padding[0]), for k = 0, ..., R - 1.
-
-    Args:
-        x: (B, T, M).
-        kernel: (R, M / groups, D). With groups, each group of output features reads only its own input features.
-        stride: distance of the outputs.
-        padding: number of zeros before and after the input.
-        groups: number of groups of features.
-    """
+    """Convolve over the length: y_t = sum_k W_k x_(stride t + k - padding[0]); a group reads M / groups features."""
     # N rows, W positions, C features; kernels are (positions, inputs, outputs). XLA does not flip the kernel: this is a
     # cross-correlation, as in PyTorch.
     axes = ("NWC", "WIO", "NWC")

@@ -9,32 +9,23 @@ import jax.numpy as jnp
 from transformer.config._checks import ConfigError
 from transformer.config._parts import Patches
 from transformer.nn._axes import Array, Float, Hidden, Int
-from transformer.nn._blocks import Aux, Block, LayerInputs, kernel_init
+from transformer.nn._blocks import Aux, Block, LayerInputs, make_linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._stacks import Encoder
-from transformer.nn.layers._layers import Linear
 from transformer.nn.models._base import Model
-from transformer.nn.models._dynamic_images import ImagePatches
+from transformer.nn.models._dynamic_images import AnyImages, ImagePatches
 from transformer.nn.models._encoders import normalized, pool
 
 
 def grid_positions(
     table: Float[Array, "S D"], stored: tuple[int, int], grid: Int[Array, "B 2"], length: int
 ) -> Float[Array, "B T D"]:
-    """Interpolate positions that are stored for a grid of patches for the grids of other images.
+    """Interpolate positions (S, D), stored row by row for a grid of patches, for grids of other rows and columns.
 
     The interpolation is bilinear at the centers of patches, as in PyTorch with antialias: if a grid has fewer rows than
-    the stored one, the triangle filter is wider by this ratio. The same holds for columns.
-
-    Args:
-        table: (S, D), positions row by row.
-        stored: rows and columns of the table, whose product is S.
-        grid: (B, 2), rows and columns of each image.
-        length: T, number of positions to return.
-
-    Returns:
-        (B, T, D), float32. Padding has the position of the first patch.
+    the stored one, the triangle filter is wider by this ratio. The same holds for columns. The result is float32;
+    padding, up to `length`, has the position of the first patch.
     """
     rows, columns = grid[:, :1], grid[:, 1:]
     index = jnp.arange(length)[None]
@@ -61,10 +52,7 @@ def _bilinear_weights(index: Int[Array, "B T"], count: Int[Array, "B 1"], stored
 
 
 def cut_patches(images: Array, patches: Patches) -> Array:
-    """Cut images (B, height, width, channels) into patches (B, T, p, p, channels), row by row.
-
-    This is the input of a vision transformer (Dosovitskiy et al. 2020, section 3.1).
-    """
+    """Cut images (B, height, width, C) into patches (B, T, p, p, C), row by row (Dosovitskiy et al. 2020)."""
     size = patches.patch_size
     rows, columns = images.shape[1] // size, images.shape[2] // size
     # (B, rows, p, columns, p, C) -> (B, rows, columns, p, p, C) -> (B, T, p, p, C)
@@ -74,10 +62,8 @@ def cut_patches(images: Array, patches: Patches) -> Array:
 
 
 class AttentionPooling(Block):
-    """Reduce a sequence to one vector: attention of a learned query, then a feed-forward layer with a residual.
-
-    This is the pooling of SigLIP (Zhai et al. 2022, arXiv 2106.04560, section 3.5; Lee et al. 2019, arXiv 1810.00825).
-    Parameters: `query` (D,), `cross_attention/`, `feed_forward_norm/` and `feed_forward/`.
+    """Reduce a sequence to one vector, as SigLIP (Zhai et al. 2022, arXiv 2106.04560, section 3.5): attention of a
+    learned `query` (D,), `cross_attention/`, then `feed_forward_norm/` and `feed_forward/`, with a residual.
     """
 
     parameter_axes = declare({"query": "norm"})
@@ -139,13 +125,12 @@ class VisionEncoder(Model):
         if patches.resize_positions:
             init = nn.initializers.normal(config.parameters.initializer_range or 0.02)
             self.position_table = self.param("position_table", init, (patches.count, *width), config.parameters.dtype)
-        types = (config.dtype, config.parameters.dtype)
-        self.patch_embedding = Linear(width, 3, patches.use_bias, kernel_init(config), *types)
+        self.patch_embedding = make_linear(config, width, 3, use_bias=patches.use_bias)
         self.encoder = Encoder(config, causal=config.attention.causal, execution=self.execution)
         if pooling == "attention":
             self.attention_pooling = AttentionPooling(config, execution=self.execution)
 
-    def __call__(self, images: Array | ImagePatches, deterministic: bool = True) -> Float[Array, "B C"]:
+    def __call__(self, images: AnyImages, deterministic: bool = True) -> Float[Array, "B C"]:
         """Apply `head` to the pooled encoding of images (B, height, width, channels).
 
         Images are floating-point, with the normalization that the model was trained with. With `resize_positions`,
@@ -156,19 +141,15 @@ class VisionEncoder(Model):
         """
         return self.head(self.pooled(images, deterministic))
 
-    def pooled(self, images: Array | ImagePatches, deterministic: bool = True) -> Float[Array, "B Do"]:
+    def pooled(self, images: AnyImages, deterministic: bool = True) -> Float[Array, "B Do"]:
         """Return the pooled encoding (B, D) of images, the input of `head`; arguments as in a call."""
         return self.pool(self.hidden(images, deterministic), deterministic, _mask_of(images))
 
-    def hidden(self, images: Array | ImagePatches, deterministic: bool = True) -> Hidden:
-        """Encode images (B, height, width, channels) as (B, T, D): learned tokens, then patches.
-
-        Raises:
-            ValueError: if the images have another shape or are not floating-point.
-        """
+    def hidden(self, images: AnyImages, deterministic: bool = True) -> Hidden:
+        """Encode images (B, height, width, channels) as (B, T, D), learned tokens first. Raises ValueError."""
         return self._run(images, deterministic)[0]
 
-    def with_aux(self, images: Array | ImagePatches, deterministic: bool = True) -> tuple[Float[Array, "B C"], Aux]:
+    def with_aux(self, images: AnyImages, deterministic: bool = True) -> tuple[Float[Array, "B C"], Aux]:
         """Return the output of a call and aux, the layers' terms of the training loss; arguments as in a call."""
         x, _, aux = self._run(images, deterministic)
         return self.head(self.pool(x, deterministic, _mask_of(images))), aux
@@ -189,7 +170,7 @@ class VisionEncoder(Model):
         first = [jnp.broadcast_to(token.astype(x.dtype)[None], (x.shape[0], *token.shape)) for token in tokens]
         return self.encoder(jnp.concatenate([*first, x], 1), deterministic=deterministic)
 
-    def _embed_any_grid(self, images: Array | ImagePatches) -> Hidden:
+    def _embed_any_grid(self, images: AnyImages) -> Hidden:
         """Return the embeddings of patches (B, T, D) plus the positions, interpolated for each image."""
         patches = self.config.patches
         size, channels = patches.patch_size, patches.channels
@@ -214,10 +195,9 @@ class VisionEncoder(Model):
         return x + grid_positions(self.position_table, patches.grid, grid, values.shape[1]).astype(x.dtype)
 
     def pool(self, hidden: Hidden, deterministic: bool = True, mask: Mask | None = None) -> Float[Array, "B Do"]:
-        """Pool (B, T, D) to (B, D), or to (B, 2 D) with the pooling "first_and_mean".
+        """Pool (B, T, D) to (B, D), or to (B, 2 D) with the pooling "first_and_mean"; the mean is that of the patches.
 
-        The mean is that of the patches, without the learned tokens. `mask` marks padding, which only models without
-        learned tokens can have.
+        `mask` marks padding, which only models without learned tokens can have.
         """
         pooling, extra = self.config.output.pooling, self.config.patches.extra_tokens
         if pooling == "attention":
@@ -228,11 +208,11 @@ class VisionEncoder(Model):
         return mean if pooling == "mean" else jnp.concatenate([hidden[:, 0], mean], -1)
 
 
-def _mask_of(images: Array | ImagePatches) -> Mask | None:
+def _mask_of(images: AnyImages) -> Mask | None:
     return images.mask if isinstance(images, ImagePatches) else None
 
 
-def _check_pixels(images: Array | ImagePatches, expected: tuple[int | str, ...], *, fits: bool) -> None:
+def _check_pixels(images: AnyImages, expected: tuple[int | str, ...], *, fits: bool) -> None:
     if isinstance(images, ImagePatches):
         raise ValueError(
             "the model reads images of one size, got ImagePatches. Pass pixels (batch, "
@@ -288,8 +268,7 @@ class DistilledVisionClassifier(VisionClassifier):
             raise ConfigError(
                 "a DistilledVisionClassifier needs input.distillation_token=True and output.pooling='first'. Set both."
             )
-        features, types = (config.output.num_classes,), (config.dtype, config.parameters.dtype)
-        self.distillation_output = Linear(features, 1, True, kernel_init(config), *types)
+        self.distillation_output = make_linear(config, (config.output.num_classes,), use_bias=True)
 
     def pool(self, hidden: Hidden, deterministic: bool = True, mask: Mask | None = None) -> Float[Array, "B Do"]:
         """Concatenate the class token and the distillation token: (B, T, D) -> (B, 2 D)."""

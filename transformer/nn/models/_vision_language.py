@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ import jax.numpy as jnp
 from transformer.config._checks import ConfigError
 from transformer.config._model import DynamicImageTokens, ImageTokens, TransformerConfig
 from transformer.config._parts import LayerKind
-from transformer.nn._axes import Array, Bool, Coordinates, Float, Hidden, Int, Logits, Tokens
+from transformer.nn._axes import Array, Bool, Coordinates, Float, Hidden, Int, Logits, PyTree, Tokens
 from transformer.nn._blocks import Aux, kernel_init
 from transformer.nn._caches import next_positions
 from transformer.nn._masks import Mask
@@ -25,10 +23,7 @@ from transformer.nn.models._vision import VisionEncoder
 
 
 class ImageTower(VisionEncoder):
-    """An encoder of images that returns one vector per patch (Dosovitskiy et al. 2020, arXiv 2010.11929).
-
-    Parameters: those of a VisionEncoder without pooling.
-    """
+    """A VisionEncoder without pooling: it returns one vector per patch (Dosovitskiy et al. 2020, arXiv 2010.11929)."""
 
     def setup(self):
         self._setup_images()
@@ -40,23 +35,15 @@ class ImageTower(VisionEncoder):
 
 
 class ImageProjector(nn.Module):
-    """Map the patches of images (I, T, Di) to tokens of a decoder (I, P, D): pool, then project.
-
-    Parameters: `norm/` (only "normalized"), `hidden/` (only "mlp") and `projection/`.
-    """
+    """Map patches of images (I, T, Di) to tokens (I, P, D): the mean of squares, `norm/`, `hidden/`, `projection/`."""
 
     parameter_axes = declare(
-        {
-            "projector/hidden/kernel": "_ -> embed",
-            "projector/hidden/bias": "embed",
-            "projector/projection/kernel": "_ -> embed",
-            "projector/projection/bias": "embed",
-        },
+        dict.fromkeys(("projector/hidden/kernel", "projector/projection/kernel"), "_ -> embed")
+        | dict.fromkeys(("projector/hidden/bias", "projector/projection/bias"), "embed")
     )
 
     config: TransformerConfig
-    images: ImageTokens
-    """the config's input"""
+    images: ImageTokens  # the config's input
 
     @nn.compact
     def __call__(self, x: Float[Array, "I T Di"]) -> Float[Array, "I P D"]:
@@ -126,11 +113,11 @@ class VisionLanguageModel(CausalLM):
         tokens: Tokens,
         positions: Coordinates | None = None,
         mask: Mask | None = None,
-        cache: Any = None,
+        cache: PyTree | None = None,
         deterministic: bool = True,
         images: Float[Array, "B I ..."] | ImagePatches | None = None,
         prefix_lengths: Int[Array, " B"] | None = None,
-    ) -> Logits | tuple[Logits, Any]:
+    ) -> Logits | tuple[Logits, PyTree]:
         """Compute the logits of the next token at each position.
 
         Args:
@@ -162,11 +149,11 @@ class VisionLanguageModel(CausalLM):
         tokens: Tokens,
         positions: Coordinates | None = None,
         mask: Mask | None = None,
-        cache: Any = None,
+        cache: PyTree | None = None,
         deterministic: bool = True,
         images: Float[Array, "B I ..."] | ImagePatches | None = None,
         prefix_lengths: Int[Array, " B"] | None = None,
-    ) -> tuple[Hidden, Any, Aux]:
+    ) -> tuple[Hidden, PyTree | None, Aux]:
         """Return hidden states (B, T, D), the cache, and aux, the layers' terms of the training loss.
 
         Raises:
@@ -204,10 +191,10 @@ class VisionLanguageModel(CausalLM):
         tokens: Tokens,
         positions: Coordinates | None,
         mask: Mask | None,
-        cache: Any,
+        cache: PyTree | None,
         deterministic: bool,
-        images: Any,
-    ) -> tuple[Hidden, Any, Aux]:
+        images: Array | ImagePatches | None,
+    ) -> tuple[Hidden, PyTree | None, Aux]:
         config, auxes = self.config.dynamic_images, []
         x, is_image = self._embed(self.embedding, tokens), tokens == config.token_id
         if images is None and self.is_initializing():  # so that all parameters are created
@@ -290,7 +277,7 @@ def _unused(config: TransformerConfig) -> TransformerConfig:
     return config.image_encoder.replace(num_layers=max(unused, 1), **changes)
 
 
-def _check_patches(images: Any, is_image: Bool[Array, "B T"], config: DynamicImageTokens) -> None:
+def _check_patches(images: object, is_image: Bool[Array, "B T"], config: DynamicImageTokens) -> None:
     rows, width = is_image.shape[0], config.patch_size**2 * config.channels
     shape = images.values.shape if isinstance(images, ImagePatches) else ()
     if len(shape) != 4 or (shape[0], shape[3]) != (rows, width):
