@@ -131,12 +131,7 @@ def _kind(values: Mapping[str, Any], directory: Path) -> str:
 def from_settings(values: Mapping[str, Any], kind: str) -> ImageProcessor:
     """Return the preprocessing that the fields of a preprocessor_config.json describe.
 
-    Args:
-        values: the fields.
-        kind: a name in `KINDS`, whose defaults apply to missing fields.
-
-    Raises:
-        ConfigError: an unknown field, or a value that is not supported.
+    The defaults of `kind`, a name in `KINDS`, apply to missing fields. A ConfigError for an unknown field or value.
     """
     for name, choices in _FIXED.items():
         if values.get(name) not in choices:
@@ -167,13 +162,17 @@ def from_settings(values: Mapping[str, Any], kind: str) -> ImageProcessor:
     return ImageProcessor(mean=_channels(mean), std=_channels(std), **changes)
 
 
-def _pixel_range(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the range of height x width of Qwen2VL, and the multiple of both: `merge_size` patches."""
+def _check_multiples(given: Mapping[str, Any], of: str) -> None:
     if not given["do_resize"] or given["do_center_crop"]:
         raise ConfigError(
-            "do_resize must be true and do_center_crop false: the sides of an image must be multiples of the patches. "
-            "Correct them."
+            f"do_resize must be true and do_center_crop false: the sides of an image must be multiples of {of}. "
+            f"Correct them."
         )
+
+
+def _pixel_range(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the range of height x width of Qwen2VL, and the multiple of both: `merge_size` patches."""
+    _check_multiples(given, "the patches")
     sizes = _PATCHES | {name: values[name] for name in _PATCHES if values.get(name) is not None}
     size = dict(given["size"]) if isinstance(given["size"], dict) else {}
     for name, field in {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}.items():
@@ -190,11 +189,7 @@ def _pixel_range(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
 
 def _patch_range(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
     """Return the size of the patches of Siglip2 and their largest number."""
-    if not given["do_resize"] or given["do_center_crop"]:
-        raise ConfigError(
-            "do_resize must be true and do_center_crop false: the sides of an image must be multiples of patch_size. "
-            "Correct them."
-        )
+    _check_multiples(given, "patch_size")
     size, most = (values[name] if values.get(name) is not None else default for name, default in _OF_GRID.items())
     if not all(type(one) is int and 1 <= one <= MAX_SIDE for one in (size, most)):
         raise ConfigError(

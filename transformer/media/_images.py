@@ -190,7 +190,7 @@ class ImageProcessor:
         return (longer, self.shortest_edge) if width <= height else (self.shortest_edge, longer)
 
 
-def _name(image: Any) -> str:
+def _name(image: object) -> str:
     return str(image) if isinstance(image, str) or hasattr(image, "__fspath__") else "the image"
 
 

@@ -22,27 +22,14 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "_attention_maps": ("save_attention_maps",),
-    "_attention_page": (
-        "Panel",
-        "save_attention_page",
-    ),
-    "_attention_weights": (
-        "AttentionMap",
-        "attention_maps",
-        "attention_rollout",
-    ),
+    "_attention_page": ("Panel", "save_attention_page"),
+    "_attention_weights": ("AttentionMap", "attention_maps", "attention_rollout"),
     "_image_maps": ("save_image_attention",),
     "_image_page": ("save_image_page",),
     "_records": ("read_metrics",),
-    "_report_page": (
-        "RunReport",
-        "save_report",
-    ),
+    "_report_page": ("RunReport", "save_report"),
     "_speech_maps": ("save_speech_attention",),
-    "_word_images": (
-        "save_word_images",
-        "save_word_page",
-    ),
+    "_word_images": ("save_word_images", "save_word_page"),
 }
 """public names by the file that defines them"""
 

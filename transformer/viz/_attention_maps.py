@@ -7,13 +7,12 @@ import os
 import unicodedata
 from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 from matplotlib import font_manager
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import Normalize
@@ -22,8 +21,9 @@ from matplotlib.patches import Patch
 
 from transformer.config._local_paths import local_path
 from transformer.config._progress import counting
-from transformer.viz._attention_weights import AttentionMap, printable
-from transformer.viz._output_files import PNG_METADATA, files_in
+from transformer.viz._attention_weights import AttentionMap, labels_of, printable
+from transformer.viz._output_files import files_in
+from transformer.viz._style import save
 
 MOST_PIXELS = 200_000_000
 """maximum number of pixels of all images of one text together; drawing them takes about a minute on one core"""
@@ -71,12 +71,7 @@ def save_attention_maps(
     planned: list[tuple[str, str, AttentionMap, list[int], list[str], list[str]]] = []
     pixels = 0.0
     for one in maps:
-        queries, keys = words[one.stack], words["encoder" if one.kind == "cross" else one.stack]
-        if (len(queries), len(keys)) != one.weights.shape[1:]:
-            raise ValueError(
-                f"expected one label for each of the {one.weights.shape[1]} queries and {one.weights.shape[2]} keys of "
-                f"the {one.stack} {one.kind}-attention, got {len(queries)} and {len(keys)}. Pass source= and target=."
-            )
+        queries, keys = labels_of(one, words)
         title = f"{one.stack}, layer {one.layer + 1} of {total[one.stack]}: {one.kind}-attention"
         for file, shown in _files(one, total[one.stack], queries, keys):
             planned.append((file, title, one, shown, queries, keys))
@@ -100,9 +95,7 @@ def check_pixels(pixels: float, images: int, source: str) -> None:
 
 
 def _files(one: AttentionMap, layers: int, queries: Sequence[str], keys: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Return the file names of a map with the heads that each file shows: all heads, plus single heads if labels are
-    omitted.
-    """
+    """Return the files of a map with the heads that each shows: all, and single heads if labels are omitted."""
     heads = list(range(len(one.weights)))
     name = f"{one.stack}_{one.kind}_layer{one.layer + 1:0{len(str(layers))}}"
     files = [(f"{name}.png", heads)]
@@ -215,7 +208,7 @@ def _draw(
     bar.set_label("weight", fontsize=_FONT_SIZE, color=_INK, labelpad=1)
     bar.ax.tick_params(labelsize=_FONT_SIZE, colors=_INK, length=2)
     bar.outline.set_linewidth(0.4)
-    FigureCanvasAgg(figure).print_png(os.fspath(path), metadata=PNG_METADATA)
+    save(figure, path)
 
 
 def _draw_head(
@@ -249,7 +242,7 @@ def _draw_head(
         spine.set(color="#999999", linewidth=0.6)
 
 
-def _name(axis: Any, words: Sequence[str], stride: int, fonts: list[str]) -> None:
+def _name(axis: Axis, words: Sequence[str], stride: int, fonts: list[str]) -> None:
     places = range(0, len(words), stride)
     axis.set_ticks(list(places), [words[place] for place in places])
     for label in axis.get_ticklabels():

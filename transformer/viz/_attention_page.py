@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from transformer.config._local_paths import local_path
-from transformer.viz._attention_weights import AttentionMap, attention_rollout, printable
+from transformer.viz._attention_weights import AttentionMap, attention_rollout, labels_of, printable
 from transformer.viz._page_parts import encoded, fill_page, part
 
 MOST_WEIGHTS = 60_000_000
@@ -76,7 +76,7 @@ def attention_page(
     check_weights(sum(one.weights.size for one in maps))
     for one in maps:
         _check(one, words)
-    masks = _Masks()
+    masks: list[str] = []  # patterns of masked cells as bits
     data = {
         "title": title,
         "texts": [*(texts or {}).items()],
@@ -85,7 +85,7 @@ def attention_page(
         "words": words,
         "writtenFrom": written_from,
         "panels": [{"name": panel.name, "groups": _groups(panel, masks)} for panel in panels],
-        "masks": masks.packed,
+        "masks": masks,
     }
     program = "\n\n".join(part(f"attention_page{suffix}") for suffix in _PROGRAM)
     # The block keeps its names out of the global scope.
@@ -114,12 +114,7 @@ def check_weights(count: int) -> None:
 
 
 def _check(one: AttentionMap, words: Mapping[str, Sequence[str]]) -> None:
-    queries, keys = words[one.stack], words["encoder" if one.kind == "cross" else one.stack]
-    if (len(queries), len(keys)) != one.weights.shape[1:]:
-        raise ValueError(
-            f"expected one label for each of the {one.weights.shape[1]} queries and {one.weights.shape[2]} keys of the "
-            f"{one.stack} {one.kind}-attention, got {len(queries)} and {len(keys)}. Pass source= and target=."
-        )
+    labels_of(one, words)
     if not np.isfinite(one.weights).all():
         raise ValueError(
             f"the {one.stack} {one.kind}-attention of layer {one.layer + 1} has weights that are not finite. Check the "
@@ -132,7 +127,7 @@ def _check(one: AttentionMap, words: Mapping[str, Sequence[str]]) -> None:
         )
 
 
-def _groups(panel: Panel, masks: _Masks) -> list[dict[str, Any]]:
+def _groups(panel: Panel, masks: list[str]) -> list[dict[str, Any]]:
     """Return the maps grouped by stack and kind, in the order of the layers, with the rollout of the self-attention."""
     groups = []
     for stack in _STACKS:
@@ -149,29 +144,23 @@ def _groups(panel: Panel, masks: _Masks) -> list[dict[str, Any]]:
     return groups
 
 
-class _Masks:
-    """Patterns of masked cells as bits; each distinct pattern is stored once."""
-
-    def __init__(self):
-        self.packed: list[str] = []
-
-    def number(self, hidden: Bool[np.ndarray, "T S"]) -> int | None:
-        """Return the index of a pattern, or None if no cell is masked."""
-        if not hidden.any():
-            return None
-        bits = encoded(np.packbits(hidden.ravel()))
-        if bits not in self.packed:
-            self.packed.append(bits)
-        return self.packed.index(bits)
+def _number(hidden: Bool[np.ndarray, "T S"], masks: list[str]) -> int | None:
+    """Return the index of a pattern of masked cells in `masks`, which stores each once; None if no cell is masked."""
+    if not hidden.any():
+        return None
+    bits = encoded(np.packbits(hidden.ravel()))
+    if bits not in masks:
+        masks.append(bits)
+    return masks.index(bits)
 
 
-def _packed(one: AttentionMap, masks: _Masks) -> dict[str, Any]:
+def _packed(one: AttentionMap, masks: list[str]) -> dict[str, Any]:
     """Return the unmasked weights of a map, row by row: 8 bits per weight and a scale of 16 bits per row."""
     scales, levels = quantize(one.weights)
     return {
         "layer": one.layer,
         "heads": len(one.weights),
-        "mask": masks.number(one.hidden),
+        "mask": _number(one.hidden, masks),
         "scales": encoded(scales.astype("<u2")),
         "weights": encoded(levels[:, ~one.hidden]),
     }
@@ -180,10 +169,8 @@ def _packed(one: AttentionMap, masks: _Masks) -> dict[str, Any]:
 def quantize(weights: Float[np.ndarray, "N T S"]) -> tuple[np.ndarray, np.ndarray]:
     """Quantize attention weights to 8 bits, with one scale per query.
 
-    Returns:
-        Integer scales (N, T) in units of 1/65535, the largest weight of a query rounded up; and integer levels
-        (N, T, S) in units of 1/255 of that scale. The product of scale and level differs from the weight by at most
-        1/510 of the scale.
+    Integer scales (N, T) are in units of 1/65535, the largest weight of a query rounded up; integer levels (N, T, S) in
+    units of 1/255 of that scale. Their product differs from the weight by at most 1/510 of the scale.
     """
     weights = np.clip(weights, 0.0, 1.0)
     # Rounded up, so that no weight exceeds its scale and level 255.

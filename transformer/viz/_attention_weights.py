@@ -76,13 +76,27 @@ def attention_maps(
     return maps
 
 
+def labels_of(one: AttentionMap, words: Mapping[str, Sequence[str]]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the labels of queries and keys of a map, of `words` by stack; ValueError if there is not one for each."""
+    queries, keys = words[one.stack], words["encoder" if one.kind == "cross" else one.stack]
+    if (len(queries), len(keys)) != one.weights.shape[1:]:
+        raise ValueError(
+            f"expected one label for each of the {one.weights.shape[1]} queries and {one.weights.shape[2]} keys of the "
+            f"{one.stack} {one.kind}-attention, got {len(queries)} and {len(keys)}. Pass source= and target=."
+        )
+    return queries, keys
+
+
+def check_finite(*weights: np.ndarray) -> None:
+    """Raise ValueError if a weight is not finite."""
+    if not all(np.isfinite(one).all() for one in weights):
+        raise ValueError("attention weights must be finite. Check the parameters of the model.")
+
+
 def layer_weights(
     intermediates: Mapping[str, Any], config: TransformerConfig, stack: str, kind: Literal["self", "cross"]
 ) -> list[Any]:
-    """Return the weights (B, N, T, S) of each attention layer of a stack, which may be traced, in order.
-
-    Arguments are those of `attention_maps`; `stack` is "encoder" or "decoder".
-    """
+    """Return the weights (B, N, T, S), traced or not, of each attention layer of a stack ("encoder", "decoder")."""
     name = f"{kind}_attention"
     return [parts[name] for _, parts in _layers(intermediates[stack], config, stack) if name in parts]
 

@@ -21,17 +21,8 @@ def loss_curve(
 ) -> None:
     """Plot train/loss and eval/loss of a metrics.jsonl file by step into a PNG file.
 
-    The loss axis is logarithmic if `falls_by_decades` of all losses; its label then says so.
-
-    Args:
-        metrics_path: the metrics.jsonl file.
-        png_path: file to write.
-        title: title of the plot.
-        unit: unit of the loss.
-
-    Raises:
-        FileNotFoundError: the metrics file does not exist.
-        ValueError: it contains no finite loss.
+    The loss axis is logarithmic if `falls_by_decades` of all losses; its label then says so. A ValueError if there is
+    no finite loss.
     """
     records = read_metrics(metrics_path)
     train, evaluation = _series(records, "train/loss"), _series(records, "eval/loss")
@@ -65,10 +56,9 @@ def loss_curve(
 
 
 def falls_by_decades(values: np.ndarray) -> bool:
-    """Return whether an axis for values (n,) should be logarithmic.
+    """Return whether an axis for values (n,) should be logarithmic: none is negative, positive ones differ tenfold.
 
-    This is the case if no value is negative and the largest one is at least ten times the smallest positive one. On a
-    linear axis, the lower values would be one flat line on the bottom edge.
+    On a linear axis, the lower values would be one flat line on the bottom edge.
     """
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0]
@@ -93,10 +83,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def log_axis(axes: Axes, values: np.ndarray) -> None:
-    """Make the y axis logarithmic, with limits for values (n,) and plain numbers at its ticks.
-
-    A line to the value 0, which has no logarithm, ends on the bottom edge.
-    """
+    """Make the y axis logarithmic, with plain numbers at its ticks; a line to 0 ends on the bottom edge."""
     axes.set_yscale("log", nonpositive="clip")
     axes.set_ylim(*log_limits(values))
     axes.yaxis.set_major_locator(FixedLocator(log_ticks(*axes.get_ylim())))
@@ -111,16 +98,9 @@ def compare_losses(
     bounds: Mapping[str, float] | None = None,
     title: str = "Loss",
 ) -> None:
-    """Plot the losses of several runs into a PNG file.
+    """Plot the losses of several runs, lists of (step, loss in nats per token) by name, into a PNG file.
 
-    Args:
-        runs: for each run, by name, a list of [step, loss in nats per token].
-        png_path: file to write.
-        bounds: values of horizontal lines, by name.
-        title: title of the plot.
-
-    Raises:
-        ValueError: there is no run, or a run has no points.
+    `bounds` are horizontal lines by name. A ValueError if there is no run, or a run has no points.
     """
     for name, points in runs.items():
         if not len(points):
@@ -146,8 +126,7 @@ def compare_losses(
 
 
 def _limits(runs: Mapping[str, Sequence[Sequence[float | int]]], bounds: Mapping[str, float]) -> tuple[float, float]:
-    """Return limits of the loss axis: from below the lowest value to above the highest loss after a tenth of the
-    points.
+    """Return limits of the loss axis: from below the lowest value to above the highest one after a tenth of them.
 
     The first losses are nearly equal in all runs, but so high that the differences would not be visible.
     """
@@ -172,10 +151,7 @@ def _series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the running mean over the `window` values around each value; at the ends over fewer values.
-
-    The result has the length of `values`. A mean is a difference of two cumulative sums, divided by their distance.
-    """
+    """Return the running mean over the `window` values around each value, by cumulative sums; fewer at the ends."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     centers = np.arange(len(values))
     low = np.maximum(centers - window // 2, 0)

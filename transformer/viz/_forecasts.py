@@ -22,17 +22,8 @@ def forecast_picture(
 ) -> None:
     """Plot windows of a time series into a PNG file, with one column per window and one row per channel.
 
-    Args:
-        past: input of the model, (windows, steps, channels).
-        future: actual values after the input, (windows, horizon, channels).
-        forecast: forecast of these values, of the same shape.
-        columns: name of each channel.
-        png_path: file to write.
-        title: title of the plot, above all windows.
-        names: title of each window; (): "window 1 of 2", and so on.
-
-    Raises:
-        ValueError: the shapes of the arrays do not match, or there is not one name per window.
+    `columns` names the channels, `names` the windows; (): "window 1 of 2", and so on. A ValueError if the shapes of the
+    arrays do not match, or there is not one name per window.
     """
     windows, steps, channels = past.shape
     if future.shape != forecast.shape or future.shape[::2] != (windows, channels) or len(columns) != channels:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from transformer.config._local_paths import local_path
 from transformer.config._parts import Patches
-from transformer.viz._attention_weights import AttentionMap, attention_rollout
-from transformer.viz._output_files import PNG_METADATA, files_in
+from transformer.viz._attention_weights import AttentionMap, attention_rollout, check_finite
+from transformer.viz._output_files import files_in
+from transformer.viz._style import save
 
 _DPI = 110
 _PANEL, _TITLE, _EDGE, _TOP, _BOTTOM = 1.9, 0.26, 0.14, 0.46, 0.3  # inches
@@ -90,25 +90,20 @@ def check_image(image: np.ndarray, patches: Patches) -> None:
 def patch_weights(weights: Float[np.ndarray, "N T S"], patches: Patches) -> np.ndarray:
     """Return the weights of the patches, (N, T, S) -> (N, rows, columns): of the class token or, without one, the mean
     over the T queries. Learned tokens are left out among the keys, so that a picture may sum to less than 1.
-
-    Raises:
-        ValueError: the number of keys is not that of the patches, or a weight is not finite.
     """
     if weights.shape[-1] != patches.positions:
         raise ValueError(
             f"expected the weights of {patches.positions} positions ({patches.extra_tokens} learned tokens and "
             f"{patches.count} patches), got {weights.shape[-1]}. Pass the maps of the same image encoder."
         )
-    if not np.isfinite(weights).all():
-        raise ValueError("attention weights must be finite. Check the parameters of the model.")
+    check_finite(weights)
     chosen = weights[:, 0] if patches.class_token else weights.mean(1)
     rows, columns = patches.image_height // patches.patch_size, patches.image_width // patches.patch_size
     return chosen[:, patches.extra_tokens :].reshape(-1, rows, columns)
 
 
 def painted(image: np.ndarray, weights: np.ndarray, patch_size: int) -> np.ndarray:
-    """Color the patches of an image (height, width, channels) in gray by their weights (rows, columns), relative to the
-    largest one.
+    """Color the patches of an image (height, width, channels) in gray by their weights, relative to the largest one.
 
     Pixels outside of all patches, at the right and at the bottom, get no color. The result is (height, width, 3).
     """
@@ -152,4 +147,4 @@ def draw_pictures(
         # A $ in a word does not start a formula.
         axes.set_title(name, loc="left", fontsize=8, color=_INK, pad=3, fontfamily=list(fonts), parse_math=False)
         axes.set_axis_off()
-    FigureCanvasAgg(figure).print_png(os.fspath(path), metadata=PNG_METADATA)
+    save(figure, path)

@@ -19,13 +19,7 @@ _HEAD = 4096
 
 
 def is_replaceable(path: str | os.PathLike) -> bool:
-    """Return whether a file can be written without losing data of the user.
-
-    This is the case if the file is missing, is empty, or was written by this package.
-
-    Raises:
-        OSError: the file can't be read.
-    """
+    """Return whether a file is missing, empty or written by this package: it can be replaced without losing data."""
     path = Path(path)
     if not os.path.lexists(path):
         return True

@@ -15,13 +15,12 @@ import numpy as np
 
 
 def fill_page(name: str, title: str, program: str, data: Mapping[str, Any]) -> str:
-    """Return the page with the body NAME.html of this directory, a program, the style sheet NAME.css, and the data.
+    """Return the ASCII page with the body NAME.html of this directory, a program, NAME.css, and the data.
 
-    The content security policy of the page allows exactly this program and this style sheet, and no network access.
-    The page is ASCII.
+    Its content security policy allows exactly this program and this style sheet, and no network access.
     """
     style = part(f"{name}.css")
-    policy = f"default-src 'none'; img-src data:; style-src {_digest(style)}; script-src {_digest(program)}"
+    policy = f"default-src 'none'; img-src data:; style-src {digest(style)}; script-src {digest(program)}"
     parts = {
         "policy": html.escape(policy, quote=False),
         "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
@@ -44,6 +43,6 @@ def encoded(array: np.ndarray) -> str:
     return base64.b64encode(array.tobytes()).decode("ascii")
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
     """Return the hash by which a content security policy allows an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

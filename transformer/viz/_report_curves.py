@@ -85,8 +85,7 @@ class Line:
     """
 
     label: str
-    color: int
-    """index of the run, which selects the color"""
+    color: int  # index of the run, which selects the color
     dots: bool
     steps: np.ndarray
     values: np.ndarray
@@ -98,12 +97,7 @@ class Line:
 
 
 def lines_of(chart: Chart, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[Line]:
-    """Return the lines of a chart that have values.
-
-    Args:
-        chart: the chart.
-        runs: records of each run, as returned by `read_metrics`, by name.
-    """
+    """Return the lines of a chart that have values, for the records of runs (`read_metrics`) by name."""
     found = []
     for color, (name, records) in enumerate(runs.items()):
         for place, metric in enumerate(chart.metrics):
@@ -118,7 +112,7 @@ def lines_of(chart: Chart, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> l
     return found
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -165,6 +159,12 @@ def frame_of(chart: Chart, lines: Sequence[Line]) -> Frame | None:
     return Frame(right, float(low), float(high + margin))
 
 
+def _visible(chart: Chart, lines: Sequence[Line]) -> Frame:
+    if (frame := frame_of(chart, lines)) is None:
+        raise ValueError(f"{chart.title} has no finite value to plot. Remove the chart.")
+    return frame
+
+
 def unit_of(chart: Chart, frame: Frame) -> str:
     """Return the label of the value axis: the unit, and whether the axis is logarithmic."""
     return ", ".join(part for part in (chart.unit, "log scale" * frame.logarithmic) if part)
@@ -173,17 +173,9 @@ def unit_of(chart: Chart, frame: Frame) -> str:
 def svg(chart: Chart, lines: Sequence[Line], key: str) -> str:
     """Return a plot of the lines as an SVG element, which the style sheet of the page colors.
 
-    Args:
-        chart: the chart.
-        lines: its lines.
-        key: unique id of the element's clip path.
-
-    Raises:
-        ValueError: no value is finite.
+    `key` is the unique id of its clip path.
     """
-    frame = frame_of(chart, lines)
-    if frame is None:
-        raise ValueError(f"{chart.title} has no finite value to plot. Remove the chart.")
+    frame = _visible(chart, lines)
     title = escaped(f"{chart.title}: {'; '.join(map(last_value, lines))}")
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">',
@@ -203,7 +195,7 @@ def svg(chart: Chart, lines: Sequence[Line], key: str) -> str:
     return "".join([*parts, '</g><line class="cursor" y1="10" y2="266" hidden=""/></svg>'])
 
 
-def escaped(value: Any) -> str:
+def escaped(value: object) -> str:
     """Escape a value as HTML text; control characters other than line ends and tabs are replaced."""
     bad = {c for c in str(value) if unicodedata.category(c) in ("Cc", "Cs")} - {"\n", "\t"}
     return html.escape(str(value).translate({ord(c): "\ufffd" for c in bad}))
@@ -237,10 +229,9 @@ def _path(steps: np.ndarray, values: np.ndarray, frame: Frame) -> str:
 
 
 def kept_points(values: np.ndarray, most: int = MOST_POINTS) -> list[int]:
-    """Return indices of the points of `values` (n,) to draw: at most about `most`.
+    """Return indices of at most about `most` of the points of `values` (n,) to draw.
 
-    Each section of a longer line keeps its lowest value, its highest value and the first one that is not finite, so
-    that no spike disappears.
+    Each section of a longer line keeps its extrema and the first value that is not finite: no spike disappears.
     """
     count = len(values)
     if count <= most:
@@ -285,9 +276,7 @@ def last_value(line: Line) -> str:
 
 def save_png(chart: Chart, lines: Sequence[Line], png_path: str | os.PathLike) -> None:
     """Plot the lines into a PNG file; raise ValueError if no value is finite."""
-    frame = frame_of(chart, lines)
-    if frame is None:
-        raise ValueError(f"{chart.title} has no finite value to plot. Remove the chart.")
+    frame = _visible(chart, lines)
     figure = new_figure(8, 4.2, dpi=130)
     axes = figure.add_subplot()
     dress(axes, chart.title, "step", unit_of(chart, frame))

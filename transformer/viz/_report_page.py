@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
 import os
@@ -15,6 +13,7 @@ from typing import Any
 
 from transformer.config._local_paths import local_path
 from transformer.viz._output_files import HTML_MARK, check_replaceable
+from transformer.viz._page_parts import digest
 from transformer.viz._report_curves import (
     CHARTS,
     LEFT,
@@ -75,27 +74,19 @@ class RunReport:
 def report_page(runs: Sequence[RunReport], *, title: str, made: str = "") -> str:
     """Return an HTML page of one or several runs. Its content security policy forbids network access.
 
-    Several runs share the plots, and the page lists the fields in which their recipes differ.
-
-    Args:
-        runs: the runs.
-        title: heading of the page.
-        made: time and command that created the page.
-
-    Raises:
-        ValueError: there is no run, or two runs have the same name.
+    Several runs share the plots, and the page lists the fields in which their recipes differ. `made` is the time and
+    the command that created the page. A ValueError if there is no run, or two runs have the same name.
     """
     return _page(runs, charts_of(runs), title, made)
 
 
 def _page(runs: Sequence[RunReport], charts: Sequence[tuple[Chart, list[Line]]], title: str, made: str) -> str:
     script = _part("report_page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {digest(script)}; base-uri 'none'"
     body = [
         f"<h1>{breakable(title)}</h1>",
         f'<p class="quiet">{breakable(made)}</p>' * bool(made),
-        _overview(runs),
+        _by_run(runs, "run", [{"status": run.status, **run.facts} for run in runs]),
         _curves(charts),
         _differences(runs),
         _last_values(runs),
@@ -149,13 +140,7 @@ def _picture(page: Path, chart: Chart) -> Path:
 
 
 def charts_of(runs: Sequence[RunReport]) -> list[tuple[Chart, list[Line]]]:
-    """Return the charts that have a finite value, with the units of the runs, and their lines.
-
-    A line without a finite value stays in its chart.
-
-    Raises:
-        ValueError: there is no run, or two runs have the same name.
-    """
+    """Return the charts that have a finite value, with the units of the runs, and their lines, finite or not."""
     _check(runs)
     records, found = {run.name: run.records for run in runs}, []
     units = dict.fromkeys(run.unit for run in runs)
@@ -207,10 +192,6 @@ def _name(runs: Sequence[RunReport], place: int) -> str:
     return f"{key}{breakable(runs[place].name)}"
 
 
-def _overview(runs: Sequence[RunReport]) -> str:
-    return _by_run(runs, "run", [{"status": run.status, **run.facts} for run in runs])
-
-
 def _curves(charts: Sequence[tuple[Chart, list[Line]]]) -> str:
     if not charts:
         return (
@@ -252,11 +233,8 @@ def _figure(chart: Chart, lines: Sequence[Line], key: str) -> str:
     )
 
 
-def breakable(value: Any) -> str:
-    """Escape a value as HTML text whose long words, such as paths and field names, may wrap after punctuation.
-
-    The element <wbr> is not part of the text that a reader copies.
-    """
+def breakable(value: object) -> str:
+    """Escape a value as HTML text; long words may wrap after punctuation, by <wbr>, which is not copied."""
     return _LONG.sub(lambda found: _JOINT.sub("<wbr>", found[0]), escaped(value))
 
 

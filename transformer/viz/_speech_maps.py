@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from transformer.config._local_paths import local_path
 from transformer.viz._attention_maps import check_pixels, fonts_for, short_label
-from transformer.viz._attention_weights import printable
-from transformer.viz._output_files import PNG_METADATA, files_in
+from transformer.viz._attention_weights import check_finite, printable
+from transformer.viz._output_files import files_in
+from transformer.viz._style import save
 
 _DPI = 110
 _WIDTH, _SOUND, _LINE, _TOP, _BOTTOM, _LEFT, _RIGHT, _GAP = 11.0, 1.5, 0.2, 0.5, 0.75, 1.75, 0.2, 0.12  # inches
@@ -64,8 +64,7 @@ def save_speech_attention(
             f"expected at least one word, and a time and a row of weights for each, got {len(words)} words, "
             f"{len(times)} times and {weights.shape[2]} rows. Pass those of the same transcript."
         )
-    if not np.isfinite(weights).all():
-        raise ValueError("attention weights must be finite. Check the parameters of the model.")
+    check_finite(weights)
     total, digits = len(weights), len(str(len(weights)))
     named = ", ".join(f"{layer + 1}.{head + 1}" for layer, head in heads[:8]) + (", ..." if len(heads) > 8 else "")
     title = f"cross-attention, mean of the alignment heads (layer.head: {named})"
@@ -126,15 +125,11 @@ def _draw(
         one.tick_params(labelsize=8, labelcolor=_INK, color="#999999", length=2)
         one.spines[:].set(color="#999999", linewidth=0.6)
     sound.tick_params(labelbottom=False)
-    FigureCanvasAgg(figure).print_png(os.fspath(path), metadata=PNG_METADATA)
+    save(figure, path)
 
 
 def pooled(weights: Float[np.ndarray, "... S"], columns: int) -> tuple[Float[np.ndarray, "... C"], int]:
-    """Add the weights of neighboring encoder positions, so that at most `columns` remain.
-
-    Returns:
-        The sums, and the number of positions per column.
-    """
+    """Add the weights of neighboring positions to at most `columns` sums; also return how many each one has."""
     step = max(1, math.ceil(weights.shape[-1] / columns))
     starts = np.arange(0, weights.shape[-1], step)
     return np.add.reduceat(weights, starts, axis=-1), step

@@ -16,10 +16,7 @@ Numbers = Sequence[int | float]
 
 
 def scale_picture(
-    sizes: Numbers,
-    variances: Mapping[str, Numbers],
-    gradients: Mapping[str, Numbers],
-    png_path: str | os.PathLike,
+    sizes: Numbers, variances: Mapping[str, Numbers], gradients: Mapping[str, Numbers], png_path: str | os.PathLike
 ) -> None:
     """Plot the variance of the scores and the norm of the softmax gradient by d_k, one line per variant, into a PNG."""
     figure = new_figure(10, 4.4)
@@ -49,13 +46,9 @@ def positions_picture(
 ) -> None:
     """Plot similarity by distance into a PNG: one panel per group of schemes, and one for repetitions of sinusoids.
 
-    A line is the mean over neighboring distances; the band around it reaches from the minimum to the maximum.
-
-    Args:
-        panels: title -> scheme -> similarity at distances 0, 1, 2, ... (n,); three titles.
-        widths: width of sinusoids -> similarity at distances 0, 1, 2, ... (n,).
-        alike: similarity from which two positions count as almost equal.
-        png_path: file to write.
+    A line is the mean over neighboring distances; the band around it reaches from the minimum to the maximum. `panels`
+    has three titles -> scheme -> similarity at distances 0, 1, 2, ... (n,); `widths` the same by width of sinusoids.
+    From `alike` on, two positions count as almost equal.
     """
     figure = new_figure(12, 8)
     grid = figure.subplots(2, 2)
@@ -89,10 +82,7 @@ def positions_picture(
 
 
 def memory_picture(
-    lengths: Numbers,
-    kernels: Mapping[str, Numbers],
-    padding: Mapping[str, float],
-    png_path: str | os.PathLike,
+    lengths: Numbers, kernels: Mapping[str, Numbers], padding: Mapping[str, float], png_path: str | os.PathLike
 ) -> None:
     """Plot bytes by length, one line per kernel, and fractions of padding (0 to 1) as bars, into a PNG file."""
     figure = new_figure(11, 4.4)

@@ -13,7 +13,7 @@ from transformer.config._local_paths import local_path
 from transformer.config._parts import Patches
 from transformer.viz._attention_maps import fonts_for, short_label
 from transformer.viz._attention_page import check_weights
-from transformer.viz._attention_weights import printable
+from transformer.viz._attention_weights import check_finite, printable
 from transformer.viz._image_maps import check_image, draw_pictures
 from transformer.viz._image_page import packed, write_image_page
 from transformer.viz._output_files import files_in
@@ -132,5 +132,4 @@ def _check(image: np.ndarray, weights: np.ndarray, rollout: np.ndarray, words: S
             f"{patches.positions} patches, at least one word, got {weights.shape} and {rollout.shape}. Pass those of "
             f"the same text."
         )
-    if not (np.isfinite(weights).all() and np.isfinite(rollout).all()):
-        raise ValueError("attention weights must be finite. Check the parameters of the model.")
+    check_finite(weights, rollout)

@@ -16,8 +16,7 @@ from transformer.data.kinds._number_words import training_numbers, words
 SEQUENCES = 4_096
 """number of number words that are sampled; from a file, at most four times as many lines are sampled"""
 BATCH_ROWS = 64
-"""rows per batch at the length of the longest sequence; every strategy uses at most this number of positions per
-batch"""
+"""rows per batch at the length of the longest sequence; every strategy has at most this many positions"""
 BUCKETS = 8
 """maximum number of length buckets"""
 

@@ -125,11 +125,7 @@ def position_study(farthest: int = FARTHEST) -> PositionStudy:
 
 
 def encoding_similarity(scheme: Sinusoidal, features: int, distances: np.ndarray, start: int = 0) -> np.ndarray:
-    """Return the cosine similarity of the encodings at `start` and at `start` + each distance (n,), as (n,) float64.
-
-    It equals the mean of cos(distance x frequency) over the sine-cosine pairs, and therefore depends only on the
-    distance (Vaswani et al. 2017, section 3.5).
-    """
+    """Return the cosine similarity of the encodings at `start` and at `start` + each distance (n,), as (n,) float64."""
     encode = jax.jit(lambda row: scheme.encoding(row, features)[0])
 
     def unit(positions):
@@ -144,9 +140,8 @@ def encoding_similarity(scheme: Sinusoidal, features: int, distances: np.ndarray
 def rotation_similarity(scheme: PositionScheme, size: int, distances: np.ndarray, start: int = 0) -> np.ndarray:
     """Return the normalized score of a query at `start` and an equal key at `start` + each distance (n,), as (n,).
 
-    All entries are 1, so that all pairs have equal weight. For rotary embeddings the result is the mean of cos(distance
-    x frequency) over the pairs (Su et al. 2021, arXiv 2104.09864, section 3.4.3). The division by the norms cancels the
-    factor by which YaRN scales the scores.
+    All entries are 1, so that all pairs have equal weight: for rotary embeddings it is the mean of cos(distance x
+    frequency) over the pairs (Su et al. 2021, arXiv 2104.09864, section 3.4.3). The norms cancel the factor of YaRN.
     """
     rotate = jax.jit(lambda row: scheme.rotate(jnp.ones((*row.shape, 1, size)), row)[0, :, 0])
 
@@ -159,20 +154,13 @@ def rotation_similarity(scheme: PositionScheme, size: int, distances: np.ndarray
 
 
 def bias_factors(scheme: ALiBi, distances: np.ndarray, start: int = 0) -> np.ndarray:
-    """Return exp(bias) of each head, the factor on an attention weight at each distance (n,), as (N, n) float64.
-
-    The bias is added to the score before the softmax (Press et al. 2021, arXiv 2108.12409), so that it multiplies the
-    unnormalized weight by exp(bias).
-    """
+    """Return exp(bias) of each head, the factor on a softmax weight at each distance (n,), as (N, n) float64."""
     bias = scheme.bias(_row(np.array([start])), _row(start + distances))
     return np.exp(np.asarray(bias, np.float64)[0, :, 0])
 
 
 def bias_codes(scheme: T5Bias, distances: np.ndarray) -> np.ndarray:
-    """Return the bucket of the learned bias table for a key at each distance (n,) before its query, as (n,).
-
-    See Raffel et al. 2019, arXiv 1910.10683, section 2.1.
-    """
+    """Return the bucket of T5's bias (arXiv 1910.10683, section 2.1) for a key at each distance before its query."""
     # A table whose row i contains the value i: the bias of a key is then the index of its bucket.
     table = jnp.broadcast_to(jnp.arange(scheme.buckets, dtype=jnp.float32)[:, None], scheme.table_shape)
     query = int(distances.max())

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 
 from transformer.nn._attention import MultiHeadAttention
+from transformer.nn._axes import Array, PyTree
 from transformer.nn._blocks import Block
 from transformer.nn._stacks import Stack
 from transformer.nn.layers._layers import Embedding, FeedForward, Linear
@@ -70,14 +71,14 @@ class _Trace:
         self.found: dict[Size, None] = {}  # a dict, because a scanned layer is traced more than once
         self._repeats: dict[tuple[str, ...], int] = {}
 
-    def count_repeats(self, params: Any) -> None:
+    def count_repeats(self, params: PyTree) -> None:
         """Read from the parameters how often the layers of each stack repeat."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             names = tuple(entry.key for entry in path)
             if "layers" in names:
                 self._repeats[names[: names.index("layers") + 1]] = leaf.shape[0]
 
-    def record(self, path: tuple[str, ...], what: str, axes: str, array: Any) -> None:
+    def record(self, path: tuple[str, ...], what: str, axes: str, array: Array) -> None:
         """Add the shape of an array that the module at a path computes."""
         times = next((n for start, n in self._repeats.items() if path[: len(start)] == start), 1)
         self.found[Size("/".join(path), what, axes, array.shape, times)] = None
