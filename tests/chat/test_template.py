@@ -227,6 +227,17 @@ def test_a_template_that_was_stopped_does_not_hinder_the_next_one(small_limits):
     assert ChatTemplate("{{ messages[0].content }}").render(HELLO) == "Hello"
 
 
+def test_a_crash_of_the_process_is_reported_as_one(tmp_path, monkeypatch):
+    program = tmp_path / "_program.py"
+    program.write_text("import os\ndef prepare(_):\n    return lambda message: os.kill(os.getpid(), 11)")
+    crashing = LimitedProcesses(program, None, seconds=9.0, most_bytes=2**26)
+    monkeypatch.setattr(_template, "_renderers", lambda: crashing)
+    with pytest.raises(
+        ChatTemplateError, match=r"because the process that renders it was ended by SIGSEGV\. Correct it"
+    ):
+        ChatTemplate("x")
+
+
 def test_a_template_writes_the_given_date():
     made = ChatTemplate("{{ strftime_now('%d %b %Y') }}")
     assert made.run({}, now=datetime(1999, 12, 31)).text == "31 Dec 1999"

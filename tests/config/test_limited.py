@@ -8,7 +8,14 @@ import time
 
 import pytest
 
-from transformer.config._limited import AT_A_TIME, PROGRAM, Cancellation, LimitedProcesses, LimitExceededError
+from transformer.config._limited import (
+    AT_A_TIME,
+    PROGRAM,
+    Cancellation,
+    CrashedError,
+    LimitedProcesses,
+    LimitExceededError,
+)
 
 SOURCE = """
 import os, time
@@ -17,6 +24,7 @@ def prepare(values):
     def work(message):
         time.sleep(message.get("seconds", 0))
         bytearray(message.get("bytes", 0))
+        exec(message.get("code", ""))
         return [os.getpid(), values, message.get("text")]
 
     return work
@@ -43,6 +51,37 @@ def test_a_process_that_exceeds_a_limit_is_replaced(processes):
     with pytest.raises(LimitExceededError, match=r"^16 MiB of memory$"):
         processes.ask({"bytes": 2**40})
     assert processes.ask({})[0] != number
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("import no_such_module", r"ended with status 1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("os.kill(os.getpid(), 11)", "was ended by SIGSEGV"),
+        ("os.write(2, b'first\\nlast \\xff.\\n'); os.abort()", "was ended by SIGABRT: last \ufffd"),
+        ("os._exit(3)", "ended with status 3"),
+    ],
+)
+def test_a_crash_is_not_reported_as_a_limit(processes, code, how):
+    number = processes.ask({})[0]
+    with pytest.raises(CrashedError, match=f"^{how}$"):
+        processes.ask({"code": code})
+    assert processes.ask({})[0] != number
+
+
+@pytest.mark.parametrize(
+    "code", ["raise MemoryError", "os.write(2, b'memory allocation of 9 bytes failed\\n'); os.abort()"]
+)
+def test_a_lack_of_memory_is_reported_as_the_limit(processes, code):
+    with pytest.raises(LimitExceededError, match=r"^16 MiB of memory$"):
+        processes.ask({"code": code})
+
+
+def test_a_program_that_does_not_start(tmp_path):
+    program = tmp_path / "_program.py"
+    program.write_text("import no_such_module")
+    with pytest.raises(OSError, match=r"_program.py ended with status 1: ModuleNotFoundError: No module named 'no_su"):
+        LimitedProcesses(program, None, seconds=1.0, most_bytes=2**24).ask({})
 
 
 def test_threads_use_a_bounded_number_of_processes(processes):

@@ -81,6 +81,14 @@ def test_a_check_that_was_cancelled_before_it_began():
     assert checks().reason_against(grammar_of({"type": "integer"}), cancellation) == "its check was cancelled"
 
 
+def test_a_crash_is_reported_as_one(tmp_path, monkeypatch):
+    program = tmp_path / "_program.py"
+    program.write_text("import os\ndef prepare(_):\n    return lambda message: os.kill(os.getpid(), 11)")
+    monkeypatch.setattr(_grammar_checks, "PROGRAM", program)
+    reason = checks().reason_against(grammar_of({}), Cancellation())
+    assert reason == "the process that compiles it was ended by SIGSEGV. Simplify it"
+
+
 def test_a_process_is_kept_and_ended_with_its_owner():
     made = checks()
     for number in range(3):

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 from transformer.chat._functions import tool_schemas
 from transformer.chat._messages import check_documents, check_messages, plain
 from transformer.config._checks import ConfigError
-from transformer.config._limited import LimitedProcesses, LimitExceededError
+from transformer.config._limited import CrashedError, LimitedProcesses, LimitExceededError
 from transformer.config._untrusted import parse_json
 
 MAX_CHARACTERS = 2**20
@@ -203,6 +203,8 @@ class ChatTemplate:
             answers = _renderers().ask((self.source, several, now or datetime.now()))
         except LimitExceededError as error:
             answers = [{"kind": "stopped", "error": f"was stopped, because it needs more than {error}"}]
+        except CrashedError as error:
+            answers = [{"kind": "stopped", "error": f"was stopped, because the process that renders it {error}"}]
         if len(answers) != len(several):
             raise self._error(answers[0])
         return answers

@@ -6,25 +6,47 @@ Code in a library can't be stopped from within its process, and its memory can't
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 PROGRAM = Path(__file__).with_name("_limited_worker.py")
 AT_A_TIME = 4
 """maximum number of processes that work, or wait for a message"""
+OUT_OF_MEMORY = errno.ENOMEM
+"""status of a process that ended at the limit of memory"""
+_SIGNS = (b"memory allocation of ", b"bad_alloc", b"annot allocate memory", b"MemoryError")
+"""what compiled code writes to stderr when the limit of memory ends it"""
 
 
 class LimitExceededError(Exception):
     """A process needed more than a limit, which the text of the error names, such as "2 seconds"."""
+
+
+class CrashedError(Exception):
+    """A process ended for another reason than a limit; the text of the error says how: "ended with status 1"."""
+
+
+class _Ending(NamedTuple):
+    """How a process ended: its status (the number of a signal is negative), and the end of what it wrote to stderr."""
+
+    status: int
+    said: bytes
+
+    def __str__(self) -> str:
+        how = f"ended with status {self.status}" if self.status >= 0 else f"was ended by {_signal_name(-self.status)}"
+        lines = self.said.decode("utf-8", errors="replace").strip().splitlines()
+        return f"{how}: {lines[-1].strip()[:300].rstrip('.')}" if lines else how
 
 
 class Cancellation:
@@ -77,6 +99,7 @@ class LimitedProcesses:
 
         Raises:
             LimitExceededError: the answer needs more time or memory than the limits, or the work was cancelled.
+            CrashedError: the process ended for another reason.
             OSError: no process can be started.
         """
         watched = cancellation or Cancellation()
@@ -88,14 +111,21 @@ class LimitedProcesses:
             finally:
                 watched.watch(None)
             if not line.endswith(b"\n"):
-                seconds, most = self._settings["seconds"], self._settings["most_bytes"]
-                timed_out = _end(process) == -signal.SIGALRM
-                raise LimitExceededError(f"{seconds:g} seconds" if timed_out else f"{most // 2**20} MiB of memory")
+                self._raise(process, watched.cancelled)
             if self.close.alive and not watched.cancelled:
                 self._idle.append(process)
             else:
                 _end(process)
         return json.loads(line)
+
+    def _raise(self, process: subprocess.Popen, cancelled: bool) -> NoReturn:
+        """Raise the error of a process that ended without an answer."""
+        ending = _end(process)
+        if ending.status == -signal.SIGALRM:
+            raise LimitExceededError(f"{self._settings['seconds']:g} seconds")
+        if cancelled or ending.status == OUT_OF_MEMORY or any(sign in ending.said for sign in _SIGNS):
+            raise LimitExceededError(f"{self._settings['most_bytes'] // 2**20} MiB of memory")
+        raise CrashedError(str(ending))
 
     def _take(self) -> subprocess.Popen:
         """Return a process that waits, or a new one."""
@@ -113,14 +143,17 @@ class LimitedProcesses:
 
     def _start(self) -> subprocess.Popen:
         """Return a new process that is prepared."""
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        # A file, because nobody reads a pipe while the process works, and a full pipe would stop it.
+        errors = tempfile.TemporaryFile()  # noqa: SIM115  `_end` closes it
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         # Settings of the allocator can reserve much memory at the start, which would not count.
         allocator = ("GLIBC_TUNABLES", "MALLOC_")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(allocator)}
         process = subprocess.Popen([sys.executable, "-P", str(PROGRAM)], env=environment, **pipes)
+        process.stderr = errors
         if not _ask(process, self._settings):
             name = Path(self._settings["program"]).name
-            raise OSError(f"the process that runs {name} ended with status {_end(process)}.")
+            raise OSError(f"the process that runs {name} {_end(process)}.")
         return process
 
 
@@ -134,13 +167,23 @@ def _ask(process: subprocess.Popen, message: Any) -> bytes:
         return b""
 
 
-def _end(process: subprocess.Popen) -> int:
-    """End a process, and return its status."""
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _end(process: subprocess.Popen) -> _Ending:
+    """End a process, and return how it ended."""
     process.kill()  # does nothing if it has ended, but is not yet waited for: its own status stays
     with contextlib.suppress(BrokenPipeError):  # a part of a message that was not read
         process.stdin.close()
     process.stdout.close()
-    return process.wait()
+    status = process.wait()
+    with process.stderr as errors:
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4096))
+        return _Ending(status, errors.read())
 
 
 def _end_all(idle: deque[subprocess.Popen]) -> None:

@@ -7,7 +7,9 @@ JSON. If the process exceeds a limit, the operating system ends it, also within 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import resource
 import runpy
@@ -41,16 +43,19 @@ def main() -> None:
     work = runpy.run_path(settings["program"])["prepare"](settings["values"])
     limit_memory(settings["most_bytes"])
     answer = None
-    while True:
-        answers.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
-        answers.flush()
-        try:
-            message = pickle.load(messages)
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_REAL, settings["seconds"])
-        answer = work(message)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        while True:
+            answers.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+            answers.flush()
+            try:
+                message = pickle.load(messages)
+            except EOFError:
+                return
+            signal.setitimer(signal.ITIMER_REAL, settings["seconds"])
+            answer = work(message)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except MemoryError:
+        os._exit(errno.ENOMEM)  # the traceback could need memory, too; the parent knows this status
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformer.config._limited import Cancellation, LimitedProcesses, LimitExceededError
+from transformer.config._limited import Cancellation, CrashedError, LimitedProcesses, LimitExceededError
 
 SECONDS = 2.0
 """time in which a grammar must compile"""
@@ -51,4 +51,6 @@ class GrammarChecks:
             if cancellation.cancelled:
                 return "its check was cancelled"
             return f"it does not compile within {error}. Simplify it"
+        except CrashedError as error:
+            return f"the process that compiles it {error}. Simplify it"
         return None
