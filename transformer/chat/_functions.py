@@ -24,11 +24,7 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def tool_schemas(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
-    """Return the schemas of tools: dicts are used as they are, functions are described by `function_schema`.
-
-    Raises:
-        ConfigError: a tool is neither a dict nor a function, or a function can't be described.
-    """
+    """Return the schemas of tools: dicts are used as they are, functions are described by `function_schema`."""
     if tools is None:
         return None
     if isinstance(tools, str | dict) or not isinstance(tools, Sequence):

@@ -112,9 +112,6 @@ def without_sources(messages: Any) -> tuple[Any, list[Any]]:
     """Return the messages of a conversation with the sources of images removed, and the sources in order.
 
     The source of a part of type image is its entry `image`, `path` or `url`: a path, a PIL image or an array.
-
-    Raises:
-        ConfigError: a part of type image without a source, or with several.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return messages, []  # `check_messages` reports the error
@@ -140,16 +137,9 @@ def without_sources(messages: Any) -> tuple[Any, list[Any]]:
 
 
 def expanded(text: str, places: Sequence[int], breaks: Sequence[int], images: ImagePrompts) -> tuple[str, list[int]]:
-    """Return a rendered conversation with its markers of images expanded.
+    """Expand the markers of images at `places` of a conversation; return the text, and where the `breaks` then are.
 
-    Args:
-        text: the conversation.
-        places: sorted starts of the markers.
-        breaks: sorted places in the text that must keep their characters.
-        images: the text of images.
-
-    Returns:
-        The text, and the places of the breaks in it.
+    Places and breaks are sorted.
     """
     parts, last = [], 0
     for place in places:

@@ -183,11 +183,8 @@ class ChatEncoder:
     def _encoded(self, text: str, breaks: Sequence[int], character: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a rendered text, and for each the (start, end) of its characters.
 
-        Args:
-            text: the text.
-            breaks: sorted places in it; a marker with one inside, or at its beginning, is text.
-            character: a character that does not occur in the text. It is put into such markers, so that the tokenizer
-                does not recognize them, and its own tokens are removed.
+        A marker with one of the sorted breaks inside, or at its beginning, is text. The character, which does not occur
+        in the text, is put into such markers: the tokenizer does not recognize them. Its own tokens are removed.
         """
         cuts = sorted({self._cut(start, end, breaks) for start, end in self._all.spans(text)} - {-1})
         remedy = "Shorten the conversation, or download the tokenizer's file again"

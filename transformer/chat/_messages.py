@@ -81,12 +81,7 @@ def _refuse(name: str, expected: str, value: Any) -> NoReturn:
 
 
 def plain(value: Any, name: str, depth: int = MAX_DEPTH) -> Any:
-    """Return a copy of a value that consists of JSON types only, so that a template can't reach methods of others.
-
-    Raises:
-        ConfigError: a value has another type, or is nested too deeply.
-        ValueError: a text has a lone surrogate.
-    """
+    """Return a copy of a value that consists of JSON types only, so that a template can't reach methods of others."""
     if depth == 0:
         raise ConfigError(f"{name} is nested more than {MAX_DEPTH} levels deep. Simplify it.")
     if value is None or type(value) in (bool, int, float):
@@ -108,11 +103,7 @@ def plain(value: Any, name: str, depth: int = MAX_DEPTH) -> Any:
 
 
 def check_documents(documents: Any) -> list[dict[str, Any]] | None:
-    """Return documents as plain dicts; None if there are none.
-
-    Raises:
-        ConfigError: they are not a list of dicts.
-    """
+    """Return documents as plain dicts; None if there are none."""
     if documents is None:
         return None
     found = plain(documents, "documents")

@@ -251,22 +251,13 @@ def _tagged(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
 
 
 def _fitted(template: ChatTemplate, number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in the form that a template reads.
+    """Return a checked message in the form that a template reads; `number` is its index, for errors.
 
     Most templates write `message.content` as it is, so that a list would become the text of a Python list. For them,
     the texts of the parts are joined by line breaks, as vLLM and llama.cpp do. Others iterate over the parts, and get
     parts also for a text, if they need them. A message with calls of tools may have no content; a template that fails
     then gets an empty one. The arguments of a call are an object or, as OpenAI writes them, its JSON text; a template
     reads one of the two.
-
-    Args:
-        template: the template.
-        number: index of the message, for errors.
-        message: a checked message.
-
-    Raises:
-        ConfigError: the message has an image, and the template reads only texts; or the arguments of a call are neither
-            an object nor its JSON text.
     """
     content, role = message.get("content"), message["role"]
     if "tool_calls" in message:

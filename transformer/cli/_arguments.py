@@ -35,12 +35,7 @@ class Command:
 
 
 def parse(command: type[Parsed], name: str, arguments: Sequence[str]) -> Parsed:
-    """Parse arguments into a command; `--help` prints the docstrings of the class and its fields.
-
-    Raises:
-        ConfigError: an unknown option (the error suggests the nearest one), a missing or wrong value, or a remote path.
-        SystemExit: --help was printed (code 0).
-    """
+    """Parse arguments into a command; `--help` prints the docstrings of the class and its fields (SystemExit)."""
     options = [*_options(command), "--help"]
     for word in arguments:
         option = word.split("=", 1)[0]
@@ -112,11 +107,7 @@ def _refuse_empty_paths(command: type, name: str, arguments: Sequence[str]) -> N
 
 @contextlib.contextmanager
 def option_names_in_errors(**options: str) -> Iterator[None]:
-    """Replace field names in the message of a ConfigError with the options that set them.
-
-    Args:
-        options: field name -> option name with underscores; `size="beam_size"` replaces `size` with `--beam-size`.
-    """
+    """Replace field names in a ConfigError with their options: `size="beam_size"` turns `size` into `--beam-size`."""
     try:
         yield
     except ConfigError as error:

@@ -95,12 +95,7 @@ class _Batch:
     bad: Sequence[BadLine]
 
     def answer_together(self) -> None:
-        """Answer in connected processes: all with one model, for which process 0 reads and writes, or each one its
-        shard.
-
-        Raises:
-            ConfigError: the processes do not see each other's answers.
-        """
+        """Answer in connected processes: with one model, for which process 0 reads and writes, or each its shard."""
         import jax
 
         from transformer.serve._batch import Answers

@@ -67,11 +67,7 @@ def load_chat(command: Any) -> tuple[Chat, LoadedModel]:
 
 
 def image_reader(opened: LoadedModel, images: Sequence[str]) -> ImagePrompts | None:
-    """Return how the model reads images in prompts; None if there are no images.
-
-    Raises:
-        ConfigError: there are images, but the model reads only text, or its files don't describe how it reads images.
-    """
+    """Return how the model reads images in prompts; None if there are no images."""
     if not images:
         return None
     from transformer.inference._image_prompts import image_prompts
@@ -80,12 +76,7 @@ def image_reader(opened: LoadedModel, images: Sequence[str]) -> ImagePrompts | N
 
 
 def open_chat(opened: LoadedModel, template: Path | None = None, images: ImagePrompts | None = None) -> Chat:
-    """Return the chat of a model, with the template of a file, or with the model's own.
-
-    Raises:
-        ConfigError: the model is not a causal model, it has no chat template, or the template is not a regular file.
-        ValueError: the template is invalid.
-    """
+    """Return the chat of a model, with the template of a file, or with the model's own."""
     from transformer.chat._template import ChatTemplate
     from transformer.inference._chat import open_chat as open_with
 

@@ -31,11 +31,7 @@ def call(name: str, arguments: Sequence[str]) -> int | None:
 
 
 def find(words: Sequence[str], commands: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Return the command that a command line begins with, and its arguments.
-
-    Raises:
-        ConfigError: the command is missing or unknown.
-    """
+    """Return the command that a command line begins with, and its arguments."""
     for size in (1, 2):
         name = " ".join(words[:size])
         if name in commands:

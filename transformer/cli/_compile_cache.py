@@ -62,13 +62,10 @@ def is_cache_warning(text: str) -> bool:
 
 
 def repair_cache(text: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Delete the damaged cache file that a warning of JAX reports.
+    """Delete the damaged cache file that a warning of JAX reports; return the message to print instead, None if it was.
 
     JAX recompiles the program, but it does not replace the damaged file, and would warn at every start. Nothing is
     deleted in a folder that the user chose.
-
-    Returns:
-        The message to print instead of the warning; None if this process has already printed it.
     """
     folder = environment.get(VARIABLE, "")
     try:

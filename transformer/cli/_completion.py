@@ -38,15 +38,7 @@ complete -o default -F _{function} {script}
 
 
 def completion(shell: str, commands: Iterable[str]) -> str:
-    """Return the completion script of a shell; files complete where neither a command nor an option does.
-
-    Args:
-        shell: name of the shell, one of `SHELLS`.
-        commands: names of the commands, of one or two words.
-
-    Raises:
-        ConfigError: the shell is not supported.
-    """
+    """Return the completion script of a shell; files complete where neither a command nor an option does."""
     if shell not in SHELLS:
         raise ConfigError(f"--completion must be {' or '.join(SHELLS)}, got {shell!r}. zsh: use bashcompinit and bash.")
     seconds: dict[str, list[str]] = {}

@@ -77,11 +77,7 @@ def unused_warning(present: str, used: str, environment: Mapping[str, str] = os.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the devices that JAX uses; return 0, or 1 if JAX cannot start its backend.
-
-    Raises:
-        ValueError: an unknown argument.
-    """
+    """Print the devices that JAX uses; return 0, or 1 if JAX cannot start its backend."""
     about = "List the accelerators of this machine and the devices that JAX uses."
     parser = argparse.ArgumentParser(prog=_called(), description=about, exit_on_error=False)
     parser.add_argument(

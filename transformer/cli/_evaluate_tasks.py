@@ -75,11 +75,7 @@ def _check(command: EvaluateTasks) -> None:
 
 
 def _load_on_all_devices(command: EvaluateTasks) -> tuple[LoadedModel, Any]:
-    """Load a model; with several devices, shard its parameters over all of them.
-
-    Returns:
-        The model, and the mesh (None: a single device).
-    """
+    """Load a model, and shard its parameters over a mesh of all devices; of a single device, the mesh is None."""
     import jax
 
     from transformer.inference._load import is_workdir

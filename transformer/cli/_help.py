@@ -20,12 +20,7 @@ from typing import Any, Literal, Union
 
 
 def command_help(command: type, called: str) -> str:
-    """Return the help of a command whose options are the fields of a dataclass.
-
-    Args:
-        command: the class.
-        called: the words that call the command.
-    """
+    """Return the help of a command, a dataclass whose fields are its options; `called` are the words that call it."""
     fields = dataclasses.fields(command)
     arguments = [f"{metavar_of(f)}{' ...' if 'tuple' in str(f.type) else ''}" for f in fields if is_positional(f)]
     width = max(shutil.get_terminal_size().columns - 2, 20)
@@ -74,14 +69,9 @@ def help_parser(usage: str, description: str) -> argparse.ArgumentParser:
 
 
 def add_option(section: Any, path: str, part: Any, name: str, *, off: bool = False) -> None:
-    """Add the option of a field of a dataclass to a section of the help.
+    """Add the option `path` ("model.num_layers") of a field of a dataclass to a group of arguments.
 
-    Args:
-        section: a group of arguments.
-        path: name of the option without dashes, such as "model.num_layers".
-        part: the dataclass, whose value is the default.
-        name: name of the field.
-        off: the dataclass is not in use.
+    The value of the dataclass `part` is the default; `off`: the dataclass is not in use.
     """
     doc, default = described(field_docs(type(part)).get(name, ""), getattr(part, name))
     section.add_argument(

@@ -119,11 +119,7 @@ class ModelInput:
 
 
 def draw(command: PromptCommand, opened: LoadedModel, text: ModelInput, command_line: str) -> None:
-    """Draw the attention maps; print the array shapes with --sizes, then the paths of the files.
-
-    Args:
-        command_line: the command line, for the page.
-    """
+    """Draw the attention maps; print the array shapes with --sizes, then the paths of the files."""
     labels = {name: opened.tokenizer.tokens(ids) for name, ids in text.rows.items()}
     shown = {_name(opened): opened}
     if command.compare is not None:
@@ -165,11 +161,7 @@ def _name(opened: LoadedModel) -> str:
 def _side_by_side(
     command: PromptCommand, opened: LoadedModel, text: ModelInput, labels: dict[str, list[str]]
 ) -> dict[str, LoadedModel]:
-    """Return the model and the model of --compare, by name.
-
-    Raises:
-        ConfigError: both are the same model, are of different kinds, or tokenize the text differently.
-    """
+    """Return the model and the model of --compare, by name."""
     if command.compare.isdecimal() or command.compare in ("best", "newest"):
         step = int(command.compare) if command.compare.isdecimal() else command.compare
         command = dataclasses.replace(command, step=step)
@@ -195,9 +187,7 @@ def _side_by_side(
 def _check_same_tokens(
     command: PromptCommand, other: LoadedModel, text: ModelInput, labels: dict[str, list[str]]
 ) -> None:
-    """Raise ConfigError unless the other model's tokenizer gives the same ids for the prompt and maps them to the same
-    tokens.
-    """
+    """Raise ConfigError unless the other model's tokenizer gives the same ids for the prompt, and the same tokens."""
     given = text.rows["source"] if "source" in text.rows else text.rows["target"][: text.generated_from]
     try:
         same = text.encode(other) == given and all(

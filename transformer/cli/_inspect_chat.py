@@ -36,11 +36,7 @@ def main(command: InspectChat, arguments: Sequence[str]) -> None:
 
 
 def _answered(command: InspectChat, opened: LoadedModel) -> ModelInput:
-    """Return a conversation as its template writes it, with the greedy answer of a chat model.
-
-    Raises:
-        ConfigError: the model is not a causal model, has no template, or the conversation fills its context.
-    """
+    """Return a conversation as its template writes it, with the greedy answer of a chat model."""
     from transformer.chat._chat import Chat
     from transformer.cli._texts import read_prompts, shown
     from transformer.generate._sampling import Sampling

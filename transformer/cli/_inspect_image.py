@@ -126,9 +126,7 @@ def _check_reader(command: InspectImage, opened: LoadedModel) -> None:
 
 
 def _capture(opened: LoadedModel, image: str) -> tuple[Any, Any, Any]:
-    """Return the pixels (height, width, channels) from 0 to 1 that the model reads, the config of its image encoder,
-    and the weights that this encoder sows.
-    """
+    """Return the pixels (height, width, channels) from 0 to 1, and the config and sown weights of the image encoder."""
     import jax
     import numpy as np
 

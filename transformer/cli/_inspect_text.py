@@ -69,11 +69,7 @@ def _read(command: InspectText, opened: LoadedModel) -> ModelInput:
 
 
 def _continued(opened: LoadedModel, prompt: str, ids: list[int], new: int) -> ModelInput:
-    """Return a prompt with its greedy continuation by a causal model.
-
-    Raises:
-        ConfigError: prompt and continuation together are longer than the context of the model.
-    """
+    """Return a prompt with its greedy continuation by a causal model."""
     from transformer.generate._generation import generate
     from transformer.generate._sampling import Sampling
     from transformer.inference import _generate as generating

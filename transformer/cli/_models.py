@@ -40,12 +40,7 @@ class ModelCommand(Command):
     """directory with a tokenizer.json to use instead of the tokenizer of the weights"""
 
     def load(self, **options: Any) -> LoadedModel:
-        """Load the model, with options of `zoo.load_pretrained`.
-
-        Raises:
-            ConfigError: the directory is the `checkpoints` directory of a run, or one of its checkpoints.
-            FileNotFoundError, ValueError: see `open_model`.
-        """
+        """Load the model, with options of `zoo.load_pretrained`."""
         from transformer.inference._opened_model import open_model
         from transformer.zoo._gguf import is_gguf
 

@@ -13,16 +13,9 @@ HELP = ("-h", "--help")
 def split_options(
     arguments: Sequence[str], *, flags: Iterable[str], options: Iterable[str], hint: str
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Split the options of a command itself from the rest: the recipe and its overrides.
+    """Split the words of a command line: the options of the command itself, and the recipe and its overrides.
 
-    Args:
-        arguments: the words of the command line.
-        flags: options without a value.
-        options: options with a value.
-        hint: ends the error about a missing value.
-
-    Raises:
-        ConfigError: an option has no value.
+    `flags` are options without a value; `hint` ends the error about a missing value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in flags:

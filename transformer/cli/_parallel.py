@@ -40,14 +40,8 @@ class Parallel:
     def together(self, again: str) -> Iterator[None]:
         """Connect this process to the others, before JAX computes anything; without a coordinator, do nothing.
 
-        At the end of the `with` block, each process waits for the others, at most five minutes.
-
-        Args:
-            again: what to do if a process is lost later, for the message.
-
-        Raises:
-            ConfigError: invalid options of processes.
-            ProcessesError: the coordinator does not answer, or another process is lost.
+        At the end of the `with` block, each process waits for the others, at most five minutes. `again` says what to do
+        if a process is lost later.
         """
         if not self.has_processes:
             yield
@@ -63,12 +57,8 @@ class Parallel:
     def mesh(self, *, copies: bool = False) -> Mesh | None:
         """Return the mesh of the model; None: one device.
 
-        Args:
-            copies: each of several processes may have a model of its own, on its own devices. A mesh larger than those
-                is one of all devices.
-
-        Raises:
-            ConfigError: a size below 1, more devices than there are, or a mesh with devices of some processes only.
+        With `copies`, each of several processes may have a model of its own, on its own devices; a mesh larger than
+        those is one of all devices.
         """
         sizes = {"tensor": self.tensor, "expert": self.expert}
         for axis, size in sizes.items():

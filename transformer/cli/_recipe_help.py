@@ -38,18 +38,9 @@ SHOWN = {
 def overridden(
     recipe: Recipe, words: Sequence[str], *, called: str, about: str, own: str, help_all: bool = False
 ) -> Recipe:
-    """Return the recipe with its fields overridden by a command line, or print its help.
+    """Return the recipe with its fields overridden by the words after it, or print its help and raise SystemExit.
 
-    Args:
-        recipe: recipe of the command.
-        words: arguments after the recipe.
-        called: the command up to the recipe.
-        about: description of the recipe.
-        own: lines about the options of the command itself.
-        help_all: print all options.
-
-    Raises:
-        SystemExit: help was printed (code 0).
+    `called` is the command up to the recipe, `about` describes the recipe, and `own` the options of the command itself.
     """
     recipe = override(recipe, [word for word in words if word not in HELP], program=called)
     if help_all or set(HELP) & set(words):

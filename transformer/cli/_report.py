@@ -83,12 +83,7 @@ def names_of(workdirs: Sequence[Path]) -> list[str]:
 
 
 def read_run(workdir: Path, name: str) -> RunReport:
-    """Read the report data of a run from its workdir.
-
-    Raises:
-        FileNotFoundError: the directory is not a workdir.
-        ValueError: a file can't be read; the message names it.
-    """
+    """Read the report data of a run from its workdir."""
     from transformer.training._recipe import load_recipe
     from transformer.training._serial import flatten
     from transformer.training.metrics._report import read_calls, read_example, read_samples

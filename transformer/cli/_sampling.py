@@ -139,13 +139,9 @@ class PromptsCommand(SamplingCommand):
         write: Callable[[str, int, Callable[[str], None]], StreamedText],
         shown: Callable[[StreamedText], str],
     ) -> None:
-        """Print texts that are generated one after the other, in pieces.
+        """Print texts that are generated one after the other, in pieces; each prompt gives `samples` texts.
 
-        Args:
-            run: the model.
-            prompts: the prompts; each gives `samples` texts.
-            write: generates the text of a prompt with a seed, and passes its pieces to a function.
-            shown: what is printed of a text.
+        `write` generates the text of a prompt with a seed, and passes its pieces to a function; `shown` is printed.
         """
         from transformer.cli import _texts as texts
 
@@ -179,11 +175,7 @@ class ChatOptions:
     """variable of the template as NAME=VALUE, such as enable_thinking=false"""
 
     def variables(self) -> dict[str, Any]:
-        """Return the variables of the template that --switch sets; a value is JSON, or else a text.
-
-        Raises:
-            ConfigError: an entry has no name or no "=".
-        """
+        """Return the variables of the template that --switch sets; a value is JSON, or else a text."""
         found: dict[str, Any] = {}
         for entry in self.switch:
             name, separator, value = entry.partition("=")

@@ -83,10 +83,6 @@ def make_service(
             the maximum of a request.
         draft: causal model: proposes tokens for speculative decoding; None: nothing does.
         mesh: causal model: devices over which it is sharded; None: one device.
-
-    Raises:
-        ConfigError: the server has no interface for a model of this kind, or the sizes do not fit it.
-        ValueError: the draft does not fit the model.
     """
     common = {"name": opened.directory.resolve().name, "api_key": api_key, "local_only": local_only}
     is_sentence_encoder = opened.pretrained is not None and (opened.directory / "modules.json").exists()
@@ -172,11 +168,7 @@ def _translation_service(opened: LoadedModel, max_tokens: int | None, **common: 
 
 
 def _longest(max_tokens: int | None, context: int | None) -> int:
-    """Return the maximum number of tokens of a request.
-
-    Raises:
-        ConfigError: it exceeds the context of the model.
-    """
+    """Return the maximum number of tokens of a request; raise ConfigError if it exceeds the context of the model."""
     if max_tokens is None:
         return min(context or USUAL_TOKENS, USUAL_TOKENS)
     if context is not None and max_tokens > context:

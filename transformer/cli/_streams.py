@@ -55,17 +55,9 @@ def decode_argument(text: str) -> str:
 
 
 def open_input(path: Path, content: str) -> BinaryIO:
-    """Open an input file for reading, and wait until a named pipe has something to read.
+    """Open an input file with this content, a word for messages, and wait until a named pipe has something to read.
 
     Nobody may write into a named pipe yet. Then a line on stderr says that the command waits for it.
-
-    Args:
-        path: the file.
-        content: what the file contains, for messages.
-
-    Raises:
-        ConfigError: it is a directory or a device, which can have no end.
-        OSError: it does not exist, or can't be read.
     """
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):

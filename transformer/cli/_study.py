@@ -26,13 +26,7 @@ class StudyCommand(Command):
 
 
 def run(name: str, study: Callable[[Any], tuple[dict[str, Any], str]], command: StudyCommand) -> None:
-    """Print the tables of a study and the path of its plot.
-
-    Args:
-        name: name of the study.
-        study: draws the plot; returns the JSON values and the text to print.
-        command: its options.
-    """
+    """Print the tables of a study and the path of its plot. `study` draws it, and returns JSON values and the text."""
     if not command.overwrite:
         check_replaceable([command.output])
     values, text = study(command)

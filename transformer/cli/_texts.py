@@ -25,16 +25,10 @@ MOST_NAMED = 5
 
 
 def read_prompts(given: Sequence[str], *, lines: bool, option: str = "--prompt") -> list[str]:
-    """Return the prompts of the command line and of stdin.
+    """Return the prompts of the command line and of stdin; `option` is named in errors.
 
-    Args:
-        given: prompts of the command line; "-" reads stdin. If there are none, stdin is read, unless it is a terminal.
-        lines: each non-empty line of stdin is a prompt; False: all of stdin, without its last line end, is one prompt.
-        option: name of the option, for error messages.
-
-    Raises:
-        ConfigError: there is no prompt.
-        ValueError: stdin is empty, is not UTF-8, or has more than `MOST_STDIN` bytes.
+    The prompt "-" reads stdin; without prompts stdin is read, unless it is a terminal. With `lines`, each non-empty
+    line of stdin is a prompt, otherwise all of stdin, without its last line end.
     """
     check_prompts(given, option)
     prompts: list[str] = []

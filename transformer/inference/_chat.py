@@ -12,12 +12,7 @@ from transformer.inference._loaded_model import LoadedModel
 
 
 def open_chat(opened: LoadedModel, template: Any = None, images: ImagePrompts | None = None) -> Chat:
-    """Return the chat of a model with its chat template, or with this one; `images`: how it reads images.
-
-    Raises:
-        ConfigError: the model is not a causal model, or it has no chat template.
-        ValueError: the template is invalid.
-    """
+    """Return the chat of a model with its chat template, or with this one; `images`: how it reads images."""
     if opened.kind.writes != "continuation":
         kind = type(opened.model).__name__
         raise ConfigError(

@@ -146,8 +146,7 @@ def classify_with_labels(
 def class_names(opened: LoadedModel) -> list[str]:
     """Return the names of a classifier's classes, or their numbers if they have no names.
 
-    Raises:
-        ConfigError: its outputs are not probabilities of mutually exclusive classes.
+    Raises ConfigError if its outputs are not probabilities of mutually exclusive classes.
     """
     classes = opened.model.config.output.num_classes
     problem = None if opened.pretrained is None else opened.pretrained.fields.get("problem_type")

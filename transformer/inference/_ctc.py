@@ -34,11 +34,7 @@ CONTEXT_SECONDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class CTCVocabulary:
-    """Characters of a model with CTC, from vocab.json and tokenizer_config.json (`Wav2Vec2CTCTokenizer`).
-
-    Raises:
-        ConfigError: no character for the blank.
-    """
+    """Characters of a model with CTC, from vocab.json and tokenizer_config.json (`Wav2Vec2CTCTokenizer`)."""
 
     characters: Mapping[int, str]
     """character by id"""
@@ -62,12 +58,7 @@ class CTCVocabulary:
 
     @staticmethod
     def load(directory: Path, size: int) -> CTCVocabulary:
-        """Load the vocabulary of a model with `size` logits.
-
-        Raises:
-            FileNotFoundError: there is no vocab.json.
-            ConfigError: a file is damaged, or has ids outside of the model or vocabularies of several languages.
-        """
+        """Load the vocabulary of a model with `size` logits."""
         if not (directory / VOCABULARY_FILE).exists():
             raise FileNotFoundError(
                 f"{directory} has no {VOCABULARY_FILE}, the characters of the model. Download it from the page of the "
@@ -105,11 +96,7 @@ class CTCVocabulary:
         return self.characters.get(token, self.unknown)
 
     def words(self, tokens: Sequence[int]) -> list[list[tuple[int, int, int]]]:
-        """Merge the most probable token of each frame to words.
-
-        Returns:
-            The words, each a list of (token, first frame, frame after the last one).
-        """
+        """Merge the tokens of frames to words: lists of (token, first frame, frame after the last one)."""
         # CTC (Graves et al. 2006, section 3.1): merge repeated characters, then remove blanks.
         runs, start = [], 0
         for character, group in itertools.groupby(tokens, key=self.character):
@@ -127,20 +114,11 @@ class CTCVocabulary:
 
 
 def recognize(opened: LoadedModel, samples: Any) -> list[Segment]:
-    """Recognize the words of a recording, and return a segment for each.
+    """Recognize the words of a recording (N,), mono, at the sampling rate of the model, and return a segment for each.
 
     The character of each frame is the most probable one. A recording of more than 30 seconds is read in windows of this
     length. The first and the last 5 seconds of a window are only context: their characters are those of the windows
     before and after.
-
-    Args:
-        opened: a model of wav2vec 2.0 or HuBERT with CTC.
-        samples: (N,), mono, at the sampling rate of the model.
-
-    Raises:
-        ConfigError: another kind of model, or settings that are missing or do not fit it.
-        FileNotFoundError: preprocessor_config.json or vocab.json is missing.
-        ValueError: invalid samples, or logits that are not finite.
     """
     features = waveform_features(opened)
     vocabulary = CTCVocabulary.load(opened.directory, opened.model.config.vocab_size)
@@ -173,12 +151,7 @@ def recognize(opened: LoadedModel, samples: Any) -> list[Segment]:
 
 
 def waveform_features(opened: LoadedModel) -> Waveform:
-    """Return the feature settings of a model with CTC.
-
-    Raises:
-        ConfigError: the settings are those of another kind of model.
-        FileNotFoundError: preprocessor_config.json is missing.
-    """
+    """Return the feature settings of a model with CTC."""
     features = load_features(opened.directory)
     if not isinstance(features, Waveform):
         raise ConfigError(

@@ -58,18 +58,7 @@ def embed(opened: LoadedModel, texts: Sequence[str], settings: SentenceSettings 
 def encode_sentences(
     opened: LoadedModel, texts: Sequence[str], settings: SentenceSettings, *, truncate: bool = True
 ) -> list[Columns]:
-    """Return token ids and token types of texts as `embed` reads them.
-
-    Args:
-        opened: the model.
-        texts: the texts.
-        settings: preprocessing and maximum length.
-        truncate: truncate long texts, with a warning; False: return all of their tokens.
-
-    Raises:
-        ConfigError: the model does not read text.
-        ValueError: a text that the tokenizer can't encode or that has no tokens.
-    """
+    """Return token ids and token types of texts as `embed` reads them; `truncate` cuts long texts, with a warning."""
     text_model(opened)
     prepared = [settings.prompt + text for text in texts]
     if settings.lower_case:
@@ -81,15 +70,7 @@ def encode_sentences(
 
 
 def embed_encoded(opened: LoadedModel, rows: Sequence[Columns], settings: SentenceSettings) -> np.ndarray:
-    """Compute embeddings of texts that `encode_sentences` has encoded.
-
-    Returns:
-        (n, D) float32, one vector per text; D is at most `settings.dimensions`.
-
-    Raises:
-        ConfigError: the model does not read text.
-        ValueError: results that are not finite.
-    """
+    """Compute the vectors (n, D) float32 of the texts of `encode_sentences`; D is at most `settings.dimensions`."""
     options = {"pooling": settings.pooling, "normalize": settings.normalize}
     compute = functools.partial(_vectors, text_model(opened), opened.params, **options)
     return np.stack(run_texts(opened, rows, compute))[:, : settings.dimensions]

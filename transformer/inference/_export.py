@@ -171,19 +171,10 @@ def export_adapter(
     step: Literal["best", "newest"] | int = "best",
     family: str | None = None,
 ) -> Family:
-    """Save the low-rank updates of a run in the format of PEFT, without the frozen parameters.
+    """Save the low-rank updates of a run in the format of PEFT, without the frozen parameters, and return the family.
 
-    Args:
-        workdir: workdir of a run with `lora`.
-        directory: new or empty directory.
-        step: which checkpoint to save.
-        family: family whose module names are used; None: that of the model that the run started from.
-
-    Returns:
-        The family.
-
-    Raises:
-        ConfigError: not the workdir of a run with `lora`, or updates that PEFT's format can't express.
+    The directory must be new or empty. Module names are those of the family; None: of the model that the run started
+    from. Raises ConfigError for updates that PEFT's format can't express.
     """
     from transformer.training.workdir._runs import load_updates
 

@@ -52,12 +52,7 @@ def generate_text(
     *,
     parse_special: bool = True,
 ) -> str:
-    """Return the continuation of a prompt by a causal model (of 200 tokens without a limit), or its translation by an
-    encoder-decoder.
-
-    Raises:
-        ValueError: the model generates no text, or the prompt is empty or too long.
-    """
+    """Return the continuation by a causal model (of 200 tokens without a limit), or the translation of a prompt."""
     check_text_model("generate", opened.model, opened.params)
     options = {"sampling": sampling, "seed": seed}
     if opened.kind.source:
@@ -69,13 +64,8 @@ def generate_text(
 def encode_prompt(opened: LoadedModel, prompt: str, *, parse_special: bool = True) -> list[int]:
     """Return the token ids of a prompt of a causal model, or of a source of an encoder-decoder.
 
-    Args:
-        opened: the model and its tokenizer.
-        prompt: the text.
-        parse_special: in a prompt, the name of a special token is that token. In a source it is always text.
-
-    Raises:
-        ValueError: the prompt is empty, the tokenizer can't encode it, or it is too long for the model.
+    With `parse_special`, the name of a special token in a prompt is that token. In a source it is always text. Raises
+    ValueError for a prompt that is empty, too long for the model, or that the tokenizer can't encode.
     """
     ids = encode(opened, prompt, "prompt", parse_special=parse_special)
     if not ids:
@@ -133,10 +123,6 @@ def translate(
 
     Without sampling and penalties, the text is that of the beam search and the rules that generation_config.json
     recommends, otherwise greedy. `max_new_tokens` of None is the limit in that file, or `USUAL_TARGET`.
-
-    Raises:
-        ConfigError: the model defines no start token of targets.
-        ValueError: a source can't be encoded, or there are more than `MOST_PROMPTS` prompts.
     """
     if len(prompts) > MOST_PROMPTS:
         raise ValueError(
@@ -312,10 +298,6 @@ def stream_text(
     With `parse_special`, the name of a special token in the prompt is that token, otherwise text.
     Without stop strings, the text equals that of `continue_texts` for one prompt, up to rounding. A prompt with images
     (paths, and how the model reads them) ends where it fills the context.
-
-    Raises:
-        ConfigError: the number of images is not that of the markers in the prompt, or they fill the context.
-        ValueError: an image or the prompt can't be read.
     """
     context, more = opened.context or UNBOUNDED, {}
     if reader is None:

@@ -34,14 +34,8 @@ _IGNORED = {
 def recommended_beam(opened: LoadedModel, size: int = USUAL.size) -> Beam:
     """Return the beam search that the files of a model recommend; for fields that they lack, the usual one.
 
-    The fields have the meaning that they have in transformers. A warning lists those that are not supported.
-
-    Args:
-        opened: the model; one that is no encoder-decoder for text has no recommendations.
-        size: beam size without `num_beams`.
-
-    Raises:
-        ConfigError: a field has an invalid value.
+    The fields have the meaning that they have in transformers; `size` is the beam size without `num_beams`. A warning
+    lists those that are not supported. A model that is no encoder-decoder for text has no recommendations.
     """
     if opened.pretrained is None or opened.kind.writes != "translation":
         return dataclasses.replace(USUAL, size=size)

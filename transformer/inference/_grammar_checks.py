@@ -25,11 +25,7 @@ PROGRAM = Path(__file__).with_name("_grammar_worker.py")
 class GrammarChecks:
     """Checks whether grammars compile within the limits; from several threads at the same time, too.
 
-    Args:
-        tokens: the bytes of each token id.
-        special_ids: ids of the special tokens.
-        bos_id: id of the token that begins a text; None: there is none.
-        end_ids: ids that end a text, at least one.
+    `tokens` are the bytes of each token id; `end_ids` are the ids that end a text, at least one.
     """
 
     def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int], bos_id: int | None, end_ids: Sequence[int]):

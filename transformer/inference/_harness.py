@@ -391,17 +391,10 @@ def _target_scores(model: CausalLM, params: Any, batch: Batch) -> jax.Array:
 
 
 def rolling_windows(tokens: Sequence[int], prefix: int, length: int) -> Iterator[Pair]:
-    """Split tokens into windows of at most `length` predictions, each with at least one token of context.
+    """Yield windows (context, continuation) of at most `length` predictions, each with at least one token of context.
 
-    Each token is predicted once. The last window has the full length too: its first tokens are context only.
-
-    Args:
-        tokens: tokens to predict.
-        prefix: context of the first token.
-        length: context length of the model.
-
-    Yields:
-        (context, continuation) of each window.
+    Each token is predicted once; the context of the first one is `prefix`. The last window has the full length too: its
+    first tokens are context only.
     """
     text = [prefix, *tokens]
     for start in range(0, len(tokens), length):

@@ -30,11 +30,7 @@ def run_images(
 ) -> list[np.ndarray]:
     """Preprocess images and apply `compute(model, params, pixels)` to batches (B, height, width, channels) of them.
 
-    For a model that reads any aspect ratio, `pixels` are `ImagePatches`.
-
-    Raises:
-        ConfigError: the preprocessing is missing, or does not give images of the size that the model reads.
-        ValueError: results that are not finite; the message has the number of the image.
+    For a model that reads any aspect ratio, `pixels` are `ImagePatches`. Results that are not finite raise ValueError.
     """
     if processor is None:
         processor = image_processor(opened.directory)
@@ -46,11 +42,7 @@ def run_images(
 
 
 def with_size_of(opened: LoadedModel, processor: ImageProcessor) -> LoadedModel:
-    """Return the model for images of the size that the preprocessing gives.
-
-    Raises:
-        ConfigError: the model reads only images of another size.
-    """
+    """Return the model for images of the size that the preprocessing gives; raise ConfigError if it can't read them."""
     config, size = opened.model.config, processor.size
     if config.dynamic_images is not None:
         _check_multiple(opened, processor, config.dynamic_images)

@@ -99,9 +99,6 @@ def _with_image_size(opened: LoadedModel, recipe: Recipe) -> tuple[LoadedModel, 
     """Return the model for images of the size that the data gives, and its preprocessing.
 
     The preprocessing is that of the data config, unless it is the default: then it is that of the model's files.
-
-    Raises:
-        ConfigError: the model reads only images of another size, or its preprocessing is not supported.
     """
     given = getattr(recipe.data, "processor", None)
     if given is None or "images" not in opened.kind.reads:
@@ -119,11 +116,7 @@ def _origin(opened: LoadedModel) -> str:
 
 
 def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
-    """Build the classifier of the family of a pretrained model.
-
-    Returns:
-        Its config, the parameters that the files contain, and the paths of parameters that are dropped.
-    """
+    """Return the config of the classifier of the model's family, its parameters in the files, and the dropped paths."""
     found = opened.pretrained
     family = found.family
     name, head = next(((name, head) for name, head in family.heads.items() if head.model is Classifier), (None, None))
@@ -149,13 +142,10 @@ def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConf
 
 
 def _as_image_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
-    """Turn an encoder of images into a classifier of the classes of a recipe's data.
+    """Turn an encoder of images into a classifier of the data's classes; the results are those of `_as_classifier`.
 
     The head is kept if it has the same classes; their order may differ. Otherwise the classifier gets a new head on the
     pooled vector. Of a DualEncoder, only the encoder of images is used.
-
-    Returns:
-        Its config, the parameters that are kept, and the paths of those that are dropped.
     """
     model, params, names = opened.model, opened.params, recipe.data.class_names()
     if type(model) is VisionClassifier:
@@ -179,11 +169,7 @@ def _as_image_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[Transform
 
 
 def _with_new_head(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
-    """Replace the head of a run's model by the head of the recipe.
-
-    Returns:
-        The new config, the parameters without the head, and the paths of parameters that are dropped.
-    """
+    """Replace the head of a run's model by the head of the recipe; the results are those of `_as_classifier`."""
     given = recipe.model.output
     output = dataclasses.replace(
         opened.model.config.output,

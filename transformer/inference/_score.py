@@ -125,9 +125,7 @@ def _likelihoods(model: CausalLM, params: Any, batch: Batch) -> jax.Array:
 def _windows(opened: LoadedModel, text: str) -> list[tuple[Columns, int]]:
     """Split the tokens of a text into windows that overlap by half.
 
-    Returns:
-        For each window: its columns (input tokens, next tokens), and the index of the first prediction that no earlier
-        window has made.
+    Each has its columns (input tokens, next tokens), and the index of the first prediction that no earlier one made.
     """
     ids = opened.tokenizer.encode_source(text)
     if len(ids) < 2:

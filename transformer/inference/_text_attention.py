@@ -20,15 +20,9 @@ def reference_model(model: Any) -> Any:
 
 
 def sown_weights(model: Any, params: Any, rows: Sequence[Sequence[int]]) -> Any:
-    """Return the attention weights that a model sows; empty if no layer attends.
+    """Return the attention weights that a model sows for the token ids of its stacks; empty if no layer attends.
 
-    Args:
-        model: a model that reads tokens.
-        params: its parameters.
-        rows: token ids of each of its stacks, source before target.
-
-    Raises:
-        ValueError: the weights are more than a page can hold. This is checked by tracing, before they are computed.
+    Raises ValueError for weights that are more than a page can hold, before they are computed: the model is traced.
     """
     model, tokens = reference_model(model), [jnp.asarray([ids], jnp.int32) for ids in rows]
     compute = functools.partial(_sown, model)

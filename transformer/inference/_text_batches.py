@@ -87,22 +87,15 @@ def run_batches(
     longest: int | None = None,
     most: int | None = None,
 ) -> list[np.ndarray]:
-    """Run a function on batches of texts.
+    """Run a function on batches of texts, and return its results in the order of the texts.
 
     Texts of up to `PACKED` tokens are packed into rows of that many slots. Each longer text gets its own row, padded to
     a length of `bucket`. The number of rows is rounded up by less than a quarter. Therefore `compute` is compiled for
     only a few shapes, whatever the number and lengths of the texts.
 
-    Args:
-        texts: columns of each text.
-        compute: function from a batch to results (K, ...), one per text, or, with `each_token`, (R, T, ...), one per
-            slot. Rows that it adds at the end are ignored.
-        each_token: whether `compute` returns one result per slot.
-        longest: number of rows of the model's position table, to which padding is limited; None: no limit.
-        most: maximum slots of a batch, including padding; None: `slots_at_once()`.
-
-    Returns:
-        The results in the order of the texts.
+    `compute` returns results (K, ...), one per text, or, with `each_token`, (R, T, ...), one per slot. Rows that it
+    adds at the end are ignored. `longest` is the number of rows of the model's position table, to which padding is
+    limited; `most` is the maximum slots of a batch, including padding (None: `slots_at_once()`).
     """
     results: list[np.ndarray | None] = [None] * len(texts)
     add = counting("texts", len(texts))
@@ -125,17 +118,11 @@ def run_pairs(
     limits: tuple[int | None, int | None],
     most: int,
 ) -> list[np.ndarray]:
-    """Run a function on batches of source-target pairs.
+    """Run a function on batches of pairs: source tokens, decoder input, and as many tokens to predict.
 
-    Args:
-        pairs: (source tokens, decoder input, tokens to predict) of each pair; the last two have equal length.
-        compute: function of sources (R, S), their lengths (R,), decoder inputs (R, T) and tokens to predict (R, T),
-            with result (R, T).
-        limits: number of rows of the position tables of sources and targets; None: no limit.
-        most: maximum slots of a batch, separately for sources and targets, including padding.
-
-    Returns:
-        One number per target token, in the order of the pairs.
+    `compute` is a function of sources (R, S), their lengths (R,), decoder inputs (R, T) and tokens to predict (R, T),
+    with result (R, T); one number per target token is returned. `limits` are the numbers of rows of the position tables
+    of sources and targets; `most` is the maximum slots of a batch, separately for both, including padding.
     """
     results: list[np.ndarray | None] = [None] * len(pairs)
     add = counting("pairs", len(pairs))
@@ -239,12 +226,9 @@ def _one_each(texts: Sequence[Columns], slots: int) -> Batch:
 
 
 def _shared(numbers: Iterable[int], lengths: Sequence[int], slots: int) -> list[list[int]]:
-    """Distribute texts over packed rows, by best-fit decreasing bin packing.
+    """Distribute texts, sorted by decreasing length, over packed rows; return the numbers of the texts in each row.
 
-    Each text goes into the fullest row that has room for it. The texts must be sorted by decreasing length.
-
-    Returns:
-        The numbers of the texts in each row.
+    Best-fit decreasing bin packing: each text goes into the fullest row that has room for it.
     """
     rows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(slots + 1)]  # rows by number of free slots

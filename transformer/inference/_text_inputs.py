@@ -25,11 +25,7 @@ too much memory."""
 
 
 def text_model(opened: LoadedModel) -> Any:
-    """Return the model for inference, with a kernel for any length.
-
-    Raises:
-        ConfigError: the model does not read text.
-    """
+    """Return the model for inference, with a kernel for any length; raise ConfigError if it does not read text."""
     model = opened.model
     reads, classifies = opened.kind.reads, opened.kind.classifies
     if reads and "text" not in reads:

@@ -120,12 +120,7 @@ def sampling_rate(opened: LoadedModel) -> int:
 
 
 def speech_features(opened: LoadedModel) -> LogMel | Waveform:
-    """Return the feature settings of a speech model.
-
-    Raises:
-        ConfigError: another kind of model, or features that do not fit it.
-        FileNotFoundError: preprocessor_config.json is missing.
-    """
+    """Return the feature settings of a speech model."""
     if opened.kind.writes == "characters" and opened.pretrained is not None:
         return waveform_features(opened)
     if opened.kind.writes != "transcript" or opened.pretrained is None:
@@ -345,14 +340,8 @@ class Transcriber:
     def _segments(self, window: Window, start: int, length: int, timestamps: bool) -> tuple[list[Segment], int]:
         """Divide the tokens of a window into segments at pairs of timestamps.
 
-        Args:
-            window: the result of the window.
-            start: first frame of the window.
-            length: number of frames that belong to the recording.
-            timestamps: whether the tokens have timestamps.
-
-        Returns:
-            The segments, and the number of frames after which the next window starts.
+        The window begins at the frame `start`; `length` of its frames belong to the recording. The second result is the
+        number of frames after which the next window starts.
         """
         best = window.best
         if best.silent:

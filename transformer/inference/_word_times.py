@@ -32,9 +32,6 @@ CLOSING = "\"'.。,，!！?？:：”)]}、"
 def alignment_heads(opened: LoadedModel) -> tuple[tuple[int, int], ...]:
     """Return (layer, head) of the heads whose cross-attention follows the time: `alignment_heads` of
     generation_config.json. Without it, all heads of the second half of the decoder, as in Whisper's published code.
-
-    Raises:
-        ConfigError: a pair that is no layer and head of the decoder.
     """
     config = opened.model.config
     layers, heads = config.decoder_layers, config.num_heads
@@ -54,11 +51,7 @@ def alignment_heads(opened: LoadedModel) -> tuple[tuple[int, int], ...]:
 
 
 def median_width(opened: LoadedModel) -> int:
-    """Return the width of the median filter, in encoder positions: `median_filter_width` of config.json.
-
-    Raises:
-        ConfigError: the width is not odd.
-    """
+    """Return the width of the median filter, in encoder positions: `median_filter_width` of config.json."""
     width = opened.pretrained.fields.get("median_filter_width", MEDIAN_WIDTH)
     if type(width) is not int or width < 1 or width % 2 == 0:
         raise ConfigError(
@@ -77,16 +70,10 @@ def cross_attention(
     *,
     heads: tuple[tuple[int, int], ...],
 ) -> Float[Array, "N T S"]:
-    """Return the cross-attention weights (N, T, S) of chosen heads for tokens after the start token.
+    """Return the cross-attention weights of N heads, given as (layer, head), for tokens after the start token.
 
-    Compiled once per model, heads and T. The encoder does not run again: its keys and values are in the cache.
-
-    Args:
-        model: a `SpeechToText`; its attention kernel is replaced by `reference`, which computes the weights.
-        params: its parameters.
-        cache: the cache of `start_window` for one window; it is not changed.
-        tokens: (1, T); padding at the end does not change the weights of the tokens before it.
-        heads: layer and head of each of the N heads.
+    Compiled once per model, heads and T. The encoder does not run again: its keys and values are in the cache of
+    `start_window`. Padding at the end of the tokens does not change the weights of those before it.
     """
     variables, options = {"params": params}, {"cache": cache, "mutable": ["intermediates"]}
     _, seen = reference_model(model).apply(variables, None, tokens, **options)
@@ -155,12 +142,7 @@ def word_slices(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], l
     """Divide the text tokens of a segment into words, and return the slice of `tokens` of each word.
 
     A word starts with a space or is punctuation; punctuation is then joined with the word that it belongs to. In
-    languages without spaces, each character is a word.
-
-    Args:
-        decode: the tokenizer's `decode`.
-        tokens: text tokens, without timestamps.
-        language: code of the language, such as en; None is a language with spaces.
+    languages without spaces, each character is a word; a language of None has spaces.
     """
     words = _characters(decode, tokens)
     if language not in WITHOUT_SPACES:
