@@ -85,7 +85,7 @@ def test_a_conversation_is_saved(talk, tmp_path):
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(talk, monkeypatch, chat):
     """The first Ctrl-C ends the answer after the piece that is being computed; the next message is answered."""
-    shown, begun = [], command.start_reply
+    shown, begun = [], command.ReplyCommand.start_reply
 
     def interrupted(*given):
         stream = begun(*given)
@@ -104,7 +104,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(talk, monkeypatch, chat):
 
         return Interrupted()
 
-    monkeypatch.setattr(command, "start_reply", interrupted)
+    monkeypatch.setattr(command.ReplyCommand, "start_reply", interrupted)
     before = signal.getsignal(signal.SIGINT)
     code, out, _ = talk("Hello", "/reset", "Hello", options=("--max-new-tokens", "40"))
     whole = chat.reply([user("Hello")], max_new_tokens=40).text

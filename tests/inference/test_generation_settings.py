@@ -10,7 +10,7 @@ from inference_parts import write_models
 from starlette.testclient import TestClient
 
 from transformer.__main__ import main
-from transformer.cli._services import make_service
+from transformer.cli._services import ServiceSettings, make_service
 from transformer.config import ConfigError
 from transformer.generate import Beam, Rules
 from transformer.generate._beam import USUAL, Hypothesis
@@ -105,7 +105,7 @@ def test_every_command_searches_as_the_file_recommends(written, searches, monkey
     assert main(["generate", str(directory), "--prompt", TEXT]) == 0
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
     assert main(["translate", str(directory)]) == 0
-    service = make_service(opened, slots=1, max_tokens=None, api_key=None, local_only=True)
+    service = make_service(opened, ServiceSettings(slots=1, max_tokens=None))
     service.start()
     client = TestClient(service.application(), base_url="http://localhost")
     assert client.post("/v1/completions", json={"prompt": TEXT}).status_code == 200
@@ -133,7 +133,7 @@ def test_options_override_the_file(written, searches, monkeypatch):
     assert searches.pop()["max_new_tokens"] == 11
     opened.translate(TEXT, beam=USUAL)
     assert searches.pop()["beam"] == USUAL
-    service = make_service(opened, slots=1, max_tokens=None, api_key=None, local_only=True)
+    service = make_service(opened, ServiceSettings(slots=1, max_tokens=None))
     service.start()
     client = TestClient(service.application(), base_url="http://localhost")
     body = {"prompt": TEXT, "num_beams": 4, "length_penalty": 0, "n": 2, "max_tokens": 5}

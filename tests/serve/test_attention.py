@@ -11,7 +11,7 @@ from chat_parts import write_chat_model
 from starlette.testclient import TestClient
 
 from transformer.chat import Chat
-from transformer.cli._services import make_service
+from transformer.cli._services import ServiceSettings, make_service
 from transformer.inference import open_model
 from transformer.inference._text_attention import sown_weights
 from transformer.serve import _attention as module
@@ -31,7 +31,7 @@ def opened(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(opened):
-    service = make_service(opened, slots=1, max_tokens=128, api_key=KEY, local_only=True)
+    service = make_service(opened, ServiceSettings(slots=1, max_tokens=128, api_key=KEY))
     yield service
     service.close()
 

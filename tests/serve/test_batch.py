@@ -12,7 +12,7 @@ import pytest
 from chat_parts import write_chat_model
 
 from transformer.__main__ import main
-from transformer.cli._services import make_service
+from transformer.cli._services import ServiceSettings, make_service
 from transformer.config._checks import ConfigError
 from transformer.inference import open_model
 from transformer.serve._batch import Answers, answer_batch, read_batch
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(model):
-    made = make_service(open_model(model), slots=2, max_tokens=128, api_key=None, local_only=True, queue=64)
+    made = make_service(open_model(model), ServiceSettings(slots=2, max_tokens=128, queue=64))
     made.start()
     yield made
     made.close()
@@ -175,7 +175,7 @@ def test_longest_first(service, tmp_path, monkeypatch):
 
 
 def test_a_failure_ends_the_run_without_an_answer(model, tmp_path, monkeypatch):
-    made = make_service(open_model(model), slots=1, max_tokens=32, api_key=None, local_only=True)
+    made = make_service(open_model(model), ServiceSettings(slots=1, max_tokens=32))
     monkeypatch.setattr(made.engine._scheduler, "_read_part", lambda: 1 / 0)
     made.start()
     requests, _ = read(write_lines(tmp_path / "requests.jsonl", [line("a", prompt="a"), line("b", prompt="b")]))

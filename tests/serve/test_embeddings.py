@@ -13,7 +13,7 @@ from inference_parts import write_models
 from starlette.testclient import TestClient
 
 from transformer.__main__ import main
-from transformer.cli._services import make_service
+from transformer.cli._services import ServiceSettings, make_service
 from transformer.config._checks import ConfigError
 from transformer.inference import SentenceSettings, embed, open_model
 
@@ -37,9 +37,7 @@ def directories(tmp_path_factory):
 
 
 def serve(directory, **options):
-    return make_service(
-        open_model(directory), slots=1, api_key=None, local_only=True, **{"max_tokens": None, **options}
-    )
+    return make_service(open_model(directory), ServiceSettings(slots=1, **{"max_tokens": None, **options}))
 
 
 def client_of(service):

@@ -17,7 +17,7 @@ import uvicorn
 from chat_parts import write_chat_model
 from serve_parts import slow_down
 
-from transformer.cli._services import make_service
+from transformer.cli._services import ServiceSettings, make_service
 from transformer.generate import Beam, Sampling
 from transformer.generate._rows import RowSampling
 from transformer.inference import open_model
@@ -37,7 +37,7 @@ def opened(tmp_path_factory):
 
 
 def service_of(opened):
-    service = make_service(opened, slots=2, max_tokens=128, api_key=None, local_only=True)
+    service = make_service(opened, ServiceSettings(slots=2, max_tokens=128))
     service.warm_up(lambda done, total: None)
     return service
 

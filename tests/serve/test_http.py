@@ -19,7 +19,7 @@ from chat_parts import write_chat_model
 
 from transformer.__main__ import main
 from transformer.chat import Chat
-from transformer.cli._services import make_service
+from transformer.cli._services import ServiceSettings, make_service
 from transformer.config._checks import ConfigError
 from transformer.generate import Sampling, generate
 from transformer.inference import open_model
@@ -363,7 +363,7 @@ def test_a_local_server_without_key_refuses_other_hosts(opened):
     """A page that resolves its own name to the loopback address (DNS rebinding) sends that name as the host."""
     from starlette.testclient import TestClient
 
-    service = make_service(opened, slots=1, max_tokens=32, api_key=None, local_only=True)
+    service = make_service(opened, ServiceSettings(slots=1, max_tokens=32))
     client = TestClient(service.application(), base_url="http://localhost:8000")
     assert client.get("/health").status_code == 200
     assert client.get("/health", headers={"host": "evil.example:8000"}).status_code == 403
@@ -373,7 +373,7 @@ def test_a_local_server_without_key_refuses_other_hosts(opened):
 
 def test_a_model_with_a_tiny_context_is_an_error(opened):
     with pytest.raises(ValueError, match=r"^serve needs a model with a context of at least 16 tokens, got 8 in "):
-        make_service(dataclasses.replace(opened, context=8), slots=1, max_tokens=None, api_key=None, local_only=True)
+        make_service(dataclasses.replace(opened, context=8), ServiceSettings(slots=1, max_tokens=None))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from inference_parts import write_models
 from starlette.testclient import TestClient
 
 from transformer.chat import _markers
-from transformer.cli._services import make_service
+from transformer.cli._services import ServiceSettings, make_service
 from transformer.data.tokenizers import _pretrained
 from transformer.inference import open_model
 from transformer.serve import _bodies
@@ -31,7 +31,7 @@ def serve(directories):
     def get(kind):
         if kind not in services:
             options = {"slots": 1, "max_tokens": None if kind == "encoder" else 32, "api_key": None, "local_only": True}
-            services[kind] = make_service(open_model(directories[kind]), **options)
+            services[kind] = make_service(open_model(directories[kind]), ServiceSettings(**options))
         return services[kind]
 
     yield get

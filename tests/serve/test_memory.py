@@ -8,7 +8,7 @@ from chat_parts import write_chat_model
 from serve_parts import answers, prompts, started_engine, tiny_parts
 from starlette.testclient import TestClient
 
-from transformer.cli._services import make_service
+from transformer.cli._services import ServiceSettings, make_service
 from transformer.generate import Sampling
 from transformer.inference import open_model
 from transformer.serve import Request
@@ -70,7 +70,7 @@ def opened(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(opened):
-    made = make_service(opened, slots=2, max_tokens=64, api_key=None, local_only=True)
+    made = make_service(opened, ServiceSettings(slots=2, max_tokens=64))
     made.warm_up(lambda done, total: None)
     made.start()
     yield made

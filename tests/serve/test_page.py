@@ -15,7 +15,7 @@ from serve_parts import slow_down
 from starlette.testclient import TestClient
 
 from transformer.chat import Chat
-from transformer.cli._services import make_service
+from transformer.cli._services import ServiceSettings, make_service
 from transformer.inference import open_model
 from transformer.serve._page import page_response
 from transformer.serve._server import settings
@@ -31,7 +31,7 @@ def opened(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(opened):
-    return make_service(opened, slots=2, max_tokens=512, api_key=KEY, local_only=True)
+    return make_service(opened, ServiceSettings(slots=2, max_tokens=512, api_key=KEY))
 
 
 @pytest.mark.parametrize("mode", ["chat", "text"])

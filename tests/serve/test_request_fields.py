@@ -8,7 +8,7 @@ from scripted_slots import ScriptedSlots
 from starlette.testclient import TestClient
 
 from transformer.chat._prompts import ChatPrompts
-from transformer.cli._services import make_service
+from transformer.cli._services import ServiceSettings, make_service
 from transformer.inference import open_model
 from transformer.serve import _bodies as bodies
 from transformer.serve._batch import read_batch
@@ -34,7 +34,7 @@ def opened(tmp_path_factory):
 def service(opened):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformer.serve._engine.Slots", ScriptedSlots)
-        made = make_service(opened, slots=4, max_tokens=POSITIONS, api_key=None, local_only=True)
+        made = make_service(opened, ServiceSettings(slots=4, max_tokens=POSITIONS))
         made.start()
         yield made
         made.close()

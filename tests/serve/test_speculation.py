@@ -11,7 +11,7 @@ from serve_parts import answers, prompts, started_engine, tiny_parts
 from starlette.testclient import TestClient
 
 from transformer.__main__ import main
-from transformer.cli._services import make_service
+from transformer.cli._services import ServiceSettings, make_service
 from transformer.cli._speculation import SpeculationOptions
 from transformer.config import ConfigError, LearnedOptions
 from transformer.generate import Draft, PromptLookup, Sampling
@@ -165,7 +165,7 @@ def model(tmp_path_factory):
 def answer_over_http(opened, draft):
     """Return what a server answers, and the server."""
     body = {"prompt": ["a b", "c"], "max_tokens": 20, "temperature": 0.5, "seed": 3, "logprobs": 2, "stop": "zz"}
-    service = make_service(opened, slots=2, max_tokens=64, api_key=None, local_only=True, draft=draft)
+    service = make_service(opened, ServiceSettings(slots=2, max_tokens=64, draft=draft))
     service.start()
     client = TestClient(service.application(), base_url="http://localhost")
     choices = client.post("/v1/completions", json=body).json()["choices"]

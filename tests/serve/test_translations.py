@@ -8,7 +8,7 @@ import pytest
 from inference_parts import write_models
 from starlette.testclient import TestClient
 
-from transformer.cli._services import make_service
+from transformer.cli._services import ServiceSettings, make_service
 from transformer.generate import Beam
 from transformer.inference import open_model, translate_lines
 
@@ -22,7 +22,7 @@ def opened(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(opened):
-    made = make_service(opened, slots=1, max_tokens=None, api_key=None, local_only=True)
+    made = make_service(opened, ServiceSettings(slots=1, max_tokens=None))
     made.warm_up(lambda done, total: None)
     yield made
     made.close()

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from transformer.chat._channels import Channels
 from transformer.chat._image_prompts import ImagePrompts, without_sources
-from transformer.chat._pieces import StopStrings
+from transformer.chat._pieces import Detokenizer, StopStrings
 from transformer.chat._prompts import ChatPrompts, Message
 from transformer.chat._template import ChatTemplate, ChatTemplateError
 from transformer.config._checks import ConfigError
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.generate._sampling import Sampling
-from transformer.generate._streaming import TokenStream
+from transformer.generate._streaming import Piece, TokenStream
 
 MAX_NEW_TOKENS = 1024
 """default maximum number of tokens of a reply"""
@@ -48,9 +48,8 @@ class Reply:
 class ReplyStream:
     """The pieces of a reply, as they are generated; an iterator of texts. `reply` is the reply so far."""
 
-    def __init__(self, pieces: Iterator[Any], tokenizer: Tokenizer, stop: Sequence[str]):
-        self._pieces, self._stop = pieces, StopStrings(stop)
-        self._channels = Channels(tokenizer)
+    def __init__(self, pieces: Iterator[Piece], decoder: Channels | Detokenizer, stop: Sequence[str]):
+        self._pieces, self._decoder, self._stop = pieces, decoder, StopStrings(stop)
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._log_probabilities: list[float] = []
@@ -67,7 +66,7 @@ class ReplyStream:
     def reply(self) -> Reply:
         """The reply: complete after the last piece, before that its part so far."""
         text = "".join(self._text)
-        return Reply(text, self._tokens, self._log_probabilities, self._finish, self._channels.reasoning)
+        return Reply(text, self._tokens, self._log_probabilities, self._finish, self._decoder.reasoning)
 
     def _run(self) -> Iterator[str]:
         ended = False
@@ -75,11 +74,11 @@ class ReplyStream:
             self._tokens += piece.tokens
             self._log_probabilities += piece.log_probabilities
             ended = piece.ended
-            yield from self._given(self._channels.add(piece.tokens))
+            yield from self._given(self._decoder.add(piece.tokens))
             if self._stop.stopped:
                 self._finish = "stop"
                 return
-        yield from self._given(self._channels.finish())
+        yield from self._given(self._decoder.finish())
         held = self._stop.finish()
         self._finish = "stop" if self._stop.stopped else "end" if ended else "length"
         if held:
@@ -195,7 +194,7 @@ class Chat(ChatPrompts):
             eos_id=self.eos_ids,
             seed=seed,
         )
-        return ReplyStream(pieces, self.tokenizer, stop)
+        return ReplyStream(pieces, Channels(self.tokenizer), stop)
 
     def reply(self, messages: Sequence[Message], **options: Any) -> Reply:
         """Return the reply to a conversation. The options and errors are those of `stream`."""

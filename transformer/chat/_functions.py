@@ -32,7 +32,7 @@ def tool_schemas(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
     return [_schema(tool) for tool in tools]
 
 
-def _schema(tool: Any) -> dict[str, Any]:
+def _schema(tool: object) -> dict[str, Any]:
     if isinstance(tool, dict):
         return plain(tool, "a tool")
     if inspect.isfunction(tool) or inspect.ismethod(tool):
@@ -146,7 +146,7 @@ def _parameters(function: Callable[..., Any], name: str) -> dict[str, Any]:
     return schema | ({"required": required} if required else {})
 
 
-def _hint_schema(hint: Any) -> dict[str, Any] | None:
+def _hint_schema(hint: object) -> dict[str, Any] | None:
     """Return the JSON schema of a type hint; None if it has none."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is None:
@@ -161,7 +161,7 @@ def _hint_schema(hint: Any) -> dict[str, Any] | None:
     return _container(origin, inner)
 
 
-def _container(origin: Any, inner: Sequence[Any]) -> dict[str, Any] | None:
+def _container(origin: object, inner: Sequence[Any]) -> dict[str, Any] | None:
     """Return the schema of list[...], tuple[...] or dict[...]; None for other types."""
     if origin is list:
         items = _hint_schema(inner[0])

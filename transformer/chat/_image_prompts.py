@@ -117,7 +117,7 @@ def without_sources(messages: Any) -> tuple[Any, list[Any]]:
         return messages, []  # `check_messages` reports the error
     found: list[Any] = []
 
-    def bare(part: Any) -> Any:
+    def bare(part: object) -> object:
         if not isinstance(part, dict) or part.get("type") != "image":
             return part
         sources = [part[name] for name in ("image", "path", "url") if part.get(name) is not None]
@@ -129,7 +129,7 @@ def without_sources(messages: Any) -> tuple[Any, list[Any]]:
         found.extend(sources)
         return {"type": "image"}
 
-    def changed(message: Any) -> Any:
+    def changed(message: object) -> object:
         content = message.get("content") if isinstance(message, dict) else None
         return {**message, "content": [bare(part) for part in content]} if isinstance(content, list) else message
 

@@ -13,7 +13,7 @@ import bisect
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -147,7 +147,7 @@ class ChatEncoder:
         """Return the variables with the character in their texts, and (name, text) of each changed text."""
         touched: list[tuple[str, str]] = []
 
-        def change(value: Any, name: str, marks: _Marks) -> Any:
+        def change(value: object, name: str, marks: _Marks) -> object:
             if isinstance(value, str):
                 if places := marks.places(value):
                     touched.append((name, value))
@@ -161,7 +161,7 @@ class ChatEncoder:
                 return [change(one, name, marks) for one in value]
             return value
 
-        def change_key(key: Any, name: str, marks: _Marks) -> Any:
+        def change_key(key: object, name: str, marks: _Marks) -> object:
             return change(key, name, marks) if isinstance(key, str) and marks.names_in(key) else key
 
         messages = [
@@ -243,7 +243,7 @@ class ChatEncoder:
 class _Marks:
     """Find the names of markers in a text, and the parts of names at its ends."""
 
-    def __init__(self, names: Any):
+    def __init__(self, names: Iterable[str]):
         self._ordered = sorted(set(names), key=lambda name: (-len(name), name))
         self._longest = max(map(len, self._ordered), default=0)
         self._pattern = re.compile("|".join(map(re.escape, self._ordered)) or "(?!)")

@@ -20,7 +20,7 @@ _DATA_ROLES = ("tool", "function", "ipython")
 """roles whose content may be data other than text: results of a function"""
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
+def check_messages(messages: object) -> list[dict[str, Any]]:
     """Return the messages as new plain dicts, without entries that are None.
 
     A message has a `role` and a `content`, which is a text or a list of `{"type": "text", "text": ...}` and, for models
@@ -40,7 +40,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     return [_checked(number, message) for number, message in enumerate(messages)]
 
 
-def _checked(number: int, message: Any) -> dict[str, Any]:
+def _checked(number: int, message: object) -> dict[str, Any]:
     name = f"message {number}"
     if not isinstance(message, Mapping):
         _refuse(name, 'a dict such as {"role": "user", "content": "Hello"}', message)
@@ -61,7 +61,7 @@ def _checked(number: int, message: Any) -> dict[str, Any]:
     return found
 
 
-def _check_content(name: str, content: Any) -> None:
+def _check_content(name: str, content: object) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
@@ -76,11 +76,11 @@ def _check_content(name: str, content: Any) -> None:
             _refuse(f"a part of {name}", '{"type": "text", "text": ...}', part)
 
 
-def _refuse(name: str, expected: str, value: Any) -> NoReturn:
+def _refuse(name: str, expected: str, value: object) -> NoReturn:
     raise ConfigError(f"{name} must be {expected}, got {value!r:.80}. Correct it.")
 
 
-def plain(value: Any, name: str, depth: int = MAX_DEPTH) -> Any:
+def plain(value: object, name: str, depth: int = MAX_DEPTH) -> Any:
     """Return a copy of a value that consists of JSON types only, so that a template can't reach methods of others."""
     if depth == 0:
         raise ConfigError(f"{name} is nested more than {MAX_DEPTH} levels deep. Simplify it.")
@@ -102,7 +102,7 @@ def plain(value: Any, name: str, depth: int = MAX_DEPTH) -> Any:
     )
 
 
-def check_documents(documents: Any) -> list[dict[str, Any]] | None:
+def check_documents(documents: object) -> list[dict[str, Any]] | None:
     """Return documents as plain dicts; None if there are none."""
     if documents is None:
         return None

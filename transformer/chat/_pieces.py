@@ -23,6 +23,8 @@ class Detokenizer:
             of a text, and only there.
     """
 
+    reasoning = ""  # `Channels` has some
+
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._special = tokenizer.special_ids

@@ -42,7 +42,7 @@ class ChatPrompts:
         images: ImagePrompts | None = None,
         longest: int | None = None,
     ):
-        self.tokenizer = _with_markers(tokenizer)
+        self.tokenizer = with_markers(tokenizer, "conversations")
         self._files, self._images, self._longest = self.tokenizer.files, images, longest
         self._given = ChatTemplate(template) if isinstance(template, str) else template
         self._encoders: dict[ChatTemplate, ChatEncoder] = {}
@@ -106,12 +106,12 @@ class ChatPrompts:
         return self._encoders[template]
 
 
-def _with_markers(tokenizer: Tokenizer) -> PretrainedTokenizer:
-    """Return the tokenizer with names of special tokens that a template can write."""
+def with_markers(tokenizer: Tokenizer, use: str) -> PretrainedTokenizer:
+    """Return the tokenizer with names of special tokens, which texts for this use contain."""
     try:
         return as_pretrained(tokenizer)
     except ValueError as error:
-        raise ConfigError(f"this tokenizer can't be used for conversations: {error}") from None
+        raise ConfigError(f"this tokenizer can't be used for {use}: {error}") from None
 
 
 def _end_ids(tokenizer: PretrainedTokenizer, encoder: ChatEncoder) -> list[int]:

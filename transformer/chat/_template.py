@@ -157,7 +157,9 @@ class ChatTemplate:
         """Whether the template marks what the assistant writes, with `{% generation %}`."""
         return _GENERATION.search(self.source) is not None
 
-    def run(self, values: Mapping[str, Any], continue_final_message: bool = False, now: Any = None) -> Rendered:
+    def run(
+        self, values: Mapping[str, Any], continue_final_message: bool = False, now: datetime | None = None
+    ) -> Rendered:
         """Render checked variables; `now` is the time of `strftime_now` (None: the current time).
 
         Raises:
@@ -279,7 +281,7 @@ def _fitted(template: ChatTemplate, number: int, message: dict[str, Any]) -> dic
     return message if reads_parts else {**message, "content": "\n".join(part["text"] for part in content)}
 
 
-def _is_parts(content: Any) -> bool:
+def _is_parts(content: object) -> bool:
     """Return whether a content is a list of texts and images."""
     return isinstance(content, list) and all(
         isinstance(part, dict) and (part == {"type": "image"} or part.get("type") == "text") for part in content
@@ -321,7 +323,7 @@ def _reads(template: ChatTemplate, role: str, form: Literal["text", "parts", "im
     return text is not None and _PROBE in text and "'type'" not in text and '"type"' not in text
 
 
-def _tried(template: ChatTemplate, role: str, content: Any) -> str | None:
+def _tried(template: ChatTemplate, role: str, content: object) -> str | None:
     """Return a short conversation with a message of this role and content; None: the template refuses it."""
     call = _call({"key": "value"})
     before: dict[str, list[dict[str, Any]]] = {
@@ -337,12 +339,12 @@ def _tried(template: ChatTemplate, role: str, content: Any) -> str | None:
 def _reads_arguments_as_text(template: ChatTemplate) -> bool:
     """Return whether a template needs the arguments of a call as JSON text: an object fails, or becomes Python text."""
 
-    def text_of(arguments: Any) -> str:
+    def text_of(arguments: object) -> str:
         return template.attempt(_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_call(arguments)]}) or ""
 
     of_object, of_text = text_of({"key": _PROBE}), text_of(json.dumps({"key": _PROBE}))
     return (_PROBE not in of_object or "{'key'" in of_object) and json.dumps({"key": _PROBE}) in of_text
 
 
-def _call(arguments: Any) -> dict[str, Any]:
+def _call(arguments: object) -> dict[str, Any]:
     return {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": arguments}}

@@ -74,7 +74,7 @@ def _templates(files: Mapping[str, bytes], prefix: str) -> dict[str, tuple[str, 
     return templates
 
 
-def _named(value: Any, file: str) -> dict[str, str]:
+def _named(value: object, file: str) -> dict[str, str]:
     """Return the templates of a JSON value by name: a text, a list of named templates, or a dict of them."""
     if value is None:
         return {}

@@ -131,32 +131,36 @@ def _line_number(error: BaseException) -> int | None:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes the characters of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise_exception(message: Any) -> None:
+def _raise_exception(message: object) -> None:
     raise _Refused(str(message))
 
 
 class _Namespace(jinja2.utils.Namespace):
     """`namespace` in a template, without attributes that begin with an underscore: Python would call some of them."""
 
-    def __init__(*args: Any, **kwargs: Any):
+    def __init__(*args: object, **kwargs: object):
         self, *rest = args
         values = dict(*rest, **kwargs)
         for name in values:
             _Namespace._check_name(name)
         jinja2.utils.Namespace.__init__(self, values)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _Namespace._check_name(name)
         super().__setitem__(name, value)
 
     @staticmethod
-    def _check_name(name: Any) -> None:
+    def _check_name(name: object) -> None:
         if isinstance(name, str) and name.startswith("_"):
             raise jinja2.sandbox.SecurityError(f"a namespace can't have the attribute {name!r}")
 
@@ -166,7 +170,7 @@ class _Generation(jinja2.ext.Extension):
 
     tags = frozenset(["generation"])
 
-    def parse(self, parser: Any) -> nodes.CallBlock:
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.CallBlock:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
     from transformer.cli._compile_cache import *  # noqa: F403
     from transformer.cli._devices import *  # noqa: F403
 
-_EXPORTS = {
-    "_compile_cache": ("keep_compiled",),
-    "_devices": ("accelerator_present",),
-}
+_EXPORTS = {"_compile_cache": ("keep_compiled",), "_devices": ("accelerator_present",)}
 """public names by the file that defines them"""
 
 _MODULES = ("runtime",)

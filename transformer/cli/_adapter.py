@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from transformer.cli._arguments import Command
-from transformer.cli._convert import check_output, files, print_files
+from transformer.cli._convert import check_output, written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +33,6 @@ def main(command: Adapter) -> None:
     from transformer.inference._export import export_adapter
 
     chosen = export_adapter(command.directory, command.output, step=command.step, family=command.family)
-    if command.json:
-        values = {"workdir": str(command.directory), "family": chosen.name}
-        print(json.dumps(values | {"files": [str(path) for path in files(command.output)]}, indent=2))
-    else:
-        print(f"adapter for {chosen.title}")
-        print_files(command.output)
+    names, lines = written(command.output)
+    values = {"workdir": str(command.directory), "family": chosen.name, "files": names}
+    command.answer([f"adapter for {chosen.title}", *lines], values)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import tyro
 
@@ -32,6 +33,14 @@ class Command:
     """print JSON"""
     debug: bool = False
     """show the traceback of an error"""
+
+    def answer(self, lines: Iterable[object], values: Mapping[str, object]) -> None:
+        """Print the lines, or with --json the values. Non-ASCII characters of JSON are escaped, for any encoding."""
+        if self.json:
+            print(json.dumps(values, indent=2))
+            return
+        for line in lines:
+            print(line)
 
 
 def parse(command: type[Parsed], name: str, arguments: Sequence[str]) -> Parsed:
@@ -73,12 +82,12 @@ def _options(command: type, prefix: str = "--") -> Iterator[str]:
             yield name
 
 
-def _path_fields(command: Any) -> list[dataclasses.Field]:
+def _path_fields(command: Command | type[Command]) -> list[dataclasses.Field]:
     """Return the fields of a command that contain paths: those of the types `Path` and `PathText`."""
     return [field for field in dataclasses.fields(command) if "Path" in str(field.type)]
 
 
-def _refuse_remote_paths(command: Any) -> None:
+def _refuse_remote_paths(command: Command) -> None:
     """Raise ConfigError for a path that starts with a scheme, such as s3://."""
     for field in _path_fields(command):
         value = getattr(command, field.name)
@@ -88,21 +97,26 @@ def _refuse_remote_paths(command: Any) -> None:
                 local_path(path, name)
 
 
-def _refuse_empty_paths(command: type, name: str, arguments: Sequence[str]) -> None:
+def _refuse_empty_paths(command: type[Command], name: str, arguments: Sequence[str]) -> None:
     """Raise ConfigError for an empty path: pathlib would read it as the current directory."""
     fields = _path_fields(command)
     options = {f"--{field.name.replace('_', '-')}" for field in fields if not is_positional(field)}
     before, leading = "", True  # after an option, an empty argument may be one of several texts
     for word in arguments:
         option, separator, value = word.partition("=")
-        if option.replace("_", "-") in options and separator and not value:
-            raise ConfigError(f"{option} must name a file or a directory, got ''. Remove it, or pass a path.")
-        if word == "" and before.replace("_", "-") in options:
-            raise ConfigError(f"{before} must name a file or a directory, got ''. Remove it, or pass a path.")
+        empty = option if separator and not value else before if word == "" else ""
+        if empty.replace("_", "-") in options:
+            raise ConfigError(f"{empty} must name a file or a directory, got ''. Remove it, or pass a path.")
         leading = leading and not word.startswith("-")
         if word == "" and leading and len(fields) > len(options):
             raise ConfigError(f"{name} needs a file or a directory, got ''. Pass a path.")
         before = word
+
+
+def check_least(option: str, value: int | None, least: int = 1) -> None:
+    """Raise ConfigError for the value of an option that is below the least one; None: the option is not given."""
+    if value is not None and value < least:
+        raise ConfigError(f"--{option} must be at least {least}, got {value}.")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from transformer.cli._arguments import Command
-from transformer.config._checks import ConfigError
+from transformer.cli._arguments import Command, check_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +28,11 @@ class Average(Command):
 
 
 def main(command: Average) -> None:
-    if command.last < 1:
-        raise ConfigError(f"--last must be at least 1, got {command.last}.")
-
+    check_least("last", command.last)
     from transformer.training.workdir._average import average
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every file that it reads
     done = average(command.workdir, command.last, command.to)
-    if command.json:
-        print(json.dumps({"workdir": str(done.workdir), "of": str(command.workdir), "steps": done.steps}, indent=2))
-        return
     steps = ", ".join(map(str, done.steps))
-    print(f"averaged {len(done.steps)} checkpoints of {command.workdir} (steps {steps}): {done.workdir}")
+    line = f"averaged {len(done.steps)} checkpoints of {command.workdir} (steps {steps}): {done.workdir}"
+    command.answer([line], {"workdir": str(done.workdir), "of": str(command.workdir), "steps": done.steps})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from transformer.cli._services import ServiceCommand, check_sizes, make_service, report_compilation
+from transformer.cli._services import ServiceCommand, ServiceSettings, check_sizes, make_service, report_compilation
 from transformer.cli._streams import open_input
 from transformer.config._checks import ConfigError
 
@@ -178,12 +178,6 @@ class _Batch:
         from transformer.serve._bodies import MOST_CHOICES
 
         command = self.command
-        return make_service(
-            command.load_sharded(self.mesh),
-            slots=command.slots,
-            max_tokens=command.max_tokens,
-            api_key=None,
-            local_only=True,
-            queue=2 * command.slots * MOST_CHOICES,  # while some end, others wait already
-            mesh=self.mesh,
-        )
+        queue = 2 * command.slots * MOST_CHOICES  # while some end, others wait already
+        sizes = ServiceSettings(slots=command.slots, max_tokens=command.max_tokens, queue=queue, mesh=self.mesh)
+        return make_service(command.load_sharded(self.mesh), sizes)

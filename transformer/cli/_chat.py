@@ -10,7 +10,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from transformer.cli._arguments import PathText
 from transformer.cli._errors import describe
@@ -24,6 +25,7 @@ from transformer.config._untrusted import bounded_lines
 if TYPE_CHECKING:
     from transformer.chat._chat import Chat, ReplyStream
     from transformer.chat._image_prompts import ImagePrompts
+    from transformer.chat._prompts import Message
     from transformer.inference._loaded_model import LoadedModel
 
 COMMANDS = {
@@ -36,16 +38,35 @@ COMMANDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatCommand(ChatOptions, SamplingCommand):
-    """Talk to a chat model. Each line is a message; lines that begin with / are commands, which /help lists.
-
-    Ctrl-C stops an answer, Ctrl-D ends the conversation. If stdin is not a terminal, each of its lines is a message.
-    """
+class ReplyCommand(ChatOptions, SamplingCommand):
+    """Options of a command that prints the replies of a chat model."""
 
     max_new_tokens: int | None = None
     """maximum number of tokens of an answer; None: 1024"""
     temperature: float | None = None
     """sampling temperature (0: greedy); None: the value of generation_config.json, or 0"""
+
+    def load_chat(self, images: Sequence[str]) -> tuple[Chat, LoadedModel]:
+        """Return the chat of the model, which reads these images, and the model."""
+        opened = self.load_writer()
+        reader = image_reader(opened, images)
+        opened = self.quantized(opened)
+        return open_chat(opened, self.template, reader), opened
+
+    def start_reply(self, chat: Chat, messages: Sequence[Message], seed: int) -> ReplyStream:
+        """Return the reply to a conversation."""
+        limit = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
+        sampling = self.sampling_from(chat.sampling)
+        return chat.stream(messages, sampling=sampling, stop=self.stop, seed=seed, **limit, **self.variables())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatCommand(ReplyCommand):
+    """Talk to a chat model. Each line is a message; lines that begin with / are commands, which /help lists.
+
+    Ctrl-C stops an answer, Ctrl-D ends the conversation. If stdin is not a terminal, each of its lines is a message.
+    """
+
     image: tuple[PathText, ...] = ()
     """vision-language model: images at the beginning of the first message: --image a.jpg b.png"""
 
@@ -54,16 +75,8 @@ def main(command: ChatCommand) -> None:
     command.check()
     command.variables()
     check_images(command.image)
-    chat, _ = load_chat(command)
+    chat, _ = command.load_chat(command.image)
     Conversation(chat, command).hold(_lines())
-
-
-def load_chat(command: Any) -> tuple[Chat, LoadedModel]:
-    """Return the chat of a model with the options of `answer` or `chat`, and the model."""
-    opened = command.load_writer()
-    images = image_reader(opened, command.image)
-    opened = command.quantized(opened)
-    return open_chat(opened, command.template, images), opened
 
 
 def image_reader(opened: LoadedModel, images: Sequence[str]) -> ImagePrompts | None:
@@ -78,7 +91,7 @@ def image_reader(opened: LoadedModel, images: Sequence[str]) -> ImagePrompts | N
 def open_chat(opened: LoadedModel, template: Path | None = None, images: ImagePrompts | None = None) -> Chat:
     """Return the chat of a model, with the template of a file, or with the model's own."""
     from transformer.chat._template import ChatTemplate
-    from transformer.inference._chat import open_chat as open_with
+    from transformer.inference._opened_model import open_chat as open_with
 
     if template is None:
         return open_with(opened, images=images)
@@ -90,26 +103,19 @@ def open_chat(opened: LoadedModel, template: Path | None = None, images: ImagePr
         raise ConfigError(f"{template} is not UTF-8: byte {error.start} can't be read. Convert it.") from None
 
 
-def start_reply(command: Any, chat: Chat, messages: Sequence[dict[str, Any]], seed: int) -> ReplyStream:
-    """Return the reply to a conversation, with the options of `answer` or `chat`."""
-    limit = {} if command.max_new_tokens is None else {"max_new_tokens": command.max_new_tokens}
-    sampling = command.sampling_from(chat.sampling)
-    return chat.stream(messages, sampling=sampling, stop=command.stop, seed=seed, **limit, **command.variables())
-
-
-def conversation(system: str | None, prompt: str, images: Sequence[str] = ()) -> list[dict[str, Any]]:
+def conversation(system: str | None, prompt: str, images: Sequence[str] = ()) -> list[Message]:
     """Return the messages of a conversation with one message of the user, which begins with images."""
     return [*_system(system), _of_user(prompt, images)]
 
 
-def _of_user(text: str, images: Sequence[str]) -> dict[str, Any]:
+def _of_user(text: str, images: Sequence[str]) -> Message:
     if not images:
         return {"role": "user", "content": text}
     parts = [{"type": "image", "image": name} for name in images]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
-def _system(text: str | None) -> list[dict[str, str]]:
+def _system(text: str | None) -> list[Message]:
     return [] if text is None else [{"role": "system", "content": decode_argument(text)}]
 
 
@@ -118,7 +124,7 @@ class Conversation:
 
     def __init__(self, chat: Chat, command: ChatCommand):
         self._chat, self._command = chat, command
-        self.messages: list[dict[str, Any]] = _system(command.system)
+        self.messages: list[Message] = _system(command.system)
         self._saved: set[Path] = set()
         self._answers = 0
 
@@ -153,7 +159,7 @@ class Conversation:
         note_long([text])
         first = not any(message["role"] == "user" for message in self.messages)
         messages = [*self.messages, _of_user(text, self._command.image if first else ())]
-        stream = start_reply(self._command, self._chat, messages, (self._command.seed + self._answers) % 2**32)
+        stream = self._command.start_reply(self._chat, messages, (self._command.seed + self._answers) % 2**32)
         with interruptions() as interrupted, contextlib.suppress(KeyboardInterrupt):
             for piece in stream:
                 print("" if self._command.json else shown(piece), end="", flush=True)
@@ -238,7 +244,7 @@ def interruptions() -> Iterator[threading.Event]:
         yield event
         return
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if event.is_set():
             raise KeyboardInterrupt
         event.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from transformer.cli._arguments import check_least
 from transformer.cli._classify_text import ClassifyCommand
 from transformer.cli._models import ImagesCommand, check_images
 
@@ -17,7 +18,7 @@ class ClassifyImage(ClassifyCommand, ImagesCommand):
 
 
 def main(command: ClassifyImage) -> None:
-    command.check()
+    check_least("top-k", command.top_k)
     check_images(command.images)
     images, opened = list(command.images), command.load()
     if command.labels:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from transformer.cli._arguments import check_least
 from transformer.cli._models import ModelCommand, TextsCommand
-from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
     from transformer.inference._classify import Class
@@ -22,11 +22,6 @@ class ClassifyCommand(ModelCommand):
     top_k: int = 1
     """number of classes to print for each input, the most likely first"""
 
-    def check(self) -> None:
-        """Raise ConfigError if --top-k is below 1."""
-        if self.top_k < 1:
-            raise ConfigError(f"--top-k must be at least 1, got {self.top_k}.")
-
     def print_classes(self, opened: LoadedModel, kind: str, inputs: Sequence[str], found: Sequence[Class]) -> None:
         """Print the most likely classes of each input; `kind` names an input in the JSON."""
         from transformer.cli._texts import shown
@@ -37,7 +32,7 @@ class ClassifyCommand(ModelCommand):
                     yield f"{label}\t{probability:.4f}\t{shown(name)}"
 
         results = [{kind: name, **dataclasses.asdict(one)} for name, one in zip(inputs, found, strict=True)]
-        self.print_results(opened, results, lines())
+        self.answer_of(opened, lines(), results=results)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +41,7 @@ class ClassifyText(ClassifyCommand, TextsCommand):
 
 
 def main(command: ClassifyText) -> None:
-    command.check()
+    check_least("top-k", command.top_k)
     from transformer.inference._classify import classify
 
     opened, texts = command.load_with_texts()

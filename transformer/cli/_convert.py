@@ -51,11 +51,8 @@ def main(command: Convert) -> None:
         max_shard_bytes=int(command.max_shard_gib * 2**30),
         quantization=quantization,
     )
-    if command.json:
-        command.print_json(opened, family=chosen.name, files=[str(path) for path in files(command.output)])
-    else:
-        print(f"{chosen.title}: {chosen.citation}")
-        print_files(command.output)
+    names, lines = written(command.output)
+    command.answer_of(opened, [f"{chosen.title}: {chosen.citation}", *lines], family=chosen.name, files=names)
 
 
 def check_output(directory: Path) -> None:
@@ -66,12 +63,7 @@ def check_output(directory: Path) -> None:
         )
 
 
-def files(directory: Path) -> list[Path]:
-    """Return the files in a directory."""
-    return sorted(path for path in directory.iterdir() if path.is_file())
-
-
-def print_files(directory: Path) -> None:
-    """Print the files in a directory with their sizes."""
-    for path in files(directory):
-        print(f"{path}  {path.stat().st_size:,} bytes")
+def written(directory: Path) -> tuple[list[str], list[str]]:
+    """Return the paths of the files in a directory, and lines with their sizes."""
+    files = sorted(path for path in directory.iterdir() if path.is_file())
+    return [*map(str, files)], [f"{path}  {path.stat().st_size:,} bytes" for path in files]

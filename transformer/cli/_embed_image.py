@@ -23,4 +23,4 @@ def main(command: EmbedImage) -> None:
     opened = command.load()
     vectors = rounded(embed_images(opened, list(command.images)))
     results = [{"image": name, "vector": vector} for name, vector in zip(command.images, vectors, strict=True)]
-    command.print_results(opened, results, map(json.dumps, vectors))
+    command.answer_of(opened, map(json.dumps, vectors), results=results)

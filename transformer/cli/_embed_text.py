@@ -30,7 +30,7 @@ def main(command: EmbedText) -> None:
         described = {"pooling": opened.model.config.output.pooling, "normalize": True}
     vectors = rounded(found)
     results = [{"text": text, "vector": vector} for text, vector in zip(texts, vectors, strict=True)]
-    command.print_results(opened, results, map(json.dumps, vectors), **described)
+    command.answer_of(opened, map(json.dumps, vectors), **described, results=results)
 
 
 def rounded(vectors: Iterable[Iterable[float]]) -> list[list[float]]:

@@ -10,10 +10,10 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TextIO
 
 from transformer.cli._compile_cache import WARNINGS, is_cache_warning, repair_cache
-from transformer.cli._streams import prepare_streams
+from transformer.cli._streams import prepare_streams, redirect_to_null
 from transformer.config._invocation import program
 from transformer.config._recipe_files import bundled
 
@@ -98,7 +98,14 @@ def one_line(text: str) -> str:
 def one_line_warnings() -> Iterator[None]:
     """Print warnings as one line on stderr, without the code location, while the context is active."""
 
-    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         text: str | None = str(message)
         if is_cache_warning(text):
             text = repair_cache(text)
@@ -232,10 +239,5 @@ def _flush_stdout() -> None:
 
 def _abandon_stdout() -> None:
     """Redirect stdout to the null device, for the interpreter's flush at exit to succeed."""
-    try:
-        descriptor = sys.stdout.fileno()
-    except (OSError, ValueError, AttributeError):
-        return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+    with contextlib.suppress(ValueError, AttributeError):  # closed, or replaced
+        redirect_to_null(sys.stdout.fileno())

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformer.cli._arguments import option_names_in_errors
+from transformer.cli._arguments import check_least, option_names_in_errors
 from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
@@ -44,8 +44,7 @@ class EvaluateRun(ModelCommand):
 
 
 def main(command: EvaluateRun) -> None:
-    if command.examples is not None and command.examples < 0:
-        raise ConfigError(f"--examples must be at least 0, got {command.examples}.")
+    check_least("examples", command.examples, 0)
     opened = command.load()
     run = opened.run
     if run is None:
@@ -73,14 +72,9 @@ def main(command: EvaluateRun) -> None:
     if task.source and command.examples != 0:
         values, lines = _translations(command, evaluation, split, beam)
     measures, summary = _measures(result, task.keeps_reference(run.recipe))
-    if command.json:
-        found = {"exact_match": {}, **measures, "targets": int(result.targets), "same_data": same, **values}
-        command.print_json(opened, split=split, **found)
-        return
-    print(f"{command.directory}, step {run.step}, split {split}: {int(result.targets):,} targets")
-    print(summary)
-    for line in lines:
-        print(line)
+    found = {"exact_match": {}, **measures, "targets": int(result.targets), "same_data": same, **values}
+    title = f"{command.directory}, step {run.step}, split {split}: {int(result.targets):,} targets"
+    command.answer_of(opened, [title, summary, *lines], split=split, **found)
 
 
 def _is_training_data(command: EvaluateRun, run: Run, dataset: Dataset) -> bool:

@@ -57,7 +57,7 @@ def main(command: EvaluateTasks) -> None:
         kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
         values = {name: results[name] for name in kept if name in results}
         # Numbers of the harness may be of types that JSON does not have.
-        command.print_json(opened, **json.loads(json.dumps(values, default=str)), max_length=model.max_length)
+        command.answer_of(opened, (), **json.loads(json.dumps(values, default=str)), max_length=model.max_length)
         return
     print(harness.table(results))
     if results.get("groups"):

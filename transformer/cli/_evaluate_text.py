@@ -41,13 +41,11 @@ def main(command: EvaluateText) -> None:
             raise ConfigError(f"--max-length must be at least 1{limit}, got {command.max_length}. Change it.")
         opened = dataclasses.replace(opened, context=command.max_length)
     found = score_text(opened, text)
-    if command.json:
-        values = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
-        sizes = {"tokens": found.tokens, "bytes": found.num_bytes, "max_length": opened.context}
-        command.print_json(opened, text=str(command.file), **values, **sizes)
-        return
-    print(f"{command.file}: {found.tokens:,} predicted tokens, {found.num_bytes:,} bytes")
-    print(
+    values = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
+    sizes = {"tokens": found.tokens, "bytes": found.num_bytes, "max_length": opened.context}
+    lines = [
+        f"{command.file}: {found.tokens:,} predicted tokens, {found.num_bytes:,} bytes",
         f"loss: {found.loss:.4f} nats per token, perplexity {found.perplexity:.4g}, bits per byte "
-        f"{found.bits_per_byte:.4f}"
-    )
+        f"{found.bits_per_byte:.4f}",
+    ]
+    command.answer_of(opened, lines, text=str(command.file), **values, **sizes)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from transformer.cli._arguments import check_least
 from transformer.cli._chat import image_reader
 from transformer.cli._sampling import PromptsCommand
 from transformer.cli._speculation import SpeculationOptions
@@ -70,13 +71,9 @@ def main(command: Generate) -> None:
         seed=command.seed,
         **options,
     )
-    if command.json:
-        command.print_json(opened, results=[dataclasses.asdict(one) for one in written])
-    elif translates:
-        for one in written:
-            print(texts.shown(one.output))
-    else:
-        print("\n---\n".join(texts.shown(one.prompt + one.output) for one in written))
+    lines = [texts.shown(one.output if translates else one.prompt + one.output) for one in written]
+    lines = lines if translates else ["\n---\n".join(lines)]
+    command.answer_of(opened, lines, results=[dataclasses.asdict(one) for one in written])
 
 
 def _check(command: Generate) -> None:
@@ -86,8 +83,7 @@ def _check(command: Generate) -> None:
             "--no-parse-special can't be used with --image: the markers of images are special tokens. Remove it."
         )
     command.check()
-    if command.slots is not None and command.slots < 1:
-        raise ConfigError(f"--slots must be at least 1, got {command.slots}.")
+    check_least("slots", command.slots)
     fast = [name for name in FAST if getattr(command, name) is not None]
     if len(fast) > 1:
         raise ConfigError(f"--{fast[0]} and --{fast[1]} can't be used together. Remove one of them.")

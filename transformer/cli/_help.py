@@ -16,7 +16,7 @@ import shutil
 import textwrap
 import types
 import typing
-from typing import Any, Literal, Union
+from typing import Literal, Union
 
 
 def command_help(command: type, called: str) -> str:
@@ -48,7 +48,7 @@ def command_help(command: type, called: str) -> str:
     return parser.format_help()
 
 
-def _option(field: dataclasses.Field, doc: str, hint: Any) -> tuple[str, str]:
+def _option(field: dataclasses.Field, doc: str, hint: object) -> tuple[str, str]:
     """Return the meaning of an option with its default, and the placeholder of its value."""
     notes = []
     if "UseAppendAction" in str(field.type):
@@ -68,7 +68,7 @@ def help_parser(usage: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(usage=usage, description=description, add_help=False, formatter_class=layout)
 
 
-def add_option(section: Any, path: str, part: Any, name: str, *, off: bool = False) -> None:
+def add_option(section: argparse._ArgumentGroup, path: str, part: object, name: str, *, off: bool = False) -> None:
     """Add the option `path` ("model.num_layers") of a field of a dataclass to a group of arguments.
 
     The value of the dataclass `part` is the default; `off`: the dataclass is not in use.
@@ -81,7 +81,7 @@ def add_option(section: Any, path: str, part: Any, name: str, *, off: bool = Fal
     )
 
 
-def described(doc: str, value: Any) -> tuple[str, str]:
+def described(doc: str, value: object) -> tuple[str, str]:
     """Return the meaning of a field, and its default value as a text: for None, what the clause "None: ..." says."""
     doc = " ".join(doc.split())
     if value is None:
@@ -91,7 +91,7 @@ def described(doc: str, value: Any) -> tuple[str, str]:
     return doc, text or "none"
 
 
-def metavar(hint: Any) -> str:
+def metavar(hint: object) -> str:
     """Return the placeholder of a value: `INT`, `{a,b}`, `TEXT ...`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:

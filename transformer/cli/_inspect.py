@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformer.cli._arguments import PathText
+from transformer.cli._arguments import PathText, check_least
 from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
@@ -55,20 +55,11 @@ class InspectCommand(ModelCommand):
             return self.directory / "attention", True  # this program owns the file names in a workdir
         return self.output, self.overwrite
 
-    def report(self, opened: LoadedModel, text: str | None, /, **values: Any) -> None:
+    def report(self, opened: LoadedModel, text: str | None, /, **values: object) -> None:
         """Print the text and the `paths` among the values, or with --json all values."""
-        files = [*map(str, values["paths"])]
-        if self.json:
-            page = {} if self.html is None else {"page": str(self.html)}
-            self.print_json(opened, **values | {"paths": files} | page)
-            return
-        print(*([] if text is None else [text]), *files, *([] if self.html is None else [self.html]), sep="\n")
-
-
-def check_new_tokens(count: int | None) -> None:
-    """Raise ConfigError for a number of new tokens below 1."""
-    if count is not None and count < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, got {count}.")
+        files, page = [*map(str, values["paths"])], {} if self.html is None else {"page": str(self.html)}
+        lines = [*([] if text is None else [text]), *files, *page.values()]
+        self.answer_of(opened, lines or [""], **values | {"paths": files} | page)
 
 
 def called(kind: str, arguments: Sequence[str]) -> str:
@@ -90,7 +81,7 @@ class PromptCommand(InspectCommand):
 
     def check(self) -> None:
         """Raise ConfigError for options that are invalid with any model, before a model is loaded."""
-        check_new_tokens(self.max_new_tokens)
+        check_least("max-new-tokens", self.max_new_tokens)
         if self.compare is not None and self.html is None:
             raise ConfigError(
                 "--compare shows two models on one HTML page and needs --html. Pass a file, such as --html "
@@ -120,11 +111,13 @@ class ModelInput:
 
 def draw(command: PromptCommand, opened: LoadedModel, text: ModelInput, command_line: str) -> None:
     """Draw the attention maps; print the array shapes with --sizes, then the paths of the files."""
+    from transformer.inference._text_attention import sown_weights
+
     labels = {name: opened.tokenizer.tokens(ids) for name, ids in text.rows.items()}
     shown = {_name(opened): opened}
     if command.compare is not None:
         shown = _side_by_side(command, opened, text, labels)
-    sown = [_capture(one, text) for one in shown.values()]
+    sown = [sown_weights(one.model, one.params, [*text.rows.values()]) for one in shown.values()]
     if not sown[0] and (command.html is not None or not command.sizes):
         raise ConfigError(
             f"the model in {command.directory} has no attention layer, so there are no attention maps to draw. Use "
@@ -200,12 +193,6 @@ def _check_same_tokens(
             f"--compare needs a model with the same tokenizer, but {command.directory} splits this text into "
             f"different tokens. Pass a model with the same tokenizer, or write one page per model."
         )
-
-
-def _capture(opened: LoadedModel, text: ModelInput) -> Any:
-    from transformer.inference._text_attention import sown_weights
-
-    return sown_weights(opened.model, opened.params, [*text.rows.values()])
 
 
 def _save_page(

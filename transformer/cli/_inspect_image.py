@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from transformer.cli._arguments import PathText
-from transformer.cli._inspect import InspectCommand, called, check_new_tokens
+from transformer.cli._arguments import PathText, check_least
+from transformer.cli._inspect import InspectCommand, called
 from transformer.cli._models import check_images
 from transformer.config._checks import ConfigError
 
@@ -37,7 +37,7 @@ class InspectImage(InspectCommand):
 
 
 def main(command: InspectImage, arguments: Sequence[str]) -> None:
-    check_new_tokens(command.max_new_tokens)
+    check_least("max-new-tokens", command.max_new_tokens)
     check_images([command.image])
     command.check_page()
     opened = command.load()
@@ -128,17 +128,15 @@ def _check_reader(command: InspectImage, opened: LoadedModel) -> None:
 def _capture(opened: LoadedModel, image: str) -> tuple[Any, Any, Any]:
     """Return the pixels (height, width, channels) from 0 to 1, and the config and sown weights of the image encoder."""
     import jax
-    import numpy as np
 
-    from transformer.inference._image_inputs import with_size_of
+    from transformer.inference._image_inputs import visible, with_size_of
+    from transformer.inference._text_attention import reference_model
     from transformer.media._image_settings import image_processor
 
     processor = image_processor(opened.directory)
     opened = with_size_of(opened, processor)
     pixels = processor([image])
-    # The reference kernel is the only one that stores its attention weights.
-    execution = dataclasses.replace(opened.model.execution, attention="reference", sow_weights=True)
-    model, dual = opened.model.clone(execution=execution), opened.kind.compares
+    model, dual = reference_model(opened.model), opened.kind.compares
 
     @jax.jit
     def sown(params, pixels):
@@ -146,10 +144,9 @@ def _capture(opened: LoadedModel, image: str) -> tuple[Any, Any, Any]:
         return model.apply({"params": params}, pixels, method=method, mutable=["intermediates"])[1]["intermediates"]
 
     found = jax.device_get(sown(opened.params, pixels))
-    shown = np.clip(pixels[0] * np.asarray(processor.std) + np.asarray(processor.mean), 0.0, 1.0)
     config = model.config.image_encoder if dual else model.config
     if config.patches.resize_positions:  # the pictures show the grid of this image
         height, width = pixels.shape[1:3]
         own = dataclasses.replace(config.patches, image_height=height, image_width=width)
         config = config.replace(input=own)
-    return shown, config, found["image"] if dual else found
+    return visible(pixels[0], processor), config, found["image"] if dual else found

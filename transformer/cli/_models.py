@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -39,8 +38,8 @@ class ModelCommand(Command):
     tokenizer: Path | None = None
     """directory with a tokenizer.json to use instead of the tokenizer of the weights"""
 
-    def load(self, **options: Any) -> LoadedModel:
-        """Load the model, with options of `zoo.load_pretrained`."""
+    def load(self, **options: str | Mesh) -> LoadedModel:
+        """Load the model, with the options `dtype` and `mesh` of `zoo.load_pretrained`."""
         from transformer.inference._opened_model import open_model
         from transformer.zoo._gguf import is_gguf
 
@@ -91,19 +90,9 @@ class ModelCommand(Command):
             )
         return opened
 
-    def print_json(self, opened: LoadedModel, **values: Any) -> None:
-        """Print one JSON object on stdout. Non-ASCII characters are escaped, for any encoding."""
-        print(json.dumps({**opened.place(), **values}, indent=2))
-
-    def print_results(
-        self, opened: LoadedModel, results: Sequence[dict[str, Any]], lines: Iterable[str], **described: Any
-    ) -> None:
-        """Print the results as lines, or as JSON together with what describes them."""
-        if self.json:
-            self.print_json(opened, **described, results=results)
-            return
-        for line in lines:
-            print(line)
+    def answer_of(self, opened: LoadedModel, lines: Iterable[object], **values: object) -> None:
+        """Print the lines, or with --json the values and the origin of the model."""
+        self.answer(lines, opened.place() | values)
 
 
 @dataclass(frozen=True, kw_only=True)

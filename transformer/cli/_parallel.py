@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from transformer.cli._arguments import check_least
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
@@ -62,8 +63,7 @@ class Parallel:
         """
         sizes = {"tensor": self.tensor, "expert": self.expert}
         for axis, size in sizes.items():
-            if size < 1:
-                raise ConfigError(f"--parallel.{axis} must be at least 1, got {size}.")
+            check_least(f"parallel.{axis}", size)
         needed = math.prod(sizes.values())
         if needed == 1 and not self.has_processes:
             return None

@@ -31,7 +31,10 @@ from transformer.config._invocation import program
 
 if TYPE_CHECKING:
     from transformer.training._recipe import Recipe
+    from transformer.training.plan._decode_plan import DecodePlan
+    from transformer.training.plan._serve_plan import ServePlan
     from transformer.training.plan._topologies import Topology
+    from transformer.training.plan._train_plan import Plan
 
 Tried = TypeVar("Tried")
 SEARCHED = 12
@@ -165,7 +168,7 @@ def _without_devices() -> None:
     jax.config.update("jax_platforms", "cpu")  # if JAX is already imported, it has read its variables
 
 
-def _values(plan: Any) -> dict[str, Any]:
+def _values(plan: Plan | DecodePlan | ServePlan) -> dict[str, Any]:
     values = dataclasses.asdict(plan)
     if "flops" in values:
         values["flops"]["total"] = plan.flops.total
@@ -189,10 +192,10 @@ def _there(kind: str, own: argparse.Namespace, recipe: Recipe, assumed: Sequence
         if kind == "batch":
             return _largest_batch(recipe, assumed, topology, devices, terminal)
         if generation is not None:
-            plan = make_decode_plan(recipe, generation, topology, devices)
-            return Answer(topology, _values(plan), decode_lines(recipe.name, topology, assumed, plan), plan.fits)
-        plan = make_plan(recipe, topology, devices)
-        return Answer(topology, _values(plan), train_lines(recipe.name, topology, assumed, plan), plan.fits)
+            plan, lines = make_decode_plan(recipe, generation, topology, devices), decode_lines
+        else:
+            plan, lines = make_plan(recipe, topology, devices), train_lines
+        return Answer(topology, _values(plan), lines(recipe.name, topology, assumed, plan), plan.fits)
 
 
 def _serve(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str], topology: Topology) -> Answer:

@@ -20,8 +20,7 @@ UNPRINTED = "the compiler can't print this program"
 
 def train_lines(name: str, topology: Topology, assumed: Sequence[str], plan: Plan) -> Iterator[str]:
     """Yield the lines of a plan of a training step."""
-    yield _title(name, topology, plan.mesh)
-    yield from (f"assumed: {assumption}" for assumption in assumed)
+    yield from _heading(name, topology, plan.mesh, assumed)
     yield from _memory(plan, topology)
     flops, each = plan.flops, f"per {plan.unit.removesuffix('s')}"
     yield (
@@ -51,8 +50,7 @@ def train_lines(name: str, topology: Topology, assumed: Sequence[str], plan: Pla
 def decode_lines(name: str, topology: Topology, assumed: Sequence[str], plan: DecodePlan) -> Iterator[str]:
     """Yield the lines of a plan of generation."""
     wanted = plan.generation
-    yield _title(name, topology, plan.mesh)
-    yield from (f"assumed: {assumption}" for assumption in assumed)
+    yield from _heading(name, topology, plan.mesh, assumed)
     yield (
         f"generation (--shape {wanted}): {wanted.rows} rows, {wanted.prompt:,} prompt tokens and {wanted.new:,} "
         f"new tokens per row; {plan.num_parameters:,} parameters"
@@ -83,8 +81,7 @@ def decode_lines(name: str, topology: Topology, assumed: Sequence[str], plan: De
 
 def serve_lines(name: str, topology: Topology, assumed: Sequence[str], plan: ServePlan) -> Iterator[str]:
     """Yield the lines of a plan of a server."""
-    yield _title(name, topology, plan.mesh)
-    yield from (f"assumed: {assumption}" for assumption in assumed)
+    yield from _heading(name, topology, plan.mesh, assumed)
     stored = plan.dtype if plan.bits is None else f"{plan.bits} bits"
     each = f"per {topology.unit}"
     yield f"weights: {size(plan.weight_bytes)} {each} in {stored}, {plan.num_parameters:,} parameters"
@@ -121,8 +118,8 @@ def search_lines(
     name: str, topology: Topology, assumed: Sequence[str], tried: Sequence[Tried], best: Sequence[Tried]
 ) -> Iterator[str]:
     """Yield the lines of a search: the candidates that fit, fastest first, with the flags to add to the command."""
-    yield _title(name, topology, f"{len(tried)} configurations compiled in {sum(one.seconds for one in tried):.0f} s")
-    yield from (f"assumed: {assumption}" for assumption in assumed)
+    compiled = f"{len(tried)} configurations compiled in {sum(one.seconds for one in tried):.0f} s"
+    yield from _heading(name, topology, compiled, assumed)
     speeds = f"{best[0].plan.unit}/s".rjust(11) if best else ""
     if best:
         yield f"rank  {speeds}  ms / step  MFU %  GiB / {topology.unit}  flags to add to this command"
@@ -156,8 +153,7 @@ def batch_lines(
     best: BatchTried | None,
 ) -> Iterator[str]:
     """Yield the lines of the search for the largest batch."""
-    yield _title(name, topology, tried[-1].plan.mesh)
-    yield from (f"assumed: {assumption}" for assumption in assumed)
+    yield from _heading(name, topology, tried[-1].plan.mesh, assumed)
     if best is None:
         smallest = min(tried, key=lambda one: one.size)
         yield f"nothing fits: {batch_line(field, smallest)}"
@@ -179,10 +175,11 @@ def here_lines(plan: Plan, measured: Measured, figures: str) -> Iterator[str]:
         yield f"measured / estimated: {measured.step_seconds / plan.estimate.seconds:.2f}"
 
 
-def _title(name: str, topology: Topology, mesh: str) -> str:
+def _heading(name: str, topology: Topology, what: str, assumed: Sequence[str]) -> Iterator[str]:
     count = topology.num_chips
     there = f"{count} {'chip' if topology.unit == 'core' else topology.unit}{'' if count == 1 else 's'}"
-    return f"{name} on {topology}: {there}, {topology.hbm:.4g} GiB per {topology.unit}; {mesh}"
+    yield f"{name} on {topology}: {there}, {topology.hbm:.4g} GiB per {topology.unit}; {what}"
+    yield from (f"assumed: {assumption}" for assumption in assumed)
 
 
 def _memory(plan: Plan | DecodePlan, topology: Topology) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -39,7 +38,5 @@ def main(command: Push) -> None:
 
     options = {"private": command.private, "license_id": command.license, "message": command.message}
     done = push(command.directory, command.repo, **options)
-    if command.json:
-        print(json.dumps(dataclasses.asdict(done), indent=2))
-    else:
-        print(f"{len(done.files)} files, {done.bytes:,} bytes: {', '.join(done.files)}\n{done.address}")
+    lines = f"{len(done.files)} files, {done.bytes:,} bytes: {', '.join(done.files)}", done.address
+    command.answer(lines, dataclasses.asdict(done))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from argparse import ArgumentParser
+from argparse import ArgumentParser, _ArgumentGroup
 from collections.abc import Sequence
-from typing import Any
 
 from transformer.cli._help import add_option, help_parser
 from transformer.cli._own_options import HELP
@@ -69,7 +68,7 @@ def _add_main(parser: ArgumentParser, recipe: Recipe) -> None:
 def _add_all(parser: ArgumentParser, recipe: Recipe) -> None:
     """Add all fields that an option can set."""
 
-    def add(section: Any, path: str, part: Any) -> None:
+    def add(section: _ArgumentGroup, path: str, part: object) -> None:
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             if dataclasses.is_dataclass(value):

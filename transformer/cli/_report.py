@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -66,14 +65,9 @@ def main(command: Report) -> None:
         made=made,
         overwrite=ours or command.overwrite,
     )
-    print(_json(runs, paths) if command.json else "\n".join(map(str, paths)))
-
-
-def _json(runs: Sequence[RunReport], paths: Sequence[Path]) -> str:
-    """Return the paths of the report and the facts of each run as a JSON object."""
-    facts = [{"name": run.name, "status": run.status, **run.facts} for run in runs]
     page, *pictures = map(str, paths)
-    return json.dumps({"page": page, "pictures": pictures, "runs": facts}, indent=2)
+    facts = [{"name": run.name, "status": run.status, **run.facts} for run in runs]
+    command.answer([page, *pictures], {"page": page, "pictures": pictures, "runs": facts})
 
 
 def names_of(workdirs: Sequence[Path]) -> list[str]:

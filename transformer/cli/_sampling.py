@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from transformer.cli._arguments import PathText, option_names_in_errors
+from transformer.cli._arguments import PathText, check_least, option_names_in_errors
 from transformer.cli._models import ModelCommand, QuantizationOptions, check_images
 from transformer.config._checks import ConfigError
 
@@ -55,8 +55,7 @@ class SamplingCommand(QuantizationOptions, ModelCommand):
 
     def check(self) -> None:
         """Raise ConfigError, naming the option, for values that are invalid with any model."""
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}.")
+        check_least("max-new-tokens", self.max_new_tokens)
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {self.seed}.")
         if "" in self.stop:
@@ -119,8 +118,7 @@ class PromptsCommand(SamplingCommand):
         from transformer.cli._texts import check_prompts
 
         super().check()
-        if self.samples < 1:
-            raise ConfigError(f"--samples must be at least 1, got {self.samples}.")
+        check_least("samples", self.samples)
         if self.stream and self.prints_json:
             other = "--json" if self.json else "--log-probabilities"
             raise ConfigError(f"--stream and {other} can't be used together. Remove one of them.")
@@ -155,12 +153,11 @@ class PromptsCommand(SamplingCommand):
             results.append(write(prompt, seed, show))
         if self.stream:
             print()
-        elif self.prints_json:
-            hidden = set() if self.log_probabilities else {"tokens", "log_probabilities"}
-            values = [dataclasses.asdict(one) for one in results]
-            self.print_json(opened, results=[{k: v for k, v in one.items() if k not in hidden} for one in values])
-        else:
-            print(separator.join(texts.shown(shown(one)) for one in results))
+            return
+        hidden = set() if self.log_probabilities else {"tokens", "log_probabilities"}
+        values = [{k: v for k, v in dataclasses.asdict(one).items() if k not in hidden} for one in results]
+        line = separator.join(texts.shown(shown(one)) for one in results)
+        dataclasses.replace(self, json=self.prints_json).answer_of(opened, [line], results=values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,4 +38,4 @@ def main(command: ScoreTexts) -> None:
         found = {"log_likelihood": one.log_likelihood, "tokens": one.tokens, "perplexity": one.perplexity}
         results.append({"text": text, **found})
         lines.append(f"{one.perplexity:.4g}\t{one.log_likelihood:.4f}\t{one.tokens}\t{shown(text)}")
-    command.print_results(opened, results, lines)
+    command.answer_of(opened, lines, results=results)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
 
-from transformer.cli._services import ServiceCommand, check_sizes, make_service, report_compilation
+from transformer.cli._services import ServiceCommand, ServiceSettings, check_sizes, make_service, report_compilation
 from transformer.cli._speculation import SpeculationOptions
 
 KEY_VARIABLE = "TRANSFORMER_API_KEY"
@@ -39,38 +39,40 @@ class Serve(SpeculationOptions, ServiceCommand):
 
 
 def main(command: Serve) -> None:
-    sizes = {"slots": command.slots, "max_tokens": command.max_tokens, "cache_tokens": command.cache_tokens}
-    check_sizes(port=command.port, **sizes)
+    slots, max_tokens, cache_tokens = command.slots, command.max_tokens, command.cache_tokens
+    check_sizes(port=command.port, slots=slots, max_tokens=max_tokens, cache_tokens=cache_tokens)
     command.check_speculation()
     key = command.api_key if command.api_key is not None else os.environ.get(KEY_VARIABLE)
     from transformer.serve._server import check_address
 
-    is_local = check_address(command.host, key, command.allow_anyone)
+    local_only = check_address(command.host, key, command.allow_anyone) and key is None
+    settings = ServiceSettings(
+        slots=slots, max_tokens=max_tokens, api_key=key, local_only=local_only, cache_tokens=cache_tokens
+    )
     with command.parallel.together("Restart the server: all processes with the same command."):
-        _serve(command, api_key=key, local_only=is_local and key is None, **sizes)
+        _serve(command, settings)
 
 
-def _serve(command: Serve, **options: Any) -> None:
-    """Load the model and serve it until the process is asked to end, or follow process 0; options: `make_service`."""
+def _serve(command: Serve, settings: ServiceSettings) -> None:
+    """Load the model and serve it until the process is asked to end, or follow process 0."""
     from transformer.serve._server import run
     from transformer.serve._slots import PAGE_SIZE
     from transformer.training._processes import is_first
 
     mesh = command.parallel.mesh()
     opened = command.load_sharded(mesh)
-    service = make_service(opened, mesh=mesh, draft=command.open_draft(), **options)
+    service = make_service(opened, dataclasses.replace(settings, mesh=mesh, draft=command.open_draft()))
     if not is_first():
         service.engine.follow()
         return
     service.warm_up(report_compilation)
 
     def ready(url: str) -> None:
-        if command.json:
-            load = service.load
-            found = {"slots": load.slots, "max_tokens": service.most_tokens}
-            found |= {} if load.pages is None else {"cache_tokens": load.pages * PAGE_SIZE}
-            command.print_json(opened, url=url, model=service.name, **found)
-            sys.stdout.flush()
+        load = service.load
+        found = {"slots": load.slots, "max_tokens": service.most_tokens}
+        found |= {} if load.pages is None else {"cache_tokens": load.pages * PAGE_SIZE}
+        command.answer_of(opened, (), url=url, model=service.name, **found)
+        sys.stdout.flush()
         print(f"serving {service.name} at {url}", file=sys.stderr, flush=True)
 
     run(service, command.host, command.port, ready)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformer.cli._models import ModelCommand
 from transformer.cli._parallel import ONE_DEVICE, Parallel
@@ -56,71 +56,65 @@ def report_compilation(done: int, total: int) -> None:
         print(f"\rcompiled {done} of {total} programs", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
-def make_service(
-    opened: LoadedModel,
-    *,
-    slots: int,
-    max_tokens: int | None,
-    api_key: str | None,
-    local_only: bool,
-    queue: int = USUAL_QUEUE,
-    cache_tokens: int | None = None,
-    draft: Draft | PromptLookup | None = None,
-    mesh: Mesh | None = None,
-) -> HTTPService:
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings:
+    """Sizes and access of a service."""
+
+    slots: int
+    """maximum number of texts that are generated at a time"""
+    max_tokens: int | None
+    """maximum number of tokens of a request; None: the context of the model, at most `USUAL_TOKENS`"""
+    api_key: str | None = None
+    """key that clients must send; None: no key"""
+    local_only: bool = True
+    """refuse requests for other hosts than the loopback address"""
+    queue: int = USUAL_QUEUE
+    """maximum number of texts that wait"""
+    cache_tokens: int | None = None
+    """causal model: size of the paged KV cache in tokens, shared by all requests; None: `slots` times the maximum of a
+    request"""
+    draft: Draft | PromptLookup | None = None
+    """causal model: proposes tokens for speculative decoding; None: nothing does"""
+    mesh: Mesh | None = None
+    """causal model: devices over which it is sharded; None: one device"""
+
+    def common(self, opened: LoadedModel) -> dict[str, str | bool | None]:
+        """Return the fields of every service."""
+        return {"name": opened.directory.resolve().name, "api_key": self.api_key, "local_only": self.local_only}
+
+
+def make_service(opened: LoadedModel, settings: ServiceSettings) -> HTTPService:
     """Return the service of a model: completions of a causal model, translations of an encoder-decoder, or embeddings.
 
     A model with the files of sentence-transformers (modules.json) is an embedding model, even if it is causal.
-
-    Args:
-        opened: the model.
-        slots: maximum number of texts that are generated at a time.
-        max_tokens: maximum number of tokens of a request; None: the context of the model, at most `USUAL_TOKENS`.
-        api_key: key that clients must send; None: no key.
-        local_only: refuse requests for other hosts than the loopback address.
-        queue: maximum number of texts that wait.
-        cache_tokens: causal model: size of the paged KV cache in tokens, shared by all requests; None: `slots` times
-            the maximum of a request.
-        draft: causal model: proposes tokens for speculative decoding; None: nothing does.
-        mesh: causal model: devices over which it is sharded; None: one device.
     """
-    common = {"name": opened.directory.resolve().name, "api_key": api_key, "local_only": local_only}
     is_sentence_encoder = opened.pretrained is not None and (opened.directory / "modules.json").exists()
     serves = "embeddings" if is_sentence_encoder else opened.kind.serves
-    if (draft is not None or mesh is not None) and serves != "completions":
+    if (settings.draft is not None or settings.mesh is not None) and serves != "completions":
         raise ConfigError(
             f"--draft, --lookup and --parallel need a causal model; {opened.directory} contains a model of type "
             f"{type(opened.model).__name__}. Remove them."
         )
     if serves == "embeddings":
-        return _embedding_service(opened, max_tokens, queue=queue, **common)
+        return _embedding_service(opened, settings)
     if serves == "completions":
-        return _causal_service(opened, slots, max_tokens, queue, cache_tokens, draft, mesh, **common)
+        return _causal_service(opened, settings)
     if serves == "translations":
-        return _translation_service(opened, max_tokens, queue=queue, **common)
+        return _translation_service(opened, settings)
     raise ConfigError(
         f"the server needs a causal model, an encoder-decoder for text or a text encoder; {opened.directory} contains "
         f"a model of type {type(opened.model).__name__}. Pass the directory of another model."
     )
 
 
-def _causal_service(
-    opened: LoadedModel,
-    slots: int,
-    max_tokens: int | None,
-    queue: int,
-    cache_tokens: int | None,
-    draft: Draft | PromptLookup | None,
-    mesh: Mesh | None,
-    **common: Any,
-) -> Service:
+def _causal_service(opened: LoadedModel, settings: ServiceSettings) -> Service:
     from transformer.chat._prompts import default_sampling
     from transformer.serve._attention import AnswerAttention
     from transformer.serve._engine import FEWEST_POSITIONS, Engine
     from transformer.serve._service import Service
 
     tokenizer, suppressed = opened.tokenizer, opened.suppressed
-    positions = _longest(max_tokens, opened.context)
+    positions, cache_tokens = _longest(settings.max_tokens, opened.context), settings.cache_tokens
     if positions < FEWEST_POSITIONS:
         raise ConfigError(
             f"serve needs a model with a context of at least {FEWEST_POSITIONS} tokens, got {positions} in "
@@ -132,8 +126,9 @@ def _causal_service(
             "larger number, or a smaller --max-tokens."
         )
     chat = _chat_prompts(opened, positions)
-    sizes = {"slots": slots, "positions": positions, "cache_tokens": cache_tokens, "queue": queue}
-    engine = Engine(opened.model, opened.params, tokenizer, **sizes, suppress=suppressed, draft=draft, mesh=mesh)
+    sizes = {"slots": settings.slots, "positions": positions, "cache_tokens": cache_tokens, "queue": settings.queue}
+    options = {"suppress": suppressed, "draft": settings.draft, "mesh": settings.mesh}
+    engine = Engine(opened.model, opened.params, tokenizer, **sizes, **options)
     return Service(
         engine=engine,
         sampling=default_sampling(getattr(tokenizer, "files", {})),
@@ -141,30 +136,31 @@ def _causal_service(
         chat=chat,
         suppress=suppressed,
         attention=AnswerAttention(opened=opened, chat=chat, longest=positions),
-        **common,
+        **settings.common(opened),
     )
 
 
-def _embedding_service(opened: LoadedModel, max_tokens: int | None, **common: Any) -> EmbeddingService:
+def _embedding_service(opened: LoadedModel, settings: ServiceSettings) -> EmbeddingService:
     from transformer.inference._sentences import SentenceSettings, sentence_settings
     from transformer.inference._text_inputs import text_model
     from transformer.serve._embeddings import EmbeddingService
 
     text_model(opened)  # raises an error if it does not read text
-    settings = SentenceSettings() if opened.pretrained is None else sentence_settings(opened.directory)
-    limits = [n for n in (opened.model.config.longest_source, opened.context, settings.max_length) if n is not None]
-    longest = _longest(max_tokens, min(limits, default=None))
-    return EmbeddingService(opened=opened, settings=settings, longest=longest, **common)
+    sentences = SentenceSettings() if opened.pretrained is None else sentence_settings(opened.directory)
+    limits = [n for n in (opened.model.config.longest_source, opened.context, sentences.max_length) if n is not None]
+    longest, common = _longest(settings.max_tokens, min(limits, default=None)), settings.common(opened)
+    return EmbeddingService(opened=opened, settings=sentences, longest=longest, queue=settings.queue, **common)
 
 
-def _translation_service(opened: LoadedModel, max_tokens: int | None, **common: Any) -> TranslationService:
+def _translation_service(opened: LoadedModel, settings: ServiceSettings) -> TranslationService:
     from transformer.inference._translate import USUAL_SOURCE
     from transformer.serve._translations import TranslationService
 
-    longest = opened.model.config.longest_source
-    if max_tokens is None:
-        max_tokens = min(longest or USUAL_SOURCE, USUAL_SOURCE)
-    return TranslationService(opened=opened, longest=_longest(max_tokens, longest), **common)
+    longest, wanted = opened.model.config.longest_source, settings.max_tokens
+    if wanted is None:
+        wanted = min(longest or USUAL_SOURCE, USUAL_SOURCE)
+    longest, common = _longest(wanted, longest), settings.common(opened)
+    return TranslationService(opened=opened, longest=longest, queue=settings.queue, **common)
 
 
 def _longest(max_tokens: int | None, context: int | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transformer.cli._arguments import PathText
+from transformer.cli._arguments import PathText, check_least
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
@@ -32,9 +32,8 @@ class SpeculationOptions:
         """Raise ConfigError for options that are invalid with any model."""
         if self.draft is not None and self.lookup is not None:
             raise ConfigError("--draft and --lookup can't be used together. Remove one of them.")
-        for option, value in (("--draft-tokens", self.draft_tokens), ("--lookup", self.lookup)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{option} must be at least 1, got {value}.")
+        check_least("draft-tokens", self.draft_tokens)
+        check_least("lookup", self.lookup)
         if self.draft_tokens is not None and self.draft is None:
             raise ConfigError("--draft-tokens needs --draft. Pass --draft, or remove --draft-tokens.")
 

@@ -32,7 +32,8 @@ def prepare_streams() -> None:
         with contextlib.suppress(AttributeError, ValueError, OSError):  # closed, replaced, or already read from
             stream.reconfigure(encoding="utf-8", errors=errors)
     if sys.stderr is None:
-        _open_null_as_stderr()
+        redirect_to_null(2)
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115  stays open until the process exits
     if sys.stdout is None:
         raise OSError(
             errno.EBADF, "stdout is closed, so the output has nowhere to go. Redirect it: > FILE, or > /dev/null"
@@ -70,9 +71,9 @@ def open_input(path: Path, content: str) -> BinaryIO:
     return file
 
 
-def _open_null_as_stderr() -> None:
+def redirect_to_null(descriptor: int) -> None:
+    """Redirect a file descriptor, which may be closed, to the null device."""
     null = os.open(os.devnull, os.O_WRONLY)
-    if null != 2:
-        os.dup2(null, 2)
+    if null != descriptor:
+        os.dup2(null, descriptor)
         os.close(null)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115  stays open until the process exits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +29,8 @@ def run(name: str, study: Callable[[Any], tuple[dict[str, Any], str]], command: 
     if not command.overwrite:
         check_replaceable([command.output])
     values, text = study(command)
-    if command.json:
-        print(json.dumps({"study": name, **values, "picture": str(command.output)}, indent=2))
-    else:
-        print(f"{text}\n\n{command.output}")
+    picture = str(command.output)
+    command.answer([f"{text}\n\n{picture}"], {"study": name, **values, "picture": picture})
 
 
 def table_text(table: Table) -> str:

@@ -33,10 +33,7 @@ def _study(command: Memory) -> tuple[dict[str, Any], str]:
     from transformer.viz.studies._padding import BATCH_ROWS, number_word_lengths, padding_study, text_lengths
 
     if command.lengths_of is None:
-        lengths, origin = (
-            number_word_lengths(),
-            "English number words below a million, counted in characters",
-        )
+        lengths, origin = number_word_lengths(), "English number words below a million, counted in characters"
     else:
         lengths, origin = text_lengths(command.lengths_of), f"lines of {command.lengths_of}, counted in words"
     padding = padding_study(lengths)

@@ -58,8 +58,7 @@ def main(arguments: Sequence[str]) -> None:
             results.append({"file": file, **dataclasses.asdict(found)})
         else:
             _print(found, file if len(command.files) > 1 else None, command.timestamps)
-    if command.json:
-        command.print_json(opened, results=results)
+    command.answer_of(opened, (), results=results)
 
 
 def _with_kind(arguments: Sequence[str]) -> list[str]:

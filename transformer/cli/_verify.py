@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +25,5 @@ def main(command: Verify) -> None:
     if not command.directory.is_dir():
         raise FileNotFoundError(f"directory {command.directory} not found. Pass a directory that `convert` wrote.")
     difference = verify(command.directory)
-    if command.json:
-        print(json.dumps({"directory": str(command.directory), "difference": difference}, indent=2))
-    else:
-        print(f"{command.directory}: files unchanged, logits within {difference:.1g} of the expected values")
+    line = f"{command.directory}: files unchanged, logits within {difference:.1g} of the expected values"
+    command.answer([line], {"directory": str(command.directory), "difference": difference})

@@ -49,9 +49,16 @@ class RuntimeProblem(RuntimeError):
         return [str(self)]
 
 
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def check_versions(
     modules: Mapping[str, ModuleType] = sys.modules,
-    installed: Callable[[str], str | None] | None = None,
+    installed: Callable[[str], str | None] = _installed,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
     """Check the packages that the machine provides.
@@ -60,7 +67,6 @@ def check_versions(
         RuntimeProblem: a package was replaced after its import, which requires a restart; JAX or NumPy is too old; or
             jaxlib or NumPy is incompatible with JAX.
     """
-    installed = installed or _installed
     for name in _LOADED:
         loaded, found = getattr(modules.get(name), "__version__", None), installed(name)
         if None not in (loaded, found) and loaded != found:
@@ -103,9 +109,9 @@ def _requirements(*extras: str) -> list[Any]:
     return found
 
 
-def missing(*extras: str, installed: Callable[[str], str | None] | None = None) -> list[str]:
+def missing(*extras: str, installed: Callable[[str], str | None] = _installed) -> list[str]:
     """Return the requirements of these extras that no installed package satisfies, for pip."""
-    installed, needed = installed or _installed, {}
+    needed = {}
     for requirement in _requirements(*extras):
         found = installed(requirement.name)
         if found is None or not requirement.specifier.contains(found, prereleases=True):
@@ -128,13 +134,6 @@ def _groups() -> dict[str, list[str]]:
         extra = re.search(r"""extra == ["']([\w-]+)["']""", marker)
         groups["" if extra is None else extra[1]].append(needed.strip())
     return groups
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def check_devices(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> None:
@@ -168,11 +167,11 @@ def check_devices(root: Path = Path("/"), environment: Mapping[str, str] = os.en
         print(f"note: {difference}. If JAX or a kernel fails to compile, {_matching_libtpu()}.")
 
 
-def _libtpu_difference(installed: Callable[[str], str | None] | None = None) -> str | None:
+def _libtpu_difference(installed: Callable[[str], str | None] = _installed) -> str | None:
     """Describe how the installed libtpu differs from the version that this JAX was released with, or return None."""
     from packaging.specifiers import SpecifierSet
 
-    found, jax = (installed or _installed)("libtpu"), metadata.version("jax")
+    found, jax = installed("libtpu"), metadata.version("jax")
     wanted = _libtpu_of_jax()
     if found is None:
         return f"libtpu is not installed; jax {jax} was released with libtpu{wanted}"
@@ -191,9 +190,8 @@ def _matching_libtpu() -> str:
     return f'run %pip install "libtpu{_libtpu_of_jax()}" and {_RESTART}'
 
 
-def _remedy(accelerator: str, installed: Callable[[str], str | None] | None = None) -> str:
+def _remedy(accelerator: str, installed: Callable[[str], str | None] = _installed) -> str:
     """Return what to do if JAX does not use the machine's "tpu" or "gpu"."""
-    installed = installed or _installed
     if accelerator == "tpu" and (difference := _libtpu_difference(installed)):
         return f"The reason may be that {difference}: {_matching_libtpu()}."
     if accelerator == "gpu":

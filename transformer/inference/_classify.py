@@ -13,7 +13,7 @@ import numpy as np
 from transformer.config._checks import ConfigError
 from transformer.inference._embed import dual_encoder, embed_images, embed_texts
 from transformer.inference._image_inputs import filled, run_images
-from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._loaded_model import LoadedModel, Params
 from transformer.inference._text_batches import Batch, pool_texts
 from transformer.inference._text_inputs import encode_texts, hidden_states, run_texts, text_model
 from transformer.media._images import ImageProcessor
@@ -167,7 +167,7 @@ def class_of(probabilities: np.ndarray, names: Sequence[str]) -> Class:
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _text_probabilities(model: Classifier, params: Any, batch: Batch) -> jax.Array:
+def _text_probabilities(model: Classifier, params: Params, batch: Batch) -> jax.Array:
     """Return the class probabilities (K, C) of K texts. Compiled once per model and batch shape."""
     pooled = pool_texts(hidden_states(model, params, batch), batch, model.config.output.pooling)
     return jax.nn.softmax(model.apply({"params": params}, pooled, method=Classifier.head))  # over C
@@ -175,14 +175,14 @@ def _text_probabilities(model: Classifier, params: Any, batch: Batch) -> jax.Arr
 
 @functools.partial(jax.jit, static_argnames="model")
 def _probabilities(
-    model: VisionClassifier | SeriesClassifier, params: Any, values: jax.Array | ImagePatches
+    model: VisionClassifier | SeriesClassifier, params: Params, values: jax.Array | ImagePatches
 ) -> jax.Array:
     """Return the class probabilities (B, C) of images or series. Compiled once per model and batch shape."""
     return jax.nn.softmax(model.apply({"params": params}, values))  # over C
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _similarities(model: DualEncoder, params: Any, images: jax.Array, texts: jax.Array) -> jax.Array:
+def _similarities(model: DualEncoder, params: Params, images: jax.Array, texts: jax.Array) -> jax.Array:
     """Return the probabilities (B, C) of texts for images, from their vectors."""
     logits = model.apply({"params": params}, images, texts, method="logits")
     sigmoid = model.config.images.similarity == "sigmoid"

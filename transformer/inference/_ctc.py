@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from transformer.config._checks import ConfigError
 from transformer.config._untrusted import read_json_object
 from transformer.generate._prompts import decoding_model
-from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._loaded_model import LoadedModel, Params
 from transformer.inference._transcript import Segment, clipped
 from transformer.media._audio import check_samples
 from transformer.media._features import Waveform, load_features
@@ -113,7 +114,7 @@ class CTCVocabulary:
         return text.lower() if self.lower_case else text
 
 
-def recognize(opened: LoadedModel, samples: Any) -> list[Segment]:
+def recognize(opened: LoadedModel, samples: ArrayLike) -> list[Segment]:
     """Recognize the words of a recording (N,), mono, at the sampling rate of the model, and return a segment for each.
 
     The character of each frame is the most probable one. A recording of more than 30 seconds is read in windows of this
@@ -187,7 +188,9 @@ def _windows(opened: LoadedModel, samples: np.ndarray, rate: int) -> Iterator[tu
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _greedy(model: SpeechRecognizer, params: Any, samples: jax.Array, lengths: jax.Array) -> tuple[Any, Any]:
+def _greedy(
+    model: SpeechRecognizer, params: Params, samples: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the most probable token of each frame and its log-probability, (B, T) each."""
     logits = model.apply({"params": params}, samples, lengths)
     tokens = logits.argmax(-1)
@@ -200,7 +203,7 @@ def _object(directory: Path, name: str) -> dict[str, Any]:
     return read_json_object(directory, name) if (directory / name).exists() else {}
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     """Return the text of a token, which may be an object with its options; None: no text."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None

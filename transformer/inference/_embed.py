@@ -8,6 +8,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from transformer.config._checks import ConfigError
 from transformer.config._options import Pooling
 from transformer.inference._image_inputs import run_images
-from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._loaded_model import LoadedModel, Params
 from transformer.inference._sentences import SentenceSettings
 from transformer.inference._text_batches import Batch, Columns, pool_texts, round_up
 from transformer.inference._text_inputs import encode_texts, hidden_states, run_texts, text_model
@@ -77,7 +78,7 @@ def embed_encoded(opened: LoadedModel, rows: Sequence[Columns], settings: Senten
 
 
 @functools.partial(jax.jit, static_argnames=("model", "pooling", "normalize"))
-def _vectors(model: Any, params: Any, batch: Batch, *, pooling: Pooling, normalize: bool) -> jax.Array:
+def _vectors(model: nn.Module, params: Params, batch: Batch, *, pooling: Pooling, normalize: bool) -> jax.Array:
     """Return the vectors (K, D) of K texts in float32. Compiled once per model, settings and batch shape."""
     pooled = pool_texts(hidden_states(model, params, batch), batch, pooling).astype(jnp.float32)
     if not normalize:
@@ -100,7 +101,7 @@ def embed_texts(opened: LoadedModel, texts: Sequence[str]) -> np.ndarray:
         ValueError: a text that the tokenizer can't encode or that is empty, or results that are not finite.
     """
     model, longest = dual_encoder(opened), opened.model.config.max_length
-    settings = _tokenizer_settings(opened)
+    settings = {} if opened.pretrained is None else open_files(opened.directory).json("tokenizer_config.json") or {}
     texts = [change(text) for text in texts] if (change := _change_of_texts(opened, settings)) else texts
     rows = [ids for ids, _ in encode_texts(opened, texts)]
     fixed = not model.config.attention.causal
@@ -124,11 +125,6 @@ def canonical_text(text: str) -> str:
     """Return a text as SigLIP was trained on it: in lower case, without punctuation, with single spaces."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return re.sub(r"\s+", " ", text).strip()
-
-
-def _tokenizer_settings(opened: LoadedModel) -> Mapping[str, Any]:
-    """Return the fields of tokenizer_config.json of pretrained weights."""
-    return {} if opened.pretrained is None else open_files(opened.directory).json("tokenizer_config.json") or {}
 
 
 def _change_of_texts(opened: LoadedModel, settings: Mapping[str, Any]) -> Callable[[str], str] | None:
@@ -157,7 +153,7 @@ def dual_encoder(opened: LoadedModel) -> DualEncoder:
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _text_vectors(model: DualEncoder, params: Any, tokens: jax.Array, lengths: jax.Array | None) -> jax.Array:
+def _text_vectors(model: DualEncoder, params: Params, tokens: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """Return the vectors (B, D) of texts. Compiled once per model and batch shape."""
     mask = None if lengths is None else Mask.lengths(lengths)
     return model.apply({"params": params}, tokens, mask, method="embed_texts")
@@ -190,7 +186,7 @@ def embed_images(opened: LoadedModel, images: Sequence[Any], processor: ImagePro
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _image_vectors(model: VisionEncoder | DualEncoder, params: Any, pixels: jax.Array | ImagePatches) -> jax.Array:
+def _image_vectors(model: VisionEncoder | DualEncoder, params: Params, pixels: jax.Array | ImagePatches) -> jax.Array:
     """Return the vectors (B, D) of images. Compiled once per model and batch shape."""
     variables = {"params": params}
     if kind_of(model).compares:

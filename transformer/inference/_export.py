@@ -18,7 +18,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._local_paths import local_path
 from transformer.data.tokenizers._export import as_pretrained
 from transformer.inference._load import is_workdir
-from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._loaded_model import LoadedModel, Params
 from transformer.media._image_settings import image_processor, save_image_processor
 from transformer.nn.models._kinds import kind_of
 from transformer.nn.quantization._adapted import has_encoded
@@ -55,7 +55,7 @@ CTC_FILES = ("vocab.json", "tokenizer_config.json", "special_tokens_map.json", "
 """Files with the characters of a model with CTC."""
 
 
-def _cast(model: nn.Module, params: Any) -> Any:
+def _cast(model: nn.Module, params: Params) -> Params:
     """Cast the parameters to the dtypes of the model, in which a few parameters are always float32."""
     beyond = []
 
@@ -188,13 +188,7 @@ def export_adapter(
         updates.setdefault("/".join(path[:-1]), {})[path[-1]] = leaf
     new = flatten_dict(trained["new"], sep="/")
     params = unflatten_dict(flatten_dict(base, sep="/") | new, sep="/")
-    adapter = Adapter(
-        updates=updates,
-        rank=config.rank,
-        alpha=config.alpha,
-        rslora=config.rslora,
-        new=new,
-    )
+    adapter = Adapter(updates=updates, rank=config.rank, alpha=config.alpha, rslora=config.rslora, new=new)
     if family is None:  # that of the pretrained weights, whose title the recipe records; a run has none
         title = origin.model.partition(", ")[0]
         family = next((one.name for one in ENTRIES.values() if one.title == title), None)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformer.chat._chat import ReplyStream
 from transformer.chat._image_prompts import ImagePrompts
-from transformer.chat._pieces import Detokenizer, StopStrings
+from transformer.chat._pieces import Detokenizer
 from transformer.config._checks import ConfigError
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import Beam
 from transformer.generate._generation import generate
-from transformer.generate._prompts import check_text_model
+from transformer.generate._lookup import PromptLookup
 from transformer.generate._sampling import Sampling
-from transformer.generate._streaming import TokenStream
+from transformer.generate._speculative import Draft
+from transformer.generate._streaming import Piece, TokenStream
 from transformer.inference._generation_settings import longest_target, recommended_beam
 from transformer.inference._image_prompts import encode_with_images
 from transformer.inference._loaded_model import LoadedModel
@@ -41,24 +43,6 @@ class GeneratedText:
     output: str
     ended: bool
     """the model generated an end token; False: it reached max_new_tokens"""
-
-
-def generate_text(
-    opened: LoadedModel,
-    prompt: str,
-    max_new_tokens: int | None,
-    sampling: Sampling,
-    seed: int,
-    *,
-    parse_special: bool = True,
-) -> str:
-    """Return the continuation by a causal model (of 200 tokens without a limit), or the translation of a prompt."""
-    check_text_model("generate", opened.model, opened.params)
-    options = {"sampling": sampling, "seed": seed}
-    if opened.kind.source:
-        return translate(opened, [prompt], max_new_tokens=max_new_tokens, **options)[0].output
-    options |= {"max_new_tokens": 200 if max_new_tokens is None else max_new_tokens}
-    return continue_texts(opened, [prompt], parse_special=parse_special, **options)[0].output
 
 
 def encode_prompt(opened: LoadedModel, prompt: str, *, parse_special: bool = True) -> list[int]:
@@ -195,9 +179,10 @@ def continue_texts(
     sampling: Sampling,
     seed: int,
     parse_special: bool = True,
-    **options: Any,
+    slots: int | None = None,
+    draft: Draft | PromptLookup | None = None,
 ) -> list[GeneratedText]:
-    """Continue each prompt with a causal model; `options` are the `draft` or `slots` of `generate`.
+    """Continue each prompt with a causal model; `slots` and `draft` are those of `generate`.
 
     With `parse_special`, the name of a special token in a prompt is that token, otherwise text.
 
@@ -225,7 +210,8 @@ def continue_texts(
                 sampling=dataclasses.replace(sampling, suppress=opened.suppressed),
                 # Distinct primes give each text, and each of its pieces, another seed.
                 seed=[(seed + 7919 * number + 104_729 * len(texts[number].new)) % 2**32 for number in numbers],
-                **options,
+                slots=slots,
+                draft=draft,
             )
             for number, row in zip(numbers, rows, strict=True):
                 texts[number] = texts[number].grown(row, wanted)
@@ -305,35 +291,26 @@ def stream_text(
         _warn_of_full_context([text], context)
     else:
         text, more = _text_with_images(opened, prompt, images, reader, max_new_tokens)
-    pieces, stops, output = Detokenizer(opened.tokenizer, text.ids), StopStrings(stop), []
-    log_probabilities: list[float] = []
 
-    def given(piece: str) -> None:
-        if piece := stops.add(piece):
-            output.append(piece)
-            show(piece)
+    def generated(text: _Text) -> Iterator[Piece]:
+        while text.left:
+            ids, wanted = text.piece(context)
+            row: list[int] = []
+            for piece in stream.generate(
+                ids,
+                eos_id=opened.eos_ids,
+                max_new_tokens=wanted,
+                sampling=dataclasses.replace(sampling, suppress=opened.suppressed),
+                seed=(seed + 104_729 * len(text.new)) % 2**32,  # as in `continue_texts`
+                **more,
+            ):
+                row += piece.tokens
+                yield piece
+            text = text.grown(row, wanted)
 
-    while text.left and not stops.stopped:
-        ids, wanted = text.piece(context)
-        row: list[int] = []
-        for piece in stream.generate(
-            ids,
-            eos_id=opened.eos_ids,
-            max_new_tokens=wanted,
-            sampling=dataclasses.replace(sampling, suppress=opened.suppressed),
-            seed=(seed + 104_729 * len(text.new)) % 2**32,  # as in `continue_texts`
-            **more,
-        ):
-            row += piece.tokens
-            log_probabilities += piece.log_probabilities
-            given(pieces.add(piece.tokens))
-            if stops.stopped:
-                break
-        text = text.grown(row, wanted)
-    given("" if stops.stopped else pieces.finish())
-    finish = "stop" if stops.stopped else "end" if text.ended else "length"
-    if held := stops.finish():
-        output.append(held)
-        show(held)
-    names = opened.tokenizer.tokens(text.new)
-    return StreamedText(prompt, "".join(output), finish == "end", names, log_probabilities, finish)
+    pieces = ReplyStream(generated(text), Detokenizer(opened.tokenizer, text.ids), stop)
+    for piece in pieces:
+        show(piece)
+    reply = pieces.reply
+    names = opened.tokenizer.tokens(reply.tokens)
+    return StreamedText(prompt, reply.text, reply.finish == "end", names, reply.log_probabilities, reply.finish)

@@ -85,7 +85,7 @@ def longest_target(opened: LoadedModel, max_new_tokens: int | None) -> int | Non
     return max(max_new_tokens - forced, 1)
 
 
-def _ids(value: Any) -> set[Any]:
+def _ids(value: object) -> set[object]:
     return set(value) if isinstance(value, list) else {value} - {None}
 
 
@@ -122,7 +122,7 @@ class _Fields:
             self.refuse(name, value, expected)
         return float(value)
 
-    def refuse(self, name: str, value: Any, expected: str) -> None:
+    def refuse(self, name: str, value: object, expected: str) -> None:
         raise ConfigError(
             f"{name} in {self.opened.directory} (generation_config.json, or config.json) must be {expected}, got "
             f"{value!r:.80}. Correct it, or remove it."

@@ -13,21 +13,21 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from transformer.chat._template import ChatTemplateError
+from transformer.chat._template import ChatTemplate, ChatTemplateError
 from transformer.chat._template_files import find_template, json_object
 from transformer.config._checks import ConfigError, nearest
 from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.generate._generation import generate
 from transformer.generate._prompts import bucket, decoding_model
 from transformer.generate._sampling import Sampling
-from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._loaded_model import LoadedModel, Params
 from transformer.inference._text_batches import Batch, Columns, round_up, run_batches, scored_at_once, slots_at_once
 from transformer.nn._sharding import batch_sharding, num_row_shards
 from transformer.nn.models._causal_lm import CausalLM
@@ -49,6 +49,7 @@ BOOTSTRAP = 1000
 NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "early_stopping": False, "use_cache": True}
 """Options of transformers that are accepted with these values, which change nothing."""
 
+Result = TypeVar("Result")
 Pair = tuple[list[int], list[int]]
 """Token ids of a context and of its continuation."""
 
@@ -129,10 +130,7 @@ class HarnessModel:
             ChatTemplateError: the model has no chat template, or it refuses the messages.
         """
         template = self._template(True)
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-        }
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
             return template.render(chat_history, **options)
         except ChatTemplateError:
@@ -141,7 +139,7 @@ class HarnessModel:
                 raise
             return template.render(others, **options)
 
-    def _template(self, name: bool | str) -> Any:
+    def _template(self, name: bool | str) -> ChatTemplate:
         wanted = name if isinstance(name, str) and name else None
         return find_template(self._text.files, wanted, place=str(self.opened.directory))
 
@@ -156,10 +154,7 @@ class HarnessModel:
             ValueError: a continuation has no tokens, or is longer than the context length.
         """
         pairs = [self._text.encode_pair(*request.args) for request in requests]
-        results = self._scores(pairs)
-        for request, result in zip(requests, results, strict=True):
-            self._remember("loglikelihood", request.args, result)
-        return results
+        return self._remembered("loglikelihood", requests, self._scores(pairs))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text. Long texts are split into windows.
@@ -179,9 +174,7 @@ class HarnessModel:
         totals = [0.0] * len(requests)
         for owner, (score, _) in zip(owners, self._scores(windows), strict=True):
             totals[owner] += score
-        for request, total in zip(requests, totals, strict=True):
-            self._remember("loglikelihood_rolling", request.args, total)
-        return totals
+        return self._remembered("loglikelihood_rolling", requests, totals)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return a continuation of each context, up to a stop string, an end token or the maximum length.
@@ -208,9 +201,7 @@ class HarnessModel:
                 chosen, numbers = numbers[:rows], numbers[rows:]
                 for number, text in self._continue({n: plans[n] for n in chosen}, sampling, new_tokens):
                     texts[number] = text
-        for request, text in zip(requests, texts, strict=True):
-            self._remember("generate_until", request.args, text)
-        return texts
+        return self._remembered("generate_until", requests, texts)
 
     def _plan(self, number: int, context: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the token ids, sampling, number of new tokens and stop strings of a request."""
@@ -256,8 +247,7 @@ class HarnessModel:
 
     def _rows_at_once(self, slots: int) -> int:
         """Return the number of rows with this many cache slots to generate at the same time."""
-        least, most = ROWS
-        return self._rows or min(most, max(least, slots_at_once() // slots))
+        return self._rows or int(np.clip(slots_at_once() // slots, *ROWS))
 
     def _continue(
         self, plans: Mapping[int, dict[str, Any]], sampling: Sampling, new_tokens: int
@@ -370,15 +360,16 @@ class HarnessModel:
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
-    def _remember(self, kind: str, arguments: tuple, result: Any) -> None:
-        """Store a result in the harness's cache, if it uses one."""
-        hook = getattr(self, "cache_hook", None)
-        if hook is not None:
-            hook.add_partial(kind, arguments, result)
+    def _remembered(self, kind: str, requests: Sequence[Any], results: list[Result]) -> list[Result]:
+        """Store the results in the harness's cache, if it uses one."""
+        if (hook := getattr(self, "cache_hook", None)) is not None:
+            for request, result in zip(requests, results, strict=True):
+                hook.add_partial(kind, request.args, result)
+        return results
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _target_scores(model: CausalLM, params: Any, batch: Batch) -> jax.Array:
+def _target_scores(model: CausalLM, params: Params, batch: Batch) -> jax.Array:
     """Return, for K targets per position, (R, T, K, 2): the log-probability, and 1 if it is the most likely token."""
     tokens, *columns = batch.columns
     targets = jnp.stack(columns, axis=-1)  # (R, T, K)
@@ -510,7 +501,11 @@ def evaluate_tasks(
 
     manager = TaskManager(include_path=include_path)
     if unknown := [name for name in tasks if name not in manager.all_tasks]:
-        raise ConfigError(_unknown_task(unknown[0], manager.all_tasks, include_path))
+        where = "" if include_path is None else f" or in {include_path}"
+        raise ConfigError(
+            f"lm-evaluation-harness has no task {unknown[0]!r}{where}.{nearest(unknown[0], manager.all_tasks)} List "
+            f"all names with: python -m lm_eval ls tasks."
+        )
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with _without_subprocesses(), contextlib.redirect_stdout(sys.stderr):
         return evaluator.simple_evaluate(
@@ -559,11 +554,3 @@ def table(results: Mapping[str, Any], column: Literal["results", "groups"] = "re
     from lm_eval.utils import make_table
 
     return make_table(results, column).rstrip()
-
-
-def _unknown_task(name: str, known: Sequence[str], include_path: str | None) -> str:
-    where = "" if include_path is None else f" or in {include_path}"
-    return (
-        f"lm-evaluation-harness has no task {name!r}{where}.{nearest(name, known)} List all names with: python -m "
-        f"lm_eval ls tasks."
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,9 @@ from transformer.generate._generation import generate
 from transformer.generate._prompts import decoding_model
 from transformer.generate._sampling import Sampling
 from transformer.inference._generate import continuation
-from transformer.inference._image_inputs import with_size_of
+from transformer.inference._image_inputs import visible, with_size_of
 from transformer.inference._image_prompts import encode_with_images, image_prompts
-from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._loaded_model import LoadedModel, Params
 from transformer.inference._text_attention import reference_model
 from transformer.inference._word_times import word_slices
 from transformer.media._image_settings import image_processor
@@ -50,7 +51,7 @@ class ImageAttention:
 @functools.partial(jax.jit, static_argnames=("model", "prefix"))
 def _weights(
     model: VisionLanguageModel,
-    params: Any,
+    params: Params,
     tokens: Int[Array, "1 T"],
     images: Float[Array, "1 1 H W C"] | ImagePatches,
     queries: Int[Array, " Q"],
@@ -64,13 +65,6 @@ def _weights(
         one[0].astype(jnp.float32) for one in layer_weights(seen["intermediates"], model.config, "decoder", "self")
     ]
     return jnp.stack([one[:, queries][:, :, keys] for one in layers]), jnp.stack([one.mean(0) for one in layers])
-
-
-def _squares(shape: tuple[int, int, int], side: int) -> Patches:
-    """Return the squares of an image (height, width, channels) that its tokens stand for."""
-    height, width, channels = shape
-    sizes = {"image_height": height, "image_width": width, "patch_size": side, "channels": channels}
-    return Patches(**sizes, class_token=False, drop_remainder=True)
 
 
 def image_attention(opened: LoadedModel, image: Any, prompt: str, *, max_new_tokens: int = 32) -> ImageAttention:
@@ -109,7 +103,7 @@ def image_attention(opened: LoadedModel, image: Any, prompt: str, *, max_new_tok
     )
     new = [token for token in row if token not in opened.eos_ids]
 
-    def decode(tokens: Any) -> str:
+    def decode(tokens: Sequence[int]) -> str:
         # After the prompt: some tokenizers remove the first space of a text.
         return continuation(opened.tokenizer, [*ids, *tokens], len(tokens))
 
@@ -134,11 +128,14 @@ def image_attention(opened: LoadedModel, image: Any, prompt: str, *, max_new_tok
     none = np.zeros(means.shape[1:], bool)
     rollouts = attention_rollout([AttentionMap("decoder", i, "self", one[None], none) for i, one in enumerate(means)])
     rollout = np.stack([one.weights[0, len(ids) - 1 :][:, of_image] for one in rollouts])
+    height, width, channels = pixels[0].shape
+    side = dynamic.multiple if fixed is None else fixed.patches.patch_size * fixed.pool
+    sizes = {"image_height": height, "image_width": width, "patch_size": side, "channels": channels}
     return ImageAttention(
         text=decode(new),
         words=[decode(new[: word.stop])[len(decode(new[: word.start])) :] for word in slices],
         weights=np.stack([weights[:, :, word].mean(2) for word in slices], 2),
         rollout=np.stack([rollout[:, word].mean(1) for word in slices], 1),
-        patches=_squares(pixels[0].shape, dynamic.multiple if fixed is None else fixed.patches.patch_size * fixed.pool),
-        pixels=np.clip(pixels[0] * np.asarray(processor.std) + np.asarray(processor.mean), 0.0, 1.0),
+        patches=Patches(**sizes, class_token=False, drop_remainder=True),
+        pixels=visible(pixels[0], processor),
     )

@@ -102,6 +102,11 @@ def _batches(images: Sequence[Any], processor: ImageProcessor) -> Iterator[np.nd
         yield arrays[0] if len(arrays) == 1 else ImagePatches(*arrays)
 
 
+def visible(pixels: np.ndarray, processor: ImageProcessor) -> np.ndarray:
+    """Return preprocessed pixels (height, width, channels) with values from 0 to 1."""
+    return np.clip(pixels * np.asarray(processor.std) + np.asarray(processor.mean), 0.0, 1.0)
+
+
 def filled(values: np.ndarray, size: int) -> np.ndarray:
     """Return a batch (B, ...) with its last row repeated up to `size` rows: one program is compiled for all batches."""
     return np.concatenate([values, np.repeat(values[-1:], size - len(values), axis=0)])

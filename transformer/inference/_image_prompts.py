@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from transformer.chat._image_prompts import ImagePrompts, ImageText
+from transformer.chat._prompts import with_markers
 from transformer.config._checks import ConfigError
 from transformer.config._model import ImageTokens
-from transformer.data.tokenizers._export import as_pretrained
-from transformer.data.tokenizers._pretrained import PretrainedTokenizer
 from transformer.inference._image_inputs import with_size_of
 from transformer.inference._loaded_model import LoadedModel
 from transformer.media._image_settings import image_processor
 from transformer.media._images import ImageProcessor
+
+USE = "prompts with images"
 
 
 def image_prompts(opened: LoadedModel, processor: ImageProcessor | None = None) -> ImagePrompts:
@@ -40,7 +41,7 @@ def image_prompts(opened: LoadedModel, processor: ImageProcessor | None = None) 
     with_size_of(opened, processor)
     images = opened.model.config.image_tokens or opened.model.config.dynamic_images
     text = ImageText() if opened.pretrained is None else opened.pretrained.family.image_text or ImageText()
-    tokenizer = _tokenizer(opened)
+    tokenizer = with_markers(opened.tokenizer, USE)
     names = {text.before.strip(), text.after.strip()} - {""}
     name = tokenizer.tokens([images.token_id])[0]
     if images.token_id not in tokenizer.special_ids or not names <= set(tokenizer.special_tokens):
@@ -79,12 +80,5 @@ def encode_with_images(
         FileNotFoundError, ValueError: an image that can't be read, or a prompt that the tokenizer can't encode.
     """
     prompts = image_prompts(opened) if prompts is None else prompts
-    ids = prompts.encode(prompt, len(images), _tokenizer(opened))
+    ids = prompts.encode(prompt, len(images), with_markers(opened.tokenizer, USE))
     return [ids[i] for i in prompts.repeated(ids, images)], prompts.read(images)
-
-
-def _tokenizer(opened: LoadedModel) -> PretrainedTokenizer:
-    try:
-        return as_pretrained(opened.tokenizer)
-    except ValueError as error:
-        raise ConfigError(f"this tokenizer can't be used for prompts with images: {error}") from None

@@ -18,7 +18,7 @@ from transformer.config._model import TransformerConfig
 from transformer.data.files._images import DEFAULT
 from transformer.inference._image_inputs import with_size_of
 from transformer.inference._load import is_workdir, load_model
-from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._loaded_model import LoadedModel, Params
 from transformer.media._image_settings import SETTINGS_FILES, image_processor
 from transformer.media._images import ImageProcessor
 from transformer.nn.models._encoders import Classifier, MaskedLM
@@ -184,14 +184,14 @@ def _with_new_head(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConf
     return config, params, _dropped(opened.params, params, old_transform=False)
 
 
-def _dropped(old: Any, new: Any, *, old_transform: bool) -> tuple[str, ...]:
+def _dropped(old: Params, new: Params, *, old_transform: bool) -> tuple[str, ...]:
     """Return the paths of old parameters that the new model does not use.
 
     Layers under "decoder" count as the same layers under "encoder", because a classifier stores its layers there.
     With `old_transform`, the transform of the old head counts as dropped, because the new head has a different one.
     """
 
-    def paths(params: Any) -> Iterable[str]:
+    def paths(params: Params) -> Iterable[str]:
         return (re.sub(r"^decoder/", "encoder/", path) for path in flax.traverse_util.flatten_dict(params, sep="/"))
 
     def is_taken(path: str) -> bool:

@@ -23,10 +23,7 @@ def is_workdir(path: str | os.PathLike) -> bool:
 
 
 def load_model(
-    source: str | os.PathLike,
-    *,
-    step: Literal["best", "newest"] | int = "best",
-    **options: Any,
+    source: str | os.PathLike, *, step: Literal["best", "newest"] | int = "best", **options: Any
 ) -> LoadedModel:
     """Load a model as data, without the methods of `open_model`, which has the same arguments and errors."""
     local_path(source, "source")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 import flax.linen as nn
 import numpy as np
@@ -23,13 +23,16 @@ from transformer.zoo.weights._adapters import Adapter
 if TYPE_CHECKING:
     from transformer.training.workdir._runs import Run
 
+Params: TypeAlias = Mapping[str, Any]
+"""parameters of a model, without the outer "params\""""
+
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A loaded model with its parameters and tokenizer. Exactly one of `run` and `pretrained` is set."""
 
     model: nn.Module
-    params: Any
+    params: Params
     """Parameters, without the outer "params"."""
     directory: Path
     """Workdir, directory of weights or GGUF file that was loaded."""
@@ -45,7 +48,7 @@ class LoadedModel:
     """The pretrained weights that the model comes from."""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     """Adapters for this model, by name (`add_adapter`)."""
-    base: Any = None
+    base: Params | None = None
     """Parameters without an adapter; None: `params`, because no adapter is applied."""
 
     def add_adapter(self, directory: str | os.PathLike, name: str | None = None) -> Self:
@@ -86,7 +89,7 @@ class LoadedModel:
 
         return self._replaced(flatten_adapted(self.params), None)
 
-    def _replaced(self, params: Any, base: Any) -> Self:
+    def _replaced(self, params: Params, base: Params | None) -> Self:
         run = None if self.run is None else replace(self.run, params=params)
         return replace(self, params=params, base=base, run=run)
 
@@ -146,14 +149,14 @@ class LoadedModel:
         single = self._tokens("bad_words_ids", [ids[0] for ids in bad if len(ids) == 1])
         return tuple(dict.fromkeys([*suppressed, *single]))
 
-    def _tokens(self, field: str, ids: Any) -> list[int]:
+    def _tokens(self, field: str, ids: object) -> list[int]:
         """Return the ids of a field if they are valid tokens of the model; raise ConfigError otherwise."""
         size = self.model.config.vocab_size
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < size for i in ids):
             self._refuse(field, ids, f"token ids from 0 to {size - 1}")
         return ids
 
-    def _refuse(self, field: str, value: Any, expected: str) -> NoReturn:
+    def _refuse(self, field: str, value: object, expected: str) -> NoReturn:
         raise ConfigError(
             f"{field} in {self.directory} (generation_config.json, or config.json) must contain {expected}, got "
             f"{value!r:.80}. Correct it."

@@ -8,15 +8,20 @@ from typing import Any, Literal
 
 import numpy as np
 
+from transformer.chat._chat import Chat
+from transformer.chat._image_prompts import ImagePrompts
+from transformer.chat._template import ChatTemplate
+from transformer.chat._template_files import find_template
+from transformer.config._checks import ConfigError
+from transformer.generate._prompts import check_text_model
 from transformer.generate._sampling import Sampling
-from transformer.inference._chat import open_chat
 from transformer.inference._classify import Class, classify, classify_series
 from transformer.inference._embed import embed
-from transformer.inference._generate import generate_text
+from transformer.inference._generate import continue_texts, translate
 from transformer.inference._load import load_model
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._sentences import sentence_settings
-from transformer.inference._translate import translate_texts
+from transformer.inference._translate import translate_lines
 
 
 class OpenedModel(LoadedModel):
@@ -53,7 +58,12 @@ class OpenedModel(LoadedModel):
             ValueError: the model generates no text, or the prompt is empty or too long.
         """
         sampling = Sampling(temperature=0.0 if self.kind.source else temperature, top_k=top_k, top_p=top_p)
-        return generate_text(self, prompt, max_new_tokens, sampling, seed, parse_special=parse_special)
+        check_text_model("generate", self.model, self.params)
+        if self.kind.source:
+            (found,) = translate(self, [prompt], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+            return found.output
+        limits = {"max_new_tokens": 200 if max_new_tokens is None else max_new_tokens, "parse_special": parse_special}
+        return continue_texts(self, [prompt], sampling=sampling, seed=seed, **limits)[0].output
 
     def chat(self, messages: str | Sequence[dict[str, Any]], **options: Any) -> str:
         """Return the reply of a chat model.
@@ -78,7 +88,9 @@ class OpenedModel(LoadedModel):
         Raises:
             ConfigError: the model does not translate text.
         """
-        return _apply(lambda given: translate_texts(self, given, **options), texts)
+        chunks = translate_lines(self, [texts] if isinstance(texts, str) else texts, **options)
+        found = [line.best[0].text for chunk in chunks for line in chunk]
+        return found[0] if isinstance(texts, str) else found
 
     def embed(self, texts: str | Sequence[str]) -> np.ndarray:
         """Return the vector (D,) of a text, or the vectors (n, D) of n texts, pooled as the model's files say.
@@ -118,6 +130,21 @@ def open_model(
         ValueError: a file is invalid or not supported.
     """
     return OpenedModel(**vars(load_model(source, step=step, **options)))
+
+
+def open_chat(opened: LoadedModel, template: ChatTemplate | None = None, images: ImagePrompts | None = None) -> Chat:
+    """Return the chat of a model with its chat template, or with this one; `images`: how it reads images."""
+    if opened.kind.writes != "continuation":
+        kind = type(opened.model).__name__
+        raise ConfigError(
+            f"a conversation needs a causal model; {opened.directory} contains a model of type {kind}. Pass the "
+            "directory of a model trained for conversations."
+        )
+    if template is None:
+        template = find_template(getattr(opened.tokenizer, "files", {}), place=str(opened.directory))
+    # Without special tokens, `Chat` adds those of the tokenizer.
+    options = {"context": opened.context, "suppress": opened.suppressed, "images": images}
+    return Chat(opened.model, opened.params, opened.tokenizer, template=template, **options)
 
 
 def _apply(compute: Callable[[Any], Any], inputs: Any) -> Any:

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.data.tokenizers._byte_counts import bytes_after_first
-from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._loaded_model import LoadedModel, Params
 from transformer.inference._text_batches import Batch, Columns, run_pairs, scored_at_once
 from transformer.inference._text_inputs import run_texts, text_model
 from transformer.nn._masks import Mask
@@ -114,7 +113,7 @@ def score_text(opened: LoadedModel, text: str) -> TextScore:
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _likelihoods(model: CausalLM, params: Any, batch: Batch) -> jax.Array:
+def _likelihoods(model: CausalLM, params: Params, batch: Batch) -> jax.Array:
     """Return the log-probability (R, T) of the token after each token. Compiled once per model and batch shape."""
     tokens, targets = batch.columns
     # (R, T, V). Row t predicts the token after t.
@@ -172,7 +171,7 @@ def _score_targets(
 
 @functools.partial(jax.jit, static_argnames="model")
 def _target_likelihoods(
-    model: Seq2Seq, params: Any, source: jax.Array, lengths: jax.Array, tokens: jax.Array, targets: jax.Array
+    model: Seq2Seq, params: Params, source: jax.Array, lengths: jax.Array, tokens: jax.Array, targets: jax.Array
 ) -> jax.Array:
     """Return the log-probability (R, T) of each target token. Compiled once per model and batch shape."""
     logits = model.apply({"params": params}, source, tokens, source_mask=Mask.lengths(lengths))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 
 from transformer.config._checks import ConfigError
 from transformer.inference._loaded_model import LoadedModel
@@ -39,7 +39,7 @@ class SpeechAttention:
     """duration of the recording"""
 
 
-def speech_attention(opened: LoadedModel, samples: Any) -> SpeechAttention:
+def speech_attention(opened: LoadedModel, samples: ArrayLike) -> SpeechAttention:
     """Transcribe a recording of at most one window with Whisper, and return the cross-attention of each word.
 
     The weights of a word are the mean over its tokens, of the queries that predict them. Encoder positions of the

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,7 +158,7 @@ def slots_at_once() -> int:
     return TOKENS.get(platform(), TOKENS_ELSEWHERE)
 
 
-def scored_at_once(model: Any) -> int:
+def scored_at_once(model: nn.Module) -> int:
     """Return the maximum slots of a batch that is scored, so that its logits (slots, vocabulary) fit into memory."""
     return min(slots_at_once(), max(1, LOGITS // model.config.vocab_size))
 
@@ -202,11 +203,6 @@ def _batches(texts: Sequence[Columns], longest: int | None, tokens: int) -> Iter
         yield _packed(texts, rows[start : start + most], slots)
 
 
-def _most_texts(slots: int) -> int:
-    """Return the maximum number of texts in a packed row with this many slots."""
-    return max(1, slots // SMALLEST)
-
-
 def _slots(length: int, longest: int | None) -> int:
     """Return the padded length for a text: at most the length of the position table, unless the text is longer."""
     slots = max(1, bucket(length))
@@ -241,14 +237,14 @@ def _shared(numbers: Iterable[int], lengths: Sequence[int], slots: int) -> list[
         else:
             row = with_room[room].pop()
         rows[row].append(number)
-        if len(rows[row]) < _most_texts(slots):
+        if len(rows[row]) < max(1, slots // SMALLEST):
             with_room[room - length].append(row)
     return rows
 
 
 def _packed(texts: Sequence[Columns], rows: Sequence[Sequence[int]], slots: int) -> tuple[dict[int, int], Batch]:
     """Build a batch with several texts per row. Text i of row r has the index r * most + i in the batch."""
-    most, count = _most_texts(slots), round_up(len(rows))
+    most, count = max(1, slots // SMALLEST), round_up(len(rows))
     columns = tuple(np.zeros((count, slots), np.int32) for _ in texts[rows[0][0]])
     segments, positions = (np.zeros((count, slots), np.int32) for _ in range(2))
     starts, lengths = (np.zeros(count * most, np.int32) for _ in range(2))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.data.tokenizers._settings import truncated
 from transformer.generate._prompts import decoding_model
-from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._loaded_model import LoadedModel, Params
 from transformer.inference._text_batches import Batch, Columns, run_batches
 from transformer.nn._partitioning import platform
 from transformer.nn.models._kinds import kind_of
@@ -24,7 +25,7 @@ with the full attention matrix than with the query-chunked kernel (docs/benchmar
 too much memory."""
 
 
-def text_model(opened: LoadedModel) -> Any:
+def text_model(opened: LoadedModel) -> nn.Module:
     """Return the model for inference, with a kernel for any length; raise ConfigError if it does not read text."""
     model = opened.model
     reads, classifies = opened.kind.reads, opened.kind.classifies
@@ -69,23 +70,26 @@ def run_texts(
     texts: Sequence[Columns],
     compute: Callable[[Batch], jax.Array],
     numbers: Sequence[int] | None = None,
-    **options: Any,
+    *,
+    each_token: bool = False,
+    most: int | None = None,
 ) -> list[np.ndarray]:
     """Call `run_batches`, with its options, and raise ValueError if a result is not finite.
 
     `numbers` are the numbers of the texts in the error message, for entries that are parts of texts.
     """
-    options |= {"longest": opened.model.config.longest_source}  # equals max_length for a model without an encoder
-    rows = run_batches(texts, compute, **options)
+    longest = opened.model.config.longest_source  # equals max_length for a model without an encoder
+    run = functools.partial(run_batches, compute=compute, each_token=each_token, longest=longest, most=most)
+    rows = run(texts)
     for number, row in enumerate(rows):
         if not np.isfinite(row).all():
             # Possibly caused by another text in the same row, so compute this text alone.
-            (alone,) = run_batches(texts[number : number + 1], compute, **options)
+            (alone,) = run(texts[number : number + 1])
             rows[number] = opened.finite(number if numbers is None else numbers[number], alone)
     return rows
 
 
-def hidden_states(model: Any, params: Any, batch: Batch) -> jax.Array:
+def hidden_states(model: nn.Module, params: Params, batch: Batch) -> jax.Array:
     """Return the hidden states (R, T, D) of a batch (of the encoder, for a Seq2Seq)."""
     tokens, types = batch.columns
     model, kind = _with_full_attention_matrix(model, tokens.shape[1]), kind_of(model)
@@ -98,7 +102,7 @@ def hidden_states(model: Any, params: Any, batch: Batch) -> jax.Array:
     return model.apply({"params": params}, tokens, **places, method=type(model).hidden)
 
 
-def _with_full_attention_matrix(model: Any, slots: int) -> Any:
+def _with_full_attention_matrix(model: nn.Module, slots: int) -> nn.Module:
     """Return the model with the fastest attention kernel for a forward pass over rows of this length.
 
     On CPU, `auto` uses the query-chunked kernel from 96 slots. It is faster in training and for causal models, where it

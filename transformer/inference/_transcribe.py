@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from transformer.config._checks import ConfigError, nearest
 from transformer.generate._loop import DecodeResult
@@ -23,6 +24,7 @@ from transformer.inference._transcript import Segment, TimedWord, Transcript, cl
 from transformer.inference._word_times import alignment_heads, cross_attention, median_width, token_edges, word_slices
 from transformer.media._audio import check_samples
 from transformer.media._features import LogMel, Waveform, load_features
+from transformer.nn._axes import PRNGKey
 from transformer.nn.models._speech import FRAMES_A_POSITION
 
 
@@ -69,7 +71,9 @@ class TranscriptionOptions:
             )
 
 
-def transcribe(opened: LoadedModel, samples: Any, options: TranscriptionOptions = TranscriptionOptions()) -> Transcript:
+def transcribe(
+    opened: LoadedModel, samples: ArrayLike, options: TranscriptionOptions = TranscriptionOptions()
+) -> Transcript:
     """Transcribe a recording.
 
     Whisper reads one window at a time (30 seconds). A longer recording is transcribed window by window: each one starts
@@ -94,7 +98,7 @@ def transcribe(opened: LoadedModel, samples: Any, options: TranscriptionOptions 
 
 
 def transcribe_windows(
-    opened: LoadedModel, samples: Any, options: TranscriptionOptions = TranscriptionOptions()
+    opened: LoadedModel, samples: ArrayLike, options: TranscriptionOptions = TranscriptionOptions()
 ) -> Iterator[tuple[str | None, list[Segment]]]:
     """Transcribe a recording, and yield the language and the segments of each window as soon as it is finished.
 
@@ -243,7 +247,7 @@ class Transcriber:
                 f"generation_config.json). Pass another model."
             )
 
-    def windows(self, samples: Any) -> Iterator[tuple[str | None, list[Segment]]]:
+    def windows(self, samples: ArrayLike) -> Iterator[tuple[str | None, list[Segment]]]:
         """Yield the language and the segments of each window of samples (N,)."""
         samples = check_samples(samples, self.features.sampling_rate)
         frames, chunk = self.features.frames(samples), self.features.chunk_frames
@@ -262,7 +266,7 @@ class Transcriber:
             # A window ends at its last timestamp, and always after its start.
             start += used if used > 0 else length
 
-    def window(self, frames: np.ndarray, language: str | None, timestamps: bool, key: Any) -> Window:
+    def window(self, frames: np.ndarray, language: str | None, timestamps: bool, key: PRNGKey) -> Window:
         """Return the result of the first temperature that passes the thresholds, for frames (F, M)."""
         logits, cache = start_window(
             self.model, self.opened.params, frames[None], np.int32(self.tokens.start), cache_slots=self.slots

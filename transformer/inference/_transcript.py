@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,16 @@ class Segment:
     """words with their times; None: without `word_timestamps`, or CTC"""
 
 
+Part = TypeVar("Part", TimedWord, Segment)
+
+
 def clipped(segment: Segment, duration: float) -> Segment:
     """Return a segment that ends within a recording of this duration: a model may also predict later times."""
     words = None if segment.words is None else [_clipped(word, duration) for word in segment.words]
     return _clipped(replace(segment, words=words), duration)
 
 
-def _clipped(part: Any, duration: float) -> Any:
+def _clipped(part: Part, duration: float) -> Part:
     return replace(part, start=round(min(part.start, duration), 3), end=round(min(part.end, duration), 3))
 
 

@@ -89,20 +89,12 @@ def translate_lines(
             raise ConfigError(f"{name} must be at least 1, got {value}.")
     if max_source_tokens is None:
         max_source_tokens = max(USUAL_SOURCE, _trained_length(opened) or 0)
-    options = {
-        "begin": opened.target_start,
-        "eos_id": opened.eos_ids,
-        "suppress": opened.suppressed,
-    }  # evaluated now, so that errors are raised by the call instead of the first iteration
+    # Evaluated now, so that errors are raised by the call instead of the first iteration.
+    options = {"begin": opened.target_start, "eos_id": opened.eos_ids, "suppress": opened.suppressed}
     beam = recommended_beam(opened) if beam is None else beam
     most = longest_target(opened, max_new_tokens)
     options |= {"beam": beam, "max_new_tokens": most, "batch_tokens": batch_tokens}
     return _chunks(opened, lines, chunk_lines, max_source_tokens, options)
-
-
-def translate_texts(opened: LoadedModel, texts: Iterable[str], **options: Any) -> list[str]:
-    """Return the best translation of each text; options and errors are those of `translate_lines`."""
-    return [line.best[0].text for chunk in translate_lines(opened, texts, **options) for line in chunk]
 
 
 def _chunks(

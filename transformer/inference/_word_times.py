@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from transformer.config._checks import ConfigError
-from transformer.inference._loaded_model import LoadedModel
+from transformer.inference._loaded_model import LoadedModel, Params
 from transformer.inference._text_attention import reference_model
 from transformer.nn._axes import Array, Int
 from transformer.nn.models._speech import SpeechToText
@@ -63,12 +63,7 @@ def median_width(opened: LoadedModel) -> int:
 
 @functools.partial(jax.jit, static_argnames=("model", "heads"))
 def cross_attention(
-    model: SpeechToText,
-    params: Any,
-    cache: Any,
-    tokens: Int[Array, "1 T"],
-    *,
-    heads: tuple[tuple[int, int], ...],
+    model: SpeechToText, params: Params, cache: Any, tokens: Int[Array, "1 T"], *, heads: tuple[tuple[int, int], ...]
 ) -> Float[Array, "N T S"]:
     """Return the cross-attention weights of N heads, given as (layer, head), for tokens after the start token.
 
