@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformer.cli._arguments import check_least
 from transformer.cli._chat import image_reader
@@ -50,11 +51,9 @@ def main(command: Generate) -> None:
 
     opened = command.load_writer()
     translates = opened.kind.source
-    if translates and (used := _causal_options(command)):
-        raise ConfigError(f"{used[0]} needs a causal model, but this model is an encoder-decoder. Remove it.")
-    if translates and command.no_parse_special:
-        raise ConfigError("--no-parse-special needs a causal model: a source is always text. Remove it.")
-    options = _decoding_options(command, translates)
+    if translates:
+        _check_translation(command)
+    draft = command.open_draft()
     opened = command.quantized(opened)
     prompts = texts.read_prompts(command.prompt, lines=translates)
     texts.warn_of_unknown(opened, prompts)
@@ -63,13 +62,16 @@ def main(command: Generate) -> None:
     if _causal_options(command):
         _print_pieces(command, opened, prompts)
         return
-    written = (generating.translate if translates else generating.continue_texts)(
+    write = generating.translate
+    if not translates:
+        special = not command.no_parse_special
+        write = functools.partial(generating.continue_texts, slots=command.slots, draft=draft, parse_special=special)
+    written = write(
         opened,
         prompts,
         max_new_tokens=command.max_new_tokens or (None if translates else 200),
         sampling=command.sampling(greedy=translates),
         seed=command.seed,
-        **options,
     )
     lines = [texts.shown(one.output if translates else one.prompt + one.output) for one in written]
     lines = lines if translates else ["\n---\n".join(lines)]
@@ -84,13 +86,26 @@ def _check(command: Generate) -> None:
         )
     command.check()
     check_least("slots", command.slots)
-    fast = [name for name in FAST if getattr(command, name) is not None]
+    fast = _fast_options(command)
     if len(fast) > 1:
-        raise ConfigError(f"--{fast[0]} and --{fast[1]} can't be used together. Remove one of them.")
+        raise ConfigError(f"{fast[0]} and {fast[1]} can't be used together. Remove one of them.")
     command.check_speculation()
     used = _causal_options(command) + (["a penalty"] if command.sampling(greedy=False).penalties else [])
     if fast and used:
-        raise ConfigError(f"--{fast[0]} and {used[0]} can't be used together. Remove one of them.")
+        raise ConfigError(f"{fast[0]} and {used[0]} can't be used together. Remove one of them.")
+
+
+def _check_translation(command: Generate) -> None:
+    """Raise ConfigError for options that need a causal model."""
+    used = _causal_options(command)
+    if command.no_parse_special and not used:
+        raise ConfigError("--no-parse-special needs a causal model: a source is always text. Remove it.")
+    if used := used or _fast_options(command):
+        raise ConfigError(f"{used[0]} needs a causal model, but this model is an encoder-decoder. Remove it.")
+
+
+def _fast_options(command: Generate) -> list[str]:
+    return [f"--{name}" for name in FAST if getattr(command, name) is not None]
 
 
 def _causal_options(command: Generate) -> list[str]:
@@ -108,7 +123,7 @@ def _appears_while_generated(command: Generate, opened: LoadedModel, prompts: Se
     if not sys.stdout.isatty() or command.prints_json or opened.kind.writes != "continuation":
         return False
     one_by_one = len(prompts) == 1 or bool(_causal_options(command))
-    return one_by_one and all(getattr(command, name) is None for name in FAST)
+    return one_by_one and not _fast_options(command)
 
 
 def _print_pieces(command: Generate, opened: LoadedModel, prompts: Sequence[str]) -> None:
@@ -126,16 +141,3 @@ def _print_pieces(command: Generate, opened: LoadedModel, prompts: Sequence[str]
         return generating.stream_text(opened, stream, prompt, max_new_tokens=limit, **options)
 
     command.print_pieces(opened, prompts, write, lambda one: one.prompt + one.output)
-
-
-def _decoding_options(command: Generate, translates: bool) -> dict[str, Any]:
-    """Return keyword arguments of `generate` for continuous batching and speculative decoding."""
-    fast = [f"--{name}" for name in FAST if getattr(command, name) is not None]
-    if translates and fast:
-        raise ConfigError(f"{fast[0]} needs a causal model, but this model is an encoder-decoder. Remove it.")
-    options = {
-        "slots": command.slots,
-        "draft": command.open_draft(),
-        "parse_special": None if translates else not command.no_parse_special,
-    }
-    return {name: value for name, value in options.items() if value is not None}

@@ -70,10 +70,7 @@ def sentence_settings(directory: Path) -> SentenceSettings:
         kind = kind.rpartition(".")[2]
         match kind:
             case "Transformer":
-                values = files.json(f"{path}/sentence_bert_config.json".lstrip("/")) or {}
-                length = _positive(values, "max_seq_length", "sentence_bert_config")
-                settings["max_length"] = longest if length is None else length
-                settings["lower_case"] = bool(values.get("do_lower_case"))
+                settings |= _transformer(files.json(f"{path}/sentence_bert_config.json".lstrip("/")) or {}, longest)
             case "Pooling":
                 values = files.json(f"{path}/config.json") or {}
                 settings |= {"pooling": _pooling(values, path), "include_prompt": values.get("include_prompt", True)}
@@ -96,6 +93,11 @@ def sentence_settings(directory: Path) -> SentenceSettings:
         )
     settings.pop("include_prompt", None)
     return SentenceSettings(**settings)
+
+
+def _transformer(values: dict[str, Any], longest: int | None) -> dict[str, Any]:
+    length = _positive(values, "max_seq_length", "sentence_bert_config")
+    return {"max_length": longest if length is None else length, "lower_case": bool(values.get("do_lower_case"))}
 
 
 def _documented_length(values: dict[str, Any]) -> int | None:
