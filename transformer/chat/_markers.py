@@ -13,7 +13,7 @@ import bisect
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -289,5 +289,4 @@ def _inserted(text: str, places: Sequence[int], character: str) -> str:
 def _unused_character(source: str, values: Mapping[str, Any]) -> str:
     """Return a character of Unicode's private use area that occurs neither in the template nor in the variables."""
     used = source + json.dumps(values, ensure_ascii=False)
-    available: Callable[[int], bool] = lambda code: chr(code) not in used  # noqa: E731
-    return chr(next(filter(available, range(0xF0000, 0xFFFFE))))
+    return next(c for c in map(chr, range(0xF0000, 0xFFFFE)) if c not in used)

@@ -56,11 +56,6 @@ def keep_compiled(environment: MutableMapping[str, str] = os.environ) -> None:
             jax.config.update(name.lower(), value)
 
 
-def is_cache_warning(text: str) -> bool:
-    """Return whether this is a warning of JAX about reading or writing the cache."""
-    return text.startswith(WARNINGS)
-
-
 def repair_cache(text: str, environment: Mapping[str, str] = os.environ) -> str | None:
     """Delete the damaged cache file that a warning of JAX reports; return the message to print instead, None if it was.
 

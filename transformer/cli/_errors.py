@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from transformer.cli._compile_cache import WARNINGS, is_cache_warning, repair_cache
+from transformer.cli._compile_cache import WARNINGS, repair_cache
 from transformer.cli._streams import prepare_streams, redirect_to_null
 from transformer.config._invocation import program
 from transformer.config._recipe_files import bundled
@@ -107,7 +107,7 @@ def one_line_warnings() -> Iterator[None]:
         line: str | None = None,
     ) -> None:
         text: str | None = str(message)
-        if is_cache_warning(text):
+        if text.startswith(WARNINGS):
             text = repair_cache(text)
         if text is not None:
             _say(one_line(f"warning: {text}"))

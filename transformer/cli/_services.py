@@ -13,14 +13,10 @@ from transformer.config._checks import ConfigError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from transformer.chat._prompts import ChatPrompts
     from transformer.generate._lookup import PromptLookup
     from transformer.generate._speculative import Draft
     from transformer.inference._loaded_model import LoadedModel
-    from transformer.serve._embeddings import EmbeddingService
     from transformer.serve._http import HTTPService
-    from transformer.serve._service import Service
-    from transformer.serve._translations import TranslationService
 
 USUAL_TOKENS = 2048
 """maximum number of tokens of a request, unless the model has a shorter context"""
@@ -107,8 +103,9 @@ def make_service(opened: LoadedModel, settings: ServiceSettings) -> HTTPService:
     )
 
 
-def _causal_service(opened: LoadedModel, settings: ServiceSettings) -> Service:
-    from transformer.chat._prompts import default_sampling
+def _causal_service(opened: LoadedModel, settings: ServiceSettings) -> HTTPService:
+    from transformer.chat._prompts import ChatPrompts, default_sampling
+    from transformer.chat._template_files import has_template
     from transformer.serve._attention import AnswerAttention
     from transformer.serve._engine import FEWEST_POSITIONS, Engine
     from transformer.serve._service import Service
@@ -125,13 +122,14 @@ def _causal_service(opened: LoadedModel, settings: ServiceSettings) -> Service:
             f"--cache-tokens must be at least {positions}, the tokens of one request, got {cache_tokens}. Pass a "
             "larger number, or a smaller --max-tokens."
         )
-    chat = _chat_prompts(opened, positions)
+    files = getattr(tokenizer, "files", {})
+    chat = ChatPrompts(tokenizer, longest=positions) if has_template(files) else None
     sizes = {"slots": settings.slots, "positions": positions, "cache_tokens": cache_tokens, "queue": settings.queue}
     options = {"suppress": suppressed, "draft": settings.draft, "mesh": settings.mesh}
     engine = Engine(opened.model, opened.params, tokenizer, **sizes, **options)
     return Service(
         engine=engine,
-        sampling=default_sampling(getattr(tokenizer, "files", {})),
+        sampling=default_sampling(files),
         eos_ids=tuple(dict.fromkeys([*(opened.eos_ids or []), *(chat.eos_ids if chat else [])])),
         chat=chat,
         suppress=suppressed,
@@ -140,7 +138,7 @@ def _causal_service(opened: LoadedModel, settings: ServiceSettings) -> Service:
     )
 
 
-def _embedding_service(opened: LoadedModel, settings: ServiceSettings) -> EmbeddingService:
+def _embedding_service(opened: LoadedModel, settings: ServiceSettings) -> HTTPService:
     from transformer.inference._sentences import SentenceSettings, sentence_settings
     from transformer.inference._text_inputs import text_model
     from transformer.serve._embeddings import EmbeddingService
@@ -152,7 +150,7 @@ def _embedding_service(opened: LoadedModel, settings: ServiceSettings) -> Embedd
     return EmbeddingService(opened=opened, settings=sentences, longest=longest, queue=settings.queue, **common)
 
 
-def _translation_service(opened: LoadedModel, settings: ServiceSettings) -> TranslationService:
+def _translation_service(opened: LoadedModel, settings: ServiceSettings) -> HTTPService:
     from transformer.inference._translate import USUAL_SOURCE
     from transformer.serve._translations import TranslationService
 
@@ -170,12 +168,3 @@ def _longest(max_tokens: int | None, context: int | None) -> int:
     if context is not None and max_tokens > context:
         raise ConfigError(f"--max-tokens must be at most {context}, the context of the model, got {max_tokens}.")
     return max_tokens
-
-
-def _chat_prompts(opened: LoadedModel, longest: int) -> ChatPrompts | None:
-    """Return the chat template of a model, for conversations of at most `longest` tokens; None: it has none."""
-    from transformer.chat._prompts import ChatPrompts
-    from transformer.chat._template_files import has_template
-
-    files = getattr(opened.tokenizer, "files", {})
-    return ChatPrompts(opened.tokenizer, longest=longest) if has_template(files) else None

@@ -61,12 +61,6 @@ FLAGS = (
 )
 
 
-def usage() -> str:
-    """Return the text that `--help` prints without a recipe."""
-    called = program("train")
-    return USAGE.format(program=called, blank=" " * len(called)) + OWN_OPTIONS
-
-
 def main(arguments: Sequence[str]) -> int:
     """Load a recipe, override its fields and train; return the exit code: 0 if finished, 128 + signal if stopped."""
     own, rest = split_options(
@@ -76,9 +70,11 @@ def main(arguments: Sequence[str]) -> int:
         hint="--workdir and --init take a directory, such as runs/mine; --profile takes steps: 20:30.",
     )
     if own.list:
-        return list_recipes()
+        for name, path in recipe_files().items():
+            print(f"{name:24} {_summary(path)}")
+        return 0
     if (rest and rest[0] in HELP) or (own.help_all and not rest):
-        print(usage(), end="")
+        print(USAGE.format(program=program("train"), blank=" " * len(program("train"))) + OWN_OPTIONS, end="")
         return 0
     _check_given(own, rest)
     recipe, about = _recipe_of(rest[0], own)
@@ -215,13 +211,6 @@ def _command_to_resume(arguments: Sequence[str], own: argparse.Namespace, workdi
     again = [word for word in arguments if word not in ("--take-over", "--restart")]
     again += [] if own.workdir else ["--workdir", workdir]
     return f"{program('train')} {shlex.join(again)}"
-
-
-def list_recipes() -> int:
-    """Print each recipe with the first line of its docstring."""
-    for name, path in recipe_files().items():
-        print(f"{name:24} {_summary(path)}")
-    return 0
 
 
 def _summary(path: Path) -> str:
