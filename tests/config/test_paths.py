@@ -2,7 +2,7 @@
 
 import pytest
 
-from transformer.config import MLA, ConfigError, FeedForwardOptions, RotaryOptions, T5BiasOptions, TransformerConfig
+from transformer.config import MLA, ConfigError, RotaryOptions, T5BiasOptions, TransformerConfig
 from transformer.config._paths import fields_by_path
 
 CONFIG = TransformerConfig(d_model=8, num_heads=2)
@@ -31,7 +31,7 @@ def test_paths_set_fields_of_parts_together():
         ),
         ({"embedding.tie": "no"}, r"embedding.tie.*got 'no'"),
         ({"vocab_size.x": 3}, r"vocab_size.*'x'"),
-        ({"norm.kind": "rms_norm"}, r"norm must be NormOptions.*'rms_norm'"),
+        ({"norm": "rms_norm"}, r"norm must be NormOptions.*'rms_norm'"),
     ],
 )
 def test_an_impossible_path_says_what_there_is(changes, message):
@@ -46,6 +46,6 @@ def test_an_unknown_keyword_is_an_error_that_names_the_nearest():
 
 def test_a_field_of_a_part_without_its_path_is_an_error_that_names_the_path():
     with pytest.raises(TypeError, match=r"'d_ff'.*'feed_forward.d_ff'\?"):
-        TransformerConfig(feed_forward=FeedForwardOptions(d_ff=8))
+        TransformerConfig(d_ff=8)
     with pytest.raises(ConfigError, match=r"'scale'.*'attention.scale' or 'embedding.scale'"):
         CONFIG.replace(scale=2.0)
