@@ -180,7 +180,7 @@ def kernel_init(config: TransformerConfig) -> Initializer | None:
 
 
 def output_init(config: TransformerConfig) -> Initializer | None:
-    """Return the initializer of projections onto the residual stream, of deviation `parameters.initializer_range` / sqrt(2 L).
+    """Return the initializer of projections onto the residual stream: deviation `initializer_range` / sqrt(2 L).
 
     The stream is a sum of 2 L sublayer outputs; this gives it the variance of one unscaled output (Radford et al. 2019,
     section 2.3). None: as `kernel_init`.

@@ -18,7 +18,7 @@ from transformer.config._checks import ConfigError
 from transformer.data._config import shared_rows
 from transformer.nn import _sharding as meshes
 from transformer.nn._parameter_axes import LAYERS, axes_of
-from transformer.nn.layers._quantization import INSTALL, Quantization, is_installed
+from transformer.nn.quantization._schemes import INSTALL, Quantization, is_installed
 from transformer.training._recipe import Recipe
 from transformer.training._state import TrainState, abstract_state, initial_params, make_state
 from transformer.training._step import Metrics, TrainStep, make_eval_step, make_train_step
