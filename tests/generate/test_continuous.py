@@ -10,7 +10,7 @@ from transformer.config import Execution, FeedForwardOptions, TransformerConfig
 from transformer.generate import Draft, Sampling, generate
 from transformer.generate import _continuous as continuous
 from transformer.generate._layers import unstack_layers, unstacked_model
-from transformer.generate._loop import DecodeResult, Slots
+from transformer.generate._loop import DecodeResult, Slots, Stepper
 from transformer.generate._sampling import SamplerParams
 from transformer.nn.models import CausalLM, Seq2Seq
 
@@ -43,9 +43,9 @@ def test_slots_are_refilled(monkeypatch):
     assert max(lengths) > 4 * np.median(lengths)
     steps, original = [], continuous.continue_decoding
 
-    def counting(model, params, state, *rest):
+    def counting(stepper, state, *rest):
         before = np.array(state.result.counts), np.array(state.running)
-        state = original(model, params, state, *rest)
+        state = original(stepper, state, *rest)
         steps.append(int((np.array(state.result.counts) - before[0])[before[1]].max(initial=0)))
         return state
 
@@ -99,8 +99,8 @@ def test_no_step_is_made_while_a_slot_is_free_and_others_wait():
             cache=model.init_cache(2, 16),
             result=DecodeResult.blank(2, 8),
         )
-        ends, limit = jnp.array([-1]), jnp.array(5)
-        return continuous.continue_decoding(model, params, state, choice, ends, limit, prompts_wait).result.counts
+        stepper = Stepper(model, params, choice, jnp.array([-1]), jnp.array(5))
+        return continuous.continue_decoding(stepper, state, prompts_wait).result.counts
 
     def steps(running, prompts_wait):
         return counts(np.array(running), np.array(prompts_wait)).tolist()

@@ -167,7 +167,7 @@ def test_pages_are_shared_counted_and_evicted():
             row = pages.table[slot]
             for i in range(done // PAGE_SIZE):  # what the slot takes over is what it would have read
                 assert content[row[i]] == (prompt[0], i)
-            for i in range(done // PAGE_SIZE, pages.pages_for(len(prompt) + 1)):
+            for i in range(done // PAGE_SIZE, pages._allocator.pages_for(len(prompt) + 1)):
                 content[row[i]] = (prompt[0], i)
             pages.share(slot, prompt, len(prompt))
             prompts[slot] = prompt

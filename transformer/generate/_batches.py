@@ -7,12 +7,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
+import flax.linen as nn
 import jax
 import numpy as np
 
 from transformer.generate._beam import USUAL, Beam, Hypothesis, beam_search
+from transformer.generate._layers import Params
 from transformer.generate._prompts import Ids, check_rows, check_source_lengths, check_text_model, padded_length
 from transformer.nn._partitioning import has_mesh, platform
 from transformer.nn.models._kinds import kind_of
@@ -22,8 +24,8 @@ MAX_PARALLEL_BATCHES = 4
 
 
 def beam_search_all(
-    model: Any,
-    params: Any,
+    model: nn.Module,
+    params: Params,
     sources: Sequence[Ids],
     *,
     begin: Sequence[SupportsIndex],
@@ -103,9 +105,8 @@ def _num_parallel_batches() -> int:
 def _batches(rows: Sequence[np.ndarray], longest: int | None, batch_tokens: int) -> list[tuple[list[int], int]]:
     """Group rows into batches of the same padded length, shortest first.
 
-    Returns:
-        For each batch, the indices of its rows, and the number of rows after padding: the maximum that batch_tokens
-        allows for this length, or the next power of two for a smaller batch.
+    Each batch is the indices of its rows, and its number of rows after padding: the maximum that batch_tokens allows
+    for this length, or the next power of two for a smaller batch.
     """
     groups = defaultdict(list)
     for number in sorted(range(len(rows)), key=lambda number: len(rows[number])):

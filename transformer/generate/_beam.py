@@ -6,15 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
+import flax.linen as nn
 import jax
 import numpy as np
 
 from transformer.config._checks import ConfigError
+from transformer.config._model import TransformerConfig
 from transformer.generate._beam_search import BeamParams, BeamState, search
 from transformer.generate._decoding import Batch
 from transformer.generate._generation import check_finite
+from transformer.generate._layers import Params
 from transformer.generate._prompts import (
     Ids,
     bucket,
@@ -31,6 +34,7 @@ from transformer.generate._prompts import (
     warn_if_rescaled,
 )
 from transformer.generate._rules import NO_RULES, RuleParams, Rules
+from transformer.generate._sampling import check_number
 
 MOST_ALPHA = 8
 """largest exponent of the length penalty: of 100,000 tokens, the penalty is then 6e33"""
@@ -70,21 +74,18 @@ class Beam:
     length_extra: int = 50
 
     def __post_init__(self):
-        self._check("size", Integral, "an integer of at least 1", lambda x: x >= 1)
+        check_number(self, "size", Integral, "an integer of at least 1", lambda x: x >= 1)
         expected = f"a number from 0 to {MOST_ALPHA} (0: no length penalty)"  # the penalty must be a float32
-        self._check("alpha", Real, expected, lambda x: 0 <= x <= MOST_ALPHA)
+        check_number(self, "alpha", Real, expected, lambda x: 0 <= x <= MOST_ALPHA)
         if len(self.norm) != 2 or self.norm[0] < 0 or self.norm[1] < 1:
             raise ConfigError(f"norm must be two integers, of at least 0 and 1, got {self.norm!r}.")
-        self._check("n_best", Integral, f"an integer from 1 to size ({self.size})", lambda x: 1 <= x <= self.size)
-        self._check("length_ratio", Real, f"a number from 0 to {MOST_RATIO}", lambda x: 0 <= x <= MOST_RATIO)
-        self._check("length_extra", Integral, "an integer of at least 0", lambda x: x >= 0)
+        check_number(
+            self, "n_best", Integral, f"an integer from 1 to size ({self.size})", lambda x: 1 <= x <= self.size
+        )
+        check_number(self, "length_ratio", Real, f"a number from 0 to {MOST_RATIO}", lambda x: 0 <= x <= MOST_RATIO)
+        check_number(self, "length_extra", Integral, "an integer of at least 0", lambda x: x >= 0)
         if self.length_ratio == self.length_extra == 0:
             raise ConfigError("length_ratio and length_extra are both 0: no target could have a token. Increase one.")
-
-    def _check(self, name, kind, expected, fits):
-        value = getattr(self, name)
-        if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
-            raise ConfigError(f"{name} must be {expected}, got {value!r}.")
 
     def penalty(self, length: int) -> float:
         """Return the divisor of the log-probability of `length` tokens, including the end token."""
@@ -114,8 +115,8 @@ class Hypothesis:
 
 
 def beam_search(
-    model: Any,
-    params: Any,
+    model: nn.Module,
+    params: Params,
     sources: Sequence[Ids] | np.ndarray | jax.Array | None = None,
     *,
     prompts: Sequence[Ids] | None = None,
@@ -185,7 +186,9 @@ def beam_search(
     return [_hypotheses(found, row, beam, int(limit)) for row, limit in enumerate(limits)]
 
 
-def _limits(beam: Beam, rows: Sequence[np.ndarray], source: Batch | None, most: int | None, config: Any) -> tuple:
+def _limits(
+    beam: Beam, rows: Sequence[np.ndarray], source: Batch | None, most: int | None, config: TransformerConfig
+) -> tuple:
     """Return the maximum number of new tokens of each row, (B,), and a bound for all rows of this source shape.
 
     The bound depends on the padded source length, so that sources with the same shape share compiled programs.

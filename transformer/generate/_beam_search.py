@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from transformer.generate._decoding import Batch, decode_hypotheses, prefill
-from transformer.generate._layers import decoding_params, unstack_layers, unstacked_model, uses_unstacked_layers
+from transformer.generate._layers import Params, decoding_params, unstack_layers, unstacked_model, uses_unstacked_layers
 from transformer.generate._rules import RuleParams, ban_repeated_ngrams, extended, penalize_repeated
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
 from transformer.nn._caches import lengthen_cache
@@ -88,7 +87,7 @@ class Search:
     """(B,), whether the row is still searched"""
     visible: Leaf
     """(B, Z, C), which of the C cache slots hold the tokens of each hypothesis that was live one step before"""
-    cache: Any
+    cache: Leaf
     """KV cache with each row's prompt, then Z tokens for each step, including those of dropped hypotheses"""
     texts: Leaf | None
     """(B, Z, L), prompt and new tokens of each live hypothesis; None: no rule reads them"""
@@ -105,7 +104,7 @@ def length_penalty(length: Float[Array, "..."], beam_params: BeamParams) -> Floa
 
 def search(
     model: CausalLM | Seq2Seq,
-    params: Any,
+    params: Params,
     prompts: Batch,
     source: Batch | None,
     beam_params: BeamParams,
@@ -120,23 +119,19 @@ def search(
     slots = prompts.tokens.shape[1]
     # A step fills Z slots per row, so n new tokens need Z n slots after the prompt.
     first = new_slots if source is None else min(new_slots, 2 * source.tokens.shape[1])
-    state = start_search(
-        model, params, prompts, source, beam_params, cache_slots=slots + beam_params.size * first, new_slots=new_slots
-    )
-    state = continue_search(
-        model, params, state, source, prompts.lengths, beam_params, cache_slots=slots + beam_params.size * first
-    )
-    if first < new_slots and state.unfinished():
-        state = continue_search(
-            model, params, state, source, prompts.lengths, beam_params, cache_slots=slots + beam_params.size * new_slots
-        )
+    short, long = (slots + beam_params.size * count for count in (first, new_slots))
+    given = source, prompts.lengths, beam_params
+    state = start_search(model, params, prompts, source, beam_params, cache_slots=short, new_slots=new_slots)
+    state = continue_search(model, params, state, *given, cache_slots=short)
+    if short < long and state.unfinished():
+        state = continue_search(model, params, state, *given, cache_slots=long)
     return state.found
 
 
 @functools.partial(jax.jit, static_argnames=("model", "cache_slots", "new_slots"))
 def start_search(
     model: CausalLM | Seq2Seq,
-    params: Any,
+    params: Params,
     prompts: Batch,
     source: Batch | None,
     beam_params: BeamParams,
@@ -179,7 +174,7 @@ def start_search(
 @functools.partial(jax.jit, static_argnames=("model", "cache_slots"))
 def continue_search(
     model: CausalLM | Seq2Seq,
-    params: Any,
+    params: Params,
     state: Search,
     source: Batch | None,
     lengths: Int[Array, " B"],
@@ -193,15 +188,6 @@ def continue_search(
     share one cache: they are Z queries of one sequence, each step fills Z slots, and a mask lets each hypothesis see
     only the slots of its own tokens. So nothing is copied when hypotheses are dropped or forked, and the keys and
     values of the prompt and of cross-attention are stored once.
-
-    Args:
-        model: a `CausalLM` or a `Seq2Seq`.
-        params: its parameters.
-        state: the search so far; its cache has at most `cache_slots` slots.
-        source: sources of a Seq2Seq, or None.
-        lengths: (B,), lengths of the prompts.
-        beam_params: settings of the search.
-        cache_slots: number of cache slots per row, C.
     """
     if uses_unstacked_layers(model, params):
         params = decoding_params(model, params)
@@ -224,7 +210,7 @@ def continue_search(
         positions = jnp.broadcast_to(first + now.step - 1, tokens.shape)
         # The token positions, not the slots, determine causality, windows and relative biases.
         mask = Mask.array(visible[:, None]) & Mask.places(positions, slot_positions)
-        logits, cache = decode_hypotheses(model, params, tokens, positions, mask, now.cache, source)
+        logits, cache = decode_hypotheses(model, params, tokens, now.cache, source, positions, mask)
         places = lengths + now.step
         texts = None if now.texts is None else extended(now.texts, parents, tokens, places - 1)
         found, running = choose(now.found, now.running, logits, now.step, places, beam_params, texts)
@@ -244,19 +230,10 @@ def choose(
     beam_params: BeamParams,
     texts: Int[Array, "B Z L"] | None = None,
 ) -> tuple[BeamState, Bool[Array, " B"]]:
-    """Choose the next token of the hypotheses of each row.
+    """Choose the next token of the hypotheses of each row after `step` steps, and return them and which rows continue.
 
-    Args:
-        found: live and finished hypotheses.
-        running: (B,), rows that have not stopped; the others keep their hypotheses.
-        logits: (B, Z, V), after each live hypothesis.
-        step: (), number of completed steps.
-        positions: (B,), positions of the tokens to choose.
-        beam_params: settings of the search.
-        texts: (B, Z, L), tokens of the live hypotheses, if a rule reads them.
-
-    Returns:
-        The new hypotheses, and which rows continue, (B,).
+    Rows that do not run keep their hypotheses. `positions` (B,) are those of the tokens to choose, and `texts` the
+    tokens of the live hypotheses, if a rule reads them.
     """
     batch, size, vocab_size = logits.shape
     ends, rows = beam_params.end_ids, jnp.arange(batch)[:, None]
@@ -332,15 +309,10 @@ def ruled(
     step: Int[Array, ""],
     beam_params: BeamParams,
 ) -> Float[Array, "B Z V"]:
-    """Return the logits after the rules; minus the normalizers they are log-probabilities.
+    """Return the logits after the rules; minus the normalizers `norms` they are log-probabilities.
 
-    Args:
-        logits: (B, Z, V), in which suppressed tokens and end tokens but the first are -inf.
-        norms: (B, Z), log-sum-exp of the logits.
-        texts: (B, Z, L), tokens of the targets; None: no rule reads them.
-        lengths: (B,), number of tokens of each target.
-        step: (), number of completed steps.
-        beam_params: settings of the search.
+    In the given logits, suppressed tokens and end tokens but the first are -inf. `texts` are the targets, of `lengths`
+    (B,) tokens; None: no rule reads them.
     """
     rules, ends = beam_params.rules, beam_params.end_ids
     if rules.repetition is not None:

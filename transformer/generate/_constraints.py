@@ -34,11 +34,8 @@ class Constraint(Protocol):
 def only_allowed(logits: Float[Array, "B V"], allowed: Leaf) -> Float[Array, "B V"]:
     """Replace the logits of all tokens without a bit in `allowed` by -inf.
 
-    The bits are unpacked on the device: a vocabulary of 128k tokens needs 16 kB per row and step, not 512 kB of logits.
-
-    Args:
-        logits: (B, V).
-        allowed: uint32, the bits of all rows together (ceil(V / 32),), or of each row (B, ceil(V / 32)).
+    The bits are uint32, of all rows together (ceil(V / 32),), or of each row (B, ceil(V / 32)). They are unpacked on
+    the device: a vocabulary of 128k tokens needs 16 kB per row and step, not 512 kB of logits.
     """
     words = jnp.atleast_2d(jnp.asarray(allowed))  # (1 or B, W)
     bits = (words[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, None, :]) & 1
@@ -49,12 +46,9 @@ def only_allowed(logits: Float[Array, "B V"], allowed: Leaf) -> Float[Array, "B 
 def next_allowed(constraint: Constraint, suppressed: np.ndarray | None) -> np.ndarray:
     """Return the tokens that a constraint allows, (ceil(V / 32),) uint32.
 
-    Args:
-        constraint: the state of the text.
-        suppressed: (S,), ids that are never chosen; None: none.
-
     Raises:
-        ValueError: no token is left, which would look like logits that are NaN; or the constraint can't be continued.
+        ValueError: no token is left but `suppressed` ones (S,), which would look like logits that are NaN; or the
+            constraint can't be continued.
     """
     allowed = constraint.allowed()
     left = allowed if suppressed is None else allowed & ~packed(suppressed, constraint.vocab_size)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer.generate._decoding import Batch, prefill
-from transformer.generate._layers import copy_decoding_params, unstacked_model
-from transformer.generate._loop import DecodeResult, Slots, Stepper, sampler
+from transformer.generate._layers import Params, copied_for_decoding
+from transformer.generate._loop import DecodeResult, Slots, Stepper
 from transformer.generate._sampling import SamplerParams
 from transformer.nn._axes import Array, Bool, Int, PRNGKey
 from transformer.nn.models._causal_lm import CausalLM
@@ -21,7 +21,7 @@ from transformer.nn.models._causal_lm import CausalLM
 
 def decode_in_slots(
     model: CausalLM,
-    params: Any,
+    params: Params,
     prompts: Sequence[Batch],
     keys: PRNGKey,
     choice: SamplerParams,
@@ -32,28 +32,15 @@ def decode_in_slots(
     cache_slots: int,
     new_slots: int,
 ) -> DecodeResult:
-    """Return the result of `decode` for all prompts, with at most `slots` rows at a time.
+    """Return the result of `decode` for all prompts, batches of one row, with at most `slots` rows at a time.
 
     This is continuous batching (Yu et al. 2022, Orca, OSDI, section 4): new prompts are prefilled as soon as a row has
     ended. Prompts with the same padded length share a prefill call, and the longest prompts come first. Each layer's
     parameters are copied once, as in `with_unstacked_layers`.
-
-    Args:
-        model: a `CausalLM`.
-        params: its parameters, without the outer "params".
-        prompts: one batch of one row for each prompt.
-        keys: (B,), random key of each prompt.
-        choice: how tokens are sampled.
-        eos_ids: (E,), ids that end a row; -1: none.
-        limit: maximum number of new tokens per row.
-        slots: number of rows in the cache.
-        cache_slots: positions per row in the cache.
-        new_slots: size of the output, at least `limit`.
     """
     order = sorted(range(len(prompts)), key=lambda number: -prompts[number].tokens.shape[1])
-    params = copy_decoding_params(model, params)
-    model = unstacked_model(model)
-    state = _free_slots(model, keys, slots, cache_slots, new_slots)
+    stepper = Stepper(*copied_for_decoding(model, params), choice, eos_ids, limit)
+    state = _free_slots(stepper.model, keys, slots, cache_slots, new_slots)
     found = jax.tree.map(lambda leaf: np.repeat(leaf[:1], len(prompts), axis=0), jax.device_get(state.result))
     rows_of: dict[int, int] = {}  # slot -> index of its prompt
     while order or rows_of:
@@ -66,9 +53,8 @@ def decode_in_slots(
             order, free = order[count:], free[count:]
             rows_of |= dict(zip(taken, numbers, strict=True))
             rows = jax.tree.map(lambda *parts: np.concatenate(parts), *(prompts[number] for number in numbers))
-            given = state, rows, keys[np.array(numbers)], choice, eos_ids, limit, np.array(taken)
-            state = fill_slots(model, params, *given, cache_slots=cache_slots)
-        state = continue_decoding(model, params, state, choice, eos_ids, limit, bool(order))
+            state = fill_slots(stepper, state, rows, keys[np.array(numbers)], np.array(taken), cache_slots=cache_slots)
+        state = continue_decoding(stepper, state, bool(order))
         running, result = jax.device_get((state.running, state.result))
         for slot in [slot for slot in rows_of if not running[slot]]:
             number = rows_of.pop(slot)
@@ -87,42 +73,21 @@ def _free_slots(model: CausalLM, keys: PRNGKey, slots: int, cache_slots: int, ne
     return dataclasses.replace(started, running=jnp.zeros((slots,), bool))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "cache_slots"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="cache_slots", donate_argnames="state")
 def fill_slots(
-    model: CausalLM,
-    params: Any,
-    state: Slots,
-    prompts: Batch,
-    keys: PRNGKey,
-    choice: SamplerParams,
-    eos_ids: Int[Array, " E"],
-    limit: Int[Array, ""],
-    slots: Int[Array, " R"],
-    *,
-    cache_slots: int,
+    stepper: Stepper, state: Slots, prompts: Batch, keys: PRNGKey, slots: Int[Array, " R"], *, cache_slots: int
 ) -> Slots:
     """Prefill R prompts into the given slots (R,), and sample the first token of each."""
-    logits, cache = prefill(model, params, prompts, None, cache_slots)
-    blank = DecodeResult.blank(len(prompts.lengths), state.result.tokens.shape[1])
-    stepper = Stepper(model, params, sampler(choice), eos_ids, limit)
-    fresh = stepper.sample(Slots.started(keys, cache, blank), logits, prompts.lengths)
+    logits, cache = prefill(stepper.model, stepper.params, prompts, None, cache_slots)
+    fresh = stepper.start(keys, cache, logits, state.result.tokens.shape[1])
     return jax.tree.map(lambda whole, part: whole.at[slots].set(part), state, fresh)
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="state")
-def continue_decoding(
-    model: CausalLM,
-    params: Any,
-    state: Slots,
-    choice: SamplerParams,
-    eos_ids: Int[Array, " E"],
-    limit: Int[Array, ""],
-    prompts_wait: Bool[Array, ""],
-) -> Slots:
+@functools.partial(jax.jit, donate_argnames="state")
+def continue_decoding(stepper: Stepper, state: Slots, prompts_wait: Bool[Array, ""]) -> Slots:
     """Generate tokens until a row has ended, if other prompts wait; otherwise until all rows have ended."""
-    stepper = Stepper(model, params, sampler(choice), eos_ids, limit)
 
     def unfinished(state):
         return state.unfinished() & (state.running.all() | ~prompts_wait)  # stop at a free slot
 
-    return jax.lax.while_loop(unfinished, stepper.advance, state)
+    return stepper.run(state, unfinished)

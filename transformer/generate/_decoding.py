@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from transformer.generate._layers import decoding_params, unstack_layers, unstacked_model, uses_unstacked_layers
+from transformer.generate._layers import (
+    Cache,
+    Params,
+    decoding_params,
+    unstack_layers,
+    unstacked_model,
+    uses_unstacked_layers,
+)
 from transformer.nn._axes import Array, Float, Int, Leaf, Tokens
 from transformer.nn._caches import ContextCache, cache_length, set_cache_length
 from transformer.nn._masks import Mask
@@ -36,19 +42,24 @@ class Batch:
 
 def prefill(
     model: CausalLM | Seq2Seq,
-    params: Any,
+    params: Params,
     prompts: Batch,
     source: Batch | None,
     cache_slots: int,
     *,
     paged: bool = False,
-) -> tuple[Float[Array, "B V"], Any]:
+) -> tuple[Float[Array, "B V"], Cache]:
     """Read complete prompts, and sources, in one call; with `paged`, into a cache of pages.
 
-    Returns:
-        The logits (B, V) after the last token of each prompt, and the KV cache with the prompts.
+    Return the logits after the last token of each prompt, and the KV cache with the prompts.
     """
-    cache = new_cache(model, prompts.tokens.shape[0], cache_slots, paged=paged)
+    rows = prompts.tokens.shape[0]
+    if paged:  # each row has its own pages in order
+        each = -(-cache_slots // PAGE_SIZE)
+        cache = paged_cache(model, rows=rows, pages_per_row=each, num_pages=rows * each, page_size=PAGE_SIZE)
+        cache = set_rows(cache, page_table=jnp.arange(rows * each).reshape(rows, each))
+    else:
+        cache = model.init_cache(rows, cache_slots)
     # Tokens of an image can attend to later ones of their prompt, so the mask must hide the padding.
     masked = prompts.images is not None or model.config.reads_lengths
     mask = Mask.lengths(prompts.lengths) if masked else None
@@ -58,7 +69,7 @@ def prefill(
 
 
 def last_logits(
-    model: CausalLM | Seq2Seq, params: Any, hidden: Float[Array, "B T D"], counts: Int[Array, " B"]
+    model: CausalLM | Seq2Seq, params: Params, hidden: Float[Array, "B T D"], counts: Int[Array, " B"]
 ) -> Float[Array, "B V"]:
     """Return the logits (B, V) after the first `counts` of the T tokens of each row; the others are padding."""
     # The last token of row b is at index counts[b] - 1: (B, T, D) -> (B, 1, D). Only these positions go through the
@@ -67,51 +78,30 @@ def last_logits(
     return model.apply({"params": params}, last, method=type(model).head)[:, 0]
 
 
-def new_cache(model: CausalLM | Seq2Seq, rows: int, slots: int, *, paged: bool = False) -> Any:
-    """Return an empty cache of `slots` positions for each row; with `paged`, each row has its own pages in order."""
-    if not paged:
-        return model.init_cache(rows, slots)
-    each = -(-slots // PAGE_SIZE)
-    cache = paged_cache(model, rows=rows, pages_per_row=each, num_pages=rows * each, page_size=PAGE_SIZE)
-    return set_rows(cache, page_table=jnp.arange(rows * each).reshape(rows, each))
-
-
 def decode_step(
-    model: CausalLM | Seq2Seq, params: Any, tokens: Int[Array, " B"], cache: Any, source: Batch | None
-) -> tuple[Float[Array, "B V"], Any]:
-    """Read one more token per row, (B,).
+    model: CausalLM | Seq2Seq, params: Params, tokens: Int[Array, " B"], cache: Cache, source: Batch | None
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Read one more token per row, (B,), and return the logits (B, V) after it, and the cache with it.
 
     Only the lengths of the source are used: its keys and values are in the cache.
-
-    Returns:
-        The logits (B, V) after the token, and the cache with it.
     """
-    logits, cache = decode_hypotheses(model, params, tokens[:, None], None, None, cache, source)
+    logits, cache = decode_hypotheses(model, params, tokens[:, None], cache, source)
     return logits[:, 0], cache
 
 
 def decode_hypotheses(
     model: CausalLM | Seq2Seq,
-    params: Any,
+    params: Params,
     tokens: Int[Array, "B Z"],
-    positions: Int[Array, "B Z"] | None,
-    mask: Mask | None,
-    cache: Any,
+    cache: Cache,
     source: Batch | None,
-) -> tuple[Float[Array, "B Z V"], Any]:
-    """Read one more token for each of Z hypotheses per row, (B, Z).
+    positions: Int[Array, "B Z"] | None = None,
+    mask: Mask | None = None,
+) -> tuple[Float[Array, "B Z V"], Cache]:
+    """Read one more token for each of Z hypotheses per row, which share the cache of the row, as `decode_step`.
 
-    Args:
-        model: a `CausalLM` or a `Seq2Seq`.
-        params: its parameters.
-        tokens: (B, Z).
-        positions: (B, Z), of the tokens; None: the next ones in the cache.
-        mask: which cache slots each hypothesis may attend to; None: all tokens of the row so far.
-        cache: the KV cache, shared by the hypotheses of a row.
-        source: only its lengths are used, as in `decode_step`.
-
-    Returns:
-        The logits (B, Z, V) after each token, and the cache with the tokens.
+    `positions` of None are the next ones in the cache. The mask is which cache slots each hypothesis may attend to;
+    None: all tokens of the row so far.
     """
     hidden, grown = _hidden(model, params, None, tokens, cache, source, positions, mask)
     logits = model.apply({"params": params}, hidden, method=type(model).head)
@@ -120,16 +110,15 @@ def decode_hypotheses(
 
 def read_tokens(
     model: CausalLM,
-    params: Any,
+    params: Params,
     tokens: Tokens,
-    cache: Any,
+    cache: Cache,
     mask: Mask | None = None,
     images: Float[Array, "B I ..."] | ImagePatches | None = None,
-) -> tuple[Float[Array, "B T D"], Any]:
-    """Read T more tokens per row, (B, T), some of which may be beyond the end of a learned position table.
+) -> tuple[Float[Array, "B T D"], Cache]:
+    """Read T more tokens per row, some of which may be beyond the end of a learned position table.
 
-    Returns:
-        The hidden vectors (B, T, D) of the tokens, and the cache with the tokens.
+    Return their hidden vectors, and the cache with them.
     """
     positions = None  # they continue those in the cache
     if model.config.max_length is not None:
@@ -138,13 +127,15 @@ def read_tokens(
     return _hidden(model, params, None, tokens, cache, None, positions, mask, images)
 
 
-def decode_chunk(model: CausalLM, params: Any, tokens: Tokens, cache: Any) -> tuple[Float[Array, "B T V"], Any]:
+def decode_chunk(model: CausalLM, params: Params, tokens: Tokens, cache: Cache) -> tuple[Float[Array, "B T V"], Cache]:
     """Return the logits (B, T, V) after each of the tokens of `read_tokens`, and the cache with them."""
     hidden, cache = read_tokens(model, params, tokens, cache)
     return model.apply({"params": params}, hidden, method=CausalLM.head), cache
 
 
-def with_unstacked_layers(model: CausalLM | Seq2Seq, params: Any, cache: Any) -> tuple[CausalLM | Seq2Seq, Any, Any]:
+def with_unstacked_layers(
+    model: CausalLM | Seq2Seq, params: Params, cache: Cache
+) -> tuple[CausalLM | Seq2Seq, Params, Cache]:
     """Prepare model, parameters and cache for a loop over tokens.
 
     If `uses_unstacked_layers` holds, each layer gets a separate tree of parameters and of cache.
@@ -170,7 +161,7 @@ def _hidden(model, params, new_source, tokens: Tokens, cache, source, positions=
     )
 
 
-def _with_context(cache: Any, before: Any) -> Any:
+def _with_context(cache: Cache, before: Cache) -> Cache:
     """Return the cache with the old cross-attention part.
 
     Cross-attention keys and values do not change, but a scan over layers returns a copy of them at each step. Keeping

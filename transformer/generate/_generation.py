@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, SupportsIndex
 
+import flax.linen as nn
 import jax
 import numpy as np
 
 from transformer.generate._continuous import decode_in_slots
+from transformer.generate._layers import Params
 from transformer.generate._lookup import PromptLookup
 from transformer.generate._loop import decode
 from transformer.generate._prompts import (
@@ -37,8 +39,8 @@ from transformer.nn.models._causal_lm import CausalLM
 
 
 def generate(
-    model: Any,
-    params: Any,
+    model: nn.Module,
+    params: Params,
     prompts: Sequence[Ids] | None = None,
     *,
     max_new_tokens: SupportsIndex,
@@ -123,14 +125,9 @@ def generate(
 
 
 def check_draft(
-    model: Any, vocab_size: int, draft: Draft | PromptLookup, prompts: Sequence[np.ndarray], max_new_tokens: int
+    model: nn.Module, vocab_size: int, draft: Draft | PromptLookup, prompts: Sequence[np.ndarray], max_new_tokens: int
 ) -> None:
-    """Check that a draft model or a prompt lookup can be used with a model.
-
-    Raises:
-        ValueError: if the model is a Seq2Seq, the vocabularies differ, or the draft's learned position table is too
-            short for the text.
-    """
+    """Raise ValueError unless a draft model or a prompt lookup can be used with a model."""
     if not isinstance(model, CausalLM):
         raise ValueError(f"draft is only supported for a CausalLM, got a {type(model).__name__}. Remove draft.")
     for one in (model, draft.model) if isinstance(draft, Draft) else (model,):
@@ -154,12 +151,8 @@ def check_draft(
     check_lengths(draft.model.config, prompts, max_new_tokens)
 
 
-def check_slots(model: Any, slots: SupportsIndex, draft: Draft | PromptLookup | None) -> None:
-    """Check the argument `slots`.
-
-    Raises:
-        ValueError: if `slots` is not an integer of at least 1, the model is no CausalLM, or there is a draft.
-    """
+def check_slots(model: nn.Module, slots: SupportsIndex, draft: Draft | PromptLookup | None) -> None:
+    """Raise ValueError unless `slots` is an integer of at least 1, the model is a CausalLM, and there is no draft."""
     if not isinstance(slots, Integral) or isinstance(slots, bool) or slots < 1:
         raise ValueError(f"slots must be an integer of at least 1, or None for all rows at once, got {slots!r}.")
     if not isinstance(model, CausalLM):
@@ -173,17 +166,10 @@ def row_keys(seeds, rows):
     return jax.vmap(lambda seed, row: jax.random.fold_in(jax.random.key(seed), row))(seeds, rows)
 
 
-def check_finite(failed_at: np.ndarray, prompts: Sequence[np.ndarray], params: Any, dtype: str) -> None:
-    """Raise an error for the first row whose logits were not finite.
+def check_finite(failed_at: np.ndarray, prompts: Sequence[np.ndarray], params: Params, dtype: str) -> None:
+    """Raise ValueError for the first row whose logits were not finite, at position `failed_at`; -1: they were.
 
-    Args:
-        failed_at: (B,), position with non-finite logits, or -1.
-        prompts: token ids of each row.
-        params: the model's parameters, searched for NaN and infinity.
-        dtype: the dtype of the computation, for the message.
-
-    Raises:
-        ValueError: names row, position, and the parameter that is not finite, if there is one.
+    The error names row, position, and the parameter that is not finite, if there is one.
     """
     failed = np.flatnonzero(failed_at >= 0)
     if not failed.size:

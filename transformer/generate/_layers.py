@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,15 @@ from transformer.nn.quantization._int8 import Int8
 from transformer.nn.quantization._linear import multiplies_bfloat16
 from transformer.nn.quantization._transposed import Widened, transposed
 
+Params: TypeAlias = Mapping[str, Any]
+"""a tree of parameters, without the outer "params\""""
+Cache: TypeAlias = Mapping[str, Any]
+"""a KV cache: a tree with the part of each layer, or of all layers together"""
 COPIED = 2**31
 """on CPU, the maximum size in bytes of a decoder whose parameters are copied by default"""
 
 
-def uses_unstacked_layers(model: CausalLM | Seq2Seq, params: Any) -> bool:
+def uses_unstacked_layers(model: CausalLM | Seq2Seq, params: Params) -> bool:
     """Return whether the loop over tokens uses separate parameter arrays for each layer.
 
     For this the decoder's parameters are copied once. It is the case if `execution.scan` is off, and on CPU if the
@@ -34,7 +38,7 @@ def uses_unstacked_layers(model: CausalLM | Seq2Seq, params: Any) -> bool:
     return not model.execution.scan or (platform() == "cpu" and size <= COPIED)
 
 
-def unstack_layers(model: CausalLM | Seq2Seq, tree: Any) -> Any:
+def unstack_layers(model: CausalLM | Seq2Seq, tree: Mapping[str, Any]) -> dict[str, Any]:
     """Split a decoder's parameters or cache into one tree per layer; repeated layers are stacked on a leading axis.
 
     For one token, a matrix multiplication takes as long as reading its matrix. A scan over stacked layers copies each
@@ -46,7 +50,7 @@ def unstack_layers(model: CausalLM | Seq2Seq, tree: Any) -> Any:
     return rest | {f"prefix_{i}": layer for i, layer in enumerate(layers)}
 
 
-def decoding_params(model: CausalLM | Seq2Seq, params: Any) -> Any:
+def decoding_params(model: CausalLM | Seq2Seq, params: Params) -> Params:
     """Return the parameters for `unstacked_model`, in the layout that is fast for the few rows of a decoding step.
 
     On CPU, 8-bit kernels get one row per output, and 16-bit kernels that XLA would convert for each product become
@@ -55,12 +59,12 @@ def decoding_params(model: CausalLM | Seq2Seq, params: Any) -> Any:
     return {**params, **_decoding_parts(model, _read_by_steps(params))}
 
 
-def copy_decoding_params(model: CausalLM | Seq2Seq, params: Any) -> Any:
-    """`decoding_params` as one compiled call, for loops that the host controls."""
-    return {**params, **_copied_parts(model, _read_by_steps(params))}
+def copied_for_decoding(model: CausalLM | Seq2Seq, params: Params) -> tuple[CausalLM | Seq2Seq, Params]:
+    """Return the model and its parameters with unstacked layers, copied once, for loops that the host controls."""
+    return unstacked_model(model), {**params, **_copied_parts(model, _read_by_steps(params))}
 
 
-def _read_by_steps(params: Any) -> dict[str, Any]:
+def _read_by_steps(params: Params) -> dict[str, Any]:
     return {name: params[name] for name in ("decoder", "output") if name in params}
 
 

@@ -39,10 +39,7 @@ class PromptLookup:
 def looked_up(text: Int[Array, "B S"], lengths: Int[Array, " B"], lookup: PromptLookup) -> Int[Array, "B Z"]:
     """Return the proposed continuation of each row, (B, Z) for Z = `lookup.tokens`; -1 in rows without a match.
 
-    Args:
-        text: (B, S), token ids of each row from its first one on; later entries are not read.
-        lengths: (B,), number of tokens of each row.
-        lookup: how many tokens to search and to propose.
+    Entries of `text` (B, S) after the first `lengths` (B,) tokens of a row are not read.
     """
     slots = jnp.arange(text.shape[1])[None, :]  # (1, S)
     last = lengths[:, None] - 1  # (B, 1), index of the last token

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
+import flax.linen as nn
 import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import DynamicImageTokens, ImageTokens, TransformerConfig
 from transformer.generate._decoding import Batch
+from transformer.generate._layers import Params
 from transformer.nn.kernels import portable
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._dynamic_images import ImagePatches, check_image
@@ -20,17 +23,13 @@ from transformer.nn.models._kinds import kind_of
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import FRAMES_A_POSITION, check_frames
 
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
 Ids: TypeAlias = Any
 """token ids of one row: a list or an array of integers; `check_rows` validates it"""
 
 
-def check_text_model(verb: str, model: Any, params: Any) -> int:
-    """Check that a model generates text, and return the size of its vocabulary.
-
-    Args:
-        verb: name of the calling function, for the error message.
-        model: any model.
-        params: its parameters.
+def check_text_model(verb: str, model: nn.Module, params: Params) -> int:
+    """Return the size of the vocabulary of a model that generates text; `verb`, the calling function, is for messages.
 
     Raises:
         ValueError: if the model does not generate text, or the parameters have an outer "params".
@@ -47,17 +46,13 @@ def check_text_model(verb: str, model: Any, params: Any) -> int:
     return vocabulary(model.config)
 
 
-def decoding_model(model: Any) -> Any:
+def decoding_model(model: AnyModel) -> AnyModel:
     """Return the model for inference: with a kernel that supports a KV cache."""
     return model.clone(execution=portable(model.execution))
 
 
 def end_ids(eos_id: SupportsIndex | Sequence[SupportsIndex] | None, vocab_size: int) -> list[int]:
-    """Return the ids that end a row, without duplicates.
-
-    Raises:
-        ValueError: if an id is outside the vocabulary.
-    """
+    """Return the ids that end a row, without duplicates; raise ValueError for one outside the vocabulary."""
     ends = [] if eos_id is None else [eos_id] if isinstance(eos_id, SupportsIndex) else list(eos_id)
     for end in ends:
         check_id("eos_id", end, vocab_size)
@@ -65,11 +60,7 @@ def end_ids(eos_id: SupportsIndex | Sequence[SupportsIndex] | None, vocab_size: 
 
 
 def source_rows(model: CausalLM | Seq2Seq, sources: Any, vocab_size: int) -> Batch | None:
-    """Return the sources as padded rows, or as frames for a SpeechToText; None for a CausalLM.
-
-    Raises:
-        ValueError: if a CausalLM has sources, a Seq2Seq has none, or they are invalid.
-    """
+    """Return the sources as padded rows, or as frames for a SpeechToText; None for a CausalLM, which has none."""
     kind = kind_of(model)
     if not kind.source:
         if sources is not None:
@@ -89,11 +80,7 @@ def source_rows(model: CausalLM | Seq2Seq, sources: Any, vocab_size: int) -> Bat
 def target_rows(
     prompts: Sequence[Ids] | None, source: Batch | None, bos_id: SupportsIndex | None, vocab_size: int
 ) -> list[np.ndarray]:
-    """Return the ids that each row starts with: the prompts, or `[bos_id]` for each source.
-
-    Raises:
-        ValueError: if both are missing, or ids are invalid.
-    """
+    """Return the ids that each row starts with: the prompts, or `[bos_id]` for each source."""
     check_id("bos_id", bos_id, vocab_size)
     if prompts is None:
         if source is None:
@@ -108,15 +95,12 @@ def target_rows(
 
 
 def image_rows(
-    model: Any, prompts: Sequence[np.ndarray], images: Sequence[Any] | None
+    model: nn.Module, prompts: Sequence[np.ndarray], images: Sequence[Any] | None
 ) -> np.ndarray | ImagePatches | None:
     """Return the images of prompts as one array (B, I, height, width, channels), with zeros where a row has fewer.
 
-    For a model that reads images of any size, return `ImagePatches`.
-
-    Raises:
-        ValueError: if the model reads no images, an image has another shape, or a prompt does not have the tokens of
-            its images.
+    For a model that reads images of any size, return `ImagePatches`. Images that do not fit model or prompts are a
+    ValueError.
     """
     config = None
     if kind_of(model).image_prompts:
@@ -201,12 +185,7 @@ def pad(rows: Sequence[np.ndarray], length: int) -> Batch:
 
 
 def check_rows(what: str, rows: Sequence[Ids], vocab_size: int) -> list[np.ndarray]:
-    """Check rows of token ids, and return them as arrays.
-
-    Raises:
-        ValueError: if there are no rows, a row is empty, a value is no integer, or an id is outside the vocabulary. The
-            message names `what` ("prompt" or "source"), the row and the index.
-    """
+    """Return rows of token ids as arrays; a ValueError names `what` ("prompt" or "source"), row and index."""
     if isinstance(rows, str) or len(rows) == 0:
         raise ValueError(f"{what}s must be a list with at least one list of token ids, got {rows!r}.")
     return [_check_row(f"{what} {number}", row, vocab_size) for number, row in enumerate(rows)]
@@ -232,6 +211,11 @@ def _check_row(name: str, row: Ids, vocab_size: int) -> np.ndarray:
     return ids
 
 
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the number of tokens with which both texts begin."""
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))))
+
+
 def check_id(name: str, value: SupportsIndex | None, vocab_size: int) -> None:
     """Raise ValueError unless `value` is None or an id of the vocabulary."""
     if value is None:
@@ -253,9 +237,6 @@ def row_seeds(seed: SupportsIndex | Sequence[SupportsIndex], batch: int) -> tupl
     """Return the seed of each row and the number to fold into it, both (B,).
 
     For a single seed these are (seed, row index), for one seed per row (seed of the row, 0).
-
-    Raises:
-        ValueError: if the number of seeds is not that of the rows, or a seed does not fit in 32 bits.
     """
     single = isinstance(seed, Integral)
     seeds = [seed] * batch if single else list(seed)
@@ -268,11 +249,7 @@ def row_seeds(seed: SupportsIndex | Sequence[SupportsIndex], batch: int) -> tupl
 
 
 def frame_rows(config: TransformerConfig, sources: Any) -> Batch:
-    """Return the sources of a SpeechToText, frames (B, F, M), with the number of encoder positions as lengths.
-
-    Raises:
-        ValueError: if the shape is wrong, or recordings have different lengths.
-    """
+    """Return the sources of a SpeechToText, frames (B, F, M), with the number of encoder positions as lengths."""
     try:
         frames = np.asarray(sources)
     except ValueError as error:
@@ -315,10 +292,8 @@ def check_lengths(config: TransformerConfig, prompts: Sequence[np.ndarray], max_
 def warn_if_rescaled(config: TransformerConfig, prompt: int | np.ndarray, read: int | np.ndarray) -> None:
     """Warn, once per process, if a text has grown past the length where the rotary scaling of the model changes.
 
-    Args:
-        config: config of the model.
-        prompt: number of tokens of the prompt, or of each prompt (B,).
-        read: number of tokens of the text that the model has read, with those of the prompt; or of each text (B,).
+    `prompt` is the number of tokens of the prompt, and `read` how many of the text with its prompt the model has read;
+    or both of each row (B,).
     """
     longest = config.unscaled_length
     if longest is not None and ((np.asarray(prompt) <= longest) & (np.asarray(read) > longest)).any():

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from transformer.generate._constraints import WORD, only_allowed
 from transformer.generate._decoding import last_logits, read_tokens
 from transformer.generate._generation import row_keys
+from transformer.generate._layers import Cache, Params
 from transformer.generate._penalties import History, Penalties, penalized
 from transformer.generate._sampling import SamplerParams, Sampling, choose
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf, Lengths, PRNGKey
@@ -32,6 +33,7 @@ from transformer.nn._paged import PagedKVCache, paged_cache
 from transformer.nn._partitioning import constrain, has_mesh
 from transformer.nn.models._causal_lm import CausalLM
 
+Tree = TypeVar("Tree")
 PAGE_SIZE = 16
 """number of tokens per page: a text wastes half a page on average"""
 CHUNK = 128
@@ -138,10 +140,6 @@ class RowMasks:
         words = -(-vocab_size // WORD)
         return RowMasks(np.zeros((slots,), bool), np.full((slots, words), 2**32 - 1, np.uint32))
 
-    def unconstrained(self) -> RowMasks:
-        """Return masks that allow all tokens."""
-        return RowMasks(jnp.zeros_like(self.constrained), self.allowed)
-
 
 def read_widths(positions: int) -> tuple[int, ...]:
     """Return the numbers of tokens that one call reads into a cache of this many positions: powers of two."""
@@ -155,17 +153,11 @@ def row_cache(
     lengths: Lengths,
     counts: Lengths,
     text_lengths: Lengths | None = None,
-) -> Any:
-    """Return the cache of B rows for the next call of the model.
+) -> Cache:
+    """Return the cache of B rows, with `lengths` tokens in the pages of `table`, for the next call of the model.
 
-    Args:
-        model: a `CausalLM` with unstacked layers.
-        pools: (P, Q, C, W) each, in the order of `pools_of`.
-        table: (B, M), pages of each row.
-        lengths: (B,), number of tokens of each row in its pages.
-        counts: (B,), how many of the tokens of the call belong to each row; the others are not stored.
-        text_lengths: (B,), number of tokens of the texts of which the call reads a part, for rotary scaling that
-            depends on it; None: the texts end with the tokens of the call.
+    Of the tokens of the call, the first `counts` of each row are stored. `text_lengths` are those of the texts of which
+    the call reads a part, for rotary scaling that depends on it; None: the texts end with the tokens of the call.
     """
     rows, pages = table.shape
     shapes = jax.eval_shape(lambda: paged_cache(model, rows=rows, pages_per_row=pages, num_pages=1, page_size=1))
@@ -179,12 +171,12 @@ def row_cache(
     return jax.tree.map(filled, shapes, is_leaf=_is_paged)
 
 
-def pools_of(cache: Any) -> list[Leaf]:
+def pools_of(cache: Cache) -> list[Leaf]:
     """Return the pools of pages of all layers, (P, Q, C, W) each, of a paged cache, a tree."""
     return [node.pages for node in jax.tree.leaves(cache, is_leaf=_is_paged) if _is_paged(node)]
 
 
-def _is_paged(node: Any) -> bool:
+def _is_paged(node: object) -> bool:
     return isinstance(node, PagedKVCache)
 
 
@@ -200,13 +192,8 @@ def blank_rows(
 ) -> Rows:
     """Return R free slots and a pool of P pages of Q tokens, for a model with unstacked layers.
 
-    Args:
-        model: the model.
-        slots: R.
-        num_pages: P.
-        page_size: Q.
-        draft: a draft model with unstacked layers, which gets pools of the same size.
-        text_size: S, number of tokens of a row that are kept for lookups; None: none.
+    A draft model with unstacked layers gets pools of the same size. `text_size` S is the number of tokens of a row that
+    are kept for lookups; None: none.
     """
 
     def blank_pools(model: CausalLM) -> list[Leaf]:
@@ -234,7 +221,7 @@ def blank_rows(
 @functools.partial(jax.jit, static_argnames=("model", "draft"), donate_argnames="rows")
 def read_part(
     model: CausalLM,
-    params: Any,
+    params: Params,
     rows: Rows,
     table: Int[Array, "1 M"],
     tokens: Int[Array, "1 T"],
@@ -243,27 +230,17 @@ def read_part(
     length: Int[Array, " 1"],
     *,
     draft: CausalLM | None = None,
-    draft_params: Any = None,
+    draft_params: Params | None = None,
 ) -> tuple[Float[Array, "1 V"], Rows]:
     """Read the first `count` of T tokens of a prompt into its pages, after the first `before` tokens.
 
-    Args:
-        model: a `CausalLM` with unstacked layers.
-        params: its parameters.
-        rows: the slots, whose pools contain the pages.
-        table: (1, M), pages of the prompt.
-        tokens: (1, T); those after the first `count` are padding, which is not stored.
-        before: (1,), number of tokens that are in the pages.
-        count: (1,), number of tokens to read.
-        length: (1,), number of tokens of the whole prompt, by which rotary scaling can rotate.
-        draft: a draft model, which reads the tokens too.
-        draft_params: its parameters.
+    The other tokens are padding, which is not stored. By `length`, the number of tokens of the whole prompt, rotary
+    scaling can rotate. A draft model reads the tokens too.
 
-    Returns:
-        The logits (1, V) after the last token, and the slots.
+    Return the logits after the last token, and the slots.
     """
 
-    def read(model: CausalLM, params: Any, pools: list[Leaf]) -> tuple[Float[Array, "1 T D"], list[Leaf]]:
+    def read(model: CausalLM, params: Params, pools: list[Leaf]) -> tuple[Float[Array, "1 T D"], list[Leaf]]:
         # All parts of a prompt are rotated by its whole length, as if they were read in one call.
         cache = row_cache(model, pools, table, before, count, length if model.config.reads_lengths else None)
         hidden, cache = read_tokens(model, params, tokens, cache)
@@ -302,7 +279,7 @@ def stored(rows: Rows) -> Rows:
     return dataclasses.replace(rest, pools=pools, draft_pools=draft_pools)
 
 
-def whole(tree: Any) -> Any:
+def whole(tree: Tree) -> Tree:
     """Return a tree of arrays that all devices of the current mesh have; unchanged without a mesh."""
     return jax.lax.with_sharding_constraint(tree, PartitionSpec()) if has_mesh() else tree
 

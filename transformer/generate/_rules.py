@@ -76,13 +76,9 @@ class RuleParams:
 def penalize_repeated(
     scores: Float[Array, "B Z V"], texts: Int[Array, "B Z L"], lengths: Int[Array, " B"], penalty: Float[Array, ""]
 ) -> Float[Array, "B Z V"]:
-    """Return the scores with lower ones for the tokens of each target.
+    """Return the scores, logits or log-probabilities, with lower ones for the tokens of each target.
 
-    Args:
-        scores: (B, Z, V), logits or log-probabilities of the next token.
-        texts: (B, Z, L), tokens of the targets.
-        lengths: (B,), number of tokens of each target.
-        penalty: (), factor of negative scores and divisor of positive ones.
+    The targets are the first `lengths` (B,) tokens of `texts`.
     """
     _, _, vocab_size = scores.shape
     known = jnp.arange(texts.shape[2])[None, None, :] < lengths[:, None, None]
@@ -95,11 +91,7 @@ def ban_repeated_ngrams(
 ) -> Float[Array, "B Z V"]:
     """Return the scores with -inf for each token that would complete a sequence of `size` tokens a second time.
 
-    Args:
-        scores: (B, Z, V), of the next token.
-        texts: (B, Z, L), tokens of the targets.
-        lengths: (B,), number of tokens of each target.
-        size: number of tokens of a sequence.
+    The targets are the first `lengths` (B,) tokens of `texts`.
     """
     batch, beam, vocab_size = scores.shape
     longest = texts.shape[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
@@ -53,14 +54,16 @@ class Sampling:
         if any(not isinstance(i, Integral) or isinstance(i, bool) or i < 0 for i in self.suppress):
             raise ConfigError(f"suppress must be token ids (integers of at least 0), got {self.suppress!r}.")
         most, least = LARGEST, 1 / LARGEST  # in float32, a larger value overflows, and gives logits of inf or NaN
-        self._check("temperature", Real, f"a number from 0 to {most:g} (0 is greedy)", lambda x: 0 <= x <= most)
-        self._check("top_k", Integral, "an integer of at least 1, or None to keep all tokens", lambda x: x >= 1)
-        self._check("top_p", Real, "above 0 and at most 1, or None to keep all tokens", lambda x: 0 < x <= 1)
-        self._check("min_p", Real, "at least 0 and at most 1, or None to keep all tokens", lambda x: 0 <= x <= 1)
+        check_number(self, "temperature", Real, f"a number from 0 to {most:g} (0 is greedy)", lambda x: 0 <= x <= most)
+        check_number(self, "top_k", Integral, "an integer of at least 1, or None to keep all tokens", lambda x: x >= 1)
+        check_number(self, "top_p", Real, "above 0 and at most 1, or None to keep all tokens", lambda x: 0 < x <= 1)
+        check_number(self, "min_p", Real, "at least 0 and at most 1, or None to keep all tokens", lambda x: 0 <= x <= 1)
         expected = f"a number from {least:g} to {most:g} (1 is no penalty)"
-        self._check("repetition_penalty", Real, expected, lambda x: least <= x <= most)
+        check_number(self, "repetition_penalty", Real, expected, lambda x: least <= x <= most)
         for name in ("presence_penalty", "frequency_penalty"):
-            self._check(name, Real, f"a number from {-most:g} to {most:g} (0 is no penalty)", lambda x: abs(x) <= most)
+            check_number(
+                self, name, Real, f"a number from {-most:g} to {most:g} (0 is no penalty)", lambda x: abs(x) <= most
+            )
 
     @property
     def penalties(self) -> Penalties | None:
@@ -68,12 +71,14 @@ class Sampling:
         values = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         return None if values == (1, 0, 0) else Penalties(*(np.float32(value) for value in values))
 
-    def _check(self, name, kind, expected, fits):
-        value = getattr(self, name)
-        if value is None and name in ("top_k", "top_p", "min_p"):
-            return
-        if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
-            raise ConfigError(f"{name} must be {expected}, got {value!r}.")
+
+def check_number(owner: object, name: str, kind: type, expected: str, fits: Callable[[float], bool]) -> None:
+    """Raise ConfigError unless a field is a number of this kind that fits; the filters of a `Sampling` may be None."""
+    value = getattr(owner, name)
+    if value is None and name in ("top_k", "top_p", "min_p"):
+        return
+    if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
+        raise ConfigError(f"{name} must be {expected}, got {value!r}.")
 
 
 PLAIN = Sampling()
@@ -106,11 +111,7 @@ class SamplerParams:
 
     @staticmethod
     def of(sampling: Sampling, vocab_size: int) -> SamplerParams:
-        """Convert `sampling` for a vocabulary of `vocab_size` tokens. Filters that keep all tokens are omitted.
-
-        Raises:
-            ConfigError: if a suppressed id is outside the vocabulary.
-        """
+        """Convert `sampling` for a vocabulary of `vocab_size` tokens. Filters that keep all tokens are omitted."""
         if beyond := [i for i in sampling.suppress if i >= vocab_size]:
             raise ConfigError(f"suppress must be ids below {vocab_size}, the size of the vocabulary, got {beyond[0]}.")
         suppressed = np.array(sampling.suppress, np.int32) if sampling.suppress else None

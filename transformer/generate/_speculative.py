@@ -9,7 +9,6 @@ reading several tokens. Rejected tokens are removed from the caches by resetting
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -18,11 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
-from transformer.generate._decoding import Batch, decode_chunk, prefill
-from transformer.generate._lookup import PromptLookup, looked_up
+from transformer.generate._decoding import Batch, prefill
+from transformer.generate._layers import Params
+from transformer.generate._lookup import PromptLookup
 from transformer.generate._prompts import decoding_model
-from transformer.nn._axes import Array, Int
-from transformer.nn._caches import cache_length, set_cache_length
+from transformer.nn._axes import Array, Int, Leaf
+from transformer.nn._caches import set_cache_length
 from transformer.nn.models._causal_lm import CausalLM
 
 
@@ -76,7 +76,7 @@ NO_PROPOSER = Proposer(None, 0)
 """no proposals: each step generates one token per row"""
 
 
-def first_memory(proposer: Proposer, draft_params: Any, prompts: Batch, cache_slots: int) -> Any:
+def first_memory(proposer: Proposer, draft_params: Params | None, prompts: Batch, cache_slots: int) -> Leaf | None:
     """Return what proposals come from, after the prompts: the KV cache of the draft, or the tokens (B, S) of each row.
 
     The caches of model and draft always hold the same tokens, with separate keys and values.
@@ -88,7 +88,9 @@ def first_memory(proposer: Proposer, draft_params: Any, prompts: Batch, cache_sl
     return jnp.pad(prompts.tokens, ((0, 0), (0, cache_slots - prompts.tokens.shape[1])))
 
 
-def next_memory(memory: Any, lengths: Int[Array, " B"], drawn: Int[Array, "B Z"], positions: Int[Array, "B Z"]) -> Any:
+def next_memory(
+    memory: Leaf, lengths: Int[Array, " B"], drawn: Int[Array, "B Z"], positions: Int[Array, "B Z"]
+) -> Leaf:
     """Return the memory of rows with `lengths` tokens in the cache, after the model has sampled `drawn`.
 
     All sampled tokens are stored in a text; those after the last token of its row are not read, and overwritten later.
@@ -96,32 +98,3 @@ def next_memory(memory: Any, lengths: Int[Array, " B"], drawn: Int[Array, "B Z"]
     if isinstance(memory, jax.Array):
         return memory.at[jnp.arange(drawn.shape[0])[:, None], positions].set(drawn, mode="drop")
     return set_cache_length(memory, lengths)
-
-
-def propose(
-    proposer: Proposer,
-    draft_params: Any,
-    memory: Any,
-    tokens: Int[Array, " B"],
-    lengths: Int[Array, " B"],
-    draw: Callable[..., Array],
-) -> tuple[Int[Array, "B Z"], Any]:
-    """Propose the tokens after `tokens` (B,), the last ones of rows with `lengths` (B,) tokens in the cache.
-
-    Returns:
-        The last token of each row and the proposals, (B, 1 + Z), and the new memory. A proposal of -1, which a lookup
-        without a match makes, is never accepted.
-    """
-    if proposer.draft is None:
-        found = looked_up(memory, lengths + 1, proposer.source)
-        return jnp.concatenate([tokens[:, None], found], axis=1), memory
-
-    def one_more(carry, _):
-        tokens, cache = carry
-        logits, cache = decode_chunk(proposer.draft, draft_params, jnp.maximum(tokens, 0)[:, None], cache)
-        tokens = draw(logits, cache_length(cache)[:, None])[:, 0]
-        return (tokens, cache), tokens
-
-    (_, cache), found = jax.lax.scan(one_more, (tokens, memory), None, length=proposer.tokens + 1)
-    # The last step only adds the last proposal to the cache, in case it is accepted; its sample is not used.
-    return jnp.concatenate([tokens[:, None], found[:-1].T], axis=1), cache

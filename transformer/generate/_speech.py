@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from transformer.generate._decoding import Batch, decode_hypotheses, prefill, with_unstacked_layers
-from transformer.generate._loop import DecodeResult, Slots, Stepper
+from transformer.generate._layers import Cache, Params
+from transformer.generate._loop import DecodeResult, Drawn, Slots, Stepper
 from transformer.generate._sampling import gumbel_noise
 from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey
-from transformer.nn._caches import cache_length
 from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText
 
 
@@ -102,35 +101,27 @@ def apply_rules(
 
 @functools.partial(jax.jit, static_argnames=("model", "cache_slots"))
 def start_window(
-    model: SpeechToText, params: Any, frames: Float[Array, "B F M"], start_id: Int[Array, ""], *, cache_slots: int
-) -> tuple[Float[Array, "B V"], Any]:
+    model: SpeechToText, params: Params, frames: Float[Array, "B F M"], start_id: Int[Array, ""], *, cache_slots: int
+) -> tuple[Float[Array, "B V"], Cache]:
     """Encode windows of recordings, and read the token that starts a transcript.
 
-    Args:
-        model: a `SpeechToText`.
-        params: its parameters.
-        frames: (B, F, M).
-        start_id: ().
-        cache_slots: positions per row in the KV cache.
-
-    Returns:
-        The logits (B, V) after the start token, and the KV cache, which `decode_window` can use several times.
+    Return the logits after the start token, and the KV cache, which `decode_window` can use several times.
     """
     batch = frames.shape[0]
     prompts = Batch(tokens=jnp.full((batch, 1), start_id, jnp.int32), lengths=jnp.ones((batch,), jnp.int32))
     return prefill(model, params, prompts, _source(frames.shape[1], batch, frames), cache_slots)
 
 
-def _source(frames: int, batch: int, tokens: Any) -> Batch:
+def _source(frames: int, batch: int, tokens: Leaf | None) -> Batch:
     return Batch(tokens=tokens, lengths=jnp.full((batch,), -(-frames // FRAMES_A_POSITION), jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_frames", "new_slots", "timestamps"))
 def decode_window(
     model: SpeechToText,
-    params: Any,
+    params: Params,
     logits: Float[Array, "B V"],
-    cache: Any,
+    cache: Cache,
     prompt: Int[Array, "B P"],
     temperature: Float[Array, ""],
     key: PRNGKey,
@@ -141,48 +132,53 @@ def decode_window(
     new_slots: int,
     timestamps: bool,
 ) -> tuple[DecodeResult, Float[Array, " B"]]:
-    """Generate the transcripts of windows until every row has ended or has `limit` tokens.
+    """Generate the transcripts of windows until every row has ended or has `limit` tokens, at most `new_slots`.
 
-    Compiled once per model, shapes and `timestamps`; the temperature may change.
+    Logits and cache are those of `start_window`. The tokens `prompt` come after the start token: language and task. The
+    token of step i is drawn with `fold_in(key, i)`; temperature 0 is greedy decoding. Compiled once per model, shapes
+    and `timestamps`.
 
-    Args:
-        model: a `SpeechToText`.
-        params: its parameters.
-        logits: (B, V), of `start_window`.
-        cache: the cache of `start_window`.
-        prompt: (B, P), tokens after the start token: language and task; P may be 0.
-        temperature: (), of sampling; 0 is greedy decoding.
-        key: random key; the token of step i is drawn with `fold_in(key, i)`.
-        limit: (), maximum number of tokens, at most `new_slots`.
-        rules: which tokens may follow.
-        num_frames: F, frames per window.
-        new_slots: size of the output.
-        timestamps: whether timestamps are generated.
-
-    Returns:
-        The tokens of the windows, and the sum of their log-probabilities, (B,), the end token included.
+    Return the tokens of the windows, and the sum of their log-probabilities, the end token included.
     """
-    batch, vocab_size = logits.shape
+    batch = logits.shape[0]
     source = _source(num_frames, batch, None)
     model, params, cache = with_unstacked_layers(model, params, cache)
     if prompt.shape[1]:
-        every, cache = decode_hypotheses(model, params, prompt, None, None, cache, source)
+        every, cache = decode_hypotheses(model, params, prompt, cache, source)
         logits = every[:, -1]
 
-    def draw(slots, logits, positions):
-        state, logits = slots.history, logits[:, 0].astype(jnp.float32)
+    stepper = SpeechStepper(
+        model,
+        params,
+        None,
+        rules.end_id[None],
+        limit,
+        source,
+        temperature=temperature,
+        rules=rules,
+        timestamps=timestamps,
+    )
+    slots = stepper.run(stepper.start(key, cache, logits, new_slots, SpeechState.empty(batch)))
+    return slots.result, slots.history.log_probability
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechStepper(Stepper):
+    """The step of transcripts: sampling with the rules, whose state is the history."""
+
+    temperature: Float[Array, ""]
+    rules: SpeechRules
+    timestamps: bool
+
+    def draw(self, slots: Slots, logits: Float[Array, "B 1 V"], positions: Int[Array, "B 1"]) -> Drawn:
+        """Sample the next tokens, with noise of the number of the step; -1 in all rows if a logit is not finite."""
+        state, logits, temperature = slots.history, logits[:, 0].astype(jnp.float32), self.temperature
         finite = jnp.isfinite(logits.max(-1)).all()
-        logits = apply_rules(logits, state, rules, timestamps)
-        noise = gumbel_noise(jax.random.fold_in(slots.keys, state.step), (batch, vocab_size))
+        logits = apply_rules(logits, state, self.rules, self.timestamps)
+        noise = gumbel_noise(jax.random.fold_in(slots.keys, state.step), logits.shape)
         # Gumbel-max sampling: argmax of logits / temperature + noise; without noise at temperature 0.
         scores = jnp.where(temperature > 0, logits / jnp.where(temperature > 0, temperature, 1.0) + noise, logits)
         tokens = jnp.argmax(scores, -1).astype(jnp.int32)
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
-        state = state.add(tokens, jnp.where(slots.running, chosen, 0.0), rules)
+        state = state.add(tokens, jnp.where(slots.running, chosen, 0.0), self.rules)
         return jnp.where(finite, tokens, -1)[:, None], state
-
-    stepper = Stepper(model, params, draw, rules.end_id[None], limit, source)
-    slots = Slots.started(key, cache, DecodeResult.blank(batch, new_slots), SpeechState.empty(batch))
-    slots = stepper.sample(slots, logits, cache_length(cache))
-    slots = jax.lax.while_loop(Slots.unfinished, stepper.advance, slots)
-    return slots.result, slots.history.log_probability

@@ -8,23 +8,22 @@ such as the next turn of a conversation, reads only its new ones.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
+import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._progress import counting
-from transformer.generate._constraints import Constraint, next_allowed, only_allowed
-from transformer.generate._decoding import decode_step, last_logits, read_tokens
+from transformer.generate._constraints import Constraint, next_allowed
+from transformer.generate._decoding import last_logits, read_tokens
 from transformer.generate._generation import check_finite, row_keys
-from transformer.generate._layers import copy_decoding_params, unstacked_model, uses_unstacked_layers
-from transformer.generate._loop import DecodeResult, Slots, Stepper, sampler
+from transformer.generate._layers import Cache, Params, copied_for_decoding, uses_unstacked_layers
+from transformer.generate._loop import DecodeResult, Slots, Stepper
 from transformer.generate._penalties import History
 from transformer.generate._prompts import (
     Ids,
@@ -33,6 +32,7 @@ from transformer.generate._prompts import (
     check_new_tokens,
     check_rows,
     check_text_model,
+    common_prefix,
     decoding_model,
     end_ids,
     image_rows,
@@ -41,7 +41,7 @@ from transformer.generate._prompts import (
 )
 from transformer.generate._sampling import PLAIN, SamplerParams, Sampling
 from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey
-from transformer.nn._caches import cache_length, lengthen_cache, set_cache_length
+from transformer.nn._caches import lengthen_cache, set_cache_length
 from transformer.nn._masks import Mask
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._dynamic_images import ImagePatches
@@ -75,7 +75,7 @@ class _Row:
 
     logits: Leaf
     """(1, V), for the next token"""
-    cache: Any
+    cache: Leaf
     history: History | None
 
 
@@ -90,21 +90,20 @@ class TokenStream:
         ValueError: the model is not a `CausalLM`.
     """
 
-    def __init__(self, model: Any, params: Any):
+    def __init__(self, model: nn.Module, params: Params):
         self.vocab_size = check_text_model("TokenStream", model, params)
         if not isinstance(model, CausalLM):
             raise ValueError(f"TokenStream needs a CausalLM, got a {type(model).__name__}. Use generate.")
         self._original = params
         model = decoding_model(model)
         if uses_unstacked_layers(model, params):
-            params = copy_decoding_params(model, params)
-            model = unstacked_model(model)
+            model, params = copied_for_decoding(model, params)
         self._model, self._params = model, params
         self.forget()
 
     def forget(self) -> None:
         """Drop the cache of the last text."""
-        self._cache: Any = None
+        self._cache: Cache | None = None
         self._slots = 0
         self._read: list[int] = []  # tokens whose keys and values are in the cache
         self._images: np.ndarray | ImagePatches | None = None  # images among them
@@ -166,8 +165,8 @@ class TokenStream:
             started = time.perf_counter()
             allowed = None if constraint is None else next_allowed(constraint, choice.suppressed)
             read, self._read, self._cache = self._read, [], None  # if this is interrupted, the cache is lost
-            limits = ends, np.int32(min(steps, left)), allowed
-            state, out = _advance(self._model, self._params, state, keys, choice, *limits)
+            stepper = Stepper(self._model, self._params, choice, ends, np.int32(min(steps, left)), allowed=allowed)
+            state, out = _advance(stepper, state, keys)
             out = jax.device_get(out)
             check_finite(out.failed_at, [prompt], self._original, self._model.config.dtype)
             ended, count = bool(out.ended[0]), int(out.counts[0])
@@ -192,7 +191,7 @@ class TokenStream:
         # Rotary scaling by the length changes all keys and values of a text that is longer: read all of it together.
         rescaled = longest is not None and len(tokens) > longest
         self._make_room((bucket(len(prompt)) if rescaled or pixels is not None else len(prompt)) + limit)
-        same = sum(1 for _ in _common(tokens[:-1], self._read))  # the last token is read again, for its logits
+        same = common_prefix(tokens[:-1], self._read)  # the last token is read again, for its logits
         if rescaled or (self._model.config.has_linear_attention and same < len(self._read)):
             same = 0  # a state of linear attention can't go back to fewer tokens
         if pixels is not None and self._has_images(prompt, same, pixels):
@@ -253,13 +252,6 @@ def _checked_ends(constraint: Constraint, ends: Sequence[int], vocab_size: int) 
     return end_ids(constraint.end_ids, vocab_size)
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> Iterator[int]:
-    for one, other in zip(left, right, strict=False):
-        if one != other:
-            return
-        yield one
-
-
 def _parts(start: int, end: int, slots: int) -> Iterator[tuple[int, int, int]]:
     """Yield (start, end, width) of the calls that read tokens from `start` to `end` into a cache of `slots`."""
     widths = [width for width in WIDTHS if width <= slots] or [slots]
@@ -273,17 +265,16 @@ def _parts(start: int, end: int, slots: int) -> Iterator[tuple[int, int, int]]:
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
 def read_part(
     model: CausalLM,
-    params: Any,
+    params: Params,
     tokens: Int[Array, "1 T"],
     before: Int[Array, " 1"],
     count: Int[Array, " 1"],
-    cache: Any,
+    cache: Cache,
     images: Float[Array, "1 I ..."] | ImagePatches | None = None,
-) -> tuple[Float[Array, "1 V"], Any]:
+) -> tuple[Float[Array, "1 V"], Cache]:
     """Read the first `count` of T tokens after the first `before` tokens of the cache; the others are padding.
 
-    Returns:
-        The logits (1, V) after the last token, and the cache.
+    Return the logits after the last token, and the cache.
     """
     mask = None
     if images is not None or model.config.reads_lengths:  # the mask must hide the padding
@@ -292,27 +283,9 @@ def read_part(
     return last_logits(model, params, hidden, count), set_cache_length(cache, before + count)
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="state")
-def _advance(
-    model: CausalLM,
-    params: Any,
-    state: _Row,
-    keys: PRNGKey,
-    choice: SamplerParams,
-    ends: Int[Array, " E"],
-    limit: Int[Array, ""],
-    allowed: Leaf | None = None,
-) -> tuple[_Row, DecodeResult]:
-    """Generate at most `limit` tokens, and read each of them into the cache; with `allowed`, only tokens with a bit."""
-    stepper = Stepper(model, params, sampler(choice), ends, limit)
-
-    def advance(carry):
-        slots, logits = carry
-        possible = logits if allowed is None else only_allowed(logits, allowed)
-        slots = stepper.sample(slots, possible, cache_length(slots.cache), scored=logits)
-        logits, cache = decode_step(model, params, jnp.maximum(slots.tokens, 0), slots.cache, None)
-        return dataclasses.replace(slots, cache=cache), logits
-
-    slots = Slots.started(keys, state.cache, DecodeResult.blank(1, MOST_STEPS, scored=True), state.history)
-    slots, logits = jax.lax.while_loop(lambda carry: carry[0].unfinished(), advance, (slots, state.logits))
-    return _Row(logits, slots.cache, slots.history), slots.result
+@functools.partial(jax.jit, donate_argnames="state")
+def _advance(stepper: Stepper, state: _Row, keys: PRNGKey) -> tuple[_Row, DecodeResult]:
+    """Generate at most `limit` tokens, and read each of them into the cache."""
+    blank = DecodeResult.blank(1, MOST_STEPS, scored=True)
+    slots = stepper.run(Slots.started(keys, state.cache, blank, history=state.history, logits=state.logits))
+    return _Row(slots.logits, slots.cache, slots.history), slots.result

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from transformer.generate._layers import copy_decoding_params, unstacked_model
+from transformer.generate._layers import Params, copied_for_decoding
 from transformer.generate._lookup import PromptLookup
 from transformer.generate._pages import PageAllocator
 from transformer.generate._penalties import History
@@ -45,9 +44,9 @@ class SlotPages:
         positions: maximum number of tokens of a slot.
         num_pages: P, number of pages of the pool.
         chunk: number of tokens per call that reads a prompt, a multiple of `PAGE_SIZE`.
-        shared_length: maximum number of tokens of a prompt that shares pages; None: unlimited. The keys and values of a
-            longer prompt are not those of another prompt with the same beginning, because rotary scaling depends on the
-            length.
+        shared_length: maximum number of tokens of a prompt that shares pages; None: unlimited. The keys and values
+            of a longer prompt are not those of another prompt with the same beginning, because rotary scaling
+            depends on the length.
     """
 
     def __init__(self, slots: int, positions: int, num_pages: int, chunk: int, shared_length: int | None = None):
@@ -55,7 +54,7 @@ class SlotPages:
         self._chunk, self._shared_length = chunk, shared_length
         self._pages: list[list[int]] = [[] for _ in range(slots)]
         self.num_pages = num_pages
-        self.table = np.zeros((slots, self.pages_for(positions)), np.int32)
+        self.table = np.zeros((slots, self._allocator.pages_for(positions)), np.int32)
         """(R, M), pages of each slot; entries after the last page of a slot are not meaningful"""
 
     @property
@@ -63,27 +62,17 @@ class SlotPages:
         """Number of pages that no slot uses."""
         return self._allocator.num_free
 
-    def pages_for(self, num_tokens: int) -> int:
-        """Return the number of pages of so many tokens."""
-        return self._allocator.pages_for(num_tokens)
-
     def admit(self, slot: int, prompt: Sequence[int], num_tokens: int, spare: int) -> int | None:
-        """Give a free slot the pages of a prompt and of its first new tokens.
+        """Give a free slot the pages of a prompt and of its first new tokens, `num_tokens` together.
 
-        Args:
-            slot: the slot.
-            prompt: token ids.
-            num_tokens: number of tokens of the prompt and of the text that get pages.
-            spare: number of pages that must stay free, for the growth of other slots.
-
-        Returns:
-            Number of tokens at the beginning of the prompt that were read before; None: too few pages are free.
+        For the growth of other slots, `spare` pages must stay free. Return the number of tokens at the beginning of the
+        prompt that were read before; None: too few pages are free.
         """
         known = self._allocator.match(prompt) if self._shares(prompt) else []
         per_chunk = self._chunk // PAGE_SIZE
         whole = len(known) // per_chunk * per_chunk
         self._allocator.release(known[whole:])
-        needed = self.pages_for(num_tokens) - whole
+        needed = self._allocator.pages_for(num_tokens) - whole
         if needed + spare > self.num_free:
             self._allocator.release(known[:whole])
             return None
@@ -93,14 +82,10 @@ class SlotPages:
 
     def missing(self, slot: int, num_tokens: int) -> int:
         """Return how many pages a slot lacks for this number of tokens."""
-        return max(0, self.pages_for(num_tokens) - len(self._pages[slot]))
+        return max(0, self._allocator.pages_for(num_tokens) - len(self._pages[slot]))
 
     def grow(self, slot: int, num_tokens: int) -> None:
-        """Give a slot the pages for this number of tokens.
-
-        Raises:
-            OutOfPagesError: too few pages are free.
-        """
+        """Give a slot the pages for this number of tokens; raise OutOfPagesError if too few are free."""
         if missing := self.missing(slot, num_tokens):
             self._pages[slot] += self._allocator.allocate(missing)
             self._write(slot)
@@ -128,17 +113,9 @@ class SlotPages:
 
 
 class Slots:
-    """The running texts on the device.
+    """The running texts on the device: R slots of at most `positions` tokens, with a pool of P (`num_pages`) pages.
 
-    Args:
-        model: a `CausalLM` that `decoding_model` has prepared.
-        params: its parameters.
-        slots: number of slots R.
-        positions: maximum number of tokens of a slot.
-        num_pages: P, number of pages of the pool.
-        suppressed: (S,), ids that are never generated.
-        draft: a draft model or a lookup; None: nothing proposes tokens.
-        mesh: devices over which parameters and pages are sharded; None: the default device.
+    The model is one that `decoding_model` has prepared. The ids `suppressed` (S,) are never generated.
 
     Raises:
         ConfigError: the mesh does not fit the model, or the weights can't be sharded.
@@ -147,7 +124,7 @@ class Slots:
     def __init__(
         self,
         model: CausalLM,
-        params: Any,
+        params: Params,
         *,
         slots: int,
         positions: int,
@@ -171,7 +148,7 @@ class Slots:
         # On the devices, so that texts without a constraint and without known tokens cost no transfer.
         self._nothing_known = self._placement.everywhere(np.full((slots, MOST_STEPS), -1, np.int32))
         self._no_masks = self._placement.everywhere(RowMasks.blank(slots, model.config.vocab_size))
-        self._logits: Any = None
+        self._logits: jax.Array | None = None
         self.widths = read_widths(positions)
         self.chunk = self.widths[-1]
         self.width = self._proposer.tokens + 1
@@ -200,12 +177,8 @@ class Slots:
     ) -> Steps:
         """Make at most `steps` steps, each of which generates 1 to `width` tokens per slot.
 
-        Args:
-            keep: (R,), slots that continue.
-            known: the next tokens of slots that are computed again.
-            masks: the allowed tokens; None: all.
-            steps: maximum number of steps.
-            until_free: return as soon as a text has ended.
+        The slots of `keep` (R,) continue; `known` are the next tokens of slots that are computed again. `masks` of None
+        allow all tokens. With `until_free`, return as soon as a text has ended.
         """
         given = {"table": self.pages.table, "keep": keep, "limit": np.int32(steps), "until_free": np.bool_(until_free)}
         if known:
@@ -233,11 +206,11 @@ class Slots:
         """Whether other processes have a part of the devices."""
         return self._lockstep.is_shared
 
-    def _call(self, name: str, arrays: dict[str, np.ndarray]) -> Any:
+    def _call(self, name: str, arrays: dict[str, np.ndarray]) -> Steps | None:
         self._lockstep.send(name, arrays)
         return self._make(name, arrays)
 
-    def _make(self, name: str, arrays: dict[str, np.ndarray]) -> Any:
+    def _make(self, name: str, arrays: dict[str, np.ndarray]) -> Steps | None:
         """Make a call on the devices: "read", "start" or "advance", with arrays that all processes have."""
         with self._placement.context():
             return {"read": self._read, "start": self._start, "advance": self._advance}[name](**arrays)
@@ -270,6 +243,9 @@ class Slots:
 
     def _new_row(self, request: Request) -> NewRow:
         vocab_size = self._model.config.vocab_size
+        text = None if self._text_size is None else np.zeros((self._text_size,), np.int32)
+        if text is not None:
+            text[: len(request.prompt)] = request.prompt
         in_prompt = np.zeros((vocab_size,), bool)
         in_prompt[np.asarray(request.prompt)] = True
         return NewRow(
@@ -280,16 +256,12 @@ class Slots:
             history=History(in_prompt, np.int32(0)),
             lengths=np.int32(len(request.prompt)),
             proposes=np.bool_(request.constraint is None),  # a constraint allows what is known for one token only
-            text=None if self._text_size is None else _padded(request.prompt, self._text_size),
+            text=text,
         )
 
-    def _unstacked(self, model: CausalLM, params: Any) -> tuple[CausalLM, Any]:
+    def _unstacked(self, model: CausalLM, params: Params) -> tuple[CausalLM, Params]:
         """Return the model and its parameters with unstacked layers, which are copied once, on the devices."""
         params = self._placement.sharded(params)
         with self._placement.context():
-            params = copy_decoding_params(model, params)
-        return unstacked_model(model), self._placement.sharded(params)
-
-
-def _padded(tokens: Sequence[int], size: int) -> np.ndarray:
-    return np.pad(np.asarray(tokens, np.int32), (0, size - len(tokens)))
+            model, params = copied_for_decoding(model, params)
+        return model, self._placement.sharded(params)
