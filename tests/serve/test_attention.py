@@ -75,8 +75,8 @@ def test_a_completion_without_a_template(client):
 def test_the_end_of_the_server_cancels_the_calls_that_wait():
     service = AnswerAttention(opened=None, chat=None, longest=1)
     started, end = threading.Event(), threading.Event()
-    running = service._thread.submit(lambda: (started.set(), end.wait(60)))
-    waiting = service._thread.submit(lambda: None)
+    running = service._workers.threads.submit(lambda: (started.set(), end.wait(60)))
+    waiting = service._workers.threads.submit(lambda: None)
     assert started.wait(60)
     service.close()
     assert waiting.cancelled()
@@ -114,9 +114,9 @@ def test_what_can_not_be_shown_is_one_line(client, values, message):
 
 def test_it_is_behind_the_key_and_bounded(service, client, monkeypatch):
     assert client.post("/v1/attention", json={}, headers={"authorization": "Bearer wrong"}).status_code == 401
-    monkeypatch.setattr(service.attention, "_calls", module.MOST_WAITING + 1)
+    monkeypatch.setattr(service.attention._workers, "_calls", module.MOST_WAITING + 1)
     assert client.post("/v1/attention", json={"messages": MESSAGES}).status_code == 429
-    monkeypatch.setattr(service.attention, "_calls", 0)
+    monkeypatch.setattr(service.attention._workers, "_calls", 0)
     config = service.attention.opened.model.config
     monkeypatch.setattr(module, "MOST_WEIGHTS", config.num_layers * config.num_heads * module.LENGTH_STEP**2)
     assert client.post("/v1/attention", json={"messages": MESSAGES}).status_code == 200  # as large as allowed

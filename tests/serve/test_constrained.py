@@ -257,7 +257,7 @@ def test_a_client_that_leaves_ends_the_compilation_of_its_schema(unlimited):
         return time.monotonic()
 
     left = asyncio.run(leave())
-    unlimited._threads.shutdown(wait=True)  # its thread ends when its process has
+    unlimited._workers.threads.shutdown(wait=True)  # its thread ends when its process has
     assert time.monotonic() - left < 20  # alone, the schema takes minutes
 
 
@@ -273,7 +273,7 @@ def test_schemas_are_compiled_beside_a_costly_one(unlimited):
 
 
 def test_too_many_schemas_wait(unlimited, monkeypatch):
-    monkeypatch.setattr(_constraints, "AT_A_TIME", -9)
+    monkeypatch.setattr(unlimited._workers, "_calls", _constraints.AT_A_TIME + 9)
     with pytest.raises(APIError, match="wait already") as caught:
         asyncio.run(unlimited.make(Client(60), TextForm("guided_regex", pattern="a"), 1))
     assert caught.value.status == 429

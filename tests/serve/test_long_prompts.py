@@ -107,6 +107,9 @@ def test_the_queue_of_the_encoder_is_bounded(serve, monkeypatch):
     """A call beyond the bound is refused, one that its client leaves makes room, and the others are answered."""
     service, release = serve("chat"), threading.Event()
     monkeypatch.setattr(service.engine, "queue_size", 2)
+    for name in ("_encoder", "_constraints"):
+        monkeypatch.setattr(service, name, None)
+    service.__post_init__()  # with the short queue
 
     def slow():
         release.wait(60)

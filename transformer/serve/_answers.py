@@ -117,7 +117,9 @@ class Answer:
     def _stream_head(self) -> dict[str, Any]:
         return self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
 
-    def _chunk(self, number: int, values: dict[str, Any], log_probabilities: Any, finish: str | None) -> dict[str, Any]:
+    def _chunk(
+        self, number: int, values: dict[str, Any], log_probabilities: dict[str, Any] | None, finish: str | None
+    ) -> dict[str, Any]:
         choice = {"index": number, **values, "logprobs": log_probabilities, "finish_reason": finish}
         return {**self._stream_head, "choices": [choice]}
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,14 +11,13 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import HTMLResponse, Response
 
 from transformer.chat._prompts import ChatPrompts
-from transformer.config._checks import nearest
 from transformer.data.tokenizers._long_texts import check_length
-from transformer.generate._prompts import decoding_model
+from transformer.generate._prompts import common_prefix, decoding_model
 from transformer.inference._loaded_model import LoadedModel
 from transformer.inference._text_attention import sown_weights
 from transformer.serve._bodies import read_json, template_switches
 from transformer.serve._errors import APIError
-from transformer.serve._http import until_gone
+from transformer.serve._http import Workers, unknown_field
 from transformer.viz._attention_page import Panel, attention_page
 from transformer.viz._attention_weights import attention_maps
 
@@ -41,33 +38,21 @@ class AnswerAttention:
     chat: ChatPrompts | None
     longest: int
     """maximum number of tokens of prompt and answer"""
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "attention"))
-    _calls: int = 0
+    _workers: Workers = field(
+        default_factory=lambda: Workers("attention", 1, MOST_WAITING, "too many calls for attention wait")
+    )
 
     def close(self) -> None:
         """Cancel the calls that wait."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
 
     async def answer(self, request: HTTPRequest, check_model: Callable[[Any], None]) -> Response:
-        """Answer a request with the page of `inspect`.
-
-        Raises:
-            APIError: an invalid body, a text that is too long, too many calls, or the client has left.
-        """
+        """Answer a request with the page of `inspect`; raise APIError if it is invalid, too long, or one too many."""
         values = await read_json(request)
         if unknown := next((name for name in values if name not in _FIELDS), None):
-            raise APIError(400, f"unknown field {unknown[:80]!r}.{nearest(unknown[:80], _FIELDS)}", unknown[:80])
+            raise unknown_field(unknown, _FIELDS)
         check_model(values.get("model"))
-        if self._calls > MOST_WAITING:
-            raise APIError(429, "too many calls for attention wait. Try again later.", code="queue_full")
-        self._calls += 1
-        try:
-            future = asyncio.get_running_loop().run_in_executor(self._thread, self._page, values)
-            page = await until_gone(request, future)
-        except RuntimeError:  # `close` was called
-            raise APIError(503, "the server is shutting down.") from None
-        finally:
-            self._calls -= 1
+        page = await self._workers.run(request, self._page, values)
         # Opened as a page of its own, it has no access to this server.
         return HTMLResponse(page, headers={"Content-Security-Policy": "sandbox", "X-Content-Type-Options": "nosniff"})
 
@@ -119,5 +104,4 @@ class AnswerAttention:
             before = list(self.chat.encode(messages[:-1], add_generation_prompt=True, **switches).ids)
             ids = list(self.chat.encode(messages, continue_final_message=True, **switches).ids)
         # A token may join the end of the prompt with the start of the answer.
-        count = next((i for i, pair in enumerate(zip(before, ids, strict=False)) if pair[0] != pair[1]), len(before))
-        return count, ids
+        return common_prefix(before, ids), ids

@@ -74,9 +74,6 @@ class Answers:
 
     A last line that was not written completely is removed. One process at a time can hold the file.
 
-    Args:
-        path: the file; it is created if it does not exist.
-
     Raises:
         ConfigError: another process writes this file, or a line of it is not an answer.
         OSError: the file can't be read or written.
@@ -165,13 +162,7 @@ def read_batch(file: BinaryIO, name: str) -> tuple[list[BatchRequest], list[BadL
     """Read the requests of a file, one JSON object per line: custom_id, method, url and body. Blank lines are skipped.
 
     A request without a seed gets one that depends on its custom_id only, so that a repeated run gives the same texts.
-
-    Args:
-        file: the file, opened for reading.
-        name: its name, for error messages.
-
-    Returns:
-        the requests, and the lines that are not requests.
+    Return the requests, and the lines that are not requests.
 
     Raises:
         OSError: the file can't be read.
@@ -230,19 +221,12 @@ def _request(name: str, values: dict[str, Any]) -> BatchRequest:
 
 
 def answer_batch(
-    service: HTTPService,
-    requests: Sequence[BatchRequest],
-    write: Callable[[dict[str, Any]], None],
-    *,
-    at_once: int,
+    service: HTTPService, requests: Sequence[BatchRequest], write: Callable[[dict[str, Any]], None], *, at_once: int
 ) -> None:
     """Answer requests, those with most work first, so that the last ones to end are short and no slot is idle.
 
-    Args:
-        service: the model, which is started.
-        requests: the requests to answer.
-        write: called with each answer, in the order in which they are complete.
-        at_once: number of requests that are in the service at a time.
+    At most `at_once` requests are in the service, which is started, at a time. `write` is called with each answer, in
+    the order in which they are complete.
 
     Raises:
         RuntimeError: the service has failed. Requests that were not answered are not written.

@@ -13,10 +13,11 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 
-from transformer.config._checks import ConfigError, nearest
+from transformer.config._checks import ConfigError
 from transformer.generate._sampling import Sampling
 from transformer.serve._constraints import FIELDS, TextForm, text_form
 from transformer.serve._errors import APIError
+from transformer.serve._http import unknown_field
 
 MOST_BYTES = 4 * 2**20
 """maximum size of a body"""
@@ -40,13 +41,7 @@ _CHAT |= {"tool_choice", "reasoning_effort", "chat_template_kwargs"}
 _TEXT = _COMMON | {"prompt", "max_tokens", "logprobs", "parse_special", "add_special_tokens"}
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
 _WITHOUT_EFFECT |= {"prompt_cache_key", "verbosity"}
-_ONLY = {
-    "logit_bias": {},
-    "best_of": 1,
-    "echo": False,
-    "suffix": "",
-    "modalities": ["text"],
-}
+_ONLY = {"logit_bias": {}, "best_of": 1, "echo": False, "suffix": "", "modalities": ["text"]}
 """fields that are not supported, and the one value that they may have"""
 
 
@@ -68,11 +63,7 @@ class Body:
 
 
 async def read_json(request: HTTPRequest) -> dict[str, Any]:
-    """Return the body of a request as a JSON object.
-
-    Raises:
-        APIError: the body is not JSON, too large, or arrives too slowly.
-    """
+    """Return the body as a JSON object; raise APIError if it is not JSON, too large, or arrives too slowly."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # so that a page of another site can't send it without a preflight request
         raise APIError(415, f"the content type must be application/json, got {kind[:80]!r}.")
@@ -108,17 +99,13 @@ async def read_json(request: HTTPRequest) -> dict[str, Any]:
 
 
 def check_fields(values: Mapping[str, Any], *, is_chat: bool) -> Body:
-    """Check the fields of a chat or text completion other than its prompt and its sampling.
-
-    Raises:
-        APIError: a field is unknown, not supported, or has an invalid value.
-    """
+    """Check the fields of a chat or text completion other than its prompt and its sampling; raise APIError."""
     known = _CHAT if is_chat else _TEXT
     for name, value in values.items():
         if name in known or name in _WITHOUT_EFFECT:
             continue
         if name not in _ONLY:
-            raise APIError(400, f"unknown field {name[:80]!r}.{nearest(name[:80], known)}", name[:80])
+            raise unknown_field(name, known)
         if value != _ONLY[name]:
             raise APIError(400, f"{name} is not supported, except as {json.dumps(_ONLY[name])}. Remove it.", name)
     limits = [name for name in ("max_completion_tokens", "max_tokens") if name in values]
@@ -137,11 +124,7 @@ def check_fields(values: Mapping[str, Any], *, is_chat: bool) -> Body:
 
 
 def sampling_of(values: Mapping[str, Any], default: Sampling, suppress: Sequence[int]) -> Sampling:
-    """Return the sampling that a body asks for; fields that it lacks are those of `default`.
-
-    Raises:
-        APIError: a value is out of range.
-    """
+    """Return the sampling that a body asks for; fields that it lacks are those of `default`."""
     given = {name: values[name] for name in (*_FILTERS, *_PENALTIES) if name in values}
     # JSON has one type of numbers: JavaScript writes 1.0 as 1.
     given = {name: float(value) if name != "top_k" and _is_small(value) else value for name, value in given.items()}
@@ -158,11 +141,7 @@ def sampling_of(values: Mapping[str, Any], default: Sampling, suppress: Sequence
 
 
 def text_prompts(values: Mapping[str, Any], field: str = "prompt") -> list[str | list[int]]:
-    """Return the prompts of a text completion, or the texts of another field: texts, or lists of token ids.
-
-    Raises:
-        APIError: the field is missing or has another type.
-    """
+    """Return the prompts of a text completion, or the texts of another field: texts, or lists of token ids."""
     prompt = values.get(field)
     kinds = set(map(type, prompt)) if isinstance(prompt, list) else set()
     if isinstance(prompt, str) or kinds == {int}:
@@ -190,11 +169,7 @@ def template_switches(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(values: Mapping[str, Any]) -> list[Any] | None:
-    """Return the tools that the template describes to the model.
-
-    Raises:
-        APIError: the caller requires a call of a tool, which nothing enforces.
-    """
+    """Return the tools that the template describes to the model; nothing can force a call of them."""
     choice = values.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise APIError(400, "tool_choice must be auto or none: nothing can force a call.", "tool_choice")
@@ -234,6 +209,6 @@ def integer(values: Mapping[str, Any], name: str, default: Any, least: int, most
     return value
 
 
-def _is_small(value: Any) -> bool:
+def _is_small(value: object) -> bool:
     """Return whether a value is an integer that a float can represent exactly."""
     return type(value) is int and abs(value) <= 2**53

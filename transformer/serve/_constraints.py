@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,7 @@ from transformer.config._limited import Cancellation
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.inference._grammars import GrammarConstraint, Grammars
 from transformer.serve._errors import APIError
-from transformer.serve._http import until_gone
+from transformer.serve._http import Workers
 
 FIELDS = ("response_format", "guided_json", "guided_regex")
 """at most one of them has an effect in a body"""
@@ -39,18 +37,14 @@ class TextForm:
 
 
 def text_form(values: Mapping[str, Any]) -> TextForm | None:
-    """Return the form that a body asks for; None: any text.
-
-    Raises:
-        APIError: a field has another type, or two fields ask for a form.
-    """
+    """Return the form that a body asks for; None: any text."""
     forms = [form for form in (_read(name, values[name]) for name in FIELDS if name in values) if form is not None]
     if len(forms) > 1:
         raise APIError(400, f"{forms[0].field} and {forms[1].field} exclude each other. Remove one.", forms[1].field)
     return forms[0] if forms else None
 
 
-def _read(name: str, value: Any) -> TextForm | None:
+def _read(name: str, value: object) -> TextForm | None:
     if name == "guided_regex":
         if not isinstance(value, str):
             raise APIError(400, f"guided_regex must be a text, got {_short(value)}.", name)
@@ -66,7 +60,7 @@ def _read(name: str, value: Any) -> TextForm | None:
     return _of_schema(name, value)
 
 
-def _response_format(value: Any) -> TextForm | None:
+def _response_format(value: object) -> TextForm | None:
     name = "response_format"
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in ("text", "json_object", "json_schema"):
@@ -84,7 +78,7 @@ def _response_format(value: Any) -> TextForm | None:
     return TextForm(name, schema={"type": "object"}) if kind == "json_object" else None
 
 
-def _of_schema(name: str, schema: Any) -> TextForm:
+def _of_schema(name: str, schema: object) -> TextForm:
     if not isinstance(schema, dict | bool):
         raise APIError(400, f"a JSON schema must be an object, true or false, got {_short(schema)}.", name)
     return _of_size(TextForm(name, schema=schema), json.dumps(schema))
@@ -97,56 +91,43 @@ def _of_size(form: TextForm, content: str) -> TextForm:
     return form
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return json.dumps(value)[:80]
 
 
 class Constraints:
     """Makes the constraints of texts, for the tokenizer of one model, which is read when it is needed first.
 
-    Args:
-        tokenizer: the tokenizer.
-        vocab_size: number of token ids of the model.
-        queue: maximum number of calls that wait until their schema or expression is compiled.
+    At most `queue` calls wait until their schema or expression is compiled.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, queue: int):
-        self._tokenizer, self._vocab_size, self._queue = tokenizer, vocab_size, queue
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._grammars: Grammars | None = None
         self._reading = threading.Lock()
-        self._threads = ThreadPoolExecutor(AT_A_TIME, "grammar")
-        self._calls = 0
+        full = f"{queue} calls with a schema or an expression wait already"
+        self._workers = Workers("grammar", AT_A_TIME, queue, full)
 
     def close(self) -> None:
         """Cancel the calls that wait, and end the processes that compile."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
         if self._grammars is not None:
             self._grammars.close()
 
     async def make(self, request: HTTPRequest, form: TextForm | None, count: int) -> list[GrammarConstraint | None]:
         """Return constraints for `count` texts.
 
-        Raises:
-            APIError: the schema or expression is invalid, not supported or too costly, or the tokenizer is not
-                supported; too many calls wait, or the client has left.
+        Raise APIError if the form is invalid, not supported or too costly, if too many calls wait, or the client has
+        left.
         """
         if form is None:
             return [None] * count
-        if self._calls >= AT_A_TIME + self._queue:
-            message = f"{self._queue} calls with a schema or an expression wait already. Try again later."
-            raise APIError(429, message, code="queue_full")
         cancellation = Cancellation()
         try:
-            work = asyncio.get_running_loop().run_in_executor(self._threads, self._first, form, cancellation)
-        except RuntimeError:  # `close` was called
-            raise APIError(503, "the server is shutting down.") from None
-        self._calls += 1
-        try:
-            first = await until_gone(request, work)
+            first = await self._workers.run(request, self._first, form, cancellation)
         except (ValueError, ModuleNotFoundError) as error:
             raise APIError(400, " ".join(str(error).split())[:500], form.field) from None
         finally:
-            self._calls -= 1
             cancellation.cancel()
         return [first, *(first.copy() for _ in range(count - 1))]
 

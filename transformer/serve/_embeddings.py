@@ -11,7 +11,6 @@ import numpy as np
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from transformer.config._checks import nearest
 from transformer.data.tokenizers._long_texts import TooManyTokensError, check_length
 from transformer.inference._embed import embed_encoded, encode_sentences
 from transformer.inference._loaded_model import LoadedModel
@@ -19,7 +18,7 @@ from transformer.inference._sentences import SentenceSettings
 from transformer.inference._text_batches import Columns, slots_at_once
 from transformer.serve._bodies import read_json, text_prompts
 from transformer.serve._errors import APIError, json_response
-from transformer.serve._http import Handler
+from transformer.serve._http import Handler, unknown_field
 from transformer.serve._threads import Job, ThreadService
 
 MOST_INPUTS = 2048
@@ -119,7 +118,7 @@ def _checked_format(values: Mapping[str, Any]) -> str:
     """Return the encoding of the vectors; raise APIError for unknown fields and formats."""
     for name in values:
         if name not in _FIELDS:
-            raise APIError(400, f"unknown field {name[:80]!r}.{nearest(name[:80], _FIELDS)}", name[:80])
+            raise unknown_field(name, _FIELDS)
     format = values.get("encoding_format", "float")
     if format not in ("float", "base64"):
         raise APIError(400, "encoding_format must be float or base64.", "encoding_format")

@@ -6,7 +6,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -14,6 +13,7 @@ from jax.sharding import Mesh
 from transformer.config._checks import ConfigError
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.generate._generation import check_draft
+from transformer.generate._layers import Params
 from transformer.generate._lookup import PromptLookup
 from transformer.generate._prompts import check_rows, check_text_model, decoding_model
 from transformer.generate._rows import MOST_ENDS, MOST_STEPS, MOST_TOP, RowSampling
@@ -71,8 +71,8 @@ class Engine:
 
     def __init__(
         self,
-        model: Any,
-        params: Any,
+        model: CausalLM,
+        params: Params,
         tokenizer: Tokenizer,
         *,
         slots: int = 8,

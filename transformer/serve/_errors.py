@@ -32,6 +32,6 @@ class APIError(Exception):
         return json_response(self.values, self.status, headers)
 
 
-def json_response(values: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(values: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return JSON as an HTTP answer. Non-ASCII characters are escaped, because half a surrogate pair is not UTF-8."""
     return Response(json.dumps(values), status, headers, media_type="application/json")

@@ -6,7 +6,8 @@ import asyncio
 import hmac
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from transformer.config._checks import nearest
 from transformer.serve._errors import APIError, json_response
 from transformer.serve._metrics import Metrics
 from transformer.serve._page import page_response
@@ -110,7 +112,7 @@ class HTTPService(ABC):
 
         return Starlette(routes=routes, exception_handlers={HTTPException: http_error, Exception: fault})
 
-    def check_model(self, name: Any) -> None:
+    def check_model(self, name: object) -> None:
         """Raise APIError if a client asks for another model than this one."""
         if name != self.name:
             message = f"the model {str(name)[:80]!r} does not exist. This server has the model {self.name!r}."
@@ -157,9 +159,7 @@ class HTTPService(ABC):
         return json_response({"status": "ok" if failure is None else "failed"}, 200 if failure is None else 503)
 
     async def _metrics(self, request: HTTPRequest) -> Response:
-        load = self.load
-        text = self.metrics.text(running=load.running, waiting=load.waiting, slots=load.slots, pages=load.pages)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(self.metrics.text(**vars(self.load)), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: HTTPRequest) -> Response:
         return json_response({"object": "list", "data": [self._card()]})
@@ -171,6 +171,48 @@ class HTTPService(ABC):
     def _card(self) -> dict[str, Any]:
         card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "transformer-zoo"}
         return card | ({} if self.most_tokens is None else {"max_model_len": self.most_tokens})
+
+
+class Workers:
+    """Threads for the work of calls, so that others are answered meanwhile.
+
+    Args:
+        name: name of the threads.
+        threads: number of threads.
+        waiting: maximum number of calls that wait for a thread.
+        full: message to a call for which there is no room.
+    """
+
+    def __init__(self, name: str, threads: int, waiting: int, full: str):
+        self.threads, self._full = ThreadPoolExecutor(threads, name), full
+        self._calls, self._most = 0, threads + waiting
+
+    def close(self) -> None:
+        """Cancel the calls that wait."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, request: HTTPRequest, work: Callable[..., Result], *arguments: object) -> Result:
+        """Return the result of the work; if the client leaves before its end, cancel it.
+
+        Raise APIError if too many calls wait, the server ends, or the client has left. Errors of the work are raised
+        unchanged.
+        """
+        if self._calls >= self._most:
+            raise APIError(429, f"{self._full}. Try again later.", code="queue_full")
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self.threads, work, *arguments)
+        except RuntimeError:  # `close` was called
+            raise APIError(503, "the server is shutting down.") from None
+        self._calls += 1
+        try:
+            return await until_gone(request, future)
+        finally:
+            self._calls -= 1
+
+
+def unknown_field(name: str, known: Iterable[str]) -> APIError:
+    """Return the error for a field that a body must not have."""
+    return APIError(400, f"unknown field {name[:80]!r}.{nearest(name[:80], known)}", name[:80])
 
 
 async def until_gone(request: HTTPRequest, work: Awaitable[Result]) -> Result:

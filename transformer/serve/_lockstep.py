@@ -13,11 +13,7 @@ PING, STOP = "ping", "stop"
 
 
 class Lockstep:
-    """Sends the calls of process 0 to the other processes.
-
-    Args:
-        is_shared: whether other processes have some of the devices; False: nothing is sent.
-    """
+    """Sends the calls of process 0 to the other processes; if none has a part of the devices, nothing."""
 
     def __init__(self, is_shared: bool) -> None:
         self.is_shared = is_shared
@@ -38,8 +34,7 @@ class Lockstep:
     def follow(self, call: Callable[..., object]) -> None:
         """Make the calls of process 0, in another process, until it stops: `call(name, arrays)`.
 
-        Raises:
-            RuntimeError: the connection to process 0 is lost, unless JAX ends this process first.
+        A lost connection to process 0 is a RuntimeError, unless JAX ends this process first.
         """
         while True:
             size = int(_broadcast(np.int32(0)))

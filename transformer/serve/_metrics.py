@@ -57,9 +57,12 @@ class Metrics:
 
     def text(self, *, running: int, waiting: int, slots: int, pages: int | None = None) -> str:
         """Return all values in the text format of Prometheus."""
-        return "\n".join([*self._lines(running, waiting, slots, pages), ""])
+        lines: list[str] = []
 
-    def _lines(self, running: int, waiting: int, slots: int, pages: int | None) -> Iterator[str]:
+        def head(name: str, kind: str, what: str) -> str:
+            lines.extend((f"# HELP transformer_{name} {what}", f"# TYPE transformer_{name} {kind}"))
+            return f"transformer_{name}"
+
         gauges = {
             "requests_running": (running, "requests that are read or generated"),
             "requests_waiting": (waiting, "requests in the queue"),
@@ -69,8 +72,7 @@ class Metrics:
             gauges["pages"] = (pages, "pages of keys and values")
             gauges["pages_used"] = (self.pages_used, "pages of running requests at the last decoding step")
         for name, (value, what) in gauges.items():
-            yield from (f"# HELP transformer_{name} {what}", f"# TYPE transformer_{name} gauge")
-            yield f"transformer_{name} {value}"
+            lines.append(f"{head(name, 'gauge', what)} {value}")
         counters = {
             "prompt_tokens": (self.prompt_tokens, "prompt tokens that were read"),
             "shared_prompt_tokens": (self.shared_tokens, "prompt tokens whose keys and values were reused"),
@@ -82,21 +84,16 @@ class Metrics:
             "accepted_tokens": (self.accepted_tokens, "proposed tokens that the model accepted"),
         }
         for name, (value, what) in counters.items():
-            yield from (f"# HELP transformer_{name}_total {what}", f"# TYPE transformer_{name}_total counter")
-            yield f"transformer_{name}_total {value}"
-        yield "# HELP transformer_finished_total texts by the reason of their end"
-        yield "# TYPE transformer_finished_total counter"
-        for reason, count in sorted(self.finished.items()):
-            yield f'transformer_finished_total{{reason="{reason}"}} {count}'
-        yield "# HELP transformer_http_answers_total HTTP answers by path and status"
-        yield "# TYPE transformer_http_answers_total counter"
-        for (path, status), count in sorted(self.answers.items()):
-            yield f'transformer_http_answers_total{{path="{path}",status="{status}"}} {count}'
+            lines.append(f"{head(f'{name}_total', 'counter', what)} {value}")
+        name = head("finished_total", "counter", "texts by the reason of their end")
+        lines += [f'{name}{{reason="{reason}"}} {count}' for reason, count in sorted(self.finished.items())]
+        name = head("http_answers_total", "counter", "HTTP answers by path and status")
+        answers = sorted(self.answers.items())
+        lines += [f'{name}{{path="{path}",status="{status}"}} {count}' for (path, status), count in answers]
         times = {
             "first_token": (self.first_token, "time from the arrival of a request to its first token"),
             "request": (self.duration, "time from the arrival of a request to the end of its text"),
         }
         for name, (histogram, what) in times.items():
-            yield f"# HELP transformer_{name}_seconds {what}"
-            yield f"# TYPE transformer_{name}_seconds histogram"
-            yield from histogram.lines(f"transformer_{name}_seconds")
+            lines += histogram.lines(head(f"{name}_seconds", "histogram", what))
+        return "\n".join([*lines, ""])

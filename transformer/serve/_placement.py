@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from transformer.config._checks import ConfigError
+from transformer.generate._layers import Params
 from transformer.nn._partitioning import axis_rules
 from transformer.nn._sharding import check_model, state_shardings
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.quantization._adapted import has_encoded
 
+Tree = TypeVar("Tree")
 SPLIT = {"heads": "tensor", "kv_heads": "tensor", "feed_forward": "tensor", "vocab": "tensor", "expert": "expert"}
 """logical axis -> mesh axis that splits it"""
 RULES = (*SPLIT.items(), *((name, None) for name in ("batch", "length", "embed", "head_dim")))
@@ -25,14 +27,8 @@ read as a batch of one row."""
 class Placement:
     """The devices of an engine.
 
-    Args:
-        model: the model.
-        mesh: a mesh of `make_mesh` in which only `tensor` and `expert` are larger than 1; None: the default device. Its
-            devices are those of all processes, or some of this one.
-
-    Raises:
-        ConfigError: the mesh has another axis larger than 1, does not fit the model, or has devices of several
-            processes, but not of all.
+    In the mesh, one of `make_mesh`, only `tensor` and `expert` are larger than 1; None: the default device. Its devices
+    are those of all processes, or some of this one; another mesh, or one that does not fit the model, is a ConfigError.
     """
 
     def __init__(self, model: CausalLM, mesh: Mesh | None):
@@ -63,19 +59,15 @@ class Placement:
         with jax.set_mesh(self.mesh), axis_rules(RULES):
             yield
 
-    def sharded(self, params: Any) -> Any:
-        """Return parameters on the devices; arrays that are stored there already are not copied.
-
-        Raises:
-            ConfigError: the parameters are quantized.
-        """
+    def sharded(self, params: Params) -> Params:
+        """Return parameters on the devices; arrays that are stored there already are not copied."""
         if self.mesh is None:
             return params
         if has_encoded(params):
             raise ConfigError("quantized weights are not sharded over a mesh. Remove --parallel, or use other weights.")
         return jax.device_put(params, state_shardings(params, self.mesh, RULES))
 
-    def everywhere(self, tree: Any) -> Any:
+    def everywhere(self, tree: Tree) -> Tree:
         """Return a tree of arrays that each device has as a whole."""
         if self.mesh is None:
             return jax.device_put(tree)

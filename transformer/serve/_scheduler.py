@@ -35,13 +35,8 @@ class _Reading:
 class Scheduler:
     """Gives slots and pages to the requests of a queue, and makes the calls of the devices for them.
 
-    Its methods run in the thread of the engine. Other threads may use the queue while they hold `changed`.
-
-    Args:
-        device: the slots.
-        config: config of the model.
-        suppressed: (S,), ids that are never generated.
-        changed: guards the queue; `take_next` needs it.
+    Its methods run in the thread of the engine. Other threads may use the queue while they hold `changed`, which
+    `take_next` needs too. The ids `suppressed` (S,) are never generated.
     """
 
     def __init__(self, device: Slots, config: TransformerConfig, suppressed: np.ndarray, changed: threading.Condition):
@@ -135,8 +130,7 @@ class Scheduler:
     def _make_room(self, steps: int) -> int:
         """Give all texts the pages for `steps` more steps; if there are too few, for one, after preempting others.
 
-        Returns:
-            The number of steps for which there are pages.
+        Return the number of steps for which there are pages.
         """
         for count in (steps, 1):
             needed = {slot: self._most_tokens(slot, count) for slot in self.active}

@@ -10,7 +10,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
 
 import h11
 import uvicorn
@@ -41,12 +41,8 @@ class _Connection(h11.Connection):
     refused = h11.RemoteProtocolError("Invalid HTTP request received.")
     """why the last request was refused"""
 
-    def next_event(self) -> Any:
-        """Return the next event, as the base class.
-
-        Raises:
-            h11.RemoteProtocolError: the request is invalid.
-        """
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Return the next event, as the base class."""
         before = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0
         try:
             event = super().next_event()
@@ -144,11 +140,7 @@ def most_connections() -> int:
 
 
 def check_address(host: str, api_key: str | None, anyone: bool) -> bool:
-    """Return whether a host is the loopback address.
-
-    Raises:
-        ConfigError: it is not, and neither an API key nor `anyone` is given; or the key is not usable.
-    """
+    """Return whether a host is the loopback address; raise ConfigError if anybody could use another one."""
     if api_key is not None and (len(api_key) < 8 or not api_key.isascii() or not api_key.isprintable()):
         raise ConfigError("an API key must have at least 8 printable ASCII characters. Pass a longer one.")
     try:
@@ -184,12 +176,8 @@ def run(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; then accept no more connections, and finish the texts within `drain_seconds`.
 
-    Args:
-        service: the model; it is started here, and closed at the end.
-        host: address to listen on.
-        port: port to listen on; 0: a free one.
-        ready: called with the URL when connections are accepted.
-        drain_seconds: time that the texts have to end.
+    The service is started here, and closed at the end. Port 0 is a free one. `ready` is called with the URL when
+    connections are accepted.
 
     Raises:
         OSError: the address is not available.
@@ -200,7 +188,7 @@ def run(
     except OSError as error:
         raise OSError(error.errno, error.strerror, f"{host}:{port}") from error
 
-    def ignore(number: int, frame: Any) -> None:
+    def ignore(number: int, frame: FrameType | None) -> None:
         """Uvicorn repeats the signal at its end, when the default handler would kill the process."""
 
     before = signal.signal(signal.SIGTERM, ignore)

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from starlette.requests import Request as HTTPRequest
@@ -35,7 +34,7 @@ from transformer.serve._bodies import (
 from transformer.serve._constraints import Constraints
 from transformer.serve._engine import Engine, EngineClosedError, QueueFullError
 from transformer.serve._errors import APIError, json_response
-from transformer.serve._http import Handler, HTTPService, Load, until_gone
+from transformer.serve._http import Handler, HTTPService, Load, Workers, until_gone
 from transformer.serve._metrics import Metrics
 from transformer.serve._requests import Delta, Request, Ticket
 
@@ -54,12 +53,11 @@ class Service(HTTPService):
     suppress: tuple[int, ...] = ()
     attention: AnswerAttention | None = None
     """attention of answers; None: the server does not show it"""
-    _encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "encoder"))
-    _encoding: int = 0
-    """number of calls whose texts are encoded, or wait for that"""
 
     def __post_init__(self):
-        self._constraints = Constraints(self.engine.tokenizer, self.engine.vocab_size, self.engine.queue_size)
+        queue = self.engine.queue_size
+        self._constraints = Constraints(self.engine.tokenizer, self.engine.vocab_size, queue)
+        self._encoder = Workers("encoder", 1, queue, f"{queue} calls wait until their texts are encoded")
 
     @property
     def failure(self) -> str | None:
@@ -92,7 +90,7 @@ class Service(HTTPService):
     def close(self) -> None:
         """Cancel what runs, and end the engine."""
         self.engine.close()
-        self._encoder.shutdown(wait=False, cancel_futures=True)
+        self._encoder.close()
         self._constraints.close()
         if self.attention is not None:
             self.attention.close()
@@ -149,27 +147,13 @@ class Service(HTTPService):
     async def _encoded(
         self, request: HTTPRequest, encode: Callable[[], list[list[int]]], param: str
     ) -> list[list[int]]:
-        """Return token ids. A long text takes a while: in another thread, one at a time, so that others are served.
-
-        Raises:
-            APIError: the texts are invalid or too long, too many calls wait, or the client has left.
-        """
-        if self._encoding > self.engine.queue_size:
-            message = f"{self.engine.queue_size} calls wait until their texts are encoded. Try again later."
-            raise APIError(429, message, code="queue_full")
+        """Return token ids. A long text takes a while: in another thread, one at a time, so that others are served."""
         try:
-            work = asyncio.get_running_loop().run_in_executor(self._encoder, encode)
-        except RuntimeError:  # `close` was called
-            raise APIError(503, "the server is shutting down.") from None
-        self._encoding += 1
-        try:
-            prompts = await until_gone(request, work)
+            prompts = await self._encoder.run(request, encode)
         except TooManyTokensError as error:
             raise APIError(400, f"{param}: {error}", param, "context_length_exceeded") from None
         except (ValueError, TypeError) as error:
             raise APIError(400, str(error)[:500], param) from None
-        finally:
-            self._encoding -= 1
         if not all(prompts):
             raise APIError(400, f"{param} must have at least one token.", param)
         return prompts

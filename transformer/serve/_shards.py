@@ -31,11 +31,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Read `index/count`, such as 0/4.
-
-        Raises:
-            ConfigError: the text has another form, or the index is not below the count.
-        """
+        """Read `index/count`, such as 0/4; raise ConfigError for another form."""
         found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
         index, count = map(int, found.groups()) if found else (0, 0)
         if not index < count <= MOST_SHARDS:
@@ -60,26 +56,17 @@ def parts(output: Path) -> list[Path]:
 
 
 def answered(output: Path) -> set[Key]:
-    """Return the keys of all answers: those in the output, and those in the files of the processes.
-
-    Raises:
-        ConfigError: a line of a file is not an answer.
-    """
+    """Return the keys of all answers: those in the output, and those in the files of the processes."""
     return {key for path in _sources(output) for key, _ in answer_lines(path)}
 
 
 def join_parts(output: Path, keys: Collection[Key]) -> bool:
-    """Write the output from the files of all processes and remove them, if each request has an answer.
+    """Write the output from the files of all processes and remove them, if each line of the batch (key) has an answer.
 
-    Each process calls this after it has closed its own file, so the last one finds all answers. Two processes that
-    join at the same time write the same content, and each replaces the output as a whole.
+    Each process calls this after it has closed its own file, so the last one finds all answers. Two processes that join
+    at the same time write the same content, and each replaces the output as a whole. Answers in the output stay.
 
-    Args:
-        output: the file of all answers. Its answers stay.
-        keys: key of each line of the batch.
-
-    Returns:
-        whether all requests are answered.
+    Return whether all requests are answered.
 
     Raises:
         ConfigError: a line of a file is not an answer.

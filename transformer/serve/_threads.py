@@ -79,9 +79,8 @@ class ThreadService(HTTPService):
     async def compute(self, request: HTTPRequest, job: Job) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return inputs and results of a job, which is computed in the thread, unless the client leaves before that.
 
-        Raises:
-            APIError: too many calls wait, the server ends, or the client has left. Errors of the job are raised
-                unchanged.
+        Raise APIError if too many calls wait, the server ends, or the client has left. Errors of the job are raised
+        unchanged.
         """
         call = _Call(job)
         with self._lock:

@@ -85,9 +85,7 @@ class TokenTexts:
 def _characters(run: bytes, *, closed: bool) -> int:
     """Return the number of characters of byte-fallback tokens; if they are invalid, each byte is one.
 
-    Args:
-        run: the bytes.
-        closed: whether no other byte follows; otherwise the last character may be unfinished, and does not count.
+    Unless the run is closed, its last character may be unfinished, and does not count.
     """
     try:
         return len(run.decode())

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 
-from transformer.config._checks import nearest
 from transformer.data.tokenizers._long_texts import TooManyTokensError, check_length
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import MOST_ALPHA, USUAL, Beam, Hypothesis
@@ -22,7 +21,7 @@ from transformer.inference._translate import text_of
 from transformer.serve._answers import Answer
 from transformer.serve._bodies import MOST_CHOICES, integer, read_json, text_prompts
 from transformer.serve._errors import APIError, json_response
-from transformer.serve._http import Handler
+from transformer.serve._http import Handler, unknown_field
 from transformer.serve._requests import Delta, Token
 from transformer.serve._threads import Job, ThreadService
 
@@ -156,17 +155,14 @@ def _one(source: list[int]) -> int:
 def _beam_of(values: Mapping[str, Any], recommended: Beam) -> tuple[Beam, int | None]:
     """Return the beam search that a body asks for, and its maximum number of new tokens.
 
-    Fields that it lacks are those of `recommended`.
-
-    Raises:
-        APIError: a field is unknown, or has an invalid value.
+    Fields that it lacks are those of `recommended`. Unknown fields and invalid values are an APIError.
     """
     for name, value in values.items():
         if name in _ONLY and value != _ONLY[name]:
             only = json.dumps(_ONLY[name])
             raise APIError(400, f"{name} must be {only}: this model translates by beam search. Remove it.", name)
         if name not in (_FIELDS | _WITHOUT_EFFECT | set(_ONLY)):
-            raise APIError(400, f"unknown field {name[:80]!r}.{nearest(name[:80], _FIELDS)}", name[:80])
+            raise unknown_field(name, _FIELDS)
     n = integer(values, "n", 1, 1, max(BEAM_SIZES))
     sizes = {name: integer(values, name, None, 1, max(BEAM_SIZES)) for name in ("num_beams", "best_of")}
     given = {name: size for name, size in sizes.items() if size is not None}
