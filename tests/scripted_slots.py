@@ -7,6 +7,7 @@ import numpy as np
 from transformer.generate._constraints import packed
 from transformer.generate._row_steps import Steps
 from transformer.generate._rows import MOST_STEPS, MOST_TOP
+from transformer.serve._lockstep import Lockstep
 from transformer.serve._slots import PAGE_SIZE, SlotPages
 
 CHUNK = 2 * PAGE_SIZE
@@ -73,7 +74,7 @@ class _Row:
 class ScriptedSlots:
     """Stands in for `Slots`. A row reads its text from its pages, so a wrong page is a wrong text."""
 
-    is_shared, width = False, 1
+    lockstep, width = Lockstep(False), 1
 
     def __init__(self, model, params, *, slots, positions, num_pages, suppressed, draft, mesh):
         self.pages = SlotPages(slots, positions, num_pages, CHUNK)
@@ -110,12 +111,6 @@ class ScriptedSlots:
             taken += 1
         out.steps[...] = taken
         return out
-
-    def ping(self):
-        pass
-
-    def stop(self):
-        pass
 
     def _step(self, slot, known, masks, out):
         row, count = self._rows[slot], out.counts[slot]

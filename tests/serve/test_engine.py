@@ -242,7 +242,7 @@ def test_an_idle_engine_sends_signs_of_life_to_other_processes(parts, monkeypatc
 
     monkeypatch.setattr("transformer.serve._engine.PING_SECONDS", 0.01)
     engine = Engine(*parts, slots=2, positions=32)
-    engine._device._lockstep = Others()
+    engine._device.lockstep = Others()
     engine.start()
     assert arrived.wait(timeout=60)
     engine.close()

@@ -19,6 +19,7 @@ from transformer.generate._prompts import check_rows, check_text_model, decoding
 from transformer.generate._rows import MOST_ENDS, MOST_STEPS, MOST_TOP, RowSampling
 from transformer.generate._speculative import Draft
 from transformer.nn.models._causal_lm import CausalLM
+from transformer.serve._lockstep import PING, STOP
 from transformer.serve._requests import AnswerText, Delta, Request, Ticket
 from transformer.serve._scheduler import Scheduler
 from transformer.serve._slots import PAGE_SIZE, Slots
@@ -167,7 +168,7 @@ class Engine:
                 ticket.cancel()
         if self._thread.is_alive():
             self._thread.join()
-        self._device.stop()
+        self._device.lockstep.send(STOP)  # the other processes end
 
     def follow(self) -> None:
         """Compute the part of this process until process 0 closes its engine, in the other processes of a server."""
@@ -216,13 +217,13 @@ class Engine:
                 with self._changed:
                     self._changed.notify_all()  # for `close`
                     # Other processes wait for the next call in a collective operation, which times out.
-                    pause = PING_SECONDS if self._device.is_shared else None
+                    pause = PING_SECONDS if self._device.lockstep.is_shared else None
                     self._changed.wait_for(lambda: scheduler.has_work or self._closing, pause)
                     if not scheduler.has_work and self._closing:
                         return
                     scheduler.take_next()
                 if not scheduler.has_work:
-                    self._device.ping()
+                    self._device.lockstep.send(PING)
                 scheduler.read_parts()
                 scheduler.generate()
                 self.metrics.pages_used = pages.num_pages - pages.num_free

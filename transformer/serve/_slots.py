@@ -28,7 +28,7 @@ from transformer.generate._rows import (
 )
 from transformer.generate._speculative import Draft, Proposer
 from transformer.nn.models._causal_lm import CausalLM
-from transformer.serve._lockstep import PING, STOP, Lockstep
+from transformer.serve._lockstep import Lockstep
 from transformer.serve._placement import Placement
 from transformer.serve._requests import Request
 
@@ -134,7 +134,7 @@ class Slots:
         mesh: Mesh | None = None,
     ):
         self._placement = Placement(model, mesh)
-        self._lockstep = Lockstep(self._placement.is_shared)
+        self.lockstep = Lockstep(self._placement.is_shared)
         self._model, self._params = self._unstacked(model, params)
         self._proposer, self._draft_params = Proposer.of(draft), None
         self._text_size = positions if isinstance(draft, PromptLookup) else None
@@ -189,25 +189,12 @@ class Slots:
             given |= {"constrained": masks.constrained, "allowed": masks.allowed}
         return jax.device_get(self._call("advance", given))
 
-    def ping(self) -> None:
-        """Tell the other processes that this one is idle, before their wait for the next call times out."""
-        self._lockstep.send(PING)
-
-    def stop(self) -> None:
-        """End the other processes."""
-        self._lockstep.send(STOP)
-
     def follow(self) -> None:
         """Make the calls of process 0, in another process, until it stops."""
-        self._lockstep.follow(self._make)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other processes have a part of the devices."""
-        return self._lockstep.is_shared
+        self.lockstep.follow(self._make)
 
     def _call(self, name: str, arrays: dict[str, np.ndarray]) -> Steps | None:
-        self._lockstep.send(name, arrays)
+        self.lockstep.send(name, arrays)
         return self._make(name, arrays)
 
     def _make(self, name: str, arrays: dict[str, np.ndarray]) -> Steps | None:
