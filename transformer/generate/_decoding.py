@@ -100,8 +100,8 @@ def decode_hypotheses(
 ) -> tuple[Float[Array, "B Z V"], Cache]:
     """Read one more token for each of Z hypotheses per row, which share the cache of the row, as `decode_step`.
 
-    `positions` of None are the next ones in the cache. The mask is which cache slots each hypothesis may attend to;
-    None: all tokens of the row so far.
+    Without `positions`, these are the next tokens in the cache. The mask selects the cache slots that each hypothesis
+    may attend to; None: all tokens of the row so far.
     """
     hidden, grown = _hidden(model, params, None, tokens, cache, source, positions, mask)
     logits = model.apply({"params": params}, hidden, method=type(model).head)

@@ -234,8 +234,8 @@ def read_part(
 ) -> tuple[Float[Array, "1 V"], Rows]:
     """Read the first `count` of T tokens of a prompt into its pages, after the first `before` tokens.
 
-    The other tokens are padding, which is not stored. By `length`, the number of tokens of the whole prompt, rotary
-    scaling can rotate. A draft model reads the tokens too.
+    The other tokens are padding, which is not stored. Rotary scaling can depend on `length`, the number of tokens of
+    the whole prompt. A draft model reads the tokens too.
 
     Return the logits after the last token, and the slots.
     """

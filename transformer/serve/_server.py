@@ -140,7 +140,10 @@ def most_connections() -> int:
 
 
 def check_address(host: str, api_key: str | None, anyone: bool) -> bool:
-    """Return whether a host is the loopback address; raise ConfigError if anybody could use another one."""
+    """Return whether a host is the loopback address.
+
+    Raise ConfigError for another host without an API key, unless `anyone` is set, and for a key that is not usable.
+    """
     if api_key is not None and (len(api_key) < 8 or not api_key.isascii() or not api_key.isprintable()):
         raise ConfigError("an API key must have at least 8 printable ASCII characters. Pass a longer one.")
     try:
