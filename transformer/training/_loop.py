@@ -141,8 +141,7 @@ def train(
         if finished := _finished_before(recipe, summary, step, ledger, stopping):
             return finished
         speed, where = Speed(recipe, shapes, placement), f"resuming from step {step}" if step else "a new run"
-        print(f"{speed}\nworkdir: {workdir}, {where}, to step {steps}", flush=True)
-        print(_long_step_note(recipe), end="", flush=True)
+        print(f"{speed}\nworkdir: {workdir}, {where}, to step {steps}\n{_long_step_note(recipe)}", end="", flush=True)
         report.record_call(own_dir, step, command, report.device_line())
 
         # Metrics, progress bar and trace
