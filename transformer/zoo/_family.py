@@ -20,7 +20,7 @@ from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Embedder
 from transformer.nn.models._kinds import example_inputs, kind_of
 from transformer.nn.models._vision import VisionEmbedder
-from transformer.zoo._fields import FIXED_EVERYWHERE, NEUTRAL, Codec, Field, FieldError
+from transformer.zoo._fields import FIXED_EVERYWHERE, NEUTRAL, Codec, Field, FieldError, Fields
 from transformer.zoo.weights._rules import Link, Rule, layer_kinds, layer_places, link
 
 FREE = frozenset(
@@ -60,7 +60,7 @@ class Head:
 
     model: type
     """Class of the model."""
-    constants: Mapping[str, Any] = field(default_factory=dict)
+    constants: Fields = field(default_factory=dict)
     fields: tuple[Codec, ...] = ()
     rules: tuple[Rule, ...] = ()
     """Rules for the tensors that only this architecture has."""
@@ -68,7 +68,7 @@ class Head:
     """Whether this is the base model without a head, whose tensor names lack the family's prefix."""
     ignored: tuple[str, ...] = ()
     """Patterns of unneeded tensors, in addition to the family's."""
-    optional: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    optional: Mapping[str, Fields] = field(default_factory=dict)
     """Tensors that only some files have, which config.json does not mention -> fields of the TransformerConfig of a
     model with this tensor."""
     untied_by: str | None = None
@@ -82,7 +82,7 @@ class Variant:
 
     hub: str
     parameters: int
-    fields: Mapping[str, Any]
+    fields: Fields
     architecture: str | None = None
     """None: the first architecture of the family."""
 
@@ -104,7 +104,7 @@ class Family:
     """Authors, year and location of the paper."""
     heads: Mapping[str, Head]
     """Heads by architecture; saving prefers the first that fits."""
-    constants: Mapping[str, Any]
+    constants: Fields
     """Fields of the TransformerConfig that all models of the family share."""
     fields: tuple[Codec, ...]
     """Codecs for all other fields, in the order in which they are read."""
@@ -129,7 +129,7 @@ class Family:
     image_text: ImageText | None = None
     """How the text of a vision-language model represents images; None: the models don't read images with text."""
 
-    def head_of(self, values: Mapping[str, Any]) -> tuple[str, Head]:
+    def head_of(self, values: Fields) -> tuple[str, Head]:
         """Return the name of the architecture in a config.json, and its head."""
         names = values.get("architectures") or [next(iter(self.heads))]
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -145,7 +145,7 @@ class Family:
             f"{', '.join(self.heads)}). If the weights belong to one of these, pass its name as architecture=."
         )
 
-    def read(self, values: Mapping[str, Any], head: Head) -> TransformerConfig:
+    def read(self, values: Fields, head: Head) -> TransformerConfig:
         """Return the TransformerConfig that a config.json describes."""
         constants = dict(self.constants) | dict(head.constants)
         changes, faults = read_fields(values, (*self.fields, *head.fields), constants)
@@ -170,7 +170,7 @@ class Family:
                 config = config.replace(**changes)
         return config
 
-    def read_back(self, values: Mapping[str, Any], head: Head, saved: TransformerConfig) -> TransformerConfig:
+    def read_back(self, values: Fields, head: Head, saved: TransformerConfig) -> TransformerConfig:
         """Return the config that a model will have that is saved with this config.json: with its optional parts."""
         config = self.read(values, head)
         for changes in head.optional.values():
@@ -187,14 +187,14 @@ class Family:
                 f"{MAX_EXPERTS}. Correct it."
             )
 
-    def write(self, config: TransformerConfig, architecture: str) -> dict[str, Any]:
+    def write(self, config: TransformerConfig, architecture: str) -> Fields:
         """Return a config.json for a model of this family.
 
         Raises:
             NoCounterpart: the family cannot describe the model; the message names the fields.
         """
         head = self.heads[architecture]
-        values: dict[str, Any] = {"architectures": [architecture], "model_type": self.name}
+        values: Fields = {"architectures": [architecture], "model_type": self.name}
         for codec in (*self.fields, *head.fields):
             try:
                 values |= codec.write(config)
@@ -280,7 +280,7 @@ def stack_places(model: Any) -> dict[str, list[tuple[str, int | None]]]:
     return {"encoder": layer_places(config, encoder), "decoder": layer_places(config, decoder)}
 
 
-def canonical(config: TransformerConfig) -> dict[str, Any]:
+def canonical(config: TransformerConfig) -> Fields:
     """Return a normal form of a config, so that two configs of the same function compare equal.
 
     Defaults are filled in, fields that the model does not use are neutralized, and layers are listed one by one.
@@ -317,7 +317,7 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
     return values | {"layers": kinds}
 
 
-def _image_input(config: TransformerConfig) -> dict[str, Any]:
+def _image_input(config: TransformerConfig) -> Fields:
     """Return the fields of an input of images that has an encoder, with the normal form of the encoder."""
     if not isinstance(config.input, Images | ImageTokens | DynamicImageTokens):
         return {}
@@ -326,9 +326,9 @@ def _image_input(config: TransformerConfig) -> dict[str, Any]:
     return {"input": type(config.input).__name__} | {f"input.{name}": value for name, value in inside.items()}
 
 
-def _without_unread(config: TransformerConfig) -> dict[str, Any]:
+def _without_unread(config: TransformerConfig) -> Fields:
     """Return neutral values for the fields that this config does not use, or that its layers override."""
-    values: dict[str, Any] = {}
+    values: Fields = {}
     if config.norm.position == "post":
         values["stack.final_norm"] = None
     if config.stack.layer_scale is not None:
@@ -389,7 +389,7 @@ def _biases(config: TransformerConfig) -> tuple[str, ...]:
 
 
 def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
-    changes: dict[str, Any] = {}
+    changes: Fields = {}
     if kind.moe is not None:
         width = kind.moe.d_ff or config.feed_forward_width
         shared = (kind.moe.shared_d_ff or width) if kind.moe.shared_experts else None
@@ -405,17 +405,15 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
     return replace(kind, **changes)
 
 
-def _heads(config: TransformerConfig, kind: LayerKind) -> dict[str, Any]:
+def _heads(config: TransformerConfig, kind: LayerKind) -> Fields:
     """Return the sizes of the heads of a kind of layer, and whether queries and keys are normalized, with defaults."""
-    changes: dict[str, Any] = {} if config.attention.qk_norm is not None else {"qk_norm": True}
+    changes: Fields = {} if config.attention.qk_norm is not None else {"qk_norm": True}
     if kind.self_attention and kind.gated_delta is None:
         changes |= {"head_dim": config.head_dim_of(kind), "num_kv_heads": config.kv_heads_of(kind)}
     return changes
 
 
-def read_fields(
-    values: Mapping[str, Any], codecs: Sequence[Codec], constants: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
+def read_fields(values: Fields, codecs: Sequence[Codec], constants: Fields) -> tuple[Fields, list[str]]:
     """Convert the fields of a config.json, or of an object inside it, to fields of a TransformerConfig.
 
     Args:
@@ -449,7 +447,7 @@ def read_fields(
     return changes, faults + _unknown_fields(values, known)
 
 
-def _unknown_fields(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
+def _unknown_fields(values: Fields, known: Collection[str]) -> list[str]:
     """Return one sentence for each unknown field of config.json, with the most similar known name.
 
     Fields that start with an underscore are notes of the program that wrote the file, such as `_name_or_path`.
@@ -467,7 +465,7 @@ def _is_too_large(value: Any) -> bool:
     return any(isinstance(one, int) and abs(one) > MAX_NUMBER for one in inside)
 
 
-def _check_layers(changes: Mapping[str, Any]) -> None:
+def _check_layers(changes: Fields) -> None:
     """Raise ConfigError for an implausible number of layers, before a later codec iterates over them."""
     for name in ("num_layers", "stack.num_encoder_layers", "stack.num_decoder_layers"):
         layers = changes.get(name)

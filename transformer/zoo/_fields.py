@@ -18,6 +18,11 @@ from transformer.config._model import TransformerConfig
 from transformer.config._parts import RotaryScaling
 from transformer.config._paths import get_path
 
+Fields = dict[str, Any]
+"""Fields of config.json, or of a TransformerConfig by path."""
+Json = str | float | bool | list | dict | None
+"""A value in a config.json."""
+
 REQUIRED = object()
 """Default value that marks a field as required."""
 
@@ -77,13 +82,11 @@ class FieldError(ConfigError):
 class Codec(ABC):
     """A two-way mapping between one or several fields of config.json and fields of a TransformerConfig."""
 
-    @property
-    @abstractmethod
-    def names(self) -> tuple[str, ...]:
-        """Names of the config.json fields that `read` uses."""
+    names: tuple[str, ...]
+    """Names of the config.json fields that `read` uses."""
 
     @abstractmethod
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         """Convert fields of config.json to fields of a TransformerConfig.
 
         Args:
@@ -95,7 +98,7 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         """Convert a TransformerConfig to fields of config.json.
 
         Values that config.json cannot represent are left out. `Family.write` detects them by reading the result back.
@@ -132,7 +135,7 @@ class Field(Codec):
     def names(self) -> tuple[str, ...]:
         return (self.name,)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         value = values.get(self.name, self.default)
         if value is REQUIRED:
             raise FieldError(f"{self.name} is missing")
@@ -143,7 +146,7 @@ class Field(Codec):
             value = self.values[value]
         return {self.attribute: value}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         try:
             value = get_path(config, self.attribute)
         except AttributeError:  # a field of another position scheme
@@ -165,9 +168,7 @@ def sizes(**fields: tuple[str, int]) -> tuple[Field, ...]:
     return tuple(Field(name, attribute, default) for attribute, (name, default) in fields.items())
 
 
-def layer_sizes(
-    width: int, inner: int, layers: int, heads: int, kv_heads: int | None = None, **fields: Any
-) -> dict[str, Any]:
+def layer_sizes(width: int, inner: int, layers: int, heads: int, kv_heads: int | None = None, **fields: Json) -> Fields:
     """Return sizes under their usual names in config.json, for a variant, with further fields."""
     sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": heads} | ({} if kv_heads is None else {"num_key_value_heads": kv_heads})
@@ -208,13 +209,13 @@ class Fixed(Codec):
     def names(self) -> tuple[str, ...]:
         return (self.name,)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         value = values.get(self.name, self.choices[0])
         if value not in self.choices:
             raise FieldError(f"{self.name} is {value!r}, which changes the computation and is not supported")
         return {}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         return {self.name: self.choices[0]}
 
 
@@ -223,17 +224,17 @@ class Unread(Codec):
     """Ignored fields, which do not affect a trained model's outputs: other dropout rates, losses, limits."""
 
     fields: tuple[str, ...]
-    written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    written: Fields = dataclasses.field(default_factory=dict)
     """Fields and values that are written because other programs expect them."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return self.fields
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         return {}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         return dict(self.written)
 
 
@@ -243,11 +244,11 @@ class Labels(Codec):
 
     names = ("id2label", "label2id", "num_labels")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         labels = values.get("id2label")
         return {"output.num_classes": values.get("num_labels") or 2 if labels is None else len(labels)}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         names = [f"LABEL_{i}" for i in range(config.output.num_classes or 0)]
         return {
             "id2label": {str(i): name for i, name in enumerate(names)},
@@ -270,17 +271,19 @@ class Biases(Codec):
     def names(self) -> tuple[str, ...]:
         return (self.attention,) if self.feed_forward is None else (self.attention, self.feed_forward)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         everywhere = ("query", "key", "value", "out")
         feed_forward = self.feed_forward is not None and values.get(self.feed_forward, False)
         attention = everywhere if values.get(self.attention) else ()
         return {"parameters.use_bias": feed_forward, "attention.biases": attention}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         # attention.biases = None means that attention follows parameters.use_bias.
-        biases, everywhere = config.attention.biases, config.parameters.use_bias
-        attention = everywhere if biases is None else bool(biases)
-        return {self.attention: attention} | ({self.feed_forward: everywhere} if self.feed_forward else {})
+        biases = config.attention.biases
+        attention = config.parameters.use_bias if biases is None else bool(biases)
+        return {self.attention: attention} | (
+            {self.feed_forward: config.parameters.use_bias} if self.feed_forward else {}
+        )
 
 
 SCALINGS = ("linear", "llama3", "yarn", "dynamic", "longrope")
@@ -304,9 +307,7 @@ _SCALING_FIELDS: dict[str, tuple[dict[str, str], frozenset[str]]] = {
 """Fields of `rope_parameters` by kind of scaling, with the fields of `RotaryScaling`, and those that are required."""
 
 
-def read_rotary(
-    parameters: Mapping[str, Any], default_base: float, length: int | None
-) -> tuple[float, RotaryScaling | None]:
+def read_rotary(parameters: Fields, default_base: float, length: int | None) -> tuple[float, RotaryScaling | None]:
     """Return the base and the scaling that a description of rotary positions specifies.
 
     Args:
@@ -341,7 +342,7 @@ def read_rotary(
     return base, RotaryScaling(kind=kind, **changes)
 
 
-def _read_longrope(changes: dict[str, Any], length: int | None) -> None:
+def _read_longrope(changes: Fields, length: int | None) -> None:
     """Complete the fields of longrope: its factor defaults to the ratio of both lengths, and at most 1 is no change."""
     for name, ours in _FACTORS.items():
         if not isinstance(changes.get(ours), list | tuple):
@@ -364,9 +365,9 @@ _IGNORED_BY = {
 }
 
 
-def write_rotary(base: float, scaling: RotaryScaling | None) -> dict[str, Any]:
+def write_rotary(base: float, scaling: RotaryScaling | None) -> Fields:
     """Return the `rope_parameters` from which `read_rotary` reads this base and scaling."""
-    parameters: dict[str, Any] = {"rope_theta": base, "rope_type": "default" if scaling is None else scaling.kind}
+    parameters: Fields = {"rope_theta": base, "rope_type": "default" if scaling is None else scaling.kind}
     if scaling is None:
         return parameters
     parameters["factor"] = scaling.factor
@@ -419,7 +420,7 @@ class Rope(Codec):
             self.base_name,
         )
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         given = values.get("rope_scaling") or values.get("rope_parameters") or {}
         parameters = {"rope_theta": values.get(self.base_name)} | given
         whole = 1.0 if self.default_share is None else self.default_share
@@ -436,7 +437,7 @@ class Rope(Codec):
             "position.dim": None if rotated == head else rotated,
         }
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         parameters = write_rotary(config.rotary.base, config.rotary.scaling)
         share = {}
         if self.default_share is not None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fields, Fixed, Unread
 from transformer.zoo.weights._rules import Row, Rule, WithoutFirst, modules, norm
 
 UNUSED_ROWS = 2
@@ -42,7 +40,7 @@ FEED_FORWARD = {"feed_forward/up": "fc1", "feed_forward/down": "fc2", "feed_forw
 """Modules of a feed-forward sublayer, and their tensor names in BART and OPT."""
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     stacks, table = ("encoder", "decoder"), WithoutFirst(UNUSED_ROWS)
     return [
         Rule("model.shared.weight", "embedding/embedding"),
@@ -67,7 +65,7 @@ class BothStacks(Codec):
     def names(self) -> tuple[str, ...]:
         return (f"encoder_{self.name}", f"decoder_{self.name}")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         encoder, decoder = (values.get(name) for name in self.names)
         for name, size in zip(self.names, (encoder, decoder), strict=True):
             if type(size) is not int:
@@ -75,7 +73,7 @@ class BothStacks(Codec):
         name = self.attribute.rpartition(".")[2]
         return {self.attribute: decoder, f"stack.encoder_{name}": None if encoder == decoder else encoder}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         sizes = [config.source_encoder, config]
         sizes = [one.feed_forward_width if self.attribute == "feed_forward.d_ff" else one.num_heads for one in sizes]
         return dict(zip(self.names, sizes, strict=True))
@@ -91,13 +89,13 @@ class StackLayers(Codec):
 
     names = ("encoder_layers", "decoder_layers", "num_hidden_layers")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         encoder, decoder = values["encoder_layers"], values["decoder_layers"]
         if values.get("num_hidden_layers", encoder) != encoder:
             raise FieldError(f"num_hidden_layers is {values['num_hidden_layers']}, but encoder_layers is {encoder}")
         return {"num_layers": encoder, "stack.num_encoder_layers": encoder, "stack.num_decoder_layers": decoder}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         return {"encoder_layers": config.encoder_layers, "decoder_layers": config.decoder_layers}
 
 
@@ -105,7 +103,7 @@ class StackLayers(Codec):
 class Former(Fixed):
     """An obsolete field of older files. It must have one of the given values and is not written."""
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         return {}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,7 @@ from transformer.config._positions import LearnedOptions
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, Fixed, Labels, Unread, sizes, training_fields
-from transformer.zoo.weights._rules import MATRIX, SAME, Relation, Rule, Shape, linear, modules, norm
+from transformer.zoo.weights._rules import MATRIX, SAME, Arrays, Relation, Rule, Shape, Shapes, linear, modules, norm
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,13 @@ class Repeated(Relation):
 
     tensors: int = 2
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return list(shapes) * self.tensors
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         return [tensors[0]]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         return list(parameters) * self.tensors
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._seq2seq import Seq2Seq
@@ -15,7 +13,7 @@ from transformer.zoo.weights._rules import Rule, norm
 _STACKS = ("encoder", "decoder")
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     return [
         Rule("model.shared.weight", "embedding/embedding"),
         *(Rule(f"model.{stack}.embed_positions.weight", f"{stack}/position_table") for stack in _STACKS),

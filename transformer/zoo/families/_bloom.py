@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import ALiBiOptions
 from transformer.zoo._family import Family, Variant
-from transformer.zoo._fields import Codec, Field, FieldError, Fixed, Unread, training_fields
+from transformer.zoo._fields import Codec, Field, FieldError, Fields, Fixed, Unread, training_fields
 from transformer.zoo.families._gpt_neox import megatron_layer_rules
 from transformer.zoo.families._llama import decoder_heads
 from transformer.zoo.weights._rules import Rule, norm
@@ -30,7 +28,7 @@ class OneOf(Codec):
     def names(self) -> tuple[str, ...]:
         return self.alike
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         given = {name: values[name] for name in self.names if name in values}
         if not given:
             raise FieldError(f"{self.names[0]} is missing")
@@ -38,11 +36,11 @@ class OneOf(Codec):
             raise FieldError(" but ".join(f"{name} is {value}" for name, value in given.items()))
         return {self.attribute: next(iter(given.values()))}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         return {self.names[0]: getattr(config, self.attribute)}
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     return [
         Rule("transformer.word_embeddings.weight", "embedding/embedding"),
         *norm("transformer.word_embeddings_layernorm", "decoder/embedding_norm"),

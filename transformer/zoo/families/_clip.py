@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -12,9 +10,9 @@ from transformer.config._model import Images, TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._dual import DualEncoder
 from transformer.zoo._family import Family, Head, Variant, read_fields
-from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, FieldError, Unread, sizes
+from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, FieldError, Fields, Unread, sizes
 from transformer.zoo.families._vit import Convolution, PatchSizes
-from transformer.zoo.weights._rules import Relation, Rule, Shape, linear, modules, norm
+from transformer.zoo.weights._rules import Arrays, Relation, Rule, Shape, Shapes, linear, modules, norm
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,9 @@ class TwoConfigs(Codec):
     """Codecs of text_config."""
     image: tuple[Codec, ...]
     """Codecs of vision_config."""
-    constants: Mapping[str, Any] = field(default_factory=dict)
+    constants: Fields = field(default_factory=dict)
     """Fields of `Images` that all models of the family share."""
-    encoder: Mapping[str, Any] = field(default_factory=dict)
+    encoder: Fields = field(default_factory=dict)
     """Fields of the encoder of images that all models of the family share."""
     kinds: tuple[str, str] = ("clip_text_model", "clip_vision_model")
     """model_type of both objects."""
@@ -37,7 +35,7 @@ class TwoConfigs(Codec):
     # Older files repeat the objects under the names with `_dict`, which then apply.
     names = ("text_config", "vision_config", "text_config_dict", "vision_config_dict", "projection_dim")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         given = {name: self._object(values, name) for name in ("text_config", "vision_config")}
         text, faults = read_fields(given["text_config"], self.text, {})
         image, more = read_fields(given["vision_config"], self.image, {})
@@ -51,16 +49,16 @@ class TwoConfigs(Codec):
         encoder = patch_encoder(image | self.encoder)
         return text | {"input": Images(encoder=encoder, features=features, **self.constants)}
 
-    def _object(self, values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    def _object(self, values: Fields, name: str) -> Fields:
         parts = [values.get(key) or {} for key in (name, f"{name}_dict")]
         if not all(isinstance(part, dict) for part in parts):
             raise FieldError(f"{name} must be an object")
         return parts[0] | parts[1]
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         if config.images is None:
             return {}
-        values: dict[str, Any] = {}
+        values: Fields = {}
         both = {"text_config": (config, self.text), "vision_config": (config.image_encoder, self.image)}
         for (name, (one, codecs)), kind in zip(both.items(), self.kinds, strict=True):
             values[name] = {"model_type": kind}
@@ -79,7 +77,7 @@ class EndToken(Codec):
 
     names = ("eos_token_id",)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         last = changes["vocab_size"] - 1
         if (given := values.get("eos_token_id", last)) not in (last, 2):
             raise FieldError(
@@ -88,7 +86,7 @@ class EndToken(Codec):
             )
         return {}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         return {"eos_token_id": (config.vocab_size or 1) - 1}
 
 
@@ -96,17 +94,17 @@ class EndToken(Codec):
 class Scalar(Relation):
     """A parameter (1,) that is stored as a tensor without axes."""
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return [() for _ in shapes]
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         return [tensor.reshape(1) for tensor in tensors]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         return [parameter.reshape(()) for parameter in parameters]
 
 
-def patch_encoder(fields: Mapping[str, Any]) -> TransformerConfig:
+def patch_encoder(fields: Fields) -> TransformerConfig:
     """Return the config of an encoder of patches from its other fields: its positions are learned."""
     return TransformerConfig(position=None if fields["input"].resize_positions else LearnedOptions(), **fields)
 
@@ -180,7 +178,7 @@ def image_rules(prefix: str) -> list[Rule]:
     ]
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     return [
         *dual_rules(),
         *linear("text_projection", "text_projection"),

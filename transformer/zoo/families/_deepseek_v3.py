@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +11,7 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import MLA, LayerKind, MoE
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, FieldError, Fixed, Rope, Unread, layer_sizes
+from transformer.zoo._fields import Biases, Codec, FieldError, Fields, Fixed, Rope, Unread, layer_sizes
 from transformer.zoo.families._llama import (
     ROTARY_BUFFERS,
     decoder_family,
@@ -26,10 +24,12 @@ from transformer.zoo.weights._rules import (
     MATRIX,
     MERGED,
     VECTOR,
+    Arrays,
     Fused,
     Relation,
     Rule,
     Shape,
+    Shapes,
     fused,
     layer_kinds,
     linear,
@@ -51,15 +51,15 @@ class Interleaved(Relation):
     first: bool = False
     """Whether these are the first dimensions instead of the last ones."""
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return self.each.tensor_shapes(shapes)
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         *others, last = self.each.load(tensors, shapes)
         # For size 6: [[0, 1], [2, 3], [4, 5]].T = [[0, 2, 4], [1, 3, 5]], first all even dimensions, then all odd ones.
         return [*others, self._ordered(last, np.arange(self.size).reshape(-1, 2).T)]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         *others, last = parameters
         # The inverse. For size 6: [[0, 1, 2], [3, 4, 5]].T, which reads 0, 3, 1, 4, 2, 5.
         return self.each.save([*others, self._ordered(last, np.arange(self.size).reshape(2, -1).T)])
@@ -79,17 +79,17 @@ class FusedHeads(Relation):
     The rows of the matrix are: head 0 of all maps, head 1 of all maps, and so on.
     """
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return MATRIX.tensor_shapes([self._joined(shapes)])
 
-    def _joined(self, shapes: Sequence[Shape]) -> Shape:
+    def _joined(self, shapes: Shapes) -> Shape:
         return (*shapes[0][:2], sum(shape[2] for shape in shapes))
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         whole = MATRIX.load(tensors, [self._joined(shapes)])[0]  # (in, N, H1 + H2 + ...)
         return np.split(whole, np.cumsum([shape[2] for shape in shapes])[:-1], axis=2)
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         return MATRIX.save([np.concatenate(parameters, axis=2)])
 
 
@@ -100,12 +100,14 @@ class LatentSizes(Codec):
     `head_dim` and `qk_head_dim` follow from the other sizes.
     """
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        sizes = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        return (*sizes, "qk_head_dim", "head_dim", "num_key_value_heads")
+    names = (
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        "qk_head_dim",
+        "head_dim",
+        "num_key_value_heads",
+    )
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         heads = changes["num_heads"]
         if values.get("num_key_value_heads") not in (None, heads):
             raise FieldError(
@@ -121,7 +123,7 @@ class LatentSizes(Codec):
         )
         return {"attention.mla": mla, "attention.num_kv_heads": None, "attention.head_dim": None}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         mla = config.attention.mla
         if mla is None:
             return {}
@@ -149,7 +151,7 @@ class LatentRope(Rope):
     queries and keys; the factor on them is relative to the one on all scores.
     """
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
         rotated, everywhere = given.pop("mscale", None), given.pop("mscale_all_dim", None)
         read = super().read(dict(values) | {"rope_scaling": None, "rope_parameters": given}, changes)
@@ -164,7 +166,7 @@ class LatentRope(Rope):
             read["position.scaling"] = replace(scaling, attention_factor=factor)
         return read | {"attention.scale": changes["attention.mla"].head_dim ** -0.5 * sharper * sharper}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         written, scaling = super().write(config), config.rotary.scaling
         if scaling is not None and scaling.factor > 1 and config.attention.scale is not None:
             # Solve scale = head_dim^-0.5 m(s)^2 for s. Rounded, so that 1.0 is written as it was read.
@@ -177,13 +179,14 @@ class LatentRope(Rope):
 class RoutedBehindDense(Codec):
     """Dense first layers (`first_k_dense_replace`), then layers with experts. Read after `num_hidden_layers`."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        experts = ("n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
-        choice = ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
-        return (*experts, *choice, "n_shared_experts", "first_k_dense_replace")
+    names = (
+        *("n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+        "n_shared_experts",
+        "first_k_dense_replace",
+    )
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         layers, dense = changes["num_layers"], values.get("first_k_dense_replace", 3) or 0
         if dense >= layers:
             return {"stack.period": (LayerKind(),)}
@@ -206,7 +209,7 @@ class RoutedBehindDense(Codec):
         )
         return fold([LayerKind()] * dense + [LayerKind(moe=moe)] * (layers - dense))
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         kinds = layer_kinds(config, config.num_layers)
         moe = kinds[-1].moe
         if moe is None:
@@ -224,7 +227,7 @@ class RoutedBehindDense(Codec):
         }
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     theirs, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
     mlp, feed_forward = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
     rotated = config.attention.mla.qk_rope_head_dim

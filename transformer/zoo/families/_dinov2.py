@@ -6,14 +6,22 @@ With registers (Darcet et al. 2023), learned tokens without a position follow th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Labels, Unread, sizes, training_fields
+from transformer.zoo._fields import (
+    ACTIVATIONS,
+    Codec,
+    Field,
+    FieldError,
+    Fields,
+    Labels,
+    Unread,
+    sizes,
+    training_fields,
+)
 from transformer.zoo.families._vit import VIT_CONSTANTS, VIT_LAYER, ClassAndMask, InputBiases, PatchSizes, vit_rules
 from transformer.zoo.weights._rules import VECTOR, Fused, Row, Rule, linear
 
@@ -24,7 +32,7 @@ class FeedForwardRatio(Codec):
 
     names = ("mlp_ratio", "use_swiglu_ffn", "hidden_act")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         width = int(changes["d_model"] * values.get("mlp_ratio", 4))
         if values.get("use_swiglu_ffn", False):
             # The reference rounds two thirds up to a multiple of 8. It always uses silu, whatever hidden_act is.
@@ -38,7 +46,7 @@ class FeedForwardRatio(Codec):
             raise FieldError(f"hidden_act is {name!r}, which is not supported (supported: {', '.join(ACTIVATIONS)})")
         return {"feed_forward.d_ff": width, "feed_forward.gated": False, "feed_forward.activation": ACTIVATIONS[name]}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         width = config.feed_forward_width
         if config.feed_forward.gated:
             return {"mlp_ratio": _ratio(math.ceil(width * 3 / 2), config.d_model), "use_swiglu_ffn": True}

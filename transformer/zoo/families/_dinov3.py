@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import RotaryGridOptions
 from transformer.nn.models._vision import VisionEmbedder
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Unread, layer_sizes, sizes
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fields, Json, Unread, layer_sizes, sizes
 from transformer.zoo.families._vit import ClassAndMask, Convolution, PatchSizes
 from transformer.zoo.weights._rules import Row, Rule, linear, modules, norm
 
@@ -24,18 +22,18 @@ class MapBiases(Codec):
 
     names = (*_BIASES.values(), "mlp_bias")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         # By default, all maps but that of keys have a bias.
         biases = tuple(ours for ours, theirs in _BIASES.items() if values.get(theirs, theirs != _KEY))
         return {"attention.biases": biases, "parameters.use_bias": values.get("mlp_bias", True)}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         given = config.attention.biases
         has = {ours: config.parameters.use_bias if given is None else ours in given for ours in _BIASES}
         return {theirs: has[ours] for ours, theirs in _BIASES.items()} | {"mlp_bias": config.parameters.use_bias}
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     layer, ours = "layer.{layer}.", "encoder/{layer}/"
     names = {"attention_norm": "norm1", "feed_forward_norm": "norm2"}
     letters = {"query": "q", "key": "k", "value": "v", "out": "o"}
@@ -52,7 +50,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     ]
 
 
-def _variant(size: str, parameters: int, width: int, layers: int, heads: int, d_ff: int, **fields: Any) -> Variant:
+def _variant(size: str, parameters: int, width: int, layers: int, heads: int, d_ff: int, **fields: Json) -> Variant:
     fields |= layer_sizes(width, d_ff, layers, heads, num_register_tokens=4)
     return Variant(hub=f"facebook/dinov3-{size}-pretrain-lvd1689m", parameters=parameters, fields=fields)
 

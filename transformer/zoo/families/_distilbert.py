@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import HeadTransform
 from transformer.nn.models._encoders import Embedder, MaskedLM
@@ -13,7 +11,7 @@ from transformer.zoo.families._bert import BERT_CONSTANTS, OLD_NORMS, first_toke
 from transformer.zoo.weights._rules import Rule, linear, modules, norm
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     embeddings = "distilbert.embeddings."
     return [
         Rule(f"{embeddings}word_embeddings.weight", "embedding/embedding"),

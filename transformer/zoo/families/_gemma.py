@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import ACTIVATIONS, Biases, Field, Fixed, Rope, Unread
+from transformer.zoo._fields import ACTIVATIONS, Biases, Field, Fixed, Json, Rope, Unread
 from transformer.zoo.families._llama import (
     DECODER_CONSTANTS,
     ROTARY_BUFFERS,
@@ -30,7 +28,7 @@ GEMMA1_FIELDS = (
 """Fields of Gemma 1, except for those that its use in another model changes."""
 
 
-def _variant(name: str, parameters: int, *sizes: int, **more: Any) -> Variant:
+def _variant(name: str, parameters: int, *sizes: int, **more: Json) -> Variant:
     return decoder_variant(f"google/{name}", parameters, *sizes, vocab_size=256_000, **more)
 
 

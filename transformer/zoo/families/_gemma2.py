@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Fixed, Rope, Unread
+from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Fields, Fixed, Rope, Unread
 from transformer.zoo.families._llama import (
     DECODER_CONSTANTS,
     ROTARY_BUFFERS,
@@ -44,10 +42,10 @@ class QueryScale(Codec):
 
     names = ("query_pre_attn_scalar",)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         return {"attention.scale": values.get("query_pre_attn_scalar", 256) ** -0.5}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         scale = config.attention.scale or config.size_of_head**-0.5
         return {"query_pre_attn_scalar": round(scale**-2)}
 
@@ -58,13 +56,13 @@ class AlternatingWindows(Codec):
 
     names = ("sliding_window", "layer_types")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         layers, window = changes["num_layers"], values.get("sliding_window", 4096)
         types = values.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(layers)]
         check_layer_types(types, layers, window)
         return fold([LayerKind(window=window if name == SLIDING else None) for name in types])
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         windows = layer_windows(config)
         return {"sliding_window": max(filter(None, windows), default=4096), "layer_types": layer_types(windows)}
 
@@ -77,7 +75,7 @@ _NORMS = {
 }
 
 
-def gemma_rules(config: TransformerConfig) -> Sequence[Rule]:
+def gemma_rules(config: TransformerConfig) -> list[Rule]:
     """Return the rules of Gemma 2: the names of Llama, except for the four norms of each layer."""
     return [
         *attention_rules(),

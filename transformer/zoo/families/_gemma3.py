@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fixed, Unread, read_rotary, write_rotary
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, Unread, read_rotary, write_rotary
 from transformer.zoo.families._gemma2 import GELU, GEMMA_CONSTANTS, QueryScale, gemma_rules
 from transformer.zoo.families._llama import (
     LANGUAGE_MODEL,
@@ -40,13 +38,12 @@ class LocalAndGlobal(Codec):
         FieldError: (by `read`) invalid layer types or rotary fields.
     """
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        kinds = ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern")
-        rotary = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "max_position_embeddings")
-        return (*kinds, *rotary)
+    names = (
+        *("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"),
+        *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "max_position_embeddings"),
+    )
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         layers, window = changes["num_layers"], values.get("sliding_window", 4096)
         every = values.get("sliding_window_pattern", 6)
         types = values.get("layer_types") or [SLIDING if (i + 1) % every else FULL for i in range(layers)]
@@ -73,7 +70,7 @@ class LocalAndGlobal(Codec):
         }
         return {"position.base": base} | fold([kinds[name] for name in types])
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         windows = layer_windows(config)
         types = layer_types(windows)
         parameters = {name: write_rotary(base, None) for name, base in _BASES.items()}
@@ -89,7 +86,7 @@ class LocalAndGlobal(Codec):
         }
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     return [*gemma_rules(config), *qk_norm_rules()]
 
 

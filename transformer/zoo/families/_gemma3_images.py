@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any
 
 from transformer.chat._image_prompts import ImageText
 from transformer.config._model import ImageTokens, TransformerConfig
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import FieldError, Fixed, Unread, layer_sizes
+from transformer.zoo._fields import FieldError, Fields, Fixed, Unread, layer_sizes
 from transformer.zoo.families._gemma3 import GEMMA3
 from transformer.zoo.families._vision_text import SIGLIP_TOWER, TextModel, VisionText, siglip_tower, vision_text_family
 from transformer.zoo.weights._rules import Rule, norm
@@ -33,7 +31,7 @@ class _Images(VisionText):
 
     own: tuple[str, ...] = ("mm_tokens_per_image",)
 
-    def images(self, values: Mapping[str, Any], text: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
+    def images(self, values: Fields, text: Fields, image: Fields) -> Fields:
         patches, tokens = image["input"], values.get("mm_tokens_per_image", 256)
         rows, side = patches.image_height // patches.patch_size, isqrt(tokens)
         if patches.image_height != patches.image_width or side < 1 or side**2 != tokens or rows % side:
@@ -49,11 +47,11 @@ class _Images(VisionText):
             )
         return {"pool": rows // side, "projector": "normalized", "attention": "image"}
 
-    def written(self, config: TransformerConfig, images: ImageTokens) -> dict[str, Any]:
+    def written(self, config: TransformerConfig, images: ImageTokens) -> Fields:
         return {"mm_tokens_per_image": images.count}
 
 
-def _variant(name: str, parameters: int, text: Mapping[str, Any]) -> Variant:
+def _variant(name: str, parameters: int, text: Fields) -> Variant:
     scaling = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
     fields = {"text_config": {**scaling, **text}, "vision_config": siglip_tower(896)}
     return Variant(hub=f"google/{name}-pt", parameters=parameters, fields=fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE, RotaryScaling
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fixed, read_rotary, write_rotary
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, Json, read_rotary, write_rotary
 from transformer.zoo.families._gemma2 import GELU, gemma_rules
 from transformer.zoo.families._llama import (
     DECODER_CONSTANTS,
@@ -24,7 +24,18 @@ from transformer.zoo.families._llama import (
     qk_norm_rules,
 )
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types
-from transformer.zoo.weights._rules import Fused, Relation, Rule, Shape, layer_kinds, linear, modules, norm
+from transformer.zoo.weights._rules import (
+    Arrays,
+    Fused,
+    Relation,
+    Rule,
+    Shape,
+    Shapes,
+    layer_kinds,
+    linear,
+    modules,
+    norm,
+)
 
 _DEFAULTS = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -38,13 +49,13 @@ _OVERRIDES = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
 class Swapped(Relation):
     """The kernels of all experts, (E, in, out), which the file stores as (E, out, in)."""
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return [(*shape[:-2], shape[-1], shape[-2]) for shape in shapes]
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         return [tensor.swapaxes(-1, -2) for tensor in tensors]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         return [parameter.swapaxes(-1, -2) for parameter in parameters]
 
 
@@ -64,14 +75,15 @@ class SharedAndGlobal(Codec):
         FieldError: (by `read`) lists or objects that do not fit the layers, or rotary positions of another type.
     """
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        kinds = ("layer_types", "sliding_window", "rope_parameters", "max_position_embeddings", "per_layer_config")
-        heads = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
-        experts = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
-        return (*kinds, *heads, *experts, "num_kv_shared_layers", "use_double_wide_mlp")
+    names = (
+        *("layer_types", "sliding_window", "rope_parameters", "max_position_embeddings", "per_layer_config"),
+        *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v"),
+        *("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"),
+        "num_kv_shared_layers",
+        "use_double_wide_mlp",
+    )
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         layers, window = changes["num_layers"], values.get("sliding_window", 512)
         types = values.get("layer_types") or [SLIDING if (layer + 1) % 6 else FULL for layer in range(layers)]
         check_layer_types(types, layers, window)
@@ -110,19 +122,17 @@ class SharedAndGlobal(Codec):
         folded = fold(readers)
         return base | folded | {"stack.prefix": (*own, *folded["stack.prefix"])}
 
-    def _heads(
-        self, values: Mapping[str, Any], changes: Mapping[str, Any], types: Sequence[str]
-    ) -> list[dict[str, int]]:
+    def _heads(self, values: Fields, changes: Fields, types: Sequence[str]) -> list[dict[str, int]]:
         """Return the fields of each LayerKind that its heads set: those that differ from the whole model."""
         width, heads = changes["d_model"], changes["num_heads"]
         usual = {"head_dim": changes["attention.head_dim"] or width // heads}
         usual |= {"num_kv_heads": changes["attention.num_kv_heads"] or heads}
         return [{name: size for name, size in own.items() if size != usual[name]} for own in _own_heads(values, types)]
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         kinds = layer_kinds(config, config.num_layers)
         windows = [kind.window for kind in kinds]
-        parameters: dict[str, Any] = dict(_DEFAULTS)
+        parameters: Fields = dict(_DEFAULTS)
         for name, kind in zip(layer_types(windows), kinds, strict=True):
             base = kind.rotary_base or config.rotary.base
             parameters[name] = _write_rotary(base, kind.rotary_scaling or config.rotary.scaling)
@@ -154,7 +164,7 @@ class SharedAndGlobal(Codec):
         }
 
 
-def _read_experts(values: Mapping[str, Any]) -> MoE | None:
+def _read_experts(values: Fields) -> MoE | None:
     """Return the experts that all layers have beside their dense feed-forward layer, if there are any."""
     if not values.get("enable_moe_block", False):
         return None
@@ -173,7 +183,7 @@ def _read_experts(values: Mapping[str, Any]) -> MoE | None:
     )
 
 
-def _own_heads(values: Mapping[str, Any], types: Sequence[str]) -> list[dict[str, int]]:
+def _own_heads(values: Fields, types: Sequence[str]) -> list[dict[str, int]]:
     """Return the sizes of heads that config.json gives for each layer, as fields of LayerKind."""
     given = values.get("per_layer_config")
     if given is None:
@@ -198,7 +208,7 @@ def _check_overrides(given: Any, layers: int) -> None:
         raise FieldError(f"per_layer_config sets {', '.join(strange)}, but only {', '.join(_OVERRIDES)} are supported")
 
 
-def _read_rotary(values: Mapping[str, Any]) -> dict[str, tuple[float, RotaryScaling | None]]:
+def _read_rotary(values: Fields) -> dict[str, tuple[float, RotaryScaling | None]]:
     """Return the base and the scaling of the rotary positions of each type of layer."""
     given = values.get("rope_parameters") or _DEFAULTS
     if not isinstance(given, dict) or (strange := sorted(given.keys() - _DEFAULTS.keys())):
@@ -224,7 +234,7 @@ def _read_rotary(values: Mapping[str, Any]) -> dict[str, tuple[float, RotaryScal
     return rotary
 
 
-def _write_rotary(base: float, scaling: RotaryScaling | None) -> dict[str, Any]:
+def _write_rotary(base: float, scaling: RotaryScaling | None) -> Fields:
     if scaling is None or scaling.kind != "proportional":
         return write_rotary(base, scaling)
     factor = {} if scaling.factor == 1.0 else {"factor": scaling.factor}
@@ -237,7 +247,7 @@ class PerLayerEmbeddings(Codec):
 
     names = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         width, rows = values.get("hidden_size_per_layer_input", 256), values.get("vocab_size_per_layer_input", 262_144)
         if not width:
             return {}
@@ -246,12 +256,12 @@ class PerLayerEmbeddings(Codec):
             "embedding.per_layer_vocab_size": None if rows == changes["vocab_size"] else rows,
         }
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         width, rows = config.embedding.per_layer_width, config.embedding.per_layer_vocab_size
         return {"hidden_size_per_layer_input": width or 0, "vocab_size_per_layer_input": rows or config.vocab_size}
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     theirs, ours = "model.layers.{layer}.", "decoder/{layer}/"
     names = {
         "layer_gate": "per_layer_input_gate",
@@ -279,7 +289,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     ]
 
 
-def _variant(name: str, parameters: int, sizes: tuple[int, ...], **more: Any) -> Variant:
+def _variant(name: str, parameters: int, sizes: tuple[int, ...], **more: Json) -> Variant:
     alike = {"vocab_size": 262_144, "head_dim": 256, "final_logit_softcapping": 30.0}
     return decoder_variant(f"google/{name}", parameters, *sizes, **alike | more)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.zoo._family import Family, Variant
-from transformer.zoo._fields import Codec, Rope
+from transformer.zoo._fields import Codec, Fields, Rope
 from transformer.zoo.families._deepseek_v3 import Interleaved
 from transformer.zoo.families._llama import DECODER_CONSTANTS, decoder_family, decoder_fields, decoder_variant
 from transformer.zoo.weights._rules import MATRIX, MERGED, VECTOR, Fused, Rule, linear, modules, norm
@@ -20,10 +20,10 @@ class InputBiases(Codec):
 
     names = ("attention_bias",)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         return {"attention.biases": ("query", "key", "value") if values.get("attention_bias", True) else ()}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         return {"attention_bias": bool(config.attention.biases)}
 
 
@@ -31,7 +31,7 @@ _PRE_NORMS = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_at
 _POST_NORMS = {"attention_post_norm": "post_self_attn_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"}
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     layer, ours = "model.layers.{layer}.", "decoder/{layer}/"
     attention, rotated = f"{ours}self_attention/", config.rotary.dim or config.size_of_head
     rules = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.zoo._family import Family, Variant
@@ -18,7 +16,7 @@ _ROWS_MERGED = Reshaped(2)
 _HEADS = tuple(f"decoder/{{layer}}/self_attention/{name}" for name in ("query", "key", "value"))
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     layer, ours = "transformer.h.{layer}.", "decoder/{layer}/"
     return [
         Rule("transformer.wte.weight", "embedding/embedding", SAME),

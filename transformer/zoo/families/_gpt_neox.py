@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import RotaryOptions
 from transformer.nn.models._causal_lm import CausalLM
@@ -35,7 +33,7 @@ def megatron_layer_rules(layer: str, attention: str) -> list[Rule]:
     ]
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     return [
         Rule("gpt_neox.embed_in.weight", "embedding/embedding"),
         *megatron_layer_rules("gpt_neox.layers.{layer}.", "attention"),

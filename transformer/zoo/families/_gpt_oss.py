@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +10,7 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind, MoE
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Fixed, Rope, Unread, layer_sizes
+from transformer.zoo._fields import Biases, Codec, Fields, Fixed, Rope, Unread, layer_sizes
 from transformer.zoo.families._llama import (
     DECODER_CONSTANTS,
     attention_rules,
@@ -22,7 +20,7 @@ from transformer.zoo.families._llama import (
 )
 from transformer.zoo.families._mixtral import balance_coefficient, balance_weight
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
-from transformer.zoo.weights._rules import Relation, Rule, Shape, layer_kinds, linear
+from transformer.zoo.weights._rules import Arrays, Relation, Rule, Shape, Shapes, layer_kinds, linear
 
 _YARN = {
     "rope_type": "yarn",
@@ -38,20 +36,20 @@ _YARN = {
 class Alternating(Relation):
     """n parameters interleaved along the last axis of one tensor: element i belongs to parameter i mod n."""
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return [(*shapes[0][:-1], sum(shape[-1] for shape in shapes))]
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         return [tensors[0][..., i :: len(shapes)] for i in range(len(shapes))]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         return [np.stack(parameters, axis=-1).reshape(*parameters[0].shape[:-1], -1)]
 
 
 class ScaledRope(Rope):
     """Rotary positions that default to YaRN scaling if the file specifies no scaling."""
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         silent = values.get("rope_parameters") is None and values.get("rope_scaling") is None
         return super().read(dict(values) | ({"rope_parameters": _YARN} if silent else {}), changes)
 
@@ -59,7 +57,7 @@ class ScaledRope(Rope):
 class AttentionBiases(Biases):
     """Biases of attention (default: true). The experts always have biases."""
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         return super().read({self.attention: True} | dict(values), changes) | {"parameters.use_bias": True}
 
 
@@ -70,12 +68,13 @@ class LocalAndRouted(Codec):
     `layer_types` specifies which layers have the window `sliding_window`; by default these are layers 0, 2, 4, ...
     """
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        experts = ("num_local_experts", "num_experts", "num_experts_per_tok", "router_aux_loss_coef")
-        return ("layer_types", "sliding_window", *experts)
+    names = (
+        "layer_types",
+        "sliding_window",
+        *("num_local_experts", "num_experts", "num_experts_per_tok", "router_aux_loss_coef"),
+    )
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         layers, window = changes["num_layers"], values.get("sliding_window", 128)
         types = values.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(layers)]
         check_layer_types(types, layers, window)
@@ -92,7 +91,7 @@ class LocalAndRouted(Codec):
         )
         return fold([LayerKind(window=window if name == SLIDING else None, moe=moe) for name in types])
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         windows = layer_windows(config)
         values = {"layer_types": layer_types(windows), "sliding_window": max(filter(None, windows), default=128)}
         moe = layer_kinds(config, config.num_layers)[0].moe
@@ -106,7 +105,7 @@ class LocalAndRouted(Codec):
         }
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     theirs, ours = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
     gate_and_up = (f"{ours}experts/gate/", f"{ours}experts/up/")
     return [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from transformer.config._positions import RotaryOptions
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._encoders import Classifier, Embedder
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Labels, Rope, layer_sizes
+from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Fields, Json, Labels, Rope, layer_sizes
 from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm
 
 DECODER_CONSTANTS = {
@@ -58,7 +57,7 @@ def qk_norm_rules() -> list[Rule]:
     return modules(layer, ours, {"query_norm": "q_norm", "key_norm": "k_norm"})
 
 
-def decoder_rules(config: TransformerConfig) -> Sequence[Rule]:
+def decoder_rules(config: TransformerConfig) -> list[Rule]:
     """Return the rules of Llama and of families with the same tensor names."""
     return [*attention_rules(), *norm_rules(), *feed_forward_rules()]
 
@@ -77,7 +76,7 @@ class Heads(Codec):
 
     names = ("num_key_value_heads", "head_dim")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         width, heads = changes["d_model"], changes["num_heads"]
         kv_heads, head_dim = values.get("num_key_value_heads", self.kv_heads), values.get("head_dim", self.head_dim)
         return {
@@ -85,7 +84,7 @@ class Heads(Codec):
             "attention.head_dim": None if head_dim is not None and head_dim * heads == width else head_dim,
         }
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         # Write numbers instead of null, because some models of the reference do not accept null here.
         return {"num_key_value_heads": config.kv_heads, "head_dim": config.size_of_head}
 
@@ -166,7 +165,7 @@ def decoder_family(reference: str, **facts: Any) -> Family:
 
 
 def decoder_variant(
-    hub: str, parameters: int, width: int, inner: int, layers: int, heads: int, kv_heads: int, **fields: Any
+    hub: str, parameters: int, width: int, inner: int, layers: int, heads: int, kv_heads: int, **fields: Json
 ) -> Variant:
     """Return a variant with sizes named as in Llama; `fields` are further fields of config.json."""
     return Variant(hub=hub, parameters=parameters, fields=layer_sizes(width, inner, layers, heads, kv_heads, **fields))

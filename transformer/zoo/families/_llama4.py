@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE, QueryTemperature
-from transformer.zoo._fields import Biases, Codec, Field, FieldError, Rope, Unread
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Rope, Unread
 from transformer.zoo.families._deepseek_v3 import Interleaved
 from transformer.zoo.families._llama import (
     DECODER_CONSTANTS,
@@ -34,7 +32,7 @@ class ScaledRope(Rope):
     The reference rotates before it normalizes, which removes such a factor. Here the order is the opposite.
     """
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         read = super().read(values, changes)
         scaling = read["position.scaling"]
         if scaling is not None and scaling.kind in ("yarn", "longrope"):
@@ -55,14 +53,14 @@ class ChunkedAndRouted(Codec):
         FieldError: (by `read`) lists of another length or with other values, or a missing chunk size.
     """
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        attention = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size", "use_qk_norm")
-        temperature = ("attn_temperature_tuning", "floor_scale", "attn_scale")
-        experts = ("moe_layers", "interleave_moe_layer_step", "num_local_experts", "num_experts_per_tok")
-        return (*attention, *temperature, *experts, "intermediate_size")
+    names = (
+        *("no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size", "use_qk_norm"),
+        *("attn_temperature_tuning", "floor_scale", "attn_scale"),
+        *("moe_layers", "interleave_moe_layer_step", "num_local_experts", "num_experts_per_tok"),
+        "intermediate_size",
+    )
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         layers = changes["num_layers"]
         rotary, chunks, routed = _rotary(values, layers), _chunks(values, layers), _routed(values, layers)
         temperature = None
@@ -95,7 +93,7 @@ class ChunkedAndRouted(Codec):
             kinds if norms else [replace(kind, qk_norm=True) for kind in kinds]
         )
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         kinds = layer_kinds(config, config.num_layers)
         chunks = {kind.chunk for kind in kinds if kind.chunk is not None}
         temperatures = [kind.temperature for kind in kinds if kind.temperature is not None]
@@ -120,7 +118,7 @@ class ChunkedAndRouted(Codec):
         }
 
 
-def _rotary(values: Mapping[str, Any], layers: int) -> list[bool]:
+def _rotary(values: Fields, layers: int) -> list[bool]:
     """Return which layers have rotary positions."""
     every = values.get("no_rope_layer_interval", 4)
     if type(every) is not int or every < 1:
@@ -131,7 +129,7 @@ def _rotary(values: Mapping[str, Any], layers: int) -> list[bool]:
     return [bool(one) for one in given]
 
 
-def _chunks(values: Mapping[str, Any], layers: int) -> list[int | None]:
+def _chunks(values: Fields, layers: int) -> list[int | None]:
     """Return the chunk size of each layer; None: full attention."""
     size, types = values.get("attention_chunk_size", 8192), values.get("layer_types")
     if types is None:
@@ -145,7 +143,7 @@ def _chunks(values: Mapping[str, Any], layers: int) -> list[int | None]:
     return [size if name == CHUNKED else None for name in types]
 
 
-def _routed(values: Mapping[str, Any], layers: int) -> set[int]:
+def _routed(values: Fields, layers: int) -> set[int]:
     """Return the indices of the layers with experts."""
     step = values.get("interleave_moe_layer_step", 1)
     if type(step) is not int or step < 1:
@@ -157,7 +155,7 @@ def _routed(values: Mapping[str, Any], layers: int) -> set[int]:
     return set(given)
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     attention, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.feed_forward."
     heads, feed_forward = "decoder/{layer}/self_attention/", "decoder/{layer}/feed_forward/"
     maps = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.chat._image_prompts import ImageText
 from transformer.config._model import ImageTokens, TransformerConfig
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import LARGE, FieldError, Fixed, Unread, layer_sizes
+from transformer.zoo._fields import LARGE, FieldError, Fields, Fixed, Unread, layer_sizes
 from transformer.zoo.families._llama import LLAMA, decoder_rules
 from transformer.zoo.families._vision_text import CLIP_TOWER, TextModel, VisionText, vision_text_family
 from transformer.zoo.weights._rules import modules
@@ -30,7 +28,7 @@ class _Images(VisionText):
 
     own: tuple[str, ...] = ("vision_feature_layer",)
 
-    def images(self, values: Mapping[str, Any], text: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
+    def images(self, values: Fields, text: Fields, image: Fields) -> Fields:
         layer, layers = values.get("vision_feature_layer", -2), image["num_layers"]
         # 0 is the input of the first layer, and -1 the output of the last one.
         number = layers + 1 + layer if type(layer) is int and layer < 0 else layer
@@ -40,7 +38,7 @@ class _Images(VisionText):
             )
         return {"projector": "mlp", "attention": "causal", "unused_layers": layers - number}
 
-    def written(self, config: TransformerConfig, images: ImageTokens) -> dict[str, Any]:
+    def written(self, config: TransformerConfig, images: ImageTokens) -> Fields:
         unused = images.unused_layers
         return {"vision_feature_layer": None if unused is None else -1 - unused, "image_seq_length": images.count}
 
@@ -48,7 +46,7 @@ class _Images(VisionText):
 _TOWER = LARGE | {"image_size": 336, "patch_size": 14, "model_type": "clip_vision_model"}
 
 
-def _variant(name: str, parameters: int, text: Mapping[str, Any]) -> Variant:
+def _variant(name: str, parameters: int, text: Fields) -> Variant:
     fields = {"text_config": {"vocab_size": 32_064, "rms_norm_eps": 1e-5, **text}, "vision_config": _TOWER}
     return Variant(hub=f"llava-hf/{name}", parameters=parameters, fields=fields)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import LearnedOptions, SinusoidalOptions
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import Codec, FieldError, Unread
+from transformer.zoo._fields import Codec, FieldError, Fields, Unread
 from transformer.zoo.families._bart import BART_COPIES, LOGITS_BIAS, Former, bart_fields, stack_rules
 from transformer.zoo.weights._rules import Rule
 
@@ -27,7 +25,7 @@ class Vocabularies(Codec):
 
     names = ("vocab_size", "decoder_vocab_size", "share_encoder_decoder_embeddings")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         source = values["vocab_size"]
         target = values.get("decoder_vocab_size") or source
         if not values.get("share_encoder_decoder_embeddings", True):
@@ -36,7 +34,7 @@ class Vocabularies(Codec):
             raise FieldError(f"decoder_vocab_size is {target} and vocab_size is {source}, but they share one table")
         return {"vocab_size": source}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         source = config.embedding.source_vocab_size
         return {
             "vocab_size": config.vocab_size if source is None else source,
@@ -56,7 +54,7 @@ class Positions(Codec):
 
     names = ("static_position_embeddings", "max_position_embeddings")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         static = values.get("static_position_embeddings", True)
         if not isinstance(static, bool):
             raise FieldError(f"static_position_embeddings must be true or false, got {static!r:.80}")
@@ -66,13 +64,13 @@ class Positions(Codec):
             raise FieldError("static_position_embeddings is false, but max_position_embeddings is missing")
         return {"position": LearnedOptions(max_length=values["max_position_embeddings"])}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         if config.max_length is not None:
             return {"static_position_embeddings": False, "max_position_embeddings": config.max_length}
         return {"max_position_embeddings": 512}
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     target = (
         "model.shared.weight" if config.embedding.source_vocab_size is None else "model.decoder.embed_tokens.weight"
     )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Codec, Rope
+from transformer.zoo._fields import Codec, Fields, Json, Rope
 from transformer.zoo.families._llama import ROTARY_BUFFERS, decoder_family, decoder_fields, decoder_variant
 from transformer.zoo.weights._rules import layer_kinds
 
@@ -23,14 +21,14 @@ class SameWindow(Codec):
 
     names = ("sliding_window",)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         return {"stack.period": (LayerKind(window=values.get("sliding_window", self.default)),)}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         return {"sliding_window": layer_kinds(config, config.num_layers)[0].window}
 
 
-def _variant(name: str, parameters: int, **fields: Any) -> Variant:
+def _variant(name: str, parameters: int, **fields: Json) -> Variant:
     return decoder_variant(f"mistralai/{name}", parameters, 4096, 14_336, 32, 32, 8, rms_norm_eps=1e-5, **fields)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import MoE
-from transformer.zoo._fields import Codec, Rope, Unread
+from transformer.zoo._fields import Codec, Fields, Rope, Unread
 from transformer.zoo.families._llama import (
     ROTARY_BUFFERS,
     attention_rules,
@@ -53,7 +51,7 @@ class Experts(Codec):
 
     names = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         top_k = values.get("num_experts_per_tok", 2)
         moe = MoE(
             num_experts=values.get("num_local_experts", 8),
@@ -63,7 +61,7 @@ class Experts(Codec):
         )
         return {"stack.period": tuple(replace(kind, moe=moe) for kind in changes["stack.period"])}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         moe = layer_kinds(config, config.num_layers)[0].moe
         if moe is None:
             return {}
@@ -75,7 +73,7 @@ class Experts(Codec):
         }
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     layer = "model.layers.{layer}.block_sparse_moe."
     return [*attention_rules(), *norm_rules(), *expert_rules(layer, gate="w1", up="w3", down="w2")]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformer.zoo._fields import (
     Codec,
     Field,
     FieldError,
+    Fields,
     Fixed,
     Labels,
     Unread,
@@ -47,7 +47,7 @@ class GlobalAndLocal(Codec):
         bases = tuple(name for name, _ in _BASES.values())
         return ("layer_types", "global_attn_every_n_layers", "local_attention", "rope_parameters", *bases)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         every = values.get("global_attn_every_n_layers", 3)
         types = values.get("layer_types") or [_SLIDING if i % every else _FULL for i in range(changes["num_layers"])]
         if set(types) - _BASES.keys() or len(types) != changes["num_layers"]:
@@ -61,10 +61,10 @@ class GlobalAndLocal(Codec):
         kinds[0] = replace(kinds[0], attention_norm=False)
         return {"position.base": base, **fold(kinds)}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         kinds = layer_kinds(config, config.num_layers)
         windows = [kind.window for kind in kinds if kind.window is not None]
-        values: dict[str, Any] = {
+        values: Fields = {
             "layer_types": [_FULL if kind.window is None else _SLIDING for kind in kinds],
             "local_attention": 2 * (windows[0] - 1) if windows else 128,
             "rope_parameters": {},
@@ -77,7 +77,7 @@ class GlobalAndLocal(Codec):
         return values
 
 
-def _rotary_of(values: Mapping[str, Any], name: str) -> Any:
+def _rotary_of(values: Fields, name: str) -> Any:
     """Return the rotary base and scaling of the layers of one kind."""
     old, default = _BASES[name]
     parameters = (values.get("rope_parameters") or {}).get(name) or {}
@@ -96,13 +96,13 @@ class PredictionHead(Codec):
 
     names = ("classifier_activation", "classifier_bias")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         activation = Field("classifier_activation", "activation", "gelu", ACTIVATIONS).read(values, changes)
         return {
             "output.transform": HeadTransform(norm=True, use_bias=values.get("classifier_bias", False), **activation)
         }
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         if config.output.transform is None:
             return {}
         names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
@@ -111,7 +111,7 @@ class PredictionHead(Codec):
         return found | {"classifier_bias": config.output.transform.use_bias}
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     layer, ours = "model.layers.{layer}.", "encoder/{layer}/"
     heads = tuple(f"{ours}self_attention/{name}" for name in ("query", "key", "value"))
     halves = tuple(f"{ours}feed_forward/{name}" for name in ("gate", "up"))

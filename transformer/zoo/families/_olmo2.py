@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.zoo._fields import Biases, Rope
@@ -19,7 +17,7 @@ from transformer.zoo.families._llama import (
 from transformer.zoo.weights._rules import Rule, modules
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     norms = {"attention_norm": "post_attention_layernorm", "feed_forward_norm": "post_feedforward_layernorm"}
     return [
         *attention_rules(),

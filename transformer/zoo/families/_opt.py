@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.zoo._family import Family, Variant
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fixed, Unread
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fields, Fixed, Json, Unread
 from transformer.zoo.families._bart import FEED_FORWARD, UNUSED_ROWS, attention_rules
 from transformer.zoo.families._llama import decoder_heads
 from transformer.zoo.weights._rules import MATRIX, Rule, WithoutFirst, modules, norm
@@ -21,15 +19,15 @@ class EmbeddingWidth(Codec):
 
     names = ("word_embed_proj_dim",)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         width = values.get("word_embed_proj_dim")
         return {"embedding.width": None if width == changes["d_model"] else width}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         return {"word_embed_proj_dim": config.embedding.width or config.d_model}
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     layer, ours = "model.decoder.layers.{layer}.", "decoder/{layer}/"
     return [
         Rule("model.decoder.embed_tokens.weight", "embedding/embedding"),
@@ -43,7 +41,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     ]
 
 
-def _variant(size: str, parameters: int, width: int, layers: int, heads: int, **fields: Any) -> Variant:
+def _variant(size: str, parameters: int, width: int, layers: int, heads: int, **fields: Json) -> Variant:
     sizes = {"vocab_size": 50_272, "hidden_size": width, "ffn_dim": 4 * width, "num_hidden_layers": layers}
     # The published parameter counts include the unused rows of the position table.
     return Variant(

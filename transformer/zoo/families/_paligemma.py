@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.chat._image_prompts import ImageText
 from transformer.config._model import ImageTokens, TransformerConfig
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Codec, FieldError, Fixed, Unread, layer_sizes
+from transformer.zoo._fields import Codec, FieldError, Fields, Fixed, Unread, layer_sizes
 from transformer.zoo.families._gemma import GEMMA1_CONSTANTS, GEMMA1_FIELDS
 from transformer.zoo.families._gemma2 import GEMMA2
 from transformer.zoo.families._llama import decoder_rules
@@ -48,7 +47,7 @@ class _Images(VisionText):
 
     own: tuple[str, ...] = ("projection_dim",)
 
-    def images(self, values: Mapping[str, Any], text: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
+    def images(self, values: Fields, text: Fields, image: Fields) -> Fields:
         width = values.get("projection_dim", 2048)
         if width != text["d_model"]:
             raise FieldError(
@@ -56,11 +55,11 @@ class _Images(VisionText):
             )
         return {"projector": "linear", "attention": "prefix"}
 
-    def written(self, config: TransformerConfig, images: ImageTokens) -> dict[str, Any]:
+    def written(self, config: TransformerConfig, images: ImageTokens) -> Fields:
         return {"projection_dim": config.d_model, "hidden_size": config.d_model}
 
 
-def _variant(name: str, parameters: int, kind: str, size: int, text: Mapping[str, Any]) -> Variant:
+def _variant(name: str, parameters: int, kind: str, size: int, text: Fields) -> Variant:
     fields = {
         "text_config": {"model_type": kind, "vocab_size": 257_216, **text},
         "vision_config": siglip_tower(size),

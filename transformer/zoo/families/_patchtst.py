@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,9 @@ from transformer.config._positions import LearnedOptions
 from transformer.nn.models._forecaster import Forecaster, SeriesEncoder
 from transformer.nn.models._series import PatchReconstructor, SeriesClassifier, SeriesRegressor
 from transformer.zoo._family import Family, Head
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread, sizes, training_fields
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fields, Fixed, Unread, sizes, training_fields
 from transformer.zoo.families._bart import attention_rules
-from transformer.zoo.weights._rules import MATRIX, Relation, Row, Rule, Shape, linear, norm
+from transformer.zoo.weights._rules import MATRIX, Arrays, Relation, Row, Rule, Shape, Shapes, linear, norm
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,14 @@ class Stacked(Relation):
 
     each: Relation
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         (shape,) = shapes
         return self.each.tensor_shapes([shape[1:]] * shape[0])
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         return [np.stack(self.each.load(tensors, [shape[1:] for shape in shapes for _ in tensors]))]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         return self.each.save(list(parameters[0]))
 
 
@@ -43,13 +42,13 @@ class Counted(Relation):
     The counter is not used. It is written as 0.
     """
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return [*shapes, ()]
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         return [tensors[0]]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         return [parameters[0], np.zeros((), np.int64)]
 
 
@@ -74,11 +73,9 @@ class SeriesSizes(Codec):
     pools: bool = False
     """Whether the head needs one vector per channel: by a class token, or by pooling of the patches."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*_PLAIN, "prediction_length", "scaling", "pooling_type")
+    names = (*_PLAIN, "prediction_length", "scaling", "pooling_type")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         fields = {ours: values.get(name, default) for name, (ours, default) in _PLAIN.items()}
         scaling, pooling = values.get("scaling", "std"), values.get("pooling_type", "mean")
         for name, value, known in (("scaling", scaling, _SCALINGS), ("pooling_type", pooling, _POOLINGS)):
@@ -94,7 +91,7 @@ class SeriesSizes(Codec):
         series = Series(**fields, scaling=_SCALINGS[scaling], pooling=pooling)
         return {"input": series}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         series = config.series
         if series is None:
             return {}
@@ -119,7 +116,7 @@ class SeriesTargets(Codec):
     """Whether the targets are classes."""
     names = ("num_targets", "output_range")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         count, limits = values.get("num_targets", 1), values.get("output_range")
         if self.classes:
             return {"output.num_classes": count}
@@ -128,14 +125,14 @@ class SeriesTargets(Codec):
             "output.target_range": None if limits is None else tuple(float(limit) for limit in limits),
         }
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         output = config.output
         values = {"num_targets": output.num_classes if self.classes else output.num_targets}
         values = {name: value for name, value in values.items() if value is not None}
         return values if output.target_range is None else values | {"output_range": list(output.target_range)}
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     encoder, layer, ours = "model.encoder.", "model.encoder.layers.{layer}.", "encoder/{layer}/"
     table, embedding = f"{encoder}positional_encoder.", f"{encoder}embedder.input_embedding"
     channels = range(0 if config.series is None else config.series.channels)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._model import TransformerConfig
-from transformer.zoo._fields import Field, FieldError, Fixed, Rope, Unread
+from transformer.zoo._fields import Field, FieldError, Fields, Fixed, Rope, Unread
 from transformer.zoo.families._llama import decoder_family, decoder_fields, decoder_variant, norm_rules
 from transformer.zoo.families._mistral import SameWindow
 from transformer.zoo.weights._rules import MERGED, Fused, Rule, linear, norm
@@ -27,7 +25,7 @@ class LongRope(Rope):
     def names(self) -> tuple[str, ...]:
         return (*super().names, "original_max_position_embeddings")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
         kind = given.pop("rope_type", given.pop("type", None)) or "default"
         given.pop("type", None)
@@ -42,7 +40,7 @@ class LongRope(Rope):
         known = {"rope_scaling": None, "rope_parameters": given, "max_position_embeddings": length}
         return super().read(dict(values) | known, changes)
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         values, scaling = super().write(config), config.rotary.scaling
         if scaling is None:
             return values
@@ -53,7 +51,7 @@ _LONGROPE = ("longrope", "su", "yarn")
 """Names of longrope in this family: older files name it su or yarn."""
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     layer, ours = "model.layers.{layer}.", "decoder/{layer}/"
     attention = tuple(f"{ours}self_attention/{name}/kernel" for name in ("query", "key", "value"))
     return [

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Codec, FieldError, Rope
+from transformer.zoo._fields import Codec, FieldError, Fields, Json, Rope
 from transformer.zoo.families._llama import (
     DECODER_CONSTANTS,
     ROTARY_BUFFERS,
@@ -57,7 +56,7 @@ class UpperWindows(Codec):
 
     names = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         layers, first = changes["num_layers"], values.get("max_window_layers", 28)
         window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
         types = values.get("layer_types")
@@ -66,7 +65,7 @@ class UpperWindows(Codec):
         check_layer_types(types, layers, window)
         return fold([LayerKind(window=window if name == SLIDING else None) for name in types])
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         windows = layer_windows(config)
         given = [window for window in windows if window is not None]
         return {
@@ -78,7 +77,7 @@ class UpperWindows(Codec):
         }
 
 
-def _variant(name: str, *sizes: int, **fields: Any) -> Variant:
+def _variant(name: str, *sizes: int, **fields: Json) -> Variant:
     alike = {"vocab_size": 151_936, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0}
     return decoder_variant(f"Qwen/{name}", *sizes, **alike | fields)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE
-from transformer.zoo._fields import Biases, Codec, Rope, Unread
+from transformer.zoo._fields import Biases, Codec, Fields, Rope, Unread
 from transformer.zoo.families._llama import (
     DECODER_CONSTANTS,
     decoder_family,
@@ -31,13 +29,13 @@ class SomeLayersRouted(Codec):
     `write` lists all dense layers in `mlp_only_layers`. `use_sliding_window` enables `sliding_window` in all layers.
     """
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        experts = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-        layers = ("decoder_sparse_step", "mlp_only_layers", "use_sliding_window", "sliding_window")
-        return (*experts, *layers, "router_aux_loss_coef")
+    names = (
+        *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        *("decoder_sparse_step", "mlp_only_layers", "use_sliding_window", "sliding_window"),
+        "router_aux_loss_coef",
+    )
 
-    def kinds(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[LayerKind]:
+    def kinds(self, values: Fields, changes: Fields) -> list[LayerKind]:
         """Return the kind of each layer."""
         experts = values.get("num_experts", values.get("num_local_experts", 128))
         step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or ()
@@ -58,10 +56,10 @@ class SomeLayersRouted(Codec):
             kinds |= dict.fromkeys(routed, LayerKind(window=window, moe=moe))
         return list(kinds.values())
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         return fold(self.kinds(values, changes))
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         kinds = layer_kinds(config, config.num_layers)
         routed = [kind.moe for kind in kinds if kind.moe is not None]
         values = {
@@ -82,7 +80,7 @@ class SomeLayersRouted(Codec):
         }
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     experts = expert_rules("model.layers.{layer}.mlp.", gate="gate_proj", up="up_proj", down="down_proj")
     return [*decoder_rules(config), *qk_norm_rules(), *experts]
 

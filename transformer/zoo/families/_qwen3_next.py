@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +10,7 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import GatedDelta, LayerKind
-from transformer.zoo._fields import FieldError, Fixed, Rope
+from transformer.zoo._fields import FieldError, Fields, Fixed, Rope
 from transformer.zoo.families._deepseek_v3 import FusedHeads
 from transformer.zoo.families._llama import (
     DECODER_CONSTANTS,
@@ -27,7 +25,7 @@ from transformer.zoo.families._llama import (
 from transformer.zoo.families._mixtral import expert_rules
 from transformer.zoo.families._qwen2 import FULL
 from transformer.zoo.families._qwen3_moe import SomeLayersRouted
-from transformer.zoo.weights._rules import MATRIX, Relation, Rule, Shape, layer_kinds, linear, modules
+from transformer.zoo.weights._rules import MATRIX, Arrays, Relation, Rule, Shape, Shapes, layer_kinds, linear, modules
 
 LINEAR = "linear_attention"
 """Name in `layer_types` of layers with linear attention."""
@@ -46,7 +44,7 @@ class SomeLayersLinear(SomeLayersRouted):
         experts = tuple(name for name in super().names if name not in windows)
         return (*experts, "shared_expert_intermediate_size", "layer_types", "full_attention_interval", *_SIZES)
 
-    def kinds(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[LayerKind]:
+    def kinds(self, values: Fields, changes: Fields) -> list[LayerKind]:
         """Return the kind of each layer."""
         delta = GatedDelta(**{ours: values.get(name, default) for name, (ours, default) in _SIZES.items()})
         types, layers = values.get("layer_types"), changes["num_layers"]
@@ -66,10 +64,10 @@ class SomeLayersLinear(SomeLayersRouted):
             kinds.append(replace(kind, moe=moe, gated_delta=delta if name == LINEAR else None))
         return kinds
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         return fold(self.kinds(values, changes))
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         kinds = layer_kinds(config, config.num_layers)
         written = super().write(config)
         values = {name: value for name, value in written.items() if name in self.names}
@@ -103,17 +101,17 @@ class FusedGroups(Relation):
 
     groups: int
 
-    def _grouped(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def _grouped(self, shapes: Shapes) -> list[Shape]:
         return [(shape[0], self.groups, int(np.prod(shape[1:])) // self.groups) for shape in shapes]
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return FusedHeads().tensor_shapes(self._grouped(shapes))
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         parts = FusedHeads().load(tensors, self._grouped(shapes))
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         grouped = self._grouped([one.shape for one in parameters])
         return FusedHeads().save([one.reshape(shape) for one, shape in zip(parameters, grouped, strict=True)])
 
@@ -122,13 +120,13 @@ class FusedGroups(Relation):
 class Depthwise(Relation):
     """A convolution of each channel, (W, C), which the file stores as (C, 1, W)."""
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return [(channels, 1, width) for width, channels in shapes]
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         return [tensor[:, 0].T for tensor in tensors]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         return [parameter.T[:, None] for parameter in parameters]
 
 
@@ -150,7 +148,7 @@ def _linear_rules(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     attention, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
     ours, feed_forward = "decoder/{layer}/self_attention/", "decoder/{layer}/feed_forward/"
     queries = Rule(f"{attention}q_proj.weight", (f"{ours}query/kernel", f"{ours}output_gate/kernel"), FusedHeads())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformer.config._options import FeedForwardOptions, NormOptions
 from transformer.config._parts import LayerKind
 from transformer.config._positions import RotaryOptions
 from transformer.zoo._family import MAX_LAYERS, Family, Variant, read_fields
-from transformer.zoo._fields import ACTIVATIONS, NEUTRAL, Codec, FieldError, Rope, Unread, layer_sizes
+from transformer.zoo._fields import ACTIVATIONS, NEUTRAL, Codec, FieldError, Fields, Json, Rope, Unread, layer_sizes
 from transformer.zoo.families._llama import COPIES, DECODER_CONSTANTS, decoder_fields, decoder_rules
 from transformer.zoo.families._qwen2 import UpperWindows
 from transformer.zoo.families._vision_text import vision_text_heads
@@ -28,7 +27,7 @@ _OUTER = ("vision_config", "image_token_id", "image_token_index", "tie_word_embe
 class _Sections(Rope):
     """Rotary positions of three coordinates: `mrope_section` in `rope_parameters` or `rope_scaling`."""
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
         given = dict(values.get(name) or {})
         sections = given.pop("mrope_section", None)
@@ -39,7 +38,7 @@ class _Sections(Rope):
         plain = super().read({**values, name: given | kinds}, changes)
         return plain | {"position.sections": tuple(sections)}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         values = super().write(config)
         sections = list(config.rotary.sections or ())
         return values | {"rope_parameters": values["rope_parameters"] | {"mrope_section": sections}}
@@ -67,7 +66,7 @@ class _Config(Codec):
         text = [name for codec in _TEXT_FIELDS for name in codec.names]
         return ("text_config", *_OUTER, *text)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         text, given = self._text(values), self._vision(values)
         if (width := given.get(self.output, 3584)) != text["d_model"]:
             raise FieldError(
@@ -96,7 +95,7 @@ class _Config(Codec):
             raise FieldError(f"vision_config describes no valid model: {error}") from None
         return text | {"input": images}
 
-    def _text(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _text(self, values: Fields) -> Fields:
         inner = values.get("text_config")
         if inner is not None and not isinstance(inner, dict):
             raise FieldError(f"text_config must be an object, got {inner!r:.80}")
@@ -112,7 +111,7 @@ class _Config(Codec):
             raise FieldError("; ".join(f"{where}{fault}" for fault in faults))
         return text
 
-    def _vision(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _vision(self, values: Fields) -> Fields:
         given = values.get("vision_config") or {}
         if not isinstance(given, dict):
             raise FieldError(f"vision_config must be an object, got {given!r:.80}")
@@ -128,7 +127,7 @@ class _Config(Codec):
             raise FieldError(f"rope_parameters of vision_config is {rope!r:.80}, but only axial of 10000 is supported")
         return given
 
-    def _encoder(self, given: Mapping[str, Any]) -> TransformerConfig:
+    def _encoder(self, given: Fields) -> TransformerConfig:
         name = given.get("hidden_act", "silu" if self.gated else "quick_gelu")
         if name not in ACTIVATIONS:
             raise FieldError(f"hidden_act of vision_config is {name!r:.80}, which is not supported")
@@ -157,11 +156,11 @@ class _Config(Codec):
             **fold([LayerKind(within_segments=self.gated and layer not in full) for layer in range(layers)]),
         )
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         images = config.dynamic_images
         if images is None or images.encoder.feed_forward.gated != self.gated or config.rotary.sections is None:
             return {}
-        text: dict[str, Any] = {"model_type": f"{self.kind}_text"}
+        text: Fields = {"model_type": f"{self.kind}_text"}
         for codec in _TEXT_FIELDS:
             text |= codec.write(config)
         text.pop("tie_word_embeddings")
@@ -207,7 +206,7 @@ def _side(name: str, value: Any) -> Any:
     return sides[0]
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     block, ours = "visual.blocks.{layer}.", "image/encoder/{layer}/"
     maps = [f"{ours}self_attention/{name}" for name in ("query", "key", "value")]
     names = {"attention_norm": "norm1", "feed_forward_norm": "norm2", "self_attention/out": "attn.proj"}
@@ -230,7 +229,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     ]
 
 
-_ALIKE: dict[str, Any] = {
+_ALIKE: Fields = {
     "constants": DECODER_CONSTANTS | {"attention.biases": ("query", "key", "value")},
     "rules": _rules,
     "copies": COPIES,
@@ -241,7 +240,7 @@ _ALIKE: dict[str, Any] = {
 _SPECIAL = Unread(("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"))
 
 
-def _variant(name: str, parameters: int, text: tuple[int, ...], image: Mapping[str, Any], **fields: Any) -> Variant:
+def _variant(name: str, parameters: int, text: tuple[int, ...], image: Fields, **fields: Json) -> Variant:
     sections = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
     given = layer_sizes(*text, rms_norm_eps=1e-6, rope_theta=1_000_000.0, **sections, vision_config=dict(image))
     return Variant(hub=f"Qwen/{name}", parameters=parameters, fields=given | fields)

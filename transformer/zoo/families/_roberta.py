@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import HeadTransform
 from transformer.nn.models._encoders import MaskedLM
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import LARGE, Codec, Fixed
+from transformer.zoo._fields import LARGE, Codec, Fields, Fixed
 from transformer.zoo.families._bert import (
     BERT_CONSTANTS,
     OLD_NORMS,
@@ -38,14 +36,14 @@ class LengthWithRows(Codec):
     def names(self) -> tuple[str, ...]:
         return (self.name,)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         return {"position.max_length": values.get(self.name, self.default) - self.rows}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         return {} if config.max_length is None else {self.name: config.max_length + self.rows}
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     return encoder_rules("roberta.", WithoutFirst(UNUSED_ROWS))
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import Patches
 from transformer.nn.models._dual import DualEncoder
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import LARGE, Codec, FieldError, Fixed, Unread, layer_sizes
+from transformer.zoo._fields import LARGE, Codec, FieldError, Fields, Fixed, Unread, layer_sizes
 from transformer.zoo.families._clip import DUAL_CONSTANTS, TwoConfigs, dual_rules, encoder_fields, text_fields
 from transformer.zoo.families._vit import PatchSizes
 from transformer.zoo.weights._rules import MERGED, VECTOR, Fused, Reshaped, Row, Rule, linear, modules
@@ -23,7 +21,7 @@ class PatchGrid(Codec):
 
     names = ("num_patches", "patch_size", "num_channels")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         count, size = values.get("num_patches", 256), values.get("patch_size", 16)
         side = isqrt(count) if type(count) is int and count > 0 else 0
         if not side or side**2 != count:
@@ -40,14 +38,14 @@ class PatchGrid(Codec):
         )
         return {"input": patches}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         patches = config.patches
         if patches is None:
             return {}
         return {"num_patches": patches.count, "patch_size": patches.patch_size, "num_channels": patches.channels}
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     head, ours = "vision_model.head.", "image/attention_pooling/"
     parts = tuple(f"{ours}cross_attention/{name}" for name in ("query", "key", "value"))
     names = {"feed_forward_norm": "layernorm", "feed_forward/up": "mlp.fc1", "feed_forward/down": "mlp.fc2"}
@@ -64,7 +62,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     ]
 
 
-def _grid_rules(config: TransformerConfig) -> Sequence[Rule]:
+def _grid_rules(config: TransformerConfig) -> list[Rule]:
     """Return the rules of SigLIP 2: patches are rows of a matrix, and their positions are not part of the encoder."""
     embeddings = "vision_model.embeddings."
     return [
@@ -99,9 +97,9 @@ _GEMMA = {"vocab_size": 256_000}
 def _variant(
     name: str,
     parameters: int,
-    image: dict[str, Any],
-    layers: dict[str, Any] | None = None,
-    text: dict[str, Any] | None = None,
+    image: Fields,
+    layers: Fields | None = None,
+    text: Fields | None = None,
 ) -> Variant:
     layers = layers or {}
     fields = {"text_config": layers | (text or {}), "vision_config": layers | image}

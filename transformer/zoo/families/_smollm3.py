@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
-from transformer.zoo._fields import Biases, Codec, FieldError, Rope, Unread
+from transformer.zoo._fields import Biases, Codec, FieldError, Fields, Rope, Unread
 from transformer.zoo.families._llama import decoder_family, decoder_fields, decoder_variant
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types
 from transformer.zoo.weights._rules import layer_kinds
@@ -34,7 +32,7 @@ class RotaryLayers(Codec):
         "layer_types",
     )
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         layers, every = changes["num_layers"], values.get("no_rope_layer_interval", 4)
         if type(every) is not int or every < 1:
             raise FieldError(f"no_rope_layer_interval must be an integer of at least 1, got {every!r:.80}")
@@ -55,7 +53,7 @@ class RotaryLayers(Codec):
         ]
         return fold(kinds)
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         kinds = layer_kinds(config, config.num_layers)
         windows = [kind.window for kind in kinds]
         given = [window for window in windows if window is not None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import RotaryOptions
 from transformer.zoo._family import Variant
@@ -13,7 +11,7 @@ from transformer.zoo.families._mistral import SameWindow
 from transformer.zoo.weights._rules import Rule, modules
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     layer, ours = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
     return [*attention_rules(), *norm_rules(), *modules(layer, ours, {"up": "c_fc", "down": "c_proj"})]
 

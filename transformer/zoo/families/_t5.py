@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import T5BiasOptions
 from transformer.nn.models._encoders import Embedder
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fields, Fixed, Unread
 from transformer.zoo.weights._rules import MATRIX, Rule, linear, modules, norm
 
 T5_CONSTANTS = {
@@ -32,7 +30,7 @@ T5_IGNORED = (r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention
 """An unused table in early files: cross-attention has no position bias."""
 
 
-def t5_rules(config: TransformerConfig) -> Sequence[Rule]:
+def t5_rules(config: TransformerConfig) -> list[Rule]:
     """Return the rules of T5 and umT5."""
     table = "layer.0.SelfAttention.relative_attention_bias.weight"
     rules = [Rule("shared.weight", "embedding/embedding")]
@@ -74,7 +72,7 @@ class FeedForwardKind(Codec):
 
     names = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         kind = values.get("feed_forward_proj", self.default)
         # For compatibility with early files, "gated-gelu" means the tanh approximation, gelu_new.
         activation = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
@@ -88,7 +86,7 @@ class FeedForwardKind(Codec):
             "feed_forward.gated": values.get("is_gated_act", kind.startswith("gated-")),
         }
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         name = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == config.feed_forward.activation), None)
         if name is None:
             return {}
@@ -115,12 +113,12 @@ class DecoderOutputs(Codec):
     def names(self) -> tuple[str, ...]:
         return ("tie_word_embeddings",) if self.scale_field is None else ("tie_word_embeddings", self.scale_field)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         tied = values.get("tie_word_embeddings") is not False
         scaled = values.get(self.scale_field, tied)
         return {"embedding.tie": tied, "output.scale": changes["d_model"] ** -0.5 if scaled else None}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         scaled = {} if self.scale_field is None else {self.scale_field: config.output.scale is not None}
         return {"tie_word_embeddings": config.embedding.tie} | scaled
 

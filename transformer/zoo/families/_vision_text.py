@@ -12,7 +12,7 @@ from transformer.config._model import ImageTokens, TransformerConfig
 from transformer.config._paths import get_path
 from transformer.nn.models._vision_language import VisionLanguageModel
 from transformer.zoo._family import Family, Head, NoCounterpart, read_fields
-from transformer.zoo._fields import Codec, FieldError, Unread
+from transformer.zoo._fields import Codec, FieldError, Fields, Unread
 from transformer.zoo.families._clip import ENCODER_LAYER, encoder_fields, image_rules, patch_encoder
 from transformer.zoo.families._siglip import SO400M
 from transformer.zoo.families._vit import PatchSizes
@@ -27,7 +27,7 @@ SIGLIP_TOWER = (
 """Fields of vision_config for an encoder of SigLIP."""
 
 
-def siglip_tower(image_size: int) -> dict[str, Any]:
+def siglip_tower(image_size: int) -> Fields:
     """Return vision_config of the published models with an encoder of SigLIP."""
     return SO400M | {"image_size": image_size, "patch_size": 14, "model_type": "siglip_vision_model"}
 
@@ -44,13 +44,13 @@ CLIP_TOWER = (
 class TextModel:
     """A family of decoders that a vision-language model can contain: the object text_config."""
 
-    constants: Mapping[str, Any]
+    constants: Fields
     """Fields of the TransformerConfig that all models of the family share."""
     fields: tuple[Codec, ...]
     """Codecs for all other fields."""
     rules: Callable[[TransformerConfig], Sequence[Rule]]
     """Rules of the family, with its own names of tensors."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Fields = field(default_factory=dict)
     """Fields of text_config that the family's own files must contain, but that may be missing here."""
 
     def fits(self, config: TransformerConfig) -> bool:
@@ -78,7 +78,7 @@ class VisionText(Codec):
     """Codecs of vision_config."""
     image_kind: str
     """model_type of vision_config."""
-    image_defaults: Mapping[str, Any] = field(default_factory=dict)
+    image_defaults: Fields = field(default_factory=dict)
     """Fields of vision_config if the whole object is missing."""
     marker: int
     """Default of image_token_index."""
@@ -95,7 +95,7 @@ class VisionText(Codec):
         return ("text_config", "vision_config", *marker, *self.own)
 
     @abstractmethod
-    def images(self, values: Mapping[str, Any], text: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
+    def images(self, values: Fields, text: Fields, image: Fields) -> Fields:
         """Return the fields of `ImageTokens` that the family defines.
 
         Args:
@@ -108,10 +108,10 @@ class VisionText(Codec):
         """
 
     @abstractmethod
-    def written(self, config: TransformerConfig, images: ImageTokens) -> dict[str, Any]:
+    def written(self, config: TransformerConfig, images: ImageTokens) -> Fields:
         """Return the family's own fields of config.json, the inverse of `images`."""
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         if values.get("text_config") is None:
             raise FieldError(
                 f"text_config is missing, the object that describes the decoder (supported: {', '.join(self.text)})"
@@ -145,13 +145,13 @@ class VisionText(Codec):
             raise FieldError(f"vision_config and the fields of images describe no valid model: {error}") from None
         return text | {"input": images}
 
-    def _text_model(self, values: Mapping[str, Any]) -> TextModel:
+    def _text_model(self, values: Fields) -> TextModel:
         kind = _object(values, "text_config").get("model_type", next(iter(self.text)))
         if kind not in self.text:
             raise FieldError(f"model_type of text_config is {kind!r}, but only {', '.join(self.text)} is supported")
         return self.text[kind]
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         images = config.image_tokens
         if images is None:
             return {}
@@ -163,10 +163,10 @@ class VisionText(Codec):
                 len(unlike[kind]),
             )
         model = self.text[kind]
-        text: dict[str, Any] = {"model_type": kind}
+        text: Fields = {"model_type": kind}
         for codec in model.fields:
             text |= codec.write(config)
-        image: dict[str, Any] = {"model_type": self.image_kind}
+        image: Fields = {"model_type": self.image_kind}
         encoder = config.image_encoder
         for codec in self.image:
             image |= codec.write(encoder.replace(num_layers=encoder.num_layers + (images.unused_layers or 0)))
@@ -177,7 +177,7 @@ class VisionText(Codec):
         return values | {"tie_word_embeddings": config.embedding.tie} | own
 
 
-def _object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _object(values: Fields, name: str) -> Fields:
     value = values.get(name) or {}
     if not isinstance(value, dict):
         raise FieldError(f"{name} must be an object, got {value!r:.80}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,22 +13,22 @@ from transformer.config._parts import Patches
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import LARGE, Codec, FieldError, Fixed, Labels, Unread, training_fields
+from transformer.zoo._fields import LARGE, Codec, FieldError, Fields, Fixed, Labels, Unread, training_fields
 from transformer.zoo.families._bert import LAYER_FIELDS, TANH_POOLER
-from transformer.zoo.weights._rules import Relation, Row, Rule, Shape, linear, modules, norm
+from transformer.zoo.weights._rules import Arrays, Relation, Row, Rule, Shape, Shapes, linear, modules, norm
 
 
 @dataclass(frozen=True)
 class Convolution(Relation):
     """A convolution kernel: (*sizes, channels, D) in Flax, (D, channels, *sizes) in PyTorch."""
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return [(features, channels, *sides) for *sides, channels, features in shapes]
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         return [np.moveaxis(tensor, (0, 1), (-1, -2)) for tensor in tensors]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         return [np.moveaxis(parameter, (-1, -2), (0, 1)) for parameter in parameters]
 
 
@@ -41,13 +41,13 @@ class ClassAndMask(Relation):
 
     axes: int
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return [(1, 1, *shapes[0]), (*(1,) * self.axes, *shapes[0])]
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         return [tensors[0].reshape(shapes[0])]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         token = parameters[0]
         return [token[None, None], np.zeros((*(1,) * self.axes, *token.shape), token.dtype)]
 
@@ -69,7 +69,7 @@ class PatchSizes(Codec):
         fields = ("image_size", "patch_size", "num_channels")
         return fields if self.registers is None else (*fields, "num_register_tokens")
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         height, width = _pair(values.get("image_size", 224))
         size, other = _pair(values.get("patch_size", self.patch_size))
         if size != other:
@@ -91,7 +91,7 @@ class PatchSizes(Codec):
         )
         return {"input": patches}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         patches = config.patches
         if patches is None:
             return {}
@@ -112,10 +112,10 @@ class InputBiases(Codec):
 
     names = ("qkv_bias",)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         return {"attention.biases": None if values.get("qkv_bias", True) else ("out",)}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         return {"qkv_bias": config.attention.biases is None or "query" in config.attention.biases}
 
 

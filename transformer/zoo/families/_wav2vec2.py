@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._options import Audio
 from transformer.nn.models._audio import SpeechEncoder, SpeechRecognizer
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, FieldError, Fixed, Unread, training_fields
+from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, FieldError, Fields, Fixed, Unread, training_fields
 from transformer.zoo.families._bert import LAYER_FIELDS
 from transformer.zoo.families._patchtst import Counted
 from transformer.zoo.families._vit import Convolution
@@ -37,7 +35,7 @@ class AudioInput(Codec):
         more = ("feat_proj_layer_norm", "conv_pos_batch_norm") if self.optional else ()
         return (*_LISTS, *_PLAIN, "feat_extract_activation", "num_feat_extract_layers", *more)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         given = {ours: values[theirs] for theirs, ours in _PLAIN.items() if theirs in values}
         for theirs, ours in _LISTS.items():
             if theirs in values:
@@ -57,7 +55,7 @@ class AudioInput(Codec):
             )
         return {"input": audio}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         audio = config.audio
         if audio is None:
             return {}
@@ -77,13 +75,13 @@ class StableNorm(Codec):
 
     names = ("do_stable_layer_norm",)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         stable = values.get("do_stable_layer_norm", False)
         if not isinstance(stable, bool):
             raise FieldError(f"do_stable_layer_norm must be true or false, got {stable!r:.80}")
         return {"norm.position": "pre" if stable else "post", "embedding.norm": not stable}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         return {"do_stable_layer_norm": config.norm.position == "pre"}
 
 
@@ -99,7 +97,7 @@ _LAYER = {
 }
 
 
-def speech_rules(config: TransformerConfig, prefix: str) -> Sequence[Rule]:
+def speech_rules(config: TransformerConfig, prefix: str) -> list[Rule]:
     """Return the rules of wav2vec 2.0 and HuBERT, without a head; `prefix` is that of all tensor names."""
     encoder, positions = f"{prefix}encoder.", "position_convolution"
     table = f"{encoder}pos_conv_embed."
@@ -189,7 +187,7 @@ STABLE = {"feat_extract_norm": "layer", "conv_bias": True, "do_stable_layer_norm
 """Options of the models trained on Libri-Light."""
 
 
-def _variant(name: str, parameters: int, fields: Mapping[str, Any], architecture: str | None = None) -> Variant:
+def _variant(name: str, parameters: int, fields: Fields, architecture: str | None = None) -> Variant:
     return Variant(hub=f"facebook/{name}", parameters=parameters, fields=fields, architecture=architecture)
 
 

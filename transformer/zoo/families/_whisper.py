@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.config._options import Speech
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._speech import SpeechToText
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fixed, Unread, training_fields
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fields, Fixed, Unread, training_fields
 from transformer.zoo.families._bart import BothStacks, StackLayers, stack_rules
 from transformer.zoo.families._vit import Convolution
 from transformer.zoo.weights._rules import MATRIX, Rule, linear, norm
 
 
-def _rules(config: TransformerConfig) -> Sequence[Rule]:
+def _rules(config: TransformerConfig) -> list[Rule]:
     return [
         *linear("model.encoder.conv1", "conv_0", Convolution()),
         *linear("model.encoder.conv2", "conv_1", Convolution()),
@@ -42,14 +40,12 @@ def _variant(name: str, parameters: int, width: int, layers: int, heads: int, **
 class MelBins(Codec):
     """Number of mel frequency bins of the input."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("num_mel_bins",)
+    names = ("num_mel_bins",)
 
-    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, values: Fields, changes: Fields) -> Fields:
         return {"input": Speech(mel_bins=values.get("num_mel_bins", 80))}
 
-    def write(self, config: TransformerConfig) -> dict[str, Any]:
+    def write(self, config: TransformerConfig) -> Fields:
         return {} if config.speech is None else {"num_mel_bins": config.speech.mel_bins}
 
 

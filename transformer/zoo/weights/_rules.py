@@ -23,6 +23,8 @@ from transformer.config._parts import LayerKind
 
 Shape = tuple[int, ...]
 """Sizes of the axes of an array."""
+Shapes = Sequence[Shape]
+Arrays = Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,15 @@ class Relation:
     The base class is the identity.
     """
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         """Return the shapes of the tensors for parameters of these shapes."""
         return list(shapes)
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         """Convert tensors to parameters of these shapes, as views if possible."""
         return list(tensors)
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         """Convert parameters to tensors, the inverse of `load`."""
         return list(parameters)
 
@@ -59,7 +61,7 @@ class Reshaped(Relation):
     transposed: bool = False
     """Whether the file stores the transposed matrix (out, in)."""
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return [self._shape(shape) for shape in shapes]
 
     def _shape(self, shape: Shape) -> Shape:
@@ -69,12 +71,12 @@ class Reshaped(Relation):
         sides = (math.prod(shape[: self.inputs]), math.prod(shape[self.inputs :]))
         return sides[::-1] if self.transposed else sides
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         # (out, in) -> (in, out) as a view, then split the merged axes: (in, N H) -> (in, N, H).
         matrices = [tensor.T if self.transposed else tensor for tensor in tensors]
         return [tensor.reshape(shape) for tensor, shape in zip(matrices, shapes, strict=True)]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         # `_shape` is the shape in the file. Reshape to the untransposed matrix first, then transpose it.
         matrices = [
             p.reshape(self._shape(p.shape)[::-1] if self.transposed else self._shape(p.shape)) for p in parameters
@@ -99,18 +101,18 @@ class Fused(Relation):
     axis: int = 0
     each: Relation = MATRIX
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         parts = self.each.tensor_shapes(shapes)
         axis = self.axis % len(parts[0])  # a negative axis counts from the end
         total = sum(part[axis] for part in parts)
         return [(*parts[0][:axis], total, *parts[0][axis + 1 :])]
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         # np.split takes the boundaries between the parts: cumulative sizes without the total.
         sizes = [part[self.axis] for part in self.each.tensor_shapes(shapes)]
         return self.each.load(np.split(tensors[0], np.cumsum(sizes)[:-1], axis=self.axis), shapes)
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         return [np.concatenate(self.each.save(parameters), axis=self.axis)]
 
 
@@ -124,11 +126,11 @@ class FusedByHead(Relation):
 
     each: Relation
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         rows, *rest = self.each.tensor_shapes(shapes)[0]
         return [(len(shapes) * rows, *rest)]
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         heads, size = shapes[0][-2:]
         # (N maps H, ...) -> (N, maps, H, ...)
         by_head = tensors[0].reshape(heads, len(shapes), size, *tensors[0].shape[1:])
@@ -136,7 +138,7 @@ class FusedByHead(Relation):
         parts = [by_head[:, i].reshape(heads * size, *tensors[0].shape[1:]) for i in range(len(shapes))]
         return self.each.load(parts, shapes)
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         heads, size = parameters[0].shape[-2:]
         # (N H, ...) -> (N, H, ...)
         parts = [part.reshape(heads, size, *part.shape[1:]) for part in self.each.save(parameters)]
@@ -150,13 +152,13 @@ class WithoutFirst(Relation):
 
     rows: int
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return [(length + self.rows, *rest) for length, *rest in shapes]
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         return [tensor[self.rows :] for tensor in tensors]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         return [
             np.concatenate([np.zeros_like(table, shape=(self.rows, *table.shape[1:])), table]) for table in parameters
         ]
@@ -168,13 +170,13 @@ class Row(Relation):
 
     axes: int
 
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
         return [(1,) * self.axes + shape for shape in shapes]
 
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
         return [tensor.reshape(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
 
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
         return [parameter[(None,) * self.axes] for parameter in parameters]
 
 
