@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import flax.linen as nn
+from jaxtyping import PyTree
 
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._kinds import kind_of
@@ -20,22 +20,15 @@ from transformer.zoo.weights._rules import Link
 
 def adapter_for(
     model: nn.Module,
-    params: Any,
+    params: PyTree,
     directory: str | os.PathLike,
     family: Family | None = None,
     architecture: str | None = None,
 ) -> Adapter:
-    """Read an adapter for a model.
+    """Read an adapter for a model with these parameters.
 
-    Args:
-        model: the model.
-        params: its parameters, without an adapter.
-        directory: directory of the adapter.
-        family: family whose module names the adapter uses; None: the first that can describe the model.
-        architecture: its architecture, if `family` is given.
-
-    Raises:
-        FileNotFoundError, WeightsError, ConfigError: see `read_adapter`.
+    `family` and `architecture` are those whose module names it uses; None: the first that can describe the model. The
+    errors are those of `read_adapter`.
     """
     if family is None:
         family, architecture, _ = choose_family(model)
@@ -47,24 +40,15 @@ def adapter_for(
 def save_adapter(
     model: nn.Module,
     adapter: Adapter,
-    params: Any,
+    params: PyTree,
     directory: str | os.PathLike,
     family: str | None,
     base: str | None = None,
 ) -> Family:
-    """Write an adapter of a model, and return the family whose module names it uses.
+    """Write an adapter of a model with these parameters, and return the family whose module names it uses.
 
-    Args:
-        model: the model.
-        adapter: the adapter.
-        params: parameters of the model, without the adapter.
-        directory: new or empty directory.
-        family: name of a family; None: the first family that can describe the model.
-        base: name or directory of the model that the adapter is for.
-
-    Raises:
-        ConfigError: the family is unknown or can't describe the model, or PEFT's format can't express the updates.
-        WeightsError: the directory is not empty.
+    `family` is the name of a family (None: the first that can describe the model), and `base` the name or directory of
+    the model that the adapter is for. The errors are those of `choose_family` and `write_adapter`.
     """
     chosen, architecture, _ = choose_family(model, family)
     task = {CausalLM: "CAUSAL_LM", Seq2Seq: "SEQ_2_SEQ_LM"}.get(type(model))

@@ -10,13 +10,13 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import flax.linen as nn
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import LearnedOptions, RotaryOptions, SinusoidalOptions
@@ -34,7 +34,7 @@ POSITIONS = 512
 USUAL_EPSILON = 1e-5
 """Norm epsilon of the families whose config.json has no field for it."""
 
-Flat = dict[str, Any]
+Flat = dict[str, jax.Array]
 """Parameters by path."""
 
 
@@ -44,13 +44,13 @@ class Rewrite:
 
     config: Callable[[nn.Module, int], TransformerConfig | None]
     """(model, number of positions) -> config of the new model, or None if the rewrite does not apply."""
-    params: Callable[[nn.Module, nn.Module, Flat], Flat]
+    params: Callable[[nn.Module, nn.Module, Flat], Flat] = lambda before, after, params: params
     """(old model, new model, old parameters) -> new parameters. Parameters that are left out become zeros."""
 
 
 def with_equivalent(
-    model: nn.Module, params: Any, family: str | None = None, context: int | None = None
-) -> tuple[nn.Module, Any]:
+    model: nn.Module, params: PyTree, family: str | None = None, context: int | None = None
+) -> tuple[nn.Module, PyTree]:
     """Return an equivalent model that a family can describe, and its parameters.
 
     If the family can describe the given model, it is returned unchanged. Otherwise the result is the equivalent model
@@ -87,7 +87,7 @@ def with_equivalent(
     raise min(refusals, key=lambda refusal: refusal.differences)
 
 
-def with_plain_embeddings(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
+def with_plain_embeddings(model: nn.Module, params: PyTree) -> tuple[nn.Module, PyTree]:
     """Return an equivalent model whose embeddings are not multiplied by sqrt(d_model), and its parameters.
 
     The embedding table then holds the scaled embeddings. Tied embeddings become untied, because the output map uses the
@@ -109,16 +109,12 @@ def _models(model: nn.Module, rewrites: tuple[Rewrite, ...], positions: int) -> 
     return models
 
 
-def _rewritten(rewrite: Rewrite, before: nn.Module, after: nn.Module, params: Any) -> Any:
+def _rewritten(rewrite: Rewrite, before: nn.Module, after: nn.Module, params: PyTree) -> PyTree:
     given = flax.traverse_util.flatten_dict(params, sep="/")
     wanted = flax.traverse_util.flatten_dict(abstract_params(after), sep="/")
     new = rewrite.params(before, after, dict(given))
     zeros = {path: jnp.zeros(leaf.shape, leaf.dtype) for path, leaf in wanted.items() if path not in new}
     return flax.traverse_util.unflatten_dict(new | zeros, sep="/")
-
-
-def _unchanged(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
-    return params
 
 
 # Scaled embeddings: sqrt(d) E[token] = (sqrt(d) E)[token]. The logits x E^T of a tied model need the unscaled E, so the
@@ -282,9 +278,9 @@ _PLAIN_EMBEDDINGS = Rewrite(_plain_embeddings_config, _plain_embeddings)
 REWRITES = (
     _PLAIN_EMBEDDINGS,
     Rewrite(_gated_config, _gated),
-    Rewrite(_norm_bias_config, _unchanged),
-    Rewrite(_attention_config, _unchanged),
-    Rewrite(_output_bias_config, _unchanged),
+    Rewrite(_norm_bias_config),
+    Rewrite(_attention_config),
+    Rewrite(_output_bias_config),
     Rewrite(_table_config, _table),
     Rewrite(_epsilon_config, _epsilon),
 )

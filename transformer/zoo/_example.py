@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from transformer.config._execution import Execution
 from transformer.nn.models._kinds import example_inputs, kind_of
@@ -27,14 +28,11 @@ MAX_EXAMPLE_BYTES = 8 * 2**30
 """Models with more bytes of parameters are saved without an example."""
 
 
-def make_example(model: nn.Module, params: Any, dtype: str) -> dict[str, Any] | None:
-    """Compute the example of a model: a short input and some of its logits, as JSON values.
+def make_example(model: nn.Module, params: PyTree, dtype: str) -> dict[str, Any] | None:
+    """Compute the example of a model: a short input and some of its logits in `dtype`, as JSON values.
 
-    The logits are computed in `dtype`, in which the saved model will be loaded.
-
-    Returns:
-        The example, or None for a model with more than 8 GiB of parameters, for which the forward pass would make
-        saving slow and may exceed the memory.
+    A model with more than 8 GiB of parameters has none: the forward pass would make saving slow, and may exceed the
+    memory.
     """
     if sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > MAX_EXAMPLE_BYTES:
         return None
@@ -51,11 +49,8 @@ def make_example(model: nn.Module, params: Any, dtype: str) -> dict[str, Any] | 
     }
 
 
-def compare_example(directory: str | os.PathLike, example: dict[str, Any], model: nn.Module, params: Any) -> float:
-    """Compare the logits of a directory's example with those of the model loaded from it in the example's dtype.
-
-    Returns:
-        The largest difference from the expected logits, relative to the largest expected logit.
+def compare_example(directory: str | os.PathLike, example: dict[str, Any], model: nn.Module, params: PyTree) -> float:
+    """Return the largest difference of the example's logits, relative to the largest, from the model of the directory.
 
     Raises:
         WeightsError: the logits differ by more than the tolerance, or the example does not belong to this model.
@@ -81,11 +76,7 @@ def compare_example(directory: str | os.PathLike, example: dict[str, Any], model
 
 
 def example_dtype(directory: str | os.PathLike, example: dict[str, Any]) -> str:
-    """Return the dtype of an example's logits.
-
-    Raises:
-        WeightsError: not a dtype of models.
-    """
+    """Return the dtype of an example's logits; raise WeightsError if models don't have it."""
     given = example.get("dtype")
     if not isinstance(given, str) or given not in TOLERANCES:
         raise _invalid_example(directory, f"dtype must be one of {', '.join(TOLERANCES)}, got {given!r:.80}")
@@ -117,7 +108,7 @@ def _array(described: dict[str, Any]) -> jax.Array:
     return jnp.asarray(np.sin(0.7 * np.arange(np.prod(shape))).reshape(shape), jnp.float32)
 
 
-def _logits(model: nn.Module, params: Any, inputs: Sequence[jax.Array]) -> np.ndarray:
+def _logits(model: nn.Module, params: PyTree, inputs: Sequence[jax.Array]) -> np.ndarray:
     """Return the flattened outputs of a model. For logits per token (B, T, V), return only those of the last token.
 
     Matrix multiplications use the highest precision, because accelerators default to a lower one.
@@ -131,11 +122,7 @@ def _logits(model: nn.Module, params: Any, inputs: Sequence[jax.Array]) -> np.nd
 def _read_example(
     directory: str | os.PathLike, example: dict[str, Any], model: nn.Module
 ) -> tuple[list[jax.Array], list[int], np.ndarray]:
-    """Return the inputs, the indices of the stored logits and their values.
-
-    Raises:
-        WeightsError: the values are not an example of this model.
-    """
+    """Return the inputs, the indices of the stored logits and their values; raise WeightsError if they are invalid."""
     inputs, places, logits = (example.get(name) for name in ("inputs", "places", "logits"))
     _check_inputs(directory, inputs, model)
     numbers = (int, float)
@@ -146,7 +133,7 @@ def _read_example(
     return [_array(one) for one in inputs], places, np.asarray(logits, np.float64)
 
 
-def _check_inputs(directory: str | os.PathLike, inputs: Any, model: nn.Module) -> None:
+def _check_inputs(directory: str | os.PathLike, inputs: object, model: nn.Module) -> None:
     """Raise WeightsError unless `inputs` are valid example inputs of this model."""
     wanted = _default_inputs(model)
     if not isinstance(inputs, list) or len(inputs) != len(wanted):

@@ -21,11 +21,7 @@ def open_weights(source: str | os.PathLike, ignored: Sequence[str] = ()) -> Weig
     """Open a checkpoint directory, an Orbax checkpoint of gemma, or a GGUF file.
 
     Quantized tensors appear as ordinary ones. Of some models that also read images, only the decoder is opened
-    (`TEXT_PARTS`).
-
-    Args:
-        source: the directory or file.
-        ignored: unknown metadata keys of a GGUF file that do not affect the computation.
+    (`TEXT_PARTS`). `ignored` lists unknown metadata keys of a GGUF file that do not affect the computation.
 
     Raises:
         FileNotFoundError: there is no such directory or file, or no config.json.
@@ -39,16 +35,11 @@ def open_weights(source: str | os.PathLike, ignored: Sequence[str] = ()) -> Weig
 def open_tokenizer(
     files: WeightFiles, vocab_size: int, directory: str | os.PathLike | None = None
 ) -> PretrainedTokenizer | None:
-    """Return the tokenizer of opened weights, or None if they have none that is supported.
-
-    Args:
-        files: the opened weights.
-        vocab_size: number of embeddings.
-        directory: directory with another tokenizer to use.
+    """Return the tokenizer of opened weights, or that in `directory`; None if they have none that is supported.
 
     Raises:
         FileNotFoundError: `directory` has no tokenizer.json.
-        ValueError: the tokenizer is damaged, or does not fit the number of embeddings.
+        ValueError: the tokenizer is damaged, or does not fit the number of embeddings (`vocab_size`).
     """
     if directory is not None:
         return load_pretrained_tokenizer(directory, vocab_size)

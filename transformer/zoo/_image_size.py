@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError
 from transformer.config._parts import Patches
@@ -15,8 +16,8 @@ from transformer.config._positions import LearnedOptions, RotaryGridOptions
 
 
 def with_image_size(
-    model: nn.Module, params: Any, height: int, width: int, *, antialias: bool = False
-) -> tuple[nn.Module, Any]:
+    model: nn.Module, params: PyTree, height: int, width: int, *, antialias: bool = False
+) -> tuple[nn.Module, PyTree]:
     """Return the model for images of another size, and its parameters.
 
     The learned positions of the patches are interpolated (bicubic, as in DINO and PyTorch), those of the learned tokens
@@ -55,19 +56,16 @@ def with_image_size(
         return model, params
     if isinstance(config.position, RotaryGridOptions):
         return model.clone(config=config.replace(input=new)), params
+    # A DualEncoder has its encoder of images beside that of texts.
+    part = params if config.images is None else params["image"]
+    table = _resized(part["encoder"]["position_table"], old, new, antialias)
+    part = part | {"encoder": part["encoder"] | {"position_table": table}}
     if config.images is None:
-        table = _resized(params["encoder"]["position_table"], old, new, antialias)
-        changed = config.replace(input=new, position=LearnedOptions())
-        encoder = params["encoder"] | {"position_table": table}
-        return model.clone(config=changed), params | {"encoder": encoder}
-    image = params["image"]
-    table = _resized(image["encoder"]["position_table"], old, new, antialias)
-    changed = config.replace(**{"input.encoder.input": new})
-    encoder = image["encoder"] | {"position_table": table}
-    return model.clone(config=changed), params | {"image": image | {"encoder": encoder}}
+        return model.clone(config=config.replace(input=new, position=LearnedOptions())), part
+    return model.clone(config=config.replace(**{"input.encoder.input": new})), params | {"image": part}
 
 
-def _resized(table: Any, old: Patches, new: Patches, antialias: bool) -> Any:
+def _resized(table: jax.Array, old: Patches, new: Patches, antialias: bool) -> jax.Array:
     """Interpolate a position table (old positions, D) to (new positions, D), in float32."""
     values = np.asarray(table, np.float32)
     extra, width = old.extra_tokens - old.registers, values.shape[1]  # registers have no positions

@@ -12,11 +12,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError, shortened
 from transformer.nn.quantization._int8 import GROUP_SIZES, quantized_shapes
 from transformer.zoo._family import abstract_params
 from transformer.zoo.weights._files import WeightFiles, WeightsError, first_non_finite
+from transformer.zoo.weights._header import TensorInfo
 from transformer.zoo.weights._quantized import FIELD, OWN_METHOD
 
 MAX_LISTED = 20
@@ -30,11 +32,7 @@ def quantization_fields(bits: int, group_size: int) -> dict[str, Any]:
 
 
 def quantization_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return bits and group size of a config.json, or None if its weights are not quantized by `nn.quantize`.
-
-    Raises:
-        ConfigError: unknown bits or group size.
-    """
+    """Return bits and group size of a config.json; None if its weights are not quantized by `nn.quantize`."""
     settings = config.get(FIELD)
     if not isinstance(settings, Mapping) or settings.get("quant_method") != OWN_METHOD:
         return None
@@ -47,14 +45,16 @@ def quantization_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return bits, size
 
 
-def arrays_by_name(params: Any) -> dict[str, Any]:
+def arrays_by_name(params: PyTree) -> dict[str, Any]:
     """Return the arrays of a tree of parameters by path, such as "decoder/layers/slot_0/.../kernel/codes"."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(params)
-    }
+    return {_named(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
 
 
-def load_quantized(files: WeightFiles, model: nn.Module, bits: int, group_size: int) -> Any:
+def _named(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def load_quantized(files: WeightFiles, model: nn.Module, bits: int, group_size: int) -> PyTree:
     """Load the parameters of a directory whose weights are quantized; plain arrays are cast to the model's dtype.
 
     Raises:
@@ -79,17 +79,17 @@ def load_quantized(files: WeightFiles, model: nn.Module, bits: int, group_size: 
             f"the model again. Nothing was loaded."
         )
 
-    def one(path: Any, leaf: Any) -> jax.Array:
-        array = files.read(jax.tree_util.keystr(path, simple=True, separator="/"))
+    def one(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = _named(path)
+        array = files.read(name)
         if (index := first_non_finite(array)) is not None:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise WeightsError(f"{files.directory}: {name}{list(index)} is not finite. The checkpoint is damaged.")
         return jax.device_put(array.astype(leaf.dtype))
 
     return jax.tree_util.tree_map_with_path(one, expected)
 
 
-def _fits(info: Any, leaf: Any, is_packed: bool) -> bool:
+def _fits(info: TensorInfo, leaf: jax.ShapeDtypeStruct, is_packed: bool) -> bool:
     """Return whether a tensor has the shape of a parameter, and its dtype (plain ones: any floating-point dtype)."""
     is_right = info.dtype == leaf.dtype if is_packed else np.dtype(info.dtype).kind not in "biuc"
     return info.shape == leaf.shape and is_right

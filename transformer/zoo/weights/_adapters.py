@@ -19,6 +19,7 @@ from typing import Any
 import flax.traverse_util
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError, shortened
 from transformer.config._local_paths import local_path
@@ -66,7 +67,7 @@ class Adapter:
         """Factor of the updates."""
         return _scale(self.alpha, self.rank, self.rslora)
 
-    def applied_to(self, params: Any) -> Any:
+    def applied_to(self, params: PyTree) -> PyTree:
         """Return a model's parameters with these updates; the kernels of the model are shared, not copied."""
         flat = flax.traverse_util.flatten_dict(params, sep="/") | dict(self.new)
         for path, update in self.updates.items():
@@ -121,7 +122,8 @@ def _modules(links: Sequence[Link], shapes: Mapping[str, Shape]) -> Iterator[_Mo
             continue
         if any(axes is None or axes.role != "hidden" or not axes.inputs for axes in found):
             continue
-        rows, transposed = _rows(one.relation), _is_transposed(one.relation)
+        rows, each = _rows(one.relation), one.relation
+        each = each.each if isinstance(each, Fused | FusedByHead) else each
         if rows is None or any("expert" in axes.names for axes in found):
             continue  # the transformers library has no module for each expert
         inputs = len(found[0].inputs)
@@ -131,7 +133,7 @@ def _modules(links: Sequence[Link], shapes: Mapping[str, Shape]) -> Iterator[_Mo
             math.prod(kernels[0][:inputs]),
             tuple(kernel[inputs:] for kernel in kernels),
             rows,
-            transposed,
+            isinstance(each, Reshaped) and not each.transposed,
         )
 
 
@@ -145,11 +147,6 @@ def _rows(relation: Relation) -> Relation | None:
     return None
 
 
-def _is_transposed(relation: Relation) -> bool:
-    each = relation.each if isinstance(relation, Fused | FusedByHead) else relation
-    return isinstance(each, Reshaped) and not each.transposed
-
-
 def _layer(target: Target) -> str:
     return target.path.removesuffix("/kernel")
 
@@ -158,7 +155,7 @@ def write_adapter(
     directory: str | os.PathLike,
     adapter: Adapter,
     links: Sequence[Link],
-    params: Any,
+    params: PyTree,
     *,
     base: str | None = None,
     task: str | None = None,
@@ -166,16 +163,10 @@ def write_adapter(
 ) -> None:
     """Write an adapter for a model in the format of PEFT.
 
-    Args:
-        directory: new or empty directory.
-        adapter: the updates.
-        links: the rules of the model's family, applied to the model.
-        params: parameters of the model. Only shapes are read, and with DoRA those kernels that a torch module fuses
-            with updated ones.
-        base: name or directory of the model that the adapter is for.
-        task: PEFT's task type, such as "CAUSAL_LM".
-        copies: tensors of other torch modules with the same values -> the tensor of `links`. PEFT trains and loads each
-            module on its own, so that an adapter needs all of them.
+    Of the parameters, only shapes are read, and with DoRA those kernels that a torch module fuses with updated ones.
+    `base` is the name or directory of the model that the adapter is for, and `task` PEFT's task type, such as
+    "CAUSAL_LM". `copies` are tensors of other torch modules with the same values -> the tensor of `links`: PEFT trains
+    and loads each module on its own, so that an adapter needs all of them.
 
     Raises:
         ConfigError: an update that PEFT's format can't express; the message names the layers.
@@ -291,21 +282,15 @@ def _whole_tensors(
 def read_adapter(
     directory: str | os.PathLike,
     links: Sequence[Link],
-    params: Any,
+    params: PyTree,
     *,
     prefix: str = "",
     title: str = "the model",
     copies: Mapping[str, str] = MappingProxyType({}),
 ) -> Adapter:
-    """Read an adapter that PEFT or `write_adapter` wrote, for a model.
+    """Read an adapter that PEFT or `write_adapter` wrote, for a model with these links and parameters.
 
-    Args:
-        directory: directory with adapter_config.json and adapter_model.safetensors.
-        links: the rules of the model's family, applied to the model.
-        params: parameters of the model.
-        prefix: prefix of tensor names that files of the family may omit.
-        title: name of the model for error messages.
-        copies: as in `write_adapter`.
+    Files may omit `prefix` in names of tensors; `title` names the model in messages; `copies` as in `write_adapter`.
 
     Raises:
         FileNotFoundError: the directory does not exist or has no adapter_config.json.
@@ -326,7 +311,9 @@ def read_adapter(
         elif fault := _misfit(name, arrays, modules[name], files.config):
             problems.append(fault)
         else:
-            _collect(updates, modules[name], arrays, _scale_of(name, arrays, files.config))
+            alpha = _pattern(files.config, "alpha_pattern", name, files.config["lora_alpha"])
+            scale = _scale(alpha, len(arrays["a"]), bool(files.config.get("use_rslora")))
+            _collect(updates, modules[name], arrays, scale)
     apart = _trained_apart(whole, copies, prefix)
     new, faults = _replaced(whole, links, shapes, prefix)
     if problems := problems + apart + faults:
@@ -380,7 +367,7 @@ def _check_config(files: AdapterFiles) -> None:
         )
 
 
-def _check_patterns(patterns: Any, title: str) -> None:
+def _check_patterns(patterns: object, title: str) -> None:
     """Raise WeightsError unless `rank_pattern` or `alpha_pattern` maps valid patterns to numbers."""
     numbers = patterns.values() if isinstance(patterns, dict) else [None]
     if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
@@ -432,15 +419,10 @@ def _misfit(name: str, arrays: Mapping[str, np.ndarray], module: _Module, config
     return f"{name}: expected {'; '.join(wrong)}" if wrong else None
 
 
-def _pattern(config: Mapping[str, Any], field: str, name: str, default: float) -> Any:
+def _pattern(config: Mapping[str, Any], field: str, name: str, default: float) -> float:
     """Return the value of a module in rank_pattern or alpha_pattern, whose keys match the end of its name."""
     patterns = (config.get(field) or {}).items()
     return next((value for key, value in patterns if re.match(_PATTERN.format(key), name)), default)
-
-
-def _scale_of(name: str, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> float:
-    alpha = _pattern(config, "alpha_pattern", name, config["lora_alpha"])
-    return _scale(alpha, len(arrays["a"]), bool(config.get("use_rslora")))
 
 
 def _collect(updates: dict[str, Any], module: _Module, arrays: Mapping[str, np.ndarray], scale: float) -> None:
@@ -452,7 +434,7 @@ def _collect(updates: dict[str, Any], module: _Module, arrays: Mapping[str, np.n
         updates.setdefault(_layer(target), {})[target.index] = update
 
 
-def _over_layers(layers: Mapping[tuple[int, ...], Any], kernel: Any) -> dict[str, np.ndarray]:
+def _over_layers(layers: Mapping[tuple[int, ...], Any], kernel: PyTree) -> dict[str, np.ndarray]:
     """Stack the updates of all layers that share a kernel.
 
     Layers without an update get zeros, and lower ranks are filled up with zeros.

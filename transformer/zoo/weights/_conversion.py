@@ -15,6 +15,8 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from transformer.config._checks import shortened
 from transformer.zoo.weights._files import WeightFiles, WeightsError, first_non_finite
@@ -27,12 +29,12 @@ SHOWN = 20
 """Maximum number of entries of a list in an error message."""
 
 
-def parameter_shapes(params: Any) -> dict[str, Shape]:
+def parameter_shapes(params: PyTree) -> dict[str, Shape]:
     """Return shapes by path for a tree of parameters (or of their shapes)."""
     return {path: leaf.shape for path, leaf in flax.traverse_util.flatten_dict(params, sep="/").items()}
 
 
-def parameter_dtypes(params: Any) -> dict[str, np.dtype]:
+def parameter_dtypes(params: PyTree) -> dict[str, np.dtype]:
     """Return dtypes by path for a tree of parameters (or of their shapes)."""
     return {path: leaf.dtype for path, leaf in flax.traverse_util.flatten_dict(params, sep="/").items()}
 
@@ -82,7 +84,8 @@ def _missing(files: WeightFiles, expected: Mapping[str, Shape], unexpected: Sequ
     """Return the expected tensors that are missing, each with the unexpected tensor of the most similar name."""
     missing = [name for name in expected if name not in files.tensors]
     # Compare only the names that the error shows: comparing every pair takes hours for a model with many experts.
-    return [name + _nearest(name, unexpected[:1000]) for name in missing[:SHOWN]] + missing[SHOWN:]
+    close = {name: difflib.get_close_matches(name, unexpected[:1000], n=1, cutoff=0.9) for name in missing[:SHOWN]}
+    return [name + (f" (there is {found[0]})" if found else "") for name, found in close.items()] + missing[SHOWN:]
 
 
 def _wrong_contents(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str, list[str]]:
@@ -109,16 +112,11 @@ def _unequal_copies(files: WeightFiles, copies: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _nearest(name: str, choices: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.9)
-    return f" (there is {close[0]})" if close else ""
-
-
 def load_params(
     files: WeightFiles,
     links: Sequence[Link],
     shapes: Mapping[str, Shape],
-    dtype: Any,
+    dtype: DTypeLike | Mapping[str, np.dtype],
     place: Callable[[str, np.ndarray], jax.Array],
 ) -> dict[str, Any]:
     """Load the parameters.
@@ -160,7 +158,8 @@ def load_params(
             buffer = buffers.setdefault(target.path, None)
             if buffer is None:
                 buffer = buffers[target.path] = aligned(shapes[target.path], dtypes[target.path])
-            _fill(buffer[target.index], part)
+            with np.errstate(over="ignore"):  # overflows are reported as errors below
+                _copy(buffer[target.index], part)
             # A finite tensor that is infinite in the buffer has overflowed.
             if overflows(part.dtype, buffer.dtype) and first_non_finite(buffer[target.index]) is not None:
                 beyond.append(f"{', '.join(one.tensors)} ({buffer.dtype})")
@@ -188,12 +187,6 @@ def overflows(given: np.dtype, to: np.dtype) -> bool:
     return float(jnp.finfo(given).max) > 2 * float(jnp.finfo(to).max)
 
 
-def _fill(to: np.ndarray, values: np.ndarray) -> None:
-    """Compute to[...] = values without overflow warnings, because `load_params` reports overflows as errors."""
-    with np.errstate(over="ignore"):
-        _copy(to, values)
-
-
 def _copy(to: np.ndarray, values: np.ndarray) -> None:
     """Compute to[...] = values, a few columns at a time if `values` is a transposed matrix.
 
@@ -211,7 +204,7 @@ def _copy(to: np.ndarray, values: np.ndarray) -> None:
         to[:, start : start + _COLUMNS] = values[:, start : start + _COLUMNS]
 
 
-def aligned(shape: Shape, dtype: Any) -> np.ndarray:
+def aligned(shape: Shape, dtype: DTypeLike) -> np.ndarray:
     """Return an uninitialized array of this shape that JAX can use on CPU without a copy."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -220,7 +213,7 @@ def aligned(shape: Shape, dtype: Any) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def saved_tensors(links: Iterable[Link], params: Any) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+def saved_tensors(links: Iterable[Link], params: PyTree) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
     """Yield the name of each tensor and a function that computes it from the parameters.
 
     Only a few parameters are held on the host at a time.

@@ -310,7 +310,7 @@ def write_weights(
         (partial / kind.config_file).write_text(content, encoding="utf-8")
 
 
-def _is_shard(name: Any) -> bool:
+def _is_shard(name: object) -> bool:
     """Return whether a value of an index is a plain file name, so that it can't lead outside the directory."""
     return (
         isinstance(name, str) and name.endswith(".safetensors") and name.isprintable() and not set(name) & set("/\\:")

@@ -16,7 +16,7 @@ import numpy as np
 from transformer.config._untrusted import regular_file
 from transformer.zoo.weights._files import INDEX_FILE, TensorInfo, WeightFiles
 from transformer.zoo.weights._header import check_name
-from transformer.zoo.weights._msgpack import FlaxArray, Part, read_arrays
+from transformer.zoo.weights._msgpack import FlaxArray, read_arrays
 
 FLAX_FILE = "flax_model.msgpack"
 _WEIGHTS = ("kernel", "scale", "embedding")
@@ -24,33 +24,24 @@ _WEIGHTS = ("kernel", "scale", "embedding")
 
 
 class FlaxFiles(WeightFiles):
-    """A directory with weights of a Flax class, presented as those of the PyTorch class.
-
-    Raises:
-        FileNotFoundError, WeightsError: errors of `WeightFiles`.
-    """
+    """A directory with weights of a Flax class, presented as those of the PyTorch class."""
 
     weights_file: ClassVar[str] = FLAX_FILE
 
-    _parts: dict[str, tuple[Part, ...]]
-    _kernels: dict[str, bool]
+    _stored: dict[str, tuple[FlaxArray, tuple[int, ...]]]
 
     def read(self, name: str) -> np.ndarray:
         """Read one tensor, see `WeightFiles.read`. A kernel is a transposed view of the new array."""
-        info, parts = self._info(name), self._parts[name]
-        is_kernel = self._kernels[name]
-        shape = info.shape
-        if is_kernel:
-            shape = tuple(shape[axis] for axis in (2, 3, 1, 0)) if len(shape) == 4 else shape[::-1]
-        array = np.empty(shape, info.dtype)
+        info, (stored, axes) = self._info(name), self._stored[name]
+        array = np.empty(stored.shape, info.dtype)
         raw, start = array.reshape(-1).view(np.uint8), 0
-        for part in parts:
+        for part in stored.parts:
             self._read_into(raw[start : start + part.nbytes], info, part.offset)
             start += part.nbytes
-        return _as_in_pytorch(array) if is_kernel else array
+        return array.transpose(axes)
 
     def _tensors_of(self, filename: str) -> tuple[dict[str, TensorInfo], list[str]]:
-        self._parts, self._kernels = {}, {}
+        self._stored = {}
         try:
             path = regular_file(self.directory, filename)
             arrays = read_arrays(path)
@@ -67,29 +58,22 @@ class FlaxFiles(WeightFiles):
                 problems.append(f"{filename}: {error}")
             if name in tensors:
                 problems.append(f"{filename}: two arrays are the tensor {name}")
-            tensors[name] = _described(name, array, path, keys[-1] == "kernel")
-            self._parts[name], self._kernels[name] = array.parts, keys[-1] == "kernel"
+            axes = _axes(len(array.shape), keys[-1] == "kernel")
+            shape = tuple(array.shape[axis] for axis in axes)
+            tensors[name] = TensorInfo(name, array.dtype, shape, path, array.parts[0].offset)
+            self._stored[name] = (array, axes)
         return tensors, problems
 
 
 def open_files(directory: str | os.PathLike) -> WeightFiles:
-    """Open a checkpoint directory: safetensors or, if there are none, the weights of a Flax class.
-
-    Raises:
-        FileNotFoundError, WeightsError: errors of `WeightFiles`.
-    """
+    """Open a checkpoint directory: safetensors or, if there are none, the weights of a Flax class."""
     has_tensors = any(os.path.lexists(Path(directory) / name) for name in (WeightFiles.weights_file, INDEX_FILE))
     kind = FlaxFiles if not has_tensors and os.path.lexists(Path(directory) / FLAX_FILE) else WeightFiles
     return kind(directory)
 
 
-def _described(name: str, array: FlaxArray, path: Path, is_kernel: bool) -> TensorInfo:
-    shape = array.shape
-    if is_kernel:
-        shape = tuple(shape[axis] for axis in (3, 2, 0, 1)) if len(shape) == 4 else shape[::-1]
-    return TensorInfo(name, array.dtype, shape, path, array.parts[0].offset)
-
-
-def _as_in_pytorch(kernel: np.ndarray) -> np.ndarray:
-    """Transpose a kernel: (height, width, in, out) -> (out, in, height, width); (in, out) -> (out, in)."""
-    return kernel.transpose(3, 2, 0, 1) if kernel.ndim == 4 else kernel.T
+def _axes(rank: int, is_kernel: bool) -> tuple[int, ...]:
+    """Return the axes as in PyTorch: (height, width, in, out) -> (out, in, height, width); (in, out) -> (out, in)."""
+    if not is_kernel:
+        return tuple(range(rank))
+    return (3, 2, 0, 1) if rank == 4 else tuple(range(rank))[::-1]

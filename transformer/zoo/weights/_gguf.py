@@ -64,12 +64,7 @@ class GGUFHeader:
 
 
 def read_gguf(file: Path) -> GGUFHeader:
-    """Read the metadata of a GGUF file and the descriptions of its tensors.
-
-    Raises:
-        ValueError: the file is not a GGUF file, is damaged, or has tensors in a format that is not supported. The
-            message says where.
-    """
+    """Read the metadata of a GGUF file and its tensors' descriptions; a ValueError says where it can't be read."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         reader = _Reader(stream, size)
@@ -136,7 +131,7 @@ class _Reader:
         self.at += count
         return self.stream.read(count)
 
-    def number(self, format: str) -> Any:
+    def number(self, format: str) -> int | float:
         """Return the next number in a format of `struct`."""
         return struct.unpack(format, self.take(struct.calcsize(format)))[0]
 
@@ -156,7 +151,7 @@ class _Reader:
         except UnicodeDecodeError:
             raise ValueError(f"the text at byte {start} is not UTF-8: the file is damaged") from None
 
-    def value(self, kind: int, key: str) -> Any:
+    def value(self, kind: int, key: str) -> float | str | list[str] | np.ndarray:
         """Return the next metadata value."""
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])

@@ -101,11 +101,7 @@ def check_header(
 ) -> tuple[dict[str, TensorInfo], list[str]]:
     """Validate a parsed header: every entry, and that the tensors tile the data of the file without gaps or overlaps.
 
-    Args:
-        header: the parsed JSON.
-        file: path of the file.
-        data_start: offset of the data in bytes.
-        size: size of the file in bytes.
+    The data begins at byte `data_start` of the file, which has `size` bytes.
 
     Returns:
         The tensors by name, and a list of problems.
@@ -150,7 +146,7 @@ def header_bytes(entries: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> byt
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _entry(name: str, entry: Any) -> tuple[tuple[int, ...], np.dtype, int, int]:
+def _entry(name: str, entry: object) -> tuple[tuple[int, ...], np.dtype, int, int]:
     """Return the shape, dtype, and start and end offset of one tensor."""
     check_name(name)
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
@@ -171,7 +167,7 @@ def _entry(name: str, entry: Any) -> tuple[tuple[int, ...], np.dtype, int, int]:
     return tuple(shape), DTYPES[dtype], offsets[0], offsets[1]
 
 
-def _whole(values: Any) -> bool:
+def _whole(values: object) -> bool:
     """Return whether a value is a list of non-negative integers."""
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 

@@ -37,12 +37,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def write_integrity(directory: str | os.PathLike, example: Mapping[str, Any] | None = None) -> None:
-    """Write the checksums of all files directly in the directory.
-
-    Args:
-        directory: the saved directory.
-        example: an input and its logits, as JSON values (see `transformer.zoo._example`).
-    """
+    """Write the checksums of all files directly in the directory, with an example (see `zoo/_example.py`)."""
     directory = Path(directory)
     names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.name != INTEGRITY_FILE)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -55,11 +50,7 @@ def write_integrity(directory: str | os.PathLike, example: Mapping[str, Any] | N
 
 
 def read_integrity(directory: str | os.PathLike) -> dict[str, Any] | None:
-    """Return the validated contents of integrity.json, or None if the file is missing.
-
-    Raises:
-        WeightsError: the file is invalid.
-    """
+    """Return the contents of integrity.json, or None if it is missing; raise WeightsError if it is invalid."""
     directory = Path(directory)
     if not os.path.lexists(directory / INTEGRITY_FILE):
         return None
@@ -74,7 +65,7 @@ def read_integrity(directory: str | os.PathLike) -> dict[str, Any] | None:
     return values
 
 
-def _check_layout(values: Any) -> None:
+def _check_layout(values: object) -> None:
     """Raise ValueError unless `values` is an object with file names, their checksums, and optionally an example."""
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         given = values.get("format") if isinstance(values, dict) else values

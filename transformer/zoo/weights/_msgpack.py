@@ -51,11 +51,7 @@ class FlaxArray:
 
 
 def read_arrays(file: Path) -> dict[tuple[str, ...], FlaxArray]:
-    """Return the arrays of a file by the keys that lead to them. The data is not read.
-
-    Raises:
-        ValueError: the file is cut short, or is not such a file; the message says where.
-    """
+    """Return the arrays of a file by the keys that lead to them, not their data; a ValueError says what is wrong."""
     with file.open("rb") as stream:
         reader = _Reader(stream, file.stat().st_size)
         root = reader.value(0)
@@ -94,14 +90,14 @@ def _joined(value: dict[str, Any], path: tuple[str, ...]) -> FlaxArray:
     return FlaxArray(chunks[0].dtype, tuple(shape), parts)
 
 
-def _in_order(value: Any) -> list[Any] | None:
+def _in_order(value: object) -> list[Any] | None:
     """Return the values of a map with the keys "0", "1", ...; None if it is something else."""
     if not isinstance(value, dict) or list(value) != [str(i) for i in range(len(value))]:
         return None
     return list(value.values())
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return {"FlaxArray": "an array", "NoneType": "nothing"}.get(type(value).__name__, type(value).__name__)
 
 
@@ -111,7 +107,7 @@ class _Reader:
     def __init__(self, stream: BinaryIO, size: int):
         self.stream, self.size, self.entries = stream, size, 0
 
-    def value(self, depth: int) -> Any:
+    def value(self, depth: int) -> dict[str, Any] | str | float | FlaxArray | None:
         """Return the next value: a map, a text, a number, an array of Flax, or None."""
         start = self.stream.tell()
         (code,) = self.take(1)
@@ -208,12 +204,7 @@ class _Reader:
         return sizes
 
 
-_NUMBERS = {0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q"} | {
-    0xD0: ">b",
-    0xD1: ">h",
-    0xD2: ">i",
-    0xD3: ">q",
-}
+_NUMBERS = dict(zip(range(0xCA, 0xD4), (">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q"), strict=True))
 """Code of a number -> its format."""
 _TEXTS = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 """Code of a text -> bytes of its length; the following tables, too."""

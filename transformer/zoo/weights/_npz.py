@@ -52,11 +52,7 @@ class NpzFile:
             raise self._error(f"{type(error).__name__}, {error}") from None
 
     def read(self, name: str) -> np.ndarray:
-        """Read one array.
-
-        Raises:
-            WeightsError: there is no such array, or its data is damaged.
-        """
+        """Read one array; raise WeightsError if it does not exist or is damaged."""
         if name not in self.tensors:
             raise WeightsError(f"{self.directory} has no array {name!r}.")
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import PyTree
 
 from transformer.config._untrusted import regular_file
 from transformer.zoo.weights._header import MAX_RANK, TensorInfo, WeightsError
@@ -84,11 +85,7 @@ class OrbaxArrays:
         return total
 
     def read(self, keys: Keys) -> np.ndarray:
-        """Read one array, in the dtype in which it is stored.
-
-        Raises:
-            WeightsError: the files of the array are damaged.
-        """
+        """Read one array, in the dtype in which it is stored; raise WeightsError if its files are damaged."""
         import orbax.checkpoint as ocp
 
         args = ocp.args.PyTreeRestore(
@@ -112,14 +109,14 @@ class OrbaxArrays:
         return WeightsError(f"{self._directory} is not a valid Orbax checkpoint: {problem}. Download it again.")
 
 
-def _flat(tree: Any, above: Keys) -> list[tuple[Keys, Any]]:
+def _flat(tree: PyTree, above: Keys) -> list[tuple[Keys, Any]]:
     """Return the leaves of nested dictionaries with their keys."""
     if not isinstance(tree, Mapping):
         return [(above, tree)]
     return [one for key, part in tree.items() for one in _flat(part, (*above, str(key)))]
 
 
-def _nested(keys: Keys, leaf: Any) -> Any:
+def _nested(keys: Keys, leaf: object) -> PyTree:
     """Return nested dictionaries with a single leaf."""
     for key in reversed(keys):
         leaf = {key: leaf}

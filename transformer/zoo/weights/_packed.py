@@ -21,22 +21,13 @@ def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def from_gptq(
-    qweight: np.ndarray,
-    qzeros: np.ndarray,
-    scales: np.ndarray,
-    g_idx: np.ndarray,
-    bits: int,
-    offset: int,
+    qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx: np.ndarray, bits: int, offset: int
 ) -> np.ndarray:
     """Dequantize a matrix of GPTQ.
 
-    Args:
-        qweight: (in bits / 32, out) int32, packed along the inputs.
-        qzeros: (groups, out bits / 32) int32, packed along the outputs.
-        scales: (groups, out).
-        g_idx: (in,) group of each input, in any order ("act order").
-        bits: bits of an integer, 4 or 8.
-        offset: number to add to the zero points: 1, and 0 in the second version of the format.
+    `qweight` (in bits / 32, out) is int32, packed along the inputs, and `qzeros` (groups, out bits / 32) along the
+    outputs; `scales` are (groups, out). `g_idx` (in,) is the group of each input, in any order ("act order"). `offset`
+    is added to the zero points: 1, and 0 in the second version of the format.
 
     Returns:
         The matrix (out, in) in float32.
@@ -52,10 +43,8 @@ def from_gptq(
 def from_awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Dequantize a matrix of AWQ.
 
-    Args:
-        qweight: (in, out / 8) int32, packed along the outputs in the order `_AWQ_ORDER`.
-        qzeros: (groups, out / 8) int32, packed in the same way.
-        scales: (groups, out).
+    `qweight` (in, out / 8) and `qzeros` (groups, out / 8) are int32, packed along the outputs in the order
+    `_AWQ_ORDER`; `scales` are (groups, out).
 
     Returns:
         The matrix (out, in) in float32.

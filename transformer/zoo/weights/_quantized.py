@@ -67,15 +67,9 @@ def _pairs() -> np.ndarray:
 
 
 def from_fp8(weight: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Dequantize a blockwise fp8 matrix: multiply each block by its scale.
+    """Dequantize a blockwise fp8 matrix (out, in) to float32: multiply each block by its scale.
 
-    Args:
-        weight: (out, in) in an 8-bit floating-point dtype.
-        scales: (ceil(out / block[0]), ceil(in / block[1])), one scale per block.
-        block: rows and columns of a block.
-
-    Returns:
-        The matrix (out, in) in float32.
+    `scales` are (ceil(out / block[0]), ceil(in / block[1])), one per block of `block` rows and columns.
     """
     # Look up the float32 value of each of the 256 bit patterns. This takes half the time of `astype`.
     result = _BYTES.view(weight.dtype).astype(np.float32)[weight.view(np.uint8)]
@@ -205,7 +199,7 @@ def _unsupported(expected: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> list[st
     ]
 
 
-def _groups(size: Any, inputs: int) -> int | None:
+def _groups(size: object, inputs: int) -> int | None:
     """Return the number of groups of `size` inputs; None if the size is invalid."""
     return -(-inputs // size) if type(size) is int and size > 0 else None
 
@@ -228,11 +222,8 @@ def _by_module(
 ) -> tuple[dict[str, _Made], list[str]]:
     """Return the dequantized `weight` of every module with a `qweight`, and the problems of modules.
 
-    Args:
-        tensors: the tensors of the files.
-        names: other tensors of a module.
-        optional: those of them that may be missing.
-        one: function from the name of a module, its `qweight` and its other tensors to its weight, or to a problem.
+    A module has the other tensors `names`, of which those in `optional` may be missing. `one` is a function from the
+    name of a module, its `qweight` and its other tensors to its weight, or to a problem.
     """
     made, problems = {}, []
     for tensor, weight in tensors.items():
