@@ -11,14 +11,9 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import MLA, LayerKind, MoE
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, FieldError, Fields, Fixed, Rope, Unread, layer_sizes
-from transformer.zoo.families._llama import (
-    ROTARY_BUFFERS,
-    decoder_family,
-    decoder_fields,
-    feed_forward_rules,
-    norm_rules,
-)
+from transformer.zoo._fields import Biases, Codec, FieldError, Fields, Fixed, Unread, layer_sizes
+from transformer.zoo._rotary import Rope
+from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._mixtral import expert_rules
 from transformer.zoo.weights._rules import (
     MATRIX,
@@ -249,8 +244,8 @@ def _rules(config: TransformerConfig) -> list[Rule]:
         # Up-projections of the latent to unrotated keys and to values, fused per head (eqs. 2 and 5).
         Rule(f"{theirs}kv_b_proj.weight", (f"{ours}key/kernel", f"{ours}value/kernel"), FusedHeads()),
         *linear(f"{theirs}o_proj", f"{ours}out", MERGED),
-        *norm_rules(),
-        *feed_forward_rules(),
+        *llama.norm_rules(),
+        *llama.feed_forward_rules(),
         *expert_rules(mlp, gate="gate_proj", up="up_proj", down="down_proj"),
         Rule(f"{mlp}gate.e_score_correction_bias", f"{feed_forward}router/selection_bias"),
         *(
@@ -264,13 +259,13 @@ def _rules(config: TransformerConfig) -> list[Rule]:
 _YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 _YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 
-DEEPSEEK_V3 = decoder_family(
+DEEPSEEK_V3 = llama.decoder_family(
     "DeepseekV3",
     name="deepseek_v3",
     title="DeepSeek-V3",
     citation="DeepSeek-AI 2024, arXiv 2412.19437",
     fields=(
-        *decoder_fields(),
+        *llama.decoder_fields(),
         LatentSizes(),
         LatentRope(),
         Biases("attention_bias"),
@@ -285,7 +280,7 @@ DEEPSEEK_V3 = decoder_family(
     ),
     rules=_rules,
     # In the published model, the 61 layers are followed by one for multi-token prediction.
-    ignored=(ROTARY_BUFFERS, r"model\.layers\.61\..*"),
+    ignored=(llama.ROTARY_BUFFERS, r"model\.layers\.61\..*"),
     variants={
         "deepseek-v3": Variant(
             hub="deepseek-ai/DeepSeek-V3",

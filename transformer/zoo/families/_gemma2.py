@@ -8,20 +8,13 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Fields, Fixed, Rope, Unread
-from transformer.zoo.families._llama import (
-    DECODER_CONSTANTS,
-    ROTARY_BUFFERS,
-    attention_rules,
-    decoder_family,
-    decoder_fields,
-    decoder_variant,
-    feed_forward_rules,
-)
+from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Fields, Fixed, Unread
+from transformer.zoo._rotary import Rope
+from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
 from transformer.zoo.weights._rules import Rule, modules
 
-GEMMA_CONSTANTS = DECODER_CONSTANTS | {
+GEMMA_CONSTANTS = llama.DECODER_CONSTANTS | {
     "norm.kind": "zero_centered_rms_norm",
     "norm.position": "sandwich",
     "embedding.scale": True,
@@ -78,25 +71,25 @@ _NORMS = {
 def gemma_rules(config: TransformerConfig) -> list[Rule]:
     """Return the rules of Gemma 2: the names of Llama, except for the four norms of each layer."""
     return [
-        *attention_rules(),
-        *feed_forward_rules(),
+        *llama.attention_rules(),
+        *llama.feed_forward_rules(),
         *modules("model.layers.{layer}.", "decoder/{layer}/", _NORMS),
     ]
 
 
 def _variant(name: str, parameters: int, width: int, inner: int, layers: int, heads: int, **more) -> Variant:
     sizes = (width, inner, layers, heads, heads // 2)
-    return decoder_variant(f"google/{name}", parameters, *sizes, vocab_size=256_000, **more)
+    return llama.decoder_variant(f"google/{name}", parameters, *sizes, vocab_size=256_000, **more)
 
 
-GEMMA2 = decoder_family(
+GEMMA2 = llama.decoder_family(
     "Gemma2",
     name="gemma2",
     title="Gemma 2",
     citation="Gemma Team 2024, arXiv 2408.00118",
     constants=GEMMA_CONSTANTS,
     fields=(
-        *decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
+        *llama.decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
         Rope(),
         Biases("attention_bias"),
         QueryScale(),
@@ -108,7 +101,7 @@ GEMMA2 = decoder_family(
         Unread(("hidden_act", "sliding_window_size")),
     ),
     rules=gemma_rules,
-    ignored=(ROTARY_BUFFERS,),
+    ignored=(llama.ROTARY_BUFFERS,),
     variants={
         "gemma-2-2b": _variant("gemma-2-2b", 2_614_341_888, 2304, 9216, 26, 8),
         "gemma-2-9b": _variant("gemma-2-9b", 9_241_705_984, 3584, 14_336, 42, 16),

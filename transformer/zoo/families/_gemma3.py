@@ -9,16 +9,10 @@ from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, Unread, read_rotary, write_rotary
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, Unread
+from transformer.zoo._rotary import read_rotary, write_rotary
+from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._gemma2 import GELU, GEMMA_CONSTANTS, QueryScale, gemma_rules
-from transformer.zoo.families._llama import (
-    LANGUAGE_MODEL,
-    LAST_TOKEN,
-    decoder_family,
-    decoder_fields,
-    decoder_variant,
-    qk_norm_rules,
-)
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
 from transformer.zoo.weights._rules import Rule, layer_kinds
 
@@ -87,23 +81,23 @@ class LocalAndGlobal(Codec):
 
 
 def _rules(config: TransformerConfig) -> list[Rule]:
-    return [*gemma_rules(config), *qk_norm_rules()]
+    return [*gemma_rules(config), *llama.qk_norm_rules()]
 
 
 def _variant(name: str, parameters: int, width: int, inner: int, layers: int) -> Variant:
     alike = {"vocab_size": 262_144, "head_dim": 256, "sliding_window": 512}
-    return decoder_variant(f"google/{name}", parameters, width, inner, layers, 4, 1, **alike)
+    return llama.decoder_variant(f"google/{name}", parameters, width, inner, layers, 4, 1, **alike)
 
 
-GEMMA3 = decoder_family(
+GEMMA3 = llama.decoder_family(
     "Gemma3",
     name="gemma3_text",
     title="Gemma 3 (text)",
     citation="Gemma Team 2025, arXiv 2503.19786",
-    heads={"Gemma3ForCausalLM": LANGUAGE_MODEL, "Gemma3TextForSequenceClassification": LAST_TOKEN},
+    heads={"Gemma3ForCausalLM": llama.LANGUAGE_MODEL, "Gemma3TextForSequenceClassification": llama.LAST_TOKEN},
     constants=GEMMA_CONSTANTS | {"attention.qk_norm": QKNorm(kind="zero_centered_rms_norm")},
     fields=(
-        *decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
+        *llama.decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
         Biases("attention_bias"),
         QueryScale(),
         # The reference defines this field but never applies soft-capping to scores.

@@ -13,16 +13,10 @@ from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE, RotaryScaling
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, Json, read_rotary, write_rotary
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, Json
+from transformer.zoo._rotary import read_rotary, write_rotary
+from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._gemma2 import GELU, gemma_rules
-from transformer.zoo.families._llama import (
-    DECODER_CONSTANTS,
-    LANGUAGE_MODEL,
-    decoder_family,
-    decoder_fields,
-    decoder_variant,
-    qk_norm_rules,
-)
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types
 from transformer.zoo.weights._rules import (
     Arrays,
@@ -275,7 +269,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     gate_and_up = (f"{experts}experts/gate/kernel", f"{experts}experts/up/kernel")
     return [
         *gemma_rules(config),
-        *qk_norm_rules(),
+        *llama.qk_norm_rules(),
         *modules(theirs, ours, names),
         Rule(f"{theirs}layer_scalar", f"{ours}layer_scalar"),
         *linear(f"{theirs}router.proj", f"{experts}router"),
@@ -291,16 +285,16 @@ def _rules(config: TransformerConfig) -> list[Rule]:
 
 def _variant(name: str, parameters: int, sizes: tuple[int, ...], **more: Json) -> Variant:
     alike = {"vocab_size": 262_144, "head_dim": 256, "final_logit_softcapping": 30.0}
-    return decoder_variant(f"google/{name}", parameters, *sizes, **alike | more)
+    return llama.decoder_variant(f"google/{name}", parameters, *sizes, **alike | more)
 
 
-GEMMA4 = decoder_family(
+GEMMA4 = llama.decoder_family(
     "Gemma4",
     name="gemma4_text",
     title="Gemma 4 (text)",
     citation="Gemma Team 2026, https://ai.google.dev/gemma/docs/core/model_card_4",
-    heads={"Gemma4ForCausalLM": LANGUAGE_MODEL},
-    constants=DECODER_CONSTANTS
+    heads={"Gemma4ForCausalLM": llama.LANGUAGE_MODEL},
+    constants=llama.DECODER_CONSTANTS
     | {
         "norm.position": "sandwich",
         "embedding.scale": True,
@@ -310,7 +304,7 @@ GEMMA4 = decoder_family(
         "stack.layer_scalar": True,
     },
     fields=(
-        *decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
+        *llama.decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
         Biases("attention_bias"),
         Field("final_logit_softcapping", "output.softcap", None, nullable=True),
         PerLayerEmbeddings(),

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.zoo._family import Family, Variant
-from transformer.zoo._fields import Codec, Fields, Rope
+from transformer.zoo._fields import Codec, Fields
+from transformer.zoo._rotary import Rope
 from transformer.zoo.families._deepseek_v3 import Interleaved
 from transformer.zoo.families._llama import DECODER_CONSTANTS, decoder_family, decoder_fields, decoder_variant
 from transformer.zoo.weights._rules import MATRIX, MERGED, VECTOR, Fused, Rule, linear, modules, norm

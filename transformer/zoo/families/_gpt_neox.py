@@ -6,7 +6,8 @@ from transformer.config._model import TransformerConfig
 from transformer.config._positions import RotaryOptions
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Field, Rope, Unread, layer_sizes, training_fields
+from transformer.zoo._fields import ACTIVATIONS, Field, Unread, layer_sizes, training_fields
+from transformer.zoo._rotary import Rope
 from transformer.zoo.families._llama import LAST_TOKEN
 from transformer.zoo.weights._rules import MATRIX, VECTOR, FusedByHead, Rule, fused, modules, norm
 

@@ -10,14 +10,9 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind, MoE
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Fields, Fixed, Rope, Unread, layer_sizes
-from transformer.zoo.families._llama import (
-    DECODER_CONSTANTS,
-    attention_rules,
-    decoder_family,
-    decoder_fields,
-    norm_rules,
-)
+from transformer.zoo._fields import Biases, Codec, Fields, Fixed, Unread, layer_sizes
+from transformer.zoo._rotary import Rope
+from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._mixtral import balance_coefficient, balance_weight
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
 from transformer.zoo.weights._rules import Arrays, Relation, Rule, Shape, Shapes, layer_kinds, linear
@@ -109,9 +104,9 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     theirs, ours = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
     gate_and_up = (f"{ours}experts/gate/", f"{ours}experts/up/")
     return [
-        *attention_rules(),
+        *llama.attention_rules(),
         Rule("model.layers.{layer}.self_attn.sinks", "decoder/{layer}/self_attention/sinks"),
-        *norm_rules(),
+        *llama.norm_rules(),
         *linear(f"{theirs}router", f"{ours}router"),
         Rule(f"{theirs}experts.gate_up_proj", tuple(f"{path}kernel" for path in gate_and_up), Alternating()),
         Rule(f"{theirs}experts.gate_up_proj_bias", tuple(f"{path}bias" for path in gate_and_up), Alternating()),
@@ -125,15 +120,15 @@ def _variant(hub: str, parameters: int, layers: int, experts: int) -> Variant:
     return Variant(hub=f"openai/{hub}", parameters=parameters, fields=sizes)
 
 
-GPT_OSS = decoder_family(
+GPT_OSS = llama.decoder_family(
     "GptOss",
     name="gpt_oss",
     title="gpt-oss",
     citation="OpenAI 2025, arXiv 2508.10925",
-    constants=DECODER_CONSTANTS | {"feed_forward.activation": "swiglu_clamped", "attention.sinks": True},
+    constants=llama.DECODER_CONSTANTS | {"feed_forward.activation": "swiglu_clamped", "attention.sinks": True},
     fields=(
         # The experts of the reference ignore hidden_act.
-        *decoder_fields(epsilon=1e-5, kv_heads=8, head_dim=64, activation=Unread(("hidden_act",))),
+        *llama.decoder_fields(epsilon=1e-5, kv_heads=8, head_dim=64, activation=Unread(("hidden_act",))),
         ScaledRope(default_base=150_000.0),
         AttentionBiases("attention_bias"),
         LocalAndRouted(),

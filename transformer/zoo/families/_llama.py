@@ -10,7 +10,8 @@ from transformer.config._positions import RotaryOptions
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._encoders import Classifier, Embedder
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Fields, Json, Labels, Rope, layer_sizes
+from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Fields, Json, Labels, layer_sizes
+from transformer.zoo._rotary import Rope
 from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm
 
 DECODER_CONSTANTS = {

@@ -8,17 +8,10 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE, QueryTemperature
-from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Rope, Unread
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Unread
+from transformer.zoo._rotary import Rope
+from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._deepseek_v3 import Interleaved
-from transformer.zoo.families._llama import (
-    DECODER_CONSTANTS,
-    LANGUAGE_MODEL,
-    attention_rules,
-    decoder_family,
-    decoder_fields,
-    decoder_variant,
-    norm_rules,
-)
 from transformer.zoo.families._qwen2 import FULL
 from transformer.zoo.weights._rules import MATRIX, SAME, VECTOR, Fused, Rule, layer_kinds, linear, modules
 
@@ -159,7 +152,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     attention, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.feed_forward."
     heads, feed_forward = "decoder/{layer}/self_attention/", "decoder/{layer}/feed_forward/"
     maps = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    rules = [rule for rule in attention_rules() if not any(name in rule.tensors for name in ("q_proj", "k_proj"))]
+    rules = [rule for rule in llama.attention_rules() if not any(name in rule.tensors for name in ("q_proj", "k_proj"))]
     for name, theirs in {"query": "q_proj", "key": "k_proj"}.items():
         tensor, parameter = f"{attention}{theirs}", f"{heads}{name}"
         rules += [
@@ -169,7 +162,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     gate_and_up = (f"{feed_forward}experts/gate/kernel", f"{feed_forward}experts/up/kernel")
     return [
         *rules,
-        *norm_rules(),
+        *llama.norm_rules(),
         *modules(mlp, feed_forward, maps),
         *linear(f"{mlp}router", f"{feed_forward}router"),
         Rule(f"{mlp}experts.gate_up_proj", gate_and_up, Fused(axis=-1, each=SAME)),
@@ -180,7 +173,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
 
 _FIELDS = tuple(
     Field("intermediate_size_mlp", "feed_forward.d_ff", 16_384) if "intermediate_size" in field.names else field
-    for field in decoder_fields(epsilon=1e-5, kv_heads=8, head_dim=128)
+    for field in llama.decoder_fields(epsilon=1e-5, kv_heads=8, head_dim=128)
 )
 _PUBLISHED = {"vocab_size": 202_048, "head_dim": 128, "intermediate_size_mlp": 16_384, "rope_theta": 500_000.0}
 _SCOUT = {
@@ -199,13 +192,13 @@ _MAVERICK = {
     "use_qk_norm": False,
 }
 
-LLAMA4 = decoder_family(
+LLAMA4 = llama.decoder_family(
     "Llama4",
     name="llama4_text",
     title="Llama 4 (text)",
     citation="Meta 2025, https://ai.meta.com/blog/llama-4-multimodal-intelligence",
-    heads={"Llama4ForCausalLM": LANGUAGE_MODEL},
-    constants=DECODER_CONSTANTS,
+    heads={"Llama4ForCausalLM": llama.LANGUAGE_MODEL},
+    constants=llama.DECODER_CONSTANTS,
     fields=(
         *_FIELDS,
         ScaledRope(default_base=500_000.0),
@@ -215,10 +208,10 @@ LLAMA4 = decoder_family(
     ),
     rules=_rules,
     variants={
-        "llama-4-scout-text": decoder_variant(
+        "llama-4-scout-text": llama.decoder_variant(
             "meta-llama/Llama-4-Scout-17B-16E", 107_769_861_120, 5120, 8192, 48, 40, 8, **_PUBLISHED, **_SCOUT
         ),
-        "llama-4-maverick-text": decoder_variant(
+        "llama-4-maverick-text": llama.decoder_variant(
             "meta-llama/Llama-4-Maverick-17B-128E", 400_711_848_960, 5120, 8192, 48, 40, 8, **_PUBLISHED, **_MAVERICK
         ),
     },

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Codec, Fields, Json, Rope
+from transformer.zoo._fields import Codec, Fields, Json
+from transformer.zoo._rotary import Rope
 from transformer.zoo.families._llama import ROTARY_BUFFERS, decoder_family, decoder_fields, decoder_variant
 from transformer.zoo.weights._rules import layer_kinds
 

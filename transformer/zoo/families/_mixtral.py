@@ -6,15 +6,9 @@ from dataclasses import dataclass, replace
 
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import MoE
-from transformer.zoo._fields import Codec, Fields, Rope, Unread
-from transformer.zoo.families._llama import (
-    ROTARY_BUFFERS,
-    attention_rules,
-    decoder_family,
-    decoder_fields,
-    decoder_variant,
-    norm_rules,
-)
+from transformer.zoo._fields import Codec, Fields, Unread
+from transformer.zoo._rotary import Rope
+from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._mistral import SameWindow
 from transformer.zoo.weights._rules import MATRIX, Rule, layer_kinds
 
@@ -75,32 +69,32 @@ class Experts(Codec):
 
 def _rules(config: TransformerConfig) -> list[Rule]:
     layer = "model.layers.{layer}.block_sparse_moe."
-    return [*attention_rules(), *norm_rules(), *expert_rules(layer, gate="w1", up="w3", down="w2")]
+    return [*llama.attention_rules(), *llama.norm_rules(), *expert_rules(layer, gate="w1", up="w3", down="w2")]
 
 
 _ALIKE = {"vocab_size": 32_000, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
 _ALIKE |= {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
-MIXTRAL = decoder_family(
+MIXTRAL = llama.decoder_family(
     "Mixtral",
     name="mixtral",
     title="Mixtral",
     citation="Jiang et al. 2024, arXiv 2401.04088",
     fields=(
-        *decoder_fields(epsilon=1e-5, kv_heads=8),
+        *llama.decoder_fields(epsilon=1e-5, kv_heads=8),
         Rope(default_base=1_000_000.0),
         SameWindow(None),
         Experts(),
         Unread(("router_jitter_noise",)),
     ),
     rules=_rules,
-    ignored=(ROTARY_BUFFERS,),
+    ignored=(llama.ROTARY_BUFFERS,),
     variants={
-        "mixtral-8x7b": decoder_variant(
+        "mixtral-8x7b": llama.decoder_variant(
             "mistralai/Mixtral-8x7B-v0.1", 46_702_792_704, 4096, 14_336, 32, 32, 8, **_ALIKE
         ),
-        "mixtral-8x22b": decoder_variant(
+        "mixtral-8x22b": llama.decoder_variant(
             "mistralai/Mixtral-8x22B-v0.1", 140_620_634_112, 6144, 16_384, 56, 48, 8, **_ALIKE
         ),
     },

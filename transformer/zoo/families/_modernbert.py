@@ -22,11 +22,10 @@ from transformer.zoo._fields import (
     Labels,
     Unread,
     layer_sizes,
-    read_rotary,
     sizes,
     training_fields,
-    write_rotary,
 )
+from transformer.zoo._rotary import read_rotary, write_rotary
 from transformer.zoo.weights._rules import MATRIX, MERGED, VECTOR, Fused, Rule, fused, layer_kinds, linear, norm
 
 # Kinds of layers as in `layer_types`, with the field for the rotary base in older files and its default.

@@ -4,44 +4,41 @@ from __future__ import annotations
 
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
-from transformer.zoo._fields import Biases, Rope
-from transformer.zoo.families._llama import (
-    DECODER_CONSTANTS,
-    attention_rules,
-    decoder_family,
-    decoder_fields,
-    decoder_variant,
-    feed_forward_rules,
-    qk_norm_rules,
-)
+from transformer.zoo._fields import Biases
+from transformer.zoo._rotary import Rope
+from transformer.zoo.families import _llama as llama
 from transformer.zoo.weights._rules import Rule, modules
 
 
 def _rules(config: TransformerConfig) -> list[Rule]:
     norms = {"attention_norm": "post_attention_layernorm", "feed_forward_norm": "post_feedforward_layernorm"}
     return [
-        *attention_rules(),
-        *qk_norm_rules(),
-        *feed_forward_rules(),
+        *llama.attention_rules(),
+        *llama.qk_norm_rules(),
+        *llama.feed_forward_rules(),
         *modules("model.layers.{layer}.", "decoder/{layer}/", norms),
     ]
 
 
 _ALIKE = {"vocab_size": 100_352, "rope_theta": 500_000.0, "rms_norm_eps": 1e-6}
 
-OLMO2 = decoder_family(
+OLMO2 = llama.decoder_family(
     "Olmo2",
     name="olmo2",
     title="OLMo 2",
     citation="OLMo Team 2025, arXiv 2501.00656",
-    constants=DECODER_CONSTANTS | {"norm.position": "reordered", "attention.qk_norm": QKNorm(scope="all")},
-    fields=(*decoder_fields(epsilon=1e-5), Rope(), Biases("attention_bias")),
+    constants=llama.DECODER_CONSTANTS | {"norm.position": "reordered", "attention.qk_norm": QKNorm(scope="all")},
+    fields=(*llama.decoder_fields(epsilon=1e-5), Rope(), Biases("attention_bias")),
     rules=_rules,
     variants={
-        "olmo-2-1b": decoder_variant("allenai/OLMo-2-0425-1B", 1_484_916_736, 2048, 8192, 16, 16, 16, **_ALIKE),
-        "olmo-2-7b": decoder_variant("allenai/OLMo-2-1124-7B", 7_298_617_344, 4096, 11_008, 32, 32, 32, **_ALIKE),
-        "olmo-2-13b": decoder_variant("allenai/OLMo-2-1124-13B", 13_716_198_400, 5120, 13_824, 40, 40, 40, **_ALIKE),
-        "olmo-2-32b": decoder_variant("allenai/OLMo-2-0325-32B", 32_234_279_936, 5120, 27_648, 64, 40, 8, **_ALIKE),
+        "olmo-2-1b": llama.decoder_variant("allenai/OLMo-2-0425-1B", 1_484_916_736, 2048, 8192, 16, 16, 16, **_ALIKE),
+        "olmo-2-7b": llama.decoder_variant("allenai/OLMo-2-1124-7B", 7_298_617_344, 4096, 11_008, 32, 32, 32, **_ALIKE),
+        "olmo-2-13b": llama.decoder_variant(
+            "allenai/OLMo-2-1124-13B", 13_716_198_400, 5120, 13_824, 40, 40, 40, **_ALIKE
+        ),
+        "olmo-2-32b": llama.decoder_variant(
+            "allenai/OLMo-2-0325-32B", 32_234_279_936, 5120, 27_648, 64, 40, 8, **_ALIKE
+        ),
     },
 )
 """OLMo 2."""

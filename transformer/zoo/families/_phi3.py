@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transformer.config._model import TransformerConfig
-from transformer.zoo._fields import Field, FieldError, Fields, Fixed, Rope, Unread
+from transformer.zoo._fields import Field, FieldError, Fields, Fixed, Unread
+from transformer.zoo._rotary import Rope
 from transformer.zoo.families._llama import decoder_family, decoder_fields, decoder_variant, norm_rules
 from transformer.zoo.families._mistral import SameWindow
 from transformer.zoo.weights._rules import MERGED, Fused, Rule, linear, norm

@@ -9,14 +9,9 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Codec, FieldError, Fields, Json, Rope
-from transformer.zoo.families._llama import (
-    DECODER_CONSTANTS,
-    ROTARY_BUFFERS,
-    decoder_family,
-    decoder_fields,
-    decoder_variant,
-)
+from transformer.zoo._fields import Codec, FieldError, Fields, Json
+from transformer.zoo._rotary import Rope
+from transformer.zoo.families import _llama as llama
 from transformer.zoo.weights._rules import layer_kinds
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -79,19 +74,19 @@ class UpperWindows(Codec):
 
 def _variant(name: str, *sizes: int, **fields: Json) -> Variant:
     alike = {"vocab_size": 151_936, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0}
-    return decoder_variant(f"Qwen/{name}", *sizes, **alike | fields)
+    return llama.decoder_variant(f"Qwen/{name}", *sizes, **alike | fields)
 
 
 _TIED = {"tie_word_embeddings": True}
 
-QWEN2 = decoder_family(
+QWEN2 = llama.decoder_family(
     "Qwen2",
     name="qwen2",
     title="Qwen 2 and 2.5",
     citation="Yang et al. 2024, arXiv 2407.10671; Qwen Team 2024, arXiv 2412.15115",
-    constants=DECODER_CONSTANTS | {"attention.biases": ("query", "key", "value")},
-    fields=(*decoder_fields(kv_heads=32), Rope(), UpperWindows()),
-    ignored=(ROTARY_BUFFERS,),
+    constants=llama.DECODER_CONSTANTS | {"attention.biases": ("query", "key", "value")},
+    fields=(*llama.decoder_fields(kv_heads=32), Rope(), UpperWindows()),
+    ignored=(llama.ROTARY_BUFFERS,),
     variants={
         "qwen2-0.5b": _variant("Qwen2-0.5B", 494_032_768, 896, 4864, 24, 14, 2, **_TIED),
         "qwen2-1.5b": _variant("Qwen2-1.5B", 1_543_714_304, 1536, 8960, 28, 12, 2, **_TIED),

@@ -8,15 +8,9 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE
-from transformer.zoo._fields import Biases, Codec, Fields, Rope, Unread
-from transformer.zoo.families._llama import (
-    DECODER_CONSTANTS,
-    decoder_family,
-    decoder_fields,
-    decoder_rules,
-    decoder_variant,
-    qk_norm_rules,
-)
+from transformer.zoo._fields import Biases, Codec, Fields, Unread
+from transformer.zoo._rotary import Rope
+from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._mixtral import balance_coefficient, balance_weight, expert_rules
 from transformer.zoo.weights._rules import Rule, layer_kinds
 
@@ -82,20 +76,20 @@ class SomeLayersRouted(Codec):
 
 def _rules(config: TransformerConfig) -> list[Rule]:
     experts = expert_rules("model.layers.{layer}.mlp.", gate="gate_proj", up="up_proj", down="down_proj")
-    return [*decoder_rules(config), *qk_norm_rules(), *experts]
+    return [*llama.decoder_rules(config), *llama.qk_norm_rules(), *experts]
 
 
 _ALIKE = {"vocab_size": 151_936, "head_dim": 128, "rope_theta": 1_000_000.0}
 _ALIKE |= {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 
-QWEN3_MOE = decoder_family(
+QWEN3_MOE = llama.decoder_family(
     "Qwen3Moe",
     name="qwen3_moe",
     title="Qwen 3 (routed)",
     citation="Qwen Team 2025, arXiv 2505.09388",
-    constants=DECODER_CONSTANTS | {"attention.qk_norm": QKNorm()},
+    constants=llama.DECODER_CONSTANTS | {"attention.qk_norm": QKNorm()},
     fields=(
-        *decoder_fields(kv_heads=4),
+        *llama.decoder_fields(kv_heads=4),
         Rope(),
         Biases("attention_bias"),
         SomeLayersRouted(),
@@ -104,10 +98,10 @@ QWEN3_MOE = decoder_family(
     ),
     rules=_rules,
     variants={
-        "qwen3-30b-a3b": decoder_variant(
+        "qwen3-30b-a3b": llama.decoder_variant(
             "Qwen/Qwen3-30B-A3B", 30_532_122_624, 2048, 6144, 48, 32, 4, **_ALIKE, moe_intermediate_size=768
         ),
-        "qwen3-235b-a22b": decoder_variant(
+        "qwen3-235b-a22b": llama.decoder_variant(
             "Qwen/Qwen3-235B-A22B", 235_093_634_560, 4096, 12_288, 94, 64, 4, **_ALIKE, moe_intermediate_size=1536
         ),
     },

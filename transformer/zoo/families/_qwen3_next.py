@@ -10,18 +10,10 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import GatedDelta, LayerKind
-from transformer.zoo._fields import FieldError, Fields, Fixed, Rope
+from transformer.zoo._fields import FieldError, Fields, Fixed
+from transformer.zoo._rotary import Rope
+from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._deepseek_v3 import FusedHeads
-from transformer.zoo.families._llama import (
-    DECODER_CONSTANTS,
-    attention_rules,
-    decoder_family,
-    decoder_fields,
-    decoder_variant,
-    feed_forward_rules,
-    norm_rules,
-    qk_norm_rules,
-)
 from transformer.zoo.families._mixtral import expert_rules
 from transformer.zoo.families._qwen2 import FULL
 from transformer.zoo.families._qwen3_moe import SomeLayersRouted
@@ -154,11 +146,11 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     queries = Rule(f"{attention}q_proj.weight", (f"{ours}query/kernel", f"{ours}output_gate/kernel"), FusedHeads())
     shared = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     return [
-        *(rule for rule in attention_rules() if "q_proj" not in rule.tensors),
+        *(rule for rule in llama.attention_rules() if "q_proj" not in rule.tensors),
         queries,
-        *qk_norm_rules(),
-        *norm_rules(),
-        *feed_forward_rules(),
+        *llama.qk_norm_rules(),
+        *llama.norm_rules(),
+        *llama.feed_forward_rules(),
         *expert_rules(mlp, gate="gate_proj", up="up_proj", down="down_proj"),
         *modules(f"{mlp}shared_expert.", f"{feed_forward}shared/", shared),
         *linear(f"{mlp}shared_expert_gate", f"{feed_forward}shared_gate", MATRIX),
@@ -168,19 +160,19 @@ def _rules(config: TransformerConfig) -> list[Rule]:
 
 _PUBLISHED = {"vocab_size": 151_936, "head_dim": 256, "rope_theta": 10_000_000.0, "full_attention_interval": 4}
 
-QWEN3_NEXT = decoder_family(
+QWEN3_NEXT = llama.decoder_family(
     "Qwen3Next",
     name="qwen3_next",
     title="Qwen 3 Next",
     citation="Qwen Team 2025; Yang et al. 2024, arXiv 2412.06464",
-    constants=DECODER_CONSTANTS
+    constants=llama.DECODER_CONSTANTS
     | {
         "norm.kind": "zero_centered_rms_norm",
         "attention.qk_norm": QKNorm(kind="zero_centered_rms_norm"),
         "attention.output_gate": True,
     },
     fields=(
-        *decoder_fields(kv_heads=2, head_dim=256),
+        *llama.decoder_fields(kv_heads=2, head_dim=256),
         Rope(default_share=0.25),
         Fixed("attention_bias", (False,)),
         SomeLayersLinear(),
@@ -189,7 +181,7 @@ QWEN3_NEXT = decoder_family(
     # Weights that predict several tokens at once, which generation here does not use.
     ignored=(r"mtp\..*",),
     variants={
-        "qwen3-next-80b-a3b": decoder_variant(
+        "qwen3-next-80b-a3b": llama.decoder_variant(
             "Qwen/Qwen3-Next-80B-A3B-Instruct", 79_674_391_296, 2048, 5120, 48, 16, 2, **_PUBLISHED
         ),
     },

@@ -13,7 +13,8 @@ from transformer.config._options import FeedForwardOptions, NormOptions
 from transformer.config._parts import LayerKind
 from transformer.config._positions import RotaryOptions
 from transformer.zoo._family import MAX_LAYERS, Family, Variant, read_fields
-from transformer.zoo._fields import ACTIVATIONS, NEUTRAL, Codec, FieldError, Fields, Json, Rope, Unread, layer_sizes
+from transformer.zoo._fields import ACTIVATIONS, NEUTRAL, Codec, FieldError, Fields, Json, Unread, layer_sizes
+from transformer.zoo._rotary import Rope
 from transformer.zoo.families._llama import COPIES, DECODER_CONSTANTS, decoder_fields, decoder_rules
 from transformer.zoo.families._qwen2 import UpperWindows
 from transformer.zoo.families._vision_text import vision_text_heads

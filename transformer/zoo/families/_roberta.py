@@ -9,15 +9,7 @@ from transformer.config._parts import HeadTransform
 from transformer.nn.models._encoders import MaskedLM
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import LARGE, Codec, Fields, Fixed
-from transformer.zoo.families._bert import (
-    BERT_CONSTANTS,
-    OLD_NORMS,
-    base_head,
-    encoder_fields,
-    encoder_rules,
-    first_token_head,
-    masked_lm_rules,
-)
+from transformer.zoo.families import _bert as bert
 from transformer.zoo.weights._rules import Rule, WithoutFirst
 
 UNUSED_ROWS = 2
@@ -44,7 +36,7 @@ class LengthWithRows(Codec):
 
 
 def _rules(config: TransformerConfig) -> list[Rule]:
-    return encoder_rules("roberta.", WithoutFirst(UNUSED_ROWS))
+    return bert.encoder_rules("roberta.", WithoutFirst(UNUSED_ROWS))
 
 
 def _variant(name: str, parameters: int, **sizes: int) -> Variant:
@@ -64,16 +56,16 @@ ROBERTA = Family(
         "RobertaForMaskedLM": Head(
             model=MaskedLM,
             constants={"output.bias": True, "output.transform": HeadTransform(activation="gelu_erf", norm=True)},
-            rules=masked_lm_rules("lm_head.", "dense", "layer_norm"),
+            rules=bert.masked_lm_rules("lm_head.", "dense", "layer_norm"),
         ),
-        "RobertaForSequenceClassification": first_token_head(
+        "RobertaForSequenceClassification": bert.first_token_head(
             "classifier.dense", "classifier.out_proj", ignored=_MASKED_LM
         ),
-        "RobertaModel": base_head("roberta.", (*_MASKED_LM, r"classifier\.(dense|out_proj)\.(weight|bias)")),
+        "RobertaModel": bert.base_head("roberta.", (*_MASKED_LM, r"classifier\.(dense|out_proj)\.(weight|bias)")),
     },
-    constants=BERT_CONSTANTS,
+    constants=bert.BERT_CONSTANTS,
     fields=(
-        *encoder_fields(),
+        *bert.encoder_fields(),
         LengthWithRows("max_position_embeddings", UNUSED_ROWS, 512),
         Fixed("pad_token_id", (UNUSED_ROWS - 1,)),
     ),
@@ -84,7 +76,7 @@ ROBERTA = Family(
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",
     },
-    old_names=OLD_NORMS,
+    old_names=bert.OLD_NORMS,
     variants={
         "roberta-base": _variant("FacebookAI/roberta-base", 124_697_433),
         "roberta-large": _variant("FacebookAI/roberta-large", 355_412_057, **LARGE),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
-from transformer.zoo._fields import Biases, Codec, FieldError, Fields, Rope, Unread
+from transformer.zoo._fields import Biases, Codec, FieldError, Fields, Unread
+from transformer.zoo._rotary import Rope
 from transformer.zoo.families._llama import decoder_family, decoder_fields, decoder_variant
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types
 from transformer.zoo.weights._rules import layer_kinds

@@ -5,7 +5,8 @@ from __future__ import annotations
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import RotaryOptions
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Rope, Unread, sizes, training_fields
+from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Unread, sizes, training_fields
+from transformer.zoo._rotary import Rope
 from transformer.zoo.families._llama import Heads, attention_rules, decoder_family, decoder_variant, norm_rules
 from transformer.zoo.families._mistral import SameWindow
 from transformer.zoo.weights._rules import Rule, modules

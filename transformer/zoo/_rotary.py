@@ -1,0 +1,183 @@
+"""Mapping between the rotary positions of a config.json and those of a TransformerConfig."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import RotaryScaling
+from transformer.zoo._fields import Codec, FieldError, Fields
+
+SCALINGS = ("linear", "llama3", "yarn", "dynamic", "longrope")
+"""Supported kinds of rotary scaling."""
+
+
+_STRETCH = {"factor": "factor", "original_max_position_embeddings": "original_length"}
+_FACTORS = {"short_factor": "short_factors", "long_factor": "long_factors"}
+_LLAMA3 = _STRETCH | {"low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor"}
+_SCALING_FIELDS: dict[str, tuple[dict[str, str], frozenset[str]]] = {
+    "default": ({}, frozenset()),
+    "linear": ({"factor": "factor"}, frozenset({"factor"})),
+    "llama3": (_LLAMA3, frozenset(_LLAMA3)),
+    "yarn": (
+        _STRETCH | {name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
+        frozenset({"factor"}),
+    ),
+    "dynamic": ({"factor": "factor"}, frozenset({"factor"})),
+    "longrope": (_STRETCH | {"attention_factor": "attention_factor"} | _FACTORS, frozenset(_FACTORS)),
+}
+"""Fields of `rope_parameters` by kind of scaling, with the fields of `RotaryScaling`, and those that are required."""
+
+
+def read_rotary(parameters: Fields, default_base: float, length: int | None) -> tuple[float, RotaryScaling | None]:
+    """Return the base and the scaling that a description of rotary positions specifies.
+
+    Args:
+        parameters: `rope_parameters`, or `rope_scaling` of older files with `rope_theta` added.
+        default_base: base if `parameters` has no `rope_theta`.
+        length: original context length for YaRN if `parameters` has none.
+
+    Raises:
+        FieldError: an unsupported kind of scaling, or missing or unknown fields.
+    """
+    base = parameters.get("rope_theta")
+    base = float(default_base if base is None else base)
+    kind = parameters.get("rope_type", parameters.get("type")) or "default"
+    known = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+    if kind not in _SCALING_FIELDS:
+        raise FieldError(
+            f"rotary scaling is {kind!r}, which is not supported (supported: default, {', '.join(SCALINGS)})"
+        )
+    fields, needed = _SCALING_FIELDS[kind]
+    if missing := needed - parameters.keys():
+        raise FieldError(f"rotary scaling {kind} lacks the required fields {', '.join(sorted(missing))}")
+    if strange := parameters.keys() - known - fields.keys() - _IGNORED_BY[kind]:
+        raise FieldError(f"rotary scaling {kind} has unknown fields: {', '.join(sorted(strange))}")
+    if not fields:
+        return base, None
+    changes = {ours: parameters[theirs] for theirs, ours in fields.items() if parameters.get(theirs) is not None}
+    # The reference takes max_position_embeddings as the original length if these kinds do not specify one.
+    if kind in ("yarn", "dynamic", "longrope") and "original_length" not in changes and length is not None:
+        changes["original_length"] = length
+    if kind == "longrope":
+        _read_longrope(changes, length)
+    return base, RotaryScaling(kind=kind, **changes)
+
+
+def _read_longrope(changes: Fields, length: int | None) -> None:
+    """Complete the fields of longrope: its factor defaults to the ratio of both lengths, and at most 1 is no change."""
+    for name, ours in _FACTORS.items():
+        if not isinstance(changes.get(ours), list | tuple):
+            raise FieldError(f"{name} of rotary scaling longrope must be a list of numbers")
+        changes[ours] = tuple(map(float, changes[ours]))
+    if "factor" not in changes:
+        if length is None or "original_length" not in changes:
+            raise FieldError("rotary scaling longrope lacks factor, and max_position_embeddings to compute it")
+        changes["factor"] = length / changes["original_length"]
+    changes["factor"] = max(changes["factor"], 1.0)
+
+
+_IGNORED_BY = {
+    "default": {"factor", "original_max_position_embeddings", "max_position_embeddings"},
+    "linear": {"original_max_position_embeddings"},
+    "llama3": set(),
+    "yarn": set(),
+    "dynamic": {"original_max_position_embeddings"},
+    "longrope": set(),
+}
+
+
+def write_rotary(base: float, scaling: RotaryScaling | None) -> Fields:
+    """Return the `rope_parameters` from which `read_rotary` reads this base and scaling."""
+    parameters: Fields = {"rope_theta": base, "rope_type": "default" if scaling is None else scaling.kind}
+    if scaling is None:
+        return parameters
+    parameters["factor"] = scaling.factor
+    if scaling.kind == "llama3":
+        parameters |= {
+            "original_max_position_embeddings": scaling.original_length,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+        }
+    if scaling.kind == "yarn":
+        parameters |= {
+            "original_max_position_embeddings": scaling.original_length,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
+        }
+    if scaling.kind == "longrope":
+        parameters |= {theirs: list(getattr(scaling, ours)) for theirs, ours in _FACTORS.items()}
+        parameters["original_max_position_embeddings"] = scaling.original_length
+    if scaling.attention_factor is not None:
+        parameters["attention_factor"] = scaling.attention_factor
+    return parameters
+
+
+@dataclass(frozen=True)
+class Rope(Codec):
+    """Rotary positions: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older files).
+
+    Read after the head sizes, because `partial_rotary_factor` is a fraction of the head dimension.
+    """
+
+    default_base: float = 10_000.0
+    """Base if the file does not specify one."""
+    default_share: float | None = None
+    """Fraction of each head that is rotated if the file does not specify it. None: this family always rotates whole
+    heads."""
+    share_name: str = "partial_rotary_factor"
+    """Name of the fraction outside `rope_parameters`."""
+    base_name: str = "rope_theta"
+    """Name of the base outside `rope_parameters`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (
+            "rope_parameters",
+            "rope_theta",
+            "rope_scaling",
+            "max_position_embeddings",
+            self.share_name,
+            self.base_name,
+        )
+
+    def read(self, values: Fields, changes: Fields) -> Fields:
+        given = values.get("rope_scaling") or values.get("rope_parameters") or {}
+        parameters = {"rope_theta": values.get(self.base_name)} | given
+        whole = 1.0 if self.default_share is None else self.default_share
+        share = parameters.get("partial_rotary_factor", values.get(self.share_name, whole))
+        if self.default_share is None and share != 1:
+            raise FieldError(f"{self.share_name} is {share!r}, but this family always rotates whole heads")
+        base, scaling = read_rotary(parameters, self.default_base, values.get("max_position_embeddings"))
+        # The number of rotated dimensions, rounded down as in the reference.
+        head = changes.get("attention.head_dim") or changes["d_model"] // changes["num_heads"]
+        rotated = int(head * share)
+        return {
+            "position.base": base,
+            "position.scaling": scaling,
+            "position.dim": None if rotated == head else rotated,
+        }
+
+    def write(self, config: TransformerConfig) -> Fields:
+        parameters = write_rotary(config.rotary.base, config.rotary.scaling)
+        share = {}
+        if self.default_share is not None:
+            head = config.size_of_head
+            rotated = config.rotary.dim or head
+            # The reference computes int(head * share). In floating point this can lose one dimension: 30 / 44 * 44 is
+            # less than 30. The next larger float avoids that.
+            part = rotated / head if int(head * (rotated / head)) == rotated else math.nextafter(rotated / head, 1.0)
+            share = {"partial_rotary_factor": part}
+        # A model with rotary positions has no fixed length. Write the length for which the scaling is made, or a large
+        # default, because other programs expect the field.
+        scaled = 1.0 if config.rotary.scaling is None else config.rotary.scaling.factor
+        if config.rotary.scaling is not None and config.rotary.scaling.kind == "dynamic":
+            scaled = 1.0  # the reference takes this field as the original length
+        trained = 131_072 if config.rotary.scaling is None else config.rotary.scaling.original_length
+        return {
+            "rope_parameters": parameters | share,
+            self.base_name: config.rotary.base,
+            "max_position_embeddings": int(trained * scaled),
+        } | ({self.share_name: share["partial_rotary_factor"]} if share else {})
