@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from transformer.zoo._pretrained import check_dtype, usual_dtype
 from transformer.zoo.weights._conversion import check_complete, load_params, parameter_dtypes, parameter_shapes
 from transformer.zoo.weights._header import TensorInfo, WeightsError
 from transformer.zoo.weights._npz import NpzFile
-from transformer.zoo.weights._rules import SAME, Relation, Row, Rule, Shape, link, uncovered
+from transformer.zoo.weights._rules import SAME, EachTensor, Rule, Shape, link, row, uncovered
 
 _BLOCK = {
     "attention_norm/scale": "LayerNorm_0/scale",
@@ -109,15 +108,12 @@ def _current(name: str) -> str:
     )
 
 
-@dataclass(frozen=True)
-class ZeroFirst(Relation):
-    """A position table without a row for the class token, whose row is 0, in an array (1, N, D)."""
-
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        return [(1, rows - 1, width) for rows, width in shapes]
-
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
-        return [np.concatenate([np.zeros_like(tensor[0, :1]), tensor[0]]) for tensor in tensors]
+_ZERO_FIRST = EachTensor(
+    lambda shape: (1, shape[0] - 1, shape[1]),
+    lambda tensor, shape: np.concatenate([np.zeros_like(tensor[0, :1]), tensor[0]]),
+    lambda table: table[None, 1:],
+)
+"""A position table without a row for the class token, whose row is 0, in an array (1, N, D)."""
 
 
 def describe(file: BigVisionFile) -> tuple[type, TransformerConfig, list[Rule]]:
@@ -175,7 +171,7 @@ def _two_towers(file: BigVisionFile) -> tuple[type, TransformerConfig, list[Rule
     rules += [
         *more,
         Rule("txt/Embed_0/embedding", "text/embedding/embedding"),
-        Rule("txt/pos_embedding", "text/encoder/position_table", Row(1)),
+        Rule("txt/pos_embedding", "text/encoder/position_table", row(1)),
         *_linear("txt/head", "text_projection"),
         Rule("t", "logit_scale"),
         Rule("b", "logit_bias"),
@@ -205,17 +201,17 @@ def _image(file: BigVisionFile, theirs: str, ours: str) -> tuple[dict[str, Any],
         channels=channels,
         class_token=class_token,
     )
-    table = Row(1) if with_class == class_token else ZeroFirst()
+    table = row(1) if with_class == class_token else _ZERO_FIRST
     rules += [
         *_linear(f"{theirs}embedding", f"{ours}patch_embedding"),
         Rule(f"{theirs}pos_embedding", f"{ours}encoder/position_table", table),
-        Rule(f"{theirs}cls", f"{ours}class_token", Row(2)),
+        Rule(f"{theirs}cls", f"{ours}class_token", row(2)),
     ]
     head, pool, pooling = f"{theirs}MAPHead_0/", f"{ours}attention_pooling/", "first" if class_token else "mean"
     if any(name.startswith(head) for name in file.tensors):
         pooling = "attention"
         rules += [
-            Rule(f"{head}probe", f"{pool}query", Row(2)),
+            Rule(f"{head}probe", f"{pool}query", row(2)),
             *_renamed(head, pool, {"feed_forward_norm": "LayerNorm_0"}, ("scale", "bias")),
             *_renamed(
                 f"{head}MultiHeadDotProductAttention_0/",

@@ -6,9 +6,10 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+import flax.linen as nn
 import jax
+from jaxtyping import PyTree
 
 from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError, nearest
@@ -241,7 +242,7 @@ class Family:
 
         return named
 
-    def links(self, model: Any, architecture: str, shapes: Mapping[str, tuple[int, ...]]) -> list[Link]:
+    def links(self, model: nn.Module, architecture: str, shapes: Mapping[str, tuple[int, ...]]) -> list[Link]:
         """Return the rules applied to this model, given the shapes of its parameters by path."""
         rules = [*self.rules(model.config), *self.heads[architecture].rules]
         places = stack_places(model)
@@ -262,7 +263,7 @@ def rename(links: Sequence[Link], named: Callable[[str], str]) -> list[Link]:
     return [replace(one, tensors=tuple(map(named, one.tensors))) for one in links]
 
 
-def stack_places(model: Any) -> dict[str, list[tuple[str, int | None]]]:
+def stack_places(model: nn.Module) -> dict[str, list[tuple[str, int | None]]]:
     """Return the path and index of each layer, for each stack of a model."""
     config, kind = model.config, kind_of(model)
     encoder, decoder = config.num_layers, config.num_layers
@@ -338,7 +339,7 @@ def _without_unread(config: TransformerConfig) -> Fields:
     return values
 
 
-def _difference(mine: Any, theirs: Any, title: str) -> str:
+def _difference(mine: object, theirs: object, title: str) -> str:
     """Describe how a field of two canonical configs differs. For layers, describe the first difference."""
     if dataclasses.is_dataclass(mine) and type(mine) is type(theirs):
         return _different_fields(mine, theirs, "", title)
@@ -351,7 +352,7 @@ def _difference(mine: Any, theirs: Any, title: str) -> str:
     return f"is a list of a different length than in {title}"  # the numbers of layers differ
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     """Return a value for a message; of options only those that differ from their defaults."""
     if not dataclasses.is_dataclass(value):
         return f"{value!r:.80}"
@@ -359,7 +360,7 @@ def _described(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r:.80}' for name in changed)})"
 
 
-def _different_fields(one: Any, other: Any, place: str, title: str) -> str:
+def _different_fields(one: object, other: object, place: str, title: str) -> str:
     names = [f.name for f in dataclasses.fields(one) if getattr(one, f.name) != getattr(other, f.name)]
     first, second = (", ".join(f"{n}={getattr(part, n)!r:.80}" for n in names) for part in (one, other))
     return f"is {first}{place}, {title} has {second}"
@@ -416,16 +417,8 @@ def _heads(config: TransformerConfig, kind: LayerKind) -> Fields:
 def read_fields(values: Fields, codecs: Sequence[Codec], constants: Fields) -> tuple[Fields, list[str]]:
     """Convert the fields of a config.json, or of an object inside it, to fields of a TransformerConfig.
 
-    Args:
-        values: the fields.
-        codecs: codecs for these fields, in the order in which they are read.
-        constants: fields of the TransformerConfig that all models share.
-
     Returns:
-        The fields of the TransformerConfig with the constants, and the problems, one sentence each.
-
-    Raises:
-        ConfigError: an implausible number of layers.
+        The fields of the TransformerConfig, and the problems, one sentence each.
     """
     changes, faults, known = dict(constants), [], set(NEUTRAL)
     for codec in codecs:
@@ -457,7 +450,7 @@ def _unknown_fields(values: Fields, known: Collection[str]) -> list[str]:
     return sentences + ([f"{len(unknown) - MAX_UNKNOWN} more are not known"] if len(unknown) > MAX_UNKNOWN else [])
 
 
-def _is_too_large(value: Any) -> bool:
+def _is_too_large(value: object) -> bool:
     """Return whether a value of config.json is, or contains, an implausibly large integer."""
     inside = [value]
     for one in inside:
@@ -473,7 +466,7 @@ def _check_layers(changes: Fields) -> None:
             raise ConfigError(f"config.json specifies {layers} layers: expected at most {MAX_LAYERS}. Correct it.")
 
 
-def abstract_params(model: Any) -> Any:
+def abstract_params(model: nn.Module) -> PyTree:
     """Return the tree of shapes and dtypes of a model's parameters, without computing anything."""
     # The inputs are abstract, too: config.json may specify images of any size.
     return jax.eval_shape(lambda: model.init(jax.random.key(0), *example_inputs(model)))["params"]

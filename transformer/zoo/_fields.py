@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,6 @@ FIXED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
 }
 """Fields of all families that are supported only with these values; the first is the default."""
 
-
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -73,6 +72,25 @@ ACTIVATIONS = {
 """Names of activation functions in config.json, and their names in a TransformerConfig."""
 
 
+def written_as(field: str, value: object, names: Mapping[Any, Any] = ACTIVATIONS) -> Fields:
+    """Return the field with the first of the names in config.json for a value, or nothing if there is none."""
+    return next(({field: theirs} for theirs, ours in names.items() if ours == value), {})
+
+
+Table = Mapping[str, tuple[str, Json]]
+"""Field of config.json -> attribute of a part of a TransformerConfig, and the default."""
+
+
+def read_table(values: Fields, table: Table) -> Fields:
+    """Return the attributes of a part of a TransformerConfig."""
+    return {ours: values.get(name, default) for name, (ours, default) in table.items()}
+
+
+def write_table(part: object, table: Table) -> Fields:
+    """Return the fields of config.json for a part of a TransformerConfig."""
+    return {name: getattr(part, ours) for name, (ours, _) in table.items()}
+
+
 class FieldError(ConfigError):
     """Raised if a field of config.json is missing or has a value that is not supported."""
 
@@ -85,11 +103,7 @@ class Codec(ABC):
 
     @abstractmethod
     def read(self, values: Fields, changes: Fields) -> Fields:
-        """Convert fields of config.json to fields of a TransformerConfig.
-
-        Args:
-            values: the whole config.json.
-            changes: fields of the TransformerConfig that earlier codecs of the family have read.
+        """Convert config.json to fields of a TransformerConfig, after those that earlier codecs have read (`changes`).
 
         Raises:
             FieldError: a missing field or an unsupported value.
@@ -101,6 +115,33 @@ class Codec(ABC):
 
         Values that config.json cannot represent are left out. `Family.write` detects them by reading the result back.
         """
+
+
+@dataclass(frozen=True)
+class Named(Codec):
+    """A codec of the single field `name`."""
+
+    name: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
+@dataclass(frozen=True)
+class Converted(Named):
+    """A field whose value `load` converts to fields of a TransformerConfig, and `save` back."""
+
+    default: Json
+    load: Callable[[Any, Fields], Fields]
+    """Function of the value and the fields that earlier codecs have read."""
+    save: Callable[[TransformerConfig], Json]
+
+    def read(self, values: Fields, changes: Fields) -> Fields:
+        return self.load(values.get(self.name, self.default), changes)
+
+    def write(self, config: TransformerConfig) -> Fields:
+        return {self.name: self.save(config)}
 
 
 _RESOLVED = {
@@ -115,23 +156,15 @@ _RESOLVED = {
 
 
 @dataclass(frozen=True)
-class Field(Codec):
-    """A one-to-one mapping: field `name` of config.json, `attribute` of a TransformerConfig.
+class Field(Named):
+    """A one-to-one mapping: field `name` of config.json (by default `default`), `attribute` of a TransformerConfig."""
 
-    `default` is the value if config.json does not contain the field.
-    """
-
-    name: str
     attribute: str
-    default: Any = REQUIRED
+    default: Json | object = REQUIRED
     values: Mapping[Any, Any] | None = None
     """Value in config.json -> value in the TransformerConfig. Of several synonyms, `write` uses the first."""
     nullable: bool = False
     """Whether the reference accepts null for this field; it rejects null for all other fields."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         value = values.get(self.name, self.default)
@@ -150,8 +183,7 @@ class Field(Codec):
         except AttributeError:  # a field of another position scheme
             return {}
         if self.values is not None:
-            named = [theirs for theirs, ours in self.values.items() if ours == value]
-            return {self.name: named[0]} if named else {}
+            return written_as(self.name, value, self.values)
         if value is not None or self.nullable:
             return {self.name: value}
         if self.attribute in _RESOLVED:
@@ -180,14 +212,9 @@ LARGE = layer_sizes(1024, 4096, 24, 16)
 def training_fields(
     dropout: str, attention: str, initializer: str = "initializer_range", *, rates: float = 0.0, spread: float = 0.02
 ) -> tuple[Field, ...]:
-    """Return the fields that affect training only.
+    """Return the fields that affect training only: dropout rates of layers and attention weights, and initialization.
 
-    Args:
-        dropout: name of the dropout rate of the layers in config.json.
-        attention: name of the dropout rate of the attention weights.
-        initializer: name of the standard deviation of the initial weights.
-        rates: default of both dropout rates.
-        spread: default of the standard deviation.
+    The default of both rates is `rates`, and that of the standard deviation of the initial weights is `spread`.
     """
     return (
         Field(dropout, "dropout_rate", rates),
@@ -197,15 +224,10 @@ def training_fields(
 
 
 @dataclass(frozen=True)
-class Fixed(Codec):
+class Fixed(Named):
     """The field `name`, which must have one of the values `choices`. The first is the default and is written."""
 
-    name: str
     choices: tuple[Any, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         value = values.get(self.name, self.choices[0])
@@ -221,13 +243,9 @@ class Fixed(Codec):
 class Unread(Codec):
     """Ignored fields, which do not affect a trained model's outputs: other dropout rates, losses, limits."""
 
-    fields: tuple[str, ...]
+    names: tuple[str, ...]
     written: Fields = dataclasses.field(default_factory=dict)
     """Fields and values that are written because other programs expect them."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.fields
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         return {}
@@ -236,7 +254,6 @@ class Unread(Codec):
         return dict(self.written)
 
 
-@dataclass(frozen=True)
 class Labels(Codec):
     """Number of classes, from `id2label` or `num_labels`; two if both are missing."""
 
@@ -256,10 +273,7 @@ class Labels(Codec):
 
 @dataclass(frozen=True)
 class Biases(Codec):
-    """Which linear maps have a bias.
-
-    One field covers all four maps of attention, another one the feed-forward layers. Both default to false.
-    """
+    """Which linear maps have a bias: a field for all maps of attention, one for the feed-forward layers, both false."""
 
     attention: str
     feed_forward: str | None = None

@@ -118,16 +118,10 @@ def is_gguf(source: str | os.PathLike) -> bool:
 class GGUFFiles(WeightFiles):
     """A GGUF file, presented as a checkpoint directory with dequantized tensors.
 
-    Args:
-        file: path of the file.
-        ignored: unknown metadata keys that do not affect the computation.
-
-    Attributes:
-        metadata: the metadata of the file.
+    `ignored` lists unknown metadata keys that do not affect the computation.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        WeightsError: the file is damaged, or has parts that are not supported.
+        FileNotFoundError, WeightsError: no such file, or one that is damaged or has parts that are not supported.
     """
 
     config_file: ClassVar[str] = "metadata"

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from transformer.config._checks import ConfigError, nearest, shortened
 from transformer.config._execution import Execution
@@ -49,7 +50,6 @@ from transformer.zoo.weights._rules import Link, Rule, uncovered
 DTYPES = ("float32", "bfloat16", "float16")
 """Supported dtypes of parameters."""
 
-
 MAX_TRIED = 8
 """Maximum number of families that an error message lists."""
 
@@ -59,7 +59,7 @@ class Pretrained:
     """A model that was loaded from a directory of pretrained weights, or from a GGUF file."""
 
     model: nn.Module
-    params: Any
+    params: PyTree
     """Parameters, without the outer "params"."""
     family: Family
     architecture: str
@@ -305,7 +305,7 @@ def as_in_files(files: WeightFiles, family: Family, links: Sequence[Link]) -> tu
     return rename(links, lambda name: found.get(name, name)), {copy: found.get(of, of) for copy, of in copies.items()}
 
 
-def _read_params(files: WeightFiles, family: Family, architecture: str, model: nn.Module, mesh: Mesh | None) -> Any:
+def _read_params(files: WeightFiles, family: Family, architecture: str, model: nn.Module, mesh: Mesh | None) -> PyTree:
     expected_params = abstract_params(model)
     shapes = parameter_shapes(expected_params)
     # Dtypes per parameter: a few parameters need float32 whatever the dtype of the config is.
@@ -401,7 +401,7 @@ def choose_family(model: nn.Module, family: str | None = None) -> tuple[Family, 
 
 def save_pretrained(
     model: nn.Module,
-    params: Any,
+    params: PyTree,
     directory: str | os.PathLike,
     *,
     family: str | None = None,
@@ -460,7 +460,7 @@ def save_pretrained(
     return directory
 
 
-def _check_params(model: nn.Module, params: Any) -> dict[str, tuple[int, ...]]:
+def _check_params(model: nn.Module, params: PyTree) -> dict[str, tuple[int, ...]]:
     """Return the shapes of parameters by path; raise ConfigError if they don't fit the model or are not finite."""
     if has_encoded(params):
         raise ConfigError(

@@ -9,11 +9,8 @@ from transformer.config._model import TransformerConfig
 from transformer.config._parts import RotaryScaling
 from transformer.zoo._fields import Codec, FieldError, Fields
 
-SCALINGS = ("linear", "llama3", "yarn", "dynamic", "longrope")
-"""Supported kinds of rotary scaling."""
-
-
-_STRETCH = {"factor": "factor", "original_max_position_embeddings": "original_length"}
+_LENGTH = {"original_max_position_embeddings": "original_length"}
+_STRETCH = {"factor": "factor"} | _LENGTH
 _FACTORS = {"short_factor": "short_factors", "long_factor": "long_factors"}
 _LLAMA3 = _STRETCH | {"low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor"}
 _SCALING_FIELDS: dict[str, tuple[dict[str, str], frozenset[str]]] = {
@@ -21,11 +18,14 @@ _SCALING_FIELDS: dict[str, tuple[dict[str, str], frozenset[str]]] = {
     "linear": ({"factor": "factor"}, frozenset({"factor"})),
     "llama3": (_LLAMA3, frozenset(_LLAMA3)),
     "yarn": (
-        _STRETCH | {name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
+        _STRETCH | {name: name for name in ("beta_fast", "beta_slow", "truncate", "attention_factor")},
         frozenset({"factor"}),
     ),
     "dynamic": ({"factor": "factor"}, frozenset({"factor"})),
-    "longrope": (_STRETCH | {"attention_factor": "attention_factor"} | _FACTORS, frozenset(_FACTORS)),
+    "longrope": (
+        {"factor": "factor"} | _FACTORS | _LENGTH | {"attention_factor": "attention_factor"},
+        frozenset(_FACTORS),
+    ),
 }
 """Fields of `rope_parameters` by kind of scaling, with the fields of `RotaryScaling`, and those that are required."""
 
@@ -37,9 +37,6 @@ def read_rotary(parameters: Fields, default_base: float, length: int | None) -> 
         parameters: `rope_parameters`, or `rope_scaling` of older files with `rope_theta` added.
         default_base: base if `parameters` has no `rope_theta`.
         length: original context length for YaRN if `parameters` has none.
-
-    Raises:
-        FieldError: an unsupported kind of scaling, or missing or unknown fields.
     """
     base = parameters.get("rope_theta")
     base = float(default_base if base is None else base)
@@ -47,7 +44,7 @@ def read_rotary(parameters: Fields, default_base: float, length: int | None) -> 
     known = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     if kind not in _SCALING_FIELDS:
         raise FieldError(
-            f"rotary scaling is {kind!r}, which is not supported (supported: default, {', '.join(SCALINGS)})"
+            f"rotary scaling is {kind!r}, which is not supported (supported: {', '.join(_SCALING_FIELDS)})"
         )
     fields, needed = _SCALING_FIELDS[kind]
     if missing := needed - parameters.keys():
@@ -93,26 +90,11 @@ def write_rotary(base: float, scaling: RotaryScaling | None) -> Fields:
     parameters: Fields = {"rope_theta": base, "rope_type": "default" if scaling is None else scaling.kind}
     if scaling is None:
         return parameters
-    parameters["factor"] = scaling.factor
-    if scaling.kind == "llama3":
-        parameters |= {
-            "original_max_position_embeddings": scaling.original_length,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-        }
-    if scaling.kind == "yarn":
-        parameters |= {
-            "original_max_position_embeddings": scaling.original_length,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            "truncate": scaling.truncate,
-        }
-    if scaling.kind == "longrope":
-        parameters |= {theirs: list(getattr(scaling, ours)) for theirs, ours in _FACTORS.items()}
-        parameters["original_max_position_embeddings"] = scaling.original_length
-    if scaling.attention_factor is not None:
-        parameters["attention_factor"] = scaling.attention_factor
-    return parameters
+    # A family without this kind of scaling finds out by reading the result back.
+    fields, _ = _SCALING_FIELDS.get(scaling.kind, _SCALING_FIELDS["linear"])
+    given = {theirs: getattr(scaling, ours) for theirs, ours in fields.items()}
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    return parameters | {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -134,14 +116,8 @@ class Rope(Codec):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (
-            "rope_parameters",
-            "rope_theta",
-            "rope_scaling",
-            "max_position_embeddings",
-            self.share_name,
-            self.base_name,
-        )
+        own = (self.share_name, self.base_name)
+        return ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings", *own)
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         given = values.get("rope_scaling") or values.get("rope_parameters") or {}
@@ -172,10 +148,10 @@ class Rope(Codec):
             share = {"partial_rotary_factor": part}
         # A model with rotary positions has no fixed length. Write the length for which the scaling is made, or a large
         # default, because other programs expect the field.
-        scaled = 1.0 if config.rotary.scaling is None else config.rotary.scaling.factor
-        if config.rotary.scaling is not None and config.rotary.scaling.kind == "dynamic":
-            scaled = 1.0  # the reference takes this field as the original length
-        trained = 131_072 if config.rotary.scaling is None else config.rotary.scaling.original_length
+        scaling, trained, scaled = config.rotary.scaling, 131_072, 1.0
+        if scaling is not None:
+            # With dynamic scaling, the reference takes this field as the original length.
+            trained, scaled = scaling.original_length, 1.0 if scaling.kind == "dynamic" else scaling.factor
         return {
             "rope_parameters": parameters | share,
             self.base_name: config.rotary.base,

@@ -9,7 +9,7 @@ from transformer.config._positions import LearnedOptions
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fields, Fixed, Unread
-from transformer.zoo.weights._rules import Row, Rule, WithoutFirst, modules, norm
+from transformer.zoo.weights._rules import Rule, modules, norm, row, without_first
 
 UNUSED_ROWS = 2
 """Unused rows at the start of a position table: position 0 is row 2."""
@@ -41,7 +41,7 @@ FEED_FORWARD = {"feed_forward/up": "fc1", "feed_forward/down": "fc2", "feed_forw
 
 
 def _rules(config: TransformerConfig) -> list[Rule]:
-    stacks, table = ("encoder", "decoder"), WithoutFirst(UNUSED_ROWS)
+    stacks, table = ("encoder", "decoder"), without_first(UNUSED_ROWS)
     return [
         Rule("model.shared.weight", "embedding/embedding"),
         *(Rule(f"model.{stack}.embed_positions.weight", f"{stack}/position_table", table) for stack in stacks),
@@ -50,7 +50,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-LOGITS_BIAS = Rule("final_logits_bias", "output_bias", Row(1))
+LOGITS_BIAS = Rule("final_logits_bias", "output_bias", row(1))
 """Rule for the bias of the logits."""
 
 
@@ -79,13 +79,8 @@ class BothStacks(Codec):
         return dict(zip(self.names, sizes, strict=True))
 
 
-@dataclass(frozen=True)
 class StackLayers(Codec):
-    """`encoder_layers` and `decoder_layers`; `num_hidden_layers` must equal `encoder_layers`.
-
-    Raises:
-        FieldError: (by `read`) `num_hidden_layers` differs from `encoder_layers`.
-    """
+    """`encoder_layers` and `decoder_layers`; `num_hidden_layers` must equal `encoder_layers`."""
 
     names = ("encoder_layers", "decoder_layers", "num_hidden_layers")
 

@@ -47,12 +47,7 @@ OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm
 
 
 def encoder_rules(prefix: str, positions: Relation = SAME) -> list[Rule]:
-    """Return the rules for the encoder of BERT and of families with the same tensor names.
-
-    Args:
-        prefix: prefix of all tensor names.
-        positions: relation between the position tables of file and model.
-    """
+    """Return the rules for the encoder of BERT and of families with the same names; `positions` relates the tables."""
     embeddings, layer, ours = f"{prefix}embeddings.", f"{prefix}encoder.layer.{{layer}}.", "encoder/{layer}/"
     return [
         Rule(f"{embeddings}word_embeddings.weight", "embedding/embedding"),

@@ -15,18 +15,10 @@ from transformer.zoo.weights._rules import Rule, norm
 
 @dataclass(frozen=True)
 class OneOf(Codec):
-    """A field with several synonymous names. The first name is written.
+    """A field with several synonymous names, whose values must be equal. The first name is written."""
 
-    Raises:
-        FieldError: (by `read`) none of the names is present, or their values differ.
-    """
-
-    alike: tuple[str, ...]
+    names: tuple[str, ...]
     attribute: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.alike
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         given = {name: values[name] for name in self.names if name in values}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from transformer.config._model import Images, TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._dual import DualEncoder
 from transformer.zoo._family import Family, Head, Variant, read_fields
 from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, FieldError, Fields, Unread, sizes
-from transformer.zoo.families._vit import Convolution, PatchSizes
-from transformer.zoo.weights._rules import Arrays, Relation, Rule, Shape, Shapes, linear, modules, norm
+from transformer.zoo.families._vit import CONVOLUTION, PatchSizes
+from transformer.zoo.weights._rules import EachTensor, Rule, linear, modules, norm
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ class TwoConfigs(Codec):
         return values | features
 
 
-@dataclass(frozen=True)
 class EndToken(Codec):
     """The token at whose position the reference pools a text: the largest id. Older files say 2 instead."""
 
@@ -90,18 +87,8 @@ class EndToken(Codec):
         return {"eos_token_id": (config.vocab_size or 1) - 1}
 
 
-@dataclass(frozen=True)
-class Scalar(Relation):
-    """A parameter (1,) that is stored as a tensor without axes."""
-
-    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
-        return [() for _ in shapes]
-
-    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
-        return [tensor.reshape(1) for tensor in tensors]
-
-    def save(self, parameters: Arrays) -> list[np.ndarray]:
-        return [parameter.reshape(()) for parameter in parameters]
+_SCALAR = EachTensor(lambda shape: (), lambda tensor, shape: tensor.reshape(1), lambda parameter: parameter.reshape(()))
+"""A parameter (1,) that is stored as a tensor without axes."""
 
 
 def patch_encoder(fields: Fields) -> TransformerConfig:
@@ -168,7 +155,7 @@ def dual_rules() -> list[Rule]:
 def image_rules(prefix: str) -> list[Rule]:
     """Return the rules for the encoder of images of CLIP and SigLIP; `prefix` is that of all tensor names."""
     return [
-        *linear(f"{prefix}embeddings.patch_embedding", "image/patch_embedding", Convolution()),
+        *linear(f"{prefix}embeddings.patch_embedding", "image/patch_embedding", CONVOLUTION),
         Rule(f"{prefix}embeddings.position_embedding.weight", "image/encoder/position_table"),
         Rule(f"{prefix}embeddings.class_embedding", "image/class_token"),
         # The name of this tensor is misspelled in all files.
@@ -183,7 +170,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
         *dual_rules(),
         *linear("text_projection", "text_projection"),
         *linear("visual_projection", "image_projection"),
-        Rule("logit_scale", "logit_scale", Scalar()),
+        Rule("logit_scale", "logit_scale", _SCALAR),
     ]
 
 

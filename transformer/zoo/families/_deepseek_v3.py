@@ -11,7 +11,17 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import MLA, LayerKind, MoE
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, FieldError, Fields, Fixed, Unread, layer_sizes
+from transformer.zoo._fields import (
+    Biases,
+    Codec,
+    FieldError,
+    Fields,
+    Fixed,
+    Unread,
+    layer_sizes,
+    read_table,
+    write_table,
+)
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._mixtral import expert_rules
@@ -28,6 +38,7 @@ from transformer.zoo.weights._rules import (
     fused,
     layer_kinds,
     linear,
+    modules,
     norm,
 )
 
@@ -67,7 +78,6 @@ class Interleaved(Relation):
         return parameter[..., [*range(whole - self.size), *(whole - self.size + order.ravel())]]
 
 
-@dataclass(frozen=True)
 class FusedHeads(Relation):
     """Several maps (in, N, H1), (in, N, H2), ... fused per head into one matrix (N (H1 + H2 + ...), in).
 
@@ -88,19 +98,41 @@ class FusedHeads(Relation):
         return MATRIX.save([np.concatenate(parameters, axis=2)])
 
 
-@dataclass(frozen=True)
+def interleaved_rules(tensor: str, parameter: str, size: int, *, first: bool = False) -> list[Rule]:
+    """Return the rules for a map of queries or keys whose rotated dimensions are `Interleaved`."""
+    return [
+        Rule(f"{tensor}.weight", f"{parameter}/kernel", Interleaved(MATRIX, size, first)),
+        Rule(f"{tensor}.bias", f"{parameter}/bias", Interleaved(VECTOR, size, first)),
+    ]
+
+
+_SIZES = {
+    "q_lora_rank": ("q_lora_rank", 1536),
+    "kv_lora_rank": ("kv_lora_rank", 512),
+    "qk_nope_head_dim": ("qk_nope_head_dim", 128),
+    "qk_rope_head_dim": ("qk_rope_head_dim", 64),
+    "v_head_dim": ("v_head_dim", 128),
+}
+_EXPERTS = {
+    "n_routed_experts": ("num_experts", 256),
+    "num_experts_per_tok": ("top_k", 8),
+    "moe_intermediate_size": ("d_ff", 2048),
+    "n_shared_experts": ("shared_experts", 1),
+    "norm_topk_prob": ("normalize_weights", True),
+    "n_group": ("num_groups", 8),
+    "topk_group": ("top_groups", 4),
+    "routed_scaling_factor": ("routed_scaling_factor", 2.5),
+}
+"""Fields of config.json, and the fields of `MLA` and `MoE` with the defaults."""
+
+
 class LatentSizes(Codec):
     """Sizes of latents and heads of MLA. Read after `num_attention_heads`.
 
     `head_dim` and `qk_head_dim` follow from the other sizes.
     """
 
-    names = (
-        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        "qk_head_dim",
-        "head_dim",
-        "num_key_value_heads",
-    )
+    names = (*_SIZES, "qk_head_dim", "head_dim", "num_key_value_heads")
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         heads = changes["num_heads"]
@@ -109,28 +141,14 @@ class LatentSizes(Codec):
                 f"num_key_value_heads is {values['num_key_value_heads']}, but latent attention has one key for each of "
                 f"the {heads} heads"
             )
-        mla = MLA(
-            q_lora_rank=values.get("q_lora_rank", 1536),
-            kv_lora_rank=values.get("kv_lora_rank", 512),
-            qk_nope_head_dim=values.get("qk_nope_head_dim", 128),
-            qk_rope_head_dim=values.get("qk_rope_head_dim", 64),
-            v_head_dim=values.get("v_head_dim", 128),
-        )
+        mla = MLA(**read_table(values, _SIZES))
         return {"attention.mla": mla, "attention.num_kv_heads": None, "attention.head_dim": None}
 
     def write(self, config: TransformerConfig) -> Fields:
         mla = config.attention.mla
         if mla is None:
             return {}
-        return {
-            "q_lora_rank": mla.q_lora_rank,
-            "kv_lora_rank": mla.kv_lora_rank,
-            "qk_nope_head_dim": mla.qk_nope_head_dim,
-            "qk_rope_head_dim": mla.qk_rope_head_dim,
-            "v_head_dim": mla.v_head_dim,
-            "qk_head_dim": mla.head_dim,
-            "head_dim": mla.qk_rope_head_dim,
-        }
+        return write_table(mla, _SIZES) | {"qk_head_dim": mla.head_dim, "head_dim": mla.qk_rope_head_dim}
 
 
 def _sharpening(factor: float, weight: float) -> float:
@@ -138,7 +156,6 @@ def _sharpening(factor: float, weight: float) -> float:
     return 1.0 + 0.1 * weight * math.log(factor)
 
 
-@dataclass(frozen=True)
 class LatentRope(Rope):
     """Rotary positions with two weights for YaRN's temperature correction. Read after the head sizes.
 
@@ -170,38 +187,20 @@ class LatentRope(Rope):
         return written
 
 
-@dataclass(frozen=True)
 class RoutedBehindDense(Codec):
     """Dense first layers (`first_k_dense_replace`), then layers with experts. Read after `num_hidden_layers`."""
 
-    names = (
-        *("n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-        *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
-        "n_shared_experts",
-        "first_k_dense_replace",
-    )
+    names = (*_EXPERTS, "num_local_experts", "first_k_dense_replace")
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         layers, dense = changes["num_layers"], values.get("first_k_dense_replace", 3) or 0
         if dense >= layers:
             return {"stack.period": (LayerKind(),)}
-        shared = values.get("n_shared_experts", 1)
-        if not shared:
+        experts = read_table({"n_routed_experts": values.get("num_local_experts", 256)} | dict(values), _EXPERTS)
+        if not (shared := experts["shared_experts"]):
             raise FieldError(f"n_shared_experts is {shared!r}, but this family requires at least one shared expert")
-        moe = MoE(
-            num_experts=values.get("n_routed_experts", values.get("num_local_experts", 256)),
-            top_k=values.get("num_experts_per_tok", 8),
-            d_ff=values.get("moe_intermediate_size", 2048),
-            shared_experts=shared,
-            normalize_weights=values.get("norm_topk_prob", True),
-            load_balance_weight=0.0,
-            router_z_weight=0.0,
-            scoring="sigmoid",
-            e_score_correction_bias=True,
-            num_groups=values.get("n_group", 8),
-            top_groups=values.get("topk_group", 4),
-            routed_scaling_factor=values.get("routed_scaling_factor", 2.5),
-        )
+        free = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
+        moe = MoE(**experts, **free, scoring="sigmoid", e_score_correction_bias=True)
         return fold([LayerKind()] * dense + [LayerKind(moe=moe)] * (layers - dense))
 
     def write(self, config: TransformerConfig) -> Fields:
@@ -209,17 +208,9 @@ class RoutedBehindDense(Codec):
         moe = kinds[-1].moe
         if moe is None:
             return {"first_k_dense_replace": len(kinds)}
-        return {
-            "n_routed_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": moe.d_ff or config.feed_forward_width,
-            "n_shared_experts": moe.shared_experts,
-            "norm_topk_prob": moe.normalize_weights,
-            "n_group": moe.num_groups,
-            "topk_group": moe.top_groups,
-            "routed_scaling_factor": moe.routed_scaling_factor,
-            "first_k_dense_replace": sum(kind.moe is None for kind in kinds),
-        }
+        width = {"moe_intermediate_size": moe.d_ff or config.feed_forward_width}
+        dense = sum(kind.moe is None for kind in kinds)
+        return write_table(moe, _EXPERTS) | width | {"first_k_dense_replace": dense}
 
 
 def _rules(config: TransformerConfig) -> list[Rule]:
@@ -246,12 +237,9 @@ def _rules(config: TransformerConfig) -> list[Rule]:
         *linear(f"{theirs}o_proj", f"{ours}out", MERGED),
         *llama.norm_rules(),
         *llama.feed_forward_rules(),
-        *expert_rules(mlp, gate="gate_proj", up="up_proj", down="down_proj"),
+        *expert_rules(mlp),
         Rule(f"{mlp}gate.e_score_correction_bias", f"{feed_forward}router/selection_bias"),
-        *(
-            Rule(f"{mlp}shared_experts.{name}_proj.weight", f"{feed_forward}shared/{name}/kernel", MATRIX)
-            for name in ("gate", "up", "down")
-        ),
+        *modules(f"{mlp}shared_experts.", f"{feed_forward}shared/", llama.FEED_FORWARD),
         *norm("model.norm", "decoder/final_norm"),
     ]
 

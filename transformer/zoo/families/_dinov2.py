@@ -6,7 +6,7 @@ With registers (Darcet et al. 2023), learned tokens without a position follow th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from transformer.config._model import TransformerConfig
 from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
@@ -15,18 +15,17 @@ from transformer.zoo._fields import (
     ACTIVATIONS,
     Codec,
     Field,
-    FieldError,
     Fields,
     Labels,
     Unread,
     sizes,
     training_fields,
+    written_as,
 )
-from transformer.zoo.families._vit import VIT_CONSTANTS, VIT_LAYER, ClassAndMask, InputBiases, PatchSizes, vit_rules
-from transformer.zoo.weights._rules import VECTOR, Fused, Row, Rule, linear
+from transformer.zoo.families._vit import INPUT_BIASES, VIT_CONSTANTS, VIT_LAYER, ClassAndMask, PatchSizes, vit_rules
+from transformer.zoo.weights._rules import VECTOR, Fused, Rule, linear, row
 
 
-@dataclass(frozen=True)
 class FeedForwardRatio(Codec):
     """Inner width of the feed-forward layers as a multiple of d_model, and SwiGLU with two thirds of it."""
 
@@ -41,17 +40,14 @@ class FeedForwardRatio(Codec):
                 "feed_forward.gated": True,
                 "feed_forward.activation": "silu",
             }
-        name = values.get("hidden_act", "gelu")
-        if name not in ACTIVATIONS:
-            raise FieldError(f"hidden_act is {name!r}, which is not supported (supported: {', '.join(ACTIVATIONS)})")
-        return {"feed_forward.d_ff": width, "feed_forward.gated": False, "feed_forward.activation": ACTIVATIONS[name]}
+        activation = Field("hidden_act", "feed_forward.activation", "gelu", ACTIVATIONS).read(values, changes)
+        return {"feed_forward.d_ff": width, "feed_forward.gated": False, **activation}
 
     def write(self, config: TransformerConfig) -> Fields:
         width = config.feed_forward_width
         if config.feed_forward.gated:
             return {"mlp_ratio": _ratio(math.ceil(width * 3 / 2), config.d_model), "use_swiglu_ffn": True}
-        names = [theirs for theirs, ours in ACTIVATIONS.items() if ours == config.feed_forward.activation]
-        act = {"hidden_act": names[0]} if names else {}
+        act = written_as("hidden_act", config.feed_forward.activation)
         return {"mlp_ratio": _ratio(width, config.d_model), "use_swiglu_ffn": False} | act
 
 
@@ -90,7 +86,7 @@ def _fields(patches: PatchSizes, *fields: Codec) -> tuple[Codec, ...]:
         Field("layer_norm_eps", "norm.epsilon", 1e-6),
         Field("layerscale_value", "stack.layer_scale", 1.0),
         *training_fields("hidden_dropout_prob", "attention_probs_dropout_prob"),
-        InputBiases(),
+        INPUT_BIASES,
         patches,
         Unread(
             ("drop_path_rate", "apply_layernorm", "reshape_hidden_states", "out_features", "out_indices", "stage_names")
@@ -143,7 +139,7 @@ def _rules_with_registers(config: TransformerConfig) -> list[Rule]:
     prefix = "dinov2_with_registers."
     tokens = (f"{prefix}embeddings.cls_token", f"{prefix}embeddings.mask_token")
     rules = [rule for rule in _rules(config, prefix) if rule.parameters != "class_token"]
-    registers = Rule(f"{prefix}embeddings.register_tokens", "registers", Row(1))
+    registers = Rule(f"{prefix}embeddings.register_tokens", "registers", row(1))
     return [*rules, Rule(tokens, "class_token", ClassAndMask(1)), registers]
 
 

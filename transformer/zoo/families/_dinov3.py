@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import RotaryGridOptions
 from transformer.nn.models._vision import VisionEmbedder
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fields, Json, Unread, layer_sizes, sizes
-from transformer.zoo.families._vit import ClassAndMask, Convolution, PatchSizes
-from transformer.zoo.weights._rules import Row, Rule, linear, modules, norm
+from transformer.zoo.families._vit import CONVOLUTION, ClassAndMask, PatchSizes
+from transformer.zoo.weights._rules import Rule, linear, modules, norm, row
 
 _BIASES = {"query": "query_bias", "key": "key_bias", "value": "value_bias", "out": "proj_bias"}
 _KEY = "key_bias"
 
 
-@dataclass(frozen=True)
 class MapBiases(Codec):
     """Which maps have a bias: one field for each map of attention, and one for the feed-forward layers."""
 
@@ -41,8 +38,8 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     names |= {f"feed_forward/{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
     return [
         Rule(("embeddings.cls_token", "embeddings.mask_token"), "class_token", ClassAndMask(2)),
-        Rule("embeddings.register_tokens", "registers", Row(1)),
-        *linear("embeddings.patch_embeddings", "patch_embedding", Convolution()),
+        Rule("embeddings.register_tokens", "registers", row(1)),
+        *linear("embeddings.patch_embeddings", "patch_embedding", CONVOLUTION),
         *modules(layer, ours, names),
         Rule(f"{layer}layer_scale1.lambda1", f"{ours}attention_scale"),
         Rule(f"{layer}layer_scale2.lambda1", f"{ours}feed_forward_scale"),

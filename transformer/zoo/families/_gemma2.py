@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
-from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Fields, Fixed, Unread
+from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Converted, Field, Fields, Fixed, Unread
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
-from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
+from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows, local_layers
 from transformer.zoo.weights._rules import Rule, modules
 
 GEMMA_CONSTANTS = llama.DECODER_CONSTANTS | {
@@ -28,36 +26,37 @@ GELU = Field(
 )
 """Activation. It is written as gelu_pytorch_tanh, because the reference rounds its other tanh variants differently."""
 
-
-@dataclass(frozen=True)
-class QueryScale(Codec):
-    """`query_pre_attn_scalar` n: scores are divided by sqrt(n), independent of the head dimension."""
-
-    names = ("query_pre_attn_scalar",)
-
-    def read(self, values: Fields, changes: Fields) -> Fields:
-        return {"attention.scale": values.get("query_pre_attn_scalar", 256) ** -0.5}
-
-    def write(self, config: TransformerConfig) -> Fields:
-        scale = config.attention.scale or config.size_of_head**-0.5
-        return {"query_pre_attn_scalar": round(scale**-2)}
+QUERY_SCALE = Converted(
+    "query_pre_attn_scalar",
+    256,
+    lambda scalar, changes: {"attention.scale": scalar**-0.5},
+    lambda config: round((config.attention.scale or config.size_of_head**-0.5) ** -2),
+)
+"""`query_pre_attn_scalar` n: scores are divided by sqrt(n), independent of the head dimension."""
 
 
 @dataclass(frozen=True)
 class AlternatingWindows(Codec):
     """Sliding window `sliding_window` in layers 0, 2, 4, ..., or in the layers that `layer_types` specifies."""
 
+    default: int
+    """Default of `sliding_window`."""
+
     names = ("sliding_window", "layer_types")
 
     def read(self, values: Fields, changes: Fields) -> Fields:
-        layers, window = changes["num_layers"], values.get("sliding_window", 4096)
+        return local_layers(*self.types(values, changes))
+
+    def types(self, values: Fields, changes: Fields) -> tuple[list[str], int | None]:
+        """Return the `layer_types` and the window."""
+        layers, window = changes["num_layers"], values.get("sliding_window", self.default)
         types = values.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(layers)]
         check_layer_types(types, layers, window)
-        return fold([LayerKind(window=window if name == SLIDING else None) for name in types])
+        return types, window
 
     def write(self, config: TransformerConfig) -> Fields:
         windows = layer_windows(config)
-        return {"sliding_window": max(filter(None, windows), default=4096), "layer_types": layer_types(windows)}
+        return {"sliding_window": max(filter(None, windows), default=self.default), "layer_types": layer_types(windows)}
 
 
 _NORMS = {
@@ -92,10 +91,10 @@ GEMMA2 = llama.decoder_family(
         *llama.decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
         Rope(),
         Biases("attention_bias"),
-        QueryScale(),
+        QUERY_SCALE,
         Field("attn_logit_softcapping", "attention.softcap", 50.0, nullable=True),
         Field("final_logit_softcapping", "output.softcap", 30.0, nullable=True),
-        AlternatingWindows(),
+        AlternatingWindows(4096),
         Fixed("use_bidirectional_attention", (None, False)),
         # In published files; the reference uses hidden_activation and sliding_window instead.
         Unread(("hidden_act", "sliding_window_size")),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
@@ -12,7 +10,7 @@ from transformer.zoo._family import Variant
 from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, Unread
 from transformer.zoo._rotary import read_rotary, write_rotary
 from transformer.zoo.families import _llama as llama
-from transformer.zoo.families._gemma2 import GELU, GEMMA_CONSTANTS, QueryScale, gemma_rules
+from transformer.zoo.families._gemma2 import GELU, GEMMA_CONSTANTS, QUERY_SCALE, gemma_rules
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
 from transformer.zoo.weights._rules import Rule, layer_kinds
 
@@ -20,16 +18,12 @@ _BASES = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 _KINDS = ", ".join(_BASES)
 
 
-@dataclass(frozen=True)
 class LocalAndGlobal(Codec):
     """Local layers (sliding window and a separate rotary base) and global layers.
 
     `layer_types` lists the kind of each layer; if it is missing, every `sliding_window_pattern`-th layer is global.
     `rope_parameters` holds the rotary parameters per kind (transformers 5). Older files have `rope_theta` and
     `rope_scaling` for global layers and `rope_local_base_freq` for local layers.
-
-    Raises:
-        FieldError: (by `read`) invalid layer types or rotary fields.
     """
 
     names = (
@@ -47,15 +41,15 @@ class LocalAndGlobal(Codec):
             raise FieldError(
                 f"rope_parameters has {', '.join(strange)}, but expected one entry per layer type: {_KINDS}"
             )
-        old = {
-            FULL: {"rope_theta": values.get("rope_theta")},
-            SLIDING: {"rope_theta": values.get("rope_local_base_freq")},
-        }
+        old = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
         scaling = {FULL: values.get("rope_scaling") or {}, SLIDING: {}}
-        parameters = {name: old[name] | (given.get(name) or {}) | scaling[name] for name in _BASES}
+        parameters = {
+            name: {"rope_theta": values.get(old[name])} | (given.get(name) or {}) | scaling[name] for name in _BASES
+        }
         length = values.get("max_position_embeddings")
-        base, scaled = read_rotary(parameters[FULL], _BASES[FULL], length)
-        local_base, local_scaled = read_rotary(parameters[SLIDING], _BASES[SLIDING], length)
+        (base, scaled), (local_base, local_scaled) = (
+            read_rotary(parameters[name], _BASES[name], length) for name in _BASES
+        )
         if any(each.get("partial_rotary_factor", 1.0) != 1 for each in parameters.values()):
             raise FieldError("partial_rotary_factor is given, but this family always rotates whole heads")
         kinds = {
@@ -99,7 +93,7 @@ GEMMA3 = llama.decoder_family(
     fields=(
         *llama.decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
         Biases("attention_bias"),
-        QueryScale(),
+        QUERY_SCALE,
         # The reference defines this field but never applies soft-capping to scores.
         Fixed("attn_logit_softcapping", (None,)),
         Field("final_logit_softcapping", "output.softcap", None, nullable=True),

@@ -3,60 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
+from dataclasses import replace
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE, RotaryScaling
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, Json
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, Json, read_table, write_table
 from transformer.zoo._rotary import read_rotary, write_rotary
 from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._gemma2 import GELU, gemma_rules
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types
-from transformer.zoo.weights._rules import (
-    Arrays,
-    Fused,
-    Relation,
-    Rule,
-    Shape,
-    Shapes,
-    layer_kinds,
-    linear,
-    modules,
-    norm,
-)
+from transformer.zoo.weights._rules import EachTensor, Fused, Rule, layer_kinds, linear, modules, norm
 
 _DEFAULTS = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
+_EXPERTS = {
+    "num_experts": ("num_experts", None),
+    "top_k_experts": ("top_k", None),
+    "moe_intermediate_size": ("d_ff", None),
+}
 _OVERRIDES = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
 """Fields of config.json that `per_layer_config` may override, and those of LayerKind."""
 
-
-@dataclass(frozen=True)
-class Swapped(Relation):
-    """The kernels of all experts, (E, in, out), which the file stores as (E, out, in)."""
-
-    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
-        return [(*shape[:-2], shape[-1], shape[-2]) for shape in shapes]
-
-    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
-        return [tensor.swapaxes(-1, -2) for tensor in tensors]
-
-    def save(self, parameters: Arrays) -> list[np.ndarray]:
-        return [parameter.swapaxes(-1, -2) for parameter in parameters]
+SWAPPED = EachTensor(
+    lambda shape: (*shape[:-2], shape[-1], shape[-2]),
+    lambda tensor, shape: tensor.swapaxes(-1, -2),
+    lambda parameter: parameter.swapaxes(-1, -2),
+)
+"""The kernels of all experts, (E, in, out), which the file stores as (E, out, in)."""
 
 
-SWAPPED = Swapped()
-
-
-@dataclass(frozen=True)
 class SharedAndGlobal(Codec):
     """The kind of each layer: window, rotary positions, heads, and keys and values of its own or of an earlier layer.
 
@@ -64,17 +44,12 @@ class SharedAndGlobal(Codec):
     `use_double_wide_mlp` their feed-forward layers are twice as wide. Global layers have heads of their own size, in
     `per_layer_config` or, in published files, in `global_head_dim` and `num_global_key_value_heads`. With
     `attention_k_eq_v` their values are their keys. The last layer is always global.
-
-    Raises:
-        FieldError: (by `read`) lists or objects that do not fit the layers, or rotary positions of another type.
     """
 
     names = (
         *("layer_types", "sliding_window", "rope_parameters", "max_position_embeddings", "per_layer_config"),
-        *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v"),
-        *("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"),
-        "num_kv_shared_layers",
-        "use_double_wide_mlp",
+        *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "enable_moe_block", *_EXPERTS),
+        *("num_kv_shared_layers", "use_double_wide_mlp"),
     )
 
     def read(self, values: Fields, changes: Fields) -> Fields:
@@ -136,15 +111,10 @@ class SharedAndGlobal(Codec):
             if kind.window is None
         }
         moe = kinds[0].moe
-        experts = (
-            {}
-            if moe is None
-            else {
-                "num_experts": moe.num_experts,
-                "top_k_experts": moe.top_k,
-                "moe_intermediate_size": moe.d_ff or config.feed_forward_width,
-            }
-        )
+        experts = {}
+        if moe is not None:
+            experts = write_table(moe, _EXPERTS)
+            experts["moe_intermediate_size"] = moe.d_ff or config.feed_forward_width
         return experts | {
             "enable_moe_block": moe is not None,
             "layer_types": layer_types(windows),
@@ -162,13 +132,10 @@ def _read_experts(values: Fields) -> MoE | None:
     """Return the experts that all layers have beside their dense feed-forward layer, if there are any."""
     if not values.get("enable_moe_block", False):
         return None
-    missing = [name for name in ("num_experts", "top_k_experts", "moe_intermediate_size") if values.get(name) is None]
-    if missing:
+    if missing := [name for name in _EXPERTS if values.get(name) is None]:
         raise FieldError(f"enable_moe_block is True, but {', '.join(missing)} is not set")
     return MoE(
-        num_experts=values["num_experts"],
-        top_k=values["top_k_experts"],
-        d_ff=values["moe_intermediate_size"],
+        **read_table(values, _EXPERTS),
         router_norm=True,
         expert_scale=True,
         beside_dense=True,
@@ -192,7 +159,7 @@ def _own_heads(values: Fields, types: Sequence[str]) -> list[dict[str, int]]:
     ]
 
 
-def _check_overrides(given: Any, layers: int) -> None:
+def _check_overrides(given: object, layers: int) -> None:
     """Raise FieldError for a `per_layer_config` of other layers, or of other fields than those of heads."""
     if not isinstance(given, dict) or not all(isinstance(one, dict) for one in given.values()):
         raise FieldError(f"per_layer_config must be an object with an object for some layers, got {given!r:.80}")
@@ -235,7 +202,6 @@ def _write_rotary(base: float, scaling: RotaryScaling | None) -> Fields:
     return {"rope_type": scaling.kind, "rope_theta": base, "partial_rotary_factor": scaling.share} | factor
 
 
-@dataclass(frozen=True)
 class PerLayerEmbeddings(Codec):
     """`hidden_size_per_layer_input`, 0 for none, and `vocab_size_per_layer_input`. Read after `vocab_size`."""
 

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from transformer.config._model import TransformerConfig
 from transformer.zoo._family import Family, Variant
-from transformer.zoo._fields import Codec, Fields
+from transformer.zoo._fields import Converted
 from transformer.zoo._rotary import Rope
-from transformer.zoo.families._deepseek_v3 import Interleaved
+from transformer.zoo.families._deepseek_v3 import interleaved_rules
 from transformer.zoo.families._llama import DECODER_CONSTANTS, decoder_family, decoder_fields, decoder_variant
-from transformer.zoo.weights._rules import MATRIX, MERGED, VECTOR, Fused, Rule, linear, modules, norm
+from transformer.zoo.families._phi3 import fused_feed_forward_rules
+from transformer.zoo.weights._rules import MERGED, Rule, linear, modules, norm
 
-
-@dataclass(frozen=True)
-class InputBiases(Codec):
-    """`attention_bias`: biases on queries, keys and values; the output map of attention has none."""
-
-    names = ("attention_bias",)
-
-    def read(self, values: Fields, changes: Fields) -> Fields:
-        return {"attention.biases": ("query", "key", "value") if values.get("attention_bias", True) else ()}
-
-    def write(self, config: TransformerConfig) -> Fields:
-        return {"attention_bias": bool(config.attention.biases)}
-
+_INPUT_BIASES = Converted(
+    "attention_bias",
+    True,
+    lambda biased, changes: {"attention.biases": ("query", "key", "value") if biased else ()},
+    lambda config: bool(config.attention.biases),
+)
+"""Biases on queries, keys and values; the output map of attention has none."""
 
 _PRE_NORMS = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
 _POST_NORMS = {"attention_post_norm": "post_self_attn_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"}
@@ -41,19 +35,10 @@ def _rules(config: TransformerConfig) -> list[Rule]:
         *modules(layer, ours, _PRE_NORMS | _POST_NORMS),
         *linear(f"{layer}self_attn.v_proj", f"{attention}value"),
         *linear(f"{layer}self_attn.o_proj", f"{attention}out", MERGED),
-        Rule(
-            f"{layer}mlp.gate_up_proj.weight",
-            (f"{ours}feed_forward/gate/kernel", f"{ours}feed_forward/up/kernel"),
-            Fused(),
-        ),
-        *linear(f"{layer}mlp.down_proj", f"{ours}feed_forward/down"),
+        *fused_feed_forward_rules(),
     ]
     for name, theirs in {"query": "q_proj", "key": "k_proj"}.items():
-        tensor, parameter = f"{layer}self_attn.{theirs}", f"{attention}{name}"
-        rules += [
-            Rule(f"{tensor}.weight", f"{parameter}/kernel", Interleaved(MATRIX, rotated, first=True)),
-            Rule(f"{tensor}.bias", f"{parameter}/bias", Interleaved(VECTOR, rotated, first=True)),
-        ]
+        rules += interleaved_rules(f"{layer}self_attn.{theirs}", f"{attention}{name}", rotated, first=True)
     return rules
 
 
@@ -62,8 +47,7 @@ def _family(reference: str, variants: Mapping[str, Variant], **facts: Any) -> Fa
         reference,
         fields=(
             *decoder_fields(epsilon=1.5625e-07, kv_heads=2, head_dim=128),
-            Rope(default_share=0.5),
-            InputBiases(),
+            *(Rope(default_share=0.5), _INPUT_BIASES),
         ),
         rules=_rules,
         variants=variants,

@@ -15,9 +15,7 @@ from transformer.zoo.weights._rules import MATRIX, VECTOR, FusedByHead, Rule, fu
 def megatron_layer_rules(layer: str, attention: str) -> list[Rule]:
     """Return the rules for the layers of GPT-NeoX and BLOOM, which were both trained with Megatron-LM.
 
-    Args:
-        layer: prefix of the tensor names of a layer.
-        attention: prefix of the attention tensors within the layer.
+    `layer` is the prefix of the tensor names of a layer, and `attention` that of attention within the layer.
     """
     ours = "decoder/{layer}/"
     maps = [f"{ours}self_attention/{name}" for name in ("query", "key", "value")]

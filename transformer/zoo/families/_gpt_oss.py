@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
-from transformer.config._parts import LayerKind, MoE
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Fields, Fixed, Unread, layer_sizes
+from transformer.zoo._fields import Biases, Fields, Fixed, Unread, layer_sizes
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
-from transformer.zoo.families._mixtral import balance_coefficient, balance_weight
-from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
-from transformer.zoo.weights._rules import Arrays, Relation, Rule, Shape, Shapes, layer_kinds, linear
+from transformer.zoo.families import _mixtral as mixtral
+from transformer.zoo.families._gemma2 import AlternatingWindows
+from transformer.zoo.families._qwen2 import local_layers
+from transformer.zoo.weights._rules import Arrays, Relation, Rule, Shape, Shapes, linear
 
 _YARN = {
     "rope_type": "yarn",
@@ -27,7 +24,6 @@ _YARN = {
 }
 
 
-@dataclass(frozen=True)
 class Alternating(Relation):
     """n parameters interleaved along the last axis of one tensor: element i belongs to parameter i mod n."""
 
@@ -56,48 +52,25 @@ class AttentionBiases(Biases):
         return super().read({self.attention: True} | dict(values), changes) | {"parameters.use_bias": True}
 
 
-@dataclass(frozen=True)
-class LocalAndRouted(Codec):
-    """Routed layers with alternating sliding windows.
-
-    `layer_types` specifies which layers have the window `sliding_window`; by default these are layers 0, 2, 4, ...
-    """
+class LocalAndRouted(AlternatingWindows):
+    """Routed layers with alternating sliding windows."""
 
     names = (
-        "layer_types",
-        "sliding_window",
-        *("num_local_experts", "num_experts", "num_experts_per_tok", "router_aux_loss_coef"),
+        *("layer_types", "sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok"),
+        "router_aux_loss_coef",
     )
 
     def read(self, values: Fields, changes: Fields) -> Fields:
-        layers, window = changes["num_layers"], values.get("sliding_window", 128)
-        types = values.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(layers)]
-        check_layer_types(types, layers, window)
-        top_k = values.get("num_experts_per_tok", 4)
-        moe = MoE(
-            num_experts=values.get("num_local_experts", values.get("num_experts", 128)),
-            top_k=top_k,
-            # The reference applies the softmax to the logits of the chosen experts only. That equals the softmax over
-            # all experts, normalized so that the weights of the chosen ones sum to 1.
-            normalize_weights=True,
-            router_bias=True,
-            load_balance_weight=balance_weight(values.get("router_aux_loss_coef", 0.001), top_k, layers),
-            router_z_weight=0.0,
-        )
-        return fold([LayerKind(window=window if name == SLIDING else None, moe=moe) for name in types])
+        types, window = self.types(values, changes)
+        given = {"num_local_experts": values.get("num_experts", 128), "num_experts_per_tok": 4} | dict(values)
+        # The reference applies the softmax to the logits of the chosen experts only. That equals the softmax over all
+        # experts, normalized so that the weights of the chosen ones sum to 1.
+        moe = mixtral.read_experts(given, mixtral.EXPERTS, len(types), normalize_weights=True, router_bias=True)
+        return local_layers(types, window, moe=moe)
 
     def write(self, config: TransformerConfig) -> Fields:
-        windows = layer_windows(config)
-        values = {"layer_types": layer_types(windows), "sliding_window": max(filter(None, windows), default=128)}
-        moe = layer_kinds(config, config.num_layers)[0].moe
-        if moe is None:
-            return values
-        return values | {
-            "num_local_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "router_aux_loss_coef": balance_coefficient(moe, config.num_layers),
-            "intermediate_size": moe.d_ff or config.feed_forward_width,
-        }
+        windows = super().write(config)
+        return {"layer_types": windows["layer_types"]} | windows | mixtral.write_all_routed(config)
 
 
 def _rules(config: TransformerConfig) -> list[Rule]:
@@ -131,7 +104,7 @@ GPT_OSS = llama.decoder_family(
         *llama.decoder_fields(epsilon=1e-5, kv_heads=8, head_dim=64, activation=Unread(("hidden_act",))),
         ScaledRope(default_base=150_000.0),
         AttentionBiases("attention_bias"),
-        LocalAndRouted(),
+        LocalAndRouted(128),
         Fixed("swiglu_alpha", (1.702,)),
         Fixed("swiglu_limit", (7.0,)),
         # In published files: synonyms of num_experts_per_tok and of the original length in rope_scaling.

@@ -23,11 +23,14 @@ DECODER_CONSTANTS = {
 }
 """Constants of Llama and most later decoder families."""
 
-
 ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 """Rotary frequencies in old files, which are computed from the config instead."""
 COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 """Copies that files of tied decoders may contain."""
+
+ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
+FEED_FORWARD = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+"""Maps of a layer, and the names of their tensors in Llama and most later families."""
 
 
 def attention_rules() -> list[Rule]:
@@ -35,15 +38,14 @@ def attention_rules() -> list[Rule]:
     layer, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
     return [
         Rule("model.embed_tokens.weight", "embedding/embedding"),
-        *modules(layer, ours, {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}),
+        *modules(layer, ours, ATTENTION),
         *norm("model.norm", "decoder/final_norm"),
     ]
 
 
 def feed_forward_rules() -> list[Rule]:
     """Return the rules for a gated feed-forward layer, with the names of Llama."""
-    layer, ours = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
-    return modules(layer, ours, {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
+    return modules("model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/", FEED_FORWARD)
 
 
 def norm_rules() -> list[Rule]:
@@ -54,8 +56,8 @@ def norm_rules() -> list[Rule]:
 
 def qk_norm_rules() -> list[Rule]:
     """Return the rules for query and key norms, with the names that Qwen 3, Gemma 3 and OLMo 2 share."""
-    layer, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
-    return modules(layer, ours, {"query_norm": "q_norm", "key_norm": "k_norm"})
+    names = {"query_norm": "q_norm", "key_norm": "k_norm"}
+    return modules("model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/", names)
 
 
 def decoder_rules(config: TransformerConfig) -> list[Rule]:
@@ -126,10 +128,8 @@ LAST_TOKEN = Head(
 )
 """Classifier on the last non-padding token of a decoder."""
 
-
 LANGUAGE_MODEL = Head(model=CausalLM, rules=(Rule("lm_head.weight", "output/kernel", MATRIX),))
 """Language model whose output map has the usual name."""
-
 
 HIDDEN_STATES = Head(
     model=Embedder,
@@ -150,12 +150,7 @@ def decoder_heads(name: str) -> dict[str, Head]:
 
 
 def decoder_family(reference: str, **facts: Any) -> Family:
-    """Return a family that equals Llama except for the given fields of `Family`.
-
-    Args:
-        reference: prefix of the class names in the reference.
-        **facts: fields of `Family` that override those of Llama.
-    """
+    """Return a family that equals Llama except for the given fields; `reference` begins the class names there."""
     alike = {
         "heads": decoder_heads(reference),
         "constants": DECODER_CONSTANTS,
@@ -172,30 +167,26 @@ def decoder_variant(
     return Variant(hub=hub, parameters=parameters, fields=layer_sizes(width, inner, layers, heads, kv_heads, **fields))
 
 
-_LLAMA3 = {
+LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-
+"""Rotary scaling of Llama 3.1 and 4."""
 
 _TWO = {"vocab_size": 32_000, "rms_norm_eps": 1e-5}
 _THREE = {"vocab_size": 128_256, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
-_THREE_ONE = _THREE | {"rope_scaling": _LLAMA3, "max_position_embeddings": 131_072}
-_THREE_TWO = _THREE_ONE | {"rope_scaling": _LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True}
+_THREE_ONE = _THREE | {"rope_scaling": LLAMA3_SCALING, "max_position_embeddings": 131_072}
+_THREE_TWO = _THREE_ONE | {"rope_scaling": LLAMA3_SCALING | {"factor": 32.0}, "tie_word_embeddings": True}
 
 LLAMA = decoder_family(
     "Llama",
     name="llama",
     title="Llama",
     citation="Touvron et al. 2023, arXiv 2302.13971 and 2307.09288; Llama Team 2024, arXiv 2407.21783",
-    fields=(
-        *decoder_fields(),
-        Rope(),
-        Biases(attention="attention_bias", feed_forward="mlp_bias"),
-    ),
+    fields=(*decoder_fields(), Rope(), Biases("attention_bias", "mlp_bias")),
     ignored=(ROTARY_BUFFERS,),
     variants={
         "llama-2-7b": decoder_variant("meta-llama/Llama-2-7b-hf", 6_738_415_616, 4096, 11008, 32, 32, 32, **_TWO),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE, QueryTemperature
-from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Unread
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Unread, read_table, write_table
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
-from transformer.zoo.families._deepseek_v3 import Interleaved
-from transformer.zoo.families._qwen2 import FULL
-from transformer.zoo.weights._rules import MATRIX, SAME, VECTOR, Fused, Rule, layer_kinds, linear, modules
+from transformer.zoo.families._deepseek_v3 import interleaved_rules
+from transformer.zoo.families._qwen2 import FULL, check_types
+from transformer.zoo.families._smollm3 import rotary_layers
+from transformer.zoo.weights._rules import SAME, Fused, Rule, layer_kinds, linear, modules
 
 CHUNKED = "chunked_attention"
 """Name in `layer_types` of layers with chunked attention."""
@@ -33,7 +35,14 @@ class ScaledRope(Rope):
         return read
 
 
-@dataclass(frozen=True)
+_TEMPERATURE = {"attn_scale": ("scale", 0.1), "floor_scale": ("length", 8192)}
+_EXPERTS = {
+    "num_local_experts": ("num_experts", 16),
+    "num_experts_per_tok": ("top_k", 1),
+    "intermediate_size": ("d_ff", 8192),
+}
+
+
 class ChunkedAndRouted(Codec):
     """The kind of each layer: rotary positions, chunked attention, temperature, and experts.
 
@@ -41,29 +50,23 @@ class ChunkedAndRouted(Codec):
     `no_rope_layer_interval`-th layer has none. Layers with rotary positions have chunked attention, unless
     `layer_types` differs, and normalized queries and keys; those without have a temperature. `moe_layers` lists the
     layers with experts; without it, these are every `interleave_moe_layer_step`-th layer.
-
-    Raises:
-        FieldError: (by `read`) lists of another length or with other values, or a missing chunk size.
     """
 
     names = (
         *("no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size", "use_qk_norm"),
-        *("attn_temperature_tuning", "floor_scale", "attn_scale"),
-        *("moe_layers", "interleave_moe_layer_step", "num_local_experts", "num_experts_per_tok"),
-        "intermediate_size",
+        *("attn_temperature_tuning", *_TEMPERATURE, "moe_layers", "interleave_moe_layer_step", *_EXPERTS),
     )
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         layers = changes["num_layers"]
-        rotary, chunks, routed = _rotary(values, layers), _chunks(values, layers), _routed(values, layers)
+        # Files can have an empty list instead of null.
+        rotary = rotary_layers({**values, "no_rope_layers": values.get("no_rope_layers") or None}, layers)
+        chunks, routed = _chunks(values, rotary), _routed(values, layers)
         temperature = None
         if values.get("attn_temperature_tuning", True):
-            temperature = QueryTemperature(scale=values.get("attn_scale", 0.1), length=values.get("floor_scale", 8192))
-        width = values.get("intermediate_size", 8192)
+            temperature = QueryTemperature(**read_table(values, _TEMPERATURE))
         moe = MoE(
-            num_experts=values.get("num_local_experts", 16),
-            top_k=values.get("num_experts_per_tok", 1),
-            d_ff=width,
+            **read_table(values, _EXPERTS),
             shared_experts=1,
             scoring="sigmoid",
             normalize_weights=False,
@@ -97,40 +100,21 @@ class ChunkedAndRouted(Codec):
             "attention_chunk_size": max(chunks, default=8192),
             "use_qk_norm": config.attention.qk_norm is not None,
             "attn_temperature_tuning": bool(temperatures),
-            "attn_scale": temperature.scale,
-            "floor_scale": temperature.length,
+            **write_table(temperature, _TEMPERATURE),
             "moe_layers": [layer for layer, kind in enumerate(kinds) if kind.moe is not None],
         }
         moe = next((kind.moe for kind in kinds if kind.moe is not None), None)
         if moe is None:
             return values
-        return values | {
-            "num_local_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "intermediate_size": moe.d_ff or config.feed_forward_width,
-        }
+        return values | write_table(replace(moe, d_ff=moe.d_ff or config.feed_forward_width), _EXPERTS)
 
 
-def _rotary(values: Fields, layers: int) -> list[bool]:
-    """Return which layers have rotary positions."""
-    every = values.get("no_rope_layer_interval", 4)
-    if type(every) is not int or every < 1:
-        raise FieldError(f"no_rope_layer_interval must be an integer of at least 1, got {every!r:.80}")
-    given = values.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
-    if not isinstance(given, list) or len(given) != layers or not all(one in (0, 1) for one in given):
-        raise FieldError(f"no_rope_layers must have 0 or 1 for each of the {layers} layers, got {given!r:.80}")
-    return [bool(one) for one in given]
-
-
-def _chunks(values: Fields, layers: int) -> list[int | None]:
+def _chunks(values: Fields, rotary: Sequence[bool]) -> list[int | None]:
     """Return the chunk size of each layer; None: full attention."""
     size, types = values.get("attention_chunk_size", 8192), values.get("layer_types")
     if types is None:
-        types = [CHUNKED if rotates else FULL for rotates in _rotary(values, layers)]
-    if strange := sorted(set(map(str, types)) - {CHUNKED, FULL}):
-        raise FieldError(f"layer_types has {', '.join(strange)}, but only {CHUNKED} and {FULL} are supported")
-    if len(types) != layers:
-        raise FieldError(f"layer_types has {len(types)} names, but the model has {layers} layers")
+        types = [CHUNKED if rotates else FULL for rotates in rotary]
+    check_types(types, len(rotary), CHUNKED, FULL)
     if CHUNKED in types and size is None:
         raise FieldError(f"layer_types has {CHUNKED}, but attention_chunk_size is not set")
     return [size if name == CHUNKED else None for name in types]
@@ -151,23 +135,18 @@ def _routed(values: Fields, layers: int) -> set[int]:
 def _rules(config: TransformerConfig) -> list[Rule]:
     attention, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.feed_forward."
     heads, feed_forward = "decoder/{layer}/self_attention/", "decoder/{layer}/feed_forward/"
-    maps = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     rules = [rule for rule in llama.attention_rules() if not any(name in rule.tensors for name in ("q_proj", "k_proj"))]
     for name, theirs in {"query": "q_proj", "key": "k_proj"}.items():
-        tensor, parameter = f"{attention}{theirs}", f"{heads}{name}"
-        rules += [
-            Rule(f"{tensor}.weight", f"{parameter}/kernel", Interleaved(MATRIX, config.size_of_head)),
-            Rule(f"{tensor}.bias", f"{parameter}/bias", Interleaved(VECTOR, config.size_of_head)),
-        ]
+        rules += interleaved_rules(f"{attention}{theirs}", f"{heads}{name}", config.size_of_head)
     gate_and_up = (f"{feed_forward}experts/gate/kernel", f"{feed_forward}experts/up/kernel")
     return [
         *rules,
         *llama.norm_rules(),
-        *modules(mlp, feed_forward, maps),
+        *modules(mlp, feed_forward, llama.FEED_FORWARD),
         *linear(f"{mlp}router", f"{feed_forward}router"),
         Rule(f"{mlp}experts.gate_up_proj", gate_and_up, Fused(axis=-1, each=SAME)),
         Rule(f"{mlp}experts.down_proj", f"{feed_forward}experts/down/kernel"),
-        *modules(f"{mlp}shared_expert.", f"{feed_forward}shared/", maps),
+        *modules(f"{mlp}shared_expert.", f"{feed_forward}shared/", llama.FEED_FORWARD),
     ]
 
 
@@ -176,21 +155,8 @@ _FIELDS = tuple(
     for field in llama.decoder_fields(epsilon=1e-5, kv_heads=8, head_dim=128)
 )
 _PUBLISHED = {"vocab_size": 202_048, "head_dim": 128, "intermediate_size_mlp": 16_384, "rope_theta": 500_000.0}
-_SCOUT = {
-    "max_position_embeddings": 262_144,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
-_MAVERICK = {
-    "num_local_experts": 128,
-    "interleave_moe_layer_step": 2,
-    "use_qk_norm": False,
-}
+_SCOUT = {"max_position_embeddings": 262_144, "rope_scaling": llama.LLAMA3_SCALING}
+_MAVERICK = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False}
 
 LLAMA4 = llama.decoder_family(
     "Llama4",

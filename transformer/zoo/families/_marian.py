@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import LearnedOptions, SinusoidalOptions
 from transformer.nn.models._seq2seq import Seq2Seq
@@ -13,14 +11,10 @@ from transformer.zoo.families._bart import BART_COPIES, LOGITS_BIAS, Former, bar
 from transformer.zoo.weights._rules import Rule
 
 
-@dataclass(frozen=True)
 class Vocabularies(Codec):
     """Vocabulary sizes: `vocab_size` for the source, `decoder_vocab_size` for the target.
 
     With `share_encoder_decoder_embeddings`, source and target share one vocabulary and one embedding table.
-
-    Raises:
-        FieldError: (by `read`) the embeddings are shared, but the sizes differ.
     """
 
     names = ("vocab_size", "decoder_vocab_size", "share_encoder_decoder_embeddings")
@@ -43,7 +37,6 @@ class Vocabularies(Codec):
         }
 
 
-@dataclass(frozen=True)
 class Positions(Codec):
     """Sinusoidal positions, or learned position tables if `static_position_embeddings` is false.
 

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import Codec, Fields, Json
+from transformer.zoo._fields import Codec, Converted, Json
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families._llama import ROTARY_BUFFERS, decoder_family, decoder_fields, decoder_variant
 from transformer.zoo.weights._rules import layer_kinds
 
 
-@dataclass(frozen=True)
-class SameWindow(Codec):
-    """`sliding_window` of all layers; null disables it."""
-
-    default: int | None
-    """Window if the file does not specify one."""
-
-    names = ("sliding_window",)
-
-    def read(self, values: Fields, changes: Fields) -> Fields:
-        return {"stack.period": (LayerKind(window=values.get("sliding_window", self.default)),)}
-
-    def write(self, config: TransformerConfig) -> Fields:
-        return {"sliding_window": layer_kinds(config, config.num_layers)[0].window}
+def same_window(default: int | None) -> Codec:
+    """Return the codec of `sliding_window` in all layers; null disables it."""
+    return Converted(
+        "sliding_window",
+        default,
+        lambda window, changes: {"stack.period": (LayerKind(window=window),)},
+        lambda config: layer_kinds(config, config.num_layers)[0].window,
+    )
 
 
 def _variant(name: str, parameters: int, **fields: Json) -> Variant:
@@ -36,13 +27,12 @@ def _variant(name: str, parameters: int, **fields: Json) -> Variant:
 _SMALL = {"vocab_size": 32_000}
 _WHOLE = {"sliding_window": None, "rope_theta": 1_000_000.0}
 
-
 MISTRAL = decoder_family(
     "Mistral",
     name="mistral",
     title="Mistral",
     citation="Jiang et al. 2023, arXiv 2310.06825",
-    fields=(*decoder_fields(kv_heads=8), Rope(), SameWindow(4096)),
+    fields=(*decoder_fields(kv_heads=8), Rope(), same_window(4096)),
     ignored=(ROTARY_BUFFERS,),
     variants={
         "mistral-7b-v0.1": _variant("Mistral-7B-v0.1", 7_241_732_096, **_SMALL, sliding_window=4096),

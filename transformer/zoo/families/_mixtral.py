@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import MoE
-from transformer.zoo._fields import Codec, Fields, Unread
+from transformer.zoo._fields import Codec, Fields, Table, Unread, read_table, write_table
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
-from transformer.zoo.families._mistral import SameWindow
+from transformer.zoo.families._mistral import same_window
 from transformer.zoo.weights._rules import MATRIX, Rule, layer_kinds
 
 
@@ -28,7 +28,32 @@ def balance_coefficient(moe: MoE, routed_layers: int) -> float:
     return round(moe.load_balance_weight * routed_layers / moe.top_k, 12)
 
 
-def expert_rules(tensors: str, gate: str, up: str, down: str) -> list[Rule]:
+EXPERTS = {"num_local_experts": ("num_experts", 8), "num_experts_per_tok": ("top_k", 2)}
+"""Fields of the experts in Mixtral and gpt-oss, with the defaults of Mixtral."""
+
+
+def read_experts(values: Fields, table: Table, routed_layers: int, **constants: bool) -> MoE:
+    """Return the experts that a table describes, with the weight of the balance loss in the reference."""
+    experts = read_table(values, table)
+    weight = balance_weight(values.get("router_aux_loss_coef", 0.001), experts["top_k"], routed_layers)
+    return MoE(**experts, **constants, load_balance_weight=weight, router_z_weight=0.0)
+
+
+def write_experts(moe: MoE, table: Table, routed_layers: int) -> Fields:
+    """Return the fields from which `read_experts` reads these experts."""
+    return write_table(moe, table) | {"router_aux_loss_coef": balance_coefficient(moe, routed_layers)}
+
+
+def write_all_routed(config: TransformerConfig) -> Fields:
+    """Return the fields of experts in every layer, whose width is `intermediate_size`; none without experts."""
+    moe = layer_kinds(config, config.num_layers)[0].moe
+    if moe is None:
+        return {}
+    width = {"intermediate_size": moe.d_ff or config.feed_forward_width}
+    return write_experts(moe, EXPERTS, config.num_layers) | width
+
+
+def expert_rules(tensors: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> list[Rule]:
     """Return the rules for a router and its experts; `tensors` is the prefix of their tensor names."""
     ours = "decoder/{layer}/feed_forward/"
     names = {"gate": gate, "up": up, "down": down}
@@ -39,32 +64,17 @@ def expert_rules(tensors: str, gate: str, up: str, down: str) -> list[Rule]:
     return [Rule(f"{tensors}gate.weight", f"{ours}router/kernel", MATRIX), *experts]
 
 
-@dataclass(frozen=True)
 class Experts(Codec):
     """Mixture of experts in every layer, with expert width `intermediate_size`. Read after the sliding window."""
 
-    names = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    names = (*EXPERTS, "router_aux_loss_coef")
 
     def read(self, values: Fields, changes: Fields) -> Fields:
-        top_k = values.get("num_experts_per_tok", 2)
-        moe = MoE(
-            num_experts=values.get("num_local_experts", 8),
-            top_k=top_k,
-            load_balance_weight=balance_weight(values.get("router_aux_loss_coef", 0.001), top_k, changes["num_layers"]),
-            router_z_weight=0.0,
-        )
+        moe = read_experts(values, EXPERTS, changes["num_layers"])
         return {"stack.period": tuple(replace(kind, moe=moe) for kind in changes["stack.period"])}
 
     def write(self, config: TransformerConfig) -> Fields:
-        moe = layer_kinds(config, config.num_layers)[0].moe
-        if moe is None:
-            return {}
-        return {
-            "num_local_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "router_aux_loss_coef": balance_coefficient(moe, config.num_layers),
-            "intermediate_size": moe.d_ff or config.feed_forward_width,
-        }
+        return write_all_routed(config)
 
 
 def _rules(config: TransformerConfig) -> list[Rule]:
@@ -75,7 +85,6 @@ def _rules(config: TransformerConfig) -> list[Rule]:
 _ALIKE = {"vocab_size": 32_000, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
 _ALIKE |= {"num_local_experts": 8, "num_experts_per_tok": 2}
 
-
 MIXTRAL = llama.decoder_family(
     "Mixtral",
     name="mixtral",
@@ -84,7 +93,7 @@ MIXTRAL = llama.decoder_family(
     fields=(
         *llama.decoder_fields(epsilon=1e-5, kv_heads=8),
         Rope(default_base=1_000_000.0),
-        SameWindow(None),
+        same_window(None),
         Experts(),
         Unread(("router_jitter_noise",)),
     ),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
-from transformer.config._parts import HeadTransform, LayerKind
+from transformer.config._parts import HeadTransform, LayerKind, RotaryScaling
 from transformer.config._positions import RotaryOptions
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
 from transformer.zoo._family import Family, Head, Variant
@@ -24,16 +23,16 @@ from transformer.zoo._fields import (
     layer_sizes,
     sizes,
     training_fields,
+    written_as,
 )
 from transformer.zoo._rotary import read_rotary, write_rotary
+from transformer.zoo.families._qwen2 import FULL, SLIDING
 from transformer.zoo.weights._rules import MATRIX, MERGED, VECTOR, Fused, Rule, fused, layer_kinds, linear, norm
 
-# Kinds of layers as in `layer_types`, with the field for the rotary base in older files and its default.
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_BASES = {_FULL: ("global_rope_theta", 160_000.0), _SLIDING: ("local_rope_theta", 10_000.0)}
+_BASES = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
+"""Kinds of layers as in `layer_types`, with the field for the rotary base in older files and its default."""
 
 
-@dataclass(frozen=True)
 class GlobalAndLocal(Codec):
     """Global layers (full attention) and local layers (sliding window), with rotary parameters per kind.
 
@@ -41,22 +40,22 @@ class GlobalAndLocal(Codec):
     and have one rotary base per kind. The first layer has no norm before attention.
     """
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        bases = tuple(name for name, _ in _BASES.values())
-        return ("layer_types", "global_attn_every_n_layers", "local_attention", "rope_parameters", *bases)
+    names = (
+        *("layer_types", "global_attn_every_n_layers", "local_attention", "rope_parameters"),
+        *("global_rope_theta", "local_rope_theta"),
+    )
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         every = values.get("global_attn_every_n_layers", 3)
-        types = values.get("layer_types") or [_SLIDING if i % every else _FULL for i in range(changes["num_layers"])]
+        types = values.get("layer_types") or [SLIDING if i % every else FULL for i in range(changes["num_layers"])]
         if set(types) - _BASES.keys() or len(types) != changes["num_layers"]:
-            raise FieldError(f"layer_types must be {_FULL} or {_SLIDING} for each of {changes['num_layers']} layers")
+            raise FieldError(f"layer_types must be {FULL} or {SLIDING} for each of {changes['num_layers']} layers")
         (base, scaling), (local_base, local_scaling) = (_rotary_of(values, name) for name in _BASES)
         # local_attention counts both sides: a token attends to half of it on the left and half on the right. Here a
         # window counts one side and the token itself.
         window = values.get("local_attention", 128) // 2 + 1
         local = LayerKind(window=window, rotary_base=local_base, rotary_scaling=local_scaling)
-        kinds = [local if name == _SLIDING else LayerKind(rotary_scaling=scaling) for name in types]
+        kinds = [local if name == SLIDING else LayerKind(rotary_scaling=scaling) for name in types]
         kinds[0] = replace(kinds[0], attention_norm=False)
         return {"position.base": base, **fold(kinds)}
 
@@ -64,19 +63,19 @@ class GlobalAndLocal(Codec):
         kinds = layer_kinds(config, config.num_layers)
         windows = [kind.window for kind in kinds if kind.window is not None]
         values: Fields = {
-            "layer_types": [_FULL if kind.window is None else _SLIDING for kind in kinds],
+            "layer_types": [FULL if kind.window is None else SLIDING for kind in kinds],
             "local_attention": 2 * (windows[0] - 1) if windows else 128,
             "rope_parameters": {},
         }
         for name, (old, _) in _BASES.items():
-            kind = next((kind for kind in kinds if (kind.window is None) == (name == _FULL)), LayerKind())
+            kind = next((kind for kind in kinds if (kind.window is None) == (name == FULL)), LayerKind())
             base = kind.rotary_base or config.rotary.base
             values["rope_parameters"][name] = write_rotary(base, kind.rotary_scaling or config.rotary.scaling)
             values[old] = base
         return values
 
 
-def _rotary_of(values: Fields, name: str) -> Any:
+def _rotary_of(values: Fields, name: str) -> tuple[float, RotaryScaling | None]:
     """Return the rotary base and scaling of the layers of one kind."""
     old, default = _BASES[name]
     parameters = (values.get("rope_parameters") or {}).get(name) or {}
@@ -85,11 +84,10 @@ def _rotary_of(values: Fields, name: str) -> Any:
             f"partial_rotary_factor of {name} is {parameters['partial_rotary_factor']}, which is not supported"
         )
     # If local_rope_theta is null, local layers use the base of the global layers.
-    base = values.get(old, default) or values.get(*_BASES[_FULL])
+    base = values.get(old, default) or values.get(*_BASES[FULL])
     return read_rotary(parameters, base, values.get("max_position_embeddings"))
 
 
-@dataclass(frozen=True)
 class PredictionHead(Codec):
     """Dense layer, activation and norm before the output map of the head."""
 
@@ -104,10 +102,8 @@ class PredictionHead(Codec):
     def write(self, config: TransformerConfig) -> Fields:
         if config.output.transform is None:
             return {}
-        names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-        theirs = names.get(config.output.transform.activation)
-        found = {} if theirs is None else {"classifier_activation": theirs}
-        return found | {"classifier_bias": config.output.transform.use_bias}
+        transform = config.output.transform
+        return written_as("classifier_activation", transform.activation) | {"classifier_bias": transform.use_bias}
 
 
 def _rules(config: TransformerConfig) -> list[Rule]:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.zoo._family import Family, Variant
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fields, Fixed, Json, Unread
+from transformer.zoo._fields import ACTIVATIONS, Converted, Field, Fixed, Json, Unread
 from transformer.zoo.families._bart import FEED_FORWARD, UNUSED_ROWS, attention_rules
 from transformer.zoo.families._llama import decoder_heads
-from transformer.zoo.weights._rules import MATRIX, Rule, WithoutFirst, modules, norm
+from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm, without_first
 
-
-@dataclass(frozen=True)
-class EmbeddingWidth(Codec):
-    """`word_embed_proj_dim`, the width of the embeddings, with maps to and from the layers if theirs differs."""
-
-    names = ("word_embed_proj_dim",)
-
-    def read(self, values: Fields, changes: Fields) -> Fields:
-        width = values.get("word_embed_proj_dim")
-        return {"embedding.width": None if width == changes["d_model"] else width}
-
-    def write(self, config: TransformerConfig) -> Fields:
-        return {"word_embed_proj_dim": config.embedding.width or config.d_model}
+_EMBEDDING_WIDTH = Converted(
+    "word_embed_proj_dim",
+    None,
+    lambda width, changes: {"embedding.width": None if width == changes["d_model"] else width},
+    lambda config: config.embedding.width or config.d_model,
+)
+"""The width of the embeddings, with maps to and from the layers if theirs differs."""
 
 
 def _rules(config: TransformerConfig) -> list[Rule]:
@@ -33,7 +25,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
         Rule("model.decoder.embed_tokens.weight", "embedding/embedding"),
         Rule("model.decoder.project_in.weight", "embedding_in/kernel", MATRIX),
         Rule("model.decoder.project_out.weight", "embedding_out/kernel", MATRIX),
-        Rule("model.decoder.embed_positions.weight", "decoder/position_table", WithoutFirst(UNUSED_ROWS)),
+        Rule("model.decoder.embed_positions.weight", "decoder/position_table", without_first(UNUSED_ROWS)),
         *attention_rules(f"{layer}self_attn", f"{ours}self_attention"),
         *norm(f"{layer}self_attn_layer_norm", f"{ours}attention_norm"),
         *modules(layer, ours, FEED_FORWARD),
@@ -60,7 +52,7 @@ OPT = Family(
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("hidden_size", "d_model"),
-        EmbeddingWidth(),
+        _EMBEDDING_WIDTH,
         Field("ffn_dim", "feed_forward.d_ff"),
         Field("num_hidden_layers", "num_layers"),
         Field("num_attention_heads", "num_heads"),

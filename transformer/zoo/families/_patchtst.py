@@ -15,7 +15,7 @@ from transformer.nn.models._series import PatchReconstructor, SeriesClassifier, 
 from transformer.zoo._family import Family, Head
 from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fields, Fixed, Unread, sizes, training_fields
 from transformer.zoo.families._bart import attention_rules
-from transformer.zoo.weights._rules import MATRIX, Arrays, Relation, Row, Rule, Shape, Shapes, linear, norm
+from transformer.zoo.weights._rules import MATRIX, Arrays, Relation, Rule, Shape, Shapes, linear, norm, row
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class Stacked(Relation):
         return self.each.save(list(parameters[0]))
 
 
-@dataclass(frozen=True)
 class Counted(Relation):
     """A tensor with the `num_batches_tracked` counter of a PyTorch batch norm.
 
@@ -141,7 +140,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
         *linear(embedding, "series_embedding"),
         Rule(weights, "channel_embedding/kernel", Stacked(MATRIX)),
         Rule(biases, "channel_embedding/bias", Stacked(Relation())),
-        Rule(f"{table}cls_token", "class_token", Row(3)),
+        Rule(f"{table}cls_token", "class_token", row(3)),
         Rule(f"{table}position_enc", "encoder/position_table"),
         *attention_rules(f"{layer}self_attn", f"{ours}self_attention"),
         *linear(f"{layer}ff.0", f"{ours}feed_forward/up"),

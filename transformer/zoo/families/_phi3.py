@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from transformer.config._model import TransformerConfig
 from transformer.zoo._fields import Field, FieldError, Fields, Fixed, Unread
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families._llama import decoder_family, decoder_fields, decoder_variant, norm_rules
-from transformer.zoo.families._mistral import SameWindow
+from transformer.zoo.families._mistral import same_window
 from transformer.zoo.weights._rules import MERGED, Fused, Rule, linear, norm
 
 
-@dataclass(frozen=True)
 class LongRope(Rope):
     """Rotary positions without scaling, or with longrope (one factor per frequency, for short and for long texts).
 
     The length that the model was trained on is outside `rope_parameters`, and applies even if it is inside, too.
-
-    Raises:
-        FieldError: (by `read`) another kind of scaling.
     """
 
     @property
@@ -52,6 +46,13 @@ _LONGROPE = ("longrope", "su", "yarn")
 """Names of longrope in this family: older files name it su or yarn."""
 
 
+def fused_feed_forward_rules() -> list[Rule]:
+    """Return the rules for a gated feed-forward layer whose first two maps are one tensor."""
+    layer, ours = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
+    joined = Rule(f"{layer}gate_up_proj.weight", (f"{ours}gate/kernel", f"{ours}up/kernel"), Fused())
+    return [joined, *linear(f"{layer}down_proj", f"{ours}down")]
+
+
 def _rules(config: TransformerConfig) -> list[Rule]:
     layer, ours = "model.layers.{layer}.", "decoder/{layer}/"
     attention = tuple(f"{ours}self_attention/{name}/kernel" for name in ("query", "key", "value"))
@@ -60,12 +61,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
         *norm_rules(),
         Rule(f"{layer}self_attn.qkv_proj.weight", attention, Fused()),
         *linear(f"{layer}self_attn.o_proj", f"{ours}self_attention/out", MERGED),
-        Rule(
-            f"{layer}mlp.gate_up_proj.weight",
-            (f"{ours}feed_forward/gate/kernel", f"{ours}feed_forward/up/kernel"),
-            Fused(),
-        ),
-        *linear(f"{layer}mlp.down_proj", f"{ours}feed_forward/down"),
+        *fused_feed_forward_rules(),
         *norm("model.norm", "decoder/final_norm"),
     ]
 
@@ -81,7 +77,7 @@ PHI3 = decoder_family(
     fields=(
         *decoder_fields(epsilon=1e-5),
         LongRope(default_share=1.0),
-        SameWindow(None),
+        same_window(None),
         Field("resid_pdrop", "dropout_rate", 0.0),
         Fixed("attention_bias", (False,)),
         # The reference does not apply dropout to embeddings.

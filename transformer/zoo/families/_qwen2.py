@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
-from transformer.config._parts import LayerKind
+from transformer.config._parts import LayerKind, MoE
 from transformer.zoo._family import Variant
 from transformer.zoo._fields import Codec, FieldError, Fields, Json
 from transformer.zoo._rotary import Rope
@@ -16,6 +15,14 @@ from transformer.zoo.weights._rules import layer_kinds
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Names in `layer_types` for layers with and without a sliding window."""
+
+
+def check_types(types: Sequence[str], layers: int, kind: str, other: str) -> None:
+    """Raise FieldError if `layer_types` has other names than two, or the wrong length."""
+    if strange := sorted(set(map(str, types)) - {kind, other}):
+        raise FieldError(f"layer_types has {', '.join(strange)}, but only {kind} and {other} are supported")
+    if len(types) != layers:
+        raise FieldError(f"layer_types has {len(types)} names, but the model has {layers} layers")
 
 
 def check_layer_types(types: Sequence[str], layers: int, window: int | None) -> None:
@@ -31,6 +38,11 @@ def check_layer_types(types: Sequence[str], layers: int, window: int | None) -> 
         )
 
 
+def local_layers(types: Sequence[str], window: int | None, **other: MoE) -> Fields:
+    """Return the layers with these `layer_types`, with other fields that all layers share."""
+    return fold([LayerKind(window=window if name == SLIDING else None, **other) for name in types])
+
+
 def layer_types(windows: Sequence[int | None]) -> list[str]:
     """Return the `layer_types` for layers with these windows."""
     return [FULL if window is None else SLIDING for window in windows]
@@ -41,13 +53,8 @@ def layer_windows(config: TransformerConfig) -> list[int | None]:
     return [kind.window for kind in layer_kinds(config, config.num_layers)]
 
 
-@dataclass(frozen=True)
 class UpperWindows(Codec):
-    """Sliding windows in the upper layers.
-
-    With `use_sliding_window`, the window is `sliding_window` in all layers from index `max_window_layers`, or in the
-    layers that `layer_types` specifies.
-    """
+    """`sliding_window` in the layers from index `max_window_layers`, or in those of `layer_types`, if it is used."""
 
     names = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
@@ -58,16 +65,16 @@ class UpperWindows(Codec):
         if types is None:
             types = [SLIDING if window is not None and layer >= first else FULL for layer in range(layers)]
         check_layer_types(types, layers, window)
-        return fold([LayerKind(window=window if name == SLIDING else None) for name in types])
+        return local_layers(types, window)
 
     def write(self, config: TransformerConfig) -> Fields:
         windows = layer_windows(config)
-        given = [window for window in windows if window is not None]
+        window = next(filter(None, windows), None)
         return {
-            "use_sliding_window": bool(given),
-            "sliding_window": given[0] if given else None,
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
             # For programs that do not know layer_types.
-            "max_window_layers": windows.index(given[0]) if given else config.num_layers,
+            "max_window_layers": config.num_layers if window is None else windows.index(window),
             "layer_types": layer_types(windows),
         }
 

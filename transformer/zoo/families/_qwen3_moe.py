@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
-from transformer.config._parts import LayerKind, MoE
+from transformer.config._parts import LayerKind
 from transformer.zoo._fields import Biases, Codec, Fields, Unread
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
-from transformer.zoo.families._mixtral import balance_coefficient, balance_weight, expert_rules
+from transformer.zoo.families import _mixtral as mixtral
 from transformer.zoo.weights._rules import Rule, layer_kinds
 
+_EXPERTS = {
+    "num_experts": ("num_experts", 128),
+    "num_experts_per_tok": ("top_k", 8),
+    "moe_intermediate_size": ("d_ff", 768),
+    "norm_topk_prob": ("normalize_weights", False),
+}
 
-@dataclass(frozen=True)
+
 class SomeLayersRouted(Codec):
     """Mixture of experts in some layers, and one sliding window for all layers.
 
@@ -24,29 +30,20 @@ class SomeLayersRouted(Codec):
     """
 
     names = (
-        *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
-        *("decoder_sparse_step", "mlp_only_layers", "use_sliding_window", "sliding_window"),
-        "router_aux_loss_coef",
+        *(*_EXPERTS, "num_local_experts", "router_aux_loss_coef", "decoder_sparse_step", "mlp_only_layers"),
+        *("use_sliding_window", "sliding_window"),
     )
 
     def kinds(self, values: Fields, changes: Fields) -> list[LayerKind]:
         """Return the kind of each layer."""
-        experts = values.get("num_experts", values.get("num_local_experts", 128))
+        values = {"num_experts": values.get("num_local_experts", 128)} | dict(values)
         step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or ()
         window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
-        layers = range(changes["num_layers"])
-        routed = [layer for layer in layers if experts and layer not in dense and (layer + 1) % step == 0]
+        layers, some = range(changes["num_layers"]), values["num_experts"]
+        routed = [layer for layer in layers if some and layer not in dense and (layer + 1) % step == 0]
         kinds = dict.fromkeys(layers, LayerKind(window=window))
         if routed:
-            top_k, coefficient = values.get("num_experts_per_tok", 8), values.get("router_aux_loss_coef", 0.001)
-            moe = MoE(
-                num_experts=experts,
-                top_k=top_k,
-                d_ff=values.get("moe_intermediate_size", 768),
-                normalize_weights=values.get("norm_topk_prob", False),
-                load_balance_weight=balance_weight(coefficient, top_k, len(routed)),
-                router_z_weight=0.0,
-            )
+            moe = mixtral.read_experts(values, _EXPERTS, len(routed))
             kinds |= dict.fromkeys(routed, LayerKind(window=window, moe=moe))
         return list(kinds.values())
 
@@ -64,19 +61,12 @@ class SomeLayersRouted(Codec):
         }
         if not routed:
             return values
-        moe = routed[0]
-        return values | {
-            "num_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": moe.d_ff or config.feed_forward_width,
-            "norm_topk_prob": moe.normalize_weights,
-            "router_aux_loss_coef": balance_coefficient(moe, len(routed)),
-        }
+        moe = replace(routed[0], d_ff=routed[0].d_ff or config.feed_forward_width)
+        return values | mixtral.write_experts(moe, _EXPERTS, len(routed))
 
 
 def _rules(config: TransformerConfig) -> list[Rule]:
-    experts = expert_rules("model.layers.{layer}.mlp.", gate="gate_proj", up="up_proj", down="down_proj")
-    return [*llama.decoder_rules(config), *llama.qk_norm_rules(), *experts]
+    return [*llama.decoder_rules(config), *llama.qk_norm_rules(), *mixtral.expert_rules("model.layers.{layer}.mlp.")]
 
 
 _ALIKE = {"vocab_size": 151_936, "head_dim": 128, "rope_theta": 1_000_000.0}

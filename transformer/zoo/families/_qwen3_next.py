@@ -6,73 +6,31 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import GatedDelta, LayerKind
-from transformer.zoo._fields import FieldError, Fields, Fixed
+from transformer.zoo._fields import Fields, Fixed, read_table, write_table
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._deepseek_v3 import FusedHeads
 from transformer.zoo.families._mixtral import expert_rules
-from transformer.zoo.families._qwen2 import FULL
+from transformer.zoo.families._qwen2 import FULL, check_types
 from transformer.zoo.families._qwen3_moe import SomeLayersRouted
-from transformer.zoo.weights._rules import MATRIX, Arrays, Relation, Rule, Shape, Shapes, layer_kinds, linear, modules
+from transformer.zoo.weights._rules import (
+    MATRIX,
+    Arrays,
+    EachTensor,
+    Relation,
+    Rule,
+    Shape,
+    Shapes,
+    layer_kinds,
+    linear,
+    modules,
+)
 
 LINEAR = "linear_attention"
 """Name in `layer_types` of layers with linear attention."""
-
-
-@dataclass(frozen=True)
-class SomeLayersLinear(SomeLayersRouted):
-    """Linear attention in the layers that `layer_types` names, by default all but each fourth, and routed layers.
-
-    A routed layer has one shared expert with a gate.
-    """
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        windows = {"use_sliding_window", "sliding_window"}
-        experts = tuple(name for name in super().names if name not in windows)
-        return (*experts, "shared_expert_intermediate_size", "layer_types", "full_attention_interval", *_SIZES)
-
-    def kinds(self, values: Fields, changes: Fields) -> list[LayerKind]:
-        """Return the kind of each layer."""
-        delta = GatedDelta(**{ours: values.get(name, default) for name, (ours, default) in _SIZES.items()})
-        types, layers = values.get("layer_types"), changes["num_layers"]
-        if types is None:
-            interval = values.get("full_attention_interval", 4)
-            types = [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)]
-        if strange := sorted(set(map(str, types)) - {LINEAR, FULL}):
-            raise FieldError(f"layer_types has {', '.join(strange)}, but only {LINEAR} and {FULL} are supported")
-        if len(types) != layers:
-            raise FieldError(f"layer_types has {len(types)} names, but the model has {layers} layers")
-        shared = {"shared_experts": 1, "shared_gate": True}
-        shared |= {"shared_d_ff": values.get("shared_expert_intermediate_size", 512)}
-        defaults = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
-        kinds = []
-        for kind, name in zip(super().kinds(defaults | dict(values), changes), types, strict=True):
-            moe = None if kind.moe is None else replace(kind.moe, **shared)
-            kinds.append(replace(kind, moe=moe, gated_delta=delta if name == LINEAR else None))
-        return kinds
-
-    def read(self, values: Fields, changes: Fields) -> Fields:
-        return fold(self.kinds(values, changes))
-
-    def write(self, config: TransformerConfig) -> Fields:
-        kinds = layer_kinds(config, config.num_layers)
-        written = super().write(config)
-        values = {name: value for name, value in written.items() if name in self.names}
-        values["layer_types"] = [FULL if kind.gated_delta is None else LINEAR for kind in kinds]
-        delta = next((kind.gated_delta for kind in kinds if kind.gated_delta is not None), None)
-        if delta is not None:
-            values |= {name: getattr(delta, ours) for name, (ours, _) in _SIZES.items()}
-        moe = next((kind.moe for kind in kinds if kind.moe is not None), None)
-        if moe is None:
-            return values | {"num_experts": 0}
-        width = moe.shared_d_ff or moe.d_ff or config.feed_forward_width
-        return values | {"shared_expert_intermediate_size": width}
-
 
 _SIZES = {
     "linear_num_value_heads": ("num_heads", 32),
@@ -82,6 +40,48 @@ _SIZES = {
     "linear_conv_kernel_dim": ("conv_width", 4),
 }
 """Fields of config.json, and the fields of `GatedDelta` with the defaults."""
+
+
+class SomeLayersLinear(SomeLayersRouted):
+    """Linear attention in the layers that `layer_types` names, by default all but each fourth, and routed layers.
+
+    A routed layer has one shared expert with a gate.
+    """
+
+    names = (
+        *(name for name in SomeLayersRouted.names if name not in ("use_sliding_window", "sliding_window")),
+        *("shared_expert_intermediate_size", "layer_types", "full_attention_interval", *_SIZES),
+    )
+
+    def kinds(self, values: Fields, changes: Fields) -> list[LayerKind]:
+        """Return the kind of each layer."""
+        delta = GatedDelta(**read_table(values, _SIZES))
+        types, layers = values.get("layer_types"), changes["num_layers"]
+        if types is None:
+            interval = values.get("full_attention_interval", 4)
+            types = [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)]
+        check_types(types, layers, LINEAR, FULL)
+        shared = {"shared_d_ff": values.get("shared_expert_intermediate_size", 512)}
+        shared |= {"shared_experts": 1, "shared_gate": True}
+        defaults = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
+        kinds = []
+        for kind, name in zip(super().kinds(defaults | dict(values), changes), types, strict=True):
+            moe = None if kind.moe is None else replace(kind.moe, **shared)
+            kinds.append(replace(kind, moe=moe, gated_delta=delta if name == LINEAR else None))
+        return kinds
+
+    def write(self, config: TransformerConfig) -> Fields:
+        kinds = layer_kinds(config, config.num_layers)
+        written = super().write(config)
+        values = {name: value for name, value in written.items() if name in self.names}
+        values["layer_types"] = [FULL if kind.gated_delta is None else LINEAR for kind in kinds]
+        delta = next((kind.gated_delta for kind in kinds if kind.gated_delta is not None), None)
+        if delta is not None:
+            values |= write_table(delta, _SIZES)
+        moe = next((kind.moe for kind in kinds if kind.moe is not None), None)
+        if moe is None:
+            return values | {"num_experts": 0}
+        return values | {"shared_expert_intermediate_size": moe.shared_d_ff or moe.d_ff or config.feed_forward_width}
 
 
 @dataclass(frozen=True)
@@ -108,18 +108,10 @@ class FusedGroups(Relation):
         return FusedHeads().save([one.reshape(shape) for one, shape in zip(parameters, grouped, strict=True)])
 
 
-@dataclass(frozen=True)
-class Depthwise(Relation):
-    """A convolution of each channel, (W, C), which the file stores as (C, 1, W)."""
-
-    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
-        return [(channels, 1, width) for width, channels in shapes]
-
-    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
-        return [tensor[:, 0].T for tensor in tensors]
-
-    def save(self, parameters: Arrays) -> list[np.ndarray]:
-        return [parameter.T[:, None] for parameter in parameters]
+_DEPTHWISE = EachTensor(
+    lambda shape: (shape[1], 1, shape[0]), lambda tensor, shape: tensor[:, 0].T, lambda parameter: parameter.T[:, None]
+)
+"""A convolution of each channel, (W, C), which the file stores as (C, 1, W)."""
 
 
 def _linear_rules(config: TransformerConfig) -> list[Rule]:
@@ -133,7 +125,7 @@ def _linear_rules(config: TransformerConfig) -> list[Rule]:
     return [
         Rule(f"{layer}in_proj_qkvz.weight", maps, groups),
         Rule(f"{layer}in_proj_ba.weight", (f"{ours}beta/kernel", f"{ours}decay/kernel"), groups),
-        Rule(f"{layer}conv1d.weight", f"{ours}convolution", Depthwise()),
+        Rule(f"{layer}conv1d.weight", f"{ours}convolution", _DEPTHWISE),
         Rule(f"{layer}A_log", f"{ours}a_log"),
         Rule(f"{layer}dt_bias", f"{ours}dt_bias"),
         *modules(layer, ours, {"norm": "norm", "out": "out_proj"}),
@@ -144,15 +136,14 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     attention, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
     ours, feed_forward = "decoder/{layer}/self_attention/", "decoder/{layer}/feed_forward/"
     queries = Rule(f"{attention}q_proj.weight", (f"{ours}query/kernel", f"{ours}output_gate/kernel"), FusedHeads())
-    shared = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     return [
         *(rule for rule in llama.attention_rules() if "q_proj" not in rule.tensors),
         queries,
         *llama.qk_norm_rules(),
         *llama.norm_rules(),
         *llama.feed_forward_rules(),
-        *expert_rules(mlp, gate="gate_proj", up="up_proj", down="down_proj"),
-        *modules(f"{mlp}shared_expert.", f"{feed_forward}shared/", shared),
+        *expert_rules(mlp),
+        *modules(f"{mlp}shared_expert.", f"{feed_forward}shared/", llama.FEED_FORWARD),
         *linear(f"{mlp}shared_expert_gate", f"{feed_forward}shared_gate", MATRIX),
         *_linear_rules(config),
     ]

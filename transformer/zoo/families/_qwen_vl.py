@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformer.chat._image_prompts import ImageText
 from transformer.config._checks import ConfigError
@@ -13,12 +12,22 @@ from transformer.config._options import FeedForwardOptions, NormOptions
 from transformer.config._parts import LayerKind
 from transformer.config._positions import RotaryOptions
 from transformer.zoo._family import MAX_LAYERS, Family, Variant, read_fields
-from transformer.zoo._fields import ACTIVATIONS, NEUTRAL, Codec, FieldError, Fields, Json, Unread, layer_sizes
+from transformer.zoo._fields import (
+    ACTIVATIONS,
+    NEUTRAL,
+    Codec,
+    FieldError,
+    Fields,
+    Json,
+    Unread,
+    layer_sizes,
+    written_as,
+)
 from transformer.zoo._rotary import Rope
-from transformer.zoo.families._llama import COPIES, DECODER_CONSTANTS, decoder_fields, decoder_rules
+from transformer.zoo.families._llama import COPIES, DECODER_CONSTANTS, FEED_FORWARD, decoder_fields, decoder_rules
 from transformer.zoo.families._qwen2 import UpperWindows
 from transformer.zoo.families._vision_text import vision_text_heads
-from transformer.zoo.families._vit import Convolution
+from transformer.zoo.families._vit import CONVOLUTION
 from transformer.zoo.weights._rules import MATRIX, VECTOR, Fused, Rule, fused, linear, modules, norm
 
 _OUTER = ("vision_config", "image_token_id", "image_token_index", "tie_word_embeddings")
@@ -62,10 +71,7 @@ class _Config(Codec):
     gated: bool
     """Whether the encoder is that of Qwen2.5-VL: gated layers, RMSNorm and windows."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        text = [name for codec in _TEXT_FIELDS for name in codec.names]
-        return ("text_config", *_OUTER, *text)
+    names = ("text_config", *_OUTER, *(name for codec in _TEXT_FIELDS for name in codec.names))
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         text, given = self._text(values), self._vision(values)
@@ -166,14 +172,13 @@ class _Config(Codec):
             text |= codec.write(config)
         text.pop("tie_word_embeddings")
         encoder = images.encoder
-        named = [theirs for theirs, ours in ACTIVATIONS.items() if ours == encoder.feed_forward.activation]
         image = {
             "model_type": f"{self.kind}_vision",
             "depth": encoder.num_layers,
             self.output: config.d_model,
             self.width: encoder.d_model,
             "num_heads": encoder.num_heads,
-            "hidden_act": named[0] if named else None,
+            **({"hidden_act": None} | written_as("hidden_act", encoder.feed_forward.activation)),
             "in_channels": images.channels,
             "patch_size": images.patch_size,
             "spatial_merge_size": images.merge,
@@ -199,7 +204,7 @@ class _Config(Codec):
 _SIDES = {"patch_size": 14, "temporal_patch_size": 2}
 
 
-def _side(name: str, value: Any) -> Any:
+def _side(name: str, value: Json) -> Json:
     """Return a size that can be a list of equal numbers."""
     sides = value if isinstance(value, list | tuple) else [value]
     if len(set(map(str, sides))) != 1:
@@ -211,17 +216,13 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     block, ours = "visual.blocks.{layer}.", "image/encoder/{layer}/"
     maps = [f"{ours}self_attention/{name}" for name in ("query", "key", "value")]
     names = {"attention_norm": "norm1", "feed_forward_norm": "norm2", "self_attention/out": "attn.proj"}
-    gated = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    inner = (
-        gated
-        if config.dynamic_images is None or config.dynamic_images.encoder.feed_forward.gated
-        else {"up": "fc1", "down": "fc2"}
-    )
+    is_gated = config.dynamic_images is None or config.dynamic_images.encoder.feed_forward.gated
+    inner = FEED_FORWARD if is_gated else {"up": "fc1", "down": "fc2"}
     names |= {f"feed_forward/{name}": f"mlp.{theirs}" for name, theirs in inner.items()}
     return [
         *decoder_rules(config),
         Rule("lm_head.weight", "output/kernel", MATRIX),
-        Rule("visual.patch_embed.proj.weight", "image/tubelet_embedding/kernel", Convolution()),
+        Rule("visual.patch_embed.proj.weight", "image/tubelet_embedding/kernel", CONVOLUTION),
         *fused(f"{block}attn.qkv", maps, Fused(), Fused(0, VECTOR)),
         *modules(block, ours, names),
         *norm("visual.merger.ln_q", "image/encoder/final_norm"),

@@ -8,25 +8,20 @@ from transformer.config._model import TransformerConfig
 from transformer.config._parts import HeadTransform
 from transformer.nn.models._encoders import MaskedLM
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import LARGE, Codec, Fields, Fixed
+from transformer.zoo._fields import LARGE, Fields, Fixed, Named
 from transformer.zoo.families import _bert as bert
-from transformer.zoo.weights._rules import Rule, WithoutFirst
+from transformer.zoo.weights._rules import Rule, without_first
 
 UNUSED_ROWS = 2
 """Unused rows at the start of a position table: position 0 is row padding id + 1, and the padding id is 1."""
 
 
 @dataclass(frozen=True)
-class LengthWithRows(Codec):
+class LengthWithRows(Named):
     """Number of rows of a position table, of which the first `rows` are unused."""
 
-    name: str
     rows: int
     default: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         return {"position.max_length": values.get(self.name, self.default) - self.rows}
@@ -36,7 +31,7 @@ class LengthWithRows(Codec):
 
 
 def _rules(config: TransformerConfig) -> list[Rule]:
-    return bert.encoder_rules("roberta.", WithoutFirst(UNUSED_ROWS))
+    return bert.encoder_rules("roberta.", without_first(UNUSED_ROWS))
 
 
 def _variant(name: str, parameters: int, **sizes: int) -> Variant:

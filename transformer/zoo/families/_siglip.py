@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import isqrt
 
 from transformer.config._model import TransformerConfig
@@ -12,10 +11,9 @@ from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import LARGE, Codec, FieldError, Fields, Fixed, Unread, layer_sizes
 from transformer.zoo.families._clip import DUAL_CONSTANTS, TwoConfigs, dual_rules, encoder_fields, text_fields
 from transformer.zoo.families._vit import PatchSizes
-from transformer.zoo.weights._rules import MERGED, VECTOR, Fused, Reshaped, Row, Rule, linear, modules
+from transformer.zoo.weights._rules import MERGED, VECTOR, Fused, Reshaped, Rule, linear, modules, row
 
 
-@dataclass(frozen=True)
 class PatchGrid(Codec):
     """Size and number of patches; the position table is a square, interpolated for every image (NaFlex)."""
 
@@ -52,7 +50,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     return [
         *dual_rules(),
         *linear("text_model.head", "text_projection"),
-        Rule(f"{head}probe", f"{ours}query", Row(2)),
+        Rule(f"{head}probe", f"{ours}query", row(2)),
         Rule(f"{head}attention.in_proj_weight", tuple(f"{part}/kernel" for part in parts), Fused()),
         Rule(f"{head}attention.in_proj_bias", tuple(f"{part}/bias" for part in parts), Fused(each=VECTOR)),
         *linear(f"{head}attention.out_proj", f"{ours}cross_attention/out", MERGED),
@@ -88,7 +86,6 @@ def _two_configs(patches: Codec, kinds: tuple[str, str]) -> TwoConfigs:
 
 
 SO400M = layer_sizes(1152, 4304, 27, 16)
-
 
 _GEMMA = {"vocab_size": 256_000}
 """SigLIP 2 reads texts with the tokenizer of Gemma."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
@@ -14,42 +12,41 @@ from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, la
 from transformer.zoo.weights._rules import layer_kinds
 
 
-@dataclass(frozen=True)
+def rotary_layers(values: Fields, layers: int) -> list[bool]:
+    """Return which layers have rotary positions: those with 1 in `no_rope_layers`, in spite of its name.
+
+    Without the list, every `no_rope_layer_interval`-th layer has none.
+    """
+    every = values.get("no_rope_layer_interval", 4)
+    if type(every) is not int or every < 1:
+        raise FieldError(f"no_rope_layer_interval must be an integer of at least 1, got {every!r:.80}")
+    given = values.get("no_rope_layers")
+    given = [int((layer + 1) % every != 0) for layer in range(layers)] if given is None else given
+    if not isinstance(given, list) or len(given) != layers or not all(one in (0, 1) for one in given):
+        raise FieldError(f"no_rope_layers must have 0 or 1 for each of the {layers} layers, got {given!r:.80}")
+    return [bool(one) for one in given]
+
+
 class RotaryLayers(Codec):
-    """Layers with rotary positions (1 in `no_rope_layers`, in spite of its name), and sliding windows.
+    """Layers with rotary positions, and sliding windows.
 
-    Without `no_rope_layers`, every `no_rope_layer_interval`-th layer has none. Windows need `use_sliding_window`. They
-    are in the layers that `layer_types` names, or in those without rotary positions.
-
-    Raises:
-        FieldError: (by `read`) lists of another length or with other values.
+    Windows need `use_sliding_window`. They are in the layers that `layer_types` names, or in those without rotary
+    positions.
     """
 
-    names = (
-        "no_rope_layers",
-        "no_rope_layer_interval",
-        "use_sliding_window",
-        "sliding_window",
-        "layer_types",
-    )
+    names = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types")
 
     def read(self, values: Fields, changes: Fields) -> Fields:
-        layers, every = changes["num_layers"], values.get("no_rope_layer_interval", 4)
-        if type(every) is not int or every < 1:
-            raise FieldError(f"no_rope_layer_interval must be an integer of at least 1, got {every!r:.80}")
-        rotary = values.get("no_rope_layers")
-        rotary = [int((layer + 1) % every != 0) for layer in range(layers)] if rotary is None else rotary
-        if not isinstance(rotary, list) or len(rotary) != layers or not all(one in (0, 1) for one in rotary):
-            raise FieldError(f"no_rope_layers must have 0 or 1 for each of the {layers} layers, got {rotary!r:.80}")
+        rotary = rotary_layers(values, changes["num_layers"])
         window = values.get("sliding_window") if values.get("use_sliding_window") else None
         types = values.get("layer_types")
         if types is None:
             types = [FULL if window is None or one else SLIDING for one in rotary]
         # The names are also checked without use_sliding_window: whether the reference then applies the windows depends
         # on its attention implementation.
-        check_layer_types(types, layers, window)
+        check_layer_types(types, len(rotary), window)
         kinds = [
-            LayerKind(window=window if name == SLIDING else None, rotary=bool(one))
+            LayerKind(window=window if name == SLIDING else None, rotary=one)
             for name, one in zip(types, rotary, strict=True)
         ]
         return fold(kinds)
@@ -57,11 +54,11 @@ class RotaryLayers(Codec):
     def write(self, config: TransformerConfig) -> Fields:
         kinds = layer_kinds(config, config.num_layers)
         windows = [kind.window for kind in kinds]
-        given = [window for window in windows if window is not None]
+        window = next(filter(None, windows), None)
         return {
             "no_rope_layers": [int(kind.rotary) for kind in kinds],
-            "use_sliding_window": bool(given),
-            "sliding_window": given[0] if given else None,
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
             "layer_types": layer_types(windows),
         }
 

@@ -8,7 +8,7 @@ from transformer.zoo._family import Variant
 from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Unread, sizes, training_fields
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families._llama import Heads, attention_rules, decoder_family, decoder_variant, norm_rules
-from transformer.zoo.families._mistral import SameWindow
+from transformer.zoo.families._mistral import same_window
 from transformer.zoo.weights._rules import Rule, modules
 
 
@@ -45,7 +45,7 @@ STARCODER2 = decoder_family(
         Field("tie_word_embeddings", "embedding.tie", True),
         *training_fields("residual_dropout", "attention_dropout", spread=0.018042),
         Rope(),
-        SameWindow(None),
+        same_window(None),
         Fixed("norm_type", ("layer_norm",)),
         Fixed("mlp_type", ("default",)),
         Unread(("embedding_dropout",)),

@@ -63,9 +63,6 @@ class FeedForwardKind(Codec):
 
     `feed_forward_proj` (with the default `default`) specifies both, for example "gated-gelu". `dense_act_fn` and
     `is_gated_act` override it.
-
-    Raises:
-        FieldError: (by `read`) an unsupported activation.
     """
 
     default: str

@@ -96,16 +96,7 @@ class VisionText(Codec):
 
     @abstractmethod
     def images(self, values: Fields, text: Fields, image: Fields) -> Fields:
-        """Return the fields of `ImageTokens` that the family defines.
-
-        Args:
-            values: the whole config.json.
-            text: fields of the decoder's config.
-            image: fields of the config of the encoder of images.
-
-        Raises:
-            FieldError: a value that is not supported.
-        """
+        """Return the fields of `ImageTokens` that the family defines, given those of both configs."""
 
     @abstractmethod
     def written(self, config: TransformerConfig, images: ImageTokens) -> Fields:
@@ -211,14 +202,7 @@ def vision_text_heads(reference: str) -> dict[str, Head]:
 def vision_text_family(
     reference: str, text: Mapping[str, TextModel], projector: Sequence[Rule], **facts: Any
 ) -> Family:
-    """Return a family of vision-language models.
-
-    Args:
-        reference: prefix of the class name in the reference.
-        text: decoders by model_type.
-        projector: rules of the layers between the encoder of images and the decoder.
-        **facts: further fields of `Family`.
-    """
+    """Return a family of vision-language models, with the rules of the layers between both parts, and other facts."""
     return Family(
         heads=vision_text_heads(reference),
         constants={},

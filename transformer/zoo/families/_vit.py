@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -13,23 +12,16 @@ from transformer.config._parts import Patches
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import LARGE, Codec, FieldError, Fields, Fixed, Labels, Unread, training_fields
+from transformer.zoo._fields import LARGE, Codec, Converted, FieldError, Fields, Fixed, Labels, Unread, training_fields
 from transformer.zoo.families._bert import LAYER_FIELDS, TANH_POOLER
-from transformer.zoo.weights._rules import Arrays, Relation, Row, Rule, Shape, Shapes, linear, modules, norm
+from transformer.zoo.weights._rules import Arrays, EachTensor, Relation, Rule, Shape, Shapes, linear, modules, norm, row
 
-
-@dataclass(frozen=True)
-class Convolution(Relation):
-    """A convolution kernel: (*sizes, channels, D) in Flax, (D, channels, *sizes) in PyTorch."""
-
-    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
-        return [(features, channels, *sides) for *sides, channels, features in shapes]
-
-    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
-        return [np.moveaxis(tensor, (0, 1), (-1, -2)) for tensor in tensors]
-
-    def save(self, parameters: Arrays) -> list[np.ndarray]:
-        return [np.moveaxis(parameter, (-1, -2), (0, 1)) for parameter in parameters]
+CONVOLUTION = EachTensor(
+    lambda shape: (shape[-1], shape[-2], *shape[:-2]),
+    lambda tensor, shape: np.moveaxis(tensor, (0, 1), (-1, -2)),
+    lambda parameter: np.moveaxis(parameter, (-1, -2), (0, 1)),
+)
+"""A convolution kernel: (*sizes, channels, D) in Flax, (D, channels, *sizes) in PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -101,37 +93,28 @@ class PatchSizes(Codec):
         return values if self.registers is None else values | {"num_register_tokens": patches.registers}
 
 
-def _pair(size: Any) -> tuple[int, int]:
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return height, width
 
 
-@dataclass(frozen=True)
-class InputBiases(Codec):
-    """Whether queries, keys and values have a bias. The output map of attention always has one."""
-
-    names = ("qkv_bias",)
-
-    def read(self, values: Fields, changes: Fields) -> Fields:
-        return {"attention.biases": None if values.get("qkv_bias", True) else ("out",)}
-
-    def write(self, config: TransformerConfig) -> Fields:
-        return {"qkv_bias": config.attention.biases is None or "query" in config.attention.biases}
+INPUT_BIASES = Converted(
+    "qkv_bias",
+    True,
+    lambda biased, changes: {"attention.biases": None if biased else ("out",)},
+    lambda config: config.attention.biases is None or "query" in config.attention.biases,
+)
+"""Whether queries, keys and values have a bias. The output map of attention always has one."""
 
 
 def vit_rules(prefix: str, layer: Mapping[str, str]) -> list[Rule]:
-    """Return the rules of ViT and families with the same tensor names, without a head.
-
-    Args:
-        prefix: prefix of all tensor names.
-        layer: path of each module of a layer -> name of its tensors.
-    """
+    """Return the rules of ViT and families with the same tensor names, without a head; `layer` is for `modules`."""
     embeddings = f"{prefix}embeddings."
     return [
-        Rule(f"{embeddings}cls_token", "class_token", Row(2)),
-        Rule(f"{embeddings}distillation_token", "distillation_token", Row(2)),
-        Rule(f"{embeddings}position_embeddings", "encoder/position_table", Row(1)),
-        *linear(f"{embeddings}patch_embeddings.projection", "patch_embedding", Convolution()),
+        Rule(f"{embeddings}cls_token", "class_token", row(2)),
+        Rule(f"{embeddings}distillation_token", "distillation_token", row(2)),
+        Rule(f"{embeddings}position_embeddings", "encoder/position_table", row(1)),
+        *linear(f"{embeddings}patch_embeddings.projection", "patch_embedding", CONVOLUTION),
         *modules(f"{prefix}encoder.layer.{{layer}}.", "encoder/{layer}/", layer),
         *norm(f"{prefix}layernorm", "encoder/final_norm"),
     ]
@@ -147,7 +130,6 @@ VIT_LAYER = {
     "feed_forward/up": "intermediate.dense",
     "feed_forward/down": "output.dense",
 }
-
 
 VIT_CONSTANTS = {
     "norm.kind": "layer_norm",
@@ -166,7 +148,7 @@ def vit_fields(*, distillation_token: bool = False) -> tuple[Codec, ...]:
     return (
         *LAYER_FIELDS,
         *training_fields("hidden_dropout_prob", "attention_probs_dropout_prob"),
-        InputBiases(),
+        INPUT_BIASES,
         PatchSizes(distillation_token=distillation_token),
         Unread(("encoder_stride",)),
     )

@@ -8,11 +8,22 @@ from transformer.config._model import TransformerConfig
 from transformer.config._options import Audio
 from transformer.nn.models._audio import SpeechEncoder, SpeechRecognizer
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, FieldError, Fields, Fixed, Unread, training_fields
+from transformer.zoo._fields import (
+    ACTIVATIONS,
+    LARGE,
+    Codec,
+    Field,
+    FieldError,
+    Fields,
+    Fixed,
+    Unread,
+    training_fields,
+    written_as,
+)
 from transformer.zoo.families._bert import LAYER_FIELDS
 from transformer.zoo.families._patchtst import Counted
-from transformer.zoo.families._vit import Convolution
-from transformer.zoo.weights._rules import Row, Rule, linear, modules, norm
+from transformer.zoo.families._vit import CONVOLUTION
+from transformer.zoo.weights._rules import Rule, linear, modules, norm, row
 
 _LISTS = {"conv_dim": "features", "conv_kernel": "kernel_sizes", "conv_stride": "strides"}
 _PLAIN = {
@@ -61,15 +72,13 @@ class AudioInput(Codec):
             return {}
         values = {theirs: getattr(audio, ours) for theirs, ours in _PLAIN.items()}
         values |= {theirs: list(getattr(audio, ours)) for theirs, ours in _LISTS.items()}
-        named = [theirs for theirs, ours in ACTIVATIONS.items() if ours == audio.activation]
-        values |= {"feat_extract_activation": named[0]} if named else {}
+        values |= written_as("feat_extract_activation", audio.activation)
         if self.optional:
             batch = audio.position_norm == "batch"
             values |= {"feat_proj_layer_norm": audio.projection_norm, "conv_pos_batch_norm": batch}
         return values | {"num_feat_extract_layers": len(audio.features)}
 
 
-@dataclass(frozen=True)
 class StableNorm(Codec):
     """`do_stable_layer_norm`: pre-norm. Otherwise post-norm, with a norm before the first layer."""
 
@@ -111,14 +120,14 @@ def speech_rules(config: TransformerConfig, prefix: str) -> list[Rule]:
     ]
     for i in range(0 if config.audio is None else len(config.audio.features)):
         layer = f"{prefix}feature_extractor.conv_layers.{i}."
-        rules += linear(f"{layer}conv", f"feature_encoder/conv_{i}", Convolution())
+        rules += linear(f"{layer}conv", f"feature_encoder/conv_{i}", CONVOLUTION)
         rules += norm(f"{layer}layer_norm", f"feature_encoder/norm_{i}")
     if config.audio is not None and config.audio.position_norm == "batch":
         batch = f"{table}batch_norm"
         variance = (f"{batch}.running_var", f"{batch}.num_batches_tracked")
         return [
             *rules,
-            Rule(f"{table}conv.weight", f"{positions}/kernel", Convolution()),
+            Rule(f"{table}conv.weight", f"{positions}/kernel", CONVOLUTION),
             *norm(batch, f"{positions}/norm"),
             Rule(f"{batch}.running_mean", f"{positions}/norm/mean"),
             Rule(variance, f"{positions}/norm/variance", Counted()),
@@ -126,8 +135,8 @@ def speech_rules(config: TransformerConfig, prefix: str) -> list[Rule]:
     weight = f"{table}conv.parametrizations.weight"
     return [
         *rules,
-        Rule(f"{weight}.original0", f"{positions}/scale", Row(2)),
-        Rule(f"{weight}.original1", f"{positions}/kernel", Convolution()),
+        Rule(f"{weight}.original0", f"{positions}/scale", row(2)),
+        Rule(f"{weight}.original1", f"{positions}/kernel", CONVOLUTION),
     ]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from transformer.config._model import TransformerConfig
 from transformer.config._options import Speech
 from transformer.config._positions import LearnedOptions
@@ -11,14 +9,14 @@ from transformer.nn.models._speech import SpeechToText
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fields, Fixed, Unread, training_fields
 from transformer.zoo.families._bart import BothStacks, StackLayers, stack_rules
-from transformer.zoo.families._vit import Convolution
+from transformer.zoo.families._vit import CONVOLUTION
 from transformer.zoo.weights._rules import MATRIX, Rule, linear, norm
 
 
 def _rules(config: TransformerConfig) -> list[Rule]:
     return [
-        *linear("model.encoder.conv1", "conv_0", Convolution()),
-        *linear("model.encoder.conv2", "conv_1", Convolution()),
+        *linear("model.encoder.conv1", "conv_0", CONVOLUTION),
+        *linear("model.encoder.conv2", "conv_1", CONVOLUTION),
         Rule("model.encoder.embed_positions.weight", "encoder/position_table"),
         Rule("model.decoder.embed_tokens.weight", "embedding/embedding"),
         Rule("model.decoder.embed_positions.weight", "decoder/position_table"),
@@ -36,7 +34,6 @@ def _variant(name: str, parameters: int, width: int, layers: int, heads: int, **
     return Variant(hub=f"openai/{name}", parameters=parameters, fields=sizes | fields)
 
 
-@dataclass(frozen=True)
 class MelBins(Codec):
     """Number of mel frequency bins of the input."""
 

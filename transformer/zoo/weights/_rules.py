@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,37 +147,41 @@ class FusedByHead(Relation):
 
 
 @dataclass(frozen=True)
-class WithoutFirst(Relation):
-    """A position table whose first `rows` are unused: removed by `load`, written as zeros by `save`."""
+class EachTensor(Relation):
+    """Conversion of each tensor to one parameter by functions."""
 
-    rows: int
-
-    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
-        return [(length + self.rows, *rest) for length, *rest in shapes]
-
-    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
-        return [tensor[self.rows :] for tensor in tensors]
-
-    def save(self, parameters: Arrays) -> list[np.ndarray]:
-        return [
-            np.concatenate([np.zeros_like(table, shape=(self.rows, *table.shape[1:])), table]) for table in parameters
-        ]
-
-
-@dataclass(frozen=True)
-class Row(Relation):
-    """A tensor with `axes` additional leading axes of size 1."""
-
-    axes: int
+    shape: Callable[[Shape], Shape]
+    """Shape of a parameter -> shape of its tensor."""
+    to_parameter: Callable[[np.ndarray, Shape], np.ndarray]
+    """Function of a tensor and the shape of its parameter."""
+    to_tensor: Callable[[np.ndarray], np.ndarray]
 
     def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
-        return [(1,) * self.axes + shape for shape in shapes]
+        return [self.shape(shape) for shape in shapes]
 
     def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
-        return [tensor.reshape(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+        return [self.to_parameter(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
 
     def save(self, parameters: Arrays) -> list[np.ndarray]:
-        return [parameter[(None,) * self.axes] for parameter in parameters]
+        return [self.to_tensor(parameter) for parameter in parameters]
+
+
+def row(axes: int) -> Relation:
+    """Return the relation to a tensor with `axes` additional leading axes of size 1."""
+    return EachTensor(
+        lambda shape: (1,) * axes + shape,
+        lambda tensor, shape: tensor.reshape(shape),
+        lambda parameter: parameter[(None,) * axes],
+    )
+
+
+def without_first(rows: int) -> Relation:
+    """Return the relation to a position table whose first `rows` are unused: not loaded, and written as zeros."""
+    return EachTensor(
+        lambda shape: (shape[0] + rows, *shape[1:]),
+        lambda tensor, shape: tensor[rows:],
+        lambda table: np.concatenate([np.zeros_like(table, shape=(rows, *table.shape[1:])), table]),
+    )
 
 
 @dataclass(frozen=True)
@@ -207,15 +211,10 @@ def norm(tensor: str, parameter: str) -> list[Rule]:
 
 
 def modules(tensors: str, parameters: str, names: Mapping[str, str]) -> list[Rule]:
-    """Return the rules for several norms and linear layers.
+    """Return the rules for several norms and linear layers, by path -> name of its tensors, both without the prefix.
 
     A path that ends in `norm` is a normalization. A path that ends in `out` is a linear layer with heads as inputs. All
     others are linear layers.
-
-    Args:
-        tensors: common prefix of the tensor names.
-        parameters: common prefix of the parameter paths.
-        names: path of each module -> name of its tensors, both without the prefix.
     """
     rules = []
     for ours, theirs in names.items():
@@ -269,13 +268,7 @@ def layer_kinds(config: TransformerConfig, num_layers: int) -> list[LayerKind]:
 def link(
     rules: Iterable[Rule], parameters: Mapping[str, Shape], stacks: Mapping[str, Sequence[tuple[str, int | None]]]
 ) -> list[Link]:
-    """Apply the rules to a model.
-
-    Args:
-        rules: rules of the family.
-        parameters: shapes of the model's parameters by path.
-        stacks: `layer_places` of each stack.
-    """
+    """Apply the rules to a model, given the shapes of its parameters by path, and the `layer_places` of each stack."""
     return [one for rule in rules for one in _links(rule, parameters, stacks)]
 
 
