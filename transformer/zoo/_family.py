@@ -21,7 +21,7 @@ from transformer.nn.models._dual import DualEncoder
 from transformer.nn.models._encoders import Embedder
 from transformer.nn.models._kinds import example_inputs, kind_of
 from transformer.nn.models._vision import VisionEmbedder
-from transformer.zoo._fields import FIXED_EVERYWHERE, NEUTRAL, Codec, Field, FieldError, Fields
+from transformer.zoo._fields import FIXED_EVERYWHERE, LAYER_SIZES, NEUTRAL, Codec, Field, FieldError, Fields, Json
 from transformer.zoo.weights._rules import Link, Rule, layer_kinds, layer_places, link
 
 FREE = frozenset(
@@ -86,6 +86,31 @@ class Variant:
     fields: Fields
     architecture: str | None = None
     """None: the first architecture of the family."""
+
+
+def variants(
+    hub: str,
+    table: Mapping[str, tuple[str | int | Fields, ...]],
+    sizes: Sequence[str] = LAYER_SIZES,
+    architecture: str | None = None,
+    **alike: Json,
+) -> dict[str, Variant]:
+    """Return variants from a table: name -> id, number of parameters, sizes, and other fields.
+
+    Args:
+        hub: what all ids on the hub begin with.
+        table: the id may be omitted if it is the name, and the other fields if there are none.
+        sizes: names of the sizes in config.json.
+        architecture: that of all variants.
+        **alike: fields that all variants share.
+    """
+    found = {}
+    for name, row in table.items():
+        last, parameters, *values = row if isinstance(row[0], str) else (name, *row)
+        own = values.pop() if values and isinstance(values[-1], dict) else {}
+        fields = alike | dict(zip(sizes, values, strict=False)) | own
+        found[name] = Variant(hub=f"{hub}{last}", parameters=parameters, fields=fields, architecture=architecture)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +221,11 @@ class Family:
         """
         head = self.heads[architecture]
         values: Fields = {"architectures": [architecture], "model_type": self.name}
-        for codec in (*self.fields, *head.fields):
-            try:
-                values |= codec.write(config)
-            except NoCounterpart as error:  # of an object inside config.json
-                text = f"{self.title} has no counterpart for this model: {error}."
-                raise NoCounterpart(text, error.differences) from None
+        try:
+            values |= write_fields(config, (*self.fields, *head.fields))
+        except NoCounterpart as error:  # of an object inside config.json
+            text = f"{self.title} has no counterpart for this model: {error}."
+            raise NoCounterpart(text, error.differences) from None
         # Codecs omit what they cannot represent, so reading the result back shows what was lost.
         try:
             again = self.read_back(values, head, config)
@@ -438,6 +462,17 @@ def read_fields(values: Fields, codecs: Sequence[Codec], constants: Fields) -> t
         if name not in known and values.get(name, choices[0]) not in choices:
             faults.append(f"{name} is {values[name]!r}, which changes the computation and is not supported")
     return changes, faults + _unknown_fields(values, known)
+
+
+def raise_faults(**faults: Sequence[str]) -> None:
+    """Raise FieldError if there are problems in an object inside config.json; keywords name the objects."""
+    if found := [f"in {name}, {fault}" for name, inside in faults.items() for fault in inside]:
+        raise FieldError("; ".join(found))
+
+
+def write_fields(config: TransformerConfig, codecs: Sequence[Codec]) -> Fields:
+    """Convert a TransformerConfig to fields of config.json, or of an object inside it."""
+    return {name: value for codec in codecs for name, value in codec.write(config).items()}
 
 
 def _unknown_fields(values: Fields, known: Collection[str]) -> list[str]:

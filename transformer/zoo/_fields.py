@@ -198,11 +198,15 @@ def sizes(**fields: tuple[str, int]) -> tuple[Field, ...]:
     return tuple(Field(name, attribute, default) for attribute, (name, default) in fields.items())
 
 
-def layer_sizes(width: int, inner: int, layers: int, heads: int, kv_heads: int | None = None, **fields: Json) -> Fields:
-    """Return sizes under their usual names in config.json, for a variant, with further fields."""
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    sizes |= {"num_attention_heads": heads} | ({} if kv_heads is None else {"num_key_value_heads": kv_heads})
-    return sizes | fields
+LAYER_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
+"""Usual names of sizes in config.json."""
+
+
+def layer_sizes(*sizes: int, **fields: Json) -> Fields:
+    """Return sizes under `LAYER_SIZES`, the last of which may be missing, with further fields."""
+    return dict(zip(LAYER_SIZES, sizes, strict=False)) | fields
 
 
 LARGE = layer_sizes(1024, 4096, 24, 16)

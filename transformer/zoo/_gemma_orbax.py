@@ -30,11 +30,7 @@ _IMAGES = re.compile(r"(SigLiPFromPatches_0|vision_encoder)/.*|embedder/mm_.*")
 _LAYER = re.compile(r"layer_(\d{1,3})/.*")
 _PADDED_VOCABULARY, _VOCABULARY = 256_128, 256_000
 """Rows of the embedding of Gemma 1 and 2 in this format, and tokens of their tokenizer: the last rows are unused."""
-_ARCHITECTURES = {
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
+_ARCHITECTURES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
 _NORMS = {
     "pre_attention_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -43,11 +39,7 @@ _NORMS = {
     "attn/_query_norm": "self_attn.q_norm",
     "attn/_key_norm": "self_attn.k_norm",
 }
-_NORMS_OF = {
-    "gemma": ("pre_attention_norm", "pre_ffw_norm"),
-    "gemma2": tuple(_NORMS)[:4],
-    "gemma3_text": tuple(_NORMS),
-}
+_NORMS_OF = {"gemma": ("pre_attention_norm", "pre_ffw_norm"), "gemma2": tuple(_NORMS)[:4], "gemma3_text": tuple(_NORMS)}
 """Norms of a layer, by generation."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import warnings
@@ -154,23 +155,23 @@ def load_pretrained(
         ValueError: a config.json, tensors or a tokenizer that are damaged, unsafe, incomplete or unsupported, or that
             have changed since `save_pretrained` wrote them. The message lists all problems; nothing is loaded.
     """
-    options = {"dtype": dtype, "mesh": mesh, "architecture": architecture, "ignore_fields": ignore_fields}
-    options |= {"execution": execution, "tokenizer": tokenizer}
     local_path(source, "source")
     if tokenizer is not None:
         local_path(tokenizer, "tokenizer")
     if is_gguf(source):
-        return _load(open_weights(source, ignore_fields), **options)
-    variant = find_variant(str(source)) if not Path(source).is_dir() else None
-    variants = [name for family in ENTRIES.values() for name in family.variants]
-    directory = fetch(source if variant is None else variant[1].hub, revision, known=variants)
-    with checked(directory):
-        return _load(open_weights(directory), **options)
+        directory, check = source, contextlib.nullcontext()
+    else:
+        variant = find_variant(str(source)) if not Path(source).is_dir() else None
+        variants = [name for family in ENTRIES.values() for name in family.variants]
+        directory = fetch(source if variant is None else variant[1].hub, revision, known=variants)
+        check = checked(directory)
+    with check:
+        files = open_weights(directory, ignore_fields)
+        return _load(files, dtype, mesh, architecture, ignore_fields, execution, tokenizer)
 
 
 def _load(
     files: WeightFiles,
-    *,
     dtype: str | None,
     mesh: Mesh | None,
     architecture: str | None,

@@ -138,10 +138,14 @@ BART_COPIES = {
 """Copies of the embedding table, which source, target and logits share."""
 
 
+def stack_sizes(width: int, layers: int, heads: int) -> Fields:
+    """Return the sizes of a variant under the names of BART, with feed-forward layers of four times the width."""
+    own = {"layers": layers, "ffn_dim": 4 * width, "attention_heads": heads}
+    return {"d_model": width} | {f"{stack}_{name}": own[name] for stack in ("encoder", "decoder") for name in own}
+
+
 def _variant(name: str, parameters: int, architecture: str, vocab: int, width: int, layers: int, heads: int) -> Variant:
-    sizes = {"vocab_size": vocab, "d_model": width, "max_position_embeddings": 1024}
-    for stack in ("encoder", "decoder"):
-        sizes |= {f"{stack}_layers": layers, f"{stack}_ffn_dim": 4 * width, f"{stack}_attention_heads": heads}
+    sizes = {"vocab_size": vocab, "max_position_embeddings": 1024} | stack_sizes(width, layers, heads)
     # The published parameter counts include the unused rows of both position tables, but not the bias of the logits.
     parameters -= 2 * UNUSED_ROWS * width
     parameters += vocab if architecture == "BartForConditionalGeneration" else 0

@@ -9,7 +9,7 @@ import numpy as np
 from transformer.config._parts import HeadTransform
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
-from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._family import Family, Head, variants
 from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, Fixed, Labels, Unread, sizes, training_fields
 from transformer.zoo.weights._rules import MATRIX, SAME, Arrays, Relation, Rule, Shape, Shapes, linear, modules, norm
 
@@ -140,14 +140,17 @@ def masked_transform(name: str) -> Field:
     return Field(name, "output.transform", "gelu", _MASKED_TRANSFORMS)
 
 
-def _variant(name: str, parameters: int, vocab_size: int) -> Variant:
-    fields = {"vocab_size": vocab_size} | (LARGE if "large" in name else {})
-    return Variant(hub=f"google-bert/{name}", parameters=parameters, fields=fields)
-
-
 _MASKED_LM = (
     r"cls\.predictions\.(bias|decoder\.(weight|bias)|transform\.(dense|LayerNorm)\.(weight|bias|gamma|beta))",
 )
+
+_VARIANTS = {
+    "bert-base-uncased": (109_514_298, 30_522),
+    "bert-base-cased": (108_340_804, 28_996),
+    "bert-large-uncased": (335_174_458, 30_522, LARGE),
+    "bert-large-cased": (333_610_308, 28_996, LARGE),
+    "bert-base-multilingual-cased": (177_974_523, 119_547),
+}
 
 BERT = Family(
     name="bert",
@@ -177,11 +180,5 @@ BERT = Family(
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
     old_names=OLD_NORMS,
-    variants={
-        "bert-base-uncased": _variant("bert-base-uncased", 109_514_298, 30_522),
-        "bert-base-cased": _variant("bert-base-cased", 108_340_804, 28_996),
-        "bert-large-uncased": _variant("bert-large-uncased", 335_174_458, 30_522),
-        "bert-large-cased": _variant("bert-large-cased", 333_610_308, 28_996),
-        "bert-base-multilingual-cased": _variant("bert-base-multilingual-cased", 177_974_523, 119_547),
-    },
+    variants=variants("google-bert/", _VARIANTS, ("vocab_size",)),
 )

@@ -27,9 +27,7 @@ BLENDERBOT = Family(
     title="Blenderbot",
     citation="Roller et al. 2020, arXiv 2004.13637",
     heads={
-        "BlenderbotForConditionalGeneration": Head(
-            model=Seq2Seq, constants={"output.bias": True}, rules=(LOGITS_BIAS,)
-        ),
+        "BlenderbotForConditionalGeneration": Head(model=Seq2Seq, constants={"output.bias": True}, rules=(LOGITS_BIAS,))
     },
     constants={
         "norm.kind": "layer_norm",

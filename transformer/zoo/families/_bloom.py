@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import ALiBiOptions
-from transformer.zoo._family import Family, Variant
+from transformer.zoo._family import Family, variants
 from transformer.zoo._fields import Codec, Field, FieldError, Fields, Fixed, Unread, training_fields
 from transformer.zoo.families._gpt_neox import megatron_layer_rules
 from transformer.zoo.families._llama import decoder_heads
@@ -41,10 +41,14 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _variant(name: str, parameters: int, width: int, layers: int, heads: int) -> Variant:
-    fields = {"vocab_size": 250_880, "hidden_size": width, "n_layer": layers, "n_head": heads}
-    return Variant(hub=f"bigscience/{name}", parameters=parameters, fields=fields)
-
+_VARIANTS = {
+    "bloom-560m": (559_214_592, 1024, 24, 16),
+    "bloom-1b1": (1_065_314_304, 1536, 24, 16),
+    "bloom-1b7": (1_722_408_960, 2048, 24, 16),
+    "bloom-3b": (3_002_557_440, 2560, 30, 32),
+    "bloom-7b1": (7_069_016_064, 4096, 30, 32),
+    "bloom": (176_247_271_424, 14_336, 70, 112),
+}
 
 BLOOM = Family(
     name="bloom",
@@ -77,12 +81,5 @@ BLOOM = Family(
     rules=_rules,
     prefix="transformer.",
     copies={"lm_head.weight": "transformer.word_embeddings.weight"},
-    variants={
-        "bloom-560m": _variant("bloom-560m", 559_214_592, 1024, 24, 16),
-        "bloom-1b1": _variant("bloom-1b1", 1_065_314_304, 1536, 24, 16),
-        "bloom-1b7": _variant("bloom-1b7", 1_722_408_960, 2048, 24, 16),
-        "bloom-3b": _variant("bloom-3b", 3_002_557_440, 2560, 30, 32),
-        "bloom-7b1": _variant("bloom-7b1", 7_069_016_064, 4096, 30, 32),
-        "bloom": _variant("bloom", 176_247_271_424, 14_336, 70, 112),
-    },
+    variants=variants("bigscience/", _VARIANTS, ("hidden_size", "n_layer", "n_head"), vocab_size=250_880),
 )

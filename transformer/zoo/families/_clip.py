@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from transformer.config._model import Images, TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._dual import DualEncoder
-from transformer.zoo._family import Family, Head, Variant, read_fields
+from transformer.zoo._family import Family, Head, Variant, raise_faults, read_fields, write_fields
 from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, FieldError, Fields, Unread, sizes
 from transformer.zoo.families._vit import CONVOLUTION, PatchSizes
 from transformer.zoo.weights._rules import EachTensor, Rule, linear, modules, norm
@@ -37,9 +37,7 @@ class TwoConfigs(Codec):
         given = {name: self._object(values, name) for name in ("text_config", "vision_config")}
         text, faults = read_fields(given["text_config"], self.text, {})
         image, more = read_fields(given["vision_config"], self.image, {})
-        faults = [f"in text_config, {fault}" for fault in faults] + [f"in vision_config, {fault}" for fault in more]
-        if faults:
-            raise FieldError("; ".join(faults))
+        raise_faults(text_config=faults, vision_config=more)
         if self.constants.get("projections") == "text":
             features = given["text_config"].get(self.features) or text["d_model"]
         else:
@@ -59,9 +57,7 @@ class TwoConfigs(Codec):
         values: Fields = {}
         both = {"text_config": (config, self.text), "vision_config": (config.image_encoder, self.image)}
         for (name, (one, codecs)), kind in zip(both.items(), self.kinds, strict=True):
-            values[name] = {"model_type": kind}
-            for codec in codecs:
-                values[name] |= codec.write(one)
+            values[name] = {"model_type": kind} | write_fields(one, codecs)
         features = {self.features: config.images.features}
         if self.constants.get("projections") == "text":
             values["text_config"] |= features

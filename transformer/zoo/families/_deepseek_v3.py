@@ -10,18 +10,8 @@ import numpy as np
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import MLA, LayerKind, MoE
-from transformer.zoo._family import Variant
-from transformer.zoo._fields import (
-    Biases,
-    Codec,
-    FieldError,
-    Fields,
-    Fixed,
-    Unread,
-    layer_sizes,
-    read_table,
-    write_table,
-)
+from transformer.zoo._family import variants
+from transformer.zoo._fields import Biases, Codec, FieldError, Fields, Fixed, Unread, read_table, write_table
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._mixtral import expert_rules
@@ -247,6 +237,17 @@ def _rules(config: TransformerConfig) -> list[Rule]:
 _YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 _YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 
+_V3 = {"vocab_size": 129_280, "rope_theta": 10_000.0, "rope_scaling": _YARN, "max_position_embeddings": 163_840}
+_MOONLIGHT = {"vocab_size": 163_840, "moe_intermediate_size": 1408, "q_lora_rank": None, "n_routed_experts": 64}
+_MOONLIGHT |= {"num_experts_per_tok": 6, "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
+_MOONLIGHT |= {"routed_scaling_factor": 2.446, "first_k_dense_replace": 1}
+_MOONLIGHT |= {"rope_theta": 50_000.0, "max_position_embeddings": 8192}
+
+_VARIANTS = {
+    "deepseek-v3": ("deepseek-ai/DeepSeek-V3", 671_026_419_200, 7168, 18_432, 61, 128, _V3),
+    "moonlight-16b-a3b": ("moonshotai/Moonlight-16B-A3B", 15_960_110_208, 2048, 11_264, 27, 16, _MOONLIGHT),
+}
+
 DEEPSEEK_V3 = llama.decoder_family(
     "DeepseekV3",
     name="deepseek_v3",
@@ -269,37 +270,5 @@ DEEPSEEK_V3 = llama.decoder_family(
     rules=_rules,
     # In the published model, the 61 layers are followed by one for multi-token prediction.
     ignored=(llama.ROTARY_BUFFERS, r"model\.layers\.61\..*"),
-    variants={
-        "deepseek-v3": Variant(
-            hub="deepseek-ai/DeepSeek-V3",
-            parameters=671_026_419_200,
-            fields=layer_sizes(
-                *(7168, 18_432, 61, 128),
-                vocab_size=129_280,
-                rope_theta=10_000.0,
-                rope_scaling=_YARN,
-                max_position_embeddings=163_840,
-            ),
-        ),
-        "moonlight-16b-a3b": Variant(
-            hub="moonshotai/Moonlight-16B-A3B",
-            parameters=15_960_110_208,
-            fields=layer_sizes(
-                *(2048, 11_264, 27, 16),
-                vocab_size=163_840,
-                moe_intermediate_size=1408,
-                q_lora_rank=None,
-                n_routed_experts=64,
-                num_experts_per_tok=6,
-                n_shared_experts=2,
-                n_group=1,
-                topk_group=1,
-                routed_scaling_factor=2.446,
-                first_k_dense_replace=1,
-                rms_norm_eps=1e-5,
-                rope_theta=50_000.0,
-                max_position_embeddings=8192,
-            ),
-        ),
-    },
+    variants=variants("", _VARIANTS),
 )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from transformer.nn.models._vision import DistilledVisionClassifier, VisionClassifier
-from transformer.zoo._family import Family, Variant
+from transformer.zoo._family import Family, variants
 from transformer.zoo.families._vit import VIT_CONSTANTS, VIT_LAYER, vit_base, vit_classifier, vit_fields, vit_rules
 
-
-def _variant(name: str, parameters: int, width: int, heads: int) -> Variant:
-    fields = {"hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width, "num_labels": 1000}
-    return Variant(hub=f"facebook/{name}", parameters=parameters, fields=fields)
-
-
 _CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
+
+_VARIANTS = {
+    "deit-tiny-distilled-patch16-224": (5_910_800, 192, 768, 3),
+    "deit-small-distilled-patch16-224": (22_436_432, 384, 1536, 6),
+    "deit-base-distilled-patch16-224": (87_338_192, 768, 3072, 12),
+}
 
 DEIT = Family(
     name="deit",
@@ -29,9 +29,7 @@ DEIT = Family(
     fields=vit_fields(distillation_token=True),
     rules=lambda config: vit_rules("deit.", VIT_LAYER),
     prefix="deit.",
-    variants={
-        "deit-tiny-distilled-patch16-224": _variant("deit-tiny-distilled-patch16-224", 5_910_800, 192, 3),
-        "deit-small-distilled-patch16-224": _variant("deit-small-distilled-patch16-224", 22_436_432, 384, 6),
-        "deit-base-distilled-patch16-224": _variant("deit-base-distilled-patch16-224", 87_338_192, 768, 12),
-    },
+    variants=variants(
+        "facebook/", _VARIANTS, ("hidden_size", "intermediate_size", "num_attention_heads"), num_labels=1000
+    ),
 )

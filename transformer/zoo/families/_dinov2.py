@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from transformer.config._model import TransformerConfig
 from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
-from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._family import Family, Head, variants
 from transformer.zoo._fields import (
     ACTIVATIONS,
     Codec,
@@ -107,13 +107,14 @@ def _heads(name: str) -> dict[str, Head]:
     return {f"{name}ForImageClassification": classifier, f"{name}Model": base}
 
 
-def _variant(
-    size: str, parameters: int, width: int, layers: int, heads: int, architecture: str = "Dinov2Model"
-) -> Variant:
-    fields = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
-    fields |= {"image_size": 518, "patch_size": 14, "use_swiglu_ffn": size.endswith("giant")}
-    return Variant(hub=f"facebook/dinov2-{size}", parameters=parameters, fields=fields, architecture=architecture)
-
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+_ALIKE = {"image_size": 518, "patch_size": 14, "use_swiglu_ffn": False}
+_VARIANTS = {
+    "small": (22_056_192, 384, 12, 6),
+    "base": (86_579_712, 768, 12, 12),
+    "large": (304_367_616, 1024, 24, 16),
+    "giant": (1_136_479_232, 1536, 40, 24, {"use_swiglu_ffn": True}),
+}
 
 DINOV2 = Family(
     name="dinov2",
@@ -126,12 +127,9 @@ DINOV2 = Family(
     prefix="dinov2.",
     any_image_size=True,
     ignored=(r"(dinov2\.)?embeddings\.mask_token",),
-    variants={
-        "dinov2-small": _variant("small", 22_056_192, 384, 12, 6),
-        "dinov2-base": _variant("base", 86_579_712, 768, 12, 12),
-        "dinov2-large": _variant("large", 304_367_616, 1024, 24, 16),
-        "dinov2-giant": _variant("giant", 1_136_479_232, 1536, 40, 24),
-    },
+    variants=variants(
+        "facebook/", {f"dinov2-{size}": row for size, row in _VARIANTS.items()}, _SIZES, "Dinov2Model", **_ALIKE
+    ),
 )
 
 
@@ -143,9 +141,10 @@ def _rules_with_registers(config: TransformerConfig) -> list[Rule]:
     return [*rules, Rule(tokens, "class_token", ClassAndMask(1)), registers]
 
 
-def _with_registers(size: str, parameters: int, width: int, layers: int, heads: int) -> Variant:
-    return _variant(f"with-registers-{size}", parameters, width, layers, heads, "Dinov2WithRegistersModel")
-
+_WITH_REGISTERS = {
+    f"dinov2-with-registers-{size}": (parameters + 4 * width, width, *others)
+    for size, (parameters, width, *others) in _VARIANTS.items()
+}
 
 DINOV2_WITH_REGISTERS = replace(
     DINOV2,
@@ -158,10 +157,5 @@ DINOV2_WITH_REGISTERS = replace(
     prefix="dinov2_with_registers.",
     antialias=True,
     ignored=(),
-    variants={
-        "dinov2-with-registers-small": _with_registers("small", 22_056_192 + 4 * 384, 384, 12, 6),
-        "dinov2-with-registers-base": _with_registers("base", 86_579_712 + 4 * 768, 768, 12, 12),
-        "dinov2-with-registers-large": _with_registers("large", 304_367_616 + 4 * 1024, 1024, 24, 16),
-        "dinov2-with-registers-giant": _with_registers("giant", 1_136_479_232 + 4 * 1536, 1536, 40, 24),
-    },
+    variants=variants("facebook/", _WITH_REGISTERS, _SIZES, "Dinov2WithRegistersModel", **_ALIKE),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import RotaryGridOptions
 from transformer.nn.models._vision import VisionEmbedder
-from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fields, Json, Unread, layer_sizes, sizes
+from transformer.zoo._family import Family, Head, variants
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fields, Unread, sizes
 from transformer.zoo.families._vit import CONVOLUTION, ClassAndMask, PatchSizes
 from transformer.zoo.weights._rules import Rule, linear, modules, norm, row
 
@@ -47,12 +47,16 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _variant(size: str, parameters: int, width: int, layers: int, heads: int, d_ff: int, **fields: Json) -> Variant:
-    fields |= layer_sizes(width, d_ff, layers, heads, num_register_tokens=4)
-    return Variant(hub=f"facebook/dinov3-{size}-pretrain-lvd1689m", parameters=parameters, fields=fields)
-
-
 _GATED = {"use_gated_mlp": True, "hidden_act": "silu"}
+
+_VARIANTS = {
+    "vits16": (21_596_160, 384, 1536, 12, 6),
+    "vits16plus": (28_692_480, 384, 1536, 12, 6, _GATED),
+    "vitb16": (85_659_648, 768, 3072, 12, 12),
+    "vitl16": (303_128_576, 1024, 4096, 24, 16),
+    "vith16plus": (840_591_360, 1280, 5120, 32, 20, _GATED),
+    "vit7b16": (6_716_030_976, 4096, 8192, 40, 32, _GATED | {"query_bias": False, "value_bias": False}),
+}
 
 DINOV3 = Family(
     name="dinov3_vit",
@@ -86,14 +90,9 @@ DINOV3 = Family(
     rules=_rules,
     old_names={"layer.": "model.layer."},
     any_image_size=True,
-    variants={
-        "dinov3-vits16": _variant("vits16", 21_596_160, 384, 12, 6, 1536),
-        "dinov3-vits16plus": _variant("vits16plus", 28_692_480, 384, 12, 6, 1536, **_GATED),
-        "dinov3-vitb16": _variant("vitb16", 85_659_648, 768, 12, 12, 3072),
-        "dinov3-vitl16": _variant("vitl16", 303_128_576, 1024, 24, 16, 4096),
-        "dinov3-vith16plus": _variant("vith16plus", 840_591_360, 1280, 32, 20, 5120, **_GATED),
-        "dinov3-vit7b16": _variant(
-            "vit7b16", 6_716_030_976, 4096, 40, 32, 8192, **_GATED, query_bias=False, value_bias=False
-        ),
-    },
+    variants=variants(
+        "facebook/dinov3-",
+        {f"dinov3-{size}": (f"{size}-pretrain-lvd1689m", *row) for size, row in _VARIANTS.items()},
+        num_register_tokens=4,
+    ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import HeadTransform
 from transformer.nn.models._encoders import Embedder, MaskedLM
-from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._family import Family, Head, variants
 from transformer.zoo._fields import ACTIVATIONS, Field, Unread, sizes, training_fields
 from transformer.zoo.families._bert import BERT_CONSTANTS, OLD_NORMS, first_token_head, masked_transform
 from transformer.zoo.weights._rules import Rule, linear, modules, norm
@@ -32,13 +32,14 @@ _LAYER = {
     "feed_forward_norm": "output_layer_norm",
 }
 
-
-def _variant(name: str, parameters: int, vocab_size: int = 30_522, architecture: str | None = None) -> Variant:
-    fields = {"vocab_size": vocab_size}
-    return Variant(hub=f"distilbert/{name}", parameters=parameters, fields=fields, architecture=architecture)
-
-
 _MASKED_LM = (r"vocab_(transform|layer_norm|projector)\.(weight|bias)",)
+
+_VARIANTS = {
+    "distilbert-base-uncased": (66_985_530, 30_522),
+    "distilbert-base-cased": (65_812_036, 28_996),
+    "distilbert-base-multilingual-cased": (135_445_755, 119_547),
+}
+_CLASSIFIER = {"distilbert-base-uncased-finetuned-sst-2-english": (66_955_010, 30_522)}
 
 DISTILBERT = Family(
     name="distilbert",
@@ -57,10 +58,7 @@ DISTILBERT = Family(
             ),
         ),
         "DistilBertForSequenceClassification": first_token_head(
-            "pre_classifier",
-            "classifier",
-            transform=HeadTransform(activation="relu", norm=False),
-            ignored=_MASKED_LM,
+            "pre_classifier", "classifier", transform=HeadTransform(activation="relu", norm=False), ignored=_MASKED_LM
         ),
         "DistilBertModel": Head(model=Embedder, base=True, ignored=(*_MASKED_LM, r"(pre_)?classifier\.(weight|bias)")),
     },
@@ -82,13 +80,7 @@ DISTILBERT = Family(
     copies={"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"},
     old_names=OLD_NORMS,
     variants={
-        "distilbert-base-uncased": _variant("distilbert-base-uncased", 66_985_530),
-        "distilbert-base-cased": _variant("distilbert-base-cased", 65_812_036, 28_996),
-        "distilbert-base-multilingual-cased": _variant("distilbert-base-multilingual-cased", 135_445_755, 119_547),
-        "distilbert-base-uncased-finetuned-sst-2-english": _variant(
-            "distilbert-base-uncased-finetuned-sst-2-english",
-            66_955_010,
-            architecture="DistilBertForSequenceClassification",
-        ),
+        **variants("distilbert/", _VARIANTS, ("vocab_size",)),
+        **variants("distilbert/", _CLASSIFIER, ("vocab_size",), "DistilBertForSequenceClassification"),
     },
 )

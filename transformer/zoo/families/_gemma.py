@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from transformer.zoo._family import Variant
-from transformer.zoo._fields import ACTIVATIONS, Biases, Field, Fixed, Json, Unread
+from transformer.zoo._family import variants
+from transformer.zoo._fields import ACTIVATIONS, Biases, Field, Fixed, Unread
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
 
@@ -22,10 +22,10 @@ GEMMA1_FIELDS = (
 )
 """Fields of Gemma 1, except for those that its use in another model changes."""
 
-
-def _variant(name: str, parameters: int, *sizes: int, **more: Json) -> Variant:
-    return llama.decoder_variant(f"google/{name}", parameters, *sizes, vocab_size=256_000, **more)
-
+_VARIANTS = {
+    "gemma-2b": (2_506_172_416, 2048, 16_384, 18, 8, 1),
+    "gemma-7b": (8_537_680_896, 3072, 24_576, 28, 16, 16),
+}
 
 GEMMA = llama.decoder_family(
     "Gemma",
@@ -35,9 +35,6 @@ GEMMA = llama.decoder_family(
     constants=GEMMA1_CONSTANTS,
     fields=(*GEMMA1_FIELDS, Fixed("use_bidirectional_attention", (None, False))),
     ignored=(llama.ROTARY_BUFFERS,),
-    variants={
-        "gemma-2b": _variant("gemma-2b", 2_506_172_416, 2048, 16_384, 18, 8, 1),
-        "gemma-7b": _variant("gemma-7b", 8_537_680_896, 3072, 24_576, 28, 16, 16),
-    },
+    variants=variants("google/", _VARIANTS, vocab_size=256_000),
 )
 """Gemma 1."""

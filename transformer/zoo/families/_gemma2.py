@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transformer.config._model import TransformerConfig
-from transformer.zoo._family import Variant
+from transformer.zoo._family import variants
 from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Converted, Field, Fields, Fixed, Unread
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
@@ -76,10 +76,11 @@ def gemma_rules(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _variant(name: str, parameters: int, width: int, inner: int, layers: int, heads: int, **more) -> Variant:
-    sizes = (width, inner, layers, heads, heads // 2)
-    return llama.decoder_variant(f"google/{name}", parameters, *sizes, vocab_size=256_000, **more)
-
+_VARIANTS = {
+    "gemma-2-2b": (2_614_341_888, 2304, 9216, 26, 8, 4),
+    "gemma-2-9b": (9_241_705_984, 3584, 14_336, 42, 16, 8),
+    "gemma-2-27b": (27_227_128_320, 4608, 36_864, 46, 32, 16, {"head_dim": 128, "query_pre_attn_scalar": 144}),
+}
 
 GEMMA2 = llama.decoder_family(
     "Gemma2",
@@ -101,12 +102,6 @@ GEMMA2 = llama.decoder_family(
     ),
     rules=gemma_rules,
     ignored=(llama.ROTARY_BUFFERS,),
-    variants={
-        "gemma-2-2b": _variant("gemma-2-2b", 2_614_341_888, 2304, 9216, 26, 8),
-        "gemma-2-9b": _variant("gemma-2-9b", 9_241_705_984, 3584, 14_336, 42, 16),
-        "gemma-2-27b": _variant(
-            "gemma-2-27b", 27_227_128_320, 4608, 36_864, 46, 32, head_dim=128, query_pre_attn_scalar=144
-        ),
-    },
+    variants=variants("google/", _VARIANTS, vocab_size=256_000),
 )
 """Gemma 2."""

@@ -6,7 +6,7 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind
-from transformer.zoo._family import Variant
+from transformer.zoo._family import variants
 from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, Unread
 from transformer.zoo._rotary import read_rotary, write_rotary
 from transformer.zoo.families import _llama as llama
@@ -78,10 +78,10 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     return [*gemma_rules(config), *llama.qk_norm_rules()]
 
 
-def _variant(name: str, parameters: int, width: int, inner: int, layers: int) -> Variant:
-    alike = {"vocab_size": 262_144, "head_dim": 256, "sliding_window": 512}
-    return llama.decoder_variant(f"google/{name}", parameters, width, inner, layers, 4, 1, **alike)
-
+_VARIANTS = {
+    "gemma-3-270m": (268_098_176, 640, 2048, 18, 4, 1),
+    "gemma-3-1b": ("gemma-3-1b-pt", 999_885_952, 1152, 6912, 26, 4, 1),
+}
 
 GEMMA3 = llama.decoder_family(
     "Gemma3",
@@ -102,9 +102,6 @@ GEMMA3 = llama.decoder_family(
         Unread(("hidden_act",)),
     ),
     rules=_rules,
-    variants={
-        "gemma-3-270m": _variant("gemma-3-270m", 268_098_176, 640, 2048, 18),
-        "gemma-3-1b": _variant("gemma-3-1b-pt", 999_885_952, 1152, 6912, 26),
-    },
+    variants=variants("google/", _VARIANTS, vocab_size=262_144, head_dim=256, sliding_window=512),
 )
 """Gemma 3, text models only."""

@@ -9,8 +9,8 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE, RotaryScaling
-from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, Json, read_table, write_table
+from transformer.zoo._family import variants
+from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, read_table, write_table
 from transformer.zoo._rotary import read_rotary, write_rotary
 from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._gemma2 import GELU, gemma_rules
@@ -249,10 +249,19 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _variant(name: str, parameters: int, sizes: tuple[int, ...], **more: Json) -> Variant:
-    alike = {"vocab_size": 262_144, "head_dim": 256, "final_logit_softcapping": 30.0}
-    return llama.decoder_variant(f"google/{name}", parameters, *sizes, **alike | more)
+_E2B = {"num_kv_shared_layers": 20, "use_double_wide_mlp": True}
+_E2B |= {"layer_types": [FULL if layer % 5 == 4 else SLIDING for layer in range(35)]}
+_LARGE = {"sliding_window": 1024, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+_31B = _LARGE | {"num_global_key_value_heads": 4}
+_26B = _LARGE | {"num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}
+_26B |= {"moe_intermediate_size": 704}
 
+_VARIANTS = {
+    "gemma-4-e2b-text": ("E2B", 4_628_569_379, 1536, 6144, 35, 8, 1, _E2B),
+    "gemma-4-e4b-text": ("E4B", 7_463_013_418, 2560, 10_240, 42, 8, 2, {"num_kv_shared_layers": 18}),
+    "gemma-4-31b-text": ("31B", 30_697_345_340, 5376, 21_504, 60, 32, 16, _31B),
+    "gemma-4-26b-a4b-text": ("26B-A4B", 25_233_141_790, 2816, 2112, 30, 16, 8, _26B),
+}
 
 GEMMA4 = llama.decoder_family(
     "Gemma4",
@@ -279,39 +288,7 @@ GEMMA4 = llama.decoder_family(
         Fixed("use_bidirectional_attention", (None, "vision")),
     ),
     rules=_rules,
-    variants={
-        "gemma-4-e2b-text": _variant(
-            "gemma-4-E2B",
-            4_628_569_379,
-            (1536, 6144, 35, 8, 1),
-            layer_types=[FULL if layer % 5 == 4 else SLIDING for layer in range(35)],
-            num_kv_shared_layers=20,
-            use_double_wide_mlp=True,
-        ),
-        "gemma-4-e4b-text": _variant("gemma-4-E4B", 7_463_013_418, (2560, 10_240, 42, 8, 2), num_kv_shared_layers=18),
-        "gemma-4-31b-text": _variant(
-            "gemma-4-31B",
-            30_697_345_340,
-            (5376, 21_504, 60, 32, 16),
-            sliding_window=1024,
-            hidden_size_per_layer_input=0,
-            attention_k_eq_v=True,
-            num_global_key_value_heads=4,
-        ),
-        "gemma-4-26b-a4b-text": _variant(
-            "gemma-4-26B-A4B",
-            25_233_141_790,
-            (2816, 2112, 30, 16, 8),
-            sliding_window=1024,
-            hidden_size_per_layer_input=0,
-            attention_k_eq_v=True,
-            num_global_key_value_heads=2,
-            enable_moe_block=True,
-            num_experts=128,
-            top_k_experts=8,
-            moe_intermediate_size=704,
-        ),
-    },
+    variants=variants("google/gemma-4-", _VARIANTS, vocab_size=262_144, head_dim=256, final_logit_softcapping=30.0),
     # Unused projections of layers that read the keys and values of others.
     ignored=(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.weight",),
 )

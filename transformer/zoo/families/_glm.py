@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from transformer.config._model import TransformerConfig
-from transformer.zoo._family import Family, Variant
+from transformer.zoo._family import Family, variants
 from transformer.zoo._fields import Converted
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families._deepseek_v3 import interleaved_rules
-from transformer.zoo.families._llama import DECODER_CONSTANTS, decoder_family, decoder_fields, decoder_variant
+from transformer.zoo.families._llama import DECODER_CONSTANTS, decoder_family, decoder_fields
 from transformer.zoo.families._phi3 import fused_feed_forward_rules
 from transformer.zoo.weights._rules import MERGED, Rule, linear, modules, norm
 
@@ -42,7 +41,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     return rules
 
 
-def _family(reference: str, variants: Mapping[str, Variant], **facts: Any) -> Family:
+def _family(reference: str, variant: str, hub: str, parameters: int, **facts: Any) -> Family:
     return decoder_family(
         reference,
         fields=(
@@ -50,16 +49,16 @@ def _family(reference: str, variants: Mapping[str, Variant], **facts: Any) -> Fa
             *(Rope(default_share=0.5), _INPUT_BIASES),
         ),
         rules=_rules,
-        variants=variants,
+        variants=variants(
+            "zai-org/", {variant: (hub, parameters, 4096, 13_696, 40, 32, 2)}, head_dim=128, vocab_size=151_552
+        ),
         **facts,
     )
 
 
-_SIZES = {"head_dim": 128, "vocab_size": 151_552}
-
 GLM = _family(
     "Glm",
-    {"glm-4-9b": decoder_variant("zai-org/glm-4-9b-hf", 9_399_951_360, 4096, 13_696, 40, 32, 2, **_SIZES)},
+    *("glm-4-9b", "glm-4-9b-hf", 9_399_951_360),
     name="glm",
     title="GLM-4",
     citation="Team GLM 2024, arXiv 2406.12793",
@@ -68,9 +67,7 @@ GLM = _family(
 
 GLM4 = _family(
     "Glm4",
-    {
-        "glm-4-9b-0414": decoder_variant("zai-org/GLM-4-9B-0414", 9_400_279_040, 4096, 13_696, 40, 32, 2, **_SIZES),
-    },
+    *("glm-4-9b-0414", "GLM-4-9B-0414", 9_400_279_040),
     name="glm4",
     title="GLM-4 (0414)",
     citation="Team GLM 2025, https://huggingface.co/zai-org/GLM-4-9B-0414",

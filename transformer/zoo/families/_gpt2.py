@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import LearnedOptions
-from transformer.zoo._family import Family, Variant
+from transformer.zoo._family import Family, variants
 from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Unread, sizes, training_fields
 from transformer.zoo.families._llama import LANGUAGE_MODEL, LAST_TOKEN
 from transformer.zoo.weights._rules import SAME, VECTOR, Fused, Reshaped, Rule, fused, linear, norm
@@ -31,10 +31,12 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _variant(name: str, parameters: int, width: int, layers: int, heads: int) -> Variant:
-    fields = {"vocab_size": 50257, "n_positions": 1024, "n_embd": width, "n_layer": layers, "n_head": heads}
-    return Variant(hub=f"openai-community/{name}", parameters=parameters, fields=fields)
-
+_VARIANTS = {
+    "gpt2": (124_439_808, 768, 12, 12),
+    "gpt2-medium": (354_823_168, 1024, 24, 16),
+    "gpt2-large": (774_030_080, 1280, 36, 20),
+    "gpt2-xl": (1_557_611_200, 1600, 48, 25),
+}
 
 GPT2 = Family(
     name="gpt2",
@@ -67,10 +69,7 @@ GPT2 = Family(
     prefix="transformer.",
     ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
     copies={"lm_head.weight": "transformer.wte.weight"},
-    variants={
-        "gpt2": _variant("gpt2", 124_439_808, 768, 12, 12),
-        "gpt2-medium": _variant("gpt2-medium", 354_823_168, 1024, 24, 16),
-        "gpt2-large": _variant("gpt2-large", 774_030_080, 1280, 36, 20),
-        "gpt2-xl": _variant("gpt2-xl", 1_557_611_200, 1600, 48, 25),
-    },
+    variants=variants(
+        "openai-community/", _VARIANTS, ("n_embd", "n_layer", "n_head"), vocab_size=50257, n_positions=1024
+    ),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import RotaryOptions
 from transformer.nn.models._causal_lm import CausalLM
-from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Field, Unread, layer_sizes, training_fields
+from transformer.zoo._family import Family, Head, variants
+from transformer.zoo._fields import ACTIVATIONS, LAYER_SIZES, Field, Unread, training_fields
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families._llama import LAST_TOKEN
 from transformer.zoo.weights._rules import MATRIX, VECTOR, FusedByHead, Rule, fused, modules, norm
@@ -40,10 +40,17 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _variant(hub: str, parameters: int, width: int, layers: int, heads: int, vocab_size: int = 50_304) -> Variant:
-    sizes = layer_sizes(width, 4 * width, layers, heads, vocab_size=vocab_size, rotary_pct=0.25)
-    return Variant(hub=f"EleutherAI/{hub}", parameters=parameters, fields=sizes)
-
+_VARIANTS = {
+    "pythia-70m": (70_426_624, 512, 2048, 6, 8, 50_304),
+    "pythia-160m": (162_322_944, 768, 3072, 12, 12, 50_304),
+    "pythia-410m": (405_334_016, 1024, 4096, 24, 16, 50_304),
+    "pythia-1b": (1_011_781_632, 2048, 8192, 16, 8, 50_304),
+    "pythia-1.4b": (1_414_647_808, 2048, 8192, 24, 16, 50_304),
+    "pythia-2.8b": (2_775_208_960, 2560, 10_240, 32, 32, 50_304),
+    "pythia-6.9b": (6_857_302_016, 4096, 16_384, 32, 32, 50_432),
+    "pythia-12b": (11_846_072_320, 5120, 20_480, 36, 40, 50_688),
+    "gpt-neox-20b": (20_554_567_680, 6144, 24_576, 44, 64, 50_432),
+}
 
 GPT_NEOX = Family(
     name="gpt_neox",
@@ -83,16 +90,6 @@ GPT_NEOX = Family(
     rules=_rules,
     ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
     copies={"embed_out.weight": "gpt_neox.embed_in.weight"},
-    variants={
-        "pythia-70m": _variant("pythia-70m", 70_426_624, 512, 6, 8),
-        "pythia-160m": _variant("pythia-160m", 162_322_944, 768, 12, 12),
-        "pythia-410m": _variant("pythia-410m", 405_334_016, 1024, 24, 16),
-        "pythia-1b": _variant("pythia-1b", 1_011_781_632, 2048, 16, 8),
-        "pythia-1.4b": _variant("pythia-1.4b", 1_414_647_808, 2048, 24, 16),
-        "pythia-2.8b": _variant("pythia-2.8b", 2_775_208_960, 2560, 32, 32),
-        "pythia-6.9b": _variant("pythia-6.9b", 6_857_302_016, 4096, 32, 32, 50_432),
-        "pythia-12b": _variant("pythia-12b", 11_846_072_320, 5120, 36, 40, 50_688),
-        "gpt-neox-20b": _variant("gpt-neox-20b", 20_554_567_680, 6144, 44, 64, 50_432),
-    },
+    variants=variants("EleutherAI/", _VARIANTS, (*LAYER_SIZES[:4], "vocab_size"), rotary_pct=0.25),
 )
 """GPT-NeoX 20B and Pythia."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from transformer.config._model import TransformerConfig
-from transformer.zoo._family import Variant
-from transformer.zoo._fields import Biases, Fields, Fixed, Unread, layer_sizes
+from transformer.zoo._family import variants
+from transformer.zoo._fields import LAYER_SIZES, Biases, Fields, Fixed, Unread
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
 from transformer.zoo.families import _mixtral as mixtral
@@ -88,10 +88,10 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _variant(hub: str, parameters: int, layers: int, experts: int) -> Variant:
-    sizes = layer_sizes(2880, 2880, layers, 64, vocab_size=201_088, num_local_experts=experts)
-    return Variant(hub=f"openai/{hub}", parameters=parameters, fields=sizes)
-
+_VARIANTS = {
+    "gpt-oss-20b": (20_914_757_184, 2880, 2880, 24, 64, 32),
+    "gpt-oss-120b": (116_829_156_672, 2880, 2880, 36, 64, 128),
+}
 
 GPT_OSS = llama.decoder_family(
     "GptOss",
@@ -111,8 +111,5 @@ GPT_OSS = llama.decoder_family(
         Unread(("experts_per_token", "initial_context_length")),
     ),
     rules=_rules,
-    variants={
-        "gpt-oss-20b": _variant("gpt-oss-20b", 20_914_757_184, layers=24, experts=32),
-        "gpt-oss-120b": _variant("gpt-oss-120b", 116_829_156_672, layers=36, experts=128),
-    },
+    variants=variants("openai/", _VARIANTS, (*LAYER_SIZES[:4], "num_local_experts"), vocab_size=201_088),
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from transformer.zoo._family import Family, Variant
-from transformer.zoo._fields import LARGE, layer_sizes
+from transformer.zoo._family import Family, variants
 from transformer.zoo.families import _wav2vec2 as wav2vec2
 
-_EXTRA_LARGE = layer_sizes(1280, 5120, 48, 16)
+_VARIANTS = {
+    "hubert-large-ls960-ft": (315_470_496, 1024, 4096, 24, 16),
+    "hubert-xlarge-ls960-ft": (962_537_120, 1280, 5120, 48, 16),
+}
 
 HUBERT = Family(
     name="hubert",
@@ -19,14 +21,7 @@ HUBERT = Family(
     prefix="hubert.",
     old_names=wav2vec2.OLD_WEIGHT_NORM,
     variants={
-        "hubert-base-ls960": Variant(
-            hub="facebook/hubert-base-ls960", parameters=94_370_944, fields={}, architecture="HubertModel"
-        ),
-        "hubert-large-ls960-ft": Variant(
-            hub="facebook/hubert-large-ls960-ft", parameters=315_470_496, fields=LARGE | wav2vec2.STABLE
-        ),
-        "hubert-xlarge-ls960-ft": Variant(
-            hub="facebook/hubert-xlarge-ls960-ft", parameters=962_537_120, fields=_EXTRA_LARGE | wav2vec2.STABLE
-        ),
+        **variants("facebook/", {"hubert-base-ls960": (94_370_944,)}, (), architecture="HubertModel"),
+        **variants("facebook/", _VARIANTS, **wav2vec2.STABLE),
     },
 )

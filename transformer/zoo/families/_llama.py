@@ -9,8 +9,8 @@ from transformer.config._model import TransformerConfig
 from transformer.config._positions import RotaryOptions
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._encoders import Classifier, Embedder
-from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Fields, Json, Labels, layer_sizes
+from transformer.zoo._family import Family, Head, variants
+from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Fields, Labels
 from transformer.zoo._rotary import Rope
 from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm
 
@@ -160,13 +160,6 @@ def decoder_family(reference: str, **facts: Any) -> Family:
     return Family(**alike | {"copies": COPIES} | facts)
 
 
-def decoder_variant(
-    hub: str, parameters: int, width: int, inner: int, layers: int, heads: int, kv_heads: int, **fields: Json
-) -> Variant:
-    """Return a variant with sizes named as in Llama; `fields` are further fields of config.json."""
-    return Variant(hub=hub, parameters=parameters, fields=layer_sizes(width, inner, layers, heads, kv_heads, **fields))
-
-
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -176,10 +169,21 @@ LLAMA3_SCALING = {
 }
 """Rotary scaling of Llama 3.1 and 4."""
 
-_TWO = {"vocab_size": 32_000, "rms_norm_eps": 1e-5}
-_THREE = {"vocab_size": 128_256, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
+_TWO = {"vocab_size": 32_000}
+_THREE = {"vocab_size": 128_256, "rope_theta": 500_000.0}
 _THREE_ONE = _THREE | {"rope_scaling": LLAMA3_SCALING, "max_position_embeddings": 131_072}
 _THREE_TWO = _THREE_ONE | {"rope_scaling": LLAMA3_SCALING | {"factor": 32.0}, "tie_word_embeddings": True}
+
+_VARIANTS = {
+    "llama-2-7b": ("Llama-2-7b-hf", 6_738_415_616, 4096, 11008, 32, 32, 32, _TWO),
+    "llama-2-13b": ("Llama-2-13b-hf", 13_015_864_320, 5120, 13824, 40, 40, 40, _TWO),
+    "llama-2-70b": ("Llama-2-70b-hf", 68_976_648_192, 8192, 28672, 80, 64, 8, _TWO),
+    "llama-3-8b": ("Meta-Llama-3-8B", 8_030_261_248, 4096, 14336, 32, 32, 8, _THREE),
+    "llama-3.1-8b": ("Llama-3.1-8B", 8_030_261_248, 4096, 14336, 32, 32, 8, _THREE_ONE),
+    "llama-3.1-70b": ("Llama-3.1-70B", 70_553_706_496, 8192, 28672, 80, 64, 8, _THREE_ONE),
+    "llama-3.2-1b": ("Llama-3.2-1B", 1_235_814_400, 2048, 8192, 16, 32, 8, _THREE_TWO | {"head_dim": 64}),
+    "llama-3.2-3b": ("Llama-3.2-3B", 3_212_749_824, 3072, 8192, 28, 24, 8, _THREE_TWO | {"head_dim": 128}),
+}
 
 LLAMA = decoder_family(
     "Llama",
@@ -188,21 +192,6 @@ LLAMA = decoder_family(
     citation="Touvron et al. 2023, arXiv 2302.13971 and 2307.09288; Llama Team 2024, arXiv 2407.21783",
     fields=(*decoder_fields(), Rope(), Biases("attention_bias", "mlp_bias")),
     ignored=(ROTARY_BUFFERS,),
-    variants={
-        "llama-2-7b": decoder_variant("meta-llama/Llama-2-7b-hf", 6_738_415_616, 4096, 11008, 32, 32, 32, **_TWO),
-        "llama-2-13b": decoder_variant("meta-llama/Llama-2-13b-hf", 13_015_864_320, 5120, 13824, 40, 40, 40, **_TWO),
-        "llama-2-70b": decoder_variant("meta-llama/Llama-2-70b-hf", 68_976_648_192, 8192, 28672, 80, 64, 8, **_TWO),
-        "llama-3-8b": decoder_variant("meta-llama/Meta-Llama-3-8B", 8_030_261_248, 4096, 14336, 32, 32, 8, **_THREE),
-        "llama-3.1-8b": decoder_variant("meta-llama/Llama-3.1-8B", 8_030_261_248, 4096, 14336, 32, 32, 8, **_THREE_ONE),
-        "llama-3.1-70b": decoder_variant(
-            "meta-llama/Llama-3.1-70B", 70_553_706_496, 8192, 28672, 80, 64, 8, **_THREE_ONE
-        ),
-        "llama-3.2-1b": decoder_variant(
-            "meta-llama/Llama-3.2-1B", 1_235_814_400, 2048, 8192, 16, 32, 8, head_dim=64, **_THREE_TWO
-        ),
-        "llama-3.2-3b": decoder_variant(
-            "meta-llama/Llama-3.2-3B", 3_212_749_824, 3072, 8192, 28, 24, 8, head_dim=128, **_THREE_TWO
-        ),
-    },
+    variants=variants("meta-llama/", _VARIANTS, rms_norm_eps=1e-5),
 )
 """Llama 1 to 3.2."""

@@ -9,6 +9,7 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE, QueryTemperature
+from transformer.zoo._family import variants
 from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Unread, read_table, write_table
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
@@ -158,6 +159,11 @@ _PUBLISHED = {"vocab_size": 202_048, "head_dim": 128, "intermediate_size_mlp": 1
 _SCOUT = {"max_position_embeddings": 262_144, "rope_scaling": llama.LLAMA3_SCALING}
 _MAVERICK = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False}
 
+_VARIANTS = {
+    "llama-4-scout-text": ("Scout-17B-16E", 107_769_861_120, 5120, 8192, 48, 40, 8, _SCOUT),
+    "llama-4-maverick-text": ("Maverick-17B-128E", 400_711_848_960, 5120, 8192, 48, 40, 8, _MAVERICK),
+}
+
 LLAMA4 = llama.decoder_family(
     "Llama4",
     name="llama4_text",
@@ -173,13 +179,6 @@ LLAMA4 = llama.decoder_family(
         Unread(("router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor")),
     ),
     rules=_rules,
-    variants={
-        "llama-4-scout-text": llama.decoder_variant(
-            "meta-llama/Llama-4-Scout-17B-16E", 107_769_861_120, 5120, 8192, 48, 40, 8, **_PUBLISHED, **_SCOUT
-        ),
-        "llama-4-maverick-text": llama.decoder_variant(
-            "meta-llama/Llama-4-Maverick-17B-128E", 400_711_848_960, 5120, 8192, 48, 40, 8, **_PUBLISHED, **_MAVERICK
-        ),
-    },
+    variants=variants("meta-llama/Llama-4-", _VARIANTS, **_PUBLISHED),
 )
 """Llama 4, text models only."""

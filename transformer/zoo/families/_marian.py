@@ -5,9 +5,9 @@ from __future__ import annotations
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import LearnedOptions, SinusoidalOptions
 from transformer.nn.models._seq2seq import Seq2Seq
-from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._family import Family, Head, variants
 from transformer.zoo._fields import Codec, FieldError, Fields, Unread
-from transformer.zoo.families._bart import BART_COPIES, LOGITS_BIAS, Former, bart_fields, stack_rules
+from transformer.zoo.families._bart import BART_COPIES, LOGITS_BIAS, Former, bart_fields, stack_rules, stack_sizes
 from transformer.zoo.weights._rules import Rule
 
 
@@ -75,13 +75,12 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _variant(pair: str, parameters: int, vocab: int) -> Variant:
-    sizes = {"vocab_size": vocab, "d_model": 512, "activation_function": "swish", "scale_embedding": True}
-    for stack in ("encoder", "decoder"):
-        sizes |= {f"{stack}_layers": 6, f"{stack}_ffn_dim": 2048, f"{stack}_attention_heads": 8}
-    # The published parameter counts do not include the bias of the logits.
-    return Variant(hub=f"Helsinki-NLP/opus-mt-{pair}", parameters=parameters + vocab, fields=sizes)
-
+# The published parameter counts do not include the bias of the logits.
+_VARIANTS = {
+    "opus-mt-en-de": (73_886_208 + 58_101, 58_101),
+    "opus-mt-en-fr": (74_609_664 + 59_514, 59_514),
+}
+_ALIKE = stack_sizes(512, 6, 8) | {"activation_function": "swish", "scale_embedding": True}
 
 MARIAN = Family(
     name="marian",
@@ -100,8 +99,5 @@ MARIAN = Family(
     prefix="model.",
     ignored=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
     copies=BART_COPIES,
-    variants={
-        "opus-mt-en-de": _variant("en-de", 73_886_208, 58_101),
-        "opus-mt-en-fr": _variant("en-fr", 74_609_664, 59_514),
-    },
+    variants=variants("Helsinki-NLP/", _VARIANTS, ("vocab_size",), **_ALIKE),
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import MoE
+from transformer.zoo._family import variants
 from transformer.zoo._fields import Codec, Fields, Table, Unread, read_table, write_table
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
@@ -85,6 +86,11 @@ def _rules(config: TransformerConfig) -> list[Rule]:
 _ALIKE = {"vocab_size": 32_000, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
 _ALIKE |= {"num_local_experts": 8, "num_experts_per_tok": 2}
 
+_VARIANTS = {
+    "mixtral-8x7b": ("8x7B-v0.1", 46_702_792_704, 4096, 14_336, 32, 32, 8),
+    "mixtral-8x22b": ("8x22B-v0.1", 140_620_634_112, 6144, 16_384, 56, 48, 8),
+}
+
 MIXTRAL = llama.decoder_family(
     "Mixtral",
     name="mixtral",
@@ -99,13 +105,6 @@ MIXTRAL = llama.decoder_family(
     ),
     rules=_rules,
     ignored=(llama.ROTARY_BUFFERS,),
-    variants={
-        "mixtral-8x7b": llama.decoder_variant(
-            "mistralai/Mixtral-8x7B-v0.1", 46_702_792_704, 4096, 14_336, 32, 32, 8, **_ALIKE
-        ),
-        "mixtral-8x22b": llama.decoder_variant(
-            "mistralai/Mixtral-8x22B-v0.1", 140_620_634_112, 6144, 16_384, 56, 48, 8, **_ALIKE
-        ),
-    },
+    variants=variants("mistralai/Mixtral-", _VARIANTS, **_ALIKE),
 )
 """Mixtral 8x7B and 8x22B."""

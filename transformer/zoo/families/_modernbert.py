@@ -9,7 +9,7 @@ from transformer.config._model import TransformerConfig
 from transformer.config._parts import HeadTransform, LayerKind, RotaryScaling
 from transformer.config._positions import RotaryOptions
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
-from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._family import Family, Head, variants
 from transformer.zoo._fields import (
     ACTIVATIONS,
     Biases,
@@ -20,7 +20,6 @@ from transformer.zoo._fields import (
     Fixed,
     Labels,
     Unread,
-    layer_sizes,
     sizes,
     training_fields,
     written_as,
@@ -126,6 +125,11 @@ def _rules(config: TransformerConfig) -> list[Rule]:
 
 _TRANSFORM = (*linear("head.dense", "head_transform/dense"), *norm("head.norm", "head_transform/norm"))
 
+_VARIANTS = {
+    "modernbert-base": ("ModernBERT-base", 149_655_232),
+    "modernbert-large": ("ModernBERT-large", 395_881_664, 1024, 2624, 28, 16),
+}
+
 MODERNBERT = Family(
     name="modernbert",
     title="ModernBERT",
@@ -180,10 +184,5 @@ MODERNBERT = Family(
     rules=_rules,
     prefix="model.",
     copies={"decoder.weight": "model.embeddings.tok_embeddings.weight"},
-    variants={
-        "modernbert-base": Variant(hub="answerdotai/ModernBERT-base", parameters=149_655_232, fields={}),
-        "modernbert-large": Variant(
-            hub="answerdotai/ModernBERT-large", parameters=395_881_664, fields=layer_sizes(1024, 2624, 28, 16)
-        ),
-    },
+    variants=variants("answerdotai/", _VARIANTS),
 )

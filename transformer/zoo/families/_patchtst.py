@@ -13,7 +13,20 @@ from transformer.config._positions import LearnedOptions
 from transformer.nn.models._forecaster import Forecaster, SeriesEncoder
 from transformer.nn.models._series import PatchReconstructor, SeriesClassifier, SeriesRegressor
 from transformer.zoo._family import Family, Head
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fields, Fixed, Unread, sizes, training_fields
+from transformer.zoo._fields import (
+    ACTIVATIONS,
+    Codec,
+    Field,
+    FieldError,
+    Fields,
+    Fixed,
+    Unread,
+    read_table,
+    sizes,
+    training_fields,
+    write_table,
+    written_as,
+)
 from transformer.zoo.families._bart import attention_rules
 from transformer.zoo.weights._rules import MATRIX, Arrays, Relation, Rule, Shape, Shapes, linear, norm, row
 
@@ -75,7 +88,7 @@ class SeriesSizes(Codec):
     names = (*_PLAIN, "prediction_length", "scaling", "pooling_type")
 
     def read(self, values: Fields, changes: Fields) -> Fields:
-        fields = {ours: values.get(name, default) for name, (ours, default) in _PLAIN.items()}
+        fields = read_table(values, _PLAIN)
         scaling, pooling = values.get("scaling", "std"), values.get("pooling_type", "mean")
         for name, value, known in (("scaling", scaling, _SCALINGS), ("pooling_type", pooling, _POOLINGS)):
             if value not in known:
@@ -87,24 +100,15 @@ class SeriesSizes(Codec):
         fields["horizon"] = values.get("prediction_length", 24) if self.forecasts else None
         # With a class token, the head reads only this token, and pooling has no effect.
         pooling = "flatten" if fields["class_token"] else _POOLINGS[pooling]
-        series = Series(**fields, scaling=_SCALINGS[scaling], pooling=pooling)
-        return {"input": series}
+        return {"input": Series(**fields, scaling=_SCALINGS[scaling], pooling=pooling)}
 
     def write(self, config: TransformerConfig) -> Fields:
         series = config.series
         if series is None:
             return {}
-        horizon = {"prediction_length": series.horizon} if self.forecasts else {}
-        return horizon | {
-            "num_input_channels": series.channels,
-            "context_length": series.context_length,
-            "patch_length": series.patch_length,
-            "patch_stride": series.patch_stride,
-            "share_embedding": series.shared_embedding,
-            "use_cls_token": series.class_token,
-            "scaling": next(theirs for theirs, ours in _SCALINGS.items() if ours == series.scaling),
-            "pooling_type": next(theirs for theirs, ours in _POOLINGS.items() if ours == series.pooling),
-        }
+        values = {"prediction_length": series.horizon} if self.forecasts else {}
+        values |= write_table(series, _PLAIN) | written_as("scaling", series.scaling, _SCALINGS)
+        return values | written_as("pooling_type", series.pooling, _POOLINGS)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from transformer.config._model import TransformerConfig
+from transformer.zoo._family import variants
 from transformer.zoo._fields import Field, FieldError, Fields, Fixed, Unread
 from transformer.zoo._rotary import Rope
-from transformer.zoo.families._llama import decoder_family, decoder_fields, decoder_variant, norm_rules
+from transformer.zoo.families._llama import decoder_family, decoder_fields, norm_rules
 from transformer.zoo.families._mistral import same_window
 from transformer.zoo.weights._rules import MERGED, Fused, Rule, linear, norm
 
@@ -69,6 +70,12 @@ def _rules(config: TransformerConfig) -> list[Rule]:
 _THREE = {"vocab_size": 32_064, "sliding_window": 2047}
 _FOUR = {"vocab_size": 100_352, "rope_theta": 250_000.0}
 
+_VARIANTS = {
+    "phi-3-mini-4k": ("Phi-3-mini-4k-instruct", 3_821_079_552, 3072, 8192, 32, 32, 32, _THREE),
+    "phi-3-medium-4k": ("Phi-3-medium-4k-instruct", 13_960_238_080, 5120, 17_920, 40, 40, 10, _THREE),
+    "phi-4": (14_659_507_200, 5120, 17_920, 40, 40, 10, _FOUR),
+}
+
 PHI3 = decoder_family(
     "Phi3",
     name="phi3",
@@ -84,14 +91,6 @@ PHI3 = decoder_family(
         Unread(("embd_pdrop",)),
     ),
     rules=_rules,
-    variants={
-        "phi-3-mini-4k": decoder_variant(
-            "microsoft/Phi-3-mini-4k-instruct", 3_821_079_552, 3072, 8192, 32, 32, 32, **_THREE
-        ),
-        "phi-3-medium-4k": decoder_variant(
-            "microsoft/Phi-3-medium-4k-instruct", 13_960_238_080, 5120, 17_920, 40, 40, 10, **_THREE
-        ),
-        "phi-4": decoder_variant("microsoft/phi-4", 14_659_507_200, 5120, 17_920, 40, 40, 10, **_FOUR),
-    },
+    variants=variants("microsoft/", _VARIANTS),
 )
 """Phi-3 and Phi-4."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind, MoE
-from transformer.zoo._family import Variant
-from transformer.zoo._fields import Codec, FieldError, Fields, Json
+from transformer.zoo._family import variants
+from transformer.zoo._fields import Codec, FieldError, Fields
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
 from transformer.zoo.weights._rules import layer_kinds
@@ -79,12 +79,19 @@ class UpperWindows(Codec):
         }
 
 
-def _variant(name: str, *sizes: int, **fields: Json) -> Variant:
-    alike = {"vocab_size": 151_936, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0}
-    return llama.decoder_variant(f"Qwen/{name}", *sizes, **alike | fields)
-
-
 _TIED = {"tie_word_embeddings": True}
+_LARGE = {"vocab_size": 152_064}
+
+_VARIANTS = {
+    "qwen2-0.5b": ("Qwen2-0.5B", 494_032_768, 896, 4864, 24, 14, 2, _TIED),
+    "qwen2-1.5b": ("Qwen2-1.5B", 1_543_714_304, 1536, 8960, 28, 12, 2, _TIED),
+    "qwen2-7b": ("Qwen2-7B", 7_615_616_512, 3584, 18_944, 28, 28, 4, _LARGE),
+    "qwen2.5-0.5b": ("Qwen2.5-0.5B", 494_032_768, 896, 4864, 24, 14, 2, _TIED),
+    "qwen2.5-1.5b": ("Qwen2.5-1.5B", 1_543_714_304, 1536, 8960, 28, 12, 2, _TIED),
+    "qwen2.5-3b": ("Qwen2.5-3B", 3_085_938_688, 2048, 11_008, 36, 16, 2, _TIED),
+    "qwen2.5-7b": ("Qwen2.5-7B", 7_615_616_512, 3584, 18_944, 28, 28, 4, _LARGE),
+    "qwen2.5-72b": ("Qwen2.5-72B", 72_706_203_648, 8192, 29_568, 80, 64, 8, _LARGE | {"rms_norm_eps": 1e-5}),
+}
 
 QWEN2 = llama.decoder_family(
     "Qwen2",
@@ -94,17 +101,6 @@ QWEN2 = llama.decoder_family(
     constants=llama.DECODER_CONSTANTS | {"attention.biases": ("query", "key", "value")},
     fields=(*llama.decoder_fields(kv_heads=32), Rope(), UpperWindows()),
     ignored=(llama.ROTARY_BUFFERS,),
-    variants={
-        "qwen2-0.5b": _variant("Qwen2-0.5B", 494_032_768, 896, 4864, 24, 14, 2, **_TIED),
-        "qwen2-1.5b": _variant("Qwen2-1.5B", 1_543_714_304, 1536, 8960, 28, 12, 2, **_TIED),
-        "qwen2-7b": _variant("Qwen2-7B", 7_615_616_512, 3584, 18_944, 28, 28, 4, vocab_size=152_064),
-        "qwen2.5-0.5b": _variant("Qwen2.5-0.5B", 494_032_768, 896, 4864, 24, 14, 2, **_TIED),
-        "qwen2.5-1.5b": _variant("Qwen2.5-1.5B", 1_543_714_304, 1536, 8960, 28, 12, 2, **_TIED),
-        "qwen2.5-3b": _variant("Qwen2.5-3B", 3_085_938_688, 2048, 11_008, 36, 16, 2, **_TIED),
-        "qwen2.5-7b": _variant("Qwen2.5-7B", 7_615_616_512, 3584, 18_944, 28, 28, 4, vocab_size=152_064),
-        "qwen2.5-72b": _variant(
-            "Qwen2.5-72B", 72_706_203_648, 8192, 29_568, 80, 64, 8, vocab_size=152_064, rms_norm_eps=1e-5
-        ),
-    },
+    variants=variants("Qwen/", _VARIANTS, vocab_size=151_936, rms_norm_eps=1e-6, rope_theta=1_000_000.0),
 )
 """Qwen 2 and 2.5, dense models only."""

@@ -8,7 +8,8 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind
-from transformer.zoo._fields import Biases, Codec, Fields, Unread
+from transformer.zoo._family import variants
+from transformer.zoo._fields import LAYER_SIZES, Biases, Codec, Fields, Unread
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
 from transformer.zoo.families import _mixtral as mixtral
@@ -72,6 +73,11 @@ def _rules(config: TransformerConfig) -> list[Rule]:
 _ALIKE = {"vocab_size": 151_936, "head_dim": 128, "rope_theta": 1_000_000.0}
 _ALIKE |= {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 
+_VARIANTS = {
+    "qwen3-30b-a3b": ("30B-A3B", 30_532_122_624, 2048, 6144, 48, 32, 4, 768),
+    "qwen3-235b-a22b": ("235B-A22B", 235_093_634_560, 4096, 12_288, 94, 64, 4, 1536),
+}
+
 QWEN3_MOE = llama.decoder_family(
     "Qwen3Moe",
     name="qwen3_moe",
@@ -87,13 +93,6 @@ QWEN3_MOE = llama.decoder_family(
         Unread(("max_window_layers",)),
     ),
     rules=_rules,
-    variants={
-        "qwen3-30b-a3b": llama.decoder_variant(
-            "Qwen/Qwen3-30B-A3B", 30_532_122_624, 2048, 6144, 48, 32, 4, **_ALIKE, moe_intermediate_size=768
-        ),
-        "qwen3-235b-a22b": llama.decoder_variant(
-            "Qwen/Qwen3-235B-A22B", 235_093_634_560, 4096, 12_288, 94, 64, 4, **_ALIKE, moe_intermediate_size=1536
-        ),
-    },
+    variants=variants("Qwen/Qwen3-", _VARIANTS, (*LAYER_SIZES, "moe_intermediate_size"), **_ALIKE),
 )
 """Qwen 3, mixture-of-experts models only."""

@@ -9,6 +9,7 @@ import numpy as np
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import GatedDelta, LayerKind
+from transformer.zoo._family import variants
 from transformer.zoo._fields import Fields, Fixed, read_table, write_table
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
@@ -151,6 +152,8 @@ def _rules(config: TransformerConfig) -> list[Rule]:
 
 _PUBLISHED = {"vocab_size": 151_936, "head_dim": 256, "rope_theta": 10_000_000.0, "full_attention_interval": 4}
 
+_VARIANTS = {"qwen3-next-80b-a3b": ("80B-A3B-Instruct", 79_674_391_296, 2048, 5120, 48, 16, 2)}
+
 QWEN3_NEXT = llama.decoder_family(
     "Qwen3Next",
     name="qwen3_next",
@@ -171,10 +174,6 @@ QWEN3_NEXT = llama.decoder_family(
     rules=_rules,
     # Weights that predict several tokens at once, which generation here does not use.
     ignored=(r"mtp\..*",),
-    variants={
-        "qwen3-next-80b-a3b": llama.decoder_variant(
-            "Qwen/Qwen3-Next-80B-A3B-Instruct", 79_674_391_296, 2048, 5120, 48, 16, 2, **_PUBLISHED
-        ),
-    },
+    variants=variants("Qwen/Qwen3-Next-", _VARIANTS, **_PUBLISHED),
 )
 """Qwen 3 Next."""

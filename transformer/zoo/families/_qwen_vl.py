@@ -11,7 +11,7 @@ from transformer.config._model import DynamicImageTokens, TransformerConfig
 from transformer.config._options import FeedForwardOptions, NormOptions
 from transformer.config._parts import LayerKind
 from transformer.config._positions import RotaryOptions
-from transformer.zoo._family import MAX_LAYERS, Family, Variant, read_fields
+from transformer.zoo._family import MAX_LAYERS, Family, Variant, read_fields, write_fields
 from transformer.zoo._fields import (
     ACTIVATIONS,
     NEUTRAL,
@@ -167,9 +167,7 @@ class _Config(Codec):
         images = config.dynamic_images
         if images is None or images.encoder.feed_forward.gated != self.gated or config.rotary.sections is None:
             return {}
-        text: Fields = {"model_type": f"{self.kind}_text"}
-        for codec in _TEXT_FIELDS:
-            text |= codec.write(config)
+        text = {"model_type": f"{self.kind}_text"} | write_fields(config, _TEXT_FIELDS)
         text.pop("tie_word_embeddings")
         encoder = images.encoder
         image = {

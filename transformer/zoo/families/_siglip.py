@@ -7,7 +7,7 @@ from math import isqrt
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import Patches
 from transformer.nn.models._dual import DualEncoder
-from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._family import Family, Head, variants
 from transformer.zoo._fields import LARGE, Codec, FieldError, Fields, Fixed, Unread, layer_sizes
 from transformer.zoo.families._clip import DUAL_CONSTANTS, TwoConfigs, dual_rules, encoder_fields, text_fields
 from transformer.zoo.families._vit import PatchSizes
@@ -26,15 +26,8 @@ class PatchGrid(Codec):
             raise FieldError(f"num_patches is {count!r}, but only the square of a whole number is supported")
         if type(size) is not int:
             raise FieldError(f"patch_size is {size!r}, but only square patches, one number, are supported")
-        patches = Patches(
-            image_height=side * size,
-            image_width=side * size,
-            patch_size=size,
-            channels=values.get("num_channels", 3),
-            class_token=False,
-            resize_positions=True,
-        )
-        return {"input": patches}
+        sides = {"image_height": side * size, "image_width": side * size, "channels": values.get("num_channels", 3)}
+        return {"input": Patches(**sides, patch_size=size, class_token=False, resize_positions=True)}
 
     def write(self, config: TransformerConfig) -> Fields:
         patches = config.patches
@@ -91,17 +84,21 @@ _GEMMA = {"vocab_size": 256_000}
 """SigLIP 2 reads texts with the tokenizer of Gemma."""
 
 
-def _variant(
-    name: str,
-    parameters: int,
-    image: Fields,
-    layers: Fields | None = None,
-    text: Fields | None = None,
-) -> Variant:
-    layers = layers or {}
-    fields = {"text_config": layers | (text or {}), "vision_config": layers | image}
-    return Variant(hub=f"google/{name}", parameters=parameters, fields=fields)
+def _both(image: Fields, layers: Fields, text: Fields) -> Fields:
+    return {"text_config": layers | text, "vision_config": layers | image}
 
+
+_384 = {"image_size": 384, "patch_size": 14}
+_VARIANTS = {
+    "siglip-base-patch16-224": (203_155_970, _both({"image_size": 224}, {}, {})),
+    "siglip-base-patch16-384": (203_447_810, _both({"image_size": 384}, {}, {})),
+    "siglip-large-patch16-256": (652_150_786, _both({"image_size": 256}, LARGE, {})),
+    "siglip-large-patch16-384": (652_478_466, _both({"image_size": 384}, LARGE, {})),
+    "siglip-so400m-patch14-384": (877_960_498, _both(_384, SO400M, {})),
+    "siglip2-base-patch16-224": (375_187_970, _both({"image_size": 224}, {}, _GEMMA)),
+    "siglip2-large-patch16-256": (881_526_786, _both({"image_size": 256}, LARGE, _GEMMA)),
+    "siglip2-so400m-patch14-384": (1_136_008_498, _both(_384, SO400M, _GEMMA)),
+}
 
 SIGLIP = Family(
     name="siglip",
@@ -115,23 +112,13 @@ SIGLIP = Family(
     ),
     rules=_rules,
     ignored=(r"(text|vision)_model\.embeddings\.position_ids",),
-    variants={
-        "siglip-base-patch16-224": _variant("siglip-base-patch16-224", 203_155_970, {"image_size": 224}),
-        "siglip-base-patch16-384": _variant("siglip-base-patch16-384", 203_447_810, {"image_size": 384}),
-        "siglip-large-patch16-256": _variant("siglip-large-patch16-256", 652_150_786, {"image_size": 256}, LARGE),
-        "siglip-large-patch16-384": _variant("siglip-large-patch16-384", 652_478_466, {"image_size": 384}, LARGE),
-        "siglip-so400m-patch14-384": _variant(
-            "siglip-so400m-patch14-384", 877_960_498, {"image_size": 384, "patch_size": 14}, SO400M
-        ),
-        "siglip2-base-patch16-224": _variant("siglip2-base-patch16-224", 375_187_970, {"image_size": 224}, text=_GEMMA),
-        "siglip2-large-patch16-256": _variant(
-            "siglip2-large-patch16-256", 881_526_786, {"image_size": 256}, LARGE, _GEMMA
-        ),
-        "siglip2-so400m-patch14-384": _variant(
-            "siglip2-so400m-patch14-384", 1_136_008_498, {"image_size": 384, "patch_size": 14}, SO400M, _GEMMA
-        ),
-    },
+    variants=variants("google/", _VARIANTS),
 )
+
+_NAFLEX = {
+    "siglip2-base-patch16-naflex": (375_234_050, _both({}, {}, _GEMMA)),
+    "siglip2-so400m-patch16-naflex": (1_135_670_962, _both({}, SO400M, _GEMMA)),
+}
 
 SIGLIP2 = Family(
     name="siglip2",
@@ -145,16 +132,5 @@ SIGLIP2 = Family(
     ),
     rules=_grid_rules,
     ignored=SIGLIP.ignored,
-    variants={
-        "siglip2-base-patch16-naflex": Variant(
-            hub="google/siglip2-base-patch16-naflex",
-            parameters=375_234_050,
-            fields={"text_config": _GEMMA, "vision_config": {}},
-        ),
-        "siglip2-so400m-patch16-naflex": Variant(
-            hub="google/siglip2-so400m-patch16-naflex",
-            parameters=1_135_670_962,
-            fields={"text_config": SO400M | _GEMMA, "vision_config": SO400M},
-        ),
-    },
+    variants=variants("google/", _NAFLEX),
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
+from transformer.zoo._family import variants
 from transformer.zoo._fields import Biases, Codec, FieldError, Fields, Unread
 from transformer.zoo._rotary import Rope
-from transformer.zoo.families._llama import decoder_family, decoder_fields, decoder_variant
+from transformer.zoo.families._llama import decoder_family, decoder_fields
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types
 from transformer.zoo.weights._rules import layer_kinds
 
@@ -63,6 +64,8 @@ class RotaryLayers(Codec):
         }
 
 
+_VARIANTS = {"smollm3-3b": ("SmolLM3-3B", 3_075_098_624, 2048, 11_008, 36, 16, 4)}
+
 SMOLLM3 = decoder_family(
     "SmolLM3",
     name="smollm3",
@@ -75,10 +78,6 @@ SMOLLM3 = decoder_family(
         RotaryLayers(),
         Unread(("max_window_layers",)),
     ),
-    variants={
-        "smollm3-3b": decoder_variant(
-            "HuggingFaceTB/SmolLM3-3B", 3_075_098_624, 2048, 11_008, 36, 16, 4, vocab_size=128_256, rope_theta=5e6
-        ),
-    },
+    variants=variants("HuggingFaceTB/", _VARIANTS, vocab_size=128_256, rope_theta=5e6),
 )
 """SmolLM3 3B."""

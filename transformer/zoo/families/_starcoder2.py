@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import RotaryOptions
-from transformer.zoo._family import Variant
-from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Unread, sizes, training_fields
+from transformer.zoo._family import variants
+from transformer.zoo._fields import ACTIVATIONS, LAYER_SIZES, Field, Fixed, Unread, sizes, training_fields
 from transformer.zoo._rotary import Rope
-from transformer.zoo.families._llama import Heads, attention_rules, decoder_family, decoder_variant, norm_rules
+from transformer.zoo.families._llama import Heads, attention_rules, decoder_family, norm_rules
 from transformer.zoo.families._mistral import same_window
 from transformer.zoo.weights._rules import Rule, modules
 
@@ -17,11 +17,10 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     return [*attention_rules(), *norm_rules(), *modules(layer, ours, {"up": "c_fc", "down": "c_proj"})]
 
 
-def _variant(name: str, parameters: int, width: int, layers: int, heads: int, kv_heads: int, **more) -> Variant:
-    sizes = (width, 4 * width, layers, heads, kv_heads)
-    alike = {"vocab_size": 49_152, "sliding_window": 4096}
-    return decoder_variant(f"bigcode/{name}", parameters, *sizes, **alike, **more)
-
+_VARIANTS = {
+    "starcoder2-3b": (3_030_371_328, 3072, 12_288, 30, 24, 2, 999_999.4420358813),
+    "starcoder2-7b": (7_173_923_840, 4608, 18_432, 32, 36, 4, 1_000_000.0),
+}
 
 STARCODER2 = decoder_family(
     "Starcoder2",
@@ -51,9 +50,6 @@ STARCODER2 = decoder_family(
         Unread(("embedding_dropout",)),
     ),
     rules=_rules,
-    variants={
-        "starcoder2-3b": _variant("starcoder2-3b", 3_030_371_328, 3072, 30, 24, 2, rope_theta=999_999.4420358813),
-        "starcoder2-7b": _variant("starcoder2-7b", 7_173_923_840, 4608, 32, 36, 4, rope_theta=1_000_000.0),
-    },
+    variants=variants("bigcode/", _VARIANTS, (*LAYER_SIZES, "rope_theta"), vocab_size=49_152, sliding_window=4096),
 )
 """StarCoder 2."""

@@ -8,7 +8,7 @@ from transformer.config._model import TransformerConfig
 from transformer.config._positions import T5BiasOptions
 from transformer.nn.models._encoders import Embedder
 from transformer.nn.models._seq2seq import Seq2Seq
-from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._family import Family, Head, variants
 from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fields, Fixed, Unread
 from transformer.zoo.weights._rules import MATRIX, Rule, linear, modules, norm
 
@@ -158,24 +158,25 @@ def t5_heads(name: str) -> dict[str, Head]:
     }
 
 
-def _first(hub: str, parameters: int, width: int, head: int, inner: int, layers: int, heads: int) -> Variant:
-    sizes = {"d_model": width, "d_kv": head, "d_ff": inner, "num_layers": layers, "num_heads": heads}
-    return Variant(hub=hub, parameters=parameters, fields={"vocab_size": 32_128} | sizes)
+T5_SIZES = ("d_model", "d_kv", "d_ff", "num_layers", "num_heads")
+"""Names of sizes in config.json."""
 
-
-def _second(hub: str, parameters: int, width: int, inner: int, layers: int, heads: int) -> Variant:
-    sizes = {"d_model": width, "d_kv": 64, "d_ff": inner, "num_layers": layers, "num_heads": heads}
-    kind = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    return Variant(hub=hub, parameters=parameters, fields={"vocab_size": 32_128} | sizes | kind)
-
-
-_SECOND = {
-    "small": (76_961_152, 512, 1024, 8, 6),
-    "base": (247_577_856, 768, 2048, 12, 12),
-    "large": (783_150_080, 1024, 2816, 24, 16),
-    "xl": (2_849_757_184, 2048, 5120, 24, 32),
-    "xxl": (11_135_332_352, 4096, 10_240, 24, 64),
+_FIRST = {
+    "t5-small": (60_506_624, 512, 64, 2048, 6, 8),
+    "t5-base": (222_903_552, 768, 64, 3072, 12, 12),
+    "t5-large": (737_668_096, 1024, 64, 4096, 24, 16),
+    "t5-3b": (2_851_598_336, 1024, 128, 16_384, 24, 32),
+    "t5-11b": (11_307_321_344, 1024, 128, 65_536, 24, 128),
 }
+_SECOND = {
+    "small": (76_961_152, 512, 64, 1024, 8, 6),
+    "base": (247_577_856, 768, 64, 2048, 12, 12),
+    "large": (783_150_080, 1024, 64, 2816, 24, 16),
+    "xl": (2_849_757_184, 2048, 64, 5120, 24, 32),
+    "xxl": (11_135_332_352, 4096, 64, 10_240, 24, 64),
+}
+_OTHERS = {f"{name}-{size}": row for name in ("t5-v1_1", "flan-t5") for size, row in _SECOND.items()}
+_KIND = {"vocab_size": 32_128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 
 T5 = Family(
     name="t5",
@@ -187,13 +188,6 @@ T5 = Family(
     rules=t5_rules,
     ignored=T5_IGNORED,
     copies=T5_COPIES,
-    variants={
-        "t5-small": _first("google-t5/t5-small", 60_506_624, 512, 64, 2048, 6, 8),
-        "t5-base": _first("google-t5/t5-base", 222_903_552, 768, 64, 3072, 12, 12),
-        "t5-large": _first("google-t5/t5-large", 737_668_096, 1024, 64, 4096, 24, 16),
-        "t5-3b": _first("google-t5/t5-3b", 2_851_598_336, 1024, 128, 16_384, 24, 32),
-        "t5-11b": _first("google-t5/t5-11b", 11_307_321_344, 1024, 128, 65_536, 24, 128),
-    }
-    | {f"t5-v1_1-{size}": _second(f"google/t5-v1_1-{size}", *sizes) for size, sizes in _SECOND.items()}
-    | {f"flan-t5-{size}": _second(f"google/flan-t5-{size}", *sizes) for size, sizes in _SECOND.items()},
+    variants=variants("google-t5/", _FIRST, T5_SIZES, vocab_size=32_128)
+    | variants("google/", _OTHERS, T5_SIZES, **_KIND),
 )

@@ -11,7 +11,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._model import ImageTokens, TransformerConfig
 from transformer.config._paths import get_path
 from transformer.nn.models._vision_language import VisionLanguageModel
-from transformer.zoo._family import Family, Head, NoCounterpart, read_fields
+from transformer.zoo._family import Family, Head, NoCounterpart, raise_faults, read_fields, write_fields
 from transformer.zoo._fields import Codec, FieldError, Fields, Unread
 from transformer.zoo.families._clip import ENCODER_LAYER, encoder_fields, image_rules, patch_encoder
 from transformer.zoo.families._siglip import SO400M
@@ -117,9 +117,7 @@ class VisionText(Codec):
         if (found := seen.get("model_type", self.image_kind)) != self.image_kind:
             raise FieldError(f"model_type of vision_config is {found!r}, but only {self.image_kind} is supported")
         image, more = read_fields(seen, self.image, {})
-        faults = [f"in text_config, {fault}" for fault in faults] + [f"in vision_config, {fault}" for fault in more]
-        if faults:
-            raise FieldError("; ".join(faults))
+        raise_faults(text_config=faults, vision_config=more)
         marker = values.get("image_token_index", values.get("image_token_id", self.marker))
         if type(marker) is not int or not 0 <= marker < text["vocab_size"]:
             raise FieldError(
@@ -154,13 +152,10 @@ class VisionText(Codec):
                 len(unlike[kind]),
             )
         model = self.text[kind]
-        text: Fields = {"model_type": kind}
-        for codec in model.fields:
-            text |= codec.write(config)
-        image: Fields = {"model_type": self.image_kind}
+        text = {"model_type": kind} | write_fields(config, model.fields)
         encoder = config.image_encoder
-        for codec in self.image:
-            image |= codec.write(encoder.replace(num_layers=encoder.num_layers + (images.unused_layers or 0)))
+        whole = encoder.replace(num_layers=encoder.num_layers + (images.unused_layers or 0))
+        image = {"model_type": self.image_kind} | write_fields(whole, self.image)
         values = {"text_config": text, "vision_config": image, "image_token_index": images.token_id}
         own = self.written(config, images)
         for name in ("text_config", "vision_config"):

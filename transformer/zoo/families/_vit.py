@@ -11,7 +11,7 @@ from transformer.config._model import TransformerConfig
 from transformer.config._parts import Patches
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
-from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._family import Family, Head, variants
 from transformer.zoo._fields import LARGE, Codec, Converted, FieldError, Fields, Fixed, Labels, Unread, training_fields
 from transformer.zoo.families._bert import LAYER_FIELDS, TANH_POOLER
 from transformer.zoo.weights._rules import Arrays, EachTensor, Relation, Rule, Shape, Shapes, linear, modules, norm, row
@@ -173,11 +173,14 @@ def vit_base(prefix: str, heads: tuple[str, ...]) -> Head:
     )
 
 
-def _variant(name: str, parameters: int, image_size: int, patch_size: int) -> Variant:
-    fields = {"image_size": image_size, "patch_size": patch_size, "num_labels": 1000}
-    fields |= LARGE if "large" in name else {}
-    return Variant(hub=f"google/{name}", parameters=parameters, fields=fields)
-
+_VARIANTS = {
+    "vit-base-patch16-224": (86_567_656, 224, 16),
+    "vit-base-patch16-384": (86_859_496, 384, 16),
+    "vit-base-patch32-384": (88_297_192, 384, 32),
+    "vit-large-patch16-224": (304_326_632, 224, 16, LARGE),
+    "vit-large-patch16-384": (304_715_752, 384, 16, LARGE),
+    "vit-large-patch32-384": (306_632_680, 384, 32, LARGE),
+}
 
 VIT = Family(
     name="vit",
@@ -191,12 +194,5 @@ VIT = Family(
     fields=vit_fields(),
     rules=lambda config: vit_rules("vit.", VIT_LAYER),
     prefix="vit.",
-    variants={
-        "vit-base-patch16-224": _variant("vit-base-patch16-224", 86_567_656, 224, 16),
-        "vit-base-patch16-384": _variant("vit-base-patch16-384", 86_859_496, 384, 16),
-        "vit-base-patch32-384": _variant("vit-base-patch32-384", 88_297_192, 384, 32),
-        "vit-large-patch16-224": _variant("vit-large-patch16-224", 304_326_632, 224, 16),
-        "vit-large-patch16-384": _variant("vit-large-patch16-384", 304_715_752, 384, 16),
-        "vit-large-patch32-384": _variant("vit-large-patch32-384", 306_632_680, 384, 32),
-    },
+    variants=variants("google/", _VARIANTS, ("image_size", "patch_size"), num_labels=1000),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformer.config._model import TransformerConfig
 from transformer.config._options import Audio
 from transformer.nn.models._audio import SpeechEncoder, SpeechRecognizer
-from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._family import Family, Head, variants
 from transformer.zoo._fields import (
     ACTIVATIONS,
     LARGE,
@@ -195,10 +195,11 @@ def speech_heads(name: str) -> dict[str, Head]:
 STABLE = {"feat_extract_norm": "layer", "conv_bias": True, "do_stable_layer_norm": True}
 """Options of the models trained on Libri-Light."""
 
-
-def _variant(name: str, parameters: int, fields: Fields, architecture: str | None = None) -> Variant:
-    return Variant(hub=f"facebook/{name}", parameters=parameters, fields=fields, architecture=architecture)
-
+_VARIANTS = {
+    "wav2vec2-base-960h": (94_395_552,),
+    "wav2vec2-large-960h": (315_460_768, LARGE),
+    "wav2vec2-large-960h-lv60-self": (315_470_496, LARGE | STABLE),
+}
 
 WAV2VEC2 = Family(
     name="wav2vec2",
@@ -216,9 +217,7 @@ WAV2VEC2 = Family(
     prefix="wav2vec2.",
     old_names=OLD_WEIGHT_NORM,
     variants={
-        "wav2vec2-base-960h": _variant("wav2vec2-base-960h", 94_395_552, {}),
-        "wav2vec2-large-960h": _variant("wav2vec2-large-960h", 315_460_768, LARGE),
-        "wav2vec2-large-960h-lv60-self": _variant("wav2vec2-large-960h-lv60-self", 315_470_496, LARGE | STABLE),
-        "wav2vec2-base": _variant("wav2vec2-base", 94_370_944, {}, "Wav2Vec2Model"),
+        **variants("facebook/", _VARIANTS, ()),
+        **variants("facebook/", {"wav2vec2-base": (94_370_944,)}, (), architecture="Wav2Vec2Model"),
     },
 )

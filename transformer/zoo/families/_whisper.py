@@ -6,9 +6,9 @@ from transformer.config._model import TransformerConfig
 from transformer.config._options import Speech
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._speech import SpeechToText
-from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._family import Family, Head, variants
 from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fields, Fixed, Unread, training_fields
-from transformer.zoo.families._bart import BothStacks, StackLayers, stack_rules
+from transformer.zoo.families._bart import BothStacks, StackLayers, stack_rules, stack_sizes
 from transformer.zoo.families._vit import CONVOLUTION
 from transformer.zoo.weights._rules import MATRIX, Rule, linear, norm
 
@@ -27,13 +27,6 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _variant(name: str, parameters: int, width: int, layers: int, heads: int, **fields: int) -> Variant:
-    sizes = {"vocab_size": 51_865, "d_model": width}
-    for stack in ("encoder", "decoder"):
-        sizes |= {f"{stack}_layers": layers, f"{stack}_ffn_dim": 4 * width, f"{stack}_attention_heads": heads}
-    return Variant(hub=f"openai/{name}", parameters=parameters, fields=sizes | fields)
-
-
 class MelBins(Codec):
     """Number of mel frequency bins of the input."""
 
@@ -48,6 +41,20 @@ class MelBins(Codec):
 
 _ENGLISH = {"vocab_size": 51_864}
 _LARGE_3 = {"vocab_size": 51_866, "num_mel_bins": 128}
+_VARIANTS = {
+    "whisper-tiny": (37_760_640, stack_sizes(384, 4, 6)),
+    "whisper-tiny.en": (37_760_256, stack_sizes(384, 4, 6) | _ENGLISH),
+    "whisper-base": (72_593_920, stack_sizes(512, 6, 8)),
+    "whisper-base.en": (72_593_408, stack_sizes(512, 6, 8) | _ENGLISH),
+    "whisper-small": (241_734_912, stack_sizes(768, 12, 12)),
+    "whisper-small.en": (241_734_144, stack_sizes(768, 12, 12) | _ENGLISH),
+    "whisper-medium": (763_857_920, stack_sizes(1024, 24, 16)),
+    "whisper-medium.en": (763_856_896, stack_sizes(1024, 24, 16) | _ENGLISH),
+    "whisper-large": (1_543_304_960, stack_sizes(1280, 32, 20)),
+    "whisper-large-v2": (1_543_304_960, stack_sizes(1280, 32, 20)),
+    "whisper-large-v3": (1_543_490_560, stack_sizes(1280, 32, 20) | _LARGE_3),
+    "whisper-large-v3-turbo": (808_878_080, stack_sizes(1280, 32, 20) | _LARGE_3 | {"decoder_layers": 4}),
+}
 
 WHISPER = Family(
     name="whisper",
@@ -83,20 +90,5 @@ WHISPER = Family(
     rules=_rules,
     prefix="model.",
     copies={"proj_out.weight": "model.decoder.embed_tokens.weight"},
-    variants={
-        "whisper-tiny": _variant("whisper-tiny", 37_760_640, 384, 4, 6),
-        "whisper-tiny.en": _variant("whisper-tiny.en", 37_760_256, 384, 4, 6, **_ENGLISH),
-        "whisper-base": _variant("whisper-base", 72_593_920, 512, 6, 8),
-        "whisper-base.en": _variant("whisper-base.en", 72_593_408, 512, 6, 8, **_ENGLISH),
-        "whisper-small": _variant("whisper-small", 241_734_912, 768, 12, 12),
-        "whisper-small.en": _variant("whisper-small.en", 241_734_144, 768, 12, 12, **_ENGLISH),
-        "whisper-medium": _variant("whisper-medium", 763_857_920, 1024, 24, 16),
-        "whisper-medium.en": _variant("whisper-medium.en", 763_856_896, 1024, 24, 16, **_ENGLISH),
-        "whisper-large": _variant("whisper-large", 1_543_304_960, 1280, 32, 20),
-        "whisper-large-v2": _variant("whisper-large-v2", 1_543_304_960, 1280, 32, 20),
-        "whisper-large-v3": _variant("whisper-large-v3", 1_543_490_560, 1280, 32, 20, **_LARGE_3),
-        "whisper-large-v3-turbo": _variant(
-            "whisper-large-v3-turbo", 808_878_080, 1280, 32, 20, **_LARGE_3, decoder_layers=4
-        ),
-    },
+    variants=variants("openai/", _VARIANTS, vocab_size=51_865),
 )
