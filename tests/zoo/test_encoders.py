@@ -11,7 +11,7 @@ from transformer.config import LayerKind
 from transformer.nn._masks import Mask
 from transformer.nn.models import Classifier, Embedder, MaskedLM
 from transformer.zoo import ENTRIES, abstract_params, build, choose_family, load_pretrained, save_pretrained
-from transformer.zoo.families._bert import Repeated
+from transformer.zoo.families._bert import REPEATED
 from transformer.zoo.families._vit import CONVOLUTION
 from transformer.zoo.weights._files import WeightFiles, write_weights
 from transformer.zoo.weights._rules import row, without_first
@@ -139,7 +139,7 @@ def test_rows_that_stand_for_no_position(tmp_path):
 @pytest.mark.parametrize(
     ("relation", "shape", "tensors"),
     [
-        (Repeated(), (5,), [(5,), (5,)]),
+        (REPEATED, (5,), [(5,), (5,)]),
         (without_first(2), (5, 3), [(7, 3)]),
         (CONVOLUTION, (2, 2, 3, 7), [(7, 3, 2, 2)]),
         (row(2), (5,), [(1, 1, 5)]),

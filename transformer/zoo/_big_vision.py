@@ -29,17 +29,8 @@ from transformer.zoo.weights._header import TensorInfo, WeightsError
 from transformer.zoo.weights._npz import NpzFile
 from transformer.zoo.weights._rules import SAME, EachTensor, Rule, Shape, link, row, uncovered
 
-_BLOCK = {
-    "attention_norm/scale": "LayerNorm_0/scale",
-    "attention_norm/bias": "LayerNorm_0/bias",
-    **{
-        f"self_attention/{name}/{part}": f"MultiHeadDotProductAttention_0/{name}/{part}"
-        for name in ("query", "key", "value", "out")
-        for part in ("kernel", "bias")
-    },
-    "feed_forward_norm/scale": "LayerNorm_1/scale",
-    "feed_forward_norm/bias": "LayerNorm_1/bias",
-}
+_NORMS = {"attention_norm": "LayerNorm_0", "feed_forward_norm": "LayerNorm_1"}
+_ATTENTION = {name: name for name in ("query", "key", "value", "out")}
 _DENSE = {"up": "Dense_0", "down": "Dense_1"}
 _BEFORE_LINEN = {
     "MultiHeadDotProductAttention_1": "MultiHeadDotProductAttention_0",
@@ -51,11 +42,7 @@ _PREFIXES = ("params/", "opt/target/")
 
 
 class BigVisionFile(NpzFile):
-    """An .npz file of big_vision, with the names of its current code and one array for each layer.
-
-    Raises:
-        FileNotFoundError, WeightsError: errors of `NpzFile`, or names that collide.
-    """
+    """An .npz file of big_vision, with the names of its current code and one array for each layer."""
 
     def __init__(self, path: str | os.PathLike):
         super().__init__(path)
@@ -117,12 +104,7 @@ _ZERO_FIRST = EachTensor(
 
 
 def describe(file: BigVisionFile) -> tuple[type, TransformerConfig, list[Rule]]:
-    """Return the class and the config of the model in a file, and the rules of its parameters.
-
-    Raises:
-        WeightsError: the arrays are not those of a ViT or SigLIP; the message names the array.
-        ConfigError: the sizes do not describe a model.
-    """
+    """Return the class and the config of the model in a file, and the rules of its parameters."""
     if any(name.startswith("img/") for name in file.tensors):
         return _two_towers(file)
     image, rules = _image(file, "", "")
@@ -194,13 +176,8 @@ def _image(file: BigVisionFile, theirs: str, ours: str) -> tuple[dict[str, Any],
             f"patches and images must be square, got patches of {height} x {width} pixels and {positions} positions"
         )
     stack, rules = _stack(file, f"{theirs}Transformer/", f"{ours}encoder/")
-    patches = Patches(
-        image_height=side * height,
-        image_width=side * width,
-        patch_size=height,
-        channels=channels,
-        class_token=class_token,
-    )
+    sides = {"image_height": side * height, "image_width": side * width}
+    patches = Patches(**sides, patch_size=height, channels=channels, class_token=class_token)
     table = row(1) if with_class == class_token else _ZERO_FIRST
     rules += [
         *_linear(f"{theirs}embedding", f"{ours}patch_embedding"),
@@ -213,11 +190,7 @@ def _image(file: BigVisionFile, theirs: str, ours: str) -> tuple[dict[str, Any],
         rules += [
             Rule(f"{head}probe", f"{pool}query", row(2)),
             *_renamed(head, pool, {"feed_forward_norm": "LayerNorm_0"}, ("scale", "bias")),
-            *_renamed(
-                f"{head}MultiHeadDotProductAttention_0/",
-                f"{pool}cross_attention/",
-                {name: name for name in ("query", "key", "value", "out")},
-            ),
+            *_renamed(f"{head}MultiHeadDotProductAttention_0/", f"{pool}cross_attention/", _ATTENTION),
             *_renamed(f"{head}MlpBlock_0/", f"{pool}feed_forward/", _DENSE),
         ]
     return stack | {"patches": patches, "pooling": pooling}, rules
@@ -232,9 +205,10 @@ def _stack(file: BigVisionFile, theirs: str, ours: str) -> tuple[dict[str, int],
         raise file._error(f"the layers {theirs}encoderblock_0, 1, ... are incomplete, got {sorted(set(numbers))!r:.80}")
     width, heads, _ = file.shape(f"{block}0/MultiHeadDotProductAttention_0/query/kernel", 3)
     _, d_ff = file.shape(f"{block}0/MlpBlock_0/Dense_0/kernel", 2)
-    layer = f"{block}{{layer}}/"
-    rules = [Rule(f"{layer}{name}", f"{ours}{{layer}}/{path}") for path, name in _BLOCK.items()]
-    rules += _renamed(f"{layer}MlpBlock_0/", f"{ours}{{layer}}/feed_forward/", _DENSE)
+    layer, own = f"{block}{{layer}}/", f"{ours}{{layer}}/"
+    rules = _renamed(layer, own, _NORMS, ("scale", "bias"))
+    rules += _renamed(f"{layer}MultiHeadDotProductAttention_0/", f"{own}self_attention/", _ATTENTION)
+    rules += _renamed(f"{layer}MlpBlock_0/", f"{own}feed_forward/", _DENSE)
     rules += _renamed(theirs, ours, {"final_norm": "encoder_norm"}, ("scale", "bias"))
     return {"d_model": width, "num_layers": layers, "num_heads": heads, "feed_forward.d_ff": d_ff}, rules
 

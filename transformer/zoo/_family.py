@@ -43,6 +43,9 @@ MAX_UNKNOWN = 100
 
 _FREE_OF_EXPERTS = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
 
+Rules = Sequence[Rule] | Callable[[TransformerConfig], Sequence[Rule]]
+"""Rules of a family, or a function that returns those for a config."""
+
 
 class NoCounterpart(ConfigError):
     """Raised for a model that a family's config.json cannot describe; `differences` counts the unsupported fields."""
@@ -97,12 +100,8 @@ def variants(
 ) -> dict[str, Variant]:
     """Return variants from a table: name -> id, number of parameters, sizes, and other fields.
 
-    Args:
-        hub: what all ids on the hub begin with.
-        table: the id may be omitted if it is the name, and the other fields if there are none.
-        sizes: names of the sizes in config.json.
-        architecture: that of all variants.
-        **alike: fields that all variants share.
+    A row may omit the id if it is the name, and the other fields. All ids begin with `hub`. `sizes` are the names of
+    the sizes in config.json, and `alike` fields that all variants share.
     """
     found = {}
     for name, row in table.items():
@@ -134,7 +133,7 @@ class Family:
     """Fields of the TransformerConfig that all models of the family share."""
     fields: tuple[Codec, ...]
     """Codecs for all other fields, in the order in which they are read."""
-    rules: Callable[[TransformerConfig], Sequence[Rule]]
+    rules: Rules
     """Rules that relate tensors to parameters. Rules for parameters that a model lacks are skipped."""
     prefix: str = ""
     """Prefix of tensor names that files of a base model omit."""
@@ -268,7 +267,7 @@ class Family:
 
     def links(self, model: nn.Module, architecture: str, shapes: Mapping[str, tuple[int, ...]]) -> list[Link]:
         """Return the rules applied to this model, given the shapes of its parameters by path."""
-        rules = [*self.rules(model.config), *self.heads[architecture].rules]
+        rules = [*rules_of(self.rules, model.config), *self.heads[architecture].rules]
         places = stack_places(model)
         if model.config.attention.causal:
             # A Classifier holds its layers under "encoder", but the rules of a decoder family say "decoder".
@@ -327,11 +326,12 @@ def canonical(config: TransformerConfig) -> Fields:
         "attention.head_dim": config.size_of_head,
         "attention.value_dim": config.size_of_value,
         "feed_forward.d_ff": config.feed_forward_width,
-        "embedding.per_layer_vocab_size": _per_layer_rows(config),
         "attention.scale": config.attention.scale or config.size_of_head**-0.5,
         "attention.biases": _biases(config),
         "position": _position(config),
     }
+    per_layer = config.embedding.per_layer_vocab_size or config.vocab_size
+    values["embedding.per_layer_vocab_size"] = None if config.embedding.per_layer_width is None else per_layer
     values |= _image_input(config)
     kinds = {}
     for stack, layers in {"encoder": encoder, "decoder": decoder}.items():
@@ -399,12 +399,6 @@ def _position(config: TransformerConfig) -> Position:
     return position
 
 
-def _per_layer_rows(config: TransformerConfig) -> int | None:
-    if config.embedding.per_layer_width is None:
-        return None
-    return config.embedding.per_layer_vocab_size or config.vocab_size
-
-
 def _biases(config: TransformerConfig) -> tuple[str, ...]:
     everywhere = ("query", "key", "value", "out")
     given = config.attention.biases
@@ -464,7 +458,12 @@ def read_fields(values: Fields, codecs: Sequence[Codec], constants: Fields) -> t
     return changes, faults + _unknown_fields(values, known)
 
 
-def raise_faults(**faults: Sequence[str]) -> None:
+def rules_of(rules: Rules, config: TransformerConfig) -> Sequence[Rule]:
+    """Return the rules of a family for a config."""
+    return rules(config) if callable(rules) else rules
+
+
+def refuse(**faults: Sequence[str]) -> None:
     """Raise FieldError if there are problems in an object inside config.json; keywords name the objects."""
     if found := [f"in {name}, {fault}" for name, inside in faults.items() for fault in inside]:
         raise FieldError("; ".join(found))

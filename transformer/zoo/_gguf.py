@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from transformer.config._checks import nearest
+from transformer.zoo.families._llama import LLAMA3_SCALING
 from transformer.zoo.weights._files import TensorInfo, WeightFiles, WeightsError
 from transformer.zoo.weights._gguf import GGUFHeader, GGUFTensor, read_gguf
 
@@ -39,14 +40,6 @@ _FOUR_NORMS = {
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 """Tensor with the divisor of each rotary frequency, the scaling of Llama 3.1."""
-
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""Scaling of Llama 3.1 and later, of which a file contains only the result."""
 
 _SIZES = {
     "embedding_length": "hidden_size",
@@ -186,13 +179,17 @@ class GGUFFiles(WeightFiles):
         if tensor.shape != (size // 2,) or tensor.format.name != "F32" or self.config.get("rope_scaling"):
             raise ValueError(f"{_ROPE_FACTORS} must be a vector of {size // 2} F32 without another scaling")
         factors = self._array(tensor)
-        turns = _LLAMA3["original_max_position_embeddings"] * base ** (-np.arange(0, size, 2) / size) / (2 * np.pi)
-        low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+        # A file contains only the result of the scaling.
+        turns = (
+            LLAMA3_SCALING["original_max_position_embeddings"] * base ** (-np.arange(0, size, 2) / size) / (2 * np.pi)
+        )
+        low, high = LLAMA3_SCALING["low_freq_factor"], LLAMA3_SCALING["high_freq_factor"]
         keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
         factor = float(factors.max(initial=1.0))
         if not np.allclose(factors, 1 / ((1 - keep) / factor + keep), rtol=1e-4):
             raise ValueError(f"{_ROPE_FACTORS} is not the scaling of Llama 3.1, the only supported one")
-        return {} if factor == 1.0 else {"rope_scaling": _LLAMA3 | {"factor": factor}}
+        fixed = {name: value for name, value in LLAMA3_SCALING.items() if name != "factor"}
+        return {} if factor == 1.0 else {"rope_scaling": fixed | {"factor": factor}}
 
     def _rotated_heads(self, name: str) -> int | None:
         """Return the number of heads of a tensor whose rows are permuted; None for other tensors."""

@@ -29,7 +29,7 @@ from transformer.nn._sharding import AXES, check_model, parameter_spec
 from transformer.nn.quantization._adapted import has_encoded
 from transformer.nn.quantization._int8 import quantize
 from transformer.zoo._example import MAX_EXAMPLE_BYTES, compare_example, example_dtype, make_example
-from transformer.zoo._family import Family, Head, NoCounterpart, Variant, abstract_params, canonical, rename
+from transformer.zoo._family import Family, Head, NoCounterpart, Variant, abstract_params, canonical, rename, rules_of
 from transformer.zoo._fields import NEUTRAL
 from transformer.zoo._formats import open_tokenizer, open_weights
 from transformer.zoo._gguf import is_gguf
@@ -241,7 +241,8 @@ def _base_of(files: WeightFiles, family: Family, values: Mapping[str, Any], head
     config = family.read(values, head)
     if len(bases) != 1 or config.embedding.tie:
         return None
-    own, others = _tensors_of(head.rules), {family.without_prefix(name) for name in _tensors_of(family.rules(config))}
+    own = _tensors_of(head.rules)
+    others = {family.without_prefix(name) for name in _tensors_of(rules_of(family.rules, config))}
     has_prefix = any(name.startswith(family.prefix) for name in files.tensors)
     if has_prefix or not own or not own.isdisjoint(files.tensors) or others.isdisjoint(files.tensors):
         return None

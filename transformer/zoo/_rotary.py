@@ -13,21 +13,22 @@ _LENGTH = {"original_max_position_embeddings": "original_length"}
 _STRETCH = {"factor": "factor"} | _LENGTH
 _FACTORS = {"short_factor": "short_factors", "long_factor": "long_factors"}
 _LLAMA3 = _STRETCH | {"low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor"}
-_SCALING_FIELDS: dict[str, tuple[dict[str, str], frozenset[str]]] = {
-    "default": ({}, frozenset()),
-    "linear": ({"factor": "factor"}, frozenset({"factor"})),
-    "llama3": (_LLAMA3, frozenset(_LLAMA3)),
+_ORIGINAL = frozenset(_LENGTH)
+_SCALING_FIELDS: dict[str, tuple[dict[str, str], frozenset[str], frozenset[str]]] = {
+    "default": ({}, frozenset(), _ORIGINAL | {"factor", "max_position_embeddings"}),
+    "linear": ({"factor": "factor"}, frozenset({"factor"}), _ORIGINAL),
+    "llama3": (_LLAMA3, frozenset(_LLAMA3), frozenset()),
     "yarn": (
         _STRETCH | {name: name for name in ("beta_fast", "beta_slow", "truncate", "attention_factor")},
-        frozenset({"factor"}),
+        *(frozenset({"factor"}), frozenset()),
     ),
-    "dynamic": ({"factor": "factor"}, frozenset({"factor"})),
+    "dynamic": ({"factor": "factor"}, frozenset({"factor"}), _ORIGINAL),
     "longrope": (
         {"factor": "factor"} | _FACTORS | _LENGTH | {"attention_factor": "attention_factor"},
-        frozenset(_FACTORS),
+        *(frozenset(_FACTORS), frozenset()),
     ),
 }
-"""Fields of `rope_parameters` by kind of scaling, with the fields of `RotaryScaling`, and those that are required."""
+"""Kind of scaling -> fields of `rope_parameters` and `RotaryScaling`, those required, and others that are ignored."""
 
 
 def read_rotary(parameters: Fields, default_base: float, length: int | None) -> tuple[float, RotaryScaling | None]:
@@ -46,10 +47,10 @@ def read_rotary(parameters: Fields, default_base: float, length: int | None) -> 
         raise FieldError(
             f"rotary scaling is {kind!r}, which is not supported (supported: {', '.join(_SCALING_FIELDS)})"
         )
-    fields, needed = _SCALING_FIELDS[kind]
+    fields, needed, ignored = _SCALING_FIELDS[kind]
     if missing := needed - parameters.keys():
         raise FieldError(f"rotary scaling {kind} lacks the required fields {', '.join(sorted(missing))}")
-    if strange := parameters.keys() - known - fields.keys() - _IGNORED_BY[kind]:
+    if strange := parameters.keys() - known - fields.keys() - ignored:
         raise FieldError(f"rotary scaling {kind} has unknown fields: {', '.join(sorted(strange))}")
     if not fields:
         return base, None
@@ -75,23 +76,13 @@ def _read_longrope(changes: Fields, length: int | None) -> None:
     changes["factor"] = max(changes["factor"], 1.0)
 
 
-_IGNORED_BY = {
-    "default": {"factor", "original_max_position_embeddings", "max_position_embeddings"},
-    "linear": {"original_max_position_embeddings"},
-    "llama3": set(),
-    "yarn": set(),
-    "dynamic": {"original_max_position_embeddings"},
-    "longrope": set(),
-}
-
-
 def write_rotary(base: float, scaling: RotaryScaling | None) -> Fields:
     """Return the `rope_parameters` from which `read_rotary` reads this base and scaling."""
     parameters: Fields = {"rope_theta": base, "rope_type": "default" if scaling is None else scaling.kind}
     if scaling is None:
         return parameters
     # A family without this kind of scaling finds out by reading the result back.
-    fields, _ = _SCALING_FIELDS.get(scaling.kind, _SCALING_FIELDS["linear"])
+    fields, *_ = _SCALING_FIELDS.get(scaling.kind, _SCALING_FIELDS["linear"])
     given = {theirs: getattr(scaling, ours) for theirs, ours in fields.items()}
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
     return parameters | {name: value for name, value in given.items() if value is not None}

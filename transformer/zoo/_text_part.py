@@ -52,11 +52,7 @@ TEXT_PARTS = {
 
 
 class TextPartFiles(WeightFiles):
-    """Opened files of a whole model, presented as those of its decoder.
-
-    Raises:
-        WeightsError: no text_config, or tensors that belong to no known part.
-    """
+    """Opened files of a whole model, presented as those of its decoder; WeightsError if they have other parts."""
 
     def __init__(self, files: WeightFiles, part: TextPart):
         self.directory, self._files = files.directory, files
@@ -92,11 +88,7 @@ class TextPartFiles(WeightFiles):
 
 
 def text_part(files: WeightFiles) -> WeightFiles:
-    """Return the decoder of opened files if the whole model is in `TEXT_PARTS`, otherwise the files.
-
-    Raises:
-        WeightsError: errors of `TextPartFiles`.
-    """
+    """Return the decoder of opened files if the whole model is in `TEXT_PARTS`, otherwise the files."""
     kind = files.config.get("model_type")
     part = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     return files if part is None else TextPartFiles(files, part)

@@ -14,6 +14,9 @@ from transformer.zoo.weights._rules import Rule, modules, norm, row, without_fir
 UNUSED_ROWS = 2
 """Unused rows at the start of a position table: position 0 is row 2."""
 
+ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
+"""Maps of attention, and their tensor names in BART and many encoders."""
+
 
 def stack_rules() -> list[Rule]:
     """Return the rules for encoder and decoder layers of BART and of families with the same tensor names."""
@@ -32,23 +35,19 @@ def stack_rules() -> list[Rule]:
 
 def attention_rules(tensor: str, parameter: str) -> list[Rule]:
     """Return the rules for attention whose tensors are named q_proj, k_proj, v_proj and out_proj."""
-    names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
-    return modules(f"{tensor}.", f"{parameter}/", names)
+    return modules(f"{tensor}.", f"{parameter}/", ATTENTION)
 
 
 FEED_FORWARD = {"feed_forward/up": "fc1", "feed_forward/down": "fc2", "feed_forward_norm": "final_layer_norm"}
 """Modules of a feed-forward sublayer, and their tensor names in BART and OPT."""
 
-
-def _rules(config: TransformerConfig) -> list[Rule]:
-    stacks, table = ("encoder", "decoder"), without_first(UNUSED_ROWS)
-    return [
-        Rule("model.shared.weight", "embedding/embedding"),
-        *(Rule(f"model.{stack}.embed_positions.weight", f"{stack}/position_table", table) for stack in stacks),
-        *(rule for stack in stacks for rule in norm(f"model.{stack}.layernorm_embedding", f"{stack}/embedding_norm")),
-        *stack_rules(),
-    ]
-
+_STACKS, _TABLE = ("encoder", "decoder"), without_first(UNUSED_ROWS)
+_RULES = [
+    Rule("model.shared.weight", "embedding/embedding"),
+    *(Rule(f"model.{stack}.embed_positions.weight", f"{stack}/position_table", _TABLE) for stack in _STACKS),
+    *(rule for stack in _STACKS for rule in norm(f"model.{stack}.layernorm_embedding", f"{stack}/embedding_norm")),
+    *stack_rules(),
+]
 
 LOGITS_BIAS = Rule("final_logits_bias", "output_bias", row(1))
 """Rule for the bias of the logits."""
@@ -171,7 +170,7 @@ BART = Family(
         Former("static_position_embeddings", (False,)),
         Former("extra_pos_embeddings", (2,)),
     ),
-    rules=_rules,
+    rules=_RULES,
     prefix="model.",
     ignored=(r"(model\.)?(encoder|decoder)\.version",),
     copies=BART_COPIES,

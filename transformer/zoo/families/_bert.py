@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
-
 from transformer.config._parts import HeadTransform
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
 from transformer.zoo._family import Family, Head, variants
 from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, Fixed, Labels, Unread, sizes, training_fields
-from transformer.zoo.weights._rules import MATRIX, SAME, Arrays, Relation, Rule, Shape, Shapes, linear, modules, norm
+from transformer.zoo.weights._rules import MATRIX, SAME, Relation, Rule, WithUnread, linear, modules, norm
 
-
-@dataclass(frozen=True)
-class Repeated(Relation):
-    """One parameter stored as several equal tensors: the first is loaded, all are saved."""
-
-    tensors: int = 2
-
-    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
-        return list(shapes) * self.tensors
-
-    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
-        return [tensors[0]]
-
-    def save(self, parameters: Arrays) -> list[np.ndarray]:
-        return list(parameters) * self.tensors
-
+REPEATED = WithUnread(lambda parameter: parameter)
+"""One parameter stored as two equal tensors: the first is loaded, both are saved."""
 
 BERT_CONSTANTS = {
     "norm.kind": "layer_norm",
@@ -59,9 +41,7 @@ def encoder_rules(prefix: str, positions: Relation = SAME) -> list[Rule]:
 
 
 _LAYER = {
-    "self_attention/query": "attention.self.query",
-    "self_attention/key": "attention.self.key",
-    "self_attention/value": "attention.self.value",
+    **{f"self_attention/{name}": f"attention.self.{name}" for name in ("query", "key", "value")},
     "self_attention/out": "attention.output.dense",
     "attention_norm": "attention.output.LayerNorm",
     "feed_forward/up": "intermediate.dense",
@@ -77,7 +57,7 @@ def masked_lm_rules(head: str, transform: str, layer_norm: str) -> tuple[Rule, .
         *norm(f"{head}{layer_norm}", "head_transform/norm"),
         Rule(f"{head}bias", "output_bias"),
         Rule(f"{head}decoder.weight", "output/kernel", MATRIX),
-        Rule((f"{head}decoder.bias", f"{head}bias"), "output/bias", Repeated()),
+        Rule((f"{head}decoder.bias", f"{head}bias"), "output/bias", REPEATED),
     )
 
 
@@ -168,7 +148,7 @@ BERT = Family(
     },
     constants=BERT_CONSTANTS,
     fields=(*encoder_fields(), Field("max_position_embeddings", "position.max_length", 512)),
-    rules=lambda config: encoder_rules("bert."),
+    rules=encoder_rules("bert."),
     prefix="bert.",
     ignored=(
         r"(bert\.)?embeddings\.position_ids",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from transformer.config._model import TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.zoo._family import Family, Head
@@ -12,15 +11,12 @@ from transformer.zoo.weights._rules import Rule, norm
 
 _STACKS = ("encoder", "decoder")
 
-
-def _rules(config: TransformerConfig) -> list[Rule]:
-    return [
-        Rule("model.shared.weight", "embedding/embedding"),
-        *(Rule(f"model.{stack}.embed_positions.weight", f"{stack}/position_table") for stack in _STACKS),
-        *(rule for stack in _STACKS for rule in norm(f"model.{stack}.layer_norm", f"{stack}/final_norm")),
-        *stack_rules(),
-    ]
-
+_RULES = [
+    Rule("model.shared.weight", "embedding/embedding"),
+    *(Rule(f"model.{stack}.embed_positions.weight", f"{stack}/position_table") for stack in _STACKS),
+    *(rule for stack in _STACKS for rule in norm(f"model.{stack}.layer_norm", f"{stack}/final_norm")),
+    *stack_rules(),
+]
 
 BLENDERBOT = Family(
     name="blenderbot",
@@ -49,7 +45,7 @@ BLENDERBOT = Family(
             {"encoder_no_repeat_ngram_size": 0},
         ),
     ),
-    rules=_rules,
+    rules=_RULES,
     prefix="model.",
     copies=BART_COPIES,
 )

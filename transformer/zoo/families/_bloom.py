@@ -32,14 +32,12 @@ class OneOf(Codec):
         return {self.names[0]: getattr(config, self.attribute)}
 
 
-def _rules(config: TransformerConfig) -> list[Rule]:
-    return [
-        Rule("transformer.word_embeddings.weight", "embedding/embedding"),
-        *norm("transformer.word_embeddings_layernorm", "decoder/embedding_norm"),
-        *megatron_layer_rules("transformer.h.{layer}.", "self_attention"),
-        *norm("transformer.ln_f", "decoder/final_norm"),
-    ]
-
+_RULES = [
+    Rule("transformer.word_embeddings.weight", "embedding/embedding"),
+    *norm("transformer.word_embeddings_layernorm", "decoder/embedding_norm"),
+    *megatron_layer_rules("transformer.h.{layer}.", "self_attention"),
+    *norm("transformer.ln_f", "decoder/final_norm"),
+]
 
 _VARIANTS = {
     "bloom-560m": (559_214_592, 1024, 24, 16),
@@ -78,7 +76,7 @@ BLOOM = Family(
             + ("seq_length", "skip_bias_add", "skip_bias_add_qkv", "n_inner")
         ),
     ),
-    rules=_rules,
+    rules=_RULES,
     prefix="transformer.",
     copies={"lm_head.weight": "transformer.word_embeddings.weight"},
     variants=variants("bigscience/", _VARIANTS, ("hidden_size", "n_layer", "n_head"), vocab_size=250_880),

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from transformer.config._model import Images, TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._dual import DualEncoder
-from transformer.zoo._family import Family, Head, Variant, raise_faults, read_fields, write_fields
+from transformer.zoo._family import Family, Head, Variant, read_fields, refuse, write_fields
 from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, FieldError, Fields, Unread, sizes
+from transformer.zoo.families._bart import ATTENTION
 from transformer.zoo.families._vit import CONVOLUTION, PatchSizes
 from transformer.zoo.weights._rules import EachTensor, Rule, linear, modules, norm
 
@@ -37,7 +38,7 @@ class TwoConfigs(Codec):
         given = {name: self._object(values, name) for name in ("text_config", "vision_config")}
         text, faults = read_fields(given["text_config"], self.text, {})
         image, more = read_fields(given["vision_config"], self.image, {})
-        raise_faults(text_config=faults, vision_config=more)
+        refuse(text_config=faults, vision_config=more)
         if self.constants.get("projections") == "text":
             features = given["text_config"].get(self.features) or text["d_model"]
         else:
@@ -126,10 +127,7 @@ DUAL_CONSTANTS = {
 
 ENCODER_LAYER = {
     "attention_norm": "layer_norm1",
-    "self_attention/query": "self_attn.q_proj",
-    "self_attention/key": "self_attn.k_proj",
-    "self_attention/value": "self_attn.v_proj",
-    "self_attention/out": "self_attn.out_proj",
+    **{f"self_attention/{name}": f"self_attn.{theirs}" for name, theirs in ATTENTION.items()},
     "feed_forward_norm": "layer_norm2",
     "feed_forward/up": "mlp.fc1",
     "feed_forward/down": "mlp.fc2",
@@ -161,13 +159,12 @@ def image_rules(prefix: str) -> list[Rule]:
     ]
 
 
-def _rules(config: TransformerConfig) -> list[Rule]:
-    return [
-        *dual_rules(),
-        *linear("text_projection", "text_projection"),
-        *linear("visual_projection", "image_projection"),
-        Rule("logit_scale", "logit_scale", _SCALAR),
-    ]
+_RULES = [
+    *dual_rules(),
+    *linear("text_projection", "text_projection"),
+    *linear("visual_projection", "image_projection"),
+    Rule("logit_scale", "logit_scale", _SCALAR),
+]
 
 
 def _variant(name: str, parameters: int, patch_size: int, image_size: int = 224) -> Variant:
@@ -202,7 +199,7 @@ CLIP = Family(
         ),
         Unread(("logit_scale_init_value", "initializer_factor", "initializer_range", "tie_word_embeddings")),
     ),
-    rules=_rules,
+    rules=_RULES,
     ignored=(r"(text|vision)_model\.embeddings\.position_ids",),
     variants={
         "clip-vit-base-patch32": _variant("clip-vit-base-patch32", 151_277_313, 32),

@@ -156,7 +156,7 @@ class LatentRope(Rope):
     def read(self, values: Fields, changes: Fields) -> Fields:
         given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
         rotated, everywhere = given.pop("mscale", None), given.pop("mscale_all_dim", None)
-        read = super().read(dict(values) | {"rope_scaling": None, "rope_parameters": given}, changes)
+        read = super().read(values | {"rope_scaling": None, "rope_parameters": given}, changes)
         scaling = read["position.scaling"]
         if scaling is None or not everywhere:
             return read
@@ -186,7 +186,7 @@ class RoutedBehindDense(Codec):
         layers, dense = changes["num_layers"], values.get("first_k_dense_replace", 3) or 0
         if dense >= layers:
             return {"stack.period": (LayerKind(),)}
-        experts = read_table({"n_routed_experts": values.get("num_local_experts", 256)} | dict(values), _EXPERTS)
+        experts = read_table({"n_routed_experts": values.get("num_local_experts", 256)} | values, _EXPERTS)
         if not (shared := experts["shared_experts"]):
             raise FieldError(f"n_shared_experts is {shared!r}, but this family requires at least one shared expert")
         free = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
@@ -225,8 +225,8 @@ def _rules(config: TransformerConfig) -> list[Rule]:
         # Up-projections of the latent to unrotated keys and to values, fused per head (eqs. 2 and 5).
         Rule(f"{theirs}kv_b_proj.weight", (f"{ours}key/kernel", f"{ours}value/kernel"), FusedHeads()),
         *linear(f"{theirs}o_proj", f"{ours}out", MERGED),
-        *llama.norm_rules(),
-        *llama.feed_forward_rules(),
+        *llama.NORM_RULES,
+        *llama.FEED_FORWARD_RULES,
         *expert_rules(mlp),
         Rule(f"{mlp}gate.e_score_correction_bias", f"{feed_forward}router/selection_bias"),
         *modules(f"{mlp}shared_experts.", f"{feed_forward}shared/", llama.FEED_FORWARD),

@@ -27,7 +27,7 @@ DEIT = Family(
     },
     constants=VIT_CONSTANTS,
     fields=vit_fields(distillation_token=True),
-    rules=lambda config: vit_rules("deit.", VIT_LAYER),
+    rules=vit_rules("deit.", VIT_LAYER),
     prefix="deit.",
     variants=variants(
         "facebook/", _VARIANTS, ("hidden_size", "intermediate_size", "num_attention_heads"), num_labels=1000

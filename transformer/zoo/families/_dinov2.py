@@ -11,19 +11,11 @@ from dataclasses import replace
 from transformer.config._model import TransformerConfig
 from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
 from transformer.zoo._family import Family, Head, variants
-from transformer.zoo._fields import (
-    ACTIVATIONS,
-    Codec,
-    Field,
-    Fields,
-    Labels,
-    Unread,
-    sizes,
-    training_fields,
-    written_as,
-)
-from transformer.zoo.families._vit import INPUT_BIASES, VIT_CONSTANTS, VIT_LAYER, ClassAndMask, PatchSizes, vit_rules
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fields, Labels, Unread, sizes, training_fields
+from transformer.zoo.families._vit import INPUT_BIASES, VIT_CONSTANTS, VIT_LAYER, PatchSizes, class_and_mask, vit_rules
 from transformer.zoo.weights._rules import VECTOR, Fused, Rule, linear, row
+
+_ACTIVATION = Field("hidden_act", "feed_forward.activation", "gelu", ACTIVATIONS)
 
 
 class FeedForwardRatio(Codec):
@@ -40,14 +32,14 @@ class FeedForwardRatio(Codec):
                 "feed_forward.gated": True,
                 "feed_forward.activation": "silu",
             }
-        activation = Field("hidden_act", "feed_forward.activation", "gelu", ACTIVATIONS).read(values, changes)
+        activation = _ACTIVATION.read(values, changes)
         return {"feed_forward.d_ff": width, "feed_forward.gated": False, **activation}
 
     def write(self, config: TransformerConfig) -> Fields:
         width = config.feed_forward_width
         if config.feed_forward.gated:
             return {"mlp_ratio": _ratio(math.ceil(width * 3 / 2), config.d_model), "use_swiglu_ffn": True}
-        act = written_as("hidden_act", config.feed_forward.activation)
+        act = _ACTIVATION.write(config)
         return {"mlp_ratio": _ratio(width, config.d_model), "use_swiglu_ffn": False} | act
 
 
@@ -138,7 +130,7 @@ def _rules_with_registers(config: TransformerConfig) -> list[Rule]:
     tokens = (f"{prefix}embeddings.cls_token", f"{prefix}embeddings.mask_token")
     rules = [rule for rule in _rules(config, prefix) if rule.parameters != "class_token"]
     registers = Rule(f"{prefix}embeddings.register_tokens", "registers", row(1))
-    return [*rules, Rule(tokens, "class_token", ClassAndMask(1)), registers]
+    return [*rules, Rule(tokens, "class_token", class_and_mask(1)), registers]
 
 
 _WITH_REGISTERS = {

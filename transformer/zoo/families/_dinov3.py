@@ -7,7 +7,7 @@ from transformer.config._positions import RotaryGridOptions
 from transformer.nn.models._vision import VisionEmbedder
 from transformer.zoo._family import Family, Head, variants
 from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fields, Unread, sizes
-from transformer.zoo.families._vit import CONVOLUTION, ClassAndMask, PatchSizes
+from transformer.zoo.families._vit import CONVOLUTION, PatchSizes, class_and_mask
 from transformer.zoo.weights._rules import Rule, linear, modules, norm, row
 
 _BIASES = {"query": "query_bias", "key": "key_bias", "value": "value_bias", "out": "proj_bias"}
@@ -30,22 +30,20 @@ class MapBiases(Codec):
         return {theirs: has[ours] for ours, theirs in _BIASES.items()} | {"mlp_bias": config.parameters.use_bias}
 
 
-def _rules(config: TransformerConfig) -> list[Rule]:
-    layer, ours = "layer.{layer}.", "encoder/{layer}/"
-    names = {"attention_norm": "norm1", "feed_forward_norm": "norm2"}
-    letters = {"query": "q", "key": "k", "value": "v", "out": "o"}
-    names |= {f"self_attention/{name}": f"attention.{letter}_proj" for name, letter in letters.items()}
-    names |= {f"feed_forward/{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-    return [
-        Rule(("embeddings.cls_token", "embeddings.mask_token"), "class_token", ClassAndMask(2)),
-        Rule("embeddings.register_tokens", "registers", row(1)),
-        *linear("embeddings.patch_embeddings", "patch_embedding", CONVOLUTION),
-        *modules(layer, ours, names),
-        Rule(f"{layer}layer_scale1.lambda1", f"{ours}attention_scale"),
-        Rule(f"{layer}layer_scale2.lambda1", f"{ours}feed_forward_scale"),
-        *norm("norm", "encoder/final_norm"),
-    ]
-
+_LAYER, _OURS = "layer.{layer}.", "encoder/{layer}/"
+_NAMES = {"attention_norm": "norm1", "feed_forward_norm": "norm2"}
+_LETTERS = {"query": "q", "key": "k", "value": "v", "out": "o"}
+_NAMES |= {f"self_attention/{name}": f"attention.{letter}_proj" for name, letter in _LETTERS.items()}
+_NAMES |= {f"feed_forward/{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+_RULES = [
+    Rule(("embeddings.cls_token", "embeddings.mask_token"), "class_token", class_and_mask(2)),
+    Rule("embeddings.register_tokens", "registers", row(1)),
+    *linear("embeddings.patch_embeddings", "patch_embedding", CONVOLUTION),
+    *modules(_LAYER, _OURS, _NAMES),
+    Rule(f"{_LAYER}layer_scale1.lambda1", f"{_OURS}attention_scale"),
+    Rule(f"{_LAYER}layer_scale2.lambda1", f"{_OURS}feed_forward_scale"),
+    *norm("norm", "encoder/final_norm"),
+]
 
 _GATED = {"use_gated_mlp": True, "hidden_act": "silu"}
 
@@ -87,7 +85,7 @@ DINOV3 = Family(
             + ("reshape_hidden_states", "out_features", "out_indices", "stage_names")
         ),
     ),
-    rules=_rules,
+    rules=_RULES,
     old_names={"layer.": "model.layer."},
     any_image_size=True,
     variants=variants(

@@ -22,9 +22,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
 
 
 _LAYER = {
-    "self_attention/query": "attention.q_lin",
-    "self_attention/key": "attention.k_lin",
-    "self_attention/value": "attention.v_lin",
+    **{f"self_attention/{name}": f"attention.{name[0]}_lin" for name in ("query", "key", "value")},
     "self_attention/out": "attention.out_lin",
     "attention_norm": "sa_layer_norm",
     "feed_forward/up": "ffn.lin1",

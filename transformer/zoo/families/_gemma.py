@@ -37,4 +37,3 @@ GEMMA = llama.decoder_family(
     ignored=(llama.ROTARY_BUFFERS,),
     variants=variants("google/", _VARIANTS, vocab_size=256_000),
 )
-"""Gemma 1."""

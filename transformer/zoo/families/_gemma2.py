@@ -10,7 +10,7 @@ from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Converted, Field
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows, local_layers
-from transformer.zoo.weights._rules import Rule, modules
+from transformer.zoo.weights._rules import modules
 
 GEMMA_CONSTANTS = llama.DECODER_CONSTANTS | {
     "norm.kind": "zero_centered_rms_norm",
@@ -66,15 +66,12 @@ _NORMS = {
     "feed_forward_post_norm": "post_feedforward_layernorm",
 }
 
-
-def gemma_rules(config: TransformerConfig) -> list[Rule]:
-    """Return the rules of Gemma 2: the names of Llama, except for the four norms of each layer."""
-    return [
-        *llama.attention_rules(),
-        *llama.feed_forward_rules(),
-        *modules("model.layers.{layer}.", "decoder/{layer}/", _NORMS),
-    ]
-
+GEMMA_RULES = [
+    *llama.attention_rules(),
+    *llama.FEED_FORWARD_RULES,
+    *modules("model.layers.{layer}.", "decoder/{layer}/", _NORMS),
+]
+"""Rules of Gemma 2: the names of Llama, except for the four norms of each layer."""
 
 _VARIANTS = {
     "gemma-2-2b": (2_614_341_888, 2304, 9216, 26, 8, 4),
@@ -100,8 +97,7 @@ GEMMA2 = llama.decoder_family(
         # In published files; the reference uses hidden_activation and sliding_window instead.
         Unread(("hidden_act", "sliding_window_size")),
     ),
-    rules=gemma_rules,
+    rules=GEMMA_RULES,
     ignored=(llama.ROTARY_BUFFERS,),
     variants=variants("google/", _VARIANTS, vocab_size=256_000),
 )
-"""Gemma 2."""

@@ -10,9 +10,9 @@ from transformer.zoo._family import variants
 from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, Unread
 from transformer.zoo._rotary import read_rotary, write_rotary
 from transformer.zoo.families import _llama as llama
-from transformer.zoo.families._gemma2 import GELU, GEMMA_CONSTANTS, QUERY_SCALE, gemma_rules
+from transformer.zoo.families._gemma2 import GELU, GEMMA_CONSTANTS, GEMMA_RULES, QUERY_SCALE
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
-from transformer.zoo.weights._rules import Rule, layer_kinds
+from transformer.zoo.weights._rules import layer_kinds
 
 _BASES = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 _KINDS = ", ".join(_BASES)
@@ -74,10 +74,6 @@ class LocalAndGlobal(Codec):
         }
 
 
-def _rules(config: TransformerConfig) -> list[Rule]:
-    return [*gemma_rules(config), *llama.qk_norm_rules()]
-
-
 _VARIANTS = {
     "gemma-3-270m": (268_098_176, 640, 2048, 18, 4, 1),
     "gemma-3-1b": ("gemma-3-1b-pt", 999_885_952, 1152, 6912, 26, 4, 1),
@@ -101,7 +97,6 @@ GEMMA3 = llama.decoder_family(
         Fixed("use_bidirectional_attention", (False, None)),
         Unread(("hidden_act",)),
     ),
-    rules=_rules,
+    rules=[*GEMMA_RULES, *llama.QK_NORM_RULES],
     variants=variants("google/", _VARIANTS, vocab_size=262_144, head_dim=256, sliding_window=512),
 )
-"""Gemma 3, text models only."""

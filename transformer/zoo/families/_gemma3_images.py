@@ -7,8 +7,8 @@ from math import isqrt
 
 from transformer.chat._image_prompts import ImageText
 from transformer.config._model import ImageTokens, TransformerConfig
-from transformer.zoo._family import Variant
-from transformer.zoo._fields import FieldError, Fields, Fixed, Unread, layer_sizes
+from transformer.zoo._family import variants
+from transformer.zoo._fields import FieldError, Fields, Fixed, Json, Unread, layer_sizes
 from transformer.zoo.families._gemma3 import GEMMA3
 from transformer.zoo.families._vision_text import SIGLIP_TOWER, TextModel, VisionText, siglip_tower, vision_text_family
 from transformer.zoo.weights._rules import Rule, norm
@@ -51,12 +51,20 @@ class _Images(VisionText):
         return {"mm_tokens_per_image": images.count}
 
 
-def _variant(name: str, parameters: int, text: Fields) -> Variant:
+def _variant(*sizes: int, **more: Json) -> Fields:
     scaling = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
-    fields = {"text_config": {**scaling, **text}, "vision_config": siglip_tower(896)}
-    return Variant(hub=f"google/{name}-pt", parameters=parameters, fields=fields)
+    return {"text_config": scaling | layer_sizes(*sizes) | more, "vision_config": siglip_tower(896)}
 
 
+_VARIANTS = {
+    "gemma-3-4b": ("4b-pt", 4_300_079_472, _variant(2560, 10_240, 34)),
+    "gemma-3-12b": ("12b-pt", 12_187_325_040, _variant(3840, 15_360, 48, 16, 8)),
+    "gemma-3-27b": (
+        "27b-pt",
+        27_432_406_640,
+        _variant(5376, 21_504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
+    ),
+}
 _PROJECTOR = (
     Rule("multi_modal_projector.mm_input_projection_weight", "projector/projection/kernel"),
     *norm("multi_modal_projector.mm_soft_emb_norm", "projector/norm"),
@@ -73,17 +81,6 @@ GEMMA3_IMAGES = vision_text_family(
         _Images(text=_TEXT, image=SIGLIP_TOWER, image_kind="siglip_vision_model", marker=262_144, tied=True),
         Unread(("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id", "initializer_range")),
     ),
-    variants={
-        "gemma-3-4b": _variant(
-            "gemma-3-4b", 4_300_079_472, {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34}
-        ),
-        "gemma-3-12b": _variant("gemma-3-12b", 12_187_325_040, layer_sizes(3840, 15_360, 48, 16, 8)),
-        "gemma-3-27b": _variant(
-            "gemma-3-27b",
-            27_432_406_640,
-            layer_sizes(5376, 21_504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
-        ),
-    },
+    variants=variants("google/gemma-3-", _VARIANTS),
     image_text=ImageText(marker="<start_of_image>", before="\n\n<start_of_image>", after="<end_of_image>\n\n"),
 )
-"""Gemma 3 with images."""

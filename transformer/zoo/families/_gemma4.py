@@ -13,7 +13,7 @@ from transformer.zoo._family import variants
 from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, read_table, write_table
 from transformer.zoo._rotary import read_rotary, write_rotary
 from transformer.zoo.families import _llama as llama
-from transformer.zoo.families._gemma2 import GELU, gemma_rules
+from transformer.zoo.families._gemma2 import GELU, GEMMA_RULES
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types
 from transformer.zoo.weights._rules import EachTensor, Fused, Rule, layer_kinds, linear, modules, norm
 
@@ -234,8 +234,8 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     experts = f"{ours}experts_beside/"
     gate_and_up = (f"{experts}experts/gate/kernel", f"{experts}experts/up/kernel")
     return [
-        *gemma_rules(config),
-        *llama.qk_norm_rules(),
+        *GEMMA_RULES,
+        *llama.QK_NORM_RULES,
         *modules(theirs, ours, names),
         Rule(f"{theirs}layer_scalar", f"{ours}layer_scalar"),
         *linear(f"{theirs}router.proj", f"{experts}router"),
@@ -292,4 +292,3 @@ GEMMA4 = llama.decoder_family(
     # Unused projections of layers that read the keys and values of others.
     ignored=(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.weight",),
 )
-"""Gemma 4, text models only."""

@@ -11,7 +11,7 @@ from transformer.zoo._rotary import Rope
 from transformer.zoo.families._deepseek_v3 import interleaved_rules
 from transformer.zoo.families._llama import DECODER_CONSTANTS, decoder_family, decoder_fields
 from transformer.zoo.families._phi3 import fused_feed_forward_rules
-from transformer.zoo.weights._rules import MERGED, Rule, linear, modules, norm
+from transformer.zoo.weights._rules import Rule, modules, norm
 
 _INPUT_BIASES = Converted(
     "attention_bias",
@@ -32,8 +32,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
         Rule("model.embed_tokens.weight", "embedding/embedding"),
         *norm("model.norm", "decoder/final_norm"),
         *modules(layer, ours, _PRE_NORMS | _POST_NORMS),
-        *linear(f"{layer}self_attn.v_proj", f"{attention}value"),
-        *linear(f"{layer}self_attn.o_proj", f"{attention}out", MERGED),
+        *modules(f"{layer}self_attn.", attention, {"value": "v_proj", "out": "o_proj"}),
         *fused_feed_forward_rules(),
     ]
     for name, theirs in {"query": "q_proj", "key": "k_proj"}.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from transformer.config._model import TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.zoo._family import Family, variants
 from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Unread, sizes, training_fields
@@ -15,21 +14,18 @@ _ROWS = Reshaped(1)
 _ROWS_MERGED = Reshaped(2)
 _HEADS = tuple(f"decoder/{{layer}}/self_attention/{name}" for name in ("query", "key", "value"))
 
-
-def _rules(config: TransformerConfig) -> list[Rule]:
-    layer, ours = "transformer.h.{layer}.", "decoder/{layer}/"
-    return [
-        Rule("transformer.wte.weight", "embedding/embedding", SAME),
-        Rule("transformer.wpe.weight", "decoder/position_table", SAME),
-        *norm(f"{layer}ln_1", f"{ours}attention_norm"),
-        *fused(f"{layer}attn.c_attn", _HEADS, Fused(1, _ROWS), Fused(0, VECTOR)),
-        *linear(f"{layer}attn.c_proj", f"{ours}self_attention/out", _ROWS_MERGED),
-        *norm(f"{layer}ln_2", f"{ours}feed_forward_norm"),
-        *linear(f"{layer}mlp.c_fc", f"{ours}feed_forward/up", _ROWS),
-        *linear(f"{layer}mlp.c_proj", f"{ours}feed_forward/down", _ROWS),
-        *norm("transformer.ln_f", "decoder/final_norm"),
-    ]
-
+_LAYER, _OURS = "transformer.h.{layer}.", "decoder/{layer}/"
+_RULES = [
+    Rule("transformer.wte.weight", "embedding/embedding", SAME),
+    Rule("transformer.wpe.weight", "decoder/position_table", SAME),
+    *norm(f"{_LAYER}ln_1", f"{_OURS}attention_norm"),
+    *fused(f"{_LAYER}attn.c_attn", _HEADS, Fused(1, _ROWS), Fused(0, VECTOR)),
+    *linear(f"{_LAYER}attn.c_proj", f"{_OURS}self_attention/out", _ROWS_MERGED),
+    *norm(f"{_LAYER}ln_2", f"{_OURS}feed_forward_norm"),
+    *linear(f"{_LAYER}mlp.c_fc", f"{_OURS}feed_forward/up", _ROWS),
+    *linear(f"{_LAYER}mlp.c_proj", f"{_OURS}feed_forward/down", _ROWS),
+    *norm("transformer.ln_f", "decoder/final_norm"),
+]
 
 _VARIANTS = {
     "gpt2": (124_439_808, 768, 12, 12),
@@ -65,7 +61,7 @@ GPT2 = Family(
             + ("summary_activation", "summary_proj_to_labels", "summary_first_dropout")
         ),
     ),
-    rules=_rules,
+    rules=_RULES,
     prefix="transformer.",
     ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
     copies={"lm_head.weight": "transformer.wte.weight"},

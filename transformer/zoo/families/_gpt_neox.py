@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from transformer.config._model import TransformerConfig
 from transformer.config._positions import RotaryOptions
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.zoo._family import Family, Head, variants
@@ -32,13 +31,11 @@ def megatron_layer_rules(layer: str, attention: str) -> list[Rule]:
     ]
 
 
-def _rules(config: TransformerConfig) -> list[Rule]:
-    return [
-        Rule("gpt_neox.embed_in.weight", "embedding/embedding"),
-        *megatron_layer_rules("gpt_neox.layers.{layer}.", "attention"),
-        *norm("gpt_neox.final_layer_norm", "decoder/final_norm"),
-    ]
-
+_RULES = [
+    Rule("gpt_neox.embed_in.weight", "embedding/embedding"),
+    *megatron_layer_rules("gpt_neox.layers.{layer}.", "attention"),
+    *norm("gpt_neox.final_layer_norm", "decoder/final_norm"),
+]
 
 _VARIANTS = {
     "pythia-70m": (70_426_624, 512, 2048, 6, 8, 50_304),
@@ -87,9 +84,8 @@ GPT_NEOX = Family(
         # Names of dropout rates that the reference ignores.
         Unread(("attention_probs_dropout_prob", "hidden_dropout_prob")),
     ),
-    rules=_rules,
+    rules=_RULES,
     ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
     copies={"embed_out.weight": "gpt_neox.embed_in.weight"},
     variants=variants("EleutherAI/", _VARIANTS, (*LAYER_SIZES[:4], "vocab_size"), rotary_pct=0.25),
 )
-"""GPT-NeoX 20B and Pythia."""

@@ -42,14 +42,14 @@ class ScaledRope(Rope):
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         silent = values.get("rope_parameters") is None and values.get("rope_scaling") is None
-        return super().read(dict(values) | ({"rope_parameters": _YARN} if silent else {}), changes)
+        return super().read(values | ({"rope_parameters": _YARN} if silent else {}), changes)
 
 
 class AttentionBiases(Biases):
     """Biases of attention (default: true). The experts always have biases."""
 
     def read(self, values: Fields, changes: Fields) -> Fields:
-        return super().read({self.attention: True} | dict(values), changes) | {"parameters.use_bias": True}
+        return super().read({self.attention: True} | values, changes) | {"parameters.use_bias": True}
 
 
 class LocalAndRouted(AlternatingWindows):
@@ -62,7 +62,7 @@ class LocalAndRouted(AlternatingWindows):
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         types, window = self.types(values, changes)
-        given = {"num_local_experts": values.get("num_experts", 128), "num_experts_per_tok": 4} | dict(values)
+        given = {"num_local_experts": values.get("num_experts", 128), "num_experts_per_tok": 4} | values
         # The reference applies the softmax to the logits of the chosen experts only. That equals the softmax over all
         # experts, normalized so that the weights of the chosen ones sum to 1.
         moe = mixtral.read_experts(given, mixtral.EXPERTS, len(types), normalize_weights=True, router_bias=True)
@@ -73,20 +73,18 @@ class LocalAndRouted(AlternatingWindows):
         return {"layer_types": windows["layer_types"]} | windows | mixtral.write_all_routed(config)
 
 
-def _rules(config: TransformerConfig) -> list[Rule]:
-    theirs, ours = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
-    gate_and_up = (f"{ours}experts/gate/", f"{ours}experts/up/")
-    return [
-        *llama.attention_rules(),
-        Rule("model.layers.{layer}.self_attn.sinks", "decoder/{layer}/self_attention/sinks"),
-        *llama.norm_rules(),
-        *linear(f"{theirs}router", f"{ours}router"),
-        Rule(f"{theirs}experts.gate_up_proj", tuple(f"{path}kernel" for path in gate_and_up), Alternating()),
-        Rule(f"{theirs}experts.gate_up_proj_bias", tuple(f"{path}bias" for path in gate_and_up), Alternating()),
-        Rule(f"{theirs}experts.down_proj", f"{ours}experts/down/kernel"),
-        Rule(f"{theirs}experts.down_proj_bias", f"{ours}experts/down/bias"),
-    ]
-
+_THEIRS, _OURS = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
+_GATE_AND_UP = (f"{_OURS}experts/gate/", f"{_OURS}experts/up/")
+_RULES = [
+    *llama.attention_rules(),
+    Rule("model.layers.{layer}.self_attn.sinks", "decoder/{layer}/self_attention/sinks"),
+    *llama.NORM_RULES,
+    *linear(f"{_THEIRS}router", f"{_OURS}router"),
+    Rule(f"{_THEIRS}experts.gate_up_proj", tuple(f"{path}kernel" for path in _GATE_AND_UP), Alternating()),
+    Rule(f"{_THEIRS}experts.gate_up_proj_bias", tuple(f"{path}bias" for path in _GATE_AND_UP), Alternating()),
+    Rule(f"{_THEIRS}experts.down_proj", f"{_OURS}experts/down/kernel"),
+    Rule(f"{_THEIRS}experts.down_proj_bias", f"{_OURS}experts/down/bias"),
+]
 
 _VARIANTS = {
     "gpt-oss-20b": (20_914_757_184, 2880, 2880, 24, 64, 32),
@@ -110,6 +108,6 @@ GPT_OSS = llama.decoder_family(
         # In published files: synonyms of num_experts_per_tok and of the original length in rope_scaling.
         Unread(("experts_per_token", "initial_context_length")),
     ),
-    rules=_rules,
+    rules=_RULES,
     variants=variants("openai/", _VARIANTS, (*LAYER_SIZES[:4], "num_local_experts"), vocab_size=201_088),
 )

@@ -33,36 +33,33 @@ FEED_FORWARD = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 """Maps of a layer, and the names of their tensors in Llama and most later families."""
 
 
-def attention_rules() -> list[Rule]:
-    """Return the rules for embeddings, attention maps and the final norm, with the names of Llama."""
+def attention_rules(*maps: str) -> list[Rule]:
+    """Return the rules for embeddings, attention maps (by default all) and the final norm, with the names of Llama."""
     layer, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
+    names = {name: ATTENTION[name] for name in maps or ATTENTION}
     return [
         Rule("model.embed_tokens.weight", "embedding/embedding"),
-        *modules(layer, ours, ATTENTION),
+        *modules(layer, ours, names),
         *norm("model.norm", "decoder/final_norm"),
     ]
 
 
-def feed_forward_rules() -> list[Rule]:
-    """Return the rules for a gated feed-forward layer, with the names of Llama."""
-    return modules("model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/", FEED_FORWARD)
-
-
-def norm_rules() -> list[Rule]:
-    """Return the rules for the two norms of a pre-norm layer, with the names of Llama."""
-    names = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
-    return modules("model.layers.{layer}.", "decoder/{layer}/", names)
-
-
-def qk_norm_rules() -> list[Rule]:
-    """Return the rules for query and key norms, with the names that Qwen 3, Gemma 3 and OLMo 2 share."""
-    names = {"query_norm": "q_norm", "key_norm": "k_norm"}
-    return modules("model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/", names)
-
-
-def decoder_rules(config: TransformerConfig) -> list[Rule]:
-    """Return the rules of Llama and of families with the same tensor names."""
-    return [*attention_rules(), *norm_rules(), *feed_forward_rules()]
+FEED_FORWARD_RULES = modules("model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/", FEED_FORWARD)
+"""Rules for a gated feed-forward layer."""
+NORM_RULES = modules(
+    "model.layers.{layer}.",
+    "decoder/{layer}/",
+    {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"},
+)
+"""Rules for the two norms of a pre-norm layer."""
+QK_NORM_RULES = modules(
+    "model.layers.{layer}.self_attn.",
+    "decoder/{layer}/self_attention/",
+    {"query_norm": "q_norm", "key_norm": "k_norm"},
+)
+"""Rules for query and key norms, with the names that Qwen 3, Gemma 3 and OLMo 2 share."""
+DECODER_RULES = [*attention_rules(), *NORM_RULES, *FEED_FORWARD_RULES]
+"""Rules of Llama and of families with the same tensor names."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,7 @@ def decoder_family(reference: str, **facts: Any) -> Family:
     alike = {
         "heads": decoder_heads(reference),
         "constants": DECODER_CONSTANTS,
-        "rules": decoder_rules,
+        "rules": DECODER_RULES,
         "prefix": "model.",
     }
     return Family(**alike | {"copies": COPIES} | facts)
@@ -194,4 +191,3 @@ LLAMA = decoder_family(
     ignored=(ROTARY_BUFFERS,),
     variants=variants("meta-llama/", _VARIANTS, rms_norm_eps=1e-5),
 )
-"""Llama 1 to 3.2."""

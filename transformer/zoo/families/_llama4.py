@@ -136,13 +136,13 @@ def _routed(values: Fields, layers: int) -> set[int]:
 def _rules(config: TransformerConfig) -> list[Rule]:
     attention, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.feed_forward."
     heads, feed_forward = "decoder/{layer}/self_attention/", "decoder/{layer}/feed_forward/"
-    rules = [rule for rule in llama.attention_rules() if not any(name in rule.tensors for name in ("q_proj", "k_proj"))]
+    rules = llama.attention_rules("value", "out")
     for name, theirs in {"query": "q_proj", "key": "k_proj"}.items():
         rules += interleaved_rules(f"{attention}{theirs}", f"{heads}{name}", config.size_of_head)
     gate_and_up = (f"{feed_forward}experts/gate/kernel", f"{feed_forward}experts/up/kernel")
     return [
         *rules,
-        *llama.norm_rules(),
+        *llama.NORM_RULES,
         *modules(mlp, feed_forward, llama.FEED_FORWARD),
         *linear(f"{mlp}router", f"{feed_forward}router"),
         Rule(f"{mlp}experts.gate_up_proj", gate_and_up, Fused(axis=-1, each=SAME)),
@@ -181,4 +181,3 @@ LLAMA4 = llama.decoder_family(
     rules=_rules,
     variants=variants("meta-llama/Llama-4-", _VARIANTS, **_PUBLISHED),
 )
-"""Llama 4, text models only."""

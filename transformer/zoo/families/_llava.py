@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from transformer.chat._image_prompts import ImageText
 from transformer.config._model import ImageTokens, TransformerConfig
-from transformer.zoo._family import Variant
+from transformer.zoo._family import variants
 from transformer.zoo._fields import LARGE, FieldError, Fields, Fixed, Unread, layer_sizes
-from transformer.zoo.families._llama import LLAMA, decoder_rules
+from transformer.zoo.families._llama import DECODER_RULES, LLAMA
 from transformer.zoo.families._vision_text import CLIP_TOWER, TextModel, VisionText, vision_text_family
 from transformer.zoo.weights._rules import modules
 
@@ -16,7 +16,7 @@ _TEXT = {
     "llama": TextModel(
         constants=LLAMA.constants,
         fields=LLAMA.fields,
-        rules=decoder_rules,
+        rules=DECODER_RULES,
         defaults=layer_sizes(4096, 11_008, 32, 32, vocab_size=32_000),
     )
 }
@@ -45,11 +45,11 @@ class _Images(VisionText):
 
 _TOWER = LARGE | {"image_size": 336, "patch_size": 14, "model_type": "clip_vision_model"}
 
-
-def _variant(name: str, parameters: int, text: Fields) -> Variant:
-    fields = {"text_config": {"vocab_size": 32_064, "rms_norm_eps": 1e-5, **text}, "vision_config": _TOWER}
-    return Variant(hub=f"llava-hf/{name}", parameters=parameters, fields=fields)
-
+_TEXT_CONFIG = {"vocab_size": 32_064, "rms_norm_eps": 1e-5}
+_VARIANTS = {
+    "llava-1.5-7b": ("7b-hf", 7_063_427_072, {"text_config": _TEXT_CONFIG}),
+    "llava-1.5-13b": ("13b-hf", 13_351_494_656, {"text_config": _TEXT_CONFIG | layer_sizes(5120, 13_824, 40, 40, 40)}),
+}
 
 LLAVA = vision_text_family(
     "Llava",
@@ -73,10 +73,6 @@ LLAVA = vision_text_family(
         Fixed("multimodal_projector_bias", (True,)),
         Unread(("image_seq_length", "ignore_index", "vocab_size", "initializer_range")),
     ),
-    variants={
-        "llava-1.5-7b": _variant("llava-1.5-7b-hf", 7_063_427_072, {}),
-        "llava-1.5-13b": _variant("llava-1.5-13b-hf", 13_351_494_656, layer_sizes(5120, 13_824, 40, 40, 40)),
-    },
+    variants=variants("llava-hf/llava-1.5-", _VARIANTS, vision_config=_TOWER),
     image_text=ImageText(),
 )
-"""LLaVA 1.5."""

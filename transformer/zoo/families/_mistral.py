@@ -38,4 +38,3 @@ MISTRAL = decoder_family(
     ignored=(ROTARY_BUFFERS,),
     variants=variants("mistralai/Mistral-7B-", _VARIANTS, rms_norm_eps=1e-5),
 )
-"""Mistral 7B."""

@@ -13,36 +13,26 @@ from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._mistral import same_window
 from transformer.zoo.weights._rules import MATRIX, Rule, layer_kinds
 
-
-def balance_weight(coefficient: float, top_k: int, routed_layers: int) -> float:
-    """Return the `load_balance_weight` that is equivalent to `router_aux_loss_coef` of the reference.
-
-    For perfectly balanced experts, the loss of the reference is k (the number of experts per token), computed over all
-    layers together. Here it is 1 per layer, and the layers are summed. Hence the factor k / layers.
-    """
-    return coefficient * top_k / routed_layers
-
-
-def balance_coefficient(moe: MoE, routed_layers: int) -> float:
-    """Return the `router_aux_loss_coef` for a `load_balance_weight`, the inverse of `balance_weight`."""
-    # Rounded, so that a coefficient such as 0.001 is written as it was read.
-    return round(moe.load_balance_weight * routed_layers / moe.top_k, 12)
-
-
 EXPERTS = {"num_local_experts": ("num_experts", 8), "num_experts_per_tok": ("top_k", 2)}
 """Fields of the experts in Mixtral and gpt-oss, with the defaults of Mixtral."""
 
 
 def read_experts(values: Fields, table: Table, routed_layers: int, **constants: bool) -> MoE:
-    """Return the experts that a table describes, with the weight of the balance loss in the reference."""
+    """Return the experts that a table describes, with a balance loss that equals that of the reference.
+
+    For perfectly balanced experts, the loss of the reference is k (the number of experts per token), computed over all
+    layers together. Here it is 1 per layer, and the layers are summed. Hence the factor k / layers.
+    """
     experts = read_table(values, table)
-    weight = balance_weight(values.get("router_aux_loss_coef", 0.001), experts["top_k"], routed_layers)
+    weight = values.get("router_aux_loss_coef", 0.001) * experts["top_k"] / routed_layers
     return MoE(**experts, **constants, load_balance_weight=weight, router_z_weight=0.0)
 
 
 def write_experts(moe: MoE, table: Table, routed_layers: int) -> Fields:
     """Return the fields from which `read_experts` reads these experts."""
-    return write_table(moe, table) | {"router_aux_loss_coef": balance_coefficient(moe, routed_layers)}
+    # Rounded, so that a coefficient such as 0.001 is written as it was read.
+    coefficient = round(moe.load_balance_weight * routed_layers / moe.top_k, 12)
+    return write_table(moe, table) | {"router_aux_loss_coef": coefficient}
 
 
 def write_all_routed(config: TransformerConfig) -> Fields:
@@ -78,10 +68,8 @@ class Experts(Codec):
         return write_all_routed(config)
 
 
-def _rules(config: TransformerConfig) -> list[Rule]:
-    layer = "model.layers.{layer}.block_sparse_moe."
-    return [*llama.attention_rules(), *llama.norm_rules(), *expert_rules(layer, gate="w1", up="w3", down="w2")]
-
+_LAYER = "model.layers.{layer}.block_sparse_moe."
+_RULES = [*llama.attention_rules(), *llama.NORM_RULES, *expert_rules(_LAYER, gate="w1", up="w3", down="w2")]
 
 _ALIKE = {"vocab_size": 32_000, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
 _ALIKE |= {"num_local_experts": 8, "num_experts_per_tok": 2}
@@ -103,8 +91,7 @@ MIXTRAL = llama.decoder_family(
         Experts(),
         Unread(("router_jitter_noise",)),
     ),
-    rules=_rules,
+    rules=_RULES,
     ignored=(llama.ROTARY_BUFFERS,),
     variants=variants("mistralai/Mixtral-", _VARIANTS, **_ALIKE),
 )
-"""Mixtral 8x7B and 8x22B."""

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.zoo._family import variants
 from transformer.zoo._fields import Biases
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
-from transformer.zoo.weights._rules import Rule, modules
+from transformer.zoo.weights._rules import modules
 
-
-def _rules(config: TransformerConfig) -> list[Rule]:
-    norms = {"attention_norm": "post_attention_layernorm", "feed_forward_norm": "post_feedforward_layernorm"}
-    return [
-        *llama.attention_rules(),
-        *llama.qk_norm_rules(),
-        *llama.feed_forward_rules(),
-        *modules("model.layers.{layer}.", "decoder/{layer}/", norms),
-    ]
-
+_NORMS = {"attention_norm": "post_attention_layernorm", "feed_forward_norm": "post_feedforward_layernorm"}
+_RULES = [
+    *llama.attention_rules(),
+    *llama.QK_NORM_RULES,
+    *llama.FEED_FORWARD_RULES,
+    *modules("model.layers.{layer}.", "decoder/{layer}/", _NORMS),
+]
 
 _VARIANTS = {
     "olmo-2-1b": ("0425-1B", 1_484_916_736, 2048, 8192, 16, 16, 16),
@@ -35,7 +31,6 @@ OLMO2 = llama.decoder_family(
     citation="OLMo Team 2025, arXiv 2501.00656",
     constants=llama.DECODER_CONSTANTS | {"norm.position": "reordered", "attention.qk_norm": QKNorm(scope="all")},
     fields=(*llama.decoder_fields(epsilon=1e-5), Rope(), Biases("attention_bias")),
-    rules=_rules,
+    rules=_RULES,
     variants=variants("allenai/OLMo-2-", _VARIANTS, vocab_size=100_352, rope_theta=500_000.0, rms_norm_eps=1e-6),
 )
-"""OLMo 2."""

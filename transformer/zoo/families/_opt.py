@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from transformer.config._model import TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.zoo._family import Family, Variant
 from transformer.zoo._fields import ACTIVATIONS, Converted, Field, Fixed, Json, Unread
@@ -18,19 +17,17 @@ _EMBEDDING_WIDTH = Converted(
 )
 """The width of the embeddings, with maps to and from the layers if theirs differs."""
 
-
-def _rules(config: TransformerConfig) -> list[Rule]:
-    layer, ours = "model.decoder.layers.{layer}.", "decoder/{layer}/"
-    return [
-        Rule("model.decoder.embed_tokens.weight", "embedding/embedding"),
-        Rule("model.decoder.project_in.weight", "embedding_in/kernel", MATRIX),
-        Rule("model.decoder.project_out.weight", "embedding_out/kernel", MATRIX),
-        Rule("model.decoder.embed_positions.weight", "decoder/position_table", without_first(UNUSED_ROWS)),
-        *attention_rules(f"{layer}self_attn", f"{ours}self_attention"),
-        *norm(f"{layer}self_attn_layer_norm", f"{ours}attention_norm"),
-        *modules(layer, ours, FEED_FORWARD),
-        *norm("model.decoder.final_layer_norm", "decoder/final_norm"),
-    ]
+_LAYER, _OURS = "model.decoder.layers.{layer}.", "decoder/{layer}/"
+_RULES = [
+    Rule("model.decoder.embed_tokens.weight", "embedding/embedding"),
+    Rule("model.decoder.project_in.weight", "embedding_in/kernel", MATRIX),
+    Rule("model.decoder.project_out.weight", "embedding_out/kernel", MATRIX),
+    Rule("model.decoder.embed_positions.weight", "decoder/position_table", without_first(UNUSED_ROWS)),
+    *attention_rules(f"{_LAYER}self_attn", f"{_OURS}self_attention"),
+    *norm(f"{_LAYER}self_attn_layer_norm", f"{_OURS}attention_norm"),
+    *modules(_LAYER, _OURS, FEED_FORWARD),
+    *norm("model.decoder.final_layer_norm", "decoder/final_norm"),
+]
 
 
 def _variant(size: str, parameters: int, width: int, layers: int, heads: int, **fields: Json) -> Variant:
@@ -68,7 +65,7 @@ OPT = Family(
         Fixed("layer_norm_elementwise_affine", (True,)),
         Unread(("layerdrop", "activation_dropout", "initializer_range")),
     ),
-    rules=_rules,
+    rules=_RULES,
     prefix="model.",
     copies={"lm_head.weight": "model.decoder.embed_tokens.weight"},
     variants={

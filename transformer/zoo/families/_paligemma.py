@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from transformer.chat._image_prompts import ImageText
 from transformer.config._model import ImageTokens, TransformerConfig
-from transformer.zoo._family import Variant
+from transformer.zoo._family import variants
 from transformer.zoo._fields import Codec, FieldError, Fields, Fixed, Unread, layer_sizes
 from transformer.zoo.families._gemma import GEMMA1_CONSTANTS, GEMMA1_FIELDS
 from transformer.zoo.families._gemma2 import GEMMA2
-from transformer.zoo.families._llama import decoder_rules
+from transformer.zoo.families._llama import DECODER_RULES
 from transformer.zoo.families._vision_text import SIGLIP_TOWER, TextModel, VisionText, siglip_tower, vision_text_family
 from transformer.zoo.weights._rules import linear
 
@@ -29,7 +29,7 @@ _TEXT = {
     "gemma": TextModel(
         constants=GEMMA1_CONSTANTS | {"norm.position": "pre"},
         fields=_without_direction(GEMMA1_FIELDS),
-        rules=decoder_rules,
+        rules=DECODER_RULES,
         defaults=layer_sizes(3072, 24_576, 28, 16, vocab_size=256_000),
     ),
     "gemma2": TextModel(
@@ -59,19 +59,20 @@ class _Images(VisionText):
         return {"projection_dim": config.d_model, "hidden_size": config.d_model}
 
 
-def _variant(name: str, parameters: int, kind: str, size: int, text: Fields) -> Variant:
-    fields = {
-        "text_config": {"model_type": kind, "vocab_size": 257_216, **text},
-        "vision_config": siglip_tower(size),
-        "image_token_index": 257_152,
-        "projection_dim": text["hidden_size"],
-    }
-    return Variant(hub=f"google/{name}", parameters=parameters, fields=fields)
+def _variant(kind: str, size: int, text: Fields) -> Fields:
+    text_config = {"model_type": kind, "vocab_size": 257_216, **text}
+    return {"text_config": text_config, "vision_config": siglip_tower(size), "projection_dim": text["hidden_size"]}
 
 
 _FIRST = layer_sizes(2048, 16_384, 18, 8, 1)
 _SMALL = {"hidden_size": 2304}
 _MIDDLE = layer_sizes(3584, 14_336, 42, 16, 8)
+_VARIANTS = {
+    "paligemma-3b-224": ("paligemma-3b-pt-224", 2_923_466_480, _variant("gemma", 224, _FIRST)),
+    "paligemma-3b-448": ("paligemma-3b-pt-448", 2_924_351_216, _variant("gemma", 448, _FIRST)),
+    "paligemma2-3b-224": ("paligemma2-3b-pt-224", 3_032_242_416, _variant("gemma2", 224, _SMALL)),
+    "paligemma2-10b-224": ("paligemma2-10b-pt-224", 9_662_638_832, _variant("gemma2", 224, _MIDDLE)),
+}
 
 PALIGEMMA = vision_text_family(
     "PaliGemma",
@@ -91,12 +92,6 @@ PALIGEMMA = vision_text_family(
         ),
         Unread(("hidden_size", "vocab_size", "_vocab_size", "ignore_index", "num_hidden_layers", "initializer_range")),
     ),
-    variants={
-        "paligemma-3b-224": _variant("paligemma-3b-pt-224", 2_923_466_480, "gemma", 224, _FIRST),
-        "paligemma-3b-448": _variant("paligemma-3b-pt-448", 2_924_351_216, "gemma", 448, _FIRST),
-        "paligemma2-3b-224": _variant("paligemma2-3b-pt-224", 3_032_242_416, "gemma2", 224, _SMALL),
-        "paligemma2-10b-224": _variant("paligemma2-10b-pt-224", 9_662_638_832, "gemma2", 224, _MIDDLE),
-    },
+    variants=variants("google/", _VARIANTS, image_token_index=257_152),
     image_text=ImageText(begin_after_images=True),
 )
-"""PaliGemma 1 and 2."""

@@ -28,7 +28,7 @@ from transformer.zoo._fields import (
     written_as,
 )
 from transformer.zoo.families._bart import attention_rules
-from transformer.zoo.weights._rules import MATRIX, Arrays, Relation, Rule, Shape, Shapes, linear, norm, row
+from transformer.zoo.weights._rules import MATRIX, Arrays, Relation, Rule, Shape, Shapes, WithUnread, linear, norm, row
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,15 @@ class Stacked(Relation):
         return self.each.save(list(parameters[0]))
 
 
-class Counted(Relation):
-    """A tensor with the `num_batches_tracked` counter of a PyTorch batch norm.
+COUNTED = WithUnread(lambda parameter: np.zeros((), np.int64))
+"""A tensor with the `num_batches_tracked` counter of a PyTorch batch norm, which is not used, and written as 0."""
 
-    The counter is not used. It is written as 0.
-    """
 
-    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
-        return [*shapes, ()]
-
-    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
-        return [tensors[0]]
-
-    def save(self, parameters: Arrays) -> list[np.ndarray]:
-        return [parameters[0], np.zeros((), np.int64)]
+def batch_norm(tensor: str, parameter: str) -> list[Rule]:
+    """Return the rules for a batch norm with fixed statistics."""
+    variance = (f"{tensor}.running_var", f"{tensor}.num_batches_tracked")
+    mean = Rule(f"{tensor}.running_mean", f"{parameter}/mean")
+    return [*norm(tensor, parameter), mean, Rule(variance, f"{parameter}/variance", COUNTED)]
 
 
 _PLAIN = {
@@ -89,18 +84,14 @@ class SeriesSizes(Codec):
 
     def read(self, values: Fields, changes: Fields) -> Fields:
         fields = read_table(values, _PLAIN)
-        scaling, pooling = values.get("scaling", "std"), values.get("pooling_type", "mean")
-        for name, value, known in (("scaling", scaling, _SCALINGS), ("pooling_type", pooling, _POOLINGS)):
-            if value not in known:
-                raise FieldError(
-                    f"{name} is {value!r}, which is not supported (supported: {', '.join(map(str, known))})"
-                )
-        if self.pools and not fields["class_token"] and _POOLINGS[pooling] == "flatten":
-            raise FieldError(f"pooling_type is {pooling!r}, but this head needs mean, max or use_cls_token")
+        scaling = Field("scaling", "scaling", "std", _SCALINGS).read(values, changes)
+        named, pooling = values.get("pooling_type", "mean"), Field("pooling_type", "pooling", "mean", _POOLINGS)
+        pooling = pooling.read(values, changes)["pooling"]
+        if self.pools and not fields["class_token"] and pooling == "flatten":
+            raise FieldError(f"pooling_type is {named!r}, but this head needs mean, max or use_cls_token")
         fields["horizon"] = values.get("prediction_length", 24) if self.forecasts else None
         # With a class token, the head reads only this token, and pooling has no effect.
-        pooling = "flatten" if fields["class_token"] else _POOLINGS[pooling]
-        return {"input": Series(**fields, scaling=_SCALINGS[scaling], pooling=pooling)}
+        return {"input": Series(**fields, **scaling, pooling="flatten" if fields["class_token"] else pooling)}
 
     def write(self, config: TransformerConfig) -> Fields:
         series = config.series
@@ -152,16 +143,8 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     ]
     for theirs, name in {"norm_sublayer1": "attention_norm", "norm_sublayer3": "feed_forward_norm"}.items():
         tensor, parameter = f"{layer}{theirs}", f"{ours}{name}"
-        if config.norm.kind == "layer_norm":
-            rules += norm(tensor, parameter)
-            continue
-        batch = f"{tensor}.batchnorm"
-        variance = (f"{batch}.running_var", f"{batch}.num_batches_tracked")
-        rules += norm(batch, parameter)
-        rules += [
-            Rule(f"{batch}.running_mean", f"{parameter}/mean"),
-            Rule(variance, f"{parameter}/variance", Counted()),
-        ]
+        is_layer_norm = config.norm.kind == "layer_norm"
+        rules += norm(tensor, parameter) if is_layer_norm else batch_norm(f"{tensor}.batchnorm", parameter)
     return rules
 
 

@@ -6,7 +6,7 @@ from transformer.config._model import TransformerConfig
 from transformer.zoo._family import variants
 from transformer.zoo._fields import Field, FieldError, Fields, Fixed, Unread
 from transformer.zoo._rotary import Rope
-from transformer.zoo.families._llama import decoder_family, decoder_fields, norm_rules
+from transformer.zoo.families._llama import NORM_RULES, decoder_family, decoder_fields
 from transformer.zoo.families._mistral import same_window
 from transformer.zoo.weights._rules import MERGED, Fused, Rule, linear, norm
 
@@ -34,7 +34,7 @@ class LongRope(Rope):
             )
         length = values.get("max_position_embeddings", 4096)
         known = {"rope_scaling": None, "rope_parameters": given, "max_position_embeddings": length}
-        return super().read(dict(values) | known, changes)
+        return super().read(values | known, changes)
 
     def write(self, config: TransformerConfig) -> Fields:
         values, scaling = super().write(config), config.rotary.scaling
@@ -54,18 +54,16 @@ def fused_feed_forward_rules() -> list[Rule]:
     return [joined, *linear(f"{layer}down_proj", f"{ours}down")]
 
 
-def _rules(config: TransformerConfig) -> list[Rule]:
-    layer, ours = "model.layers.{layer}.", "decoder/{layer}/"
-    attention = tuple(f"{ours}self_attention/{name}/kernel" for name in ("query", "key", "value"))
-    return [
-        Rule("model.embed_tokens.weight", "embedding/embedding"),
-        *norm_rules(),
-        Rule(f"{layer}self_attn.qkv_proj.weight", attention, Fused()),
-        *linear(f"{layer}self_attn.o_proj", f"{ours}self_attention/out", MERGED),
-        *fused_feed_forward_rules(),
-        *norm("model.norm", "decoder/final_norm"),
-    ]
-
+_LAYER, _OURS = "model.layers.{layer}.", "decoder/{layer}/"
+_ATTENTION = tuple(f"{_OURS}self_attention/{name}/kernel" for name in ("query", "key", "value"))
+_RULES = [
+    Rule("model.embed_tokens.weight", "embedding/embedding"),
+    *NORM_RULES,
+    Rule(f"{_LAYER}self_attn.qkv_proj.weight", _ATTENTION, Fused()),
+    *linear(f"{_LAYER}self_attn.o_proj", f"{_OURS}self_attention/out", MERGED),
+    *fused_feed_forward_rules(),
+    *norm("model.norm", "decoder/final_norm"),
+]
 
 _THREE = {"vocab_size": 32_064, "sliding_window": 2047}
 _FOUR = {"vocab_size": 100_352, "rope_theta": 250_000.0}
@@ -90,7 +88,6 @@ PHI3 = decoder_family(
         # The reference does not apply dropout to embeddings.
         Unread(("embd_pdrop",)),
     ),
-    rules=_rules,
+    rules=_RULES,
     variants=variants("microsoft/", _VARIANTS),
 )
-"""Phi-3 and Phi-4."""

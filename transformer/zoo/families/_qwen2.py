@@ -103,4 +103,3 @@ QWEN2 = llama.decoder_family(
     ignored=(llama.ROTARY_BUFFERS,),
     variants=variants("Qwen/", _VARIANTS, vocab_size=151_936, rms_norm_eps=1e-6, rope_theta=1_000_000.0),
 )
-"""Qwen 2 and 2.5, dense models only."""

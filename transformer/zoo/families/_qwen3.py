@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.zoo._family import variants
 from transformer.zoo._fields import Biases
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
 from transformer.zoo.families._qwen2 import UpperWindows
-from transformer.zoo.weights._rules import Rule
-
-
-def _rules(config: TransformerConfig) -> list[Rule]:
-    return [*llama.decoder_rules(config), *llama.qk_norm_rules()]
-
 
 _TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
@@ -34,9 +27,8 @@ QWEN3 = llama.decoder_family(
     citation="Qwen Team 2025, arXiv 2505.09388",
     constants=llama.DECODER_CONSTANTS | {"attention.qk_norm": QKNorm()},
     fields=(*llama.decoder_fields(kv_heads=32, head_dim=128), Rope(), Biases("attention_bias"), UpperWindows()),
-    rules=_rules,
+    rules=[*llama.DECODER_RULES, *llama.QK_NORM_RULES],
     variants=variants(
         "Qwen/Qwen3-", _VARIANTS, head_dim=128, vocab_size=151_936, rope_theta=1_000_000.0, rms_norm_eps=1e-6
     ),
 )
-"""Qwen 3, dense models only."""

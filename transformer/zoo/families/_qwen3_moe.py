@@ -13,7 +13,7 @@ from transformer.zoo._fields import LAYER_SIZES, Biases, Codec, Fields, Unread
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
 from transformer.zoo.families import _mixtral as mixtral
-from transformer.zoo.weights._rules import Rule, layer_kinds
+from transformer.zoo.weights._rules import layer_kinds
 
 _EXPERTS = {
     "num_experts": ("num_experts", 128),
@@ -37,7 +37,7 @@ class SomeLayersRouted(Codec):
 
     def kinds(self, values: Fields, changes: Fields) -> list[LayerKind]:
         """Return the kind of each layer."""
-        values = {"num_experts": values.get("num_local_experts", 128)} | dict(values)
+        values = {"num_experts": values.get("num_local_experts", 128)} | values
         step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or ()
         window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
         layers, some = range(changes["num_layers"]), values["num_experts"]
@@ -66,10 +66,7 @@ class SomeLayersRouted(Codec):
         return values | mixtral.write_experts(moe, _EXPERTS, len(routed))
 
 
-def _rules(config: TransformerConfig) -> list[Rule]:
-    return [*llama.decoder_rules(config), *llama.qk_norm_rules(), *mixtral.expert_rules("model.layers.{layer}.mlp.")]
-
-
+_RULES = [*llama.DECODER_RULES, *llama.QK_NORM_RULES, *mixtral.expert_rules("model.layers.{layer}.mlp.")]
 _ALIKE = {"vocab_size": 151_936, "head_dim": 128, "rope_theta": 1_000_000.0}
 _ALIKE |= {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 
@@ -92,7 +89,6 @@ QWEN3_MOE = llama.decoder_family(
         # In published files; the reference applies the window to all layers or to none.
         Unread(("max_window_layers",)),
     ),
-    rules=_rules,
+    rules=_RULES,
     variants=variants("Qwen/Qwen3-", _VARIANTS, (*LAYER_SIZES, "moe_intermediate_size"), **_ALIKE),
 )
-"""Qwen 3, mixture-of-experts models only."""

@@ -17,18 +17,7 @@ from transformer.zoo.families._deepseek_v3 import FusedHeads
 from transformer.zoo.families._mixtral import expert_rules
 from transformer.zoo.families._qwen2 import FULL, check_types
 from transformer.zoo.families._qwen3_moe import SomeLayersRouted
-from transformer.zoo.weights._rules import (
-    MATRIX,
-    Arrays,
-    EachTensor,
-    Relation,
-    Rule,
-    Shape,
-    Shapes,
-    layer_kinds,
-    linear,
-    modules,
-)
+from transformer.zoo.weights._rules import Arrays, EachTensor, Relation, Rule, Shapes, layer_kinds, linear, modules
 
 LINEAR = "linear_attention"
 """Name in `layer_types` of layers with linear attention."""
@@ -66,7 +55,7 @@ class SomeLayersLinear(SomeLayersRouted):
         shared |= {"shared_experts": 1, "shared_gate": True}
         defaults = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
         kinds = []
-        for kind, name in zip(super().kinds(defaults | dict(values), changes), types, strict=True):
+        for kind, name in zip(super().kinds(defaults | values, changes), types, strict=True):
             moe = None if kind.moe is None else replace(kind.moe, **shared)
             kinds.append(replace(kind, moe=moe, gated_delta=delta if name == LINEAR else None))
         return kinds
@@ -94,10 +83,10 @@ class FusedGroups(Relation):
 
     groups: int
 
-    def _grouped(self, shapes: Shapes) -> list[Shape]:
+    def _grouped(self, shapes: Shapes) -> Shapes:
         return [(shape[0], self.groups, int(np.prod(shape[1:])) // self.groups) for shape in shapes]
 
-    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
+    def tensor_shapes(self, shapes: Shapes) -> Shapes:
         return FusedHeads().tensor_shapes(self._grouped(shapes))
 
     def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
@@ -136,16 +125,15 @@ def _linear_rules(config: TransformerConfig) -> list[Rule]:
 def _rules(config: TransformerConfig) -> list[Rule]:
     attention, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
     ours, feed_forward = "decoder/{layer}/self_attention/", "decoder/{layer}/feed_forward/"
-    queries = Rule(f"{attention}q_proj.weight", (f"{ours}query/kernel", f"{ours}output_gate/kernel"), FusedHeads())
     return [
-        *(rule for rule in llama.attention_rules() if "q_proj" not in rule.tensors),
-        queries,
-        *llama.qk_norm_rules(),
-        *llama.norm_rules(),
-        *llama.feed_forward_rules(),
+        *llama.attention_rules("key", "value", "out"),
+        Rule(f"{attention}q_proj.weight", (f"{ours}query/kernel", f"{ours}output_gate/kernel"), FusedHeads()),
+        *llama.QK_NORM_RULES,
+        *llama.NORM_RULES,
+        *llama.FEED_FORWARD_RULES,
         *expert_rules(mlp),
         *modules(f"{mlp}shared_expert.", f"{feed_forward}shared/", llama.FEED_FORWARD),
-        *linear(f"{mlp}shared_expert_gate", f"{feed_forward}shared_gate", MATRIX),
+        *linear(f"{mlp}shared_expert_gate", f"{feed_forward}shared_gate"),
         *_linear_rules(config),
     ]
 
@@ -176,4 +164,3 @@ QWEN3_NEXT = llama.decoder_family(
     ignored=(r"mtp\..*",),
     variants=variants("Qwen/Qwen3-Next-", _VARIANTS, **_PUBLISHED),
 )
-"""Qwen 3 Next."""

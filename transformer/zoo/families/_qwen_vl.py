@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transformer.chat._image_prompts import ImageText
@@ -11,22 +12,12 @@ from transformer.config._model import DynamicImageTokens, TransformerConfig
 from transformer.config._options import FeedForwardOptions, NormOptions
 from transformer.config._parts import LayerKind
 from transformer.config._positions import RotaryOptions
-from transformer.zoo._family import MAX_LAYERS, Family, Variant, read_fields, write_fields
-from transformer.zoo._fields import (
-    ACTIVATIONS,
-    NEUTRAL,
-    Codec,
-    FieldError,
-    Fields,
-    Json,
-    Unread,
-    layer_sizes,
-    written_as,
-)
+from transformer.zoo._family import MAX_LAYERS, Family, Variant, read_fields, variants, write_fields
+from transformer.zoo._fields import ACTIVATIONS, NEUTRAL, Codec, FieldError, Fields, Unread, layer_sizes, written_as
 from transformer.zoo._rotary import Rope
-from transformer.zoo.families._llama import COPIES, DECODER_CONSTANTS, FEED_FORWARD, decoder_fields, decoder_rules
+from transformer.zoo.families._llama import COPIES, DECODER_CONSTANTS, DECODER_RULES, FEED_FORWARD, decoder_fields
 from transformer.zoo.families._qwen2 import UpperWindows
-from transformer.zoo.families._vision_text import vision_text_heads
+from transformer.zoo.families._vision_text import object_in, read_marker, vision_text_heads
 from transformer.zoo.families._vit import CONVOLUTION
 from transformer.zoo.weights._rules import MATRIX, VECTOR, Fused, Rule, fused, linear, modules, norm
 
@@ -80,12 +71,7 @@ class _Config(Codec):
                 f"{self.output} of vision_config is {width!r}, but only the width of the decoder, {text['d_model']}, "
                 f"is supported"
             )
-        marker = values.get("image_token_id", values.get("image_token_index", 151_655))
-        if type(marker) is not int or not 0 <= marker < text["vocab_size"]:
-            raise FieldError(
-                f"image_token_id is {marker!r}, but only an id of the vocabulary ({text['vocab_size']} tokens) is "
-                f"supported"
-            )
+        marker = read_marker(values, ("image_token_id", "image_token_index"), 151_655, text["vocab_size"])
         sides = {name: _side(name, given.get(name, default)) for name, default in _SIDES.items()}
         try:
             images = DynamicImageTokens(
@@ -119,9 +105,7 @@ class _Config(Codec):
         return text
 
     def _vision(self, values: Fields) -> Fields:
-        given = values.get("vision_config") or {}
-        if not isinstance(given, dict):
-            raise FieldError(f"vision_config must be an object, got {given!r:.80}")
+        given = object_in(values, "vision_config")
         known = {"depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size", "hidden_act"}
         known |= {"in_channels", "in_chans", "hidden_size", "initializer_range", "model_type", "rope_parameters"}
         known |= {"spatial_patch_size", self.width, self.output, *NEUTRAL}
@@ -202,7 +186,7 @@ class _Config(Codec):
 _SIDES = {"patch_size": 14, "temporal_patch_size": 2}
 
 
-def _side(name: str, value: Json) -> Json:
+def _side(name: str, value: object) -> object:
     """Return a size that can be a list of equal numbers."""
     sides = value if isinstance(value, list | tuple) else [value]
     if len(set(map(str, sides))) != 1:
@@ -218,7 +202,7 @@ def _rules(config: TransformerConfig) -> list[Rule]:
     inner = FEED_FORWARD if is_gated else {"up": "fc1", "down": "fc2"}
     names |= {f"feed_forward/{name}": f"mlp.{theirs}" for name, theirs in inner.items()}
     return [
-        *decoder_rules(config),
+        *DECODER_RULES,
         Rule("lm_head.weight", "output/kernel", MATRIX),
         Rule("visual.patch_embed.proj.weight", "image/tubelet_embedding/kernel", CONVOLUTION),
         *fused(f"{block}attn.qkv", maps, Fused(), Fused(0, VECTOR)),
@@ -240,11 +224,23 @@ _ALIKE: Fields = {
 _SPECIAL = Unread(("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"))
 
 
-def _variant(name: str, parameters: int, text: tuple[int, ...], image: Fields, **fields: Json) -> Variant:
-    sections = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
-    given = layer_sizes(*text, rms_norm_eps=1e-6, rope_theta=1_000_000.0, **sections, vision_config=dict(image))
-    return Variant(hub=f"Qwen/{name}", parameters=parameters, fields=given | fields)
+def _variants(table: Mapping[str, tuple[str | int | Fields, ...]]) -> dict[str, Variant]:
+    scaling = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    return variants("Qwen/", table, rms_norm_eps=1e-6, rope_theta=1_000_000.0, rope_scaling=scaling)
 
+
+_2B = {"vocab_size": 151_936, "tie_word_embeddings": True, "vision_config": {"hidden_size": 1536, "embed_dim": 1280}}
+_7B = {"vocab_size": 152_064, "vision_config": {"hidden_size": 3584, "embed_dim": 1280}}
+_VARIANTS = {
+    "qwen2-vl-2b": ("Qwen2-VL-2B-Instruct", 2_208_985_600, 1536, 8960, 28, 12, 2, _2B),
+    "qwen2-vl-7b": ("Qwen2-VL-7B-Instruct", 8_291_375_616, 3584, 18_944, 28, 28, 4, _7B),
+}
+_3B_5 = _2B | {"vision_config": {"hidden_size": 1280, "out_hidden_size": 2048}}
+_7B_5 = _7B | {"vision_config": {"hidden_size": 1280, "out_hidden_size": 3584}}
+_VARIANTS_5 = {
+    "qwen2.5-vl-3b": ("Qwen2.5-VL-3B-Instruct", 3_754_622_976, 2048, 11_008, 36, 16, 2, _3B_5),
+    "qwen2.5-vl-7b": ("Qwen2.5-VL-7B-Instruct", 8_292_166_656, 3584, 18_944, 28, 28, 4, _7B_5),
+}
 
 QWEN2_VL = Family(
     name="qwen2_vl",
@@ -252,26 +248,9 @@ QWEN2_VL = Family(
     citation="Wang et al. 2024, arXiv 2409.12191",
     heads=vision_text_heads("Qwen2VL"),
     fields=(_Config(kind="qwen2_vl", width="embed_dim", output="hidden_size", gated=False), _SPECIAL),
-    variants={
-        "qwen2-vl-2b": _variant(
-            "Qwen2-VL-2B-Instruct",
-            2_208_985_600,
-            (1536, 8960, 28, 12, 2),
-            {"hidden_size": 1536, "embed_dim": 1280},
-            vocab_size=151_936,
-            tie_word_embeddings=True,
-        ),
-        "qwen2-vl-7b": _variant(
-            "Qwen2-VL-7B-Instruct",
-            8_291_375_616,
-            (3584, 18_944, 28, 28, 4),
-            {"hidden_size": 3584, "embed_dim": 1280},
-            vocab_size=152_064,
-        ),
-    },
+    variants=_variants(_VARIANTS),
     **_ALIKE,
 )
-"""Qwen2-VL."""
 
 QWEN2_5_VL = Family(
     name="qwen2_5_vl",
@@ -279,23 +258,6 @@ QWEN2_5_VL = Family(
     citation="Bai et al. 2025, arXiv 2502.13923",
     heads=vision_text_heads("Qwen2_5_VL"),
     fields=(_Config(kind="qwen2_5_vl", width="hidden_size", output="out_hidden_size", gated=True), _SPECIAL),
-    variants={
-        "qwen2.5-vl-3b": _variant(
-            "Qwen2.5-VL-3B-Instruct",
-            3_754_622_976,
-            (2048, 11_008, 36, 16, 2),
-            {"hidden_size": 1280, "out_hidden_size": 2048},
-            vocab_size=151_936,
-            tie_word_embeddings=True,
-        ),
-        "qwen2.5-vl-7b": _variant(
-            "Qwen2.5-VL-7B-Instruct",
-            8_292_166_656,
-            (3584, 18_944, 28, 28, 4),
-            {"hidden_size": 1280, "out_hidden_size": 3584},
-            vocab_size=152_064,
-        ),
-    },
+    variants=_variants(_VARIANTS_5),
     **_ALIKE,
 )
-"""Qwen2.5-VL."""

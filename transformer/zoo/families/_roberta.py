@@ -10,7 +10,7 @@ from transformer.nn.models._encoders import MaskedLM
 from transformer.zoo._family import Family, Head, Variant
 from transformer.zoo._fields import LARGE, Fields, Fixed, Named
 from transformer.zoo.families import _bert as bert
-from transformer.zoo.weights._rules import Rule, without_first
+from transformer.zoo.weights._rules import without_first
 
 UNUSED_ROWS = 2
 """Unused rows at the start of a position table: position 0 is row padding id + 1, and the padding id is 1."""
@@ -28,10 +28,6 @@ class LengthWithRows(Named):
 
     def write(self, config: TransformerConfig) -> Fields:
         return {} if config.max_length is None else {self.name: config.max_length + self.rows}
-
-
-def _rules(config: TransformerConfig) -> list[Rule]:
-    return bert.encoder_rules("roberta.", without_first(UNUSED_ROWS))
 
 
 def _variant(name: str, parameters: int, **sizes: int) -> Variant:
@@ -64,7 +60,7 @@ ROBERTA = Family(
         LengthWithRows("max_position_embeddings", UNUSED_ROWS, 512),
         Fixed("pad_token_id", (UNUSED_ROWS - 1,)),
     ),
-    rules=_rules,
+    rules=bert.encoder_rules("roberta.", without_first(UNUSED_ROWS)),
     prefix="roberta.",
     ignored=(r"(roberta\.)?embeddings\.position_ids", r"(roberta\.)?pooler\.dense\.(weight|bias)"),
     copies={

@@ -80,4 +80,3 @@ SMOLLM3 = decoder_family(
     ),
     variants=variants("HuggingFaceTB/", _VARIANTS, vocab_size=128_256, rope_theta=5e6),
 )
-"""SmolLM3 3B."""

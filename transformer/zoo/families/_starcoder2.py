@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from transformer.config._model import TransformerConfig
 from transformer.config._positions import RotaryOptions
 from transformer.zoo._family import variants
 from transformer.zoo._fields import ACTIVATIONS, LAYER_SIZES, Field, Fixed, Unread, sizes, training_fields
 from transformer.zoo._rotary import Rope
-from transformer.zoo.families._llama import Heads, attention_rules, decoder_family, norm_rules
+from transformer.zoo.families._llama import NORM_RULES, Heads, attention_rules, decoder_family
 from transformer.zoo.families._mistral import same_window
-from transformer.zoo.weights._rules import Rule, modules
+from transformer.zoo.weights._rules import modules
 
-
-def _rules(config: TransformerConfig) -> list[Rule]:
-    layer, ours = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
-    return [*attention_rules(), *norm_rules(), *modules(layer, ours, {"up": "c_fc", "down": "c_proj"})]
-
+_LAYER, _OURS = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
+_RULES = [*attention_rules(), *NORM_RULES, *modules(_LAYER, _OURS, {"up": "c_fc", "down": "c_proj"})]
 
 _VARIANTS = {
     "starcoder2-3b": (3_030_371_328, 3072, 12_288, 30, 24, 2, 999_999.4420358813),
@@ -49,7 +45,6 @@ STARCODER2 = decoder_family(
         Fixed("mlp_type", ("default",)),
         Unread(("embedding_dropout",)),
     ),
-    rules=_rules,
+    rules=_RULES,
     variants=variants("bigcode/", _VARIANTS, (*LAYER_SIZES, "rope_theta"), vocab_size=49_152, sliding_window=4096),
 )
-"""StarCoder 2."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._model import ImageTokens, TransformerConfig
 from transformer.config._paths import get_path
 from transformer.nn.models._vision_language import VisionLanguageModel
-from transformer.zoo._family import Family, Head, NoCounterpart, raise_faults, read_fields, write_fields
+from transformer.zoo._family import Family, Head, NoCounterpart, Rules, read_fields, refuse, rules_of, write_fields
 from transformer.zoo._fields import Codec, FieldError, Fields, Unread
 from transformer.zoo.families._clip import ENCODER_LAYER, encoder_fields, image_rules, patch_encoder
 from transformer.zoo.families._siglip import SO400M
@@ -48,7 +48,7 @@ class TextModel:
     """Fields of the TransformerConfig that all models of the family share."""
     fields: tuple[Codec, ...]
     """Codecs for all other fields."""
-    rules: Callable[[TransformerConfig], Sequence[Rule]]
+    rules: Rules
     """Rules of the family, with its own names of tensors."""
     defaults: Fields = field(default_factory=dict)
     """Fields of text_config that the family's own files must contain, but that may be missing here."""
@@ -109,21 +109,16 @@ class VisionText(Codec):
             )
         model = self._text_model(values)
         tied = values.get("tie_word_embeddings", self.tied)
-        given = {**model.defaults, **_object(values, "text_config")}
+        given = {**model.defaults, **object_in(values, "text_config")}
         # text_config can tie what the outer config does not only where untied is the default, as in the reference.
         tie = bool(tied or (not self.tied and given.get("tie_word_embeddings")))
         text, faults = read_fields(given | {"tie_word_embeddings": tie}, model.fields, model.constants)
-        seen = _object(values, "vision_config") or self.image_defaults
+        seen = object_in(values, "vision_config") or self.image_defaults
         if (found := seen.get("model_type", self.image_kind)) != self.image_kind:
             raise FieldError(f"model_type of vision_config is {found!r}, but only {self.image_kind} is supported")
         image, more = read_fields(seen, self.image, {})
-        raise_faults(text_config=faults, vision_config=more)
-        marker = values.get("image_token_index", values.get("image_token_id", self.marker))
-        if type(marker) is not int or not 0 <= marker < text["vocab_size"]:
-            raise FieldError(
-                f"image_token_index is {marker!r}, but only an id of the vocabulary ({text['vocab_size']} tokens) is "
-                f"supported"
-            )
+        refuse(text_config=faults, vision_config=more)
+        marker = read_marker(values, ("image_token_index", "image_token_id"), self.marker, text["vocab_size"])
         own = self.images(values, text, image)
         unused = own.get("unused_layers")
         image |= {"num_layers": image["num_layers"] - (unused or 0), "stack.final_norm": unused is None}
@@ -135,7 +130,7 @@ class VisionText(Codec):
         return text | {"input": images}
 
     def _text_model(self, values: Fields) -> TextModel:
-        kind = _object(values, "text_config").get("model_type", next(iter(self.text)))
+        kind = object_in(values, "text_config").get("model_type", next(iter(self.text)))
         if kind not in self.text:
             raise FieldError(f"model_type of text_config is {kind!r}, but only {', '.join(self.text)} is supported")
         return self.text[kind]
@@ -163,7 +158,17 @@ class VisionText(Codec):
         return values | {"tie_word_embeddings": config.embedding.tie} | own
 
 
-def _object(values: Fields, name: str) -> Fields:
+def read_marker(values: Fields, names: tuple[str, str], default: int, vocab_size: int) -> int:
+    """Return the id of the token that stands for an image, from the first of two fields that is given."""
+    marker = values.get(names[0], values.get(names[1], default))
+    if type(marker) is not int or not 0 <= marker < vocab_size:
+        raise FieldError(
+            f"{names[0]} is {marker!r}, but only an id of the vocabulary ({vocab_size} tokens) is supported"
+        )
+    return marker
+
+
+def object_in(values: Fields, name: str) -> Fields:
     value = values.get(name) or {}
     if not isinstance(value, dict):
         raise FieldError(f"{name} must be an object, got {value!r:.80}")
@@ -173,7 +178,7 @@ def _object(values: Fields, name: str) -> Fields:
 def vision_text_rules(config: TransformerConfig, text: Mapping[str, TextModel]) -> list[Rule]:
     """Return the rules of the decoder and of the encoder of images, without those of the projector."""
     model = next((model for model in text.values() if model.fits(config)), next(iter(text.values())))
-    rules = [_inside("language_model.", rule) for rule in model.rules(config)]
+    rules = [_inside("language_model.", rule) for rule in rules_of(model.rules, config)]
     rules += [*image_rules("vision_tower."), Rule("language_model.lm_head.weight", "output/kernel", MATRIX)]
     images = config.image_tokens
     if images is not None and images.unused_layers is not None:

@@ -14,7 +14,7 @@ from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
 from transformer.zoo._family import Family, Head, variants
 from transformer.zoo._fields import LARGE, Codec, Converted, FieldError, Fields, Fixed, Labels, Unread, training_fields
 from transformer.zoo.families._bert import LAYER_FIELDS, TANH_POOLER
-from transformer.zoo.weights._rules import Arrays, EachTensor, Relation, Rule, Shape, Shapes, linear, modules, norm, row
+from transformer.zoo.weights._rules import EachTensor, Relation, Rule, WithUnread, linear, modules, norm, row
 
 CONVOLUTION = EachTensor(
     lambda shape: (shape[-1], shape[-2], *shape[:-2]),
@@ -24,24 +24,13 @@ CONVOLUTION = EachTensor(
 """A convolution kernel: (*sizes, channels, D) in Flax, (D, channels, *sizes) in PyTorch."""
 
 
-@dataclass(frozen=True)
-class ClassAndMask(Relation):
-    """A class token, and a token for masked patches that only pretraining uses but the reference expects in files.
+def class_and_mask(axes: int) -> Relation:
+    """Return the relation of a class token to its tensor, and to a token for masked patches.
 
-    The latter has `axes` leading axes of size 1. It is not loaded, and saved as zeros.
+    Only pretraining uses the latter, with `axes` leading axes of size 1, but the reference expects it in files. It is
+    not loaded, and saved as zeros.
     """
-
-    axes: int
-
-    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
-        return [(1, 1, *shapes[0]), (*(1,) * self.axes, *shapes[0])]
-
-    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
-        return [tensors[0].reshape(shapes[0])]
-
-    def save(self, parameters: Arrays) -> list[np.ndarray]:
-        token = parameters[0]
-        return [token[None, None], np.zeros((*(1,) * self.axes, *token.shape), token.dtype)]
+    return WithUnread(lambda token: np.zeros((*(1,) * axes, *token.shape), token.dtype), row(2))
 
 
 @dataclass(frozen=True)
@@ -66,7 +55,6 @@ class PatchSizes(Codec):
         size, other = _pair(values.get("patch_size", self.patch_size))
         if size != other:
             raise FieldError(f"patch_size is {values['patch_size']}, but only square patches are supported")
-        channels = values.get("num_channels", 3)
         registers = 0 if self.registers is None else values.get("num_register_tokens", self.registers)
         if self.registers is not None and registers == 0:
             raise FieldError("num_register_tokens is 0, but models of this family without registers are not supported")
@@ -74,7 +62,7 @@ class PatchSizes(Codec):
             image_height=height,
             image_width=width,
             patch_size=size,
-            channels=channels,
+            channels=values.get("num_channels", 3),
             use_bias=self.use_bias,
             class_token=self.class_token,
             distillation_token=self.distillation_token,
@@ -122,9 +110,7 @@ def vit_rules(prefix: str, layer: Mapping[str, str]) -> list[Rule]:
 
 VIT_LAYER = {
     "attention_norm": "layernorm_before",
-    "self_attention/query": "attention.attention.query",
-    "self_attention/key": "attention.attention.key",
-    "self_attention/value": "attention.attention.value",
+    **{f"self_attention/{name}": f"attention.attention.{name}" for name in ("query", "key", "value")},
     "self_attention/out": "attention.output.dense",
     "feed_forward_norm": "layernorm_after",
     "feed_forward/up": "intermediate.dense",
@@ -192,7 +178,7 @@ VIT = Family(
     },
     constants=VIT_CONSTANTS,
     fields=vit_fields(),
-    rules=lambda config: vit_rules("vit.", VIT_LAYER),
+    rules=vit_rules("vit.", VIT_LAYER),
     prefix="vit.",
     variants=variants("google/", _VARIANTS, ("image_size", "patch_size"), num_labels=1000),
 )

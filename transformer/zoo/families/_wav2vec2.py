@@ -20,8 +20,9 @@ from transformer.zoo._fields import (
     training_fields,
     written_as,
 )
+from transformer.zoo.families._bart import ATTENTION
 from transformer.zoo.families._bert import LAYER_FIELDS
-from transformer.zoo.families._patchtst import Counted
+from transformer.zoo.families._patchtst import batch_norm
 from transformer.zoo.families._vit import CONVOLUTION
 from transformer.zoo.weights._rules import Rule, linear, modules, norm, row
 
@@ -96,10 +97,7 @@ class StableNorm(Codec):
 
 _LAYER = {
     "attention_norm": "layer_norm",
-    "self_attention/query": "attention.q_proj",
-    "self_attention/key": "attention.k_proj",
-    "self_attention/value": "attention.v_proj",
-    "self_attention/out": "attention.out_proj",
+    **{f"self_attention/{name}": f"attention.{theirs}" for name, theirs in ATTENTION.items()},
     "feed_forward_norm": "final_layer_norm",
     "feed_forward/up": "feed_forward.intermediate_dense",
     "feed_forward/down": "feed_forward.output_dense",
@@ -123,14 +121,10 @@ def speech_rules(config: TransformerConfig, prefix: str) -> list[Rule]:
         rules += linear(f"{layer}conv", f"feature_encoder/conv_{i}", CONVOLUTION)
         rules += norm(f"{layer}layer_norm", f"feature_encoder/norm_{i}")
     if config.audio is not None and config.audio.position_norm == "batch":
-        batch = f"{table}batch_norm"
-        variance = (f"{batch}.running_var", f"{batch}.num_batches_tracked")
         return [
             *rules,
             Rule(f"{table}conv.weight", f"{positions}/kernel", CONVOLUTION),
-            *norm(batch, f"{positions}/norm"),
-            Rule(f"{batch}.running_mean", f"{positions}/norm/mean"),
-            Rule(variance, f"{positions}/norm/variance", Counted()),
+            *batch_norm(f"{table}batch_norm", f"{positions}/norm"),
         ]
     weight = f"{table}conv.parametrizations.weight"
     return [

@@ -12,19 +12,17 @@ from transformer.zoo.families._bart import BothStacks, StackLayers, stack_rules,
 from transformer.zoo.families._vit import CONVOLUTION
 from transformer.zoo.weights._rules import MATRIX, Rule, linear, norm
 
-
-def _rules(config: TransformerConfig) -> list[Rule]:
-    return [
-        *linear("model.encoder.conv1", "conv_0", CONVOLUTION),
-        *linear("model.encoder.conv2", "conv_1", CONVOLUTION),
-        Rule("model.encoder.embed_positions.weight", "encoder/position_table"),
-        Rule("model.decoder.embed_tokens.weight", "embedding/embedding"),
-        Rule("model.decoder.embed_positions.weight", "decoder/position_table"),
-        *stack_rules(),
-        *norm("model.encoder.layer_norm", "encoder/final_norm"),
-        *norm("model.decoder.layer_norm", "decoder/final_norm"),
-        Rule("proj_out.weight", "output/kernel", MATRIX),
-    ]
+_RULES = [
+    *linear("model.encoder.conv1", "conv_0", CONVOLUTION),
+    *linear("model.encoder.conv2", "conv_1", CONVOLUTION),
+    Rule("model.encoder.embed_positions.weight", "encoder/position_table"),
+    Rule("model.decoder.embed_tokens.weight", "embedding/embedding"),
+    Rule("model.decoder.embed_positions.weight", "decoder/position_table"),
+    *stack_rules(),
+    *norm("model.encoder.layer_norm", "encoder/final_norm"),
+    *norm("model.decoder.layer_norm", "decoder/final_norm"),
+    Rule("proj_out.weight", "output/kernel", MATRIX),
+]
 
 
 class MelBins(Codec):
@@ -87,7 +85,7 @@ WHISPER = Family(
             + ("use_weighted_layer_sum", "classifier_proj_size", "median_filter_width", "forced_decoder_ids")
         ),
     ),
-    rules=_rules,
+    rules=_RULES,
     prefix="model.",
     copies={"proj_out.weight": "model.decoder.embed_tokens.weight"},
     variants=variants("openai/", _VARIANTS, vocab_size=51_865),

@@ -166,6 +166,25 @@ class EachTensor(Relation):
         return [self.to_tensor(parameter) for parameter in parameters]
 
 
+@dataclass(frozen=True)
+class WithUnread(Relation):
+    """A parameter in the first of two tensors. The second is not loaded; it is saved as `second` makes it."""
+
+    second: Callable[[np.ndarray], np.ndarray]
+    """Function from the parameter to the second tensor."""
+    each: Relation = SAME
+    """Relation of the first tensor."""
+
+    def tensor_shapes(self, shapes: Shapes) -> list[Shape]:
+        return [*self.each.tensor_shapes(shapes), self.second(np.broadcast_to(np.float32(0), shapes[0])).shape]
+
+    def load(self, tensors: Arrays, shapes: Shapes) -> list[np.ndarray]:
+        return self.each.load(tensors[:1], shapes)
+
+    def save(self, parameters: Arrays) -> list[np.ndarray]:
+        return [*self.each.save(parameters), self.second(parameters[0])]
+
+
 def row(axes: int) -> Relation:
     """Return the relation to a tensor with `axes` additional leading axes of size 1."""
     return EachTensor(
