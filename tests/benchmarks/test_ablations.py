@@ -21,7 +21,7 @@ def recipe_of(name):
     return load_recipe_file(ROOT / "configs" / f"{name}.py")[0]
 
 
-def test_the_recipe_without_attention_differs_in_that_alone():
+def test_the_recipe_without_attention_differs_only_in_attention():
     changed, free = difference(recipe_of("shakespeare"), recipe_of("shakespeare_no_attention"))
     assert [change.field for change in changed] == ["model.stack.period.0.self_attention"]
     assert [change.field for change in free] == ["name"]
@@ -33,7 +33,7 @@ def test_the_recipe_without_attention_differs_in_that_alone():
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_can_be_trained_and_differs_in_what_it_says(name):
+def test_a_variant_trains_and_differs_only_in_its_documented_fields(name):
     base = recipe_of("shakespeare")
     recipe = VARIANTS[name].recipe(base, name)
     changed, free = difference(base, recipe)
@@ -57,14 +57,14 @@ class Pairs:
         yield {"tokens": np.full((1, 3), 3), "targets": np.full((1, 3), 3), "weights": np.zeros((1, 3))}  # padding
 
 
-def test_the_bigram_entropy_is_what_the_current_token_leaves_open():
+def test_the_bigram_entropy_is_the_entropy_given_the_current_token():
     bounds = bigram_bounds(Pairs())
     assert bounds["entropy"] == pytest.approx(np.log(2) / 2)  # one bit at every second position
     assert bounds["unigram"] == pytest.approx(1.5 * np.log(2))
     assert bounds["entropy"] < bounds["learnt"] < bounds["unigram"]
 
 
-def test_no_guess_from_the_current_token_beats_the_bigram_entropy():
+def test_no_prediction_from_the_current_token_beats_the_bigram_entropy():
     rng = np.random.default_rng(0)
     seen = rng.integers(0, 9, (5, 7)).astype(float)
     least = conditional_loss(seen, seen)
@@ -76,7 +76,7 @@ def test_pairs_of_weight_zero_are_not_counted():
     assert pair_counts(Pairs().eval_batches(), 4).sum() == 8
 
 
-def test_the_page_shows_the_results_that_are_kept():
+def test_the_page_shows_the_stored_results():
     """The page equals the output of --render, so that no table is edited by hand or outdated."""
     text = (ROOT / "docs" / PAGE).read_text(encoding="utf-8")
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ def test_the_page_shows_the_results_that_are_kept():
     assert filled(text, other, LABELS) != text
 
 
-def test_attention_is_worth_what_the_page_says():
+def test_the_page_states_the_measured_gain_from_attention():
     """Without attention, losses are between the bigram entropy and the bigram frequencies; attention is far below."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     bounds, losses = results["bounds"], {name: run["eval_loss"] for name, run in results["runs"].items()}
@@ -95,7 +95,7 @@ def test_attention_is_worth_what_the_page_says():
     assert losses["attention"] < bounds["entropy"] - 0.5
 
 
-def test_the_page_is_written_with_its_pictures(tmp_path):
+def test_the_page_is_written_with_its_plots(tmp_path):
     (tmp_path / PAGE).write_text("before\n<!-- made: main -->\nold\n<!-- end -->\nafter\n")
     run = {"parameters": 5, "steps": 20, "eval_loss": 2.5, "seconds": 60, "eval": [[10, 3.0], [20, 2.5]], "text": "x"}
     results = {

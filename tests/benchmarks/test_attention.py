@@ -20,11 +20,11 @@ from transformer.nn import kernels
         ),
     ],
 )
-def test_neighbors_with_one_kernel_are_one_stretch(names, expected):
+def test_adjacent_lengths_with_the_same_kernel_form_one_range(names, expected):
     assert stretches(names, [64, 80, 96, 128, 256]) == expected
 
 
-def test_the_bounds_are_those_of_auto(monkeypatch):
+def test_the_ranges_match_the_automatic_kernel_choice(monkeypatch):
     monkeypatch.setitem(kernels.FULL_MATRIX_SCORES, "cpu", 100 * 100)
     monkeypatch.setitem(kernels.QUERY_CHUNKED_SCORES, "cpu", 300 * 300)
     assert bounds("cpu") == "reference to 100, query_chunked to 300, blockwise"

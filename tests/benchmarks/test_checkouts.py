@@ -17,7 +17,7 @@ def run(monkeypatch, *arguments):
 
 
 @pytest.mark.slow
-def test_a_checkout_beside_itself(monkeypatch, capsys):
+def test_a_checkout_is_compared_with_itself(monkeypatch, capsys):
     run(monkeypatch, ROOT, "--works", "import", "--turns", "1")
     *table, last = capsys.readouterr().out.splitlines()
     assert table[-1].startswith("| import | ")
@@ -35,7 +35,7 @@ def test_both_checkouts_are_run(monkeypatch):
     assert order == [other, ROOT, ROOT, other]
 
 
-def test_a_folder_that_is_no_checkout(monkeypatch, capsys, tmp_path):
+def test_rejects_a_folder_that_is_not_a_checkout(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         run(monkeypatch, tmp_path)
     assert "is not a checkout of this repository: it has no folder transformer/." in capsys.readouterr().err

@@ -26,7 +26,7 @@ def recipe_of(name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_differs_in_what_it_says_and_reads_as_much_text(name):
+def test_a_variant_differs_only_in_its_documented_fields_and_reads_equal_text(name):
     base = recipe_of("shakespeare_fast")
     recipe = VARIANTS[name].recipe(base, base.name)
     changed, free = difference(base, recipe)
@@ -40,14 +40,14 @@ def test_a_variant_differs_in_what_it_says_and_reads_as_much_text(name):
     assert size[1] == pytest.approx(size[0], rel=0.02)
 
 
-def test_the_recipe_has_sizes_and_text_of_shakespeare_cpu():
+def test_the_recipe_has_the_sizes_and_text_of_shakespeare_cpu():
     slow, fast = recipe_of("shakespeare_cpu"), recipe_of("shakespeare_fast")
     assert (slow.data, slow.training) == (fast.data, fast.training)
     for field in ("num_layers", "num_heads", "d_model", "feed_forward_width", "dropout_rate"):
         assert getattr(slow.model, field) == getattr(fast.model, field)
 
 
-def test_the_page_shows_the_results_that_are_kept():
+def test_the_page_shows_the_stored_results():
     text = PAGE.read_text(encoding="utf-8")
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert results["runs"].keys() <= VARIANTS.keys()
@@ -55,7 +55,7 @@ def test_the_page_shows_the_results_that_are_kept():
     assert fill(text, tables(results | {"runs": RUNS})) != text
 
 
-def test_differences_are_over_the_seeds_that_both_have():
+def test_differences_use_the_seeds_common_to_both_variants():
     made = tables({"runs": RUNS, "made": "today"})
     removed, added = made["removed"].splitlines(), made["added"].splitlines()
     assert removed[2] == added[2] == "| `full` | the recipe | 1,200 | 0, 1 | 1.600 ± 0.141 |  |"

@@ -31,13 +31,13 @@ def test_a_step_trains(small, work):
 
 
 @pytest.mark.programs(7, reason="the package computes single operations outside of jit")
-def test_as_many_tokens_as_are_counted_are_written(small):
+def test_the_counted_number_of_tokens_is_generated(small):
     (row,) = gpu.decoding("-")()
     assert len(row) == 4
 
 
 @pytest.mark.parametrize("work", gpu.WORKS)
-def test_flops_are_those_of_the_matrices_and_of_half_the_scores(work):
+def test_flops_count_the_matrices_and_half_of_the_attention_scores(work):
     model, (rows, length) = CausalLM(gpu.config(work)), gpu.WORKS[work]
     leaves = jax.tree_util.tree_leaves_with_path(abstract_params(model))
     matrices = sum(
@@ -51,5 +51,5 @@ def test_flops_are_those_of_the_matrices_and_of_half_the_scores(work):
     assert gpu.flops(work) == rows * length * (6 * (matrices + tied) + scores)
 
 
-def test_every_parameter_is_read_once_a_token():
+def test_every_parameter_is_read_once_per_token():
     assert count_parameters(abstract_params(CausalLM(gpu.config("decode")))) == gpu.PARAMETERS

@@ -60,7 +60,7 @@ def workdir_of(folder, recipe, **summary):
     return folder
 
 
-def test_the_page_is_what_the_command_makes_of_the_files():
+def test_the_page_equals_the_output_of_the_command():
     """The page contains every recipe of configs/, with results or the reason why there are none."""
     text = PAGE.read_text(encoding="utf-8")
     assert NOT_RECORDED not in text, "run python -m benchmarks.results add WORKDIR, or add the reason as not_trained"
@@ -68,7 +68,7 @@ def test_the_page_is_what_the_command_makes_of_the_files():
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
-def test_what_is_kept_of_runs_is_complete_and_small(path):
+def test_stored_run_records_are_complete_and_small(path):
     content = json.loads(path.read_text(encoding="utf-8"))
     assert content.keys() <= {"published", "not_trained", "runs"}
     assert set(content.get("published", {})) in (set(), {"figure", "source"})
@@ -105,7 +105,7 @@ def test_a_run_is_recorded_from_its_own_files(tmp_path):
     assert run["command"] == f"python train.py configs/shakespeare_cpu.py {options}"
 
 
-def test_a_command_names_files_without_folders_and_what_it_starts_from():
+def test_a_command_names_files_without_folders_and_its_initial_model():
     recipe = recipe_of("text_file")
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path="/some/where/my text.txt"))
     assert command(recipe) == "python train.py configs/text_file.py --data.path 'my text.txt'"
@@ -158,7 +158,7 @@ def test_each_task_reports_its_own_metrics(task, more, expected):
     assert figures(task, SUMMARY | more, EVALUATED) == expected
 
 
-def test_what_is_no_finished_run_of_a_recipe_is_refused(tmp_path):
+def test_rejects_directories_without_a_finished_run_of_a_recipe(tmp_path):
     recipe = recipe_of("shakespeare_cpu")
     with pytest.raises(ConfigError, match=r"has trained only 19 of 20 steps. Finish the run first"):
         record(workdir_of(tmp_path, recipe, step=19), "here")
@@ -169,7 +169,7 @@ def test_what_is_no_finished_run_of_a_recipe_is_refused(tmp_path):
         record(tmp_path, "here")
 
 
-def test_curves_are_thinned_from_the_end():
+def test_curves_are_subsampled_from_the_end():
     lines = [{"step": step, "eval/loss": 1 / step} for step in range(1, 102)]
     kept = curve(lines)
     assert [step for step, _ in kept[-2:]] == [98, 101]
@@ -177,7 +177,7 @@ def test_curves_are_thinned_from_the_end():
     assert curve(lines[:3]) == [[1, 1.0], [2, 0.5], [3, 0.3333]]
 
 
-def test_a_run_takes_the_place_of_one_with_the_same_command(tmp_path):
+def test_a_run_replaces_an_earlier_run_of_the_same_command(tmp_path):
     (tmp_path / "known.json").write_text(dump({"published": {"figure": "9", "source": "x"}, "not_trained": "no time"}))
     for run in (OTHER, RUN, RUN | {"seconds": 62}):
         path = add("known", run, tmp_path)
@@ -186,7 +186,7 @@ def test_a_run_takes_the_place_of_one_with_the_same_command(tmp_path):
     assert json.loads(add("new", RUN, tmp_path).read_text()) == {"runs": [RUN]}
 
 
-def test_the_page_has_mean_spread_and_what_others_published():
+def test_the_page_has_mean_spread_and_published_figures():
     published = {"figure": "1.88", "source": "a paper"}
     recipes = {
         "known": {"runs": [RUN, OTHER], "published": published, "text": "A paragraph."},

@@ -27,7 +27,7 @@ from transformer.inference import open_model
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_lengths_are_those_of_sharegpt():
+def test_lengths_follow_the_sharegpt_distribution():
     """Their means, if nothing is cut; the same seed gives the same requests."""
     many = asks(20_000, 100_000)
     assert np.mean([len(one.prompt) for one in many]) == pytest.approx(PROMPT_TOKENS, rel=0.05)
@@ -47,7 +47,7 @@ def test_a_character_is_a_token(tmp_path):
     assert opened.context == 512
 
 
-def test_a_server_that_ends_is_reported():
+def test_a_server_that_exits_is_reported():
     with (
         pytest.raises(RuntimeError, match=r"does not run: install the extra serving$"),
         server([sys.executable, "-c", "print('one'); print('install the extra serving')"], free_port()),
@@ -96,7 +96,7 @@ def test_prompts_share_their_prefix_only_if_asked():
     assert len({tuple(row[40:]) for row in together}) == 5
 
 
-def test_the_tables_of_the_page_are_the_kept_results():
+def test_the_tables_of_the_page_match_the_stored_results():
     text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     kept = json.loads((ROOT / "docs" / "serving.json").read_text(encoding="utf-8"))
     for run in kept["http"]:

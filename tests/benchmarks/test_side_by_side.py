@@ -22,7 +22,7 @@ def module(tmp_path, monkeypatch):
     return "some_work"
 
 
-def test_two_sides_take_turns_and_the_ratio_is_of_the_peer_to_ours(module):
+def test_two_libraries_alternate_and_the_ratio_is_peer_time_over_ours(module):
     found = compare("rest", "slow", (module, "0.01"), (module, "0.2"), environment="untouched", turns=3, times=2)
     assert (found.work, found.peer, found.environment) == ("rest", "slow", "untouched")
     assert found.ours_seconds >= 0.01
@@ -31,7 +31,7 @@ def test_two_sides_take_turns_and_the_ratio_is_of_the_peer_to_ours(module):
     assert found.ours_first >= 0.01
 
 
-def test_the_order_of_the_sides_changes_with_each_turn(monkeypatch):
+def test_the_order_of_the_libraries_changes_each_round(monkeypatch):
     asked = []
 
     class Told(Worker):
@@ -51,7 +51,7 @@ def test_the_order_of_the_sides_changes_with_each_turn(monkeypatch):
     assert asked == ["ours", "peer", "peer", "ours"] * 2
 
 
-def test_works_of_one_process_take_turns_after_a_first_time_that_does_not_count():
+def test_tasks_of_one_process_alternate_after_an_uncounted_warm_up():
     done = []
     seconds = take_turns({name: lambda name=name: done.append(name) for name in "abc"}, turns=3)
     assert "".join(done) == "abc" + "abc" + "cba" + "abc"
@@ -66,7 +66,7 @@ def test_a_worker_that_ends_early_is_an_error(tmp_path, monkeypatch):
         Worker("broken_work")
 
 
-def test_the_last_line_is_an_object_with_all_that_is_compared():
+def test_the_last_line_is_an_object_with_every_compared_value():
     line = json.loads(last_line("w", 2.0, 3.00049, 1.5, "s", "m", versions=versions("jax", "no-such-package")))
     assert {"work", "peer", "ours", "ratio", "unit", "machine", "versions"} == set(line)
     assert line["ours"] == 3.0

@@ -27,25 +27,25 @@ def test_contributors_are_packages_after_jax():
     assert sum(seconds for _, seconds in found) == pytest.approx(600e-6)
 
 
-def test_a_log_without_jax_is_refused():
+def test_rejects_a_log_without_jax():
     with pytest.raises(ValueError, match="expected a line for the import of jax, got 0 lines"):
         contributors("nothing was imported")
 
 
-def test_pythons_own_log_is_understood():
+def test_parses_the_import_time_log_of_python():
     log = run_python("-X", "importtime", "-c", "import json; import wave")
     found = contributors(log, after="json")
     assert {"wave"} <= {name for name, _ in found} <= sys.stdlib_module_names
     assert all(seconds >= 0 for _, seconds in found)
 
 
-def test_medians_are_of_each_way_and_each_clock():
+def test_medians_are_per_variant_and_per_clock():
     walls, cpus = [7.0, 2.0, 3.0], [1.0, 5.0, 4.0]
     rounds = [{"a": (wall, cpu), "b": (2 * wall, 0.0)} for wall, cpu in zip(walls, cpus, strict=True)]
     assert medians(rounds) == {"a": (3.0, 4.0), "b": (6.0, 0.0)}
 
 
-def test_differences_are_within_a_round():
+def test_differences_are_taken_within_each_round():
     """Each round is compared with the peer of the same round, because the machine may be busy in one of them."""
     rounds = [
         {PEER: (1.0, 0.5), OURS: (1.5, 0.75)},
@@ -55,7 +55,7 @@ def test_differences_are_within_a_round():
     assert medians(map(beyond_peer, rounds)) == {PEER: (0.0, 0.0), OURS: (0.5, 0.5)}
 
 
-def test_the_table_tells_what_comes_on_top():
+def test_the_table_reports_the_added_time():
     head, peer, ours = table({PEER: (0.7, 0.5), OURS: (1.1, 0.8)}, {PEER: (0.0, 0.0), OURS: (0.4, 0.31)}).splitlines()
     assert head.split() == ["wall", "s", "CPU", "s", "more", "than", "jax:", "wall", "s", "CPU", "s"]
     assert peer.removeprefix(PEER).split() == ["0.700", "0.500", "0.000", "0.000"]

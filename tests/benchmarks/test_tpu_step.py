@@ -19,5 +19,5 @@ def test_recipe_and_options_fit_the_topology(name):
     check_batch_sizes(*shared_rows(recipe.data), recipe.training.accumulation, sizes, recipe.data.sequence_length)
 
 
-def test_figures_that_are_not_known_are_empty():
+def test_unknown_figures_are_empty():
     assert _row("x", Step(peak_gib=23.456), ["peak_gib", "tflops"]) == "| x | 23.46 |  |"

@@ -33,7 +33,7 @@ def reply(chat):
     return chat.reply(HELLO, **SOME)
 
 
-def test_a_reply_is_that_of_generate(chat, opened, reply):
+def test_a_reply_equals_the_output_of_generate(chat, opened, reply):
     ids = chat.encode(HELLO, add_generation_prompt=True).ids
     options = {"max_new_tokens": 12, "sampling": Sampling(), "seed": 3, "eos_id": chat.eos_ids}
     assert reply.tokens == generate(opened.model, opened.params, [ids], **options)[0]
@@ -43,7 +43,7 @@ def test_a_reply_is_that_of_generate(chat, opened, reply):
     assert reply.message == {"role": "assistant", "content": reply.text}
 
 
-def test_joined_pieces_are_the_reply(chat, reply):
+def test_joined_stream_chunks_equal_the_reply(chat, reply):
     stream = chat.stream(HELLO, **SOME)
     assert "".join(stream) == reply.text == stream.reply.text
     partial = chat.stream(HELLO, **SOME)
@@ -91,7 +91,7 @@ def test_the_end_of_turn_ends_a_reply(opened):
 
 
 @pytest.mark.programs(9, reason="a conversation is read and continued for the first time")
-def test_the_context_is_the_limit(opened):
+def test_the_context_length_limits_a_reply(opened):
     ids = Chat(opened.model, opened.params, opened.tokenizer).encode(HELLO, add_generation_prompt=True).ids
     chat = Chat(opened.model, opened.params, opened.tokenizer, context=len(ids) + 3)
     assert len(chat.reply(HELLO, **SOME).tokens) <= 3
@@ -113,7 +113,7 @@ def test_a_final_message_is_continued(chat):
     assert chat.reply(messages, continue_final_message=True, max_new_tokens=2).tokens
 
 
-def test_sampling_of_the_authors():
+def test_uses_the_recommended_sampling_of_the_model():
     def of(**values):
         return default_sampling({"generation_config.json": json.dumps(values).encode()})
 
@@ -124,7 +124,7 @@ def test_sampling_of_the_authors():
         of(do_sample=True, top_p=2)
 
 
-def test_a_tokenizer_of_this_package(opened):
+def test_a_tokenizer_of_this_package_can_chat(opened):
     """Its special tokens have the names <bos> and <eos> in a template."""
     own = build_tokenizer(TokenizerConfig(kind="byte"), [""], normalization="none", masked=False)
     assert own.vocab_size <= opened.model.config.vocab_size

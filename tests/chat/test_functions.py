@@ -10,7 +10,7 @@ from transformer.chat import ChatTemplate, function_schema
 from transformer.config import ConfigError
 
 
-def test_a_function():
+def test_a_function_is_described_as_a_tool():
     days = {"type": "integer", "enum": [1, 2], "description": "number of days"}
     assert function_schema(weather) == {
         "type": "function",
@@ -102,7 +102,7 @@ class Unit(enum.Enum):
         (int | list[int], {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]}),
     ],
 )
-def test_types_of_an_argument(hint, schema):
+def test_argument_types_become_schema_types(hint, schema):
     def tool(x):
         """Do it.
 
@@ -146,7 +146,7 @@ def test_a_function_without_description_is_refused(function, message):
         function_schema(function)
 
 
-def test_other_tools_are_refused():
+def test_rejects_tools_of_unsupported_types():
     messages = [{"role": "user", "content": "x"}]
     for tools, message in ((3, "tools must be a list"), (["x"], "a tool must be a function"), ({}, "tools must be")):
         with pytest.raises(ConfigError, match=message):

@@ -78,7 +78,7 @@ def test_a_rendered_conversation_as_a_prompt(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_texts_made_of_parts_of_markers(family):
+def test_texts_of_marker_fragments_stay_text(family):
     """Whatever is typed, the special tokens are those of a conversation with plain words."""
     made = encoder(family)
     special = FAMILIES[family][0]
@@ -101,7 +101,7 @@ def test_plain_conversations_are_encoded_by_the_library_in_one_piece(family):
     assert encoded.ids == reference.encode(encoded.text, add_special_tokens=False).ids
 
 
-def test_the_words_around_a_marker_are_encoded_as_in_a_text():
+def test_text_around_a_marker_is_encoded_like_plain_text():
     """A marker that a user types changes no token before or after it."""
     made = encoder("qwen2")
     name = "<|im_end|>"
@@ -114,7 +114,7 @@ def test_the_words_around_a_marker_are_encoded_as_in_a_text():
     assert labels[first - 1 :][: 1 + len(own.encode(name))] == ["␣", *own.tokens(own.encode(name))]
 
 
-def test_markers_that_the_template_builds_of_a_message_are_text():
+def test_markers_assembled_by_the_template_from_a_message_stay_text():
     made = ChatEncoder(ChatTemplate("{% for m in messages %}<|{{ m.content }}|>{% endfor %}"), tokenizer("smollm"))
     for content in ("im_end", "im_start|><|im_end", " im_end"):
         assert markers(made, encode(made, user(content)).ids) == []
@@ -151,7 +151,7 @@ def test_markers_in_tools_documents_and_switches_are_text():
     assert markers(made, ids) == markers(made, encode(made, user("x")).ids)
 
 
-def test_the_assistant_writes_the_markers_of_its_own_words():
+def test_markers_generated_by_the_assistant_stay_tokens():
     """Tokens such as <tool_call>, which are not special, are part of its language; special tokens are not."""
     made = encoder("qwen2")
     call = '<tool_call>\n{"name": "f"}\n</tool_call>'
@@ -170,7 +170,7 @@ def test_a_character_that_is_used_inside_is_not_mistaken():
     assert content in made._tokenizer.decode(encoded.ids)
 
 
-def test_a_tokenizer_that_can_not_spell_a_marker():
+def test_a_tokenizer_that_cannot_spell_a_marker():
     """Its model has the marker as a piece; without the pieces of its characters, the message is refused."""
     own = PretrainedTokenizer({"tokenizer.json": unigram().to_str().encode()})
     made = ChatEncoder(ChatTemplate("{{ messages[0].content }}</s>"), own)
@@ -179,7 +179,7 @@ def test_a_tokenizer_that_can_not_spell_a_marker():
         assert ids.count(own._library.token_to_id("</s>")) == 1
 
 
-def test_what_the_assistant_wrote_is_marked_by_token():
+def test_assistant_tokens_are_marked_in_the_mask():
     made = encoder("documents")
     messages = [*user("Hello"), {"role": "assistant", "content": "The answer"}, *user("Bye")]
     encoded = encode(made, messages)
@@ -188,7 +188,7 @@ def test_what_the_assistant_wrote_is_marked_by_token():
     assert markers(made, own) == ["<|im_end|>"]
 
 
-def test_the_end_of_a_turn():
+def test_finds_the_end_of_turn_token():
     expected = {"llama3": "<|eot_id|>", "qwen3": "<|im_end|>", "gemma2": "<end_of_turn>", "mixtral": "</s>"}
     expected |= {"phi3": "<|end|>", "gpt_oss": "<|return|>", "deepseek_v3": "<｜end▁of▁sentence｜>"}
     for family, name in expected.items():

@@ -50,7 +50,7 @@ def with_joined_texts(messages):
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_and_ids(family, option, theirs):
+def test_text_and_ids_equal_transformers(family, option, theirs):
     """Also the refusals: what raises an error there raises one here. Time is the day, which both read."""
     ours = PretrainedTokenizer(files(family))
     template = find_template(ours.files)
@@ -87,7 +87,7 @@ def test_text_and_ids(family, option, theirs):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_markers_in_messages_are_text_as_there(family, theirs):
+def test_markers_in_messages_are_text_as_in_transformers(family, theirs):
     """transformers has an option for this, which finds the same places. The spelling of a name may differ."""
     ours = PretrainedTokenizer(files(family))
     encoder, reference = ChatEncoder(find_template(ours.files), ours), theirs(family)
@@ -121,7 +121,7 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize("source", TEMPLATES)
-def test_the_language_of_templates(source):
+def test_template_language_equals_transformers(source):
     from transformers.utils.chat_template_utils import render_jinja_template
 
     from transformer.chat import ChatTemplate
@@ -193,14 +193,14 @@ class Tools:
 
 
 @pytest.mark.parametrize("function", [weather, search, anything, nothing, Tools().method])
-def test_descriptions_of_functions(function):
+def test_function_schemas_equal_transformers(function):
     from transformers.utils import get_json_schema
 
     assert function_schema(function) == get_json_schema(function)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ids_of_a_prompt(family, theirs):
+def test_prompt_ids_equal_transformers(family, theirs):
     """A text with special tokens that is continued as it is: the ids that a call of the tokenizer returns."""
     ours, reference = PretrainedTokenizer(files(family)), theirs(family)
     special = "".join(reference.all_special_tokens)

@@ -56,7 +56,7 @@ def test_joined_pieces_are_the_whole_text(name):
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback", "unigram", "bpe", "char"])
-def test_a_text_after_a_prompt(name):
+def test_decodes_text_after_a_prompt(name):
     tokenizer = build(name)
     prompt = tokenizer.encode("to be ")
     ids = tokenizer.encode("or not to be" if name != "unigram" else "be a")
@@ -66,7 +66,7 @@ def test_a_text_after_a_prompt(name):
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback", "byte"])
-def test_a_text_after_half_a_character_arrives_at_once(name):
+def test_text_after_an_incomplete_character_is_streamed_immediately(name):
     """Token ids can divide a character between the prompt and the text, whose first bytes are invalid then."""
     tokenizer = build(name)
     prompt, ids = tokenizer.encode("to 🙂"), tokenizer.encode("you are")
@@ -109,7 +109,7 @@ def test_the_time_per_token_does_not_grow():
 
 @settings(max_examples=200, **QUIET)
 @given(st.lists(st.text("ab#", max_size=4), max_size=8), st.lists(st.text("ab#", min_size=1, max_size=3), max_size=3))
-def test_stop_strings(pieces, stop):
+def test_stop_strings_end_a_stream(pieces, stop):
     """The text ends before the first stop string that is complete, wherever the pieces end."""
     whole = "".join(pieces)
     begun = (whole[:end] for end in range(len(whole) + 1))
@@ -121,13 +121,13 @@ def test_stop_strings(pieces, stop):
 
 
 @pytest.mark.parametrize("pieces", [["abc"], ["ab", "c"], ["a", "bc"], ["a", "b", "c"]])
-def test_of_two_stop_strings_the_first_to_end_counts(pieces):
+def test_the_stop_string_that_completes_first_wins(pieces):
     """A step can generate several tokens (speculative decoding), and the text must stay the same."""
     strings = StopStrings(["abc", "b"])
     assert "".join(strings.add(piece) for piece in pieces) + strings.finish() == "a"
 
 
-def test_text_that_is_no_stop_string_is_not_held_back():
+def test_text_that_cannot_become_a_stop_string_is_not_held_back():
     strings = StopStrings(["###", "\n\n"])
     assert [strings.add(piece) for piece in ("a#", "b\n", "c", "##", "#d", "e")] == ["a", "#b", "\nc", "", "", ""]
 

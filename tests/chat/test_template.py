@@ -17,7 +17,7 @@ from transformer.config._limited_worker import MEMORY_FILE
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def test_a_conversation_of_chatml():
+def test_renders_a_chatml_conversation():
     rendered = ChatTemplate(template("smollm")).render(CONVERSATIONS["system"], add_generation_prompt=True)
     assert rendered == (
         "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -25,7 +25,7 @@ def test_a_conversation_of_chatml():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_renders(family):
+def test_the_template_of_every_family_renders(family):
     """The parity tests compare the texts with transformers; here, each keeps the words of the user."""
     made = find_template(files(family))
     rendered = made.render(HELLO, add_generation_prompt=True)
@@ -52,7 +52,7 @@ def test_a_final_message_is_continued():
         made.render(messages, continue_final_message=True, add_generation_prompt=True)
 
 
-def test_what_the_assistant_wrote_is_marked():
+def test_assistant_text_is_marked():
     made = ChatTemplate(template("documents"))
     values = made.variables(CONVERSATIONS["three"], None, None, False, False, {})
     found = made.run(values)
@@ -85,15 +85,15 @@ class TestFiles:
         assert (find_template(given).source, find_template(given, tools=True).source) == ("c", "d")
 
     @pytest.mark.parametrize("value", [3, [1], [{"name": "default"}], {"default": 1}, []])
-    def test_another_value_is_refused(self, value):
+    def test_rejects_other_template_values(self, value):
         with pytest.raises(ChatTemplateError, match=r"chat_template.*tokenizer_config.json"):
             find_template({"tokenizer_config.json": json.dumps({"chat_template": value}).encode()})
 
-    def test_no_template(self):
+    def test_reports_a_missing_template(self):
         with pytest.raises(ChatTemplateError, match=r"some/dir.*\(chat_template.jinja.*chat_temp"):
             find_template({}, place="some/dir")
 
-    def test_bytes_that_are_no_text(self):
+    def test_rejects_a_template_that_is_not_utf8(self):
         with pytest.raises(ChatTemplateError, match=r"chat_template.jinja.*UTF-8.*1"):
             find_template({"chat_template.jinja": b"a\xff"})
 
@@ -221,7 +221,7 @@ def test_time_and_memory_are_limited(source, small_limits):
     check_refusal(caught.value)
 
 
-def test_a_template_that_was_stopped_does_not_hinder_the_next_one(small_limits):
+def test_a_stopped_template_does_not_block_the_next_one(small_limits):
     with pytest.raises(ChatTemplateError, match="was stopped"):
         ChatTemplate("{{ 'a' * 10**12 }}").render(HELLO)
     assert ChatTemplate("{{ messages[0].content }}").render(HELLO) == "Hello"
@@ -343,7 +343,7 @@ PARTS = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]
 
 @pytest.mark.parametrize("role", ["user", "assistant", "system"])
 @pytest.mark.parametrize("family", sorted({path.stem for path in TEMPLATES.glob("*.jinja")} - {"gemma3"}))
-def test_parts_of_a_text_are_joined_for_templates_that_write_the_content_as_it_is(family, role):
+def test_text_parts_are_joined_for_templates_that_expect_a_string(family, role):
     made = ChatTemplate(template(family), special_tokens=(("bos_token", "<s>"), ("eos_token", "</s>")))
     before = [{"role": "user", "content": PARTS}] if role == "assistant" else []
     after = [{"role": "user", "content": PARTS}] if role == "system" else []
@@ -409,13 +409,13 @@ END = "{% endfor %}{% endfor %}"
     ],
 )
 @pytest.mark.parametrize("arguments", [{"city": "Köln"}, '{"city": "Köln"}', ' {"city":"Köln"}\n'])
-def test_arguments_of_a_call_are_written_once_as_json(source, arguments):
+def test_call_arguments_are_serialized_to_json_once(source, arguments):
     """As an object or as its JSON text, whatever the template reads."""
     assert ChatTemplate(source).render(called(arguments)) == '{"city": "Köln"}'
 
 
 @pytest.mark.parametrize("arguments", ["Köln", "[1]", '{"city": ', 3, '{"a": ' * 100_000])
-def test_arguments_that_are_no_object_are_refused(arguments):
+def test_rejects_call_arguments_that_are_not_an_object(arguments):
     with pytest.raises(ConfigError, match=r"arguments of a tool call of message 1.* got "):
         ChatTemplate(CALLS + "{{ c.function.arguments | tojson }}" + END).render(called(arguments))
 

@@ -39,7 +39,7 @@ def outputs(command, environment):
 
 @with_glibc
 @pytest.mark.parametrize("chosen", [None, "", "glibc.malloc.arena_max=1"])
-def test_a_program_is_started_once_more_with_the_same_words(chosen, tmp_path):
+def test_a_program_restarts_once_with_the_same_arguments(chosen, tmp_path):
     environment = {} if chosen is None else {VARIABLE: chosen}
     out = outputs([sys.executable, write(tmp_path), "one", "two words"], environment)
     (first, *again) = [line.split(" ", 1) for line in out]
@@ -48,7 +48,7 @@ def test_a_program_is_started_once_more_with_the_same_words(chosen, tmp_path):
 
 
 @with_glibc
-def test_a_program_inside_another_one_is_not_started_again(tmp_path):
+def test_a_nested_program_does_not_restart(tmp_path):
     """A notebook runs it with %run, another program with runpy: a restart would end the calling program."""
     inside = f"import runpy; runpy.run_path({write(tmp_path)!r}, run_name='__main__')"
     assert len(outputs([sys.executable, "-c", inside], {})) == 1
@@ -56,12 +56,12 @@ def test_a_program_inside_another_one_is_not_started_again(tmp_path):
 
 @with_glibc
 @pytest.mark.parametrize(("platforms", "starts"), [("cpu", 2), ("tpu", 1), ("cuda,cpu", 1)])
-def test_only_a_program_that_computes_on_the_cpu_is_started_again(platforms, starts, tmp_path):
+def test_only_programs_on_the_cpu_restart(platforms, starts, tmp_path):
     assert len(outputs([sys.executable, write(tmp_path)], {"JAX_PLATFORMS": platforms})) == starts
 
 
 @pytest.mark.parametrize("present", ["tpu", "gpu"])
-def test_a_machine_with_an_accelerator_is_left_alone(present, monkeypatch):
+def test_a_machine_with_an_accelerator_does_not_restart(present, monkeypatch):
     monkeypatch.setattr(allocator, "accelerator_present", lambda environment: present)
     monkeypatch.setattr(allocator, "_owns_process", lambda: True)
     monkeypatch.setattr(allocator.os, "execve", lambda *given: pytest.fail("started again"))
@@ -69,7 +69,7 @@ def test_a_machine_with_an_accelerator_is_left_alone(present, monkeypatch):
 
 
 @pytest.mark.parametrize("environment", [{VARIABLE: ""}, {"MALLOC_ARENA_MAX": "1"}])
-def test_what_the_user_set_stays(environment, monkeypatch):
+def test_user_settings_are_kept(environment, monkeypatch):
     monkeypatch.setattr(allocator.os, "execve", lambda *given: pytest.fail("started again"))
     keep_freed_memory(environment)
     monkeypatch.setattr(allocator.platform, "libc_ver", lambda: ("", ""))
@@ -77,7 +77,7 @@ def test_what_the_user_set_stays(environment, monkeypatch):
 
 
 @pytest.mark.parametrize("at", ["execve", "libc_ver", "accelerator_present"])
-def test_a_restart_that_the_system_refuses_is_left_out(at, monkeypatch):
+def test_a_failed_restart_is_skipped(at, monkeypatch):
     def refuse(*given, **options):
         refused.append(at)
         raise PermissionError(13, "Permission denied", "here")

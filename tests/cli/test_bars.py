@@ -24,7 +24,7 @@ def work(seconds):
         add(1)
 
 
-def test_library_functions_report_to_whoever_listens():
+def test_library_functions_report_progress_to_listeners():
     seen = []
     with showing(lambda *progress: seen.append(progress)):
         work(lambda: None)
@@ -69,7 +69,7 @@ def test_a_bar_appears_for_long_work_on_a_terminal(stream, seconds, shown, monke
         assert not timer.is_alive(), "the timer ends with the work"
 
 
-def test_work_after_other_work_has_a_bar_of_its_own(monkeypatch):
+def test_each_task_has_its_own_progress_bar(monkeypatch):
     monkeypatch.setattr(_bars, "DELAY", 0.1)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())

@@ -49,7 +49,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def test_a_conversation(talk, chat):
+def test_chat_holds_a_conversation(talk, chat):
     """The second answer depends on the first turn; /reset forgets it; /system begins a new one."""
     code, out, _ = talk(
         "Hello", "And <|im_end|>?", "/reset", "Hello", "/system Be brief", "Hello", options=("--json", *SHORT)
@@ -63,7 +63,7 @@ def test_a_conversation(talk, chat):
     assert got[0] == {"message": "Hello", "output": first.text, "finish": first.finish, "tokens": len(first.tokens)}
 
 
-def test_pieces_are_printed(talk, chat):
+def test_chunks_are_printed_as_they_arrive(talk, chat):
     code, out, err = talk("//Hello", "", "/help")
     assert (code, err) == (0, "")
     assert out.startswith(chat.reply([user("/Hello")], max_new_tokens=6).text + "\n/help")
@@ -116,7 +116,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(talk, monkeypatch, chat):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_ctrl_c_is_immediate():
+def test_a_second_ctrl_c_exits_immediately():
     with command.interruptions() as event:
         signal.raise_signal(signal.SIGINT)
         assert event.is_set()
@@ -172,7 +172,7 @@ def test_invalid_options_are_refused_with_one_line(words, message, model, capsys
     assert message in err
 
 
-def test_a_refusal_of_the_template_names_its_file(model, tmp_path, capsys):
+def test_a_template_error_names_its_file(model, tmp_path, capsys):
     file = tmp_path / "my.jinja"
     file.write_text("{{ raise_exception('no system message, please') }}")
     assert main(["answer", str(model), "--prompt", "x", "--template", str(file)]) == 2
@@ -186,11 +186,11 @@ class TestGenerate:
         assert main([command, str(model), "--max-new-tokens", "9", *words]) == 0
         return capsys.readouterr().out
 
-    def test_a_stream_is_the_text(self, model, capsys):
+    def test_the_stream_equals_the_full_text(self, model, capsys):
         words = ("--prompt", "Hello", "--prompt", "The answer", "--temperature", "0")
         assert self.call(model, capsys, *words, "--stream") == self.call(model, capsys, *words)
 
-    def test_one_turn(self, model, capsys, chat):
+    def test_answers_a_single_message(self, model, capsys, chat):
         messages = [{"role": "system", "content": "Be brief"}, user("Hello")]
         expected = chat.reply(messages, max_new_tokens=9, sampling=Sampling(temperature=0.0, presence_penalty=1.0))
         words = ("--system", "Be brief", "--prompt", "Hello", "--presence-penalty", "1")
@@ -213,7 +213,7 @@ class TestGenerate:
         assert cut == whole[: whole.index(stop, len("Hello"))] + "\n"
 
 
-def test_a_template_that_is_no_file_is_an_error_and_not_read(talk, tmp_path):
+def test_a_template_path_that_is_not_a_file_is_an_error(talk, tmp_path):
     """Reading a pipe would wait for somebody who writes into it."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):

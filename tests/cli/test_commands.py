@@ -110,7 +110,7 @@ def pipe(monkeypatch, content, *, terminal=False):
 
 
 class TestCommands:
-    def test_help_names_every_command_with_a_line(self, run):
+    def test_help_lists_every_command_with_a_summary(self, run):
         code, out, err = run("--help")
         assert (code, err) == (0, "")
         lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -163,11 +163,11 @@ class TestCommands:
             (("average", "x", "--qqqqqq"), "average has no option --qqqqqq. --help lists all options."),
         ],
     )
-    def test_wrong_words(self, words, message, fails):
+    def test_reports_unknown_commands_and_arguments(self, words, message, fails):
         assert message in fails(*words)
 
     @pytest.mark.parametrize("command", ["generate", "evaluate run", "inspect text"])
-    def test_a_place_that_is_no_workdir(self, command, fails, tmp_path, pairs_run):
+    def test_reports_a_directory_that_is_not_a_workdir(self, command, fails, tmp_path, pairs_run):
         prompt = ("--prompt", "one") if command != "evaluate run" else ()
         missing, empty, bare = tmp_path / "missing", tmp_path / "empty", tmp_path / "bare"
         words = command.split()
@@ -181,7 +181,7 @@ class TestCommands:
         shutil.copytree(pairs_run / "tokenizer", bare / "tokenizer")
         assert "No checkpoint in" in fails(*words, bare, *prompt)
 
-    def test_a_broken_recipe(self, fails, tmp_path):
+    def test_reports_a_broken_recipe(self, fails, tmp_path):
         (tmp_path / "recipe.json").write_text('{"format"')
         assert "recipe.json is damaged" in fails("generate", tmp_path, "--prompt", "one")
 
@@ -214,7 +214,7 @@ class TestGenerate:
         assert (code, err) == (0, "")
         assert len(out.splitlines()) == 2
 
-    def test_json(self, run, pairs):
+    def test_prints_json(self, run, pairs):
         words = ("generate", pairs, "--prompt", "nine", "--prompt", "Thirty Two", "--max-new-tokens", 9)
         code, out, err = run(*words, "--json")
         found = json.loads(out)
@@ -223,13 +223,13 @@ class TestGenerate:
         assert [one["prompt"] for one in found["results"]] == ["nine", "Thirty Two"]
         assert [one["output"] for one in found["results"]] == run(*words)[1].splitlines()
 
-    def test_a_seed_decides(self, run, pairs):
+    def test_the_seed_determines_the_samples(self, run, pairs):
         words = ("generate", pairs, "--prompt", "nine", "--max-new-tokens", 9, "--temperature", 5, "--seed")
         once, again, other = (run(*words, seed)[1] for seed in (3, 3, 4))
         assert once == again != other
 
     @pytest.mark.slow
-    def test_what_decides_the_usual_temperature(self, run, pairs, text):
+    def test_the_default_temperature_depends_on_the_options(self, run, pairs, text):
         numbers = ("one", "two", "three", "four", "five", "six", "seven", "eight")
         prompts = [word for number in numbers for word in ("--prompt", number)]
         words = ("generate", pairs, *prompts, "--max-new-tokens", 9)
@@ -250,7 +250,7 @@ class TestGenerate:
         )
         assert [one["prompt"] for one in found["results"]] == ["six", "three"]
 
-    def test_stdin_is_one_text_to_go_on_with(self, run, text, monkeypatch):
+    def test_stdin_is_one_prompt_to_continue(self, run, text, monkeypatch):
         pipe(monkeypatch, b"ROMEO:\nBut\n")
         code, out, _ = run("generate", text, "--max-new-tokens", 4)
         assert code == 0
@@ -268,7 +268,7 @@ class TestGenerate:
             assert not one["ended"]
             assert one["output"].startswith(part["output"])
 
-    def test_a_text_alone_is_the_same(self, run, text):
+    def test_a_prompt_alone_gives_the_same_text_as_in_a_batch(self, run, text):
         """The first of several texts equals the text generated alone."""
         words = ("generate", text, "--json", "--max-new-tokens", 40, "--prompt", "soft")
         alone, first = (
@@ -278,7 +278,7 @@ class TestGenerate:
 
     @pytest.mark.programs(12, reason="a stream has own programs, and makes its cache outside of jit")
     @pytest.mark.parametrize("options", [(), ("--stream",)])
-    def test_reports_that_a_prompt_that_fills_the_context_is_cut(self, run, text, options):
+    def test_reports_a_truncated_prompt_that_fills_the_context(self, run, text, options):
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             code, out, err = run("generate", text, "--prompt", LINE[:24], "--max-new-tokens", 3, *options)
@@ -286,7 +286,7 @@ class TestGenerate:
         assert out.startswith(LINE[:24])
         assert re.fullmatch(r"warning: .*prompt.* 24 tokens.* last 12 tokens.*\n", err)
 
-    def test_wrong_prompts(self, fails, pairs, text, monkeypatch):
+    def test_reports_invalid_prompts(self, fails, pairs, text, monkeypatch):
         assert fails("generate", pairs, "--prompt", "").startswith("the prompt is empty. Pass at least one word")
         assert "nothing is left of ',-'" in fails("generate", pairs, "--prompt", ",-")
         message = fails("generate", pairs, "--prompt", "sevn")
@@ -302,12 +302,12 @@ class TestGenerate:
         pipe(monkeypatch, b"caf\xe9")
         assert fails("generate", pairs).startswith("stdin is not UTF-8 text: byte 3")
 
-    def test_a_step(self, run, fails, pairs):
+    def test_generates_from_a_given_checkpoint_step(self, run, fails, pairs):
         words = ("generate", pairs, "--prompt", "one", "--json", "--max-new-tokens", 9, "--step")
         assert json.loads(run(*words, 40)[1])["step"] == json.loads(run(*words, "newest")[1])["step"] == 40
         assert "No checkpoint of step 7" in fails(*words, 7)
 
-    def test_a_reader_that_goes_away(self, text):
+    def test_a_closed_stdout_ends_generation_quietly(self, text):
         """There is no traceback and no message, only the exit code of SIGPIPE."""
         read, write = os.pipe()
         os.close(read)
@@ -325,7 +325,7 @@ class TestGenerate:
 
 
 class TestEvaluate:
-    def test_pairs(self, run, pairs):
+    def test_evaluates_translation_pairs(self, run, pairs):
         code, out, err = run("evaluate", "run", pairs, "--json")
         found = json.loads(out)
         assert (code, err) == (0, "")
@@ -335,7 +335,7 @@ class TestEvaluate:
         assert found["exact_match"]["all"] == found["exact_match"]["2"]
         assert found["exact_match"]["all"]["total"] == 7
 
-    def test_another_split_in_words(self, run, fails, pairs):
+    def test_evaluates_another_split_and_prints_a_sentence(self, run, fails, pairs):
         code, out, err = run("evaluate", "run", pairs, "--split", "validation", "--examples", 3)
         assert (code, err) == (0, "")
         first, second, third, fourth, *files = out.splitlines()
@@ -346,12 +346,12 @@ class TestEvaluate:
         assert files == [f"{name}: {pairs}/{name}.validation.txt" for name in ("hypotheses", "references")]
         assert "split must be one of" in fails("evaluate", "run", pairs, "--split", "tset")
 
-    def test_text(self, run, text):
+    def test_evaluates_text(self, run, text):
         found = json.loads(run("evaluate", "run", text, "--json")[1])
         assert (found["split"], found["exact_match"]) == ("validation", {})
         assert found["targets"] == len(LINE) * 4 - 1
 
-    def test_data_that_is_gone(self, fails, text_run, tmp_path):
+    def test_reports_data_that_no_longer_exists(self, fails, text_run, tmp_path):
         moved = tmp_path / "moved"
         moved.mkdir()
         for name in ("tokenizer", "checkpoints"):
@@ -363,7 +363,7 @@ class TestEvaluate:
 
 @pytest.mark.programs(36, reason="masks and maps of attention are computed outside of jit")
 class TestInspect:
-    def test_a_translation(self, run, pairs, tmp_path):
+    def test_inspects_a_translation(self, run, pairs, tmp_path):
         words = ("inspect", "text", pairs, "--prompt", "Forty-two", "--output", tmp_path / "maps", "--target")
         code, out, err = run(*words, "cuarenta y dos")
         assert (code, err) == (0, "")
@@ -376,13 +376,13 @@ class TestInspect:
         ]
         assert all(Path(path).read_bytes().startswith(PNG) for path in paths)
 
-    def test_the_target_is_what_the_model_writes(self, run, pairs):
+    def test_inspect_generates_a_missing_target(self, run, pairs):
         found = json.loads(run("inspect", "text", pairs, "--prompt", "one", "--json")[1])
         written = json.loads(run("generate", pairs, "--prompt", "one", "--json")[1])
         assert found["target"] == written["results"][0]["output"]
         assert {Path(path).parent for path in found["paths"]} == {Path(pairs) / "attention"}
 
-    def test_a_causal_model(self, run, fails, text):
+    def test_inspects_a_causal_model(self, run, fails, text):
         found = json.loads(run("inspect", "text", text, "--prompt", "what $5", "--json")[1])
         assert [Path(path).name for path in found["paths"]] == ["decoder_self_layer1.png"]
         assert found["target"] is None
@@ -391,7 +391,7 @@ class TestInspect:
         )
 
     @pytest.mark.slow
-    def test_sizes(self, run, pairs, tmp_path):
+    def test_prints_the_sizes_of_a_model(self, run, pairs, tmp_path):
         words = ("inspect", "text", pairs, "--prompt", "one", "--target", "uno", "--sizes", "--output", tmp_path)
         code, out, err = run(*words)
         assert (code, err) == (0, "")
@@ -401,7 +401,7 @@ class TestInspect:
         found = json.loads(run(*words, "--json")[1])["sizes"]
         assert [size["shape"] for size in found if size["axes"] == "B N T S"][-1] == [1, 2, 2, 1]
 
-    def test_a_model_without_attention(self, run, fails, text, tmp_path):
+    def test_reports_a_model_without_attention(self, run, fails, text, tmp_path):
         """There are no attention maps to draw, but sizes can be printed."""
         recipe = load_recipe(text)
         model = recipe.model.replace(**{"stack.period": (LayerKind(self_attention=False),)}, vocab_size=None)
@@ -416,7 +416,7 @@ class TestInspect:
         assert "x W_1" in out
         assert "query" not in out
 
-    def test_wrong_texts(self, fails, pairs, text):
+    def test_reports_invalid_texts(self, fails, pairs, text):
         assert "the prompt is empty" in fails("inspect", "text", pairs, "--prompt", " ")
         assert "the target can't be encoded" in fails(
             "inspect", "text", pairs, "--prompt", "one", "--target", "uno zwei"

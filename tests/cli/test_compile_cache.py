@@ -42,14 +42,14 @@ def call(folder, first="", outs=None, **variables):
 
 
 @pytest.mark.parametrize("first", ["", "import jax"])
-def test_the_second_time_nothing_is_compiled(tmp_path, first):
+def test_a_second_run_compiles_nothing(tmp_path, first):
     hits, kept = call(tmp_path, first)
     assert hits == 0
     assert kept >= 2
     assert call(tmp_path, first) == (kept, kept)
 
 
-def test_damaged_files_are_compiled_anew(tmp_path):
+def test_damaged_files_are_recompiled(tmp_path):
     """Files may be truncated, for example by a power failure; JAX warns about each."""
     _, kept = call(tmp_path)
     files = list(tmp_path.glob("transformer-zoo/compiled/*/*-cache"))
@@ -91,7 +91,7 @@ def test_damaged_files_are_replaced_and_reported_once(tmp_path, how):
     assert all("persistent compilation cache" not in out for out in outs), "JAX's own warning is replaced"
 
 
-def test_in_a_folder_that_the_user_chose_nothing_is_deleted(tmp_path):
+def test_nothing_is_deleted_in_a_folder_chosen_by_the_user(tmp_path):
     (tmp_path / "x-cache").write_bytes(b"")
     text = f"{compile_cache.WARNINGS[0]} entry for 'jit_f': error: Error -5"
     message = compile_cache.repair_cache(text, {VARIABLE: str(tmp_path)})
@@ -102,7 +102,7 @@ def test_in_a_folder_that_the_user_chose_nothing_is_deleted(tmp_path):
     assert (tmp_path / "x-cache").exists()
 
 
-def test_a_file_that_the_system_refuses_is_deleted(tmp_path, configured):
+def test_an_unreadable_file_is_deleted(tmp_path, configured):
     """For example a file of another user; the error names the file."""
     keep_compiled(environment := {"XDG_CACHE_HOME": str(tmp_path)})
     folder = Path(environment[VARIABLE])
@@ -120,7 +120,7 @@ def test_a_file_that_the_system_refuses_is_deleted(tmp_path, configured):
     assert f"the compilation cache {folder} can't be used: OSError: [Errno 28] Full" in message
 
 
-def test_it_can_be_turned_off(tmp_path):
+def test_the_cache_can_be_disabled(tmp_path):
     assert call(tmp_path, **{VARIABLE: ""}) == (0, 0)
 
 
@@ -134,7 +134,7 @@ def configured():
         jax.config.update(name, value)
 
 
-def test_what_the_user_set_stays(tmp_path, configured):
+def test_user_settings_are_kept(tmp_path, configured):
     given = {VARIABLE: "mine", "XDG_CACHE_HOME": str(tmp_path)}
     keep_compiled(environment := dict(given))
     assert environment == given
@@ -143,7 +143,7 @@ def test_what_the_user_set_stays(tmp_path, configured):
     assert environment[VARIABLE].startswith(str(tmp_path))
 
 
-def test_without_a_folder_to_write_into_nothing_is_kept(tmp_path, monkeypatch):
+def test_without_a_writable_folder_nothing_is_cached(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     keep_compiled(environment := {"XDG_CACHE_HOME": str(tmp_path / "file")})
     assert VARIABLE not in environment
@@ -152,7 +152,7 @@ def test_without_a_folder_to_write_into_nothing_is_kept(tmp_path, monkeypatch):
     assert VARIABLE not in environment
 
 
-def test_a_run_says_where(tmp_path, configured):
+def test_a_run_reports_the_cache_folder(tmp_path, configured):
     jax.config.update("jax_compilation_cache_dir", None)
     assert cache_line() == ""
     keep_compiled({"XDG_CACHE_HOME": str(tmp_path)})

@@ -53,6 +53,6 @@ def test_every_command_has_options(script):
 
 
 @pytest.mark.parametrize("words", [["fish"], []])
-def test_another_shell_is_an_error(words, capsys):
+def test_rejects_an_unsupported_shell(words, capsys):
     assert main(["--completion", *words]) == 2
     assert f"error: --completion must be bash, got {' '.join(words)!r}." in capsys.readouterr().err

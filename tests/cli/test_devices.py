@@ -33,7 +33,7 @@ def pci(root: Path, vendor: str, device: str) -> Path:
     return root
 
 
-def test_a_plain_machine_has_a_cpu(tmp_path):
+def test_a_machine_without_accelerators_reports_a_cpu(tmp_path):
     assert accelerator_present(tmp_path, {"PATH": ""}) == "cpu"
 
 
@@ -41,21 +41,21 @@ def test_device_files_of_a_tpu(tmp_path):
     assert accelerator_present(machine(tmp_path, "dev/accel0"), {"PATH": ""}) == "tpu"
 
 
-def test_accelerators_of_other_makers_are_no_tpu(tmp_path):
+def test_accelerators_of_other_vendors_are_not_reported_as_tpu(tmp_path):
     assert accelerator_present(machine(tmp_path, "dev/accel/accel0"), {"PATH": ""}) == "cpu"
 
 
-def test_vfio_is_a_tpu_only_where_the_environment_says_so(tmp_path):
+def test_vfio_counts_as_tpu_only_with_tpu_environment_variables(tmp_path):
     machine(tmp_path, "dev/vfio/0", "dev/vfio/vfio")
     assert accelerator_present(tmp_path, {"PATH": ""}) == "cpu"
     assert accelerator_present(tmp_path, {"PATH": "", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}) == "tpu"
 
 
-def test_a_tpu_on_the_bus(tmp_path):
+def test_finds_a_tpu_on_the_pci_bus(tmp_path):
     assert accelerator_present(pci(tmp_path, "0x1ae0", "0x0063"), {"PATH": ""}) == "tpu"
 
 
-def test_googles_network_card_is_no_tpu(tmp_path):
+def test_a_google_network_card_is_not_a_tpu(tmp_path):
     assert accelerator_present(pci(tmp_path, "0x1ae0", "0x0042"), {"PATH": ""}) == "cpu"
 
 
@@ -84,7 +84,7 @@ def test_warns_about_an_unused_accelerator():
     assert message.endswith("JAX_PLATFORMS=cpu is set: unset it to use the TPU.")
 
 
-def test_verb_names_the_device(capsys, monkeypatch):
+def test_the_command_names_the_device(capsys, monkeypatch):
     monkeypatch.setattr(devices, "accelerator_present", lambda: "gpu")
     assert devices.main([]) == 0
     printed = capsys.readouterr()
@@ -95,7 +95,7 @@ def test_verb_names_the_device(capsys, monkeypatch):
     assert (printed["present"], printed["used"], printed["count"]) == ("gpu", "cpu", 8)
 
 
-def test_a_backend_that_does_not_start_is_a_fault(capsys, monkeypatch):
+def test_a_backend_that_fails_to_start_is_an_error(capsys, monkeypatch):
     def refuse():
         raise RuntimeError("the TPU is in use by another process")
 
@@ -104,7 +104,7 @@ def test_a_backend_that_does_not_start_is_a_fault(capsys, monkeypatch):
     assert re.fullmatch("error: .*: the TPU is in use by another process\n", capsys.readouterr().err)
 
 
-def test_it_runs_by_path_before_anything_is_installed():
+def test_the_script_runs_by_path_without_installed_packages():
     """The Makefile runs it so: without site-packages, and without importing a neighboring file as a standard module."""
     done = subprocess.run(
         [sys.executable, "-I", "-S", str(SOURCE), "--present"], capture_output=True, text=True, check=True
@@ -119,6 +119,6 @@ def test_it_runs_by_path_before_anything_is_installed():
         (["--present=x"], "error: argument --present: ignored explicit argument 'x'. --help describes each option.\n"),
     ],
 )
-def test_an_unknown_argument_is_one_line(words, message, capsys):
+def test_an_unknown_argument_is_a_one_line_error(words, message, capsys):
     assert run_program(["devices", *words]) == 2
     assert capsys.readouterr().err == message

@@ -24,11 +24,11 @@ def error(capsys):
     return call
 
 
-def test_a_misspelled_variant(error):
+def test_suggests_the_nearest_variant(error):
     assert "directory gpt3 not found. Did you mean 'gpt2'? Pass" in error("generate", "gpt3", "--prompt", "x")
 
 
-def test_a_misspelled_workdir(error, tmp_path):
+def test_suggests_the_nearest_workdir(error, tmp_path):
     (tmp_path / "number_words").mkdir()
     (tmp_path / "number_word.txt").touch()
     message = error("score", tmp_path / "number_word", "--text", "x")
@@ -37,7 +37,7 @@ def test_a_misspelled_workdir(error, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "step"), [("checkpoints/300", " --step 300"), ("checkpoints", "")])
-def test_a_checkpoint_instead_of_its_run(error, tmp_path, name, step):
+def test_a_checkpoint_path_points_to_its_run(error, tmp_path, name, step):
     run = tmp_path / "run"
     (run / name).mkdir(parents=True)
     (run / "recipe.json").write_text("{}")
@@ -48,7 +48,7 @@ def test_a_checkpoint_instead_of_its_run(error, tmp_path, name, step):
 @pytest.mark.parametrize(
     ("name", "kind", "command"), [("classifier", "Classifier", "classify text"), ("encoder", "Embedder", "embed text")]
 )
-def test_a_model_that_generates_nothing_points_to_the_command_for_it(models, error, name, kind, command):
+def test_a_model_that_cannot_generate_names_the_right_command(models, error, name, kind, command):
     message = error("generate", models[name], "--prompt", "the cat")
     assert f"{models[name]} contains a model of type {kind}. Use " in message
     assert "this command needs a causal model or an encoder-decoder for text; " in message

@@ -22,7 +22,7 @@ def directories(tmp_path_factory):
     return write_models(tmp_path_factory.mktemp("models"))
 
 
-def test_lines_are_those_of_the_file():
+def test_reads_every_line_of_a_file():
     content = b"a\nb\r\n\n" + b"x" * 50 + b"\nend"
     assert list(bounded_lines(io.BytesIO(content), "f", 51)) == content.splitlines(keepends=True)
     lines = bounded_lines(io.BytesIO(content), "f", 50)
@@ -65,7 +65,7 @@ class Stdin:
         ("score", "writer", "stdin has more than", _texts.MOST_STDIN),
     ],
 )
-def test_stdin_without_an_end_is_one_line(directories, monkeypatch, capsys, command, model, message, most):
+def test_endless_stdin_is_a_one_line_error(directories, monkeypatch, capsys, command, model, message, most):
     zeros = Zeros()
     monkeypatch.setattr("sys.stdin", Stdin(zeros))
     if command == "chat":
@@ -84,19 +84,19 @@ def test_stdin_without_an_end_is_one_line(directories, monkeypatch, capsys, comm
 
 
 @pytest.mark.parametrize("path", [ZERO, "/dev/urandom", "."])
-def test_a_device_is_no_input_file(directories, capsys, path):
+def test_rejects_a_device_as_input_file(directories, capsys, path):
     assert main(["batch", str(directories["writer"]), path]) == 2
     assert f"{path} must be a file or a pipe with requests" in capsys.readouterr().err
 
 
-def test_a_device_is_no_file_of_answers(directories, tmp_path, capsys):
+def test_rejects_a_device_as_output_file(directories, tmp_path, capsys):
     requests = tmp_path / "requests.jsonl"
     requests.write_text(json.dumps({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "a"}}))
     assert main(["batch", str(directories["writer"]), str(requests), "--output", ZERO]) == 2
     assert f"line 1 of {ZERO} has more than" in capsys.readouterr().err
 
 
-def test_a_pipe_is_read_when_somebody_writes(tmp_path, monkeypatch):
+def test_a_pipe_is_read_once_it_has_a_writer(tmp_path, monkeypatch):
     """Its writer may come late, write at once and leave; until then, a line says what the command waits for."""
     monkeypatch.setattr(_streams, "PATIENCE", 0.05)
     path = tmp_path / "pipe"
@@ -117,7 +117,7 @@ def test_a_pipe_is_read_when_somebody_writes(tmp_path, monkeypatch):
     assert said == [f"waiting for requests from the pipe {path}"]
 
 
-def test_a_pipe_with_a_writer_is_read_without_a_word(capsys):
+def test_a_pipe_with_a_writer_prints_no_notice(capsys):
     reader, writer = os.pipe()
     os.write(writer, b"a\n")
     os.close(writer)
@@ -127,7 +127,7 @@ def test_a_pipe_with_a_writer_is_read_without_a_word(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_missing_input_file(tmp_path):
+def test_reports_a_missing_input_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         open_input(tmp_path / "none", "requests")
     with pytest.raises(ConfigError, match="must be a file or a pipe"):

@@ -107,7 +107,7 @@ class TestRunCommand:
         assert err.endswith("\nerror: bad\n")
 
     @pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (143, 143)])
-    def test_what_a_command_returns_is_the_exit_code(self, returned, code, capsys):
+    def test_the_return_value_of_a_command_is_the_exit_code(self, returned, code, capsys):
         assert run_program(lambda: returned, False) == code
         assert capsys.readouterr() == ("", "")
 
@@ -121,7 +121,7 @@ class TestRunCommand:
         assert capsys.readouterr().err == "warning: step 3 is broken\n"
         assert warnings.showwarning is before
 
-    def test_a_closed_reader_of_stdout_is_no_error(self, monkeypatch, capsys):
+    def test_a_closed_reader_of_stdout_is_not_an_error(self, monkeypatch, capsys):
         reader, writer = os.pipe()
         os.close(reader)
         with open(writer, "w") as stdout:
@@ -129,12 +129,12 @@ class TestRunCommand:
             assert run_program(lambda: print("text"), False) == 141
         assert capsys.readouterr().err == ""
 
-    def test_help_goes_through(self):
+    def test_help_exits_with_status_0(self):
         with pytest.raises(SystemExit):
             run_program(lambda: sys.exit(0), False)
 
 
-def test_the_main_program_leaves_a_run_of_several_processes_with_its_exit_code(monkeypatch):
+def test_main_returns_the_exit_code_of_a_multi_process_run(monkeypatch):
     left = []
     name = "transformer.training._processes"
     for unused in ("keep_compiled", "keep_freed_memory"):

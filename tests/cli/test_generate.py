@@ -56,14 +56,14 @@ def written(runs, capsys):
 
 
 @pytest.mark.parametrize("words", [("--slots", "2"), ("--draft", "small", "--draft-tokens", "2"), ("--lookup", "3")])
-def test_slots_and_a_draft_change_no_text(written, runs, plain, words):
+def test_slots_and_a_draft_model_do_not_change_the_text(written, runs, plain, words):
     assert written(*(str(runs / word) if word == "small" else word for word in words))[0] == plain
 
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("words", [("--quantize", "int8"), ("--quantize", "int4", "--group-size", "64")])
 @pytest.mark.programs(70, reason="the report of quantized weights is computed outside of jit")
-def test_reports_what_few_bits_save(written, words):
+def test_reports_the_memory_saved_by_quantization(written, words):
     _, printed = written(*words)
     assert "embedding/embedding: 1 arrays" in printed
     assert "relative error" in printed
@@ -121,7 +121,7 @@ def test_a_text_appears_on_a_terminal_while_it_is_generated(words, appears, runs
         (("--draft", "x", "--slots", "2"), "--slots and --draft can't be used together. Remove one of them"),
     ],
 )
-def test_reports_what_can_not_be_before_anything_is_loaded(words, message, capsys):
+def test_rejects_invalid_options_before_loading_the_model(words, message, capsys):
     assert main(["generate", "no-such-directory", "--prompt", "x", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -148,7 +148,7 @@ def prompts_of(monkeypatch):
 
 
 @pytest.mark.parametrize("words", [(), ("--stream",), ("--slots", "2")])
-def test_special_tokens_of_a_prompt(words, prompts_of, tmp_path, capsys):
+def test_special_tokens_in_a_prompt_are_parsed_on_request(words, prompts_of, tmp_path, capsys):
     """They are tokens, as in a conversation, unless the option makes them text."""
     model = write_chat_model(tmp_path / "smollm")
     tokenizer = open_model(model).tokenizer
@@ -159,7 +159,7 @@ def test_special_tokens_of_a_prompt(words, prompts_of, tmp_path, capsys):
     assert tokenizer.encode_prompt(RENDERED) != tokenizer.encode_source(RENDERED)
 
 
-def test_special_tokens_of_a_prompt_in_python(prompts_of, tmp_path):
+def test_special_tokens_in_a_prompt_are_parsed_on_request_in_python(prompts_of, tmp_path):
     opened = open_model(write_chat_model(tmp_path / "smollm"))
     for parsed in (True, False):
         prompts_of.clear()
@@ -167,7 +167,7 @@ def test_special_tokens_of_a_prompt_in_python(prompts_of, tmp_path):
         assert prompts_of == [opened.tokenizer.encode_prompt(RENDERED, parse_special=parsed)]
 
 
-def test_warns_of_a_prompt_with_two_start_tokens(tmp_path):
+def test_warns_about_a_prompt_with_two_start_tokens(tmp_path):
     opened = open_model(write_chat_model(tmp_path / "mistral", "mistral"))
     library = opened.tokenizer._parsing_library
     library.post_processor = processors.TemplateProcessing(
@@ -178,7 +178,7 @@ def test_warns_of_a_prompt_with_two_start_tokens(tmp_path):
     assert generating.encode_prompt(opened, "Hello")[0] == opened.tokenizer.bos_id
 
 
-def test_a_source_is_text(tmp_path, capsys):
+def test_special_tokens_in_a_source_stay_text(tmp_path, capsys):
     model = write_models(tmp_path)["translator"]
     assert main(["generate", str(model), "--prompt", "a dog", "--no-parse-special"]) == 2
     assert "--no-parse-special needs a causal model" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_help_shows_the_main_options_with_the_recipe_s_defaults(name, capsys):
         assert (f"(default: {value})" in shown_text) == (value is not None)
 
 
-def test_help_shows_the_values_of_the_command_line(capsys):
+def test_help_shows_values_given_on_the_command_line(capsys):
     text = help_of(capsys, "shakespeare_cpu", "--training.steps", "77", "-h")
     assert "(default: 77)" in text
 
@@ -84,5 +84,5 @@ def test_a_field_of_a_base_class_has_its_docstring():
         ("sizes", (2, 3), ("sizes", "2 3")),
     ],
 )
-def test_the_default_of_none_is_what_the_docstring_says(doc, value, expected):
+def test_the_default_of_an_optional_field_comes_from_its_docstring(doc, value, expected):
     assert described(doc, value) == expected

@@ -38,7 +38,7 @@ def test_generate_continues_a_prompt_about_images(model, capsys):
 
 
 @pytest.mark.programs(12, reason="a stream has own programs, and makes its cache outside of jit")
-def test_chat_begins_with_images(model, capsys, monkeypatch):
+def test_chat_starts_with_images(model, capsys, monkeypatch):
     stdin = io.TextIOWrapper(io.BytesIO(b"is it?\nB?"))
     stdin.isatty = lambda: False
     monkeypatch.setattr(sys, "stdin", stdin)
@@ -61,13 +61,13 @@ def test_chat_begins_with_images(model, capsys, monkeypatch):
         (["--prompt", "A", "--slots", "2"], "--slots and --image can't be used together"),
     ],
 )
-def test_wrong_calls_are_one_line(model, capsys, options, error):
+def test_invalid_calls_are_one_line_errors(model, capsys, options, error):
     assert main(["generate", str(model), *pictures(model, 1, 2), *options]) == 2
     out, err = capsys.readouterr()
     assert (out, error in err, err.count("\n")) == ("", True, 1)
 
 
-def test_a_model_of_text_is_not_given_images(model, tmp_path, capsys):
+def test_a_text_model_rejects_images(model, tmp_path, capsys):
     text = write_chat_model(tmp_path / "smollm")
     for command in (["generate", str(text), "--prompt", "A"], ["chat", str(text)]):
         assert main([*command, *pictures(model, 1)]) == 2

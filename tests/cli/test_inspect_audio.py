@@ -29,7 +29,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.programs(28, reason="scores of a window and attention are read outside of jit")
-def test_a_picture_for_the_alignment_heads_and_for_each_layer(model, tmp_path, capsys):
+def test_writes_a_plot_of_the_alignment_heads_and_of_each_layer(model, tmp_path, capsys):
     words = ["inspect", "audio", str(model), str(model / "a.wav"), "--output", str(tmp_path), "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
@@ -89,7 +89,7 @@ def test_the_weights_of_a_word_are_the_mean_over_the_queries_that_predict_it(mod
         ),
     ],
 )
-def test_mistakes_are_one_line(model, capsys, words, message):
+def test_invalid_options_are_one_line_errors(model, capsys, words, message):
     assert main(["inspect", "audio", str(model), *[word.format(model=model) for word in words]]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)

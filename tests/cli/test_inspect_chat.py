@@ -61,7 +61,7 @@ def test_the_page_shows_the_conversation_and_the_answer(model, call, tmp_path):
 
 
 @pytest.mark.programs(37, reason="masks and maps of attention are computed outside of jit")
-def test_a_base_model_without_a_template_is_shown_beside_it(model, call, tmp_path):
+def test_a_base_model_without_a_template_is_shown_alongside(model, call, tmp_path):
     base, page = write_chat_model(tmp_path / "base", seed=1), tmp_path / "page.html"
     settings = json.loads((base / "tokenizer_config.json").read_text())
     del settings["chat_template"]
@@ -108,7 +108,7 @@ def test_invalid_options_are_refused_before_the_model_is_loaded(words, message, 
     assert message in err
 
 
-def test_other_models_are_refused(model, call, monkeypatch):
+def test_rejects_models_that_cannot_chat(model, call, monkeypatch):
     opened = open_model(model)
     classifier = dataclasses.replace(opened, model=Classifier(opened.model.config))
     monkeypatch.setattr(ModelCommand, "load", lambda self: classifier)

@@ -76,7 +76,7 @@ def test_the_page_has_every_layer_and_query(tmp_path, capsys, family):
 
 
 @pytest.mark.parametrize("family", ["vit", *POOLED])
-def test_the_weights_and_pixels_are_those_of_the_model(tmp_path, family):
+def test_the_page_has_the_weights_and_pixels_of_the_model(tmp_path, family):
     path, config = written(tmp_path, family)
     image, read, sown = module._capture(open_model(path), str(path / "a.png"))
     assert read.patches == config.patches
@@ -88,7 +88,7 @@ def test_the_weights_and_pixels_are_those_of_the_model(tmp_path, family):
 
 
 @pytest.mark.programs(11, reason="the package computes single operations outside of jit")
-def test_the_command_does_not_replace_a_picture_of_the_user(tmp_path, capsys):
+def test_the_command_does_not_overwrite_a_picture_of_the_user(tmp_path, capsys):
     path, _ = written(tmp_path / "model", "vit")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "image_layer1.png").write_text("mine")
@@ -113,7 +113,7 @@ def test_the_command_does_not_replace_a_picture_of_the_user(tmp_path, capsys):
         (["a.png", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
     ],
 )
-def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, capsys, monkeypatch, words, message):
+def test_invalid_options_are_one_line_errors_before_loading(tmp_path, capsys, monkeypatch, words, message):
     picture(0).save(tmp_path / "a.png")
     (tmp_path / "mine.html").write_text("mine")
     monkeypatch.chdir(tmp_path)
@@ -123,14 +123,14 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, capsys, monkey
     assert message in err
 
 
-def test_a_model_of_text_has_no_patches(tmp_path, capsys):
+def test_a_text_model_has_no_patches(tmp_path, capsys):
     path = ours.write(tmp_path, golden_case.golden("gpt2")["lm"])
     picture(0).save(path / "a.png")
     assert main(["inspect", "image", str(path), str(path / "a.png")]) == 2
     assert "needs a model that reads images, such as ViT, DINOv2, CLIP, SigLIP or LLaVA" in capsys.readouterr().err
 
 
-def test_an_encoder_of_images_reads_no_prompt(tmp_path, capsys):
+def test_an_image_encoder_rejects_a_prompt(tmp_path, capsys):
     path, _ = written(tmp_path, "vit")
     assert main(["inspect", "image", str(path), str(path / "a.png"), "--prompt", "a"]) == 2
     assert "--prompt is for vision-language models" in capsys.readouterr().err
@@ -140,7 +140,7 @@ def test_an_encoder_of_images_reads_no_prompt(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("family", "theirs"), [("vit", "ViTModel"), ("clip", "CLIPVisionModel"), ("siglip", "SiglipVisionModel")]
 )
-def test_weights_equal_those_of_transformers(tmp_path, torch, transformers, family, theirs):
+def test_weights_equal_transformers(tmp_path, torch, transformers, family, theirs):
     path, config = written(tmp_path, family)
     _, _, sown = module._capture(open_model(path), str(path / "a.png"))
     found = attention_maps(sown, config)

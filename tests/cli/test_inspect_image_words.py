@@ -29,7 +29,7 @@ def models(tmp_path_factory):
 @pytest.mark.programs(29, reason="masks and maps of attention are computed outside of jit")
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", *FAMILIES[:3]])
-def test_the_weights_are_those_of_the_queries_that_predict_the_words(models, family):
+def test_each_word_has_the_weights_of_the_query_that_predicts_it(models, family):
     folder, paths = models
     opened = open_model(paths[family])
     found = image_attention(opened, str(folder / "a.png"), "A is", max_new_tokens=6)
@@ -83,7 +83,7 @@ def test_pictures_and_a_page_are_written(models, tmp_path, capsys):
     assert len(data["layers"]) == len(data["rollout"]) == len(names) - 2
 
 
-def test_a_prompt_is_needed(models, capsys):
+def test_a_prompt_is_required(models, capsys):
     folder, paths = models
     assert main(["inspect", "image", str(paths["llava"]), str(folder / "a.png")]) == 2
     out, err = capsys.readouterr()

@@ -90,7 +90,7 @@ def weights_when_read(run, *rows):
 
 
 @pytest.mark.programs(16, reason="masks and maps of attention are computed outside of jit")
-def test_a_prompt_and_what_the_model_writes(runs, inspect):
+def test_shows_a_prompt_and_its_generated_text(runs, inspect):
     """Works with any training kernel; generated tokens are distinguished from the prompt."""
     run = runs["runs/tiny"] = opened(CausalLM)
     data, found = inspect("runs/tiny", "--prompt", "ab <$>", "--max-new-tokens", "4")
@@ -114,7 +114,7 @@ def test_a_prompt_and_what_the_model_writes(runs, inspect):
 
 
 @pytest.mark.slow
-def test_two_checkpoints(runs, inspect, fails, monkeypatch, tmp_path):
+def test_compares_two_checkpoints(runs, inspect, fails, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     runs["runs/tiny", "best"] = opened(CausalLM, **{"attention.num_kv_heads": 1})
     runs["runs/tiny", 500] = other = opened(CausalLM, seed=1, step=500)
@@ -143,7 +143,7 @@ def test_two_checkpoints(runs, inspect, fails, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_translation_with_pictures_beside_the_page(runs, inspect, tmp_path):
+def test_writes_pictures_next_to_the_page_of_a_translation(runs, inspect, tmp_path):
     runs["runs/tiny"] = opened(Seq2Seq, **{"stack.num_encoder_layers": 2, "stack.num_decoder_layers": 1})
     words = ("runs/tiny", "--prompt", "abc", "--target", "de", "--output", str(tmp_path / "maps"))
     data, found = inspect(*words)
@@ -162,7 +162,7 @@ def test_a_translation_with_pictures_beside_the_page(runs, inspect, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_encoder(runs, inspect, fails):
+def test_inspects_an_encoder(runs, inspect, fails):
     runs["runs/tiny"] = opened(MaskedLM, **{"attention.sinks": True})
     data, found = inspect("runs/tiny", "--prompt", "abc d")
     assert data["words"] == {"encoder": ["a", "b", "c", "␣", "d"], "decoder": []}
@@ -185,12 +185,12 @@ def test_an_encoder(runs, inspect, fails):
         (("--max-new-tokens", "3", "--target", "x"), "--target and --max-new-tokens can't be used together"),
     ],
 )
-def test_options_that_do_not_go_together(words, message, fails):
+def test_rejects_incompatible_options(words, message, fails):
     """Reported before the model is loaded: the directory does not exist."""
     assert message in fails("nowhere", "--prompt", "a", *words)
 
 
-def test_what_cannot_be_shown(runs, fails, monkeypatch, tmp_path):
+def test_reports_unsupported_models(runs, fails, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     tokenizer = LETTERS
     model = CausalLM(TransformerConfig(vocab_size=tokenizer.vocab_size, **SIZES))

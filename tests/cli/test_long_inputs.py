@@ -8,7 +8,7 @@ from transformer.training import _loop as loop
 
 
 @pytest.mark.parametrize(("size", "noted"), [(texts.LONG - 1, False), (texts.LONG, True)])
-def test_a_long_prompt_is_announced_before_the_model_is_loaded(size, noted, capsys):
+def test_warns_about_a_long_prompt_before_loading_the_model(size, noted, capsys):
     prompts = texts.read_prompts(["short", "x" * size], lines=False)
     assert [len(prompt) for prompt in prompts] == [5, size]
     printed = capsys.readouterr()
@@ -17,7 +17,7 @@ def test_a_long_prompt_is_announced_before_the_model_is_loaded(size, noted, caps
     assert len(printed.err.splitlines()) == noted
 
 
-def test_a_long_step_is_announced(tmp_path):
+def test_warns_about_a_long_training_step(tmp_path):
     recipe = text_recipe(tmp_path)
     assert loop._long_step_note(recipe) == ""
     count = loop.MANY_MICRO_BATCHES

@@ -15,7 +15,7 @@ from transformer.__main__ import main
         (("score",), "error: DIR is missing: workdir of a run (runs/number_words), directory of weights"),
     ],
 )
-def test_only_the_first_missing_option_is_named_with_its_meaning(words, message, capsys):
+def test_names_only_the_first_missing_option_with_its_description(words, message, capsys):
     assert main(words) == 2
     printed = capsys.readouterr().err
     assert printed.startswith(message)
@@ -23,7 +23,7 @@ def test_only_the_first_missing_option_is_named_with_its_meaning(words, message,
     assert printed.endswith("--help describes each option.\n")
 
 
-def test_a_loop_of_links_is_no_workdir(tmp_path, capsys):
+def test_rejects_a_symlink_loop_as_workdir(tmp_path, capsys):
     (tmp_path / "loop").symlink_to("loop")
     assert main(["report", str(tmp_path / "loop")]) == 2
     assert "is not the workdir of a run" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def served(model, monkeypatch):
     return call
 
 
-def test_sizes_of_a_server(served):
+def test_server_sizes_reach_the_engine(served):
     options = words_of(slots=3, max_tokens=96, cache_tokens=160, host="127.0.0.2", port=8123, api_key="a-secret-key")
     service, host, port = served(*options)
     engine = service.engine
@@ -80,7 +80,7 @@ def test_sizes_of_a_server(served):
     assert engine._device.draft is engine._device.mesh is None
 
 
-def test_speculation_of_a_server(served, model):
+def test_speculation_options_reach_the_server(served, model):
     lookup = served(*words_of(lookup=3))[0].engine._device.draft
     assert isinstance(lookup, PromptLookup)
     assert lookup.tokens == 3
@@ -89,7 +89,7 @@ def test_speculation_of_a_server(served, model):
     assert served(*words_of(draft=model))[0].engine._device.draft.tokens == 4
 
 
-def test_files_of_a_model_that_is_served(served, tmp_path):
+def test_model_files_reach_the_server(served, tmp_path):
     """The sampling, the end tokens and the suppressed tokens of generation_config.json."""
     recommended = {"do_sample": True, "temperature": 0.4, "top_k": 9, "suppress_tokens": [30], "eos_token_id": 31}
     service = served(path=write_chat_model(tmp_path / "tiny", **recommended))[0]
@@ -103,7 +103,7 @@ def test_files_of_a_model_that_is_served(served, tmp_path):
     assert sorted(turns.engine.tokenizer.special_ids)[end] in turns.eos_ids, "the end of a turn, not of a document"
 
 
-def test_sizes_of_a_batch(model, tmp_path, monkeypatch, capsys):
+def test_batch_sizes_reach_the_engine(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("transformer.serve._engine.Slots", ScriptedSlots)
     answer = Recorder(None)
     monkeypatch.setattr("transformer.serve._batch.answer_batch", answer)
@@ -136,11 +136,11 @@ def written(model, monkeypatch):
 STREAMED = StreamedText("", "", True, [], [], "end")
 
 
-def test_every_option_of_the_sampling_is_in_the_table():
+def test_every_sampling_option_is_in_the_table():
     assert set(FIELDS) == {"temperature", *FILTERS, *PENALTIES}
 
 
-def test_options_of_a_continuation(written):
+def test_generate_options_reach_the_continuation(written):
     got = written(*words_of(seed=7, max_new_tokens=9, slots=2, temperature=0.5, top_k=3, top_p=0.7, min_p=0.1)).named
     assert got["sampling"] == Sampling(temperature=0.5, top_k=3, top_p=0.7, min_p=0.1)
     assert (got["seed"], got["max_new_tokens"], got["slots"]) == (7, 9, 2)
@@ -151,7 +151,7 @@ def test_options_of_a_continuation(written):
     assert (got["sampling"], got["seed"], got["max_new_tokens"]) == (Sampling(temperature=0.8), 0, 200)
 
 
-def test_options_of_a_translation(written, translator):
+def test_translate_options_reach_the_translation(written, translator):
     call = {"function": "translate", "path": translator, "prompt": "the cat"}
     got = written(*words_of(seed=7, max_new_tokens=9, **FIELDS), **call).named
     assert (got["sampling"], got["seed"], got["max_new_tokens"]) == (Sampling(**FIELDS), 7, 9)
@@ -164,7 +164,7 @@ def test_options_of_a_translation(written, translator):
 
 
 @pytest.mark.programs(10, reason="the stream makes its cache outside of jit")
-def test_options_of_a_stream(written):
+def test_generate_options_reach_the_stream(written):
     call = {"function": "stream_text", "result": STREAMED}
     options = words_of(seed=7, max_new_tokens=9, **FIELDS)
     got = written("--stream", "--stop", "a", "--stop", "bc", *options, **call).named
@@ -187,7 +187,7 @@ def test_each_sample_of_each_prompt_has_a_seed(written, monkeypatch):
 
 
 @pytest.mark.programs(10, reason="the stream makes its cache outside of jit")
-def test_bits_of_the_weights(written, monkeypatch, capsys):
+def test_weight_bits_reach_the_loader(written, monkeypatch, capsys):
     quantize = Recorder(("params", []))
     monkeypatch.setattr("transformer.nn.quantization._int8.quantize", quantize)
     got = written(*words_of(quantize="int4", group_size=64))
@@ -221,7 +221,7 @@ def replied(model, monkeypatch):
 
 @pytest.mark.programs(10, reason="the stream makes its cache outside of jit")
 @pytest.mark.parametrize("chat", [False, True])
-def test_options_of_a_conversation(replied, tmp_path, chat):
+def test_chat_options_reach_the_conversation(replied, tmp_path, chat):
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
     options = words_of(seed=7, max_new_tokens=9, system="Be brief", **FIELDS)
     words = ["--stop", "a", "--stop", "bc", "--switch", "mood=true", "--switch", "name=x", *options]
@@ -238,7 +238,7 @@ def test_options_of_a_conversation(replied, tmp_path, chat):
 # Which weights
 
 
-def test_which_weights_are_opened(tmp_path, monkeypatch):
+def test_weight_options_select_the_loaded_weights(tmp_path, monkeypatch):
     """Checkpoint, tokenizer and adapter."""
     seen = []
 

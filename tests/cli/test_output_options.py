@@ -35,7 +35,7 @@ def refused(path):
 
 
 @pytest.mark.programs(26, reason="masks and maps of attention are computed outside of jit")
-def test_a_page_replaces_a_page_and_nothing_else(writer, run, tmp_path):
+def test_a_page_overwrites_only_pages(writer, run, tmp_path):
     page = tmp_path / "page.html"
     words = ("inspect", "text", writer, "--prompt", "the cat", "--html", page)
     page.write_text(THEIRS)
@@ -49,7 +49,7 @@ def test_a_page_replaces_a_page_and_nothing_else(writer, run, tmp_path):
 
 
 @pytest.mark.programs(15, reason="masks and maps of attention are computed outside of jit")
-def test_pictures_replace_pictures_and_nothing_else(writer, run, tmp_path):
+def test_pictures_overwrite_only_pictures(writer, run, tmp_path):
     words = ("inspect", "text", writer, "--prompt", "the cat", "--output", tmp_path)
     assert run(*words) == (0, "")
     picture, *_ = sorted(tmp_path.glob("*.png"))
@@ -70,14 +70,14 @@ def test_pictures_replace_pictures_and_nothing_else(writer, run, tmp_path):
         (("report", "runs/none"), "report.html"),
     ],
 )
-def test_a_study_and_a_report_refuse_before_they_begin(words, name, run, tmp_path):
+def test_study_and_report_check_their_output_before_starting(words, name, run, tmp_path):
     path = tmp_path / name
     path.write_text(THEIRS)
     assert run(*words, "--output", path) == refused(path)
     assert path.read_text() == THEIRS
 
 
-def test_the_pictures_of_a_report(tmp_path):
+def test_a_report_overwrites_only_its_pictures(tmp_path):
     run = RunReport(name="a", status="", facts={}, records=[{"step": step, "train/loss": 1.0} for step in (1, 2)])
     page = tmp_path / "report.html"
     paths = save_report([run], page, title="a", overwrite=False)
@@ -91,7 +91,7 @@ def test_the_pictures_of_a_report(tmp_path):
     save_report([run], page, title="c")
 
 
-def test_what_may_be_replaced(tmp_path):
+def test_recognizes_files_that_may_be_overwritten(tmp_path):
     missing, empty, theirs, picture = (tmp_path / name for name in ("missing", "empty", "theirs", "picture.png"))
     empty.touch()
     theirs.write_text(THEIRS + "transformer-zoo")

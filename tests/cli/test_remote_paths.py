@@ -48,14 +48,14 @@ def words_with(kind, option, value):
 
 
 @pytest.mark.parametrize(("kind", "option"), PATHS.values(), ids=PATHS)
-def test_each_option_with_a_path_refuses_a_scheme(kind, option):
+def test_each_path_option_rejects_a_url_scheme(kind, option):
     is_named = r"^[A-Z]+" if is_positional(next(one for one in _path_fields(kind) if one.name == option)) else "^--"
     with pytest.raises(ValueError, match=rf"{is_named}.* must be a local path.*got gs://bucket/x"):
         parse(kind, "verb", words_with(kind, option, REMOTE))
     assert parse(kind, "verb", words_with(kind, option, "a:b/x"))
 
 
-def test_no_option_with_a_path_is_a_plain_text():
+def test_every_path_option_has_a_path_type():
     """A new option of type str is either a path (type `PathText`), or no path and listed here."""
     unknown = {
         f"{name}.{field.name}"
@@ -83,7 +83,7 @@ OF_RECIPES = {
 
 
 @pytest.mark.parametrize("words", OF_RECIPES.values(), ids=OF_RECIPES)
-def test_commands_with_a_recipe_refuse_a_scheme(words, capsys, tmp_path, monkeypatch):
+def test_recipe_commands_reject_a_url_scheme(words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()

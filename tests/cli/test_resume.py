@@ -28,7 +28,7 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def test_a_run_goes_on_with_its_recipe(run, capsys):
+def test_a_run_resumes_with_its_recipe(run, capsys):
     assert main([str(run), "--training.steps", "4"]) == 0
     assert f"workdir: {run}, resuming from step 2, to step 4" in capsys.readouterr().out
     assert load_recipe(run).training.steps == 4
@@ -36,7 +36,7 @@ def test_a_run_goes_on_with_its_recipe(run, capsys):
     assert str(run) in call["command"]
 
 
-def test_another_workdir_is_a_contradiction(run, tmp_path):
+def test_a_different_workdir_is_rejected(run, tmp_path):
     with pytest.raises(ConfigError, match="--workdir"):
         main([str(run), "--workdir", str(tmp_path)])
     assert main([str(run), "--workdir", str(run)]) == 0

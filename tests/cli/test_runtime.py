@@ -38,17 +38,17 @@ def module(version):
     return types.SimpleNamespace(__version__=version)
 
 
-def test_it_imports_neither_jax_nor_anything_else_that_may_be_missing():
+def test_the_check_imports_only_the_standard_library():
     script = "import sys; sys.path.insert(0, sys.argv[1]); import transformer.cli.runtime as r; print(r._PROJECT)"
     command = [sys.executable, "-I", "-S", "-c", script, str(runtime._SOURCE)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "transformer-zoo\n"
 
 
-def test_this_environment_fits():
+def test_this_environment_meets_the_requirements():
     runtime.check_versions()
 
 
-def test_what_the_installed_jax_needs(monkeypatch):
+def test_reports_the_requirements_of_the_installed_jax(monkeypatch):
     monkeypatch.undo()
     names = {requirement.name for requirement in runtime._required_by_jax()}
     assert {"jaxlib", "numpy"} <= names
@@ -65,7 +65,7 @@ def test_a_package_replaced_after_its_import_needs_a_restart(name):
 
 
 @pytest.mark.parametrize(("name", "version"), [("jax", "0.7.1"), ("jax", "0.4.30"), ("numpy", "1.26.4")])
-def test_a_machine_that_is_too_old(name, version, monkeypatch):
+def test_reports_an_old_python(name, version, monkeypatch):
     monkeypatch.setattr(runtime, "_requirements", lambda: [Requirement("jax>=0.7.2"), Requirement("numpy>=2.0")])
     message = (
         rf"^{name} {version} is incompatible with transformer-zoo, which needs {name}>=.*latest runtime version.*%pip"
@@ -75,7 +75,7 @@ def test_a_machine_that_is_too_old(name, version, monkeypatch):
     runtime.check_versions({}, versions(jax="0.7.2", numpy="2.0.0"), NOWHERE)
 
 
-def test_a_jaxlib_of_another_release(monkeypatch):
+def test_reports_a_jaxlib_of_a_different_release(monkeypatch):
     monkeypatch.setattr(runtime, "_required_by_jax", lambda: [Requirement("jaxlib<=99.0,>=99.0")])
     runtime.check_versions({}, versions(), NOWHERE)
     with pytest.raises(
@@ -84,13 +84,13 @@ def test_a_jaxlib_of_another_release(monkeypatch):
         runtime.check_versions({}, versions(jaxlib="98.0"), NOWHERE)
 
 
-def test_what_to_install_for_an_accelerator(monkeypatch):
+def test_names_the_package_for_an_accelerator(monkeypatch):
     monkeypatch.setattr(runtime, "accelerator_present", lambda environment: "tpu")
     with pytest.raises(RuntimeProblem, match=r'%pip.*"jax\[tpu\]"'):
         runtime.check_versions({}, versions(jax="0.1"))
 
 
-def test_requirements_are_those_of_pyproject():
+def test_requirements_match_pyproject():
     names = [requirement.name for requirement in runtime._requirements()]
     assert names == ["jax", "flax", "jaxtyping", "numpy"]
     names = {requirement.name for requirement in runtime._requirements("train", "zoo")}
@@ -109,7 +109,7 @@ def test_requirements_of_an_installed_package(tmp_path, monkeypatch):
     assert [str(one) for one in runtime._requirements("train")] == ["jax>=0.7.2", "grain>=0.2", "tyro>=1"]
 
 
-def test_what_is_missing_or_too_old_is_to_be_installed(monkeypatch):
+def test_missing_and_outdated_packages_are_listed_for_installation(monkeypatch):
     lines = {"": ["jax>=0.7.2", "numpy>=2.0"], "train": ["tyro>=1.0", "optax>=0.2.8"]}
     monkeypatch.setattr(runtime, "_groups", lambda: lines)
     assert runtime.missing("train", installed=versions(optax="0.2.7")) == ["tyro>=1.0", "optax>=0.2.8"]
@@ -121,7 +121,7 @@ def test_devices_are_printed(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 8
 
 
-def test_an_accelerator_that_jax_does_not_use(monkeypatch, capsys):
+def test_reports_an_accelerator_unused_by_jax(monkeypatch, capsys):
     monkeypatch.setattr(runtime, "accelerator_present", lambda root, environment: "gpu")
     with pytest.raises(RuntimeProblem, match=r"^This is a GPU runtime, but JAX uses the CPU\. JAX .* no CUDA plugin"):
         runtime.check_devices(environment=NOWHERE)
@@ -130,13 +130,13 @@ def test_an_accelerator_that_jax_does_not_use(monkeypatch, capsys):
     runtime.check_devices(environment=NOWHERE | {"JAX_PLATFORMS": "cpu"})  # intended by the user
 
 
-def test_a_tpu_runtime_without_its_tpu(tmp_path):
+def test_reports_a_tpu_runtime_without_a_tpu(tmp_path):
     environment = NOWHERE | {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "JAX_PLATFORMS": "tpu,cpu"}
     with pytest.raises(RuntimeProblem, match=r"^This is a TPU runtime, but JAX uses the CPU\. .* not installed"):
         runtime.check_devices(tmp_path, environment)
 
 
-def test_jax_that_does_not_start(monkeypatch):
+def test_reports_a_jax_that_fails_to_start(monkeypatch):
     def refuse():
         raise RuntimeError("Unable to initialize backend 'tpu': ABORTED: the TPU is in use\nby process 3.")
 
@@ -147,7 +147,7 @@ def test_jax_that_does_not_start(monkeypatch):
         runtime.check_devices(environment=NOWHERE)
 
 
-def test_a_libtpu_of_another_release(monkeypatch):
+def test_reports_a_libtpu_of_a_different_release(monkeypatch):
     monkeypatch.setattr(metadata, "requires", lambda name: ['libtpu==0.0.23; extra == "tpu"', "numpy"])
     assert runtime._libtpu_difference({"libtpu": "0.0.23"}.get) is None
     difference = runtime._libtpu_difference({"libtpu": "0.0.21.1"}.get)
@@ -159,7 +159,7 @@ def test_a_libtpu_of_another_release(monkeypatch):
     assert "Another process may use it" in runtime._remedy("tpu", {"libtpu": "0.0.23"}.get)
 
 
-def test_the_requirement_of_this_jax_is_found():
+def test_finds_the_libtpu_requirement_of_the_installed_jax():
     assert runtime._libtpu_difference({"libtpu": "0.0.1"}.get).endswith(")")
     assert runtime._libtpu_of_jax().startswith("==0.0.")
 
@@ -172,7 +172,7 @@ def test_the_requirement_of_this_jax_is_found():
         ({"jax-cuda13-plugin": "99.0"}, "Another process may use it"),
     ],
 )
-def test_what_helps_where_a_gpu_is_not_used(plugins, words):
+def test_suggests_a_fix_for_an_unused_gpu(plugins, words):
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(runtime._remedy("gpu", versions(**plugins)))
 
@@ -186,26 +186,26 @@ def colab(monkeypatch):
     return fake.drive
 
 
-def test_runs_are_kept_on_the_drive_in_colab(colab, tmp_path):
+def test_runs_are_stored_on_google_drive_in_colab(colab, tmp_path):
     folder = runtime.storage(str(tmp_path / "drive"), room=1)
     assert folder == tmp_path / "drive" / "MyDrive" / "transformer-zoo"
     assert list(folder.iterdir()) == []  # the check leaves no file
     assert runtime.storage("", local=tmp_path / "runs", room=1) == tmp_path / "runs"
 
 
-def test_runs_are_kept_in_a_local_folder_elsewhere(monkeypatch, tmp_path):
+def test_runs_are_stored_in_a_local_folder_outside_colab(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "google.colab", None)
     monkeypatch.chdir(tmp_path)
     assert runtime.storage("/content/drive", room=1) == tmp_path / "runs"
 
 
-def test_kaggle_has_no_drive_though_it_may_have_the_module(colab, monkeypatch, tmp_path):
+def test_kaggle_uses_a_local_folder_even_with_the_colab_module(colab, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
     assert runtime.storage("/content/drive", room=1) == tmp_path / "runs"
 
 
-def test_a_drive_that_is_not_mounted(colab, tmp_path):
+def test_reports_a_drive_that_is_not_mounted(colab, tmp_path):
     colab.mount = lambda path: None
     with pytest.raises(RuntimeProblem, match=r"^Google Drive is not mounted: .* no folder MyDrive\. .*DRIVE = \"\""):
         runtime.storage(str(tmp_path))
@@ -218,7 +218,7 @@ def test_a_drive_that_is_not_mounted(colab, tmp_path):
         runtime.storage(str(tmp_path))
 
 
-def test_a_full_drive(tmp_path, monkeypatch):
+def test_reports_a_full_drive(tmp_path, monkeypatch):
     with pytest.raises(RuntimeProblem, match=r"\d+ MiB.*\d+ MiB"):
         runtime.storage("", local=tmp_path, room=2**62)
 
@@ -230,7 +230,7 @@ def test_a_full_drive(tmp_path, monkeypatch):
         runtime.storage("", local=tmp_path, room=1)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_reports_a_read_only_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeProblem, match="file/runs"):
         runtime.storage("", local=tmp_path / "file" / "runs", room=1)
@@ -248,7 +248,7 @@ def caught(action):
     raise AssertionError("nothing was raised")
 
 
-def test_errors_that_the_message_explains():
+def test_known_errors_get_an_explanation():
 
     def in_use():
         raise WorkdirInUseError("in use")

@@ -47,12 +47,12 @@ def test_texts_are_utf8_in_every_locale(variables):
 
 
 @pytest.mark.parametrize("text", ["", "año", "😀", "\ud800", "\udcff\udcc3"])
-def test_an_argument_that_needs_no_decoding_stays_as_it_is(text):
+def test_a_valid_argument_is_unchanged(text):
     assert streams.decode_argument(text) == text
 
 
 @pytest.mark.parametrize("words", [["-m", "transformer", "list"], ["train.py", "--list"]])
-def test_a_closed_stdout_is_one_sentence(words):
+def test_a_closed_stdout_is_a_one_line_error(words):
     code, out, err = call(words, shell=">&-")
     assert (code, out) == (1, b"")
     assert err == b"error: stdout is closed, so the output has nowhere to go. Redirect it: > FILE, or > /dev/null.\n"
@@ -63,7 +63,7 @@ def test_a_closed_stderr_sends_no_error_to_stdout():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_stdout_is_named():
+def test_a_full_disk_behind_stdout_is_reported():
     code, _, err = call(["train.py", "--list"], shell="> /dev/full")
     assert (code, err) == (1, b"error: stdout: No space left on device. Free some disk space, or use another path.\n")
 
@@ -75,13 +75,13 @@ def test_a_narrow_terminal_counts_as_20_columns(columns, expected, monkeypatch, 
     assert capsys.readouterr().out == f"{expected}\n"
 
 
-def test_no_columns_are_an_unknown_width(monkeypatch, capsys):
+def test_zero_columns_mean_an_unknown_width(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "0")
     assert run_program(lambda: print(os.environ.get("COLUMNS")), debug=False) == 0
     assert capsys.readouterr().out == "None\n"
 
 
-def test_help_of_every_command_ends_in_a_narrow_terminal():
+def test_help_of_every_command_prints_in_a_narrow_terminal():
     program = f"""
 import contextlib
 from transformer.__main__ import main
@@ -96,7 +96,7 @@ main(["train", "number_words", "--help"])
     assert b"--data." in out
 
 
-def test_too_little_address_space_is_one_sentence():
+def test_too_little_address_space_is_a_one_line_error():
     words = ["-c", 'ulimit -v 1000000; exec "$@"', "bash", sys.executable, "train.py", "number_words"]
     done = subprocess.run(["bash", *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (1, "")
@@ -115,7 +115,7 @@ def test_an_unlimited_address_space_is_enough(monkeypatch):
     limits.check_address_space()
 
 
-def test_a_platform_that_is_missing_is_one_sentence():
+def test_a_missing_platform_is_a_one_line_error():
     program = "import sys, jax; from transformer.cli._errors import run_program; "
     program += "sys.exit(run_program(lambda: jax.devices() and None, debug=False))"
     code, out, err = call(["-c", program], JAX_PLATFORMS="cuda")

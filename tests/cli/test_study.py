@@ -59,7 +59,7 @@ def tables(out):
 
 class TestStudies:
     @pytest.mark.programs(27, reason="the study makes single measurements outside of jit")
-    def test_scale(self, run, small):
+    def test_prints_the_scale_study(self, run, small):
         code, out, err = run("scale")
         assert (code, err) == (0, "")
         (table,) = tables(out)
@@ -69,7 +69,7 @@ class TestStudies:
         assert imread(small / "study-scale.png").std() > 0.05
 
     @pytest.mark.programs(27, reason="the study makes single measurements outside of jit")
-    def test_scale_as_json(self, run, small):
+    def test_prints_the_scale_study_as_json(self, run, small):
         code, out, err = run("scale", "--json", "--output", "here/scale.png")
         found = json.loads(out)
         assert (code, err, found["study"], found["picture"]) == (0, "", "scale", "here/scale.png")
@@ -83,7 +83,7 @@ class TestStudies:
         assert not (small / "study-scale.png").exists()
 
     @pytest.mark.programs(70, reason="the study makes single measurements outside of jit")
-    def test_positions(self, run, small):
+    def test_prints_the_position_study(self, run, small):
         code, out, err = run("positions")
         assert (code, err) == (0, "")
         similarities, codes, repeats = tables(out)
@@ -94,7 +94,7 @@ class TestStudies:
         assert imread(small / "study-positions.png").std() > 0.05
         assert out.isascii()
 
-    def test_memory(self, run, small):
+    def test_prints_the_memory_study(self, run, small):
         code, out, err = run("memory", "--json")
         found = json.loads(out)
         assert (code, err) == (0, "")
@@ -105,7 +105,7 @@ class TestStudies:
         assert [row["strategy"] for row in found["padding"]][::3] == ["longest of all", "packing"]
         assert imread(small / "study-memory.png").std() > 0.05
 
-    def test_padding_of_a_text_of_ones_own(self, run, small):
+    def test_padding_study_reads_a_text_file(self, run, small):
         (small / "text.txt").write_text("a b c d\n\na b\n" * 4)
         code, out, err = run("memory", "--lengths-of", "text.txt")
         assert (code, err) == (0, "")
@@ -132,10 +132,10 @@ class TestMistakes:
             (("scale", "--output"), "--output"),
         ],
     )
-    def test_wrong_words(self, words, message, fails):
+    def test_reports_invalid_arguments(self, words, message, fails):
         assert message in fails(*words)
 
-    def test_a_text_that_cannot_be_read(self, fails, small):
+    def test_reports_an_unreadable_text(self, fails, small):
         assert "no file none.txt" in fails("memory", "--lengths-of", "none.txt")
         (small / "empty.txt").write_text(" \n\n")
         assert "empty.txt is empty" in fails("memory", "--lengths-of", "empty.txt")
@@ -144,13 +144,13 @@ class TestMistakes:
         assert f"{small} is not a file" in fails("memory", "--lengths-of", small)
 
     @pytest.mark.programs(27, reason="the study makes single measurements outside of jit")
-    def test_a_folder_as_picture(self, fails, small):
+    def test_rejects_a_folder_as_picture(self, fails, small):
         assert "Pass a file" in fails("scale", "--output", small)
 
 
 class TestHelp:
     @pytest.mark.parametrize(("name", "own"), [("scale", ""), ("positions", ""), ("memory", "--lengths-of")])
-    def test_of_a_study(self, name, own, capsys):
+    def test_help_of_a_study(self, name, own, capsys):
         with pytest.raises(SystemExit) as stop:
             main(["study", name, "--help"])
         out, err = capsys.readouterr()

@@ -23,7 +23,7 @@ def recordings(tmp_path):
 
 
 @pytest.mark.programs(25, reason="a transcription measures silence with single operations")
-def test_text_json_and_timestamps(model, recordings, capsys):
+def test_prints_text_json_and_timestamps(model, recordings, capsys):
     assert main(["transcribe", str(model), *recordings, "--json", "--timestamps"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert output["directory"] == str(model)
@@ -56,7 +56,7 @@ def test_times_are_minutes_and_seconds():
         (["a.wav", "--language", "english"], "--language must be one of de, en, es, got 'english'"),
     ],
 )
-def test_wrong_arguments_are_one_line(model, recordings, monkeypatch, tmp_path, capsys, arguments, message):
+def test_invalid_arguments_are_one_line_errors(model, recordings, monkeypatch, tmp_path, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     assert main(["transcribe", str(model), *arguments]) == 2
     error = capsys.readouterr().err
@@ -64,7 +64,7 @@ def test_wrong_arguments_are_one_line(model, recordings, monkeypatch, tmp_path, 
     assert error.count("\n") == 1
 
 
-def test_another_kind_of_model_is_named(tmp_path, recordings, capsys):
+def test_an_unsupported_model_kind_is_named(tmp_path, recordings, capsys):
     from golden import case, ours
 
     ours.write(tmp_path / "gpt2", case.golden("gpt2")["lm"])
@@ -78,7 +78,7 @@ def test_generate_points_to_this_command(model, capsys):
 
 
 @pytest.mark.programs(26, reason="the package computes single operations outside of jit")
-def test_a_line_for_each_word(model, recordings, capsys):
+def test_prints_one_line_per_word(model, recordings, capsys):
     assert main(["transcribe", str(model), recordings[0], "--timestamps", "word", "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]
     words = [word for segment in result["segments"] for word in segment["words"]]
@@ -88,7 +88,7 @@ def test_a_line_for_each_word(model, recordings, capsys):
     assert lines[0].startswith(f"[{_time(words[0]['start'])} --> {_time(words[0]['end'])}] ")
 
 
-def test_timestamps_alone_are_those_of_segments():
+def test_timestamps_without_words_are_per_segment():
     assert _with_kind(["m", "--timestamps", "a.wav"]) == ["m", "--timestamps", "segment", "a.wav"]
     assert _with_kind(["m", "a.wav", "--timestamps"]) == ["m", "a.wav", "--timestamps", "segment"]
     assert _with_kind(["m", "--timestamps", "word", "a.wav"]) == ["m", "--timestamps", "word", "a.wav"]

@@ -100,7 +100,7 @@ def alone(directory, text, beam=TWO):
     return opened.tokenizer.decode(best.tokens)
 
 
-def test_a_line_for_every_line(translate, weights):
+def test_prints_one_line_per_input_line(translate, weights):
     """For any length and any position in chunks and batches; blank lines stay blank."""
     content = b"\xef\xbb\xbfthe cat sat\n\na dog\r\n   \nran\n\nunder the dog"
     code, out, err = translate(weights, content, *AS_TWO)
@@ -115,7 +115,7 @@ def test_a_line_for_every_line(translate, weights):
         assert translate(weights, content, *AS_TWO, *sizes)[1] == out
 
 
-def test_several_translations_of_a_line(translate, weights):
+def test_prints_several_translations_per_line(translate, weights):
     content, options = b"cat\n\na dog\nran\n", (*AS_TWO, "--n-best", 2)
     code, out, _ = translate(weights, content, *options)
     assert code == 0
@@ -131,7 +131,7 @@ def test_several_translations_of_a_line(translate, weights):
     assert {"text", "score", "log_probability", "ended"} == found[0]["translations"][0].keys()
 
 
-def test_no_more_than_a_chunk_is_read_ahead(weights):
+def test_at_most_one_chunk_is_read_ahead(weights):
     read = []
 
     def lines():
@@ -151,14 +151,14 @@ def test_no_more_than_a_chunk_is_read_ahead(weights):
 
 
 @pytest.mark.slow
-def test_by_default_a_target_may_have_fifty_tokens_more_than_its_source(translate, weights):
+def test_the_default_target_limit_is_source_length_plus_50(translate, weights):
     lines = [translate(weights, b"the cat sat\n", *words)[1] for words in ((), ("--max-extra", 50), ("--max-extra", 1))]
     assert lines[0] == lines[1] == alone(weights, "the cat sat", Beam()) + "\n"
     assert lines[0] != lines[2]
 
 
 @pytest.mark.slow
-def test_a_line_too_long_for_the_table_is_cut_aloud(translate, weights):
+def test_truncating_a_long_line_prints_a_warning(translate, weights):
     room = open_model(weights).model.config.longest_source
     long = " ".join((WORDS * room)[: room + 3])
     code, out, err = translate(weights, f"the cat\n{long}\na dog ran\n".encode(), *AS_TWO, "--batch-tokens", 1)
@@ -173,7 +173,7 @@ def test_a_line_too_long_for_the_table_is_cut_aloud(translate, weights):
 
 
 @pytest.mark.slow
-def test_reports_invalid_lines_with_their_number(translate, workdir):
+def test_reports_invalid_lines_with_their_line_number(translate, workdir):
     content, options = b"two\nsevn\n,-\ntwenty one two three\n", AS_TWO
     code, out, err = translate(workdir, content, *options)
     assert code == 0
@@ -203,7 +203,7 @@ def echoed(monkeypatch):
 
 
 @pytest.mark.usefixtures("echoed")
-def test_a_line_that_is_no_text_and_one_that_is_too_long(translate, weights):
+def test_reports_invalid_utf8_and_overlong_lines(translate, weights):
     """Both keep their lines, with a warning, and the other lines are translated."""
     content = b"a dog\nthr\xc3\xa9\xe9e\n" + b"cat " * 8 + b"\nran\n"
     code, out, err = translate(weights, content, "--max-source-tokens", 5)
@@ -220,7 +220,7 @@ def test_a_line_that_is_no_text_and_one_that_is_too_long(translate, weights):
 
 @pytest.mark.usefixtures("echoed")
 @pytest.mark.parametrize(("trained", "most"), [(None, 1024), (3, 1024), (2000, 2000)])
-def test_what_is_read_of_a_line_at_most(weights, trained, most):
+def test_reads_a_bounded_part_of_each_line(weights, trained, most):
     opened = dataclasses.replace(open_model(weights), context=trained)
     plain = opened.model.config.replace(position=SinusoidalOptions())
     opened = dataclasses.replace(opened, model=opened.model.clone(config=plain))
@@ -229,7 +229,7 @@ def test_what_is_read_of_a_line_at_most(weights, trained, most):
     assert line.best[0].text.count("cat") == most - 2
 
 
-def test_wrong_input(translate, weights, tmp_path):
+def test_reports_invalid_input(translate, weights, tmp_path):
     assert translate(weights, b"", terminal=True)[2].startswith(
         "error: stdin is a terminal, so there is nothing to translate. Pipe lines"
     )
@@ -251,7 +251,7 @@ def test_wrong_input(translate, weights, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away(workdir):
+def test_a_closed_stdout_ends_translation_quietly(workdir):
     """There is no traceback and no message, only the exit code of SIGPIPE."""
     read, write = os.pipe()
     os.close(read)

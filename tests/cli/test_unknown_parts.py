@@ -66,7 +66,7 @@ def test_a_stream_is_reported_at_its_end(models, capsys, monkeypatch):
     )
 
 
-def test_a_text_that_cannot_be_read_is_left_to_its_encoding(recwarn):
+def test_an_unreadable_text_is_reported_by_its_encoding(recwarn):
     found = UnknownParts(SimpleNamespace(tokenizer=ByteTokenizer()))
     found.add("\udcff")
     found.warn()

@@ -88,8 +88,8 @@ def look(folder: Path, value: tuple) -> None:
     assert json.dumps(opened.place())
 
 
-def test_descriptions_of_models(fuzz: Fuzz, put, monkeypatch: pytest.MonkeyPatch):
-    """Test everything except reading the tensors, which is part of `test_whole_directories`."""
+def test_fuzzed_model_configs(fuzz: Fuzz, put, monkeypatch: pytest.MonkeyPatch):
+    """Test everything except reading the tensors, which is part of `test_fuzzed_model_directories`."""
     monkeypatch.setattr(pretrained, "_read_params", lambda *arguments: None)
     fuzz("config.json", 15_000, configs(list(RECORDS)), look, put=put)
 
@@ -100,7 +100,7 @@ GENERATION |= st.dictionaries(st.sampled_from([*TOKENS, *NAMES]), ODD, max_size=
 )
 
 
-def test_settings_of_generation(fuzz: Fuzz, put, monkeypatch: pytest.MonkeyPatch):
+def test_fuzzed_generation_configs(fuzz: Fuzz, put, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pretrained, "_read_params", lambda *arguments: None)
     keys = st.sampled_from([("bart", "lm"), ("llama", "lm"), ("t5", "lm")])
     config = keys.map(lambda key: (key, written(RECORDS[key]["config"])))
@@ -108,7 +108,7 @@ def test_settings_of_generation(fuzz: Fuzz, put, monkeypatch: pytest.MonkeyPatch
     fuzz("config.json", 4400, inputs, look, put=put)
 
 
-def test_whole_directories(fuzz: Fuzz, put):
+def test_fuzzed_model_directories(fuzz: Fuzz, put):
     """Some of the changed config.json files still fit the tensors, which are then read."""
     keys = [key for key in RECORDS if key[0] in ("llama", "gpt2", "bert", "t5", "vit")]
     fuzz("config.json", 600, configs(keys), look, put=put)

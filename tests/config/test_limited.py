@@ -38,7 +38,7 @@ def processes(tmp_path):
     return LimitedProcesses(program, "values", seconds=1.0, most_bytes=2**24)
 
 
-def test_an_answer_comes_from_a_process_that_is_kept(processes):
+def test_a_result_comes_from_a_reused_process(processes):
     number, values, text = processes.ask({"text": "\u00e9\ud800" * 100_000})
     assert (values, text) == ("values", "\u00e9\ud800" * 100_000)
     assert processes.ask({})[0] == number != os.getpid()
@@ -114,7 +114,7 @@ def test_a_fork_does_not_use_the_processes_of_its_parent(processes, tmp_path):
     assert sorted(done.stdout.split()) == ["False", "True", "True"]
 
 
-def test_work_is_cancelled(processes):
+def test_running_work_can_be_cancelled(processes):
     processes.ask({})
     cancellation, began = Cancellation(), time.monotonic()
     threading.Timer(0.2, cancellation.cancel).start()
@@ -124,7 +124,7 @@ def test_work_is_cancelled(processes):
     assert time.monotonic() - began < 10
 
 
-def test_waiting_processes_end_with_their_owner(processes):
+def test_idle_processes_exit_with_their_owner(processes):
     processes.ask({})
     (process,) = processes._idle
     assert process.poll() is None
@@ -132,7 +132,7 @@ def test_waiting_processes_end_with_their_owner(processes):
     assert process.poll() is not None
 
 
-def test_the_process_ends_with_its_parent():
+def test_the_process_exits_with_its_parent():
     """Its standard input ends. It also must not import this package: that takes seconds."""
     code = "import sys, runpy; runpy.run_path(sys.argv[1]); print([m for m in sys.modules if m[:3] in ('jax', 'tra')])"
     done = subprocess.run([sys.executable, "-c", code, str(PROGRAM)], capture_output=True, text=True, check=True)

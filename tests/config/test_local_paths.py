@@ -28,7 +28,7 @@ LOCAL = (
 
 
 @pytest.mark.parametrize("path", REMOTE)
-def test_a_scheme_is_remote(path):
+def test_a_path_with_a_url_scheme_is_remote(path):
     assert is_remote(path)
     with pytest.raises(ConfigError, match=rf"^--workdir must be a local path.*got {re.escape(path)}\b.*Mount"):
         local_path(path, "--workdir")
@@ -40,7 +40,7 @@ def test_other_paths_are_local(path):
     assert local_path(path, "--workdir") == pathlib.Path(path)
 
 
-def test_a_path_object_lost_a_slash_and_is_still_remote():
+def test_a_url_in_a_path_object_is_still_remote():
     """`pathlib` joins the slashes of s3://b into one."""
     assert str(pathlib.Path("s3://b/x")) == "s3:/b/x"
     with pytest.raises(ConfigError, match="got s3://b/x"):
@@ -50,6 +50,6 @@ def test_a_path_object_lost_a_slash_and_is_still_remote():
 
 
 @pytest.mark.parametrize("scheme", ["http", "HTTPS"])
-def test_a_url_is_to_be_downloaded(scheme):
+def test_a_url_asks_the_user_to_download_it(scheme):
     with pytest.raises(ConfigError, match=rf"^FILE must be a local path, but {scheme}://e\.org/x is a URL.*Download"):
         local_path(f"{scheme}://e.org/x", "FILE")

@@ -319,7 +319,7 @@ def test_positions_are_resized_only_on_request():
         program(VisionClassifier, changed.replace(position=LearnedOptions(max_length=6)))
 
 
-def test_pixels_that_fill_no_patch_are_dropped_only_on_request():
+def test_pixels_outside_whole_patches_are_dropped_only_on_request():
     with pytest.raises(ConfigError, match=r"image_height \(7\).*patch_size"):
         Patches(image_height=7, image_width=4, patch_size=2)
     patches = Patches(image_height=7, image_width=5, patch_size=2, drop_remainder=True)
@@ -450,7 +450,7 @@ def test_image_tokens_are_checked():
         dataclasses.replace(BETWEEN, pool=3)
 
 
-def test_images_without_a_projection_need_the_common_size():
+def test_images_without_a_projection_need_the_shared_width():
     with pytest.raises(ConfigError, match=r"\(5\).*d_model.*\(8\)"):
         dataclasses.replace(DUAL, features=5, projections="text")
     with pytest.raises(ConfigError, match=r"DualEncoder.*input=Images"):
@@ -612,7 +612,7 @@ def test_every_field_of_execution_is_read(field, value):
         ),
     ],
 )
-def test_an_impossible_model_says_what_to_change(changes, message):
+def test_an_invalid_model_names_the_field_to_change(changes, message):
     with pytest.raises(ConfigError, match=message):
         TransformerConfig(**changes)
 
@@ -681,12 +681,12 @@ def test_an_impossible_model_says_what_to_change(changes, message):
         (lambda: Execution(remat="dot"), r"'dots'\?"),
     ],
 )
-def test_impossible_parts_say_what_to_change(make, message):
+def test_invalid_parts_name_the_field_to_change(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_the_papers_models_have_the_papers_parameters():
+def test_the_models_of_the_paper_have_its_parameter_counts():
     """Vaswani et al. 2017, table 3: 65 and 213 million parameters with a shared vocabulary of 37,000 tokens."""
     for config, millions in [(transformer_base(), 65), (transformer_big(), 213)]:
         tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)

@@ -8,7 +8,7 @@ from transformer.config._paths import fields_by_path
 CONFIG = TransformerConfig(d_model=8, num_heads=2)
 
 
-def test_paths_set_fields_of_parts_together():
+def test_several_paths_set_fields_of_one_part():
     # Each change alone would be invalid: max_distance must be above half of the buckets.
     changed = CONFIG.replace(position=T5BiasOptions(), **{"position.buckets": 512, "position.max_distance": 300})
     assert (changed.position.buckets, changed.position.max_distance) == (512, 300)
@@ -34,12 +34,12 @@ def test_paths_set_fields_of_parts_together():
         ({"norm": "rms_norm"}, r"norm must be NormOptions.*'rms_norm'"),
     ],
 )
-def test_an_impossible_path_says_what_there_is(changes, message):
+def test_an_unknown_path_lists_the_available_fields(changes, message):
     with pytest.raises(ConfigError, match=message):
         CONFIG.replace(**changes)
 
 
-def test_an_unknown_keyword_is_an_error_that_names_the_nearest():
+def test_an_unknown_keyword_suggests_the_nearest():
     with pytest.raises(TypeError, match=r"'dropout_rat'.*'dropout_rate'\?"):
         TransformerConfig(dropout_rat=0.1)
 

@@ -33,7 +33,7 @@ def test_a_recipe_is_found_by_name_and_path(configs, monkeypatch):
     assert about == "The one recipe."
 
 
-def test_a_recipe_builds_on_others_wherever_they_are(configs, tmp_path, monkeypatch):
+def test_a_recipe_imports_recipes_from_any_folder(configs, tmp_path, monkeypatch):
     """It imports a recipe in its folder, one in configs/ of the current directory, and a bundled one; none of them
     stays imported.
     """
@@ -72,7 +72,7 @@ def test_a_local_recipe_replaces_a_bundled_one(configs, monkeypatch):
     assert find_recipe("number_words").resolve() == recipe_files()["number_words"] == local
 
 
-def test_an_unknown_recipe_names_the_nearest(configs):
+def test_an_unknown_recipe_suggests_the_nearest(configs):
     with pytest.raises(ConfigError, match=r"'configs/on.py'.*'one'\?"):
         find_recipe("configs/on.py", configs)
 
@@ -105,7 +105,7 @@ def run_train(*arguments):
     )
 
 
-def test_mistakes_exit_2_with_one_line():
+def test_invalid_calls_exit_2_with_one_line():
     done = run_train("number_word")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: there is no recipe 'number_word'. Did you mean 'number_words'?")
@@ -134,7 +134,7 @@ def test_reports_missing_files_in_one_line(arguments, words):
     assert done.stderr.count("\n") == 1
 
 
-def test_list_names_every_recipe():
+def test_list_prints_every_recipe():
     done = run_train("--list")
     assert done.returncode == 0
     listed = {line.split()[0] for line in done.stdout.splitlines()}

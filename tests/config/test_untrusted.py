@@ -18,12 +18,12 @@ from transformer.training._recipe import save_recipe
 
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "../a.json", "b/../../a.json", "b\\a.json", "a.json\0", ".."])
-def test_a_name_that_leads_out_is_refused(tmp_path, name):
+def test_rejects_a_name_that_leaves_the_directory(tmp_path, name):
     with pytest.raises(ValueError, match="must be the name of a file in the directory"):
         regular_file(tmp_path, name)
 
 
-def test_links_may_stay_inside(tmp_path):
+def test_accepts_links_inside_the_directory(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "a.json").write_text("{}")
     (tmp_path / "link.json").symlink_to("b/a.json")
@@ -39,7 +39,7 @@ def nested(depth: int, one: str = "[", other: str = "]") -> bytes:
 
 
 @pytest.mark.parametrize("brackets", [("[", "]"), ('{"a":', "}"), ('[{"b":', "}]")])
-def test_json_is_not_deeper_than_python_can_handle(brackets):
+def test_rejects_json_nested_too_deeply(brackets):
     size = sum(map(brackets[0].count, "[{"))
     assert json.dumps(parse_json(nested(MAX_DEPTH // size, *brackets)))
     for depth in (MAX_DEPTH // size + 1, 300, 100_000):
@@ -58,7 +58,7 @@ def test_json_is_not_deeper_than_python_can_handle(brackets):
         (b"9" * 5000, "Exceeds the limit"),
     ],
 )
-def test_what_is_no_strict_json(content, message):
+def test_rejects_json_that_is_not_strict(content, message):
     with pytest.raises(ValueError, match=message):
         parse_json(content)
 
@@ -81,7 +81,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("read", "name"), READERS)
-def test_every_reader_stays_in_its_directory(folder, read, name):
+def test_every_reader_stays_inside_its_directory(folder, read, name):
     outside = folder.parent / "outside.json"
     outside.write_text("{}")
     (folder / name).unlink(missing_ok=True)
@@ -113,14 +113,14 @@ def test_no_reader_waits_for_a_pipe(folder, read, name, make):
         ({"x" * 9000: 1}, r"has an unknown field 'x{70,80}\.$"),
     ],
 )
-def test_a_recipe_of_strange_values(folder, change, message):
+def test_rejects_a_recipe_with_invalid_values(folder, change, message):
     values = to_json(tiny_recipe())
     (folder / "recipe.json").write_text(json.dumps(values | {"recipe": values["recipe"] | change}))
     with pytest.raises(ConfigError, match=message):
         load_recipe(folder)
 
 
-def test_a_number_that_no_float_holds(folder):
+def test_rejects_a_number_outside_the_float_range(folder):
     values = to_json(tiny_recipe())
     values["recipe"]["optimizer"]["learning_rate"] = 10**400
     (folder / "recipe.json").write_text(json.dumps(values))
@@ -129,7 +129,7 @@ def test_a_number_that_no_float_holds(folder):
 
 
 @pytest.mark.parametrize("kind", [[], {}, ["byte"], 3])
-def test_a_kind_of_tokenizer_that_is_no_word(folder, kind):
+def test_rejects_a_tokenizer_kind_that_is_not_a_string(folder, kind):
     state = ByteTokenizer().state() | {"kind": kind}
     (folder / "tokenizer.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match="kind must be one of char, byte, word, bpe, got"):
@@ -137,6 +137,6 @@ def test_a_kind_of_tokenizer_that_is_no_word(folder, kind):
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "\0", "x/" * 3000])
-def test_a_name_that_no_file_can_have(tmp_path, name):
+def test_rejects_a_name_that_cannot_be_a_file_name(tmp_path, name):
     with pytest.raises(ConfigError, match="there is no recipe"):
         find_recipe(name, tmp_path)

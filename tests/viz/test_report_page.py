@@ -106,7 +106,7 @@ def page_of(*workdirs):
     return Page(report_page([read_run(workdir, workdir.name) for workdir in workdirs], title="t"))
 
 
-class TestVerb:
+class TestCommand:
     def test_a_run(self, tmp_path, run):
         workdir = make_run(tmp_path, "run")
         code, out, err = run(workdir)
