@@ -27,7 +27,7 @@ def places(lengths, bounds):
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 3, 4, 9])
-def test_no_other_widths_pad_less(buckets):
+def test_the_chosen_widths_minimize_padding(buckets):
     lengths = np.random.default_rng(buckets).choice([2, 3, 5, 8, 9, 14, 30], 60)
     found = bucket_bounds(lengths, buckets)
     assert len(found) <= buckets
@@ -49,7 +49,7 @@ def test_very_many_lengths_are_rounded_up():
     assert places(lengths, found) < 1.3 * lengths.sum()
 
 
-def test_each_pass_holds_every_pair_once_in_an_order_of_its_own():
+def test_each_epoch_has_every_pair_once_in_a_new_order():
     batches = token_batches()
     orders = []
     for number in range(3):
@@ -63,7 +63,7 @@ def test_each_pass_holds_every_pair_once_in_an_order_of_its_own():
     assert any((token_batches().seeded(1)[i][1][:4] != batches[i][1][:4]).any() for i in range(3))
 
 
-def test_a_batch_has_room_for_what_is_in_it_and_no_more_tokens_than_allowed():
+def test_a_batch_fits_its_pairs_within_the_token_limit():
     batches = token_batches()
     source, target = lengths_of()
     for i in range(batches.per_pass):
@@ -94,7 +94,7 @@ def test_a_pair_longer_than_a_batch_is_refused():
 
 
 @pytest.mark.parametrize("field", ["batch_tokens", "buckets", "row_multiple"])
-def test_what_is_no_count_is_refused(field):
+def test_rejects_values_that_are_not_counts(field):
     with pytest.raises(ConfigError, match=f"{field}"):
         ParallelText(source_path="pairs.txt", **{field: 0})
 
@@ -112,7 +112,7 @@ def test_what_is_no_count_is_refused(field):
         ),
     ],
 )
-def test_a_field_that_would_do_nothing_is_refused(fields, message):
+def test_rejects_a_field_without_effect(fields, message):
     with pytest.raises(ConfigError, match=message):
         ParallelText(source_path="pairs.txt", **fields)
 
@@ -141,7 +141,7 @@ def rows_of(batch):
     ]
 
 
-def test_batches_of_a_dataset_hold_the_same_pairs_with_and_without_buckets(pairs):
+def test_bucketing_keeps_the_pairs_of_a_dataset(pairs):
     dataset = pairs()
     iterator = dataset.train_batches(seed=3)
     seen = [row for _ in range(dataset._batches.per_pass) for row in rows_of(next(iterator))]
@@ -149,7 +149,7 @@ def test_batches_of_a_dataset_hold_the_same_pairs_with_and_without_buckets(pairs
     assert sorted(seen) == sorted(rows_of(whole))
 
 
-def test_the_iterator_goes_on_where_it_was(pairs):
+def test_the_iterator_resumes_at_its_position(pairs):
     first = pairs().train_batches(seed=1)
     for _ in range(5):
         next(first)
@@ -174,7 +174,7 @@ def test_processes_share_each_batch(pairs):
             np.testing.assert_array_equal(np.concatenate([half[name] for half in halves]), array)
 
 
-def test_padding_is_what_no_token_fills(pairs):
+def test_padding_is_counted_as_positions_without_tokens(pairs):
     batch = {
         "source": np.ones((3, 5), np.int32),
         "source_lengths": np.array([5, 2, 4]),
@@ -222,7 +222,7 @@ def packed_pair_batch(pairs, packed):
     "position",
     [SinusoidalOptions(), *(pytest.param(one, marks=pytest.mark.slow) for one in (RotaryOptions(), T5BiasOptions()))],
 )
-def test_packed_pairs_have_the_loss_and_the_gradient_of_pairs_apart(pairs, position):
+def test_packed_pairs_have_the_loss_and_gradient_of_separate_pairs(pairs, position):
     import jax
     from numeric_parts import random_params
 
@@ -257,7 +257,7 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_pairs_apart(pairs, posit
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient, wanted)
 
 
-def test_packing_wastes_less_and_goes_on_where_it_was(pairs):
+def test_packing_reduces_padding_and_resumes_at_its_position(pairs):
     settings = {"packed_length": 150, "batch_tokens": 1200}
     first = pairs(**settings).train_batches(seed=1)
     seen = [next(first) for _ in range(7)]

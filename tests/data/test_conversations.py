@@ -64,7 +64,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_assistant_is_trained_and_the_end_of_its_turns(family):
+def test_assistant_tokens_and_end_of_turn_tokens_are_trained(family):
     """For the templates of all families, most of which don't mark what the assistant writes."""
     end = ENDS.get(family, "<|im_end|>")
     first, last = f"One.{end}", f"Two.{end}"
@@ -159,7 +159,7 @@ def test_every_format_gives_the_same_conversations(tmp_path, form):
     )
 
 
-def test_the_usual_forms_of_a_row():
+def test_accepts_the_common_row_formats():
     expected = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     forms = [
         {"messages": expected},
@@ -205,7 +205,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("content", "message"), BAD)
-def test_rows_that_can_not_be_used(tmp_path, content, message):
+def test_rejects_unusable_rows(tmp_path, content, message):
     (tmp_path / "a.jsonl").write_text(f"{content}\n" * 2)
     with pytest.raises(ValueError, match=message) as caught:
         prepare(Conversations(path=str(tmp_path / "a.jsonl"), tokenizer=TokenizerConfig(kind="byte")))
@@ -229,7 +229,7 @@ def test_rows_that_can_not_be_used(tmp_path, content, message):
         ("d/dataset_dict.json", b'{"splits": ["../other"]}', "must be names of folders"),
     ],
 )
-def test_damaged_files(tmp_path, name, content, message):
+def test_rejects_damaged_files(tmp_path, name, content, message):
     pytest.importorskip("pyarrow")
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
@@ -272,7 +272,7 @@ def test_long_conversations_are_cut_and_counted(tmp_path):
         ({"sequence_length": 0}, r"sequence_length.*1"),
     ],
 )
-def test_options_out_of_range(fields, message, without_type_checks):
+def test_rejects_options_out_of_range(fields, message, without_type_checks):
     with pytest.raises(ConfigError, match=message):
         Conversations(path="a.jsonl", **fields)
 
@@ -281,7 +281,7 @@ def test_options_out_of_range(fields, message, without_type_checks):
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe", "word"])
-def test_a_built_tokenizer_has_markers_and_is_found_again(tmp_path, kind):
+def test_a_built_tokenizer_has_markers_and_is_reused(tmp_path, kind):
     path = write(tmp_path / "a.jsonl", some())
     dataset = prepare(Conversations(path=path, sequence_length=64, tokenizer=TokenizerConfig(kind=kind)))
     dataset.tokenizer.save_alone(tmp_path / "saved")
@@ -313,7 +313,7 @@ def test_a_model_without_template_gets_one_without_new_tokens(tmp_path, missing)
     assert (text, counts) == ("<user>Hi a<|endoftext|><assistant>x<|endoftext|>", True)
 
 
-def test_a_vocabulary_is_built_from_texts_and_not_from_the_form_of_messages(tmp_path):
+def test_a_vocabulary_is_built_from_message_texts_only(tmp_path):
     parts = [{"type": "text", "text": "Why?"}]
     rows = [{"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "No."}]}]
     options = {"tokenizer": CHARS, "sequence_length": 200}

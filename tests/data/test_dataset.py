@@ -63,7 +63,7 @@ def test_text_batches_are_windows_with_the_next_tokens_as_targets():
             assert dataset.tokenizer.decode([*tokens, last]) in TEXT
 
 
-def test_an_epoch_of_text_starts_once_at_every_place():
+def test_an_epoch_of_text_starts_once_at_every_position():
     dataset = text_dataset(batch_size=4)
     starts = len(TEXT) - 7
     assert starts % 4 == 0
@@ -72,7 +72,7 @@ def test_an_epoch_of_text_starts_once_at_every_place():
     assert sorted(rows) == sorted(tuple(tokens[start + 1 : start + 8]) for start in range(starts))
 
 
-def test_evaluation_takes_every_token_once():
+def test_evaluation_reads_every_token_once():
     dataset = text_dataset()
     batches = dataset.eval_batches()
     assert [batch["tokens"].shape for batch in batches] == [(5, 7)] * 3, "15 windows of 100 targets"
@@ -84,7 +84,7 @@ def test_evaluation_takes_every_token_once():
     assert sum(batch["weights"].sum() for batch in longer.eval_batches()) == 100, "held-out text shorter than a window"
 
 
-def test_pair_batches():
+def test_pair_batches_are_padded_and_masked():
     batch = pair_dataset().eval_batches()[0]
     np.testing.assert_array_equal(batch["source"], [[3, 4, 0], [3, 0, 0]])
     np.testing.assert_array_equal(batch["source_lengths"], [2, 1])
@@ -94,13 +94,13 @@ def test_pair_batches():
     assert {array.dtype for name, array in batch.items() if name != "weights"} == {np.dtype(np.int32)}
 
 
-def test_the_last_batch_of_an_evaluation_has_the_shape_of_all():
+def test_the_last_evaluation_batch_has_the_full_shape():
     batches = pair_dataset().eval_batches()
     assert [batch["tokens"].shape for batch in batches] == [(2, 4), (2, 4)]
     np.testing.assert_array_equal(batches[1]["weights"], [[1, 1, 0, 0], [0, 0, 0, 0]])
 
 
-def test_pairs_too_long_are_left_out_and_counted():
+def test_overlong_pairs_are_skipped_and_counted():
     dataset = pair_dataset(max_source_length=2, max_target_length=3)
     assert [example.source for example in dataset.examples("train")] == ["a b"]
     assert dataset.eval_batches()[0]["tokens"].shape == (2, 3)
@@ -152,7 +152,7 @@ def test_processes_share_the_global_batch_and_its_state():
         assert [part.get_state() for part in parts] == [whole.get_state()] * count
 
 
-def test_the_fingerprint_knows_contents_tokenizer_and_lengths():
+def test_the_fingerprint_covers_contents_tokenizer_and_lengths():
     fingerprint = text_dataset().fingerprint
     assert len(fingerprint) == 64
     assert fingerprint == text_dataset().fingerprint
@@ -189,7 +189,7 @@ def test_examples_are_spread_over_groups():
     assert len(dataset.examples("train", 1_000)) == len(examples)
 
 
-def test_a_pair_that_comes_often_is_encoded_once(monkeypatch):
+def test_a_repeated_pair_is_encoded_once(monkeypatch):
     seen, encode = [], WordTokenizer.encode
     monkeypatch.setattr(WordTokenizer, "encode", lambda self, text: seen.append(text) or encode(self, text))
     often = pair_dataset(pairs=[("a b", "c")] * 3 + [("d", "c")] + [("a b", "e")])
@@ -218,14 +218,14 @@ def test_number_words_end_to_end(numbers):
     assert len(numbers.prompts()) == 3
 
 
-def test_number_words_read_every_way_of_writing(numbers):
+def test_number_words_accept_every_spelling(numbers):
     encode = numbers.tokenizer.encode_source
     assert encode("Seven hundred, forty two") == encode("seven hundred and forty-two")
     with pytest.raises(ValueError, match=r"text.*'fourty'.*'forty'"):
         encode("fourty two")
 
 
-def test_a_prepared_set_is_read_again_and_the_tokenizer_can_be_given(numbers, monkeypatch, tmp_path):
+def test_a_prepared_set_is_reused_and_accepts_a_given_tokenizer(numbers, monkeypatch, tmp_path):
     from transformer.data.kinds import _number_words as number_words
 
     monkeypatch.setattr(number_words, "training_numbers", None)  # fails if the data is prepared again
@@ -237,7 +237,7 @@ def test_a_prepared_set_is_read_again_and_the_tokenizer_can_be_given(numbers, mo
         data.prepare(numbers.config, WordTokenizer(["one"]))
 
 
-def test_languages_that_write_one_word_are_read_in_parts(tmp_path):
+def test_languages_without_spaces_are_tokenized_in_parts(tmp_path):
     config = NumberWords(
         source_language="de",
         target_language="it",

@@ -32,7 +32,7 @@ LINES = st.builds(lambda row, edits: written(rewritten(row, edits)), st.sampled_
 )
 
 
-def test_rows(fuzz: Fuzz):
+def test_fuzzed_conversation_rows(fuzz: Fuzz):
     def put(folder: Path, lines: list[bytes]) -> None:
         (cleared(folder) / "a.jsonl").write_bytes(b"\n".join([json.dumps(ROWS[0]).encode(), *lines]))
 
@@ -46,7 +46,7 @@ def test_rows(fuzz: Fuzz):
     fuzz("conversations", 1000, st.lists(LINES, min_size=1, max_size=2), read, put=put)
 
 
-def test_tables(fuzz: Fuzz):
+def test_fuzzed_conversation_tables(fuzz: Fuzz):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 

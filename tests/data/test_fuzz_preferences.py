@@ -31,7 +31,7 @@ PROMPTS = [
     [("preferences", PREFERENCES, Preferences), ("prompts", PROMPTS, Prompts)],
     ids=["preferences", "prompts"],
 )
-def test_rows(kind, rows, config, fuzz: Fuzz):
+def test_fuzzed_preference_rows(kind, rows, config, fuzz: Fuzz):
     """Half of the files have texts, and half have messages; a file with both is an error for preferences."""
 
     def put(folder: Path, case: tuple) -> None:

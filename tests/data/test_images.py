@@ -121,13 +121,13 @@ def test_an_image_s_split_does_not_depend_on_others(tmp_path):
         ({"images": np.array([{}]), "labels": np.arange(1)}, "is not an .npz file with the arrays"),
     ],
 )
-def test_a_file_that_holds_no_images_says_why(tmp_path, arrays, message):
+def test_a_file_without_images_is_an_error_with_a_reason(tmp_path, arrays, message):
     np.savez(tmp_path / "bad.npz", **arrays)
     with pytest.raises(ValueError, match=message):
         prepare(ImageFile(path=str(tmp_path / "bad.npz")))
 
 
-def test_files_that_are_not_there_or_something_else(tmp_path):
+def test_reports_missing_and_wrong_files(tmp_path):
     (tmp_path / "pictures.npz").write_text("no")
     with pytest.raises(FileNotFoundError, match=r"picture.npz.*'pictures.npz'"):
         prepare(ImageFile(path=str(tmp_path / "picture.npz")))
@@ -151,12 +151,12 @@ def test_files_that_are_not_there_or_something_else(tmp_path):
         (Digits, {"batch_size": 0}, r"batch_size.*1"),
     ],
 )
-def test_impossible_settings_say_what_to_change(kind, fields, message):
+def test_invalid_settings_name_the_field_to_change(kind, fields, message):
     with pytest.raises(ConfigError, match=message):
         kind(**fields)
 
 
-def test_a_run_knows_its_classes(trained):
+def test_a_run_stores_its_classes(trained):
     folder, recipe = trained
     run, summary = load_run(folder / "run"), read_summary(folder / "run")
     assert isinstance(run.model, VisionClassifier)
@@ -171,7 +171,7 @@ def test_a_run_knows_its_classes(trained):
     assert f"evaluate run {folder / 'run'}" in render(summary)
 
 
-def test_batches_go_on_where_they_were(tmp_path):
+def test_batches_resume_at_their_position(tmp_path):
     """Return the order of the images, and the shift of each."""
     data = prepare(image_recipe(tmp_path).data)
     one, two = data.train_batches(3), data.train_batches(3)
@@ -184,7 +184,7 @@ def test_batches_go_on_where_they_were(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_gone_on_with_equals_one_never_stopped(trained, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_run(trained, tmp_path):
     folder, recipe = trained
     assert_equals_resumed_run(folder / "run", recipe, 3, tmp_path / "stopped")
 
@@ -204,7 +204,7 @@ def test_evaluate_and_classify(trained, capsys):
 
 
 @pytest.mark.parametrize("attention", ["all_gather_kv", "cudnn"])
-def test_what_was_trained_with_a_kernel_for_a_mesh_or_a_gpu_is_evaluated_without(trained, tmp_path, capsys, attention):
+def test_a_model_trained_with_a_mesh_or_gpu_kernel_is_evaluated_without_it(trained, tmp_path, capsys, attention):
     from transformer.__main__ import main
 
     run, summary = load_run(trained[0] / "run"), read_summary(trained[0] / "run")
@@ -220,7 +220,7 @@ def test_what_was_trained_with_a_kernel_for_a_mesh_or_a_gpu_is_evaluated_without
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [ParallelConfig(devices=4, fsdp=2), ParallelConfig(kind="pmap", devices=4)])
-def test_a_step_over_devices_is_the_same_step(tmp_path, parallel):
+def test_a_step_over_several_devices_equals_one_device(tmp_path, parallel):
     recipe = image_recipe(tmp_path)
     recipe = dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.0, **{"output.num_classes": 2}))
     batch = next(prepare(recipe.data).train_batches(0))
@@ -232,7 +232,7 @@ def test_a_step_over_devices_is_the_same_step(tmp_path, parallel):
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
-def test_operations_are_counted_by_hand(tmp_path):
+def test_operation_counts_equal_a_hand_calculation(tmp_path):
     """There are 6 patches of 4 pixels and a class token in each of 8 images."""
     recipe, assumed = without_data(image_recipe(tmp_path))
     assert assumed == ["2 classes (--model.output.num-classes)"]
@@ -250,7 +250,7 @@ def test_a_classifier_learns_bars(tmp_path):
     assert train(recipe, tmp_path / "run").held_out.accuracy > 0.9
 
 
-def test_digits_are_split_once_and_for_all():
+def test_the_split_of_digits_is_fixed():
     pytest.importorskip("sklearn", reason="scikit-learn brings the digits along")
     data = prepare(Digits())
     assert sum(map(data._size, data.splits)) == 1797

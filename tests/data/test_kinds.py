@@ -61,7 +61,7 @@ def born(kind: type, fields: dict):
         (ParallelText, {"source_path": "a", "validation_target_path": "c"}, r"validation_target_path.*'c'"),
     ],
 )
-def test_impossible_data_says_what_to_change(kind, fields, message):
+def test_invalid_data_names_the_field_to_change(kind, fields, message):
     with pytest.raises(ConfigError, match=message):
         born(kind, fields)
 

@@ -34,7 +34,7 @@ def test_a_file_sorted_by_class_is_evaluated_on_all_classes(tmp_path):
     assert other["train"] == [row for row in [(t, int(k == "yes")) for t, k in shuffled] if row in splits["train"]]
 
 
-def test_the_end_of_the_file_on_request(tmp_path):
+def test_the_end_of_the_file_is_held_out_on_request(tmp_path):
     config = LabeledText(path=table(tmp_path / "a.tsv", SORTED), hold_out="end", tokenizer=WORDS)
     assert [text for text, _ in config.read().splits["validation"]] == [f"bad {i}" for i in range(22, 30)]
     with pytest.warns(UserWarning, match=r"the validation split has no example of the class 'yes', so the results"):
@@ -47,7 +47,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=2, max
 
 
 @given(rows=ROWS, share=st.floats(0.01, 0.99))
-def test_properties_of_the_choice(rows, share):
+def test_the_stratified_choice_has_its_documented_properties(rows, share):
     texts, labels = [str(text) for text, _ in rows], [str(label) for _, label in rows]
     chosen = hold_out(texts, labels, share)
     assert 0 < sum(chosen) < len(rows)
@@ -67,7 +67,7 @@ def test_properties_of_the_choice(rows, share):
         assert again == [chosen[i] for i in order]
 
 
-def test_a_class_that_a_split_lacks(tmp_path):
+def test_reports_a_class_missing_from_a_split(tmp_path):
     train, held_out = table(tmp_path / "a.tsv", SORTED), table(tmp_path / "b.tsv", [("good 1", "yes")])
     config = LabeledText(path=train, validation_path=held_out, tokenizer=WORDS)
     with pytest.warns(UserWarning, match=r"the validation split has no example of the class 'no'"):
@@ -78,7 +78,7 @@ def test_a_class_that_a_split_lacks(tmp_path):
         prepare(config)
 
 
-def test_images_of_a_class_that_a_split_lacks(tmp_path):
+def test_reports_an_image_class_missing_from_a_split(tmp_path):
     numbers = np.array([0, 1] * 40 + [2])
     images = np.random.RandomState(0).rand(81, 4, 4)
     np.savez(tmp_path / "a.npz", images=images, labels=numbers)

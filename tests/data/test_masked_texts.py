@@ -40,7 +40,7 @@ def masked(path, **fields):
     return MaskedText(path=path, **(settings | fields))
 
 
-def test_shares_are_those_of_bert_within_binomial_bounds():
+def test_mask_shares_match_bert_within_binomial_bounds():
     """15 % are selected: 80 % of these are masked, 10 % replaced by a uniformly random token, 10 % unchanged."""
     random, ids = np.random.default_rng(0), np.arange(10, 30)
     tokens = random.choice(ids, (400, 500)).astype(np.int32)
@@ -61,7 +61,7 @@ def test_shares_are_those_of_bert_within_binomial_bounds():
         near((replaced == token).sum(), replaced.size, 1 / len(ids))
 
 
-def test_targets_count_where_something_was_chosen_and_never_a_special_token(tmp_path):
+def test_only_chosen_tokens_that_are_not_special_are_targets(tmp_path):
     """A pretrained tokenizer adds special tokens around a text, and one word is unknown to it."""
     write_tokenizer(tmp_path)
     lines = tmp_path / "lines.txt"
@@ -82,7 +82,7 @@ def test_targets_count_where_something_was_chosen_and_never_a_special_token(tmp_
     assert 1 in dataset.eval_batches()[0]["tokens"], "the unknown word is in the input, but not a target"
 
 
-def test_what_is_hidden_is_drawn_anew_and_depends_on_seed_and_place_alone(path):
+def test_masks_are_redrawn_and_depend_only_on_seed_and_position(path):
     dataset = prepare(masked(path))
 
     def first(count, seed=0, state=None, rows=None):
@@ -112,7 +112,7 @@ def test_what_is_hidden_is_drawn_anew_and_depends_on_seed_and_place_alone(path):
     chex.assert_trees_all_equal(rows_of(2), rows_of(5))
 
 
-def test_the_held_out_lines_give_no_word_and_no_row_to_training(path):
+def test_held_out_lines_add_no_word_or_row_to_training(path):
     dataset = prepare(masked(path))
     assert "zebra" not in dataset.tokenizer.vocabulary
     assert (dataset.splits, dataset._size("train"), dataset._size("validation")) == (("train", "validation"), 36, 4)
@@ -122,7 +122,7 @@ def test_the_held_out_lines_give_no_word_and_no_row_to_training(path):
     )
 
 
-def test_few_batches_are_made_where_few_are_wanted(path, monkeypatch):
+def test_only_requested_batches_are_created(path, monkeypatch):
     dataset, made = prepare(masked(path)), []
     monkeypatch.setattr(dataset, "_assemble", lambda *a, of=dataset._assemble: made.append(a) or of(*a))
     whole = dataset.eval_batches()
@@ -171,7 +171,7 @@ def test_bpe_counts_its_mask_token():
     assert tokenizer.decode(tokenizer.encode("not to be")) == "not to be"
 
 
-def test_impossible_masked_data_says_what_to_change(path):
+def test_invalid_masked_data_names_the_field_to_change(path):
     for fields, message in [
         ({"path": ""}, "path must be a file name, got ''"),
         ({"mask_share": 1.0}, "mask_share must be above 0 and below 1, got 1.0"),
@@ -213,14 +213,14 @@ def run(path, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_gone_on_with_equals_one_never_stopped(run, path, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_run(run, path, tmp_path):
     assert_equals_resumed_run(run, filling_in(path), 4, tmp_path / "stopped")
     losses = [json.loads(line).get("eval/loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [loss for loss in losses if loss is not None]
     assert losses[-1] < losses[0]
 
 
-def test_a_masked_run_says_what_it_is(run):
+def test_a_masked_run_reports_its_task(run):
     recipe = load_recipe(run)
     assert from_json(to_json(recipe)) == recipe
     assert (recipe.task, type(load_run(run).model)) == ("masked_lm", MaskedLM)
@@ -262,7 +262,7 @@ def test_a_classifier_starts_from_a_masked_run(run, path, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_old_head_is_left(path, tmp_path):
+def test_the_masked_language_head_is_dropped(path, tmp_path):
     """The masked language model has an output layer of its own, whose shape differs from that of the classifier."""
     recipe = filling_in(path, model={"embedding.tie": False, "parameters.use_bias": True}, training={"steps": 1})
     train(recipe, tmp_path / "untied")

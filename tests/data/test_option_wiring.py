@@ -50,7 +50,7 @@ def first_row(dataset):
     return text, dataset.tokenizer.decode(row[inside]), text.count("Hi")
 
 
-def test_options_of_conversations(written):
+def test_conversation_options_reach_the_data(written):
     text, trained, count = first_row(conversations(written, packing=False))
     assert (text.count("One."), trained, count) == (1, "One.Two.", 1)
     assert first_row(conversations(written, packing=False, train_on="last"))[1] == "Two."
@@ -62,7 +62,7 @@ def test_options_of_conversations(written):
 
 
 @pytest.mark.parametrize("date", ["2020-02-03", "2025-01-01"])
-def test_the_date_of_the_recipe_is_written_in_every_kind_of_chat(written, date):
+def test_the_date_of_the_recipe_reaches_every_chat_data_kind(written, date):
     """Conversations, preferences and prompts."""
     pairs = [{"chosen": TURNS[:2], "rejected": [TURNS[0], said("assistant", f"No {i}.")]} for i in range(4)]
     asked = [{"prompt": [said("user", f"Hi {i}")]} for i in range(4)]
@@ -78,7 +78,7 @@ def test_the_date_of_the_recipe_is_written_in_every_kind_of_chat(written, date):
         assert text.startswith(date), type(dataset)
 
 
-def test_the_column_and_the_length_of_prompts(written):
+def test_prompt_column_and_length_reach_the_data(written):
     rows = [{"question": f"Hi {i}"} for i in range(4)]
     path = written(rows)["path"]
     data = {"path": path, "prompt_column": "question", "tokenizer": CHARACTERS}
@@ -89,7 +89,7 @@ def test_the_column_and_the_length_of_prompts(written):
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
-def test_the_masked_share_of_the_recipe(tmp_path, share):
+def test_the_masked_share_of_the_recipe_reaches_the_data(tmp_path, share):
     (tmp_path / "text.txt").write_text("\n".join(f"a text of {i} words" for i in range(300)))
     data = MaskedText(
         path=str(tmp_path / "text.txt"), mask_share=share, max_length=16, batch_size=128, tokenizer=CHARACTERS

@@ -78,7 +78,7 @@ def dataset(values, splits=None, **fields):
     return SeriesDataset(config, Steps(values, ("low", "high"), splits))
 
 
-def test_squares_and_magnitudes_equal_their_definition():
+def test_squared_and_absolute_errors_equal_their_definition():
     random = np.random.default_rng(0)
     forecast, targets = random.normal(size=(2, 3, 5, 2)).astype(np.float32)
     weights = np.array([1.0, 0.0, 0.5], np.float32)
@@ -96,7 +96,7 @@ def test_squares_and_magnitudes_equal_their_definition():
     np.testing.assert_allclose(jax.jit(absolute_error)(*arrays), magnitudes, rtol=1e-6)
 
 
-def test_training_sees_nothing_of_what_is_held_out():
+def test_training_windows_contain_no_held_out_values():
     """Windows and standardization of the training split do not depend on later steps."""
     values = waves()
     other = values.copy()
@@ -131,21 +131,21 @@ def test_every_held_out_window_is_counted_once_and_looks_back(split, first, last
     assert count == len(starts)
 
 
-def test_training_windows_end_with_the_training_steps():
+def test_training_windows_end_before_the_held_out_steps():
     data = dataset(np.stack([np.arange(STEPS), np.arange(STEPS) % 7], 1).astype(float))
     assert data._size("train") == 70 - CONTEXT - HORIZON + 1
     last = data._assemble("train", np.array([data._size("train") - 1]))
     np.testing.assert_allclose(from_model(data.config, last["targets"])[0, -1, 0], 69, atol=1e-3)
 
 
-def test_a_run_called_again_with_other_columns_says_so(trained, tmp_path):
+def test_resuming_with_other_columns_is_an_error(trained, tmp_path):
     """Mean and standard deviation of the run belong to other columns."""
     folder, recipe = trained
     with pytest.raises(WorkdirError, match=r"data\.columns"):
         open_run(change(recipe, data={"columns": ("high",)}), folder / "run", say=print)
 
 
-def test_a_file_by_its_columns(tmp_path):
+def test_reads_selected_columns_of_a_file(tmp_path):
     path = write_csv(tmp_path / "waves.csv", waves())
     sizes = {"context_length": CONTEXT, "horizon": HORIZON}
     data = prepare(SeriesFile(path=path, **sizes))
@@ -160,7 +160,7 @@ def test_a_file_by_its_columns(tmp_path):
         data.examples()
 
 
-def test_a_cell_may_hold_what_ends_a_line_elsewhere(tmp_path):
+def test_a_quoted_cell_may_contain_line_breaks(tmp_path):
     sizes = {"context_length": CONTEXT, "horizon": HORIZON}
     plain = prepare(SeriesFile(path=write_csv(tmp_path / "plain.csv", waves()), **sizes))
     odd = Path(write_csv(tmp_path / "odd.csv", waves()))
@@ -182,7 +182,7 @@ def test_a_cell_may_hold_what_ends_a_line_elsewhere(tmp_path):
         ("a\n" + "".join(f"{n}\n" for n in range(50)), {"context_length": 40}, "the train steps of .* are too few"),
     ],
 )
-def test_a_file_that_is_no_series_says_why(tmp_path, text, fields, message):
+def test_an_invalid_series_file_is_an_error_with_a_reason(tmp_path, text, fields, message):
     (tmp_path / "bad.csv").write_text(text)
     config = SeriesFile(path=str(tmp_path / "bad.csv"), **({"context_length": 3, "horizon": 2} | fields))
     with pytest.raises(ValueError, match=message):
@@ -200,7 +200,7 @@ def test_a_file_that_is_no_series_says_why(tmp_path, text, fields, message):
         ({"path": ""}, "path must be a file name"),
     ],
 )
-def test_impossible_settings_say_what_to_change(fields, message):
+def test_invalid_settings_name_the_field_to_change(fields, message):
     with pytest.raises(ConfigError, match=message):
         SeriesFile(**({"path": "x.csv"} | fields))
 
@@ -213,7 +213,7 @@ def test_numbers_that_are_not_finite_are_refused():
         check_batch(batch, None)
 
 
-def test_a_run_leaves_what_a_forecast_needs(trained):
+def test_a_run_stores_everything_a_forecast_needs(trained):
     folder, _ = trained
     run = load_run(folder / "run")
     assert isinstance(run.model, Forecaster)
@@ -228,7 +228,7 @@ def test_a_run_leaves_what_a_forecast_needs(trained):
         open_model(folder / "run").tokenizer  # noqa: B018 - asking raises
 
 
-def test_the_summary_tells_the_test_beside_the_baseline(trained):
+def test_the_summary_reports_the_test_error_and_the_baseline(trained):
     """Compare the errors on all test windows with separately computed ones: of the model, and of repeating the last
     step.
     """
@@ -250,12 +250,12 @@ def test_the_summary_tells_the_test_beside_the_baseline(trained):
 
 
 @pytest.mark.slow
-def test_a_run_gone_on_with_equals_one_never_stopped(trained, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_run(trained, tmp_path):
     folder, recipe = trained
     assert_equals_resumed_run(folder / "run", recipe, 3, tmp_path / "stopped")
 
 
-def test_evaluate_tells_the_errors_of_forecasts(trained, capsys):
+def test_evaluate_reports_forecast_errors(trained, capsys):
     from transformer.__main__ import main
 
     folder, _ = trained
@@ -267,7 +267,7 @@ def test_evaluate_tells_the_errors_of_forecasts(trained, capsys):
     assert "perplexity" not in told
 
 
-def test_a_model_for_other_windows_is_refused(tmp_path):
+def test_rejects_a_model_with_other_window_sizes(tmp_path):
     recipe = series_recipe(tmp_path, data={"horizon": HORIZON + 1})
     with pytest.raises(ConfigError, match=r"model\.input.*5 \(data.*6\)"):
         train(recipe, tmp_path / "run")
@@ -292,7 +292,7 @@ def one_step(recipe, batch):
         pytest.param(ParallelConfig(devices=1), {"accumulation": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_over_devices_or_in_parts_is_the_same_step(tmp_path, parallel, training):
+def test_a_step_over_devices_or_micro_batches_equals_one_device(tmp_path, parallel, training):
     """One row has weight 0."""
     recipe = series_recipe(tmp_path)
     recipe = dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.0))
@@ -304,7 +304,7 @@ def test_a_step_over_devices_or_in_parts_is_the_same_step(tmp_path, parallel, tr
     np.testing.assert_allclose(one_step(changed, batch), expected, rtol=1e-5)
 
 
-def test_operations_are_counted_by_hand(tmp_path):
+def test_operation_counts_equal_a_hand_calculation(tmp_path):
     """There are 3 patches of 4 steps in each of 8 x 2 channels; the output layer reads each channel once."""
     recipe = series_recipe(tmp_path)
     layer = 4 * 4 * 4 + 2 * 4 * 5

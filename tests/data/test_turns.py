@@ -72,12 +72,12 @@ def test_a_message_with_weight_0_is_read_and_not_trained(kind):
         (chat("a", "b", "c", ("d", 0)), "last", ["no token", "weight 0"]),
     ],
 )
-def test_weights_that_can_not_be_followed(messages, train_on, words):
+def test_rejects_unsupported_message_weights(messages, train_on, words):
     with pytest.raises(ValueError, match="(?s)file, line 1: .*" + ".*".join(words)):
         trained_words(encoders()["markers"], messages, train_on)
 
 
-def test_sharegpt_keeps_further_entries():
+def test_sharegpt_rows_keep_extra_entries():
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0, "name": "x"}]
     found = conversation(Record("p", {"conversations": turns})).messages
     assert found == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0, "name": "x"}]
@@ -128,7 +128,7 @@ def test_rows_that_differ_in_a_role_have_different_tokens(tmp_path):
     assert found.tokenizer.unk_id not in tokens
 
 
-def test_a_template_that_refuses_a_row_names_it(tmp_path):
+def test_a_template_error_names_the_row(tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text(
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"

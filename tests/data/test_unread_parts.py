@@ -63,7 +63,7 @@ def test_a_part_that_is_read_is_not_named(tmp_path, source, entry):
 
 
 @pytest.mark.parametrize("data", [Preferences, Prompts])
-def test_the_other_kinds_of_data_with_messages(tmp_path, data):
+def test_unread_parts_are_reported_by_every_chat_data_kind(tmp_path, data):
     asked = {"role": "user", "content": "a", "name": "Ann"}
     row = {"prompt": [asked], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "c"}]}
     (found,) = warned(tmp_path, data, PLAIN, *[row] * 3)

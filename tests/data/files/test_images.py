@@ -59,7 +59,7 @@ def pairs(tmp_path):
     return pairs_file(tmp_path, [(f"{i % 20}.png", f"number {i}") for i in range(40)])
 
 
-def test_pixels_are_those_of_the_preprocessing_and_classes_those_of_the_folders(pets):
+def test_pixels_follow_the_preprocessing_and_classes_follow_the_folders(pets):
     data = prepare(folder_config(pets))
     assert data.labels == ("cat", "dog")
     assert data.processor == SMALL
@@ -73,7 +73,7 @@ def test_pixels_are_those_of_the_preprocessing_and_classes_those_of_the_folders(
     assert len(expected) == 60
 
 
-def test_equal_images_are_in_one_split_and_the_order_is_that_of_the_seed(pets, tmp_path):
+def test_duplicate_images_share_a_split_and_the_seed_sets_the_order(pets, tmp_path):
     copied = write_folder(tmp_path / "copied", each=30)
     for path in (copied / "cat").glob("*.png"):
         (path.parent / f"again-{path.name}").write_bytes(path.read_bytes())
@@ -89,7 +89,7 @@ def test_equal_images_are_in_one_split_and_the_order_is_that_of_the_seed(pets, t
     assert prepare(ImageFolder(path=str(pets), processor=other)).fingerprint != data.fingerprint
 
 
-def test_a_second_folder_is_for_evaluation(pets, tmp_path):
+def test_a_second_folder_is_used_for_evaluation(pets, tmp_path):
     write_folder(tmp_path / "held")
     data = prepare(folder_config(pets, validation_path=str(tmp_path / "held")))
     assert data.splits == ("train", "validation")
@@ -134,7 +134,7 @@ def damage(folder, kind):
         ("link", r"cat/3\.png"),
     ],
 )
-def test_a_bad_image_is_named_before_training(tmp_path, kind, message):
+def test_an_invalid_image_is_reported_before_training(tmp_path, kind, message):
     folder = write_folder(tmp_path / "pets")
     damage(folder, kind)
     with pytest.raises(ValueError, match=message) as caught:
@@ -153,7 +153,7 @@ def test_folders_without_classes_are_errors(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.csv"])
-def test_pairs_belong_together(pairs, name):
+def test_images_are_paired_with_their_captions(pairs, name):
     path = pairs_file(pairs.parent, [(f"{i % 20}.png", f"number, {i}") for i in range(40)], name)
     data = prepare(text_config(path))
     found = {}
@@ -167,7 +167,7 @@ def test_pairs_belong_together(pairs, name):
     assert not set.intersection(*parts)  # both texts of an image are in one split
 
 
-def test_captions_of_files_are_written(pairs, tmp_path):
+def test_evaluation_writes_captions_of_image_files(pairs, tmp_path):
     data = prepare(text_config(pairs, CaptionFile, prompt="a", max_length=10))
     batch = next(data.train_batches(seed=0))
     assert batch["values"].shape == (4, 8, 6, 3)
@@ -188,7 +188,7 @@ def test_captions_of_files_are_written(pairs, tmp_path):
         (("pairs.jsonl", "a"), ValueError, r"pairs.jsonl.*3"),
     ],
 )
-def test_a_bad_row_is_named(pairs, row, error, message):
+def test_an_invalid_row_is_named(pairs, row, error, message):
     photo().save(pairs.parent.parent / "outside.png")
     path = pairs_file(pairs.parent, [("1.png", "a"), ("2.png", "b"), row])
     with pytest.raises(error, match=message) as caught:
@@ -196,7 +196,7 @@ def test_a_bad_row_is_named(pairs, row, error, message):
     assert "\n" not in str(caught.value)
 
 
-def test_tables_are_checked(pairs):
+def test_invalid_tables_are_rejected(pairs):
     (pairs.parent / "a.csv").write_text("image,caption\n1.png,a\n")
     with pytest.raises(ValueError, match=r"a.csv.*2.*'text'"):
         prepare(text_config(pairs.parent / "a.csv"))

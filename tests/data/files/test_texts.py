@@ -15,7 +15,7 @@ def write(path, content: bytes | str) -> str:
     return str(path)
 
 
-def test_line_ends_and_marks_of_every_system(tmp_path):
+def test_accepts_line_ends_and_byte_order_marks_of_every_system(tmp_path):
     path = write(tmp_path / "a.txt", "\ufeffone\r\ntwo\rthree\n\nfive ñ\n")
     assert local_files.read_text(path) == "one\ntwo\nthree\n\nfive ñ\n"
     odd = "one\u2028still one\x0b\x1cand this\ntwo"
@@ -42,7 +42,7 @@ def test_line_ends_and_marks_of_every_system(tmp_path):
         (b"x", "expected at least 2 characters, got 1"),
     ],
 )
-def test_text_that_can_not_be_used(tmp_path, content, message):
+def test_rejects_unusable_text(tmp_path, content, message):
     with pytest.raises(ValueError, match=message):
         data.prepare(TextFile(path=write(tmp_path / "a.txt", content), sequence_length=16))
 
@@ -55,7 +55,7 @@ def test_text_that_can_not_be_used(tmp_path, content, message):
         lambda path: ParallelText(source_path=path),
     ],
 )
-def test_a_missing_file_and_a_folder(tmp_path, make):
+def test_rejects_a_missing_file_and_a_folder(tmp_path, make):
     write(tmp_path / "corpus.txt", "text")
     with pytest.raises(FileNotFoundError, match=r"corpsu\.txt.*'corpus\.txt'\?"):
         data.prepare(make(str(tmp_path / "corpsu.txt")))
@@ -65,7 +65,7 @@ def test_a_missing_file_and_a_folder(tmp_path, make):
         data.prepare(make(str(tmp_path)))
 
 
-def test_a_held_out_text_too_short(tmp_path):
+def test_rejects_a_held_out_text_that_is_too_short(tmp_path):
     config = TextFile(
         path=write(tmp_path / "a.txt", "some text " * 9),
         validation_path=write(tmp_path / "b.txt", "s"),
@@ -89,23 +89,23 @@ def test_a_held_out_text_too_short(tmp_path):
         ("[" * 100_000, r"1.*JSON"),
     ],
 )
-def test_json_lines_that_can_not_be_used(tmp_path, content, message):
+def test_rejects_unusable_json_lines(tmp_path, content, message):
     with pytest.raises(ValueError, match=message):
         data.prepare(JsonLines(path=write(tmp_path / "a.jsonl", content), sequence_length=2))
 
 
-def test_json_lines_with_another_field(tmp_path):
+def test_reads_json_lines_with_a_custom_field(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"body": "one\\r\\ntwo"}\r\n{"body": ""}\n{"body": "three"}')
     assert local_files.read_json_lines(path, "body") == ["one\ntwo", "three"]
 
 
-def test_pairs_from_two_files(tmp_path):
+def test_reads_pairs_from_two_files(tmp_path):
     source = write(tmp_path / "a.en", "one\r\n\r\nthree\r\nfour\r\n")
     target = write(tmp_path / "a.es", "uno\n\ntres\n\n")
     assert local_files.read_pairs(source, target) == ([("one", "uno"), ("three", "tres")], 2)
 
 
-def test_pairs_that_do_not_pair(tmp_path):
+def test_rejects_files_with_different_line_counts(tmp_path):
     source, target = write(tmp_path / "a.en", "one\ntwo\nthree\n"), write(tmp_path / "a.es", "uno\ndos\n")
     with pytest.raises(ValueError, match=r"the same number of lines: .*a\.en has 3, .*a\.es has 2"):
         data.prepare(ParallelText(source_path=source, target_path=target))
@@ -123,7 +123,7 @@ def test_pairs_that_do_not_pair(tmp_path):
         data.prepare(ParallelText(source_path=single))
 
 
-def test_held_out_pairs_from_files_of_their_own(tmp_path):
+def test_reads_held_out_pairs_from_separate_files(tmp_path):
     config = ParallelText(
         source_path=write(tmp_path / "a.en", "one\ntwo\n"),
         target_path=write(tmp_path / "a.es", "uno\ndos\n"),

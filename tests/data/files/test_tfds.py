@@ -23,7 +23,7 @@ def shakespeare_dir(test_data, tmp_path_factory):
     return folder
 
 
-def test_tiny_shakespeare_is_the_whole_text_split_as_nanogpt_does(test_data, shakespeare_dir):
+def test_tiny_shakespeare_is_complete_and_split_like_nanogpt(test_data, shakespeare_dir):
     text = (test_data / "data" / "manual" / "input.txt").read_text()
     dataset = data.prepare(TinyShakespeare(data_dir=str(shakespeare_dir), sequence_length=64))
     assert dataset.tokenizer.vocab_size == 65 + 3
@@ -32,13 +32,13 @@ def test_tiny_shakespeare_is_the_whole_text_split_as_nanogpt_does(test_data, sha
     assert "1,003,854 train tokens, 111,540 validation tokens" in dataset.describe()
 
 
-def test_what_tfds_prepared_itself_is_read_too(test_data, shakespeare_dir):
+def test_reads_data_prepared_by_tfds(test_data, shakespeare_dir):
     ours = data.prepare(TinyShakespeare(data_dir=str(shakespeare_dir)))
     theirs = data.prepare(TinyShakespeare(data_dir=str(test_data / "tfds")))
     assert ours.fingerprint == theirs.fingerprint
 
 
-def test_without_network_the_error_says_which_file_to_put_where(tmp_path, monkeypatch):
+def test_without_network_the_error_names_the_file_and_its_folder(tmp_path, monkeypatch):
     import requests
 
     def no_network(*_, **__):
@@ -51,7 +51,7 @@ def test_without_network_the_error_says_which_file_to_put_where(tmp_path, monkey
         assert part in str(error.value)
 
 
-def test_a_manual_file_that_is_missing_or_another(tmp_path):
+def test_rejects_a_missing_or_wrong_manual_file(tmp_path):
     config = TinyShakespeare(data_dir=str(tmp_path / "tfds"), manual_dir=str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"input\.txt.*input\.txt \(1,115,394"):
         data.prepare(config)
@@ -68,7 +68,7 @@ def small(tmp_path):
     return config, folder
 
 
-def test_records_are_what_tfds_decodes(small, monkeypatch):
+def test_records_equal_those_decoded_by_tfds(small, monkeypatch):
     config, _ = small
     plain = config.read()
     monkeypatch.setattr(prepared, "_plain", lambda feature: None)
@@ -76,7 +76,7 @@ def test_records_are_what_tfds_decodes(small, monkeypatch):
     assert len(plain.splits["train"]) == config.train_examples
 
 
-def test_only_what_lies_there_as_it_is_goes_undecoded():
+def test_only_uncompressed_features_skip_decoding():
     import tensorflow_datasets as tfds
 
     kinds = {
@@ -99,7 +99,7 @@ def small_dataset(name, features, examples):
     )
 
 
-def test_data_that_another_process_prepared_meanwhile_is_taken(tmp_path):
+def test_uses_data_prepared_by_another_process_meanwhile(tmp_path):
     faster = [None]  # stands for a process that prepares the same data at the same time
 
     def examples():
@@ -113,7 +113,7 @@ def test_data_that_another_process_prepared_meanwhile_is_taken(tmp_path):
     assert [folder.name for folder in (tmp_path / "slow").iterdir()] == ["1.0.0"], "no incomplete files remain"
 
 
-def test_a_feature_that_takes_decoding_is_decoded(tmp_path):
+def test_encoded_features_are_decoded(tmp_path):
     def features(kinds):
         return {"name": kinds.Text(), "half": kinds.Scalar(dtype=np.float64)}
 
@@ -123,7 +123,7 @@ def test_a_feature_that_takes_decoding_is_decoded(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "shard missing", "no JSON", "another format"])
-def test_broken_prepared_data(small, damage):
+def test_reports_broken_prepared_data(small, damage):
     config, folder = small
     (shard,) = folder.glob("number_words-test.array_record*")
     info = folder / "dataset_info.json"
@@ -139,7 +139,7 @@ def test_broken_prepared_data(small, damage):
         data.prepare(config)
 
 
-def test_prepared_data_that_is_not_tiny_shakespeare(shakespeare_dir, tmp_path):
+def test_rejects_prepared_data_of_another_dataset(shakespeare_dir, tmp_path):
     shutil.copytree(shakespeare_dir, tmp_path / "copy")
     folder = tmp_path / "copy" / "tiny_shakespeare" / "1.0.0"
     shutil.copy(next(folder.glob("*-validation.*")), next(folder.glob("*-test.*")))
@@ -147,7 +147,7 @@ def test_prepared_data_that_is_not_tiny_shakespeare(shakespeare_dir, tmp_path):
         data.prepare(TinyShakespeare(data_dir=str(tmp_path / "copy")))
 
 
-def test_a_data_dir_that_can_not_be_written(tmp_path):
+def test_reports_a_read_only_data_dir(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match=r"number_words.*\(--data\.data-dir\)"):
         data.prepare(NumberWords(data_dir=str(tmp_path / "file"), **SMALL))

@@ -61,7 +61,7 @@ def test_every_answer_is_right(split):
     assert questions(split, 1200) == found
 
 
-def test_the_numbers_asked_about_are_in_one_split():
+def test_each_number_occurs_in_only_one_split():
     asked = {split: {tuple(sorted(one.numbers)) for one in questions(split, 3000)} for split in SPLITS}
     assert not asked["train"] & asked["validation"]
     assert not asked["train"] & asked["test"]
@@ -80,7 +80,7 @@ def test_held_out_questions_are_different(split):
     assert min(counts.values()) > 80  # about a tenth of the numbers below 1,000
 
 
-def test_all_kinds_ask_questions_of_their_split():
+def test_all_question_kinds_use_numbers_of_their_split():
     chat, prompts, preferences = (kind(**FEW).read() for kind in (NumberChat, NumberPrompts, NumberPreferences))
     for split in SPLITS:
         for one in chat[split]:
@@ -102,7 +102,7 @@ def test_all_kinds_ask_questions_of_their_split():
             assert not chosen.isdecimal()
 
 
-def test_conversations_continue_with_the_tokenizer_of_the_text():
+def test_conversations_use_the_tokenizer_of_the_text_run():
     text = prepare(NumberText(**FEW, sequence_length=32))
     chat = prepare(NumberChat(**FEW), text.tokenizer)
     assert chat.tokenizer.state() == text.tokenizer.state()

@@ -114,7 +114,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("language", Language.__args__)
-def test_known_right_forms(language):
+def test_number_words_equal_known_forms(language):
     assert {number: number_words.words(number, language) for number in KNOWN[language]} == KNOWN[language]
 
 
@@ -134,11 +134,11 @@ def test_distinguishes_numbers_after_normalization(language):
         "  SEVEN HUNDRED,  forty-two. ",
     ],
 )
-def test_english_may_be_written_in_many_ways(text):
+def test_english_numbers_have_several_valid_forms(text):
     assert NORMALIZERS["english_number_words"](text) == "seven hundred forty two"
 
 
-def test_other_variants_of_writing():
+def test_accepts_other_spelling_variants():
     assert NORMALIZERS["english_number_words"]("A thousand and one") == "one thousand one"
     assert NORMALIZERS["portuguese_number_words"]("Dezesseis mil e dezenove") == "dezasseis mil e dezanove"
     assert NORMALIZERS["number_words"]("Vingt-et-un") == "vingt et un"
@@ -146,7 +146,7 @@ def test_other_variants_of_writing():
     assert NORMALIZERS["none"]("  A-b, c ") == "  A-b, c "
 
 
-def test_what_can_not_be_written():
+def test_rejects_numbers_without_words():
     with pytest.raises(ValueError, match=r"language.*, got 'eng'.*'en'\?"):
         number_words.words(1, "eng")
     for number in (-1, 1_000_000):
@@ -154,20 +154,20 @@ def test_what_can_not_be_written():
             number_words.words(number, "en")
 
 
-def test_basic_numbers_are_all_and_never_held_out():
+def test_all_basic_numbers_are_trained_and_never_held_out():
     basic = number_words.basic_numbers(3)
     assert basic == [*range(21), 30, 40, 50, 60, 70, 80, 90, 100, 200, 300, 400, 500, 600, 700, 800, 900]
     held_out = {n for split in ("test", "validation") for n in number_words.held_out_numbers(split, 6, 2_000)}
     assert held_out.isdisjoint(number_words.basic_numbers(6))
 
 
-def test_the_hash_decides_and_stays():
+def test_the_split_of_a_number_depends_only_on_its_hash():
     """The splits must not change: numbers in the training data of old checkpoints would become test numbers."""
     assert [n for n in range(21, 100) if n % 10 and number_words.role(n) == "test"] == [33, 44, 51, 57, 59, 71, 74]
     assert [n for n in range(21, 100) if n % 10 and number_words.role(n) == "validation"] == [26, 31, 68, 83, 99]
 
 
-def test_held_out_numbers_are_even_over_digits_and_disjoint():
+def test_held_out_numbers_are_balanced_by_digits_and_disjoint():
     test = number_words.held_out_numbers("test", 6, 1_000)
     assert len(set(test)) == 1_000
     assert {number_words.role(n) for n in test} == {"test"}
@@ -182,13 +182,13 @@ def test_held_out_numbers_are_even_over_digits_and_disjoint():
     assert set(validation).isdisjoint(test)
 
 
-def test_held_out_numbers_that_cannot_be_found_end_in_an_error(monkeypatch):
+def test_too_few_held_out_numbers_are_an_error(monkeypatch):
     monkeypatch.setattr(number_words, "role", lambda number: "train")
     with pytest.raises(RuntimeError, match=r"0.*50.*5.*'test'"):
         number_words.held_out_numbers("test", 6, 100)
 
 
-def test_training_numbers():
+def test_training_numbers_exclude_held_out_numbers():
     numbers = number_words.training_numbers(6, 20_000)
     assert len(numbers) == 20_000
     basic = set(number_words.basic_numbers(6))

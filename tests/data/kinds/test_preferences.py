@@ -43,7 +43,7 @@ CHATS = [
 ]
 
 
-def test_only_the_responses_with_their_end_count(tmp_path):
+def test_only_responses_and_their_end_tokens_are_trained(tmp_path):
     dataset = prepared(tmp_path, TEXTS)
     batch = dataset._assemble("train", np.array([2, 0]))
     assert batch["tokens"].shape == batch["targets"].shape == batch["weights"].shape == (2, 2, 32)
@@ -55,7 +55,7 @@ def test_only_the_responses_with_their_end_count(tmp_path):
     assert ends == [dataset.tokenizer.eos_id] * 2
 
 
-def test_messages_and_texts_count_the_same_words(tmp_path):
+def test_messages_and_texts_train_the_same_tokens(tmp_path):
     pytest.importorskip("jinja2")
     dataset = prepared(tmp_path, CHATS)
     batch = dataset._assemble("train", np.array([1, 2]))
@@ -70,7 +70,7 @@ def test_messages_and_texts_count_the_same_words(tmp_path):
     assert dataset.fingerprint == again.fingerprint
 
 
-def test_without_a_prompt_it_is_the_common_beginning(tmp_path):
+def test_a_missing_prompt_is_the_common_prefix(tmp_path):
     rows = [{"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]} for row in TEXTS]
     dataset = prepared(tmp_path, rows)
     assert trained(dataset, dataset._assemble("train", np.array([1])), 0) == ["yes 1", "no"]
@@ -136,7 +136,7 @@ BOTH = {"chosen": [said("assistant", "a")], "rejected": [said("assistant", "b")]
         (BOTH, "line 2 has messages, and .* line 3 has texts"),
     ],
 )  # fmt: skip
-def test_a_bad_row_is_refused_with_its_place(tmp_path, bad, message):
+def test_an_invalid_row_is_rejected_with_file_and_line(tmp_path, bad, message):
     rows = [GOOD, GOOD | bad, GOOD]
     with pytest.raises(ValueError, match=message) as error:
         prepared(tmp_path, rows)

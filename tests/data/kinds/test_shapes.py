@@ -18,7 +18,7 @@ def found():
     return Shapes(**SMALL).read()
 
 
-def test_no_picture_and_no_sentence_is_in_two_splits(found):
+def test_no_picture_or_sentence_is_in_two_splits(found):
     pictures, sentences = ([set(read(part)) for part in found.splits.values()] for read in (digests, captions))
     assert [len(part) for part in pictures] == [400, 60, 90]
     assert [len(part) for part in sentences][1:] == [60, 90]
@@ -40,7 +40,7 @@ def test_pictures_do_not_change(found):
     assert digests(found.splits["test"])[0][:16] == "752f7c0a7e1e9dc9"
 
 
-def test_the_seed_and_nothing_else_changes_them(found):
+def test_only_the_seed_changes_the_pictures(found):
     again, other = Shapes(**SMALL).read(), Shapes(**SMALL, seed=1).read()
     np.testing.assert_array_equal(again.splits["train"].pixels, found.splits["train"].pixels)
     assert not np.array_equal(other.splits["train"].pixels, found.splits["train"].pixels)
@@ -89,6 +89,6 @@ def test_held_out_pairs_are_divided_evenly():
         ({"seed": -1}, r"seed.*0"),
     ],
 )
-def test_impossible_options_are_errors(fields, message):
+def test_invalid_options_are_errors(fields, message):
     with pytest.raises(ConfigError, match=message):
         Shapes(**SMALL | fields)

@@ -20,7 +20,7 @@ def prepared(test_data, tmp_path_factory):
     return folder, prepare(SST2Sentences(tokenizer=WORD, **folder))
 
 
-def test_the_sentences_are_all_there_with_their_labels(test_data, prepared):
+def test_reads_all_sentences_with_their_labels(test_data, prepared):
     _, dataset = prepared
     assert dataset.splits == ("train", "validation", "test")
     for split, name, size in (("train", "train", 6920), ("validation", "dev", 872), ("test", "test", 1821)):
@@ -31,7 +31,7 @@ def test_the_sentences_are_all_there_with_their_labels(test_data, prepared):
         assert len(examples) == size
 
 
-def test_no_held_out_sentence_gives_training_a_word(prepared):
+def test_held_out_sentences_add_no_word_to_the_vocabulary(prepared):
     folder, dataset = prepared
     seen = {word for example in dataset.examples("train") for word in example.source.split()}
     assert set(dataset.tokenizer.vocabulary) <= seen
@@ -40,7 +40,7 @@ def test_no_held_out_sentence_gives_training_a_word(prepared):
     assert (masked.splits, masked._size("train")) == (dataset.splits, 6920)
 
 
-def test_without_the_files_it_says_which(tmp_path):
+def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"sst2_train\.tsv.*sst2_train\.tsv \(720,259"):
         prepare(SST2Sentences(data_dir=str(tmp_path / "tfds"), manual_dir=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"labels.*0.*1.*got 3"):
@@ -59,7 +59,7 @@ def rows(count, seed):
 
 
 @pytest.mark.parametrize("tf_idf", [False, True])
-def test_a_bag_of_words_learns_which_words_tell(tf_idf):
+def test_a_bag_of_words_learns_words_that_predict_the_class(tf_idf):
     splits = {"train": rows(200, 0), "validation": rows(50, 1), "test": rows(70, 2)}
     result = bag_of_words.best(splits, pairs=True, tf_idf=tf_idf)
     assert (result.validation, result.test) == (1.0, 1.0)
@@ -67,7 +67,7 @@ def test_a_bag_of_words_learns_which_words_tell(tf_idf):
     assert result.strength in bag_of_words.STRENGTHS
 
 
-def test_its_weights_are_where_the_gradient_is_zero():
+def test_the_fitted_weights_have_zero_gradient():
     """A larger penalty gives a smaller weight norm; the intercept is not penalized."""
     texts, labels = zip(*rows(60, 3), strict=True)
     features, labels = bag_of_words.Features(texts, pairs=False, tf_idf=False), np.array(labels)
@@ -84,7 +84,7 @@ def test_its_weights_are_where_the_gradient_is_zero():
     np.testing.assert_allclose(np.square(idf(texts).toarray()).sum(1), 1.0)
 
 
-def test_the_best_of_a_classifier_is_the_most_accurate():
+def test_the_best_checkpoint_of_a_classifier_is_the_most_accurate():
     """The loss can increase with the confidence while accuracy improves; of equal checkpoints, the newer is best."""
     ledger, task = TrainStats(), TASKS["classifier"]
 

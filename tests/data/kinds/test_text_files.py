@@ -111,7 +111,7 @@ def test_every_format_gives_the_same_rows(tmp_path, packing):
     assert made[0].target_bytes() == sum(map(len, held_out)) - (len(held_out) if packing else 1)
 
 
-def test_datasets_of_tfds(tmp_path):
+def test_reads_datasets_of_tfds(tmp_path):
     builder = TinyText(data_dir=tmp_path / "tfds", file_format="array_record")
     builder.download_and_prepare()
     place = {"data_dir": str(tmp_path / "tfds")}
@@ -132,7 +132,7 @@ def test_datasets_of_tfds(tmp_path):
         prepare(config(tmp_path, "tfds:tiny_text", text_field="body", **place))
 
 
-def test_packed_rows_equal_those_in_memory(tmp_path):
+def test_packed_rows_from_disk_equal_rows_in_memory(tmp_path):
     """With the held-out documents in a file of their own, as `JsonLines` reads them."""
     write_json(tmp_path / "train.jsonl", documents(80))
     write_json(tmp_path / "held.jsonl", documents(20, seed=1))
@@ -164,7 +164,7 @@ def test_windows_contain_each_token_once(tmp_path, small_shards):
     assert np.concatenate(stream).tolist() == [i for text in kept for i in [*tokenizer.encode(text), tokenizer.eos_id]]
 
 
-def test_sequences_are_chunks():
+def test_sequences_are_consecutive_chunks():
     random = np.random.default_rng(0)
     lengths = [*random.integers(1, 40, 50), 1, 7, 8, 14, 15]
     ends = np.cumsum(lengths)
@@ -198,7 +198,7 @@ def test_shards_do_not_change_the_documents(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "weights", [(0.7, 0.3), (1,), (0.5, 0.3, 0.2), (0.6, 0.1, 0.1, 0.1, 0.1), (1, 1, 1, 1, 1, 1, 1), (0.123, 3, 47.7)]
 )
-def test_each_source_has_its_share_at_any_step(weights):
+def test_each_source_keeps_its_share_at_any_step(weights):
     mixture, counts, shares = Mixture(weights), np.zeros(len(weights), int), np.array(weights) / sum(weights)
     for number in range(3000):
         source, before = mixture[number]
@@ -235,7 +235,7 @@ def test_mixed_rows_resume_bit_for_bit(tmp_path):
         chex.assert_trees_all_equal(halves[k], {name: array[k::2] for name, array in batch.items()})
 
 
-def test_rows_have_their_shares_over_several_passes(tmp_path):
+def test_sources_keep_their_shares_over_several_passes(tmp_path):
     for letter, count in (("a", 50), ("b", 300)):
         write_json(tmp_path / f"{letter}.jsonl", [letter * (n + 1) for n in range(count)])
     dataset = prepare(config(tmp_path, "a.jsonl", "b.jsonl", weights=(0.7, 0.3), packing=True))
@@ -355,7 +355,7 @@ def test_a_damaged_shard_is_reported(tmp_path):
     rows(prepare(config(tmp_path, "a.jsonl")), 5)
 
 
-def test_a_full_disk_leaves_nothing_that_looks_complete(tmp_path, small_shards):
+def test_a_full_disk_leaves_no_seemingly_complete_files(tmp_path, small_shards):
     write_json(tmp_path / "a.jsonl", documents(200))
     options = config(tmp_path, "a.jsonl")
     old, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -370,7 +370,7 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(tmp_path, small_shards):
     assert "train documents" in prepare(options).describe()
 
 
-def test_too_little_space_is_reported_before_the_work(tmp_path, monkeypatch):
+def test_too_little_disk_space_is_reported_before_tokenization(tmp_path, monkeypatch):
     write_json(tmp_path / "a.jsonl", documents(20))
     free = type("Usage", (), {"free": 100})
     monkeypatch.setattr("transformer.data.corpus._cache.shutil.disk_usage", lambda folder: free)
@@ -396,12 +396,12 @@ def test_too_little_space_is_reported_before_the_work(tmp_path, monkeypatch):
         ({"paths": ("a",), "text_field": ""}, r"text_field"),
     ],
 )
-def test_impossible_options(fields, message):
+def test_rejects_invalid_options(fields, message):
     with pytest.raises(ConfigError, match=message):
         TextFiles(**fields)
 
 
-def test_bad_files_are_named_before_the_work(tmp_path, monkeypatch):
+def test_invalid_files_are_reported_before_tokenization(tmp_path, monkeypatch):
     write_json(tmp_path / "a.jsonl", documents(9))
     (tmp_path / "b.csv").write_text("a,b")
     (tmp_path / "empty.txt").write_text("")
@@ -457,7 +457,7 @@ def test_a_vocabulary_is_learned_once_from_training_documents(tmp_path, monkeypa
     assert all(any(prompt in text for text in texts) for prompt in dataset.prompts())
 
 
-def test_remembered_words_have_the_same_ids():
+def test_cached_words_have_the_same_ids():
     tokenizer = BPETokenizer.train(documents(100), 320)
     words, random = WordCache(tokenizer), np.random.default_rng(0)
     special = list("  \n\t'st.!") * 4 + [chr(i) for i in range(1, 0x180)]

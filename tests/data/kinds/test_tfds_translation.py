@@ -87,7 +87,7 @@ def expected(split, language):
 # Reading
 
 
-def test_all_pairs_of_a_dataset_by_name(folder):
+def test_reads_all_pairs_of_a_named_dataset(folder):
     dataset = data.prepare(config(folder))
     assert dataset.splits == ("train", "validation", "test")
     for split, named in (("train", "train"), ("validation", "validation"), ("test", "newstest")):
@@ -103,7 +103,7 @@ def test_all_pairs_of_a_dataset_by_name(folder):
     assert "tfds_translation: 240 train, 9 validation, 7 test pairs" in dataset.describe()
 
 
-def test_every_field_says_what_is_read(folder, monkeypatch):
+def test_every_field_selects_the_data_that_is_read(folder, monkeypatch):
     whole = config(folder).read().splits
     turned = config(folder, source_language="de", target_language="en").read().splits
     assert [(pair.target, pair.source) for pair in turned["test"]] == [(p.source, p.target) for p in whole["test"]]
@@ -121,7 +121,7 @@ def test_every_field_says_what_is_read(folder, monkeypatch):
     assert len(config(folder, data_dir=None).read().splits["train"]) == 240
 
 
-def test_the_newest_version_or_the_one_that_is_named(copy):
+def test_reads_the_newest_or_the_named_version(copy):
     place = copy / "tiny_translate" / "de-en"
     for version in ("1.2.0", "1.10.0"):
         shutil.copytree(place / "1.0.0", place / version)
@@ -148,7 +148,7 @@ class Rows:
         return [{"a": f"s{place}".encode(), "b": f"t{place}".encode()} for place in places]
 
 
-def test_pairs_stay_on_disk_until_they_are_asked_for():
+def test_pairs_are_read_from_disk_on_demand():
     rows = Rows(2 * BLOCK + 5)
     pairs = PreparedPairs(rows, ("a", "b"), Path("folder"))
     assert rows.asked == []
@@ -162,7 +162,7 @@ def test_pairs_stay_on_disk_until_they_are_asked_for():
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "word", "bpe"])
-def test_many_texts_are_encoded_as_each_is(kind):
+def test_batch_encoding_equals_single_encoding(kind):
     texts = ["Two Dogs  run.", "", "a \n b\tc é 犬 🐕", "run", "two dogs"] * 3
     normalized = [*texts, *(text.lower() for text in texts), "two dogs run", "a b c"]
     size = 280 if kind == "bpe" else None
@@ -173,7 +173,7 @@ def test_many_texts_are_encoded_as_each_is(kind):
     assert tokenizer.encode_all([]) == []
 
 
-def test_a_text_among_many_that_is_no_text():
+def test_names_an_invalid_text_in_a_batch():
     tokenizer = build_tokenizer(TokenizerConfig(kind="bpe", vocab_size=280), ["some text"])
     with pytest.raises(ValueError, match="lone surrogate"):
         tokenizer.encode_all(["some", "te\ud800xt"])
@@ -182,7 +182,7 @@ def test_a_text_among_many_that_is_no_text():
 # Missing data
 
 
-def test_what_is_not_prepared_says_where_and_how(folder, monkeypatch):
+def test_unprepared_data_names_the_folder_and_command(folder, monkeypatch):
     with pytest.raises(FileNotFoundError, match="tiny_translate/fr-en") as error:
         config(folder, name="tiny_translate/fr-en").read()
     message = str(error.value)
@@ -202,7 +202,7 @@ def test_what_is_not_prepared_says_where_and_how(folder, monkeypatch):
         config(folder, data_dir=None).read()
 
 
-def test_what_was_prepared_as_tfrecord_says_how_to_prepare_it_anew(copy):
+def test_tfrecord_data_explains_how_to_prepare_it_again(copy):
     place = copy / "tiny_translate" / "de-en" / "1.0.0"
     info = place / "dataset_info.json"
     info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
@@ -213,7 +213,7 @@ def test_what_was_prepared_as_tfrecord_says_how_to_prepare_it_anew(copy):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "no JSON"])
-def test_broken_files(copy, damage):
+def test_reports_broken_files(copy, damage):
     place = copy / "tiny_translate" / "de-en" / "1.0.0"
     (shard,) = place.glob("*-train.array_record*")
     if damage == "truncated":
@@ -237,7 +237,7 @@ def test_broken_files(copy, damage):
         ({"validation_split": "train[99%:]"}, r"validation_split 'train\[99%:\]'.*train_split 'train'"),
     ],
 )
-def test_languages_and_splits_that_it_lacks(folder, fields, message):
+def test_reports_missing_languages_and_splits(folder, fields, message):
     with pytest.raises(ValueError, match=message):
         config(folder, **fields).read()
 
@@ -254,7 +254,7 @@ def test_languages_and_splits_that_it_lacks(folder, fields, message):
         ({"test_split": "train"}, r"must be different, got train, validation, train\. Use slices such as"),
     ],
 )
-def test_impossible_data_says_what_to_change(fields, message):
+def test_invalid_data_names_the_field_to_change(fields, message):
     with pytest.raises(ConfigError, match=message):
         config("-", **fields)
 
@@ -266,7 +266,7 @@ def test_impossible_data_says_what_to_change(fields, message):
     ("name", "steps", "kept", "dropout", "bleu"),
     [("wmt14_base", 100_000, 5, 0.1, "27.3"), ("wmt14_big", 300_000, 20, 0.3, "28.4")],
 )
-def test_the_recipes_are_the_paper_s(name, steps, kept, dropout, bleu):
+def test_the_recipes_equal_the_settings_of_the_paper(name, steps, kept, dropout, bleu):
     """Sections 5.1 to 5.4 and 6.1, and table 2, of arXiv 1706.03762."""
     recipe, about = load_recipe_file(ROOT / "configs" / f"{name}.py")
     assert recipe.training.steps == steps
@@ -279,7 +279,7 @@ def test_the_recipes_are_the_paper_s(name, steps, kept, dropout, bleu):
     assert bleu in about
 
 
-def test_a_plan_takes_the_widest_bucket():
+def test_a_plan_uses_the_widest_bucket():
     recipe = load_recipe_file(ROOT / "configs" / "wmt14_base.py")[0]
     planned, assumed = without_data(recipe)
     assert batch_shapes(planned)["source"].shape == (96, 256)

@@ -19,7 +19,7 @@ OURS = {
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_the_same_ids_and_text(name, tmp_path):
+def test_an_exported_tokenizer_gives_the_same_ids_and_text(name, tmp_path):
     ours = OURS[name]
     as_pretrained(ours).save(tmp_path)
     theirs = load_pretrained_tokenizer(tmp_path, ours.vocab_size)
@@ -31,12 +31,12 @@ def test_the_same_ids_and_text(name, tmp_path):
     assert theirs.encode_source(TEXT) == ours.encode_source(TEXT)
 
 
-def test_a_normalization_that_it_cannot_say():
+def test_rejects_a_normalization_without_equivalent():
     with pytest.raises(ValueError, match="'number_words'"):
         as_pretrained(ByteTokenizer(normalization="number_words"))
 
 
-def test_a_word_that_is_also_the_name_of_a_special_token():
+def test_rejects_a_word_named_like_a_special_token():
     """In the exported file, the word and the special token would be the same, so that the id of the word would
     change.
     """

@@ -57,7 +57,7 @@ OWN = files_of(STATES) | st.builds(
 )
 
 
-def test_tokenizers_of_this_package(fuzz: Fuzz):
+def test_fuzzed_tokenizers_of_this_package(fuzz: Fuzz):
     def put(folder: Path, value: tuple) -> None:
         (folder / "tokenizer.json").write_bytes(value[0])
 
@@ -77,7 +77,7 @@ NEIGHBORS = st.dictionaries(
 )
 
 
-def test_tokenizers_of_others(fuzz: Fuzz):
+def test_fuzzed_tokenizers_of_other_libraries(fuzz: Fuzz):
     def put(folder: Path, value: tuple) -> None:
         cleared(folder)
         (folder / "tokenizer.json").write_bytes(value[0])
@@ -96,7 +96,7 @@ def test_tokenizers_of_others(fuzz: Fuzz):
 PLACES = st.sampled_from(["out", "loop", "pipe", "folder", "gone", "nothing"])
 
 
-def test_what_lies_in_the_place_of_a_tokenizer(fuzz: Fuzz, tmp_path: Path):
+def test_fuzzed_files_in_place_of_a_tokenizer(fuzz: Fuzz, tmp_path: Path):
     """Links to files outside of the directory are not followed, and pipes do not block."""
     good = {"tokenizer.json": json.dumps(LIBRARIES[2]), "tokenizer_config.json": "{}", "config.json": "{}"}
     outside = tmp_path / "outside"
@@ -141,7 +141,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[Tokenizer]:
     return made
 
 
-def test_prompts_and_ids(fuzz: Fuzz, tokenizers: list[Tokenizer]):
+def test_fuzzed_prompts_and_ids(fuzz: Fuzz, tokenizers: list[Tokenizer]):
     def read(folder: Path, value: tuple) -> None:
         use(tokenizers[value[0] % len(tokenizers)], *value[1:])
 

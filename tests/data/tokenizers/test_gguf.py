@@ -43,7 +43,7 @@ def trained():
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
-def test_byte_level_tokens_are_those_of_the_library(pre):
+def test_byte_level_tokens_equal_the_library(pre):
     """Division of texts as in the published files of these models: GPT-2, Llama 3, Qwen 2, SmolLM."""
     library = trained()
     if pre == "smollm":
@@ -65,7 +65,7 @@ def test_byte_level_tokens_are_those_of_the_library(pre):
 
 
 @pytest.mark.parametrize(("pre", "pieces"), [("llama-bpe", ["123", "456", "7"]), ("qwen2", list("1234567"))])
-def test_digits_are_divided_as_in_each_family(pre, pieces):
+def test_digits_are_split_as_in_each_family(pre, pieces):
     content = tokenizer_files(metadata_of(trained(), pre))["tokenizer.json"].decode()
     divided = Library.from_str(content).pre_tokenizer.pre_tokenize_str("x's 1234567!\n\n")
     assert [piece for piece, _ in divided] == ["x", "'s", "Ġ", *pieces, "!ĊĊ"]
@@ -110,7 +110,7 @@ def best_first(text, metadata):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_scores_order_the_merges(seed):
+def test_scores_determine_the_merge_order(seed):
     metadata = pieces_of(seed)
     found, choose = tokenizer_of(metadata), random.Random(seed)
     for _ in range(60):
@@ -123,7 +123,7 @@ def test_scores_order_the_merges(seed):
     assert (found.bos_id, found.eos_id, found.unk_id) == (1, 2, 0)
 
 
-def test_flags_templates_and_end_tokens():
+def test_reads_flags_templates_and_end_tokens():
     metadata = pieces_of(add_bos_token=False, add_eos_token=True, add_space_prefix=False, eot_token_id=261)
     files = tokenizer_files(metadata | {"tokenizer.chat_template": "{{ messages }}"})
     found = PretrainedTokenizer(files)
@@ -134,7 +134,7 @@ def test_flags_templates_and_end_tokens():
 
 
 @pytest.mark.parametrize(("architecture", "pieces"), [("llama", ["▁ab", "▁", "cab"]), ("gemma", ["ab", "▁", "cab"])])
-def test_without_the_flag_a_text_of_gemma_has_no_space_in_front(architecture, pieces):
+def test_without_the_flag_a_gemma_text_has_no_leading_space(architecture, pieces):
     """Older files of Gemma lack `add_space_prefix`; a flag of the file has priority."""
     general = {"general.architecture": architecture}
     metadata = general | pieces_of(scores=np.array([0.0] * 259 + PRIORITIES, np.float32))
@@ -154,7 +154,7 @@ def test_without_the_flag_a_text_of_gemma_has_no_space_in_front(architecture, pi
         ({"model": "gpt2", "pre": "tekken"}, r"'tekken'"),
     ],
 )
-def test_other_kinds_are_named(changes, message):
+def test_unsupported_tokenizer_kinds_are_named(changes, message):
     with pytest.raises(UnsupportedTokenizer, match=message):
         tokenizer_files(pieces_of(**changes))
 
@@ -178,7 +178,7 @@ def test_other_kinds_are_named(changes, message):
         ({"model": "gpt2", "pre": "gpt-2"}, r"merges must be a list of two tokens"),
     ],
 )
-def test_damaged_metadata_end_in_one_line(changes, message):
+def test_damaged_metadata_are_one_line_errors(changes, message):
     if "tokens" in changes and "unknown_token_id" not in changes:
         changes = changes | {"bos_token_id": 0, "eos_token_id": 0}
     with pytest.raises(ValueError, match=message):
@@ -187,7 +187,7 @@ def test_damaged_metadata_end_in_one_line(changes, message):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2"])
-def test_tokens_are_those_of_transformers(tmp_path, architecture):
+def test_tokens_equal_transformers(tmp_path, architecture):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("gguf")
     if architecture == "qwen2":

@@ -59,7 +59,7 @@ def test_a_text_that_fits_is_never_refused(name):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("begin", ["", " " * 5000])
-def test_a_text_that_is_much_too_long_is_refused_after_a_part(name, begin):
+def test_a_much_too_long_text_is_rejected_after_its_first_part(name, begin):
     counting, most = Counting(TOKENIZERS[name]), 100
     text = begin + "a quick fox " * 100_000
     with pytest.raises(TooManyTokensError, match=f"has {len(text)} characters and more than 100 tokens"):
@@ -71,7 +71,7 @@ def test_a_text_that_is_much_too_long_is_refused_after_a_part(name, begin):
     assert counting.characters < len(begin) + 3 * _long_texts.MOST_PART
 
 
-def test_parts_are_bounded(monkeypatch):
+def test_parts_have_a_bounded_length(monkeypatch):
     sizes = []
     monkeypatch.setattr(Counting, "encode_all", lambda self, texts: [sizes.extend(map(len, texts)) or []])
     check_length(Counting(None), ["a" * (20 * MOST_PART)], MOST_PART)
@@ -95,7 +95,7 @@ def test_long_texts_are_encoded_without_the_global_lock():
 
 
 @pytest.mark.parametrize("special", [False, True])
-def test_a_long_text_has_the_tokens_of_its_parts(special):
+def test_tokens_of_a_long_text_are_its_joined_parts(special):
     tokenizer = as_pretrained(TOKENIZERS["library"])
     line = "the quick é漢 fox <|im_end|>\n"
     text = line * (LONG_TEXT // len(line) + 1)

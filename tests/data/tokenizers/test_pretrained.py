@@ -26,7 +26,7 @@ def made(tmp_path_factory) -> dict[str, PretrainedTokenizer]:
     }
 
 
-def test_special_tokens_are_found_in_each_of_the_files(made):
+def test_special_tokens_are_read_from_every_file(made):
     gpt, bert, t5 = made["gpt"], made["bert"], made["t5"]
     assert (gpt.eos_id, gpt.eos_ids, gpt.bos_id, gpt.pad_id, gpt.mask_id) == (0, (0,), None, 0, None)
     assert (bert.pad_id, bert.unk_id, bert.mask_id, bert.eos_id, bert.eos_ids) == (0, 1, 4, None, ())
@@ -42,7 +42,7 @@ def test_several_tokens_may_end_a_text(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "make"), [("gpt", byte_level), ("bert", word_piece), ("t5", unigram)])
-def test_ids_are_those_of_the_library(made, kind, make):
+def test_ids_equal_the_library(made, kind, make):
     library = make()
     library.no_truncation()
     library.no_padding()
@@ -72,7 +72,7 @@ def test_special_tokens_and_types_are_added_for_the_model(made):
         ("t5", {0, 1}, "<pad></s>", "<a</s"),
     ],
 )
-def test_no_special_token_comes_out_of_a_text(made, kind, reserved, text, back):
+def test_text_never_becomes_a_special_token(made, kind, reserved, text, back):
     """This holds even if the vocabulary of the model contains the name, where the option of the library has no
     effect.
     """
@@ -105,12 +105,12 @@ def test_special_tokens_of_a_prompt_are_tokens(made, kind, make):
 
 @given(st.text())
 @settings(max_examples=100, deadline=None)
-def test_every_text_goes_there_and_back(made, text):
+def test_every_text_survives_a_round_trip(made, text):
     assert made["gpt"].decode(made["gpt"].encode(text)) == text
 
 
 @pytest.mark.parametrize("name", ["<end>", "$"])
-def test_reports_a_name_that_cannot_be_written(tmp_path, name):
+def test_reports_a_token_that_cannot_be_encoded(tmp_path, name):
     library = Library(models.WordLevel({"a": 0, name: 1}, unk_token=name))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = load_pretrained_tokenizer(save(tmp_path, library, tokenizer_config={"eos_token": name}))
@@ -119,7 +119,7 @@ def test_reports_a_name_that_cannot_be_written(tmp_path, name):
     assert repr(name) in str(caught.value)
 
 
-def test_labels_for_pictures(made):
+def test_labels_for_pictures_show_invisible_characters(made):
     gpt = made["gpt"]
     assert "".join(gpt.tokens(gpt.encode("to be\n"))) == "to␣be\\n"
     assert gpt.tokens([0]) == ["<eos>"]
@@ -127,7 +127,7 @@ def test_labels_for_pictures(made):
     assert made["bert"].tokens([2, 8]) == ["[CLS]", "##t"]
 
 
-def test_rows_without_a_token(tmp_path):
+def test_reports_vocabulary_rows_without_a_token(tmp_path):
     """Embedding tables are often padded to a round number of rows."""
     tokenizer = load_pretrained_tokenizer(save(tmp_path, unigram(), **T5), vocab_size=16)
     assert tokenizer.vocab_size == 16
@@ -140,7 +140,7 @@ def test_rows_without_a_token(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
-def test_what_is_saved_is_the_same(made, kind, tmp_path):
+def test_a_saved_tokenizer_loads_unchanged(made, kind, tmp_path):
     made[kind].save(tmp_path / "copy")
     again = load_pretrained_tokenizer(tmp_path / "copy")
     assert again.state() == made[kind].state()
@@ -210,7 +210,7 @@ def test_reports_a_broken_file(tmp_path, case):
         ("config", {"eos_token_id": True}, r"config\.json.*eos_token_id"),
     ],
 )
-def test_reports_a_broken_neighbor(tmp_path, name, content, message):
+def test_reports_a_broken_companion_file(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message):
         load_pretrained_tokenizer(save(tmp_path, unigram(), **{name: content}))
 
@@ -240,7 +240,7 @@ def with_ids(vocabulary: dict[str, int], *added: tuple[str, int]) -> str:
         ),
     ],
 )
-def test_ids_that_are_not_of_one_token_each_are_refused(tmp_path, text, message):
+def test_rejects_ids_that_do_not_match_one_token_each(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         load_pretrained_tokenizer(save(tmp_path, text))
 
@@ -259,11 +259,11 @@ def test_an_added_token_may_be_in_the_vocabulary(tmp_path):
         ("t5", "a bexa 😀 be", ["x", "😀"]),
     ],
 )
-def test_what_becomes_unknown_is_found(made, kind, text, expected):
+def test_text_that_becomes_unknown_tokens_is_found(made, kind, text, expected):
     assert made[kind].unknown_parts(text) == expected
 
 
-def test_characters_that_are_left_out_are_found(tmp_path):
+def test_dropped_characters_are_found(tmp_path):
     """BPE without an unknown token omits characters that are not in the vocabulary."""
     library = Library(models.BPE({"a": 0, "b": 1}, []))
     tokenizer = load_pretrained_tokenizer(save(tmp_path, library))
@@ -287,7 +287,7 @@ def test_a_hostile_pattern_ends_in_an_error(tmp_path, capfd):
         tokenizer.encode("a\ud800")
 
 
-def test_what_is_printed_beside_an_error_alone_is_dropped(capfd):
+def test_only_output_printed_with_an_error_is_dropped(capfd):
     with held_stderr():
         os.write(2, b"native warning\n")
     assert capfd.readouterr().err == "native warning\n"
@@ -343,7 +343,7 @@ def test_the_panic_in_a_thread_prints_nothing(tmp_path, capfd, size):
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_a_tokenizer_file_it_says_how_to_make_one(tmp_path, monkeypatch):
+def test_a_missing_tokenizer_file_explains_how_to_create_it(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json.*AutoTokenizer\.from_pretrained\("):
         load_pretrained_tokenizer(tmp_path)
     (tmp_path / "vocab.json").touch()

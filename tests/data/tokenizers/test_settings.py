@@ -79,7 +79,7 @@ def text_of(library, text):
 @pytest.mark.parametrize(
     "settings", [{"do_lower_case": False}, {"strip_accents": False}, {"tokenize_chinese_chars": False}]
 )
-def test_the_settings_of_the_class_count(tmp_path, nested, settings):
+def test_settings_of_the_tokenizer_class_are_applied(tmp_path, nested, settings):
     names = {"do_lower_case": "lowercase", "tokenize_chinese_chars": "handle_chinese_chars"}
     options = {names.get(name, name): value for name, value in settings.items()}
     with pytest.warns(UserWarning, match=rf"{CONTRADICTION}: {next(iter(settings))} is false\. tokenizer_config.json"):
@@ -89,13 +89,13 @@ def test_the_settings_of_the_class_count(tmp_path, nested, settings):
 
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize(("make", "class_name"), [(gpt, "GPT2Tokenizer"), (llama, "LlamaTokenizerFast")])
-def test_a_space_before_a_text(tmp_path, make, class_name, prefix):
+def test_adds_a_space_before_a_text(tmp_path, make, class_name, prefix):
     with pytest.warns(UserWarning, match=rf"{CONTRADICTION}: add_prefix_space is {str(prefix).lower()}"):
         found = load_pretrained_tokenizer(written(tmp_path, make(not prefix), class_name, add_prefix_space=prefix))
     assert found.encode("a b") == text_of(make(prefix), "a b") != text_of(make(not prefix), "a b")
 
 
-def test_a_space_that_the_normalizer_adds(tmp_path):
+def test_keeps_a_space_added_by_the_normalizer(tmp_path):
     folder = written(tmp_path, llama(True, prepend=True), "LlamaTokenizer", add_prefix_space=False)
     with pytest.warns(UserWarning, match=CONTRADICTION):
         found = load_pretrained_tokenizer(folder)
@@ -103,7 +103,7 @@ def test_a_space_that_the_normalizer_adds(tmp_path):
 
 
 @pytest.mark.parametrize("class_name", ["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer"])
-def test_other_classes_keep_the_file(tmp_path, class_name):
+def test_other_tokenizer_classes_use_the_file_unchanged(tmp_path, class_name):
     folder = written(
         tmp_path, bert(), class_name, unk_token="[UNK]", bos_token=None, eos_token=None, do_lower_case=False
     )
@@ -122,13 +122,13 @@ def test_other_classes_keep_the_file(tmp_path, class_name):
         (llama(False), "LlamaTokenizer", {"add_prefix_space": None}),
     ],
 )
-def test_files_that_agree_change_nothing(tmp_path, library, class_name, settings):
+def test_consistent_files_change_nothing(tmp_path, library, class_name, settings):
     found = load_pretrained_tokenizer(written(tmp_path, library, class_name, **settings))  # warnings are errors
     assert found.encode("a b café") == text_of(library, "a b café")
     assert "settings" not in found.state()
 
 
-def test_a_setting_that_counts_is_part_of_the_identity(tmp_path):
+def test_an_applied_setting_changes_the_fingerprint(tmp_path):
     """A run can't be resumed with other tokens than those of its training."""
     same = load_pretrained_tokenizer(written(tmp_path / "a", bert(), "BertTokenizer", do_lower_case=True))
     with pytest.warns(UserWarning, match=CONTRADICTION):
@@ -136,7 +136,7 @@ def test_a_setting_that_counts_is_part_of_the_identity(tmp_path):
     assert tokenizer_fingerprint(same) != tokenizer_fingerprint(other)
 
 
-def test_the_side_at_which_a_text_is_cut(tmp_path):
+def test_reads_the_truncation_side(tmp_path):
     library = bert()
     assert load_pretrained_tokenizer(written(tmp_path / "a", library, "BertTokenizer")).truncation_side == "right"
     library.enable_truncation(4, direction="left")
@@ -171,7 +171,7 @@ CASES += [("PreTrainedTokenizerFast", gpt(value), {"add_prefix_space": not value
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore:tokenizer_config.json contradicts")
 @pytest.mark.parametrize(("class_name", "library", "settings"), CASES)
-def test_the_ids_are_those_of_transformers(tmp_path, class_name, library, settings):
+def test_ids_equal_transformers(tmp_path, class_name, library, settings):
     transformers = pytest.importorskip("transformers", minversion="5")
     folder = written(tmp_path, library, class_name, **settings)
     if class_name == "PreTrainedTokenizerFast" and library.token_to_id("[CLS]") is None:

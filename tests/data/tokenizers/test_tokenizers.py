@@ -25,7 +25,7 @@ def bpe():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_round_trip_and_ids(kind):
+def test_texts_survive_a_round_trip_with_known_ids(kind):
     tokenizer = make(kind)
     assert (tokenizer.kind, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (kind, 0, 1, 2)
     for text in TEXTS:
@@ -49,12 +49,12 @@ def test_special_tokens_in_a_text_stay_text(kind):
 
 @given(st.text())
 @settings(max_examples=150, deadline=None)
-def test_bytes_and_bpe_know_every_text(bpe, text):
+def test_bytes_and_bpe_encode_every_text(bpe, text):
     assert ByteTokenizer().decode(ByteTokenizer().encode(text)) == text
     assert bpe.decode(bpe.encode(text)) == text
 
 
-def test_a_closed_vocabulary_names_what_it_lacks():
+def test_a_closed_vocabulary_names_unknown_characters():
     with pytest.raises(ValueError, match=r"text.*'X'.*'я'"):
         make("char").encode("to я X be")
     with pytest.raises(ValueError, match=r"text.*'questoin'.*'question'\?"):
@@ -86,11 +86,11 @@ def test_words_that_become_the_unknown_token_are_found():
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
-def test_bytes_have_no_unknown(kind):
+def test_the_byte_tokenizer_has_no_unknown_token(kind):
     assert make(kind, 280 if kind == "bpe" else None).unknown_parts("xylophone 😀\x00") == []
 
 
-def test_bpe_learns_parts_and_always_the_same(bpe):
+def test_bpe_learns_subwords_deterministically(bpe):
     assert bpe.vocab_size == 300
     assert len(bpe.encode("to be or not to be")) < len("to be or not to be") / 2
     assert bpe.state() == make("bpe", 300).state()
@@ -99,7 +99,7 @@ def test_bpe_learns_parts_and_always_the_same(bpe):
     )
 
 
-def test_labels_show_what_can_not_be_seen():
+def test_labels_show_invisible_characters():
     tokenizer = build_tokenizer(TokenizerConfig(kind="char"), ["a b\nc"])
     assert tokenizer.tokens(tokenizer.encode("a b\nc")) == ["a", "␣", "b", "\\n", "c"]
     assert ByteTokenizer().tokens(ByteTokenizer().encode("a é")) == ["a", "␣", "c3", "a9"]
@@ -108,7 +108,7 @@ def test_labels_show_what_can_not_be_seen():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_outside_the_vocabulary(kind):
+def test_rejects_ids_outside_the_vocabulary(kind):
     tokenizer = make(kind)
     for wrong in (tokenizer.vocab_size, -1):
         with pytest.raises(ValueError, match=rf"{wrong}.*1.*0"):
@@ -118,7 +118,7 @@ def test_ids_outside_the_vocabulary(kind):
 
 
 @pytest.mark.parametrize(("kind", "size"), [("char", None), ("byte", None), ("word", None), ("word", 9), ("bpe", 290)])
-def test_saved_and_loaded(tmp_path, kind, size):
+def test_a_saved_tokenizer_loads_unchanged(tmp_path, kind, size):
     tokenizer = make(kind, size, normalization="english_number_words")
     tokenizer.save(tmp_path / "tokenizer")
     loaded = load_tokenizer(tmp_path / "tokenizer")
@@ -163,13 +163,13 @@ def test_a_broken_file_is_an_error_that_names_it(tmp_path, kind, change, message
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"format": 1'])
-def test_a_file_that_is_no_tokenizer(tmp_path, content):
+def test_rejects_a_file_that_is_not_a_tokenizer(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 
-def test_no_file(tmp_path):
+def test_reports_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="no tokenizer in"):
         load_tokenizer(tmp_path)
 
@@ -196,7 +196,7 @@ def test_a_panic_of_the_library_is_an_ordinary_error(monkeypatch, bpe):
         BPETokenizer(bpe.vocabulary, [])
 
 
-def test_no_text_no_tokenizer():
+def test_rejects_empty_training_text():
     with pytest.raises(ValueError, match="the vocabulary is empty"):
         CharTokenizer([])
     with pytest.raises(ValueError, match="the vocabulary is empty"):
