@@ -99,7 +99,7 @@ def test_a_beam_of_one_without_penalty_is_greedy():
     assert len({len(row) < 9 for row in greedy}) == 2, "all rows end in the same way: choose another seed"
 
 
-def test_rules_hold_for_every_hypothesis():
+def test_rules_apply_to_every_hypothesis():
     """Also for one that was forked from others. A score is that of the tokens under the rules, with any formula."""
     rules = Rules(fewest=3, force_end=True, no_repeat_ngram=2, repetition_penalty=1.5, ranks_cut=True)
     beam = Beam(size=4, n_best=4, alpha=0.5, norm=(1, 1), early_stop=False, estimated=True, rules=rules)
@@ -122,7 +122,7 @@ def test_rules_hold_for_every_hypothesis():
     assert any(len(one.tokens) < 5 for row in found for one in row)
 
 
-def test_a_hypothesis_that_was_cut_is_ranked_by_its_score():
+def test_a_truncated_hypothesis_is_ranked_by_its_score():
     """With long targets preferred, it is the best although others have ended."""
     plain = Beam(size=4, n_best=4, alpha=1.0, norm=(0, 1), early_stop=False)
     after = search(plain, max_new_tokens=5)
@@ -133,7 +133,7 @@ def test_a_hypothesis_that_was_cut_is_ranked_by_its_score():
         assert [hypothesis.ended for hypothesis in one] == sorted((h.ended for h in one), reverse=True)
 
 
-def test_a_beam_as_large_as_the_space_finds_the_best():
+def test_an_exhaustive_beam_finds_the_best_hypothesis():
     """Enumerate all rows of up to three tokens before the end.
 
     Two tokens end a row and count as one end; two other tokens may be chosen.
@@ -163,7 +163,7 @@ def test_a_beam_as_large_as_the_space_finds_the_best():
         pytest.param({"scan": True, "num_layers": 2, "position": RotaryOptions()}, marks=pytest.mark.slow),
     ],
 )
-def test_scores_are_those_of_teacher_forcing(fields):
+def test_scores_equal_teacher_forcing(fields):
     for alpha in (0.0, 0.6):
         beam = dataclasses.replace(FOUR, alpha=alpha)
         found = search(beam, prompts=[[1], [2], [1]], max_new_tokens=6, fields=fields)
@@ -182,7 +182,7 @@ def test_scores_are_those_of_teacher_forcing(fields):
         assert kinds == {True, False} or fields, "too few cases are covered: choose another seed"
 
 
-def test_each_row_gets_what_it_would_get_alone():
+def test_batched_rows_equal_single_rows():
     beam = dataclasses.replace(FOUR, length_ratio=0.5, length_extra=4)
     for end in (END, RARE):
         together = search(beam, eos_id=end)
@@ -194,7 +194,7 @@ def test_each_row_gets_what_it_would_get_alone():
 
 
 @pytest.mark.slow
-def test_stopping_early_may_lose_what_ends_later():
+def test_early_stopping_can_miss_longer_hypotheses():
     """The exact rule finds scores that are at least as good, and sometimes better."""
     pairs = []
     for first in range(6):
@@ -206,7 +206,7 @@ def test_stopping_early_may_lose_what_ends_later():
     assert any(exact > early + 1e-3 for exact, early in pairs), "both rules find the same: choose another seed"
 
 
-def test_a_row_is_as_long_as_its_source_allows():
+def test_the_source_length_limits_the_target_length():
     beam = Beam(size=4, length_ratio=0.5, length_extra=2)
     assert [beam.longest(n) for n in (1, 2, 5, 13)] == [2, 3, 4, 8]
     assert [len(row[0].tokens) for row in search(beam, eos_id=NEVER)] == [4, 8, 2]
@@ -216,7 +216,7 @@ def test_a_row_is_as_long_as_its_source_allows():
 
 
 @pytest.mark.slow
-def test_a_longer_cache_goes_on_where_the_first_was_full():
+def test_a_longer_cache_continues_after_a_full_one():
     """The target is longer than twice its padded source."""
     model, params = translator(position=SinusoidalOptions())
     [[long]] = beam_search(model, params, [[1, 2, 3]], bos_id=1, eos_id=None, beam=Beam(size=2))
@@ -231,7 +231,7 @@ def test_a_longer_cache_goes_on_where_the_first_was_full():
 @pytest.mark.parametrize(
     ("window", "position"), [pytest.param(3, RotaryOptions(), marks=pytest.mark.slow), (None, ALiBiOptions())]
 )
-def test_hypotheses_that_share_a_cache_see_their_own_tokens_alone(window, position):
+def test_hypotheses_with_a_shared_cache_attend_only_to_their_own_tokens(window, position):
     """With a window (counted in positions, not cache slots), distance biases, and prompts of different lengths."""
     config = CONFIG.replace(**{"embedding.source_vocab_size": None}, num_layers=2, position=position)
     model = CausalLM(config.replace(**{"stack.period": (LayerKind(window=window), LayerKind())}))
@@ -249,7 +249,7 @@ def test_hypotheses_that_share_a_cache_see_their_own_tokens_alone(window, positi
 
 
 @pytest.mark.parametrize("vocab_size", [90, 6000, 6007])
-def test_the_highest_of_many_are_those_of_a_sort(vocab_size):
+def test_top_k_equals_a_sort(vocab_size):
     """Ties go to the lower ids."""
     x = np.random.default_rng(0).integers(0, vocab_size // 8, (3, 2, vocab_size)).astype(np.float32)
     values, ids = jax.jit(top_k, static_argnums=1)(x, 8)
@@ -259,7 +259,7 @@ def test_the_highest_of_many_are_those_of_a_sort(vocab_size):
 
 
 @pytest.mark.slow
-def test_a_causal_model_is_searched_from_its_prompts():
+def test_beam_search_continues_prompts_of_a_causal_model():
     model = CausalLM(CONFIG.replace(**{"embedding.source_vocab_size": None}))
     params = jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))["params"]
     prompts = [[3, 1, 4], [7]]
@@ -273,7 +273,7 @@ def test_a_causal_model_is_searched_from_its_prompts():
 
 
 @pytest.mark.slow
-def test_what_is_suppressed_is_not_written_and_takes_nothing():
+def test_suppressed_tokens_are_not_generated_and_use_no_beam():
     banned = {token for row in search(FOUR, max_new_tokens=5) for one in row for token in one.tokens[:1]}
     all_but_the_end = [token for token in range(29) if token != END]
     found = search(
@@ -309,7 +309,7 @@ def test_many_sources_keep_their_order():
         beam_search_all(SpeechToText(speech), {}, [[1]], begin=[1], **options)
 
 
-def test_batches_are_searched_in_one_order_where_others_have_to_agree(monkeypatch):
+def test_multi_process_batches_are_searched_in_a_fixed_order(monkeypatch):
     """With several processes, and under a mesh, which is active in one thread only."""
     seen = []
 
@@ -332,14 +332,14 @@ def test_batches_are_searched_in_one_order_where_others_have_to_agree(monkeypatc
         assert batches._num_parallel_batches() == number
 
 
-def test_batches_have_few_sizes():
+def test_batches_use_few_shapes():
     rows = [np.zeros(length, int) for length in (40, 3, 16, 1, 90, 2, 5)]
     assert _batches(rows, None, 64) == [([3, 5, 1, 6], 4), ([2], 1), ([0], 1), ([4], 1)]
     assert _batches(rows[:4], 10, 1000) == [([3, 1, 2, 0], 4)]
     assert _batches(rows[1:4], None, 1000) == [([2, 0, 1], 4)]
 
 
-def test_little_is_compiled():
+def test_few_programs_are_compiled():
     """Another length, penalty, end token or limit compiles nothing: these are arrays."""
     search()
     before = start_search._cache_size(), continue_search._cache_size()
@@ -365,7 +365,7 @@ def test_logits_that_are_not_finite_are_named():
 
 @pytest.mark.parity
 @pytest.mark.parametrize("size", [2, 5])
-def test_the_reference_finds_the_same(size, tmp_path):
+def test_results_equal_the_reference(size, tmp_path):
     """Hugging Face's beam search gives the same for a tiny Marian, without length penalty and with both stopping rules:
     the same finished and cut hypotheses, in the same order, with the same log-probabilities.
     """
@@ -420,7 +420,7 @@ def test_the_reference_finds_the_same(size, tmp_path):
         ({"length_ratio": 0.0, "length_extra": 0}, "both 0: no target could have a token"),
     ],
 )
-def test_a_wrong_beam_is_refused(fields, message):
+def test_rejects_invalid_beam_options(fields, message):
     with pytest.raises(ConfigError, match=message):
         Beam(**fields)
 
@@ -438,6 +438,6 @@ def test_a_wrong_beam_is_refused(fields, message):
         ({"sources": [[1] * 14]}, "source 0 has 14 tokens"),
     ],
 )
-def test_wrong_arguments_are_named(options, message):
+def test_invalid_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         search(**options)

@@ -8,7 +8,7 @@ from transformer.generate._constraints import only_allowed, packed
 
 
 @pytest.mark.parametrize("size", [31, 32, 33, 301])
-def test_only_the_bits_remain(size):
+def test_only_allowed_tokens_keep_their_logits(size):
     rng = np.random.default_rng(size)
     logits, kept = rng.normal(size=(2, size)).astype(np.float32), rng.random(size) < 0.3
     kept[[0, -1]] = True, False

@@ -28,7 +28,7 @@ PROMPTS = [RANDOM.integers(0, VOCABULARY, length).tolist() for length in (3, 20,
 @pytest.mark.parametrize(
     "slots", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(20, marks=pytest.mark.slow)]
 )
-def test_each_row_is_what_it_is_with_all_at_once(slots):
+def test_continuous_batching_equals_one_static_batch(slots):
     for options in ({"sampling": Sampling(temperature=0.0)}, {"seed": 5}, {"seed": list(range(9))}):
         plain = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=10, eos_id=3, **options)
         assert generate(MODEL, PARAMS, PROMPTS, max_new_tokens=10, eos_id=3, slots=slots, **options) == plain
@@ -57,14 +57,14 @@ def test_slots_are_refilled(monkeypatch):
 
 
 @pytest.mark.slow
-def test_scanned_layers_and_other_kernels_serve_too():
+def test_works_with_scanned_layers_and_other_kernels():
     plain = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=5)
     scanned = CausalLM(CONFIG, Execution(scan=True, attention="splash"))
     assert generate(scanned, PARAMS, PROMPTS, max_new_tokens=5, slots=4) == plain
 
 
 @pytest.mark.programs(22, reason="rows are moved between slots outside of jit")
-def test_numbers_that_are_not_finite_are_named():
+def test_non_finite_values_are_named():
     broken = {**PARAMS, "embedding": jax.tree.map(np.copy, PARAMS["embedding"])}
     (table,) = jax.tree.leaves(broken["embedding"])
     table[7] = np.nan
@@ -73,7 +73,7 @@ def test_numbers_that_are_not_finite_are_named():
         generate(MODEL, broken, rows, max_new_tokens=5, slots=1)
 
 
-def test_rejects_what_slots_are_not_for():
+def test_rejects_unsupported_models_and_options():
     with pytest.raises(ValueError, match=r"slots.*1.*, got 0"):
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=2, slots=0)
     with pytest.raises(ValueError, match=r"slots and draft can't be used together"):
@@ -84,7 +84,7 @@ def test_rejects_what_slots_are_not_for():
         generate(seq2seq, params, bos_id=1, sources=[[1], [2]], max_new_tokens=2, slots=1)
 
 
-def test_no_step_is_made_while_a_slot_is_free_and_others_wait():
+def test_free_slots_are_filled_before_the_next_step():
     """A row that ends at its first token frees its slot immediately."""
     choice = SamplerParams.of(Sampling(temperature=0.0), VOCABULARY)
     model = unstacked_model(MODEL)

@@ -117,14 +117,14 @@ def assert_greedy(full, prompts, new):
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["none, window", "learned, full table", "alibi"])
-def test_greedy_is_the_likeliest_by_an_uncached_pass(name):
+def test_greedy_equals_argmax_of_an_uncached_pass(name):
     model, params = causal(name)
     new = generate(model, params, PROMPTS, max_new_tokens=NEW, sampling=GREEDY)
     whole = pad([np.array(prompt + row) for prompt, row in zip(PROMPTS, new, strict=True)], 17)
     assert_greedy(jax.jit(model.apply)({"params": params}, whole.tokens), PROMPTS, new)
 
 
-def test_translation_is_the_likeliest_by_an_uncached_pass():
+def test_greedy_translation_equals_argmax_of_an_uncached_pass():
     model, params = translator()
     targets = [[3, 1], [4], [1, 5, 9]]
     new = generate(model, params, targets, sources=SOURCES, max_new_tokens=NEW, sampling=GREEDY)
@@ -139,13 +139,13 @@ def test_translation_is_the_likeliest_by_an_uncached_pass():
     assert_greedy(full, targets, new)
 
 
-def test_each_row_gets_what_it_would_get_alone():
+def test_batched_rows_equal_single_rows():
     model, params = causal("learned, full table")
     together = generate(model, params, PROMPTS, max_new_tokens=NEW, sampling=GREEDY)
     assert together == [generate(model, params, [row], max_new_tokens=NEW, sampling=GREEDY)[0] for row in PROMPTS]
 
 
-def test_each_translation_is_what_it_would_be_alone():
+def test_batched_translations_equal_single_translations():
     model, params = translator()
     run = functools.partial(generate, model, params, max_new_tokens=NEW, sampling=GREEDY, bos_id=1)
     together = run(sources=SOURCES)
@@ -154,7 +154,7 @@ def test_each_translation_is_what_it_would_be_alone():
     assert together[0] != together[1]
 
 
-def test_a_row_draws_by_its_own_seed_and_position():
+def test_sampling_of_a_row_depends_on_its_seed_and_position():
     """A sample depends neither on the other rows nor on whether earlier tokens were prompt or generated."""
     model, params = causal(PLAIN)
     run = functools.partial(generate, model, params, max_new_tokens=NEW)
@@ -174,7 +174,7 @@ def test_a_row_draws_by_its_own_seed_and_position():
         assert len(set(row)) > NEW / 2, "all tokens are equally probable: each position must have a separate sample"
 
 
-def test_a_row_ends_at_end_of_sequence_and_the_others_go_on():
+def test_a_row_ends_at_its_end_token_while_others_continue():
     model, params = causal(PLAIN)
     free = generate(model, params, PROMPTS, max_new_tokens=NEW, sampling=GREEDY)
     ends = {token for row in free for token in row}
@@ -187,7 +187,7 @@ def test_a_row_ends_at_end_of_sequence_and_the_others_go_on():
     assert generate(model, params, PROMPTS, max_new_tokens=1, sampling=GREEDY) == [row[:1] for row in free]
 
 
-def test_little_is_compiled():
+def test_few_programs_are_compiled():
     """Another prompt length, count, seed, temperature or end token compiles nothing: these are arrays."""
     model, params = causal(PLAIN)
     generate(model, params, [[1] * 5], max_new_tokens=4, sampling=Sampling(temperature=0.9, top_p=0.9))
@@ -203,7 +203,7 @@ def test_little_is_compiled():
     assert decode._cache_size() == before + 1
 
 
-def test_translation_compiles_once_for_like_lengths():
+def test_translation_compiles_once_for_similar_lengths():
     model, params = translator()
     run = functools.partial(generate, model, params, sampling=GREEDY, bos_id=1)
     run(sources=[[1, 2]], max_new_tokens=3)
@@ -213,7 +213,7 @@ def test_translation_compiles_once_for_like_lengths():
 
 
 @pytest.mark.slow
-def test_layers_apart_are_the_same_layers():
+def test_unstacked_layers_equal_scanned_layers():
     """Prefix, two repeats of two kinds, suffix: unrolled and scanned layers generate the same tokens."""
     kinds = [LayerKind(window=size) for size in (2, 3, 5, 9)]
     config = BASE.replace(
@@ -227,14 +227,14 @@ def test_layers_apart_are_the_same_layers():
 
 
 @pytest.mark.slow
-def test_layers_apart_translate_the_same():
+def test_unstacked_layers_translate_like_scanned_layers():
     model, params = translator()
     run = functools.partial(generate, params=params, sources=SOURCES, max_new_tokens=NEW, sampling=GREEDY, bos_id=1)
     assert run(model) == run(model.clone(execution=Execution(scan=False)))
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 63, 64, 65, 100, 128, 129, 1000, 1024, 1025, 5000])
-def test_buckets_are_near_and_few(size):
+def test_buckets_are_close_and_few(size):
     assert size <= bucket(size) < size + 16 or bucket(size) < 1.25 * size
     assert bucket(bucket(size)) == bucket(size)
     assert len({bucket(n) for n in range(1, 2 ** math.ceil(math.log2(size)) + 1)}) <= 4 * math.log2(max(size, 16)) - 8
@@ -269,7 +269,7 @@ def loop_bodies(jaxpr):
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("scan", "copied"), [(True, 0), (True, 2**31), (False, 0)])
-def test_products_of_a_step(scan, copied, monkeypatch):
+def test_a_step_has_the_expected_matrix_multiplications(scan, copied, monkeypatch):
     """Count matrix multiplications: cross-attention computes keys and values only in the first call.
 
     In a step, only scores and weighted values involve the source. On CPU layers are unrolled even if training scans
@@ -333,7 +333,7 @@ def test_distinguishes_an_overflow_from_a_broken_parameter():
         generate(model, huge, [[1, 2], [3]], max_new_tokens=2, sampling=GREEDY)
 
 
-def test_padding_reaches_nothing():
+def test_padding_does_not_affect_results():
     """NaN in row 0 of the table has no effect, because padding repeats ids of its own row."""
     model, params = causal(PLAIN)
     spoiled = {**params, "embedding": {"embedding": np.copy(params["embedding"]["embedding"])}}
@@ -364,7 +364,7 @@ def test_padding_reaches_nothing():
         ({"sources": [[1]]}, r"sources.*Seq2Seq"),
     ],
 )
-def test_bad_input(arguments, message):
+def test_rejects_invalid_prompts(arguments, message):
     model = CausalLM(BASE)
     with pytest.raises(ValueError, match=message):
         generate(model, {}, **({"prompts": [[1, 2]], "max_new_tokens": 3} | arguments))
@@ -387,12 +387,12 @@ def test_bad_input(arguments, message):
         ({"prompts": [[1] * 13]}, "prompt 0 has 13 tokens, 16 with 3 new ones, but .* Shorten the prompt"),
     ],
 )
-def test_bad_input_of_a_translation(arguments, message):
+def test_rejects_invalid_sources(arguments, message):
     with pytest.raises(ValueError, match=message):
         generate(Seq2Seq(TRANSLATION), {}, **({"sources": [[1, 2]], "bos_id": 1, "max_new_tokens": 3} | arguments))
 
 
-def test_what_cannot_generate():
+def test_rejects_models_that_cannot_generate():
     with pytest.raises(ValueError, match=r'got \{"params".*...\}.*params\["params"\]'):
         generate(CausalLM(BASE), {"params": {}}, [[1]], max_new_tokens=1)
     with pytest.raises(ValueError, match="vocab_size"):
@@ -402,7 +402,7 @@ def test_what_cannot_generate():
 
 
 @pytest.mark.parametrize("kernel", ["splash", "ring"])
-def test_a_kernel_for_whole_sequences_leaves_decoding_alone(kernel):
+def test_a_full_sequence_kernel_does_not_affect_decoding(kernel):
     model, params = causal("alibi")
     named = CausalLM(model.config, Execution(attention=kernel))
     assert generate(named, params, PROMPTS, max_new_tokens=NEW) == generate(model, params, PROMPTS, max_new_tokens=NEW)

@@ -49,7 +49,7 @@ def without_cache(model):
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("options", [{}, {"slots": 2}])
-def test_each_prompt_gets_the_text_that_it_gets_without_a_cache(model, without_cache, options):
+def test_cached_equals_uncached(model, without_cache, options):
     expected = [without_cache(prompt, 8) for prompt in PROMPTS]
     assert len({tuple(row) for row in expected}) == 3
     assert generate(*model, PROMPTS, max_new_tokens=8, sampling=GREEDY, **options) == expected
@@ -63,7 +63,7 @@ def test_scanned_and_unrolled_layers_generate_the_same(model):
 
 
 @pytest.mark.programs(12, reason="a stream makes its cache outside of jit")
-def test_a_stream_goes_on_or_starts_anew(model, without_cache):
+def test_a_stream_continues_or_restarts(model, without_cache):
     """The second prompt continues the first text, the third goes back to its beginning, which the state can't."""
     stream = TokenStream(*model)
 
@@ -78,7 +78,7 @@ def test_a_stream_goes_on_or_starts_anew(model, without_cache):
     assert text(back) == without_cache(back, 6)
 
 
-def test_rejects_what_would_go_back(model):
+def test_rejects_features_that_rewind_the_state(model):
     with pytest.raises(ValueError, match="a draft is not supported for models with linear attention"):
         generate(*model, PROMPTS, max_new_tokens=2, draft=Draft(model=model[0], params=model[1]))
     with pytest.raises(ValueError, match="linear attention has a state instead"):

@@ -42,7 +42,7 @@ def searched(row, tokens, ngram):
     return [-1] * tokens
 
 
-def test_proposals_are_those_of_a_search():
+def test_proposals_equal_a_plain_search():
     draw, checked = random.Random(0), 0
     for tokens, ngram in ((1, 1), (4, 3), (7, 2)):
         rows = [[draw.randrange(draw.choice([2, 4, 60])) for _ in range(draw.randint(1, 24))] for _ in range(60)]
@@ -57,7 +57,7 @@ def test_proposals_are_those_of_a_search():
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_k=5)], ids=["greedy", "drawn"])
-def test_the_text_is_the_same(sampling):
+def test_lookup_does_not_change_the_text(sampling):
     options = {"max_new_tokens": 40, "sampling": sampling, "seed": 3}
     plain = generate(MODEL, PARAMS, PROMPTS, **options)
     lookup = PromptLookup(tokens=3, ngram=2)
@@ -79,7 +79,7 @@ def test_a_repetition_saves_steps():
     assert 59 / 6 <= result.steps.max() <= 30
 
 
-def test_rejects_what_a_lookup_is_not_for():
+def test_rejects_unsupported_models_and_options():
     seq2seq = Seq2Seq(MODEL.config)
     params = drawn_params(seq2seq, 0.4)
     with pytest.raises(ValueError, match=r"draft.*CausalLM.*Seq2Seq"):

@@ -28,7 +28,7 @@ from transformer.nn.models import CausalLM
 ROWS = st.lists(st.integers(0, 1), max_size=13)  # few ids, so that rows often begin alike
 
 
-def test_pages_of_a_row():
+def test_allocates_pages_for_a_row():
     pages = PageAllocator(6, 4)
     assert [pages.pages_for(tokens) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
     row = pages.allocate(2)
@@ -37,7 +37,7 @@ def test_pages_of_a_row():
     assert pages.num_free == 6
 
 
-def test_a_row_with_the_same_beginning_shares_its_full_pages():
+def test_rows_with_a_common_prefix_share_full_pages():
     pages = PageAllocator(6, 4)
     row = pages.allocate(3)
     pages.register(range(10), row)
@@ -48,7 +48,7 @@ def test_a_row_with_the_same_beginning_shares_its_full_pages():
     assert pages.match([0, 1, 2, 3, 9, 5, 6, 7, 8]) == row[:1]
 
 
-def test_released_pages_are_found_until_they_are_allocated():
+def test_released_pages_are_reusable_until_reallocated():
     pages = PageAllocator(3, 2)
     row = pages.allocate(2)
     pages.register([1, 2, 3, 4], row)
@@ -62,7 +62,7 @@ def test_released_pages_are_found_until_they_are_allocated():
     assert pages.match([1, 2, 3, 4, 5]) == row[:1]
 
 
-def test_errors():
+def test_rejects_invalid_page_requests():
     pages = PageAllocator(2, 2, first_page=10)
     row = pages.allocate(1)
     with pytest.raises(OutOfPagesError, match=r"2 pages are needed, but only 1 of 2 are free\. Release"):
@@ -82,7 +82,7 @@ def test_errors():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), ROWS, st.integers(0, 9)), max_size=25), st.integers(1, 3))
-def test_users_are_counted_and_contents_are_those_registered(steps, size):
+def test_counts_users_and_finds_registered_contents(steps, size):
     """Rows begin and end in any order; each page's contents are followed in a dictionary."""
     pages = PageAllocator(9, size, first_page=4)
     rows, contents = [], {}
@@ -122,7 +122,7 @@ CONFIG = TransformerConfig(
 
 
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_greedy_text_with_pages_is_the_text_without(monkeypatch, scan):
+def test_greedy_text_with_pages_equals_text_without_pages(monkeypatch, scan):
     model = CausalLM(CONFIG, Execution(scan=scan))
     params = drawn_params(model, 0.4, seed=1)
     prompts, new = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]], 8

@@ -57,7 +57,7 @@ def by_hand(logits, prompt, generated, sampling):
     return result
 
 
-def test_the_formulas():
+def test_penalties_equal_their_formulas():
     logits = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
     for prompt, generated in (([3, 4], [5, 5, 3]), ([7], []), ([1, 1], [1])):
         got = np.asarray(jax.jit(penalized)(logits[None], history(prompt, generated), ALL.penalties))[0]
@@ -70,7 +70,7 @@ def test_padding_and_ended_rows_do_not_count():
     assert np.asarray(add(made, np.array([5], np.int32), np.array([False])).counts).sum() == 0
 
 
-def test_no_penalty_compiles_no_history():
+def test_without_penalties_no_history_is_compiled():
     assert Sampling().penalties is None
     assert not Sampling(top_p=0.9).penalties
     assert all(Sampling(**{name: 1.5}).penalties for name in ("repetition_penalty", "presence_penalty"))
@@ -99,14 +99,14 @@ def test_generate_equals_a_loop_over_tokens(model, changes):
             assert expected[token] > expected.max() - 1e-4
 
 
-def test_log_probabilities():
+def test_log_probabilities_include_the_penalties():
     logits = np.random.default_rng(0).normal(size=(3, VOCAB)).astype(np.float32)
     expected = logits[np.arange(3), [4, 0, 9]] - np.logaddexp.reduce(logits.astype(np.float64), -1)
     found = jax.jit(log_probabilities)(logits, np.array([4, 0, 9], np.int32))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_where_penalties_are_not_supported(model):
+def test_rejects_penalties_where_unsupported(model):
     with pytest.raises(ConfigError, match="sample can't apply penalties"):
         sample(jnp.zeros((1, VOCAB)), jax.random.key(0), ALL)
     with pytest.raises(ValueError, match="penalties can't be used with slots or a draft"):
@@ -128,7 +128,7 @@ def test_values_are_checked(changes, message):
 
 
 @pytest.mark.parity
-def test_the_repetition_penalty_is_that_of_transformers():
+def test_the_repetition_penalty_equals_transformers():
     torch = pytest.importorskip("torch")
     from transformers import RepetitionPenaltyLogitsProcessor
 

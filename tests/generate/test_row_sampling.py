@@ -51,7 +51,7 @@ ALL = RowMasks.blank(SLOTS, VOCABULARY)
 
 
 @pytest.mark.programs(30, reason="one program of `choose` for each set of filters, which the slots are compared with")
-def test_each_setting_of_a_row_is_that_of_a_batch():
+def test_settings_per_row_equal_settings_per_batch():
     """Alone in all slots, and in slots between others: the same tokens; and each setting changes some of them."""
     logits, keys, history = inputs()
     alone = {}

@@ -7,7 +7,7 @@ from transformer.generate._prompts import decoding_model
 from transformer.generate._rows import blank_rows
 
 
-def test_a_free_slot_wants_nothing():
+def test_a_free_slot_requests_nothing():
     """What no row needs is not computed, so a slot that was never used must not need anything."""
     model = CausalLM(
         TransformerConfig(vocab_size=7, d_model=6, num_heads=3, num_layers=1, feed_forward=FeedForwardOptions(d_ff=5))

@@ -33,7 +33,7 @@ def banned(text, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_repeated_sequences_are_banned(size):
+def test_repeated_n_grams_are_banned(size):
     ban = jax.jit(functools.partial(ban_repeated_ngrams, size=size))
 
     @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -49,7 +49,7 @@ def test_repeated_sequences_are_banned(size):
     check()
 
 
-def test_the_penalty_is_for_the_tokens_of_each_target():
+def test_the_penalty_applies_to_the_tokens_of_each_target():
     scores = np.array([[[-1.0, 2.0, -3.0, 4.0, -5.0], [-1.0, 2.0, -3.0, 4.0, -5.0]]], np.float32)
     texts, lengths = padded([[1, 2, 2], [4, 4, 4]]), np.array([3], np.int32)
     found = jax.jit(penalize_repeated)(scores, texts, lengths, np.float32(2.0))
@@ -72,7 +72,7 @@ def beam_params(beam, limits=(4, 9), ends=(3,)):
 
 @pytest.mark.parametrize("step", range(5))
 @pytest.mark.parametrize("force_end", [False, True])
-def test_a_target_ends_neither_too_early_nor_too_late(step, force_end):
+def test_a_target_respects_minimum_and_maximum_length(step, force_end):
     """Each row at its own maximum length; there the end costs nothing."""
     logits = np.random.default_rng(step).standard_normal((2, 2, VOCABULARY)).astype(np.float32)
     norms = np.log(np.exp(logits).sum(-1))
@@ -88,7 +88,7 @@ def test_a_target_ends_neither_too_early_nor_too_late(step, force_end):
             assert np.isneginf(found[row, :, 3]).all() == (step < 2)
 
 
-def test_the_score_of_transformers():
+def test_the_length_penalty_equals_transformers():
     beam, draw = Beam(alpha=1.7, norm=(1, 1)), random.Random(0)
     for length in (draw.randint(1, 99) for _ in range(5)):
         assert beam.penalty(length) == pytest.approx((1 + length) ** 1.7)
@@ -100,7 +100,7 @@ def test_the_score_of_transformers():
     ("estimated", "worst", "continues"),
     [(True, -1.2, False), (True, -3.0, True), (False, -1.2, True)],
 )
-def test_when_a_search_stops(estimated, worst, continues):
+def test_a_search_stops_by_its_stopping_rule(estimated, worst, continues):
     """After two tokens, the best live hypothesis has log P = -4: a score of -2 now, and at most -4/9 later."""
     logits = np.full((1, 2, VOCABULARY), -60, np.float32)
     logits[:, :, 1] = 0

@@ -66,7 +66,7 @@ def drawn(logits, sampling, seed=0):
     ],
     ids=str,
 )
-def test_support_and_frequencies(sampling, logits):
+def test_samples_have_the_expected_support_and_frequencies(sampling, logits):
     """Exactly the tokens that the filters keep are sampled, with the expected frequency (5 standard deviations)."""
     want = expected(logits, sampling)
     got = np.bincount(drawn(logits, sampling), minlength=len(logits)) / ROWS
@@ -85,7 +85,7 @@ def test_support_and_frequencies(sampling, logits):
     ],
     ids=str,
 )
-def test_order_of_the_filters(sampling, support):
+def test_filters_are_applied_in_their_documented_order(sampling, support):
     assert set(drawn(np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32)), sampling)) == support
 
 
@@ -93,7 +93,7 @@ def test_order_of_the_filters(sampling, support):
     "sampling", [Sampling(temperature=0.0), Sampling(top_k=1), Sampling(temperature=1e-30, top_k=1)]
 )
 @pytest.mark.parametrize("seed", [0, 1])
-def test_greedy_takes_the_first_of_equals(sampling, seed):
+def test_greedy_takes_the_first_of_equal_logits(sampling, seed):
     logits = np.array([1.0, 3.0, 2.0, 3.0, 3.0], np.float32)
     assert set(drawn(logits, sampling, seed)) == {1}
 
@@ -117,7 +117,7 @@ def test_a_tiny_temperature_is_greedy_and_finite():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(), Sampling(top_k=3, top_p=0.9, min_p=0.1)])
-def test_rows_that_cannot_be_chosen_from_give_no_token(sampling):
+def test_rows_without_allowed_tokens_give_no_token(sampling):
     """NaN, +inf or only -inf never give token 0. A single -inf marks a token that is never chosen."""
     nan, inf = np.nan, np.inf
     logits = np.array(
@@ -165,7 +165,7 @@ def test_low_precision_logits_are_drawn_in_float32():
         ({"min_p": float("nan")}, r"min_p.*0.*1"),
     ],
 )
-def test_values_out_of_range(values, message):
+def test_rejects_values_out_of_range(values, message):
     with pytest.raises(ConfigError, match=message):
         Sampling(**values)
 
@@ -183,7 +183,7 @@ def test_suppressed_tokens_are_never_chosen(temperature):
         Sampling(suppress=(-1,))
 
 
-def test_settings_of_a_row_without_filters_filter_nothing():
+def test_row_settings_without_filters_change_nothing():
     row = RowSampling.of(Sampling(temperature=0.0), 11, top=True)
     assert (row.greedy, row.is_sorted, row.top) == (True, False, True)
     assert (row.temperature, row.top_k, row.top_p, row.log_min_p) == (1, 11, math.inf, -math.inf)

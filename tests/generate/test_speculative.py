@@ -35,7 +35,7 @@ DRAFTS = {"another": OTHER, "itself": Draft(model=MODEL, params=PARAMS, tokens=2
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_k=5)], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_the_text_is_the_same(draft, sampling):
+def test_speculation_does_not_change_the_text(draft, sampling):
     plain = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=12, sampling=sampling, seed=3)
     found = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=12, sampling=sampling, seed=3, draft=DRAFTS[draft])
     assert found == plain
@@ -53,7 +53,7 @@ def learned(rows):
 
 
 @pytest.mark.slow
-def test_guesses_past_the_end_of_a_position_table_reach_nobody():
+def test_proposals_beyond_the_position_table_have_no_effect():
     large, small = learned(12), learned(14)
     options = {"max_new_tokens": 7, "sampling": GREEDY}
     plain = generate(large.model, large.params, PROMPTS, **options)
@@ -72,20 +72,20 @@ def rounds(draft, tokens, new=13):
     return int(result.steps.max())
 
 
-def test_good_guesses_save_steps():
+def test_accepted_proposals_save_steps():
     assert rounds(DRAFTS["itself"], 3) == 3  # one token from the prefill, then four per round
     assert rounds(DRAFTS["itself"], 5) == 2
     assert 3 < rounds(OTHER, 3) <= 12
 
 
-def test_a_row_is_what_it_is_alone():
+def test_batched_rows_equal_single_rows():
     together = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=9, sampling=GREEDY, draft=OTHER)
     alone = [generate(MODEL, PARAMS, [row], max_new_tokens=9, sampling=GREEDY, draft=OTHER)[0] for row in PROMPTS]
     assert together == alone
 
 
 @pytest.mark.slow
-def test_numbers_that_are_not_finite_are_named():
+def test_non_finite_values_are_named():
     broken = jax.tree.map(lambda leaf: leaf, PARAMS)
     broken["decoder"]["final_norm"]["scale"] = broken["decoder"]["final_norm"]["scale"] * np.float32(np.nan)
     with pytest.raises(ValueError, match=r"0.*3.*decoder/final_norm/scale"):

@@ -60,7 +60,7 @@ def with_rules(logits, state, timestamps):
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0])
-def test_the_rules_on_random_transcripts(spread):
+def test_timestamp_rules_hold_for_random_transcripts(spread):
     generator = np.random.default_rng(int(spread))
     for _ in range(20):
         tokens = []
@@ -107,7 +107,7 @@ def decode(model, params, frames, prompt, temperature, key=0, limit=17, timestam
 @pytest.mark.programs(8, reason="decoding has two programs and a key, and the expectation reads and applies the rules")
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("prompt", "timestamps"), [([], True), ([5, NO_TIMES], False)])
-def test_greedy_decoding_takes_the_best_allowed_token_of_the_complete_model(model, prompt, timestamps):
+def test_greedy_decoding_takes_the_best_allowed_token(model, prompt, timestamps):
     model, params, frames = model
     result, log_probability = jax.device_get(decode(model, params, frames, prompt, 0.0, timestamps=timestamps))
     assert not result.failed.any()
@@ -138,7 +138,7 @@ def test_sampling_depends_on_the_key_and_a_low_temperature_is_greedy(model):
     assert warm[0] != warm[2]
 
 
-def test_the_limit_and_logits_that_are_not_finite(model):
+def test_respects_the_limit_and_reports_non_finite_logits(model):
     model, params, frames = model
     result, _ = decode(model, params, frames, [], 0.0, limit=3)
     assert (result.counts <= 3).all()

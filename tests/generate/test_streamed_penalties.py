@@ -8,7 +8,7 @@ from transformer.generate._streaming import TokenStream
 
 
 @pytest.mark.programs(20, reason="the programs of a stream, and its cache, which is made outside of jit")
-def test_penalties_of_a_stream_are_those_of_generate():
+def test_penalties_of_a_stream_equal_generate():
     """The repetition penalty is also for tokens of the prompt: the prompt has many of the likely tokens."""
     model, params, _ = tiny_parts(num_layers=1)
     prompt, greedy = list(range(5, 65)), Sampling(temperature=0.0)

@@ -65,7 +65,7 @@ def joined(pieces):
 @pytest.mark.parametrize(
     "name", ["learned, full table", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rotary", "window", "t5"))]
 )
-def test_pieces_are_the_tokens_of_generate(name):
+def test_chunks_equal_the_tokens_of_generate(name):
     """Prompts are read in parts of 16 tokens, with padding up to and past the end of a position table."""
     model, params = build(name)
     stream = TokenStream(model, params)
@@ -76,7 +76,7 @@ def test_pieces_are_the_tokens_of_generate(name):
 
 @pytest.mark.filterwarnings("ignore:a text grew past 20 tokens")
 @pytest.mark.programs(16, reason="three lengths of text, which decide the rotation, by a stream, generate and apply")
-def test_a_prompt_above_the_original_length_is_read_together(monkeypatch):
+def test_a_prompt_beyond_the_original_length_is_read_in_one_pass(monkeypatch):
     """Rotary scaling by the length rotates all keys of a prompt by its whole length, and other ones in a next turn."""
     monkeypatch.setattr(streaming, "WIDTHS", (16,))
     scaling = RotaryScaling(kind="dynamic", factor=4.0, original_length=20)
@@ -100,7 +100,7 @@ def test_a_prompt_above_the_original_length_is_read_together(monkeypatch):
         pytest.param(Sampling(temperature=0.7, top_k=5, suppress=(3,)), marks=pytest.mark.slow),
     ],
 )
-def test_sampling_is_that_of_generate(rotary, sampling):
+def test_sampling_equals_generate(rotary, sampling):
     options = {"max_new_tokens": 40, "sampling": sampling, "seed": 5, "eos_id": [7, 8]}
     expected = generate(*rotary, [PROMPTS[0]], **options)[0]
     got, pieces = joined(TokenStream(*rotary).generate(PROMPTS[0], **options))
@@ -109,7 +109,7 @@ def test_sampling_is_that_of_generate(rotary, sampling):
     assert not any(piece.ended for piece in pieces[:-1])
 
 
-def test_log_probabilities_are_those_of_a_pass_over_the_whole_text(rotary):
+def test_log_probabilities_equal_a_pass_over_the_whole_text(rotary):
     model, params = rotary
     got, pieces = joined(TokenStream(*rotary).generate(PROMPTS[1], max_new_tokens=12, sampling=Sampling(top_p=0.5)))
     logits = np.asarray(jax.jit(model.apply)({"params": params}, np.array([[*PROMPTS[1], *got]])), np.float64)[0, 36:48]
@@ -148,7 +148,7 @@ def test_reading_a_long_prompt_reports_progress(rotary, monkeypatch):
     assert seen == [("prompt tokens", float(done), 37) for done in (0, 16, 32, 37)]
 
 
-def test_a_text_can_be_left_at_any_piece(rotary):
+def test_a_stream_can_be_abandoned_at_any_chunk(rotary):
     stream = TokenStream(*rotary)
     pieces = stream.generate(PROMPTS[0], max_new_tokens=30, sampling=GREEDY)
     started = next(pieces).tokens
@@ -158,7 +158,7 @@ def test_a_text_can_be_left_at_any_piece(rotary):
     assert joined(stream.generate(PROMPTS[0], max_new_tokens=30, sampling=GREEDY))[0] == expected
 
 
-def test_a_text_is_not_continued_after_another_was_started(rotary):
+def test_an_old_stream_cannot_continue_after_a_new_one_starts(rotary):
     stream = TokenStream(*rotary)
     first = stream.generate(PROMPTS[0], max_new_tokens=30, sampling=GREEDY)
     next(first)
@@ -175,7 +175,7 @@ def test_a_text_is_not_continued_after_another_was_started(rotary):
         next(third)
 
 
-def test_an_interruption_inside_a_piece_loses_only_the_cache(rotary, monkeypatch):
+def test_an_interruption_within_a_chunk_loses_only_the_cache(rotary, monkeypatch):
     stream = TokenStream(*rotary)
 
     def interrupted(*given):
@@ -200,13 +200,13 @@ def test_few_programs_are_compiled(rotary):
     assert streaming._advance._cache_size() - advance <= 1
 
 
-def test_parts_of_a_prompt():
+def test_a_long_prompt_is_read_in_parts():
     assert list(streaming._parts(0, 5, 256)) == [(0, 5, 16)]
     assert list(streaming._parts(3, 2100, 4096)) == [(3, 1027, 1024), (1027, 2051, 1024), (2051, 2100, 64)]
     assert list(streaming._parts(0, 9, 7)) == [(0, 7, 7), (7, 9, 7)]
 
 
-def test_arguments_are_checked_before_the_first_piece(rotary):
+def test_arguments_are_checked_before_the_first_chunk(rotary):
     stream = TokenStream(*rotary)
     for given, message in (
         ({"prompt": [], "max_new_tokens": 1}, "prompt 0 is empty"),
@@ -224,7 +224,7 @@ def test_arguments_are_checked_before_the_first_piece(rotary):
         TokenStream(translator, params)
 
 
-def test_numbers_that_are_not_finite(rotary):
+def test_non_finite_values_are_an_error(rotary):
     model, params = rotary
     broken = jax.tree.map(lambda leaf: leaf, params)
     broken["output"] = {"kernel": np.copy(broken["output"]["kernel"])}

@@ -30,7 +30,7 @@ def test_repeats_are_merged_and_blanks_are_removed():
     assert VOCABULARY.words([PAD, DELIMITER]) == []
 
 
-def test_windows_of_a_long_recording(tmp_path, monkeypatch):
+def test_a_long_recording_is_split_into_windows(tmp_path, monkeypatch):
     """Without attention a frame depends on nearby frames only, so that windows give the words of the whole."""
     out = [f"wav2vec2.encoder.layers.{i}.attention.out_proj.{part}" for i in (0, 1) for part in ("weight", "bias")]
     opened = open_model(speech_parts.write_ctc(tmp_path / "local", salt="two", tensors=out, num_conv_pos_embeddings=2))
@@ -67,7 +67,7 @@ def test_a_transcript_has_a_segment_per_word(directory):
         transcribe(opened, samples, TranscriptionOptions(language="en"))
 
 
-def test_on_the_command_line(directory, tmp_path, capsys):
+def test_transcribe_command_supports_ctc(directory, tmp_path, capsys):
     soundfile.write(tmp_path / "a.wav", speech_parts.sound(0.7), 16_000)
     assert main(["transcribe", str(directory), str(tmp_path / "a.wav"), "--timestamps"]) == 0, capsys.readouterr().err
     assert capsys.readouterr().out.startswith("[00:00.")
@@ -98,7 +98,7 @@ def test_export_copies_the_characters(directory, tmp_path):
         ("preprocessor_config.json", speech_parts.FEATURES, r"Wav2Vec2FeatureExtractor"),
     ],
 )
-def test_files_that_do_not_fit(tmp_path, name, content, message):
+def test_reports_files_that_do_not_fit(tmp_path, name, content, message):
     directory = speech_parts.write_ctc(tmp_path / "ctc")
     if content is None:
         (directory / name).unlink()

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.parity
 
 
 @pytest.mark.parametrize("salt", ["a", "f", "k"])
-def test_words_and_times(tmp_path, salt):
+def test_words_and_times_equal_transformers(tmp_path, salt):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     directory = speech_parts.write_ctc(tmp_path / "ctc", salt=salt)

@@ -67,7 +67,7 @@ def opened(directory):
     return open_model(directory)
 
 
-def test_probabilities_are_those_of_the_logits(directory, opened):
+def test_probabilities_follow_from_the_logits(directory, opened):
     images = [photo(seed, height) for seed, height in enumerate((14, 4, 30))]
     found = classify_with_labels(opened, images, LABELS)
     clip = "clip" in directory.name
@@ -100,7 +100,7 @@ def test_probabilities_are_those_of_the_logits(directory, opened):
     assert np.ptp(got, axis=0).max() > 1e-3  # images make a difference
 
 
-def test_a_vector_does_not_depend_on_the_other_texts_and_images(opened):
+def test_a_vector_does_not_depend_on_its_batch(opened):
     texts = [*LABELS, *(f"w{i} tree" for i in range(20))] * 3
     assert len(texts) > BATCH
     vectors = embed(opened, texts)
@@ -120,7 +120,7 @@ def test_long_texts_keep_their_end_token(opened):
     np.testing.assert_allclose(long, longer, atol=1e-6)
 
 
-def test_commands(directory, opened, capsys):
+def test_commands_print_probabilities_and_vectors(directory, opened, capsys):
     files = [str(directory / "0.png"), str(directory / "1.png")]
     assert main(["embed", "image", str(directory), *files]) == 0
     vectors = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -145,19 +145,19 @@ def test_commands(directory, opened, capsys):
         (["text", "--text", "a"], "which is not a classifier"),
     ],
 )
-def test_mistakes_are_one_line(directory, capsys, words, message):
+def test_invalid_calls_are_one_line_errors(directory, capsys, words, message):
     words = [str(directory / word) if word.endswith(".png") else word for word in words]
     assert main(["classify", words[0], str(directory), *words[1:]]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_other_models_do_not_compare(tmp_path):
+def test_rejects_models_that_are_not_dual_encoders(tmp_path):
     opened = open_model(ours.write(tmp_path, golden_case.golden("vit")["classifier"]))
     with pytest.raises(ConfigError, match="VisionClassifier"):
         classify_with_labels(opened, [photo()], LABELS)
 
 
-def test_texts_of_siglip_are_in_lower_case_without_punctuation(tmp_path):
+def test_siglip_texts_are_lower_cased_without_punctuation(tmp_path):
     assert canonical_text("  A photo,\tof a\n(Cat)! ") == "a photo of a cat"
     path = ours.write(tmp_path, golden_case.golden("siglip")["dual"])
     write_tokenizer(path, begin=False)
@@ -172,7 +172,7 @@ def test_texts_of_siglip_are_in_lower_case_without_punctuation(tmp_path):
 
 
 @pytest.mark.parity
-def test_probabilities_equal_those_of_transformers(directory, opened, torch, transformers):
+def test_probabilities_equal_transformers(directory, opened, torch, transformers):
     clip, family = "clip" in directory.name, directory.name.rstrip("0").capitalize().replace("Clip", "CLIP")
     model = getattr(transformers, f"{family}Model").from_pretrained(directory).eval()
     kind = getattr(transformers, f"{family}ImageProcessorPil")
@@ -210,7 +210,7 @@ GEMMA_TEXTS = ("A photo of a Cat", "the cat, a CAT!", "x")
 
 
 @pytest.mark.parametrize("family", ["siglip", "siglip2"])
-def test_texts_of_siglip_2_are_in_lower_case(tmp_path, family):
+def test_siglip_2_texts_are_lower_cased(tmp_path, family):
     """Published files name the tokenizer of Gemma, which keeps the case; padding is on the side that they give."""
     path = ours.write(tmp_path, golden_case.golden(family)["dual"])
     write_tokenizer(path, begin=False)
@@ -228,7 +228,7 @@ def test_texts_of_siglip_2_are_in_lower_case(tmp_path, family):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("family", ["Siglip", "Siglip2"])
-def test_texts_and_images_of_siglip_2_are_those_of_transformers(tmp_path, torch, transformers, family):
+def test_siglip_2_inputs_equal_transformers(tmp_path, torch, transformers, family):
     """A directory that transformers wrote: the texts are padded to 64 tokens, which the model reads as tokens."""
     vocab_size = write_gemma_tokenizer(tmp_path, "GemmaTokenizer")
     sizes = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 5, "intermediate_size": 28}

@@ -58,7 +58,7 @@ def write(directory, family):
 
 @pytest.mark.programs(120, reason="each drawn beam search is a program of its own")
 @pytest.mark.parametrize("family", ["bart", "t5"])
-def test_texts_with_drawn_settings(family, tmp_path):
+def test_random_settings_give_the_texts_of_transformers(family, tmp_path):
     write(tmp_path, family)
     import torch
     import transformers

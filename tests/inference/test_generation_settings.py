@@ -97,7 +97,7 @@ def test_fields_have_the_meaning_of_transformers(written, fields, wanted):
     assert {name: getattr(found, name) for name in vars(USUAL)} == vars(USUAL) | wanted
 
 
-def test_every_command_searches_as_the_file_recommends(written, searches, monkeypatch, capsys):
+def test_every_command_uses_the_recommended_search(written, searches, monkeypatch, capsys):
     directory = written(FIELDS)
     opened = open_model(directory)
     opened.translate(TEXT)
@@ -165,7 +165,7 @@ def test_without_recommendations_a_text_is_greedy(written, searches, monkeypatch
     assert not searches
 
 
-def test_one_warning_lists_what_is_ignored(written):
+def test_one_warning_lists_the_ignored_fields(written):
     fields = {"do_sample": True, "encoder_no_repeat_ngram_size": 3, "num_beam_groups": 2, "diversity_penalty": 0.5}
     fields |= {"bad_words_ids": [[6], [7, 8]], "forced_eos_token_id": 9, "begin_suppress_tokens": [5]}
     opened = open_model(written(fields))
@@ -194,6 +194,6 @@ def test_one_warning_lists_what_is_ignored(written):
         ("early_stopping", "soon"),
     ],
 )
-def test_invalid_values(written, name, value):
+def test_rejects_invalid_values(written, name, value):
     with pytest.raises(ConfigError, match=f"{name} in .* must be"):
         recommended_beam(open_model(written({name: value})))

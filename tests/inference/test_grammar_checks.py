@@ -43,7 +43,7 @@ def limits(monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is limited on Linux only")
-def test_a_schema_of_gigabytes_is_refused_and_the_next_one_read():
+def test_a_schema_that_needs_gigabytes_is_rejected_and_the_next_accepted():
     grammars = Grammars(ByteTokenizer())
     grammars.regex("a")
     before = size_of()
@@ -62,7 +62,7 @@ def test_the_time_is_limited(limits):
     assert time.monotonic() - began < 10  # alone, it takes minutes
 
 
-def test_ordinary_grammars_do_not_wait_for_a_costly_one(limits):
+def test_simple_grammars_do_not_wait_for_a_costly_one(limits):
     limits(**UNLIMITED)
     made, cancellation, reasons = checks(), Cancellation(), []
     thread = threading.Thread(target=lambda: reasons.append(made.reason_against(grammar_of(HUGE), cancellation)))
@@ -75,7 +75,7 @@ def test_ordinary_grammars_do_not_wait_for_a_costly_one(limits):
     assert reasons == ["its check was cancelled"]
 
 
-def test_a_check_that_was_cancelled_before_it_began():
+def test_a_check_can_be_cancelled_before_it_starts():
     cancellation = Cancellation()
     cancellation.cancel()
     assert checks().reason_against(grammar_of({"type": "integer"}), cancellation) == "its check was cancelled"
@@ -89,7 +89,7 @@ def test_a_crash_is_reported_as_one(tmp_path, monkeypatch):
     assert reason == "the process that compiles it was ended by SIGSEGV. Simplify it"
 
 
-def test_a_process_is_kept_and_ended_with_its_owner():
+def test_a_process_is_reused_and_exits_with_its_owner():
     made = checks()
     for number in range(3):
         assert made.reason_against(grammar_of({"const": number}), Cancellation()) is None
@@ -99,7 +99,7 @@ def test_a_process_is_kept_and_ended_with_its_owner():
     assert process.poll() is not None
 
 
-def test_a_process_whose_vocabulary_is_unusable():
+def test_reports_an_unusable_vocabulary():
     made = GrammarChecks([b"a"], [], None, [5])
     with pytest.raises(OSError, match=r"the process that runs _grammar_worker.py ended with status"):
         made.reason_against(grammar_of({}), Cancellation())

@@ -103,7 +103,7 @@ def test_every_answer_matches_its_schema(stream, grammars, count):
 @pytest.mark.parametrize(
     "pattern", ["(?i)yes|no", r"[a-z]{3,8}@[a-z]{2,5}\.(de|com)", "<eos>", "a<pad>b<eos>", "é{2}ü?"]
 )
-def test_every_answer_matches_its_expression(stream, grammars, pattern, sampling):
+def test_every_answer_matches_its_regular_expression(stream, grammars, pattern, sampling):
     """This includes `<eos>`: the spelling of a special token is a text of five characters."""
     made, tokenizer = grammars
     tokens, ended = answer(stream, made.regex(pattern), sampling=sampling)
@@ -112,7 +112,7 @@ def test_every_answer_matches_its_expression(stream, grammars, pattern, sampling
     assert not tokenizer.special_ids & set(tokens)
 
 
-def test_a_schema_can_not_write_special_tokens(stream, grammars):
+def test_a_schema_cannot_generate_special_tokens(stream, grammars):
     made, tokenizer = grammars
     tokens, _ = answer(stream, made.json_schema({"const": "<bos><eos>"}), sampling=GREEDY)
     assert tokenizer.decode(tokens) == '"<bos><eos>"'
@@ -143,7 +143,7 @@ def test_a_constraint_that_allows_everything_changes_nothing(stream, sampling):
     assert len(tokens) > 1
 
 
-def test_log_probabilities_are_those_of_the_model(stream, of_bytes):
+def test_log_probabilities_are_unconstrained_model_values(stream, of_bytes):
     """Not those among the allowed tokens, of which there is one at each step."""
     pieces = list(stream.generate([5, 6], max_new_tokens=9, sampling=GREEDY, constraint=of_bytes.regex("abc")))
     found = [piece.log_probabilities for piece in pieces if piece.tokens]
@@ -177,7 +177,7 @@ def test_constraints_do_not_share_their_state(stream, of_bytes):
         ({"enum": [float("nan")]}, "the JSON schema can't be written as JSON: Out of range float values"),
     ],
 )
-def test_invalid_schemas(of_bytes, schema, message):
+def test_rejects_invalid_schemas(of_bytes, schema, message):
     with pytest.raises(GrammarError, match=re.escape(message)):
         of_bytes.json_schema(schema)
 
@@ -190,18 +190,18 @@ def test_invalid_schemas(of_bytes, schema, message):
         (3, "a regular expression must be a text, got int."),
     ],
 )
-def test_invalid_expressions(of_bytes, pattern, message):
+def test_rejects_invalid_expressions(of_bytes, pattern, message):
     with pytest.raises(GrammarError, match=re.escape(message)):
         of_bytes.regex(pattern)
 
 
-def test_a_token_that_is_not_allowed(of_bytes):
+def test_rejects_a_token_that_is_not_allowed(of_bytes):
     constraint = of_bytes.regex("ab")
     with pytest.raises(GrammarError, match=r"the text can't be continued: .*doesn't satisfy the grammar"):
         constraint.accept(TOKENIZERS["byte"].encode("b")[0])
 
 
-def test_a_tokenizer_that_falls_back_to_bytes(stream):
+def test_supports_a_tokenizer_with_byte_fallback(stream):
     """As Llama 2 has: spaces are a mark in the vocabulary, and other characters are bytes like <0xC3>."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdef", *'{}":']
     model = models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
@@ -218,7 +218,7 @@ def test_a_tokenizer_that_falls_back_to_bytes(stream):
         assert json.loads(tokenizer.decode(tokens)) == constant
 
 
-def test_tokenizers_that_have_no_bytes():
+def test_rejects_tokenizers_without_bytes():
     with pytest.raises(ValueError, match=r"llguidance can't read this tokenizer .* Constraints need a byte-level"):
         Grammars(CharTokenizer(["a", "b"]))
     with pytest.raises(ValueError, match=r"tokenizer.*259.*200"):
@@ -229,13 +229,13 @@ def test_tokenizers_that_have_no_bytes():
         Grammars(without_end)
 
 
-def test_a_missing_library(monkeypatch):
+def test_reports_a_missing_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ModuleNotFoundError, match=r"'transformer-zoo\[serve\]'"):
         Grammars(TOKENIZERS["byte"])
 
 
-def test_constraints_that_do_not_fit_the_call(stream, of_bytes):
+def test_rejects_constraints_that_do_not_fit_the_call(stream, of_bytes):
     with pytest.raises(ValueError, match=r"eos_id.*got \[2\]"):
         stream.generate([5], max_new_tokens=2, eos_id=2, constraint=of_bytes.regex("a"))
     with pytest.raises(ValueError, match="for 259 token ids, but the model has 301"):

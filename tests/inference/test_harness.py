@@ -77,7 +77,7 @@ class TestLoglikelihood:
         for (total, greedy), (arguments, ids, count) in zip(found, cases, strict=True):
             assert (pytest.approx(total, abs=1e-4), greedy) == by_hand(one, ids, count), arguments
 
-    def test_greedy_continuation(self, opened):
+    def test_generates_the_greedy_continuation(self, opened):
         """What greedy decoding generates is greedy, and with another last token it is not."""
         one = opened("bytes_with_start")
         model = HarnessModel(one)
@@ -104,13 +104,13 @@ class TestLoglikelihood:
                 assert len(whole) == min(length, size) + 1
                 assert whole in [text[start : start + len(whole)] for start in range(len(text))]
 
-    def test_too_long(self, opened):
+    def test_reports_truncated_requests(self, opened):
         with pytest.raises(ValueError, match="continuation 0 has 60 tokens: expected 1 to 48"):
             HarnessModel(opened("bytes_with_start")).loglikelihood(requests(("a", "@" * 60)))
 
 
 class TestGenerateUntil:
-    def test_rounds_change_nothing(self, opened, monkeypatch):
+    def test_batch_size_does_not_change_results(self, opened, monkeypatch):
         """Sampled texts that are generated in many calls of `generate` equal those of one; each has its own seed."""
         options = {"max_gen_toks": 7, "do_sample": True, "temperature": 0.9}
         asked = requests((PROMPT, options), (PROMPT, options))
@@ -130,13 +130,13 @@ class TestGenerateUntil:
         ("options", "message"),
         [({"max_gen_toks": 48}, "asks for 48 new tokens: expected fewer than 48"), ({"num_beams": 2}, "num_beams=2")],
     )
-    def test_refused(self, opened, options, message):
+    def test_rejects_invalid_arguments(self, opened, options, message):
         with pytest.raises(ValueError, match=message):
             HarnessModel(opened("pieces")).generate_until(requests((PROMPT, options)))
 
 
 @pytest.mark.slow
-def test_on_a_mesh(opened):
+def test_scores_on_a_mesh_equal_one_device(opened):
     """Sharded parameters and rows give the same results; the rows are not a multiple of the devices."""
     one = opened("bytes_with_start")
     mesh = make_mesh({"fsdp": -1})
@@ -149,7 +149,7 @@ def test_on_a_mesh(opened):
     assert sharded.generate_until(asked) == plain.generate_until(asked)
 
 
-def test_chat_template(opened):
+def test_the_chat_template_is_applied(opened):
     model = HarnessModel(opened("bytes_without_start"))
     messages = [{"role": "user", "content": "Hi"}]
     text = model.apply_chat_template(messages)
@@ -225,13 +225,13 @@ class TestHeldOutText:
             assert found.measures["bits_per_byte"] == pytest.approx(found.loss / math.log(2))
         assert dataset.target_bytes(limit=1) < dataset.target_bytes()
 
-    def test_not_known(self, tmp_path):
+    def test_reports_an_unknown_argument(self, tmp_path):
         """Bytes of a part are not known if the tokenizer omits spaces."""
         assert self.dataset(tmp_path, kind="word").target_bytes(limit=1) is None
 
 
 class TestCommand:
-    def test_text(self, opened, tmp_path, capsys):
+    def test_prints_a_text_table(self, opened, tmp_path, capsys):
         (tmp_path / "text.txt").write_text("Hello world, é\n", encoding="utf-8")
         one = opened("bytes_with_start")
         run_command(["evaluate", "text", str(one.directory), str(tmp_path / "text.txt"), "--json"])
@@ -250,7 +250,7 @@ class TestCommand:
             (["a", "--num-fewshot", "-1"], r"--num-fewshot.*0"),
         ],
     )
-    def test_refused(self, arguments, message):
+    def test_rejects_invalid_arguments(self, arguments, message):
         with pytest.raises(ConfigError, match=message):
             run_command(["evaluate", "tasks", "nowhere", *arguments])
 
@@ -261,7 +261,7 @@ class TestCommand:
             run_command(["evaluate", "tasks", "nowhere", "a"])
 
     @pytest.mark.slow
-    def test_tasks(self, opened, tasks, tmp_path, monkeypatch, capsys):
+    def test_lists_the_tasks(self, opened, tasks, tmp_path, monkeypatch, capsys):
         pytest.importorskip("lm_eval")
         offline(monkeypatch, tmp_path)
         directory = str(opened("bytes_with_start").directory)

@@ -45,13 +45,13 @@ def test_a_marker_is_expanded(opened, family, prompt, text):
     assert pixels[0].shape == {"gemma3": (12, 12, 3), "qwen2_vl": (12, 18, 3)}.get(family, (6, 6, 3))
 
 
-def test_line_breaks_around_an_image_join_those_of_the_text(opened):
+def test_line_breaks_around_an_image_merge_with_the_text(opened):
     ids, _ = encode_with_images(opened["gemma3"], "A\n<start_of_image>", [picture(1)])
     assert opened["gemma3"].tokenizer._library.id_to_token(ids[2]) == "\n\n\n"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_number_of_images_is_that_of_the_markers(opened, family):
+def test_the_number_of_images_must_equal_the_number_of_markers(opened, family):
     name = marker(family)
     with pytest.raises(ConfigError, match=rf"2.*\({re.escape(name)}\).*1"):
         encode_with_images(opened[family], f"{name}{name}A", [picture(1)])
@@ -59,7 +59,7 @@ def test_the_number_of_images_is_that_of_the_markers(opened, family):
         encode_with_images(opened[family], f"{name}A", [])
 
 
-def test_other_special_tokens_in_a_prompt_are_refused(opened):
+def test_rejects_other_special_tokens_in_a_prompt(opened):
     with pytest.raises(ConfigError, match="'<end_of_image>'"):
         encode_with_images(opened["gemma3"], "A <end_of_image>", [picture(1)])
 
@@ -78,7 +78,7 @@ def test_generate_checks_images_before_it_computes(opened):
         generate(one.model, one.params, [ids], images=[pixels], slots=1, **call)
 
 
-def test_places_in_a_text_move_with_its_images():
+def test_text_offsets_account_for_expanded_images():
     images = SimpleNamespace(marker="<i>", expansion="[image]")
     text = "ab<i>cd<i><i>ef"
     breaks = [place for place, character in enumerate(text) if character in "abcdef"]
@@ -89,7 +89,7 @@ def test_places_in_a_text_move_with_its_images():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_does_not_depend_on_the_others_and_a_stream_gives_the_same(opened, family):
+def test_a_row_equals_its_single_call_and_its_stream(opened, family):
     """Rows of different lengths, with two images, one and none; the stream reads each prompt in one call."""
     one, name = opened[family], marker(family)
     given = [
@@ -136,7 +136,7 @@ def test_a_stream_reads_an_image_once(opened, family, monkeypatch):
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", pytest.param("llava", marks=pytest.mark.slow)])
 @pytest.mark.programs(11, reason="the package computes single operations outside of jit")
-def test_a_conversation_about_an_image(opened, family):
+def test_holds_a_conversation_about_an_image(opened, family):
     one = opened[family]
     chat = Chat(one.model, one.params, one.tokenizer, images=image_prompts(one))
     user = {"role": "user", "content": [{"type": "image", "image": picture(1)}, {"type": "text", "text": "is it?"}]}

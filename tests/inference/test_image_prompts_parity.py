@@ -53,7 +53,7 @@ PROMPTS = ("MARKER is it?", "A\nMARKER\n\nis MARKER\n B", "MARKERMARKERA")
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_ids_and_pixels(pair, prompt):
+def test_ids_and_pixels_equal_transformers(pair, prompt):
     family, opened, processor = pair
     prompt = prompt.replace("MARKER", marker(family))
     images = [picture(i, 15 + 7 * i, 20) for i in range(prompt.count(marker(family)))]
@@ -74,7 +74,7 @@ def test_ids_and_pixels(pair, prompt):
         np.testing.assert_allclose(rows, patches, atol=1e-5)
 
 
-def test_a_prompt_without_markers(pair):
+def test_a_prompt_without_markers_equals_transformers(pair):
     family, opened, processor = pair
     if family != "paligemma":
         pytest.skip("an error of the reference")
@@ -82,7 +82,7 @@ def test_a_prompt_without_markers(pair):
     assert encode_with_images(opened, "A is", [picture(1)])[0] == theirs["input_ids"][0].tolist()
 
 
-def test_a_conversation(pair):
+def test_a_conversation_equals_transformers(pair):
     family, opened, processor = pair
     if family == "paligemma":
         pytest.skip("not a model for conversations")
@@ -99,7 +99,7 @@ def test_a_conversation(pair):
     assert chat.encode(messages, add_generation_prompt=True).ids == theirs["input_ids"][0].tolist()
 
 
-def test_generation_from_text_and_files(pair):
+def test_generation_equals_transformers(pair):
     """From a prompt and a picture to tokens: preprocessing, encoding and generation together."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     family, opened, processor = pair

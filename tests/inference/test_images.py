@@ -73,7 +73,7 @@ def test_the_command_prints_the_best_classes(vit, capsys):
         (["image", "a.png", "--top-k", "0"], "--top-k must be at least 1"),
     ],
 )
-def test_mistakes_are_one_line(vit, capsys, words, message):
+def test_invalid_calls_are_one_line_errors(vit, capsys, words, message):
     assert main(["classify", words[0], str(vit), *words[1:]]) == 2
     assert message in capsys.readouterr().err
 
@@ -86,14 +86,14 @@ def test_preprocessing_must_fit_the_model(vit):
         classify_images(opened, [photo()], ImageProcessor(height=9, width=9, mean=(0.5,), std=(0.5,)))
 
 
-def test_other_models_do_not_classify_images(tmp_path):
+def test_rejects_models_that_do_not_classify_images(tmp_path):
     directory = ours.write(tmp_path, golden_case.golden("gpt2")["lm"])
     with pytest.raises(ConfigError, match="CausalLM"):
         classify_images(open_model(directory), [photo()])
 
 
 @pytest.mark.parity
-def test_probabilities_equal_those_of_transformers(vit, torch, transformers):
+def test_probabilities_equal_transformers(vit, torch, transformers):
     theirs = transformers.ViTForImageClassification.from_pretrained(vit).eval()
     processor = transformers.ViTImageProcessorPil.from_pretrained(vit)
     images = [photo(seed, height, 40) for seed, height in enumerate((9, 31, 80))]

@@ -61,7 +61,7 @@ def recipe_for(photos, **fields):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_other_classes_get_a_new_head_and_the_encoder_is_kept(tmp_path, photos, name):
+def test_different_classes_get_a_new_head_and_keep_the_encoder(tmp_path, photos, name):
     directory = write_model(tmp_path / name, name)
     start = start_from(directory, recipe_for(photos))
     recipe, data = open_run(recipe_for(photos), tmp_path / "run", say=print, start=start)
@@ -97,7 +97,7 @@ def test_the_head_of_the_same_classes_is_kept_in_the_order_of_the_folders(tmp_pa
     )
 
 
-def test_another_size_is_an_error_or_interpolates_the_positions(tmp_path, photos):
+def test_a_different_image_size_is_an_error_unless_positions_are_interpolated(tmp_path, photos):
     larger = ImageProcessor(height=12, width=12)
     with pytest.raises(ConfigError, match=r"reads images of 9 x 9 pixels .* but its preprocessing gives 12 x 12"):
         start_from(write_model(tmp_path / "vit", "vit"), recipe_for(photos, processor=larger))
@@ -109,7 +109,7 @@ def test_another_size_is_an_error_or_interpolates_the_positions(tmp_path, photos
     assert next(data.train_batches(seed=0))["values"].shape == (8, 12, 12, 3)
 
 
-def test_a_model_of_texts_is_refused(tmp_path, photos):
+def test_rejects_a_text_model(tmp_path, photos):
     record = golden_case.golden("gpt2")
     case = next(name for name in record if isinstance(record[name], dict) and "config" in record[name])
     ours.write(tmp_path / "gpt2", record[case])
@@ -167,6 +167,6 @@ def test_a_llava_model_is_fine_tuned_on_the_prompts_that_it_reads(tmp_path):
     np.testing.assert_array_equal(data.values("validation", [place])[0], pixels[0])
 
 
-def test_families_with_other_prompts_are_refused(tmp_path):
+def test_rejects_families_with_unsupported_prompts(tmp_path):
     with pytest.raises(ConfigError, match="whose prompts have other tokens around an image"):
         start_from(write_vision_model(tmp_path / "paligemma", "paligemma"), caption_recipe(tmp_path))

@@ -15,7 +15,7 @@ def imported(file):
     return {name.rpartition(".")[2] for name in modules if name and name.startswith("transformer.inference._")}
 
 
-def test_imports_have_no_circle():
+def test_imports_have_no_cycle():
     graph = {file.stem: imported(file) for file in ROOM.glob("_[a-z]*.py")}
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError
     assert not graph["_loaded_model"]

@@ -18,7 +18,7 @@ def opened(tmp_path_factory):
     return {name: transformer.open(directory) for name, directory in directories.items()}
 
 
-def test_open_is_open_model_and_leaves_the_builtin_alone():
+def test_open_is_an_alias_of_open_model_and_keeps_the_builtin():
     assert transformer.open is open_model
     assert "open" not in transformer.__all__
 

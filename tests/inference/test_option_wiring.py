@@ -62,7 +62,7 @@ def suppressing(sampling, *ids):
     return dataclasses.replace(sampling, suppress=ids)
 
 
-def test_continuations(writer, calls):
+def test_options_reach_continuations(writer, calls):
     generating.continue_texts(writer, ["Hello", "a"], max_new_tokens=5, sampling=SAMPLING, seed=3, slots=2)
     (call,) = calls
     assert call["sampling"] == suppressing(SAMPLING, 7, 9)
@@ -70,7 +70,7 @@ def test_continuations(writer, calls):
     assert call["eos_id"] == [11]
 
 
-def test_a_continuation_in_pieces(writer, calls):
+def test_options_reach_streamed_continuations(writer, calls):
     """A text that fills the context: each piece has a seed of its own, and the limit counts all of them."""
     short = dataclasses.replace(writer, context=4)
     (text,) = generating.continue_texts(short, ["Hi"], max_new_tokens=7, sampling=SAMPLING, seed=3)
@@ -79,7 +79,7 @@ def test_a_continuation_in_pieces(writer, calls):
     assert not text.ended
 
 
-def test_translations(translator, calls):
+def test_options_reach_translations(translator, calls):
     generating.translate(translator, ["the cat"], max_new_tokens=5, sampling=SAMPLING, seed=3)
     (call,) = calls
     assert call["sampling"] == suppressing(SAMPLING, 7, 9)
@@ -87,7 +87,7 @@ def test_translations(translator, calls):
 
 
 @pytest.mark.programs(10, reason="the stream makes its cache outside of jit")
-def test_a_stream(writer, streamed):
+def test_options_reach_a_stream(writer, streamed):
     stream = TokenStream(writer.model, writer.params)
     options = {"max_new_tokens": 5, "sampling": SAMPLING, "seed": 3}
     whole = generating.stream_text(writer, stream, "Hello", **options)
@@ -101,7 +101,7 @@ def test_a_stream(writer, streamed):
 
 
 @pytest.mark.programs(10, reason="the stream makes its cache outside of jit")
-def test_a_reply(writer, streamed):
+def test_options_reach_a_reply(writer, streamed):
     chat = Chat(writer.model, writer.params, writer.tokenizer, suppress=writer.suppressed)
     own = suppressing(SAMPLING, 12)
     chat.reply([{"role": "user", "content": "Hello"}], max_new_tokens=5, sampling=own, seed=3)
@@ -113,7 +113,7 @@ def test_a_reply(writer, streamed):
 
 
 @pytest.mark.programs(10, reason="the stream makes its cache outside of jit")
-def test_methods_of_a_loaded_model(writer, translator, calls, streamed):
+def test_options_reach_methods_of_a_loaded_model(writer, translator, calls, streamed):
     writer.generate("Hello", max_new_tokens=5, temperature=0.3, top_k=4, top_p=0.6, seed=9)
     translator.generate("the cat", max_new_tokens=5, temperature=0.3, top_k=4, top_p=0.6, seed=9)
     filters = {"top_k": 4, "top_p": 0.6}

@@ -70,7 +70,7 @@ def hidden(directory, text):
 class TestEmbed:
     @pytest.mark.programs(7, reason="a model is opened, and two lengths are read together and alone")
     @pytest.mark.parametrize("name", ["encoder", "writer"])
-    def test_texts_of_unlike_lengths_as_if_alone(self, directories, name):
+    def test_batched_texts_of_different_lengths_equal_single_texts(self, directories, name):
         opened = open_model(directories[name])
         alone = [hidden(directories[name], text) for text in (LONG, SHORT)]
         picks = {"mean": lambda x: x.mean(0), "first": lambda x: x[0], "last": lambda x: x[-1]}
@@ -78,12 +78,12 @@ class TestEmbed:
             vectors = embed(opened, [LONG, SHORT], SentenceSettings(pooling=pooling))
             np.testing.assert_allclose(vectors, [pick(x) for x in alone], atol=2e-5)
 
-    def test_an_encoder_decoder_reads_as_far_as_its_encoder_does(self, directories):
+    def test_the_encoder_limits_the_input_length_of_an_encoder_decoder(self, directories):
         opened = open_model(directories["translator"])
         (expected,), (found,) = (embed(one, [LONG]) for one in (opened, dataclasses.replace(opened, context=2)))
         np.testing.assert_array_equal(found, expected)
 
-    def test_one_array_a_line(self, directories, run):
+    def test_prints_one_array_per_line(self, directories, run):
         code, lines, err = run("embed", "text", directories["encoder"], "--text", LONG, "--text", SHORT)
         assert (code, err) == (0, "")
         vectors = [json.loads(line) for line in lines]
@@ -97,7 +97,7 @@ class TestEmbed:
         assert found["pooling"] == "mean"
 
     @pytest.mark.programs(7, reason="the package computes single operations outside of jit")
-    def test_as_the_directory_s_own_files_ask(self, directories, run, tmp_path):
+    def test_follows_the_pooling_settings_of_the_directory(self, directories, run, tmp_path):
         directory = tmp_path / "sentences"
         export(open_model(directories["encoder"]), directory)
         (directory / "1_Pooling").mkdir()
@@ -139,7 +139,7 @@ class TestEmbed:
         ],
     )
     @pytest.mark.parametrize("modules", [True, False])
-    def test_the_limit_is_in_either_file(self, directories, tmp_path, modules, limits, expected):
+    def test_reads_the_length_limit_from_either_file(self, directories, tmp_path, modules, limits, expected):
         """sentence-transformers 6 writes it into tokenizer_config.json; a model without modules.json has only that."""
         directory = shutil.copytree(directories["encoder"], tmp_path / "limited")
         if modules:
@@ -155,7 +155,7 @@ class TestEmbed:
         assert sentence_settings(directory).max_length == expected
 
     @pytest.mark.parametrize("side", ["left", "right"])
-    def test_a_long_text_loses_its_start_or_its_end(self, directories, side):
+    def test_a_long_text_is_truncated_at_the_configured_side(self, directories, side):
         """The special tokens around the text stay, as in transformers."""
         opened = open_model(directories["encoder"])
         files = dict(opened.tokenizer.files)
@@ -222,7 +222,7 @@ class TestEmbed:
             ),
         ],
     )
-    def test_files_that_say_what_can_t_be(self, directories, run, tmp_path, file, values, message):
+    def test_reports_files_with_invalid_settings(self, directories, run, tmp_path, file, values, message):
         directory = changed(directories["encoder"], tmp_path, file, values)
         modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1"}]
         prompt = {"default_prompt_name": "q", "prompts": {"q": "the "}}
@@ -236,7 +236,7 @@ class TestEmbed:
         assert message in err
 
     @pytest.mark.parametrize("length", [-1, 0, 3.5, "many"])
-    def test_a_context_that_can_t_be(self, tmp_path, length):
+    def test_rejects_an_invalid_context_length(self, tmp_path, length):
         record = golden_case.golden("llama")["lm"]
         fields = record["config"] | {"max_position_embeddings": length}
         with pytest.raises(ValueError, match=rf"max_position_embeddings.*1.*got {length!r}"):
@@ -244,7 +244,7 @@ class TestEmbed:
 
 
 class TestClassify:
-    def test_probabilities_are_those_of_the_model(self, directories, run):
+    def test_probabilities_equal_the_model(self, directories, run):
         opened = open_model(directories["classifier"])
         found = classify(opened, [LONG, SHORT])
         ids, types = opened.tokenizer.encode_model(SHORT)
@@ -258,7 +258,7 @@ class TestClassify:
         assert code == 0
         assert lines == [f"{found[1].label}\t{found[1].probability:.4f}\t{SHORT}"]
 
-    def test_only_classifiers_know_classes(self, directories, run):
+    def test_only_classifiers_predict_classes(self, directories, run):
         code, _, err = run("classify", "text", directories["writer"], "--text", SHORT)
         assert code == 2
         assert "contains a model of the class CausalLM, which is not a classifier" in err
@@ -273,13 +273,13 @@ class TestClassify:
             ({"problem_type": "regression"}, "independent outputs (problem_type regression)"),
         ],
     )
-    def test_names_and_purpose_are_those_of_classes(self, directories, run, tmp_path, changes, message):
+    def test_class_names_come_from_the_config(self, directories, run, tmp_path, changes, message):
         directory = changed(directories["classifier"], tmp_path, "config.json", changes)
         code, lines, err = run("classify", "text", directory, "--text", SHORT)
         assert (code, lines) == (2, [])
         assert message in err
 
-    def test_token_types_that_the_model_has_not(self, directories, run, tmp_path):
+    def test_ignores_token_types_missing_from_the_model(self, directories, run, tmp_path):
         tokenizer = json.loads((directories["classifier"] / "tokenizer.json").read_text())
         for part in tokenizer["post_processor"]["single"]:
             next(iter(part.values()))["type_id"] = 2
@@ -290,7 +290,7 @@ class TestClassify:
 
 
 class TestScore:
-    def test_sum_of_log_probabilities(self, directories, run):
+    def test_scores_are_sums_of_log_probabilities(self, directories, run):
         opened = open_model(directories["writer"])
         tokens = np.array(opened.tokenizer.encode_source(SHORT))
         logits = np.asarray(jax.jit(opened.model.apply)({"params": opened.params}, tokens[None]), np.float64)[0, :-1]
@@ -326,7 +326,7 @@ class TestScore:
 
 class TestGenerate:
     @pytest.mark.parametrize("name", ["writer", "translator"])
-    def test_a_directory_of_weights_writes(self, directories, run, name):
+    def test_a_weights_directory_generates_text(self, directories, run, name):
         words = ("generate", directories[name], "--prompt", SHORT, "--max-new-tokens", 5, "--temperature", 0)
         code, lines, err = run(*words)
         assert (code, err) == (0, "")
@@ -336,7 +336,7 @@ class TestGenerate:
         assert found["architecture"] in ("GPT2LMHeadModel", "T5ForConditionalGeneration")
         assert found["results"][0]["prompt"] == SHORT
 
-    def test_a_blank_between_prompt_and_what_follows(self, directories):
+    def test_keeps_a_space_between_prompt_and_continuation(self, directories):
         """Decoders such as Metaspace remove the first space of a text."""
         library = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "▁the": 1, "▁cat": 2}, unk_token="<unk>"))
         library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -349,13 +349,13 @@ class TestGenerate:
         (found,) = continue_texts(opened, ["the cat"], max_new_tokens=2, sampling=Sampling(temperature=0.0), seed=0)
         assert found.output == " cat cat"
 
-    def test_an_encoder_decoder_without_a_first_token(self, directories, run, tmp_path):
+    def test_reports_an_encoder_decoder_without_a_start_token(self, directories, run, tmp_path):
         directory = changed(directories["translator"], tmp_path, "config.json", {"decoder_start_token_id": None})
         code, _, err = run("generate", directory, "--prompt", SHORT)
         assert code == 2
         assert "has no decoder_start_token_id, the first token of a target. Add it." in err
 
-    def test_as_the_authors_want_it_to_write(self, directories, run, tmp_path):
+    def test_uses_the_recommended_generation_settings(self, directories, run, tmp_path):
         """Every target starts with the forced token, and bad words are never generated."""
         words = ("--prompt", SHORT, "--max-new-tokens", 5, "--temperature", 0, "--json")
         plain = open_model(directories["translator"])
@@ -385,13 +385,13 @@ class TestGenerate:
             ({"bad_words_ids": [[10**6]]}, "must contain token ids from 0 to 36"),
         ],
     )
-    def test_reports_what_is_no_token(self, directories, run, tmp_path, values, message):
+    def test_reports_ids_that_are_not_tokens(self, directories, run, tmp_path, values, message):
         directory = changed(directories["translator"], tmp_path, "config.json", values)
         code, _, err = run("generate", directory, "--prompt", SHORT)
         assert code == 2
         assert message in err
 
-    def test_an_encoder_writes_nothing(self, directories, run):
+    def test_an_encoder_cannot_generate(self, directories, run):
         code, _, err = run("generate", directories["encoder"], "--prompt", SHORT)
         assert code == 2
         assert "contains a model of type Embedder." in err
@@ -399,7 +399,7 @@ class TestGenerate:
 
 class TestConvert:
     @pytest.mark.programs(46, reason="each parameter is converted and checked outside of jit")
-    def test_another_type_and_several_files(self, directories, run, tmp_path):
+    def test_converts_the_dtype_and_writes_several_files(self, directories, run, tmp_path):
         out = tmp_path / "half"
         words = ("convert", directories["classifier"], out, "--dtype", "bfloat16", "--max-shard-gib", 2e-6)
         code, lines, err = run(*words)
@@ -416,7 +416,7 @@ class TestConvert:
         assert "half" in err
 
     @pytest.mark.programs(34, reason="each parameter is converted and checked outside of jit")
-    def test_what_a_type_can_t_hold(self, directories):
+    def test_reports_values_outside_the_range_of_a_dtype(self, directories):
         opened = open_model(directories["encoder"])
         params = jax.tree.map(lambda leaf: leaf, opened.params)
         params["embedding"]["embedding"] = jnp.asarray(np.asarray(params["embedding"]["embedding"]) * np.float32(1e6))
@@ -426,14 +426,14 @@ class TestConvert:
         assert not directories["encoder"].with_name("narrow").exists()
 
     @pytest.mark.parametrize("size", ["nan", "inf", "0"])
-    def test_sizes_of_files_are_numbers_above_zero(self, directories, run, tmp_path, size):
+    def test_rejects_file_sizes_that_are_not_positive(self, directories, run, tmp_path, size):
         code, _, err = run("convert", directories["encoder"], tmp_path / "out", "--max-shard-gib", size)
         assert code == 2
         assert "--max-shard-gib must be a number above 0, got" in err
 
 
 class TestList:
-    def test_families_variants_sizes(self, run):
+    def test_lists_families_variants_and_sizes(self, run):
         code, lines, _ = run("list")
         assert code == 0
         assert any(line.split() == ["gpt2", "124M", "openai-community/gpt2"] for line in lines)
@@ -442,7 +442,7 @@ class TestList:
 
 
 @pytest.mark.parametrize(("name", "use"), [("encoder", embed), ("classifier", classify), ("writer", score)])
-def test_numbers_that_are_not_finite_are_no_result(directories, name, use):
+def test_non_finite_results_are_an_error(directories, name, use):
     opened = open_model(directories[name])
     opened = dataclasses.replace(
         opened, params=jax.tree.map(lambda leaf: np.full(leaf.shape, np.inf, leaf.dtype), opened.params)
@@ -451,7 +451,7 @@ def test_numbers_that_are_not_finite_are_no_result(directories, name, use):
         use(opened, [SHORT])
 
 
-def test_reports_a_missing_tokenizer_where_one_is_needed(directories, run, tmp_path):
+def test_reports_a_missing_tokenizer(directories, run, tmp_path):
     export(open_model(directories["writer"]), tmp_path / "bare")
     (tmp_path / "bare" / "tokenizer.json").unlink()
     (tmp_path / "bare" / "integrity.json").unlink()

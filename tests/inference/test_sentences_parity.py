@@ -61,7 +61,7 @@ CHANGES = {
 
 @pytest.mark.filterwarnings("ignore:tokenizer_config.json contradicts")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_embeddings_are_those_of_sentence_transformers(encoder, tmp_path, change):
+def test_embeddings_equal_sentence_transformers(encoder, tmp_path, change):
     reference = pytest.importorskip("sentence_transformers", minversion="6")
     modules = reference.sentence_transformer.modules
     transformer = reference.base.modules.Transformer(str(encoder))

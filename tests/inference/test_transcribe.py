@@ -66,7 +66,7 @@ def decoded(tokens, **changes):
         ([], [(0.0, 0.9)], 90),
     ],
 )
-def test_segments_of_a_window(opened, tokens, segments, used):
+def test_splits_a_window_into_segments(opened, tokens, segments, used):
     transcriber = Transcriber(opened, TranscriptionOptions())
     found, frames = transcriber._segments(decoded(tokens), 200, 90, True)
     assert [(segment.start, segment.end) for segment in found] == [
@@ -122,7 +122,7 @@ def test_a_window_is_silent_if_no_speech_is_probable_and_the_text_is_not(opened)
 
 
 @pytest.mark.programs(14, reason="the package computes single operations outside of jit")
-def test_a_model_for_one_language(tmp_path):
+def test_supports_a_model_of_one_language(tmp_path):
     generation = speech_parts.GENERATION | {"is_multilingual": False}
     opened = open_model(speech_parts.write_whisper(tmp_path / "en", generation=generation))
     assert transcribe(opened, speech_parts.sound(0.4), TranscriptionOptions(**PLAIN)).language is None
@@ -132,7 +132,7 @@ def test_a_model_for_one_language(tmp_path):
         transcribe(opened, speech_parts.sound(0.4), TranscriptionOptions(language="en"))
 
 
-def test_an_unknown_language(opened):
+def test_reports_an_unknown_language(opened):
     with pytest.raises(ValueError, match=r"language.*got 'english'"):
         transcribe(opened, speech_parts.sound(0.4), TranscriptionOptions(language="english"))
 
@@ -161,7 +161,7 @@ def test_options_are_checked(options, message):
         ),
     ],
 )
-def test_files_that_do_not_fit_the_model(tmp_path, files, message):
+def test_reports_files_that_do_not_fit_the_model(tmp_path, files, message):
     opened = open_model(speech_parts.write_whisper(tmp_path / "model", **files))
     with pytest.raises(ValueError, match=message):
         transcribe(opened, speech_parts.sound(0.4))

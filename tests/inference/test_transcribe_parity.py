@@ -47,7 +47,7 @@ def expected_segments(theirs, extractor, samples, **options):
 
 
 @pytest.mark.parametrize("language", [None, "es"])
-def test_one_window_with_timestamps(pair, language):
+def test_one_window_with_timestamps_equals_transformers(pair, language):
     theirs, extractor, ours = pair
     for seed in range(2):
         samples = speech_parts.sound(1.0, seed)
@@ -57,7 +57,7 @@ def test_one_window_with_timestamps(pair, language):
 
 
 @pytest.mark.parametrize("salt", ["one", "two", "three"])
-def test_one_window_without_timestamps(transformers, tmp_path, salt):
+def test_one_window_without_timestamps_equals_transformers(transformers, tmp_path, salt):
     # A random model may generate timestamps without being asked, at which the reference starts another window.
     times = list(range(speech_parts.FIRST_TIME, speech_parts.VOCAB_SIZE))
     suppressed = {"suppress_tokens": speech_parts.GENERATION["suppress_tokens"] + times}
@@ -69,7 +69,7 @@ def test_one_window_without_timestamps(transformers, tmp_path, salt):
         assert [tokens for _, _, tokens in expected] == [segment.tokens for segment in got.segments]
 
 
-def test_long_recordings(pair):
+def test_long_recordings_equal_transformers(pair):
     theirs, extractor, ours = pair
     for seed, seconds in enumerate((2.5, 4.3)):
         samples = speech_parts.sound(seconds, seed)
@@ -81,7 +81,7 @@ def test_long_recordings(pair):
         np.testing.assert_allclose(times, [(min(a, seconds), min(b, seconds)) for a, b, _ in expected], atol=0.011)
 
 
-def test_thresholds_and_silence(pair):
+def test_thresholds_and_silence_equal_transformers(pair):
     """The mean log-probability and the probability of no speech, which decide whether a window is silent."""
     theirs, extractor, ours = pair
     samples = speech_parts.sound(4.0, 5)

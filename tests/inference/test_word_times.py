@@ -24,7 +24,7 @@ def paths(height, width):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (4, 1), (3, 3), (3, 4)])
-def test_no_path_is_cheaper_than_that_of_the_warping(shape):
+def test_dynamic_time_warping_finds_the_cheapest_path(shape):
     cost = np.random.default_rng(0).normal(size=shape)
     rows, columns = time_warping(cost)
     best = min(cost[tuple(cells.T)].sum() for cells in paths(*shape))
@@ -70,14 +70,14 @@ def test_words_keep_their_punctuation(text, language, words):
     assert [i for word in found for i in ids[word]] == ids
 
 
-def test_a_character_that_is_cut_off_at_the_end_belongs_to_the_last_word():
+def test_an_incomplete_final_character_belongs_to_the_last_word():
     library = speech_parts.tokenizer()
     ids = library.encode("a é").ids
     assert word_slices(library.decode, ids[:-1], "en")[-1].stop == len(ids) - 1
 
 
 @pytest.mark.programs(16, reason="a transcription measures silence with single operations")
-def test_the_words_of_a_long_recording_are_in_order_and_make_its_text(tmp_path):
+def test_words_of_a_long_recording_are_ordered_and_join_to_its_text(tmp_path):
     opened = open_model(speech_parts.write_whisper(tmp_path, salt="one", scale=1.0))
     found = transcribe(opened, speech_parts.sound(2.5), TranscriptionOptions(word_timestamps=True, **OPTIONS))
     plain = transcribe(opened, speech_parts.sound(2.5), TranscriptionOptions(timestamps=True, **OPTIONS))

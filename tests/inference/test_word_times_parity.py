@@ -49,7 +49,7 @@ def expected_times(theirs, extractor, samples):
 
 
 @pytest.mark.parametrize("seconds", [1.0, 0.7])
-def test_the_times_of_the_tokens_are_those_of_transformers(pair, seconds):
+def test_token_times_equal_transformers(pair, seconds):
     theirs, extractor, ours = pair
     samples = speech_parts.sound(seconds, 3)
     expected = expected_times(theirs, extractor, samples)
@@ -71,7 +71,7 @@ def test_the_times_of_the_tokens_are_those_of_transformers(pair, seconds):
 
 
 @pytest.mark.parametrize("width", [3, 5, 7, 21])
-def test_the_median_filter_and_the_warping_are_those_of_transformers(transformers, width):
+def test_median_filter_and_warping_equal_transformers(transformers, width):
     import torch
     from transformers.models.whisper import generation_whisper as reference
 
@@ -84,7 +84,7 @@ def test_the_median_filter_and_the_warping_are_those_of_transformers(transformer
 
 
 @pytest.mark.parametrize("language", ["english", "chinese"])
-def test_the_words_are_those_of_transformers(transformers, language):
+def test_words_equal_transformers(transformers, language):
     from transformers.models.whisper import tokenization_whisper as reference
 
     library = speech_parts.tokenizer()
