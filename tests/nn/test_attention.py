@@ -57,7 +57,7 @@ def test_the_worked_example_digit_for_digit():
 class PureFunction(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
     @pytest.mark.programs(22, reason="each operation of the variant without jit is a program")
-    def test_is_the_formula(self):
+    def test_attention_equals_its_formula(self):
         key, value = np.repeat(KEY, N // K, axis=2), np.repeat(VALUE, N // K, axis=2)
         for scale, factor in ((None, 1 / np.sqrt(H)), (1.0, 1.0)):
             attend = self.variant(
@@ -142,7 +142,7 @@ def test_softcap_and_sinks():
         ({"implementation": "blockwise", "return_weights": True}, "can't return attention weights"),
     ],
 )
-def test_what_can_not_be_computed_says_why(options, message):
+def test_rejects_invalid_arguments_with_a_reason(options, message):
     arrays = {"query": QUERY, "key": KEY, "value": VALUE}
     # Bypass the type checker of the tests, to get the message that a user sees.
     plain = getattr(dot_product_attention, "__wrapped__", dot_product_attention)
@@ -155,7 +155,7 @@ def products(function, *args):
     return [shapes for name, shapes in operations(function, *args) if name == "dot_general"]
 
 
-def test_all_heads_of_a_projection_are_one_product():
+def test_all_heads_of_a_projection_are_one_matrix_multiplication():
     attention = MultiHeadAttention(num_heads=N, num_kv_heads=K, head_dim=H, value_dim=HV)
     params = random_params(attention, X)
     shapes = products(lambda x: attention.apply(params, x)[0], X)
@@ -169,7 +169,7 @@ def test_all_heads_of_a_projection_are_one_product():
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
-def test_sizes_are_free(use_bias):
+def test_head_sizes_are_independent_of_the_width(use_bias):
     context = zeros(B, S, 9)
     attention = MultiHeadAttention(
         num_heads=N, num_kv_heads=K, head_dim=H, value_dim=HV, out_features=3, use_bias=use_bias
@@ -195,7 +195,7 @@ def test_grouped_heads_equal_repeated_heads():
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_qk_norm_makes_scores_blind_to_the_size_of_x():
+def test_qk_norm_makes_scores_invariant_to_input_scale():
     attention = MultiHeadAttention(num_heads=N, head_dim=H, qk_norm=QKNorm(), use_bias=False)
     params = random_params(attention, X)
 
@@ -208,7 +208,7 @@ def test_qk_norm_makes_scores_blind_to_the_size_of_x():
 
 
 @pytest.mark.parametrize("kind", ["rms_norm", "zero_centered_rms_norm"])
-def test_qk_norm_over_all_heads_together(kind):
+def test_qk_norm_can_span_all_heads(kind):
     """The weights equal those of projections that are normalized by hand, over all heads together."""
     sizes = {"num_heads": N, "num_kv_heads": K, "head_dim": H, "use_bias": False}
     attention = MultiHeadAttention(**sizes, qk_norm=QKNorm(scope="all", kind=kind))
@@ -233,7 +233,7 @@ def test_qk_norm_over_all_heads_together(kind):
     np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_biases_are_where_the_config_puts_them():
+def test_biases_follow_the_config():
     def biased(**options):
         shapes = jax.eval_shape(MultiHeadAttention(num_heads=N, head_dim=H, **options).init, jax.random.key(0), X)
         return [name for name, leaf in shapes["params"].items() if "bias" in leaf]
@@ -245,7 +245,7 @@ def test_biases_are_where_the_config_puts_them():
         biased(biases=("keys",))
 
 
-def test_causal_output_does_not_depend_on_what_comes_after():
+def test_causal_output_does_not_depend_on_later_tokens():
     attention = MultiHeadAttention(num_heads=N, head_dim=H, position=ALiBi(num_heads=N))
     params = random_params(attention, X)
     jacobian = jax.jit(jax.jacobian(lambda x: attention.apply(params, x, mask=Mask.causal())[0][0]))(X)[:, :, 0]
@@ -264,7 +264,7 @@ def test_padding_changes_nothing():
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_weights_are_kept_only_when_asked_for():
+def test_weights_are_returned_only_on_request():
     attention = MultiHeadAttention(num_heads=N, head_dim=H)
     params = random_params(attention, X)
     assert set(params) == {"params"}
@@ -328,7 +328,7 @@ def test_empty_slots_are_not_attended_even_without_causality():
     np.testing.assert_allclose(*run(params), rtol=1e-5, atol=1e-6)
 
 
-def test_rows_of_a_cache_go_on_from_their_own_length():
+def test_rows_of_a_cache_continue_from_their_own_length():
     """Row 0 has 2 real tokens of 4: the padding after them is overwritten and never attended to."""
     attention = MultiHeadAttention(num_heads=N, head_dim=H, position=Rotary())
     params = random_params(attention, X)
@@ -349,7 +349,7 @@ def test_rows_of_a_cache_go_on_from_their_own_length():
     np.testing.assert_array_equal(lengths, [5, 7])
 
 
-def test_a_cache_too_short_is_an_error_or_drops_never_overwrites():
+def test_a_full_cache_raises_or_drops_but_never_overwrites():
     @jax.jit
     def fill(steps):
         cache = KVCache.create(1, 3, K, H, HV, jnp.float32)
@@ -363,7 +363,7 @@ def test_a_cache_too_short_is_an_error_or_drops_never_overwrites():
     np.testing.assert_array_equal(np.asarray(full.key)[0, 0, :, 0], [1, 1, 7])
 
 
-def test_cross_attention_reads_what_its_cache_holds():
+def test_cross_attention_reads_its_cache():
     context = normal(4, B, S, 9)
     attention = MultiHeadAttention(num_heads=N, head_dim=H)
     params = random_params(attention, X, context)
@@ -383,12 +383,12 @@ def test_cross_attention_reads_what_its_cache_holds():
         jax.eval_shape(lambda params: attention.apply(params, X, cache=ContextCache()), params)
 
 
-def test_a_width_that_does_not_divide_says_what_to_give():
+def test_an_indivisible_width_names_the_field_to_set():
     with pytest.raises(ValueError, match=r"\(13\).*num_heads \(6\).*head_dim"):
         jax.eval_shape(MultiHeadAttention(num_heads=6).init, jax.random.key(0), X)
 
 
-def test_a_cache_of_self_attention_is_refused_beside_a_context():
+def test_rejects_a_self_attention_cache_with_a_context():
     def start(key, x):
         cache = KVCache.create(1, 4, 2, 4, 4, jnp.float32)
         return MultiHeadAttention(num_heads=2).init(key, x, x, cache=cache)

@@ -27,7 +27,7 @@ def normal(seed, *shape):
 X = normal(3, B, T, D)
 
 
-def test_other_intermediates_leave_the_kernel_alone():
+def test_other_intermediates_do_not_change_the_kernel():
     """Collecting the intermediates of other modules changes neither the kernel nor the collected weights."""
     attention = MultiHeadAttention(num_heads=N, head_dim=H, implementation="blockwise")
     params = random_params(attention, X)
@@ -46,7 +46,7 @@ def test_other_intermediates_leave_the_kernel_alone():
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 @pytest.mark.parametrize("position", [Rotary(), ALiBi(num_heads=N)], ids=["rotary", "alibi"])
-def test_a_bias_is_added_to_that_of_the_position_scheme(position, implementation):
+def test_a_bias_is_added_to_the_position_bias(position, implementation):
     attention = MultiHeadAttention(num_heads=N, head_dim=H, position=position, implementation=implementation)
     plain = MultiHeadAttention(num_heads=N, head_dim=H, position=Rotary() if position == Rotary() else NoPosition())
     params = random_params(attention, X)
@@ -95,7 +95,7 @@ def test_a_bias_spans_the_cache_and_a_context():
     np.testing.assert_allclose(crossed, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_dropout_is_never_left_out_silently():
+def test_dropout_is_never_skipped_silently():
     message = r"dropout rate of 0\.5 and deterministic is not given: pass deterministic=True to evaluate or determ"
     config = TransformerConfig(d_model=D, num_heads=1, dropout_rate=0.5, position=None)
     latent = MLA(kv_lora_rank=4, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=3)
@@ -135,7 +135,7 @@ ALLOWED[..., 0] = True
 @pytest.mark.default_cases(3)
 @pytest.mark.parametrize("implementation", ["reference", "query_chunked", "blockwise", "splash"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_masks_of_any_shape_are_what_they_broadcast_to(shape, implementation):
+def test_masks_of_any_shape_broadcast(shape, implementation):
     heads, given = jax.device_put(np.asarray(X)[:, :, None].repeat(N, 2)), jax.device_put(shape(ALLOWED))
     if implementation == "splash" and given.shape[1:3] != (1, 1):
         with pytest.raises(ConfigError, match="splash"):
@@ -223,7 +223,7 @@ def test_masks_of_zeros_and_ones_are_accepted_where_their_values_are_known(dtype
         (np.ones(T, bool), r"\(T.*S\).*\(7,\).*mask\[:,.*:\]"),
     ],
 )
-def test_arrays_that_may_not_be_masks_are_refused(mask, message):
+def test_rejects_arrays_that_are_not_masks(mask, message):
     with pytest.raises(ValueError, match=message):
         Mask.array(mask)
 

@@ -254,7 +254,7 @@ def test_s3_1_elements_are_vectors_and_the_three_sizes_are_free():
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 29])
-def test_s3_2_one_product_for_all_heads(num_heads):
+def test_s3_2_one_matrix_multiplication_for_all_heads(num_heads):
     """One matrix multiplication each by W_Q, W_K (n_I, h n_K), W_V (n_I, h n_V) and W_0 (h n_V, n_I), for any h."""
     h, n_k, n_v = num_heads, 5, 3
     attention = MultiHeadAttention(num_heads=h, head_dim=n_k, value_dim=n_v)
@@ -271,7 +271,7 @@ def test_s3_2_one_product_for_all_heads(num_heads):
     assert "concatenate" not in {name for name, _ in seen}
 
 
-def test_s3_2_it_equals_the_heads_one_by_one():
+def test_s3_2_joint_heads_equal_separate_heads():
     """The concatenation changes nothing: the result is the sum over h single heads, each after its part of W_0."""
     h, heads = 3, ("query", "key", "value")
     attention = MultiHeadAttention(num_heads=h, head_dim=5, value_dim=4)

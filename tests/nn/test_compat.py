@@ -85,7 +85,7 @@ def assert_close(ours, theirs):
 
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 4 else pytest.mark.slow) for seed in SEEDS])
-def test_drawn_arguments_give_what_flax_gives(seed):
+def test_random_arguments_give_the_results_of_flax(seed):
     fields, inputs, options = drawn(seed)
     theirs, ours = nn.MultiHeadDotProductAttention(**fields), compat.MultiHeadDotProductAttention(**fields)
     rngs = {"params": jax.random.key(seed), "dropout": KEY}
@@ -94,7 +94,7 @@ def test_drawn_arguments_give_what_flax_gives(seed):
     assert_close(call(ours, params, inputs, options), call(theirs, params, inputs, options))
 
 
-def test_the_signatures_are_those_of_flax():
+def test_signatures_equal_flax():
     ours, theirs = compat.MultiHeadDotProductAttention, nn.MultiHeadDotProductAttention
     fields = {field.name: field.default for field in dataclasses.fields(theirs)}
     assert {field.name: field.default for field in dataclasses.fields(ours)} | {"attention_fn": None} == fields | {
@@ -109,7 +109,7 @@ def test_the_signatures_are_those_of_flax():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_types_are_those_of_flax(dtype):
+def test_dtypes_equal_flax(dtype):
     for fields, x in [
         ({"dtype": dtype}, X),
         ({"param_dtype": dtype}, X),
@@ -124,7 +124,7 @@ def test_types_are_those_of_flax(dtype):
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("lead", [(2,), (2, 3)])
-def test_decoding_step_by_step(lead):
+def test_decoding_step_by_step_equals_flax(lead):
     """A collection `cache` that one implementation fills can be read by the other."""
     x = np.asarray(normal(1, *lead, 4, 6))
     mask = np.broadcast_to(np.arange(4) != 1, (*lead, 1, 1, 4))
@@ -165,7 +165,7 @@ MISUSES = {
 
 
 @pytest.mark.parametrize(("fields", "inputs", "options"), MISUSES.values(), ids=MISUSES)
-def test_misuse_raises_what_flax_raises(fields, inputs, options):
+def test_misuse_raises_the_errors_of_flax(fields, inputs, options):
     params = random_params(nn.MultiHeadDotProductAttention(3), X)
     deterministic = {name: option for name, option in options.items() if name == "deterministic"}
     arrays = {name: option for name, option in options.items() if name != "deterministic"}
@@ -187,7 +187,7 @@ def test_misuse_raises_what_flax_raises(fields, inputs, options):
     assert issubclass(raised[1], raised[0]), raised
 
 
-def test_kernels_that_never_hold_all_weights_give_the_same():
+def test_kernels_without_a_full_attention_matrix_give_equal_results():
     attention = functools.partial(compat.dot_product_attention, implementation="blockwise")
     ours = compat.MultiHeadDotProductAttention(3, attention_fn=attention)
     theirs = nn.MultiHeadDotProductAttention(3)
@@ -208,7 +208,7 @@ def test_kernels_that_never_hold_all_weights_give_the_same():
         jax.eval_shape(lambda params: ours.apply(params, X, sow_weights=True, mutable="intermediates"), params)
 
 
-def test_a_mask_by_structure_is_refused_while_decoding():
+def test_rejects_a_structured_mask_while_decoding():
     ours = compat.MultiHeadDotProductAttention(3, decode=True)
     variables = random_params(ours, X)
     with pytest.raises(ValueError, match="decode=True"):
@@ -234,7 +234,7 @@ def test_replaced_multiplications_are_computed_by_the_function_of_flax():
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_precision_is_that_of_the_products():
+def test_precision_applies_to_the_matrix_multiplications():
     def products(precision):
         jaxpr = jax.make_jaxpr(functools.partial(compat.dot_product_attention, precision=precision))(
             *[np.asarray(X)[:, :, None]] * 3
@@ -248,7 +248,7 @@ def test_precision_is_that_of_the_products():
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_our_function_is_an_attention_fn(lead, broadcast):
+def test_our_function_works_as_attention_fn(lead, broadcast):
     """`attention_fn=compat.dot_product_attention` works with dropout, weights and any number of batch axes."""
     fields = {"num_heads": 2, "dropout_rate": 0.4, "broadcast_dropout": broadcast}
     theirs = nn.MultiHeadDotProductAttention(**fields)

@@ -24,14 +24,14 @@ def rule_inputs(length):
 
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize(("length", "chunk"), [(1, 4), (7, 4), (8, 4), (9, 64), (13, 1)])
-def test_chunks_give_what_single_tokens_give(length, chunk):
+def test_chunked_equals_recurrent(length, chunk):
     inputs = rule_inputs(length)
     chunked = jax.jit(lambda *inputs: gated_delta_rule(*inputs, chunk=chunk))(*inputs)
     for got, expected in zip(chunked, jax.jit(recurrent_gated_delta_rule)(*inputs), strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
-def test_gradients_of_chunks_are_those_of_single_tokens():
+def test_chunked_gradients_equal_recurrent_gradients():
     inputs = rule_inputs(10)
 
     def loss(rule):
@@ -69,7 +69,7 @@ def empty(rows=2):
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("widths", [(1,) * 11, (1, 10), (7, 3, 1), (2, 9)])
-def test_cached_is_whole(layer, widths):
+def test_cached_is_uncached(layer, widths):
     module, params, x = layer
 
     @jax.jit
@@ -118,7 +118,7 @@ def test_padding_on_the_left_does_not_change_the_output(layer):
     np.testing.assert_allclose(cache.state[1:], expected.state, atol=1e-5)
 
 
-def test_packed_sequences_do_not_see_each_other(layer):
+def test_packed_sequences_are_independent(layer):
     module, params, x = layer
     run = jax.jit(lambda x, mask=None: module.apply(params, x, mask=mask)[0])
     packed = np.asarray(run(x, Mask.segments(jax.device_put(np.array([[1] * 4 + [2] * 2 + [3] * 5] * 2, np.int32)))))
@@ -126,7 +126,7 @@ def test_packed_sequences_do_not_see_each_other(layer):
         np.testing.assert_allclose(packed[:, first:last], run(x[:, first:last]), atol=2e-5)
 
 
-def test_a_row_of_length_0_starts_anew(layer):
+def test_a_row_of_length_0_resets_the_state(layer):
     module, params, x = layer
 
     @jax.jit
@@ -155,7 +155,7 @@ def test_masks_that_select_keys_are_refused(layer):
 
 
 @pytest.mark.parametrize("width", [2, 5])
-def test_the_convolution_starts_with_values_of_its_width(width):
+def test_the_convolution_is_initialized_by_its_width(width):
     """Its values are uniform between -1 / sqrt(W) and 1 / sqrt(W), for any number of channels."""
     module = GatedDeltaNet(**SIZES | {"conv_width": width})
     params = jax.jit(module.init)(jax.random.key(0), np.zeros((1, 3, 6), np.float32))["params"]

@@ -66,7 +66,7 @@ SLOW = {"window", "stored", "linear"}
     ("kind", "create"),
     [case if case[0] not in SLOW else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
-def test_results_of_tokens_without_room_are_nan_inside_jit(kind, create):
+def test_tokens_beyond_the_cache_give_nan_inside_jit(kind, create):
     """Those of the tokens with room are the results of a cache that is long enough."""
     model, variables = language_model(kind)
     tokens = np.random.default_rng(0).integers(0, 19, (2, 16)).astype(np.int32)
@@ -102,7 +102,7 @@ def test_a_token_without_a_page_is_nan_and_padding_needs_none():
     assert np.isfinite(np.asarray(run(variables, tokens, table, ints([6, 4])))).all()
 
 
-def test_without_causality_every_token_reads_the_missing_keys():
+def test_without_causality_missing_keys_make_every_token_nan():
     attention = MultiHeadAttention(num_heads=2)
     x = np.random.default_rng(0).normal(size=(2, T, 8)).astype(np.float32)
     variables = random_params(attention, x)
@@ -138,7 +138,7 @@ def test_outside_jit_a_token_without_a_page_is_an_error(table, message):
         model.apply(variables, ints(np.ones((2, 3))), cache=cache)
 
 
-def test_a_layer_alone_checks_its_cache_outside_jit():
+def test_a_single_layer_checks_its_cache_outside_jit():
     x = put(np.zeros((2, 3, 8)), np.float32)
     for layer, sizes in ((MultiHeadAttention(num_heads=2), (2, 4, 4)), (LatentAttention(2, LATENT), (1, 9, 0))):
         cache = jax.jit(KVCache.create, static_argnums=range(6))(2, SLOTS, *sizes, jnp.float32)
@@ -148,6 +148,6 @@ def test_a_layer_alone_checks_its_cache_outside_jit():
 
 
 @pytest.mark.parametrize("heads_per_stored", [1, 2, 4])
-def test_heads_that_are_stored_together_take_no_more_memory(heads_per_stored):
+def test_heads_stored_together_need_no_extra_memory(heads_per_stored):
     cache = KVCache.create(3, 5, 4, 2, 2, jnp.float32, heads_per_stored)
     assert cache.key.size == cache.value.size == 3 * 5 * 4 * 2

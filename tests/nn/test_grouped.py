@@ -37,7 +37,7 @@ SIZES = [
 @pytest.mark.parametrize(
     "linear", [functools.partial(ragged_linear, tile=None), functools.partial(megablox_linear, tile=TILE)]
 )
-def test_groups_are_multiplied_by_their_kernels(linear, dtype, sizes):
+def test_each_group_is_multiplied_by_its_kernel(linear, dtype, sizes):
     """Outputs and gradients, compared with one multiplication per group. Rows without an expert give no gradient."""
     random = np.random.default_rng(0)
     x, kernel, dy = (
@@ -94,7 +94,7 @@ def test_a_layer_does_not_depend_on_its_implementation(moe, changes, implementat
 
 
 @pytest.mark.parametrize("implementation", ["ragged", "megablox"])
-def test_a_layer_in_bfloat16(implementation):
+def test_a_bfloat16_layer_equals_the_blockwise_layer(implementation):
     module = RoutedFeedForward(MoE(num_experts=4), width=8, implementation="blockwise", dtype=jnp.bfloat16)
     params = random_params(module, X)
     found = run(dataclasses.replace(module, implementation=implementation), params, X)
@@ -112,7 +112,7 @@ def test_a_layer_in_bfloat16(implementation):
     ],
 )
 @pytest.mark.parametrize("rows", [4, pytest.param(3, marks=pytest.mark.slow)])
-def test_over_a_mesh_the_layer_is_the_same(implementation, sizes, rows):
+def test_a_layer_over_a_mesh_equals_one_device(implementation, sizes, rows):
     """Rows, length, hidden features and experts are split; 3 rows can't be split, and neither can 9 positions in 2."""
     x = jax.device_put(np.asarray(X)[:rows, : 9 if sizes.get("context", 1) == 1 else 8])
     module = RoutedFeedForward(MoE(num_experts=8, top_k=2), width=8, gated=True, implementation="blockwise")
@@ -133,7 +133,7 @@ def test_over_a_mesh_the_layer_is_the_same(implementation, sizes, rows):
     ],
     ids=["experts", "length"],
 )
-def test_axes_that_split_the_layer(sizes, expected):
+def test_mesh_axes_shard_the_layer(sizes, expected):
     """Kernels stay split over fsdp until they are needed, so that a device never stores whole kernels."""
     experts = {"up": {"kernel": jax.ShapeDtypeStruct((8, 6, 8), jnp.float32)}}
     with jax.set_mesh(make_mesh(sizes)):
@@ -143,7 +143,7 @@ def test_axes_that_split_the_layer(sizes, expected):
 
 
 @pytest.mark.parametrize("moe", [MoE(num_experts=4), MoE(num_experts=4, capacity_factor=0.6)])
-def test_with_explicit_axes_the_layer_is_the_same(moe):
+def test_a_layer_with_explicit_axes_equals_one_device(moe):
     module = RoutedFeedForward(moe, width=8, implementation="blockwise")
     params = random_params(module, X)
     segments = np.repeat([[1, 2, 0]], [4, 3, 2], axis=1).repeat(4, 0).astype(np.int32)
@@ -205,7 +205,7 @@ def test_auto_runs_the_loop_if_the_sharding_is_unknown(monkeypatch, caplog):
         ("tpu", "TPU v3", {}, r"bfloat16.*TPU v3.*\(execution.experts\)"),
     ],
 )
-def test_an_implementation_that_cannot_run_says_which_can(platform, kind, change, message):
+def test_an_unsupported_implementation_names_supported_ones(platform, kind, change, message):
     with computing_on(platform, kind), pytest.raises(ConfigError, match=message):
         choose_experts("megablox", CALL._replace(**change))
 
@@ -218,12 +218,12 @@ def test_a_mesh_without_rules_gets_an_error():
         jax.eval_shape(module.apply, params, X)
 
 
-def test_an_unknown_name():
+def test_rejects_an_unknown_name():
     with pytest.raises(ConfigError, match=r"experts.*got 'raged'"):
         Execution(experts="raged")
 
 
-def test_repeated_tiles_are_a_small_part_of_all_rows():
+def test_repeated_tiles_are_a_small_share_of_all_rows():
     for rows in (2**10, 2**14, 2**20):
         for experts in (4, 8, 128):
             tile = tile_rows(rows, experts)

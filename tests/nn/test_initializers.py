@@ -48,7 +48,7 @@ def test_attention_starts_with_the_parameters_of_flax(init):
     assert_equal(params_of(MultiHeadAttention(N, kernel_init=init), X), theirs)
 
 
-def test_output_init_is_for_out_alone():
+def test_output_init_applies_only_to_the_output_projection():
     inits = INITIALIZERS["he_normal"], INITIALIZERS["normal"]
     theirs = params_of(nn.MultiHeadDotProductAttention(N, kernel_init=inits[0], out_kernel_init=inits[1]), X)
     assert_equal(params_of(MultiHeadAttention(N, kernel_init=inits[0], output_init=inits[1]), X), theirs)
@@ -91,7 +91,7 @@ MOE = MoE(num_experts=3, top_k=2, shared_experts=1)
     ],
     ids=["latent", "feed_forward", "experts"],
 )
-def test_every_map_is_drawn_by_its_inputs_and_outputs(module, maps):
+def test_every_kernel_is_initialized_by_its_fan_in_and_fan_out(module, maps):
     """The Xavier limit of each kernel is that of its matrix, including `out` and `down`."""
     inputs = {"query": 6, "key": 8, "value": 8, "out": N * 5}
     found = 0
@@ -108,7 +108,7 @@ def test_every_map_is_drawn_by_its_inputs_and_outputs(module, maps):
 
 
 @pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
-def test_boxes_of_metadata_stay_around_kernels_as_in_flax(box):
+def test_metadata_boxes_are_kept_as_in_flax(box):
     init = box(nn.initializers.xavier_uniform(), ("embed", "heads", "head_dim"))
     out = box(nn.initializers.xavier_uniform(), ("heads", "head_dim", "embed"))
     ours = jax.eval_shape(MultiHeadAttention(N, kernel_init=init, output_init=out).init, KEY, X)
@@ -120,7 +120,7 @@ def test_boxes_of_metadata_stay_around_kernels_as_in_flax(box):
     assert_equal(nn.meta.unbox(boxed), plain)
 
 
-def test_a_box_constrains_the_kernel_and_not_the_matrix_it_is_drawn_as():
+def test_a_box_constrains_the_kernel_and_not_its_initial_matrix():
     """Names are those of (D, N, H): applied to the matrix (D, N H), the sharding constraint would be an error."""
     init = nn.with_partitioning(nn.initializers.xavier_uniform(), (None, "heads", None))
     plain = params_of(Linear((N, H), kernel_init=nn.initializers.xavier_uniform()), X)

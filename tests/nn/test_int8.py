@@ -37,7 +37,7 @@ def dequantized(params):
     )
 
 
-def test_each_number_is_the_nearest_of_255():
+def test_int8_rounds_to_the_nearest_of_255_values():
     array = normal(3, 5, 4)
     array[:, :, 1] = 0.0
 
@@ -57,7 +57,7 @@ def test_each_number_is_the_nearest_of_255():
 @pytest.mark.default_cases(4)
 @pytest.mark.parametrize("axis", [-1, -2, -3])
 @pytest.mark.parametrize(("size", "group"), [(128, 32), (128, 128), (96, 64), (48, 32), (7, 32)])
-def test_each_number_is_the_nearest_of_16(axis, size, group):
+def test_int4_rounds_to_the_nearest_of_16_values(axis, size, group):
     """By hand, group by group: the weight of largest magnitude is -8 times the scale; the bytes hold two weights."""
     shape = [3, 2, 4]
     shape[axis] = size
@@ -88,7 +88,7 @@ def test_each_number_is_the_nearest_of_16(axis, size, group):
     assert (whole[0] == 0).all()
 
 
-def test_quantized_numbers_are_quantized_to_themselves():
+def test_quantization_is_idempotent():
 
     @jax.jit
     def run(array):
@@ -123,7 +123,7 @@ MODELS = {
 @pytest.mark.default_cases(5)
 @pytest.mark.parametrize(("scan", "bits"), [(True, 8), (False, 8), (True, 4)])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_model_computes_with_what_they_stand_for(kind, scan, bits):
+def test_a_model_computes_with_dequantized_values(kind, scan, bits):
     cls, fields = MODELS[kind]
     model = cls(TransformerConfig(**(SIZES | fields)), Execution(scan=scan))
     inputs = (TOKENS,) * (2 if cls is Seq2Seq else 1)
@@ -161,7 +161,7 @@ def intended(params):
 
 
 @pytest.mark.slow
-def test_it_writes_text():
+def test_a_quantized_model_generates_text():
     model = CausalLM(TransformerConfig(**SIZES), Execution(scan=False))
     params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]
     small, _ = quantize(params)
@@ -186,7 +186,7 @@ def test_reports_the_bytes_saved_and_the_error():
 
 
 @pytest.mark.programs(20, reason="quantize computes outside of jit")
-def test_rules_of_ones_own():
+def test_accepts_custom_rules():
     params = {name: {"kernel": jax.device_put(np.ones((2, 3), np.float32))} for name in "ab"}
     small, _ = quantize(params, [Rule(pattern="b/kernel", inputs=(-1,))])
     assert isinstance(small["b"]["kernel"], Int8)
@@ -195,7 +195,7 @@ def test_rules_of_ones_own():
 
 
 @pytest.mark.programs(20, reason="quantize computes outside of jit")
-def test_rejects_what_can_not_be_quantized():
+def test_rejects_unsupported_parameters():
     params = {"embedding": {"embedding": jax.device_put(np.ones((2, 2), np.float32))}}
     for bits, quantize_one in (
         (8, lambda array: quantized(array, (-1,))),

@@ -26,7 +26,7 @@ def apply(module, params, *inputs, **options):
 X = normal(0, 2, 3, 5)
 
 
-def test_linear_contracts_and_makes_any_number_of_axes():
+def test_linear_contracts_and_creates_any_number_of_axes():
     kernel, bias = normal(1, 3, 5, 2, 7), normal(2, 2, 7)
     expected = np.einsum("btd,tdnh->bnh", X, kernel) + np.asarray(bias)[None]
     np.testing.assert_allclose(
@@ -34,7 +34,7 @@ def test_linear_contracts_and_makes_any_number_of_axes():
     )
 
 
-def test_linear_is_one_product_over_flattened_rows_on_cpu():
+def test_linear_is_one_matrix_multiplication_over_flattened_rows_on_cpu():
     jaxpr = jax.make_jaxpr(linear)(X, normal(1, 5, 2, 7))
     products = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert [[v.aval.shape for v in product.invars] for product in products] == [[(6, 5), (5, 14)]]
@@ -57,7 +57,7 @@ def test_glorot_uniform_spreads_over_all_inputs_and_outputs():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_norms_are_their_formulas(dtype):
+def test_norms_equal_their_formulas(dtype):
     scale, bias = np.arange(1, 6, dtype=np.float32), np.arange(5, dtype=np.float32)
     x = np.asarray(X, np.float64)
     centered = x - x.mean(-1, keepdims=True)
@@ -80,7 +80,7 @@ def test_norms_are_their_formulas(dtype):
 @pytest.mark.parametrize(
     "norm", [name for name in NORMS if name != "frozen_batch_norm"]
 )  # its mean and variance are stored, not computed from the input
-def test_every_norm_starts_as_the_plain_one(norm):
+def test_every_norm_starts_with_unit_scale(norm):
     out, variables = jax.jit(lambda: NORMS[norm]().init_with_output(jax.random.key(0), X))()
     params, x = variables["params"], np.asarray(X, np.float64)
     plain = x - x.mean(-1, keepdims=True) if "layer" in norm else x
@@ -89,21 +89,21 @@ def test_every_norm_starts_as_the_plain_one(norm):
     assert sorted(params) == (["bias", "scale"] if norm == "layer_norm" else ["scale"])
 
 
-def test_a_zero_centered_scale_is_summed_before_it_is_rounded():
+def test_a_zero_centered_scale_is_added_before_rounding():
     """bfloat16 can represent a scale of 2^-10 but not 1 + 2^-10, so the sum must be in float32."""
     norm = ZeroCenteredRMSNorm(epsilon=0.0, param_dtype=jnp.bfloat16)
     got = apply(norm, {"scale": np.full(5, 2**-10, jnp.bfloat16)}, np.ones((1, 5), np.float32))
     np.testing.assert_array_equal(got, np.full((1, 5), 1 + 2**-10, np.float32))
 
 
-def test_norms_are_computed_in_float32_whatever_comes_in():
+def test_norms_are_always_computed_in_float32():
     """A bfloat16 mean of 1,000 + small values would lose the small values."""
     x = (1000.0 + np.arange(8, dtype=np.float32))[None, None, :].astype(jnp.bfloat16)
     norm, params = LayerNorm(dtype=jnp.bfloat16), {"scale": np.ones(8, np.float32), "bias": np.zeros(8, np.float32)}
     np.testing.assert_array_equal(apply(norm, params, x), apply(norm, params, x.astype(np.float32)))
 
 
-def test_activations_are_their_formulas():
+def test_activations_equal_their_formulas():
     x = np.linspace(-4, 4, 33, dtype=np.float32)
     names = ["relu", "relu2", "gelu_erf", "gelu_tanh", "tanh", "silu"]
     found = jax.jit(lambda x: {name: ACTIVATIONS[name](x) for name in names})(x)
@@ -119,7 +119,7 @@ def test_activations_are_their_formulas():
     assert np.abs(gelu - tanh).max() > 1e-4
 
 
-def test_the_slope_of_gelu_is_its_formula():
+def test_the_derivative_of_gelu_equals_its_formula():
     """Also in half precision, and as a Jacobian-vector product."""
     x = np.linspace(-6, 6, 49, dtype=np.float32)
     exact = np.asarray(x, np.float64)
@@ -139,7 +139,7 @@ def test_the_slope_of_gelu_is_its_formula():
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_feed_forward_is_its_formula(gated):
+def test_feed_forward_equals_its_formula(gated):
     layer = FeedForward(width=7, gated=gated)
     params = random_params(layer, X)["params"]
     x = np.asarray(X, np.float64)
@@ -149,7 +149,7 @@ def test_feed_forward_is_its_formula(gated):
     np.testing.assert_allclose(apply(layer, params, X), hidden @ p["down"][0] + p["down"][1], rtol=1e-5, atol=1e-5)
 
 
-def test_embedding_looks_up_and_turns_back():
+def test_embedding_looks_up_and_projects_to_logits():
     table = Embedding(vocab_size=7, features=5)
     tokens = np.array([[0, 6, 3]], np.int32)
     params = random_params(table, tokens)["params"]

@@ -20,7 +20,7 @@ from transformer.nn.layers._norms import LayerNorm
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "decoder"])
-def test_s4_1_no_output_depends_on_what_comes_after(implementation):
+def test_s4_1_no_output_depends_on_later_tokens(implementation):
     """The derivative of output t with respect to input s is exactly 0 for every s > t, and not 0 for any other s."""
     if implementation == "decoder":
         module, options = Decoder(SMALL), {}
@@ -105,7 +105,7 @@ def test_s4_3_the_pre_norm_block_is_its_equation():
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_s4_3_a_mask_of_hidden_keys_is_turned_by_not():
+def test_s4_3_a_mask_of_hidden_keys_is_inverted_by_not():
     """An upper-triangular array, True where a key is hidden: ~ converts it to the causal mask of this library."""
     hidden = np.triu(np.ones((T, T), bool), k=1)
     attention = MultiHeadAttention(num_heads=2)
@@ -121,7 +121,7 @@ def test_s4_3_a_mask_of_hidden_keys_is_turned_by_not():
     assert np.abs(not_turned - causal).max() > 0.01
 
 
-def test_s4_3_weights_are_returned_only_when_asked_for():
+def test_s4_3_weights_are_returned_only_on_request():
     """By default only the output is returned; with return_weights or sow_weights also the weights."""
     q = jax.device_put(np.asarray(X)[:, :, None])
     attention = MultiHeadAttention(num_heads=2)

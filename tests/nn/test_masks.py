@@ -45,7 +45,7 @@ def picture(make, num_queries: int, num_keys: int) -> list[str]:
         (lambda: Mask.groups(jnp.array([[0] * 4])) & Mask.causal() & Mask.lengths(jnp.array([3])), ["xxx."] * 4),
     ],
 )
-def test_each_kind_is_this_matrix(make, rows):
+def test_each_mask_kind_equals_its_matrix(make, rows):
     assert picture(make, 4, 4) == rows
 
 
@@ -55,7 +55,7 @@ def test_an_offset_places_the_queries_among_the_keys():
     assert np.asarray(rows)[:, 0, 0].tolist() == [[True, False, False, False], [True] * 4]
 
 
-def test_groups_are_those_of_the_new_tokens_in_a_cache():
+def test_groups_apply_to_new_tokens_in_a_cache():
     def shifted(offset):
         return (Mask.causal() & Mask.groups(jnp.array([[-1, 0, 0]]))).shifted(offset)
 
@@ -84,7 +84,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_are_cuts_of_the_whole_and_an_invisible_one_is_all_hidden(kind):
+def test_blocks_are_slices_of_the_mask_and_skipped_blocks_are_fully_masked(kind):
     size = 3
     mask, whole = jax.jit(lambda: ((mask := KINDS[kind]()), mask.dense(11, 11)))()
     whole = np.asarray(whole)
@@ -103,7 +103,7 @@ def test_blocks_are_cuts_of_the_whole_and_an_invisible_one_is_all_hidden(kind):
         assert ruled_out == hidden
 
 
-def test_a_mask_goes_through_jit_with_its_facts_static():
+def test_a_mask_passes_through_jit_with_static_structure():
     seen = []
 
     @jax.jit
@@ -137,7 +137,7 @@ def test_a_mask_goes_through_jit_with_its_facts_static():
         ),
     ],
 )
-def test_a_mask_that_does_not_fit_says_so(make, message):
+def test_rejects_a_mask_that_does_not_fit(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

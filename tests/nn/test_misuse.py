@@ -50,12 +50,12 @@ pytestmark = pytest.mark.usefixtures("without_type_checks")
         (Rotary, r"position.*Rotary\(\)"),
     ],
 )
-def test_a_position_scheme_that_attention_cannot_use(position, message):
+def test_rejects_an_unsupported_position_scheme(position, message):
     with pytest.raises(ValueError, match=message):
         start(MultiHeadAttention(num_heads=3, position=position), X)
 
 
-def test_an_axis_that_is_missing():
+def test_reports_a_missing_axis():
     with pytest.raises(ValueError, match=r"x.*\(batch.*width\).*\(5.*12\).*x\[None\]"):
         start(MultiHeadAttention(num_heads=3), np.asarray(X)[0])
     with pytest.raises(ValueError, match=r"context.*\(batch.*width\).*\(5.*12\)"):
@@ -74,7 +74,7 @@ def test_an_axis_that_is_missing():
         (np.ones(3, np.int32), r"got int32 of shape \(3,\)\. For a single row"),
     ],
 )
-def test_tokens_of_another_kind(tokens, got):
+def test_rejects_tokens_of_a_wrong_dtype(tokens, got):
     with pytest.raises(ValueError, match=rf"\(batch.*length\).*{got}"):
         start(CausalLM(CONFIG), tokens)
 
@@ -98,7 +98,7 @@ def test_a_boolean_array_is_a_mask_everywhere():
         start(Encoder(CONFIG), X, mask=jax.device_put(np.zeros((5, 5), np.float32)))
 
 
-def test_a_length_left_open_is_computed_whole():
+def test_a_symbolic_length_uses_full_attention():
     """jax.export with a symbolic length: only the reference kernel does not need the number of blocks."""
     (length,) = jax.export.symbolic_shape("length")
     assert choose("auto", attention_spec(length)) == "reference"

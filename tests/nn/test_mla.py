@@ -57,7 +57,7 @@ def language_model(**changes):
     return model, random_params(model, np.zeros((1, 1), np.int32))["params"]
 
 
-def test_both_orders_give_the_same_values_and_gradients():
+def test_both_multiplication_orders_give_equal_values_and_gradients():
     latents = (normal(0, B, T, N, 9), normal(1, B, T, 1, 10), normal(2, 6, N, 5), normal(3, 6, N, 3))
     mask, wanted = Mask.causal() & Mask.lengths(jax.device_put(np.array([7, 4]))), normal(4, B, T, N, 3)
 
@@ -75,7 +75,7 @@ def test_both_orders_give_the_same_values_and_gradients():
     assert all(np.abs(leaf).max() > 0.1 for leaf in jax.tree.leaves(ours))
 
 
-def test_it_is_the_formula():
+def test_latent_attention_equals_its_formula():
     """Equations 9 to 19 and 37 to 47 of DeepSeek-V2 (arXiv 2405.04434), in a loop over tokens and heads."""
     module, params, x = layer(position=Rotary(base=9.0))
     got, _ = jax.jit(lambda: module.apply({"params": params}, x, mask=Mask.causal()))()
@@ -131,7 +131,7 @@ def test_parameters_are_public():
     }
 
 
-def test_nothing_depends_on_what_comes_after_and_only_distances_count():
+def test_outputs_are_causal_and_depend_only_on_distances():
     module, params, x = layer()
     run = jax.jit(lambda x, shift: module.apply({"params": params}, x, mask=Mask.causal(), positions=shift)[0])
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
@@ -178,7 +178,7 @@ def untyped():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def test_a_length_may_be_left_open(untyped):
+def test_accepts_a_symbolic_length(untyped):
     """jax.export with a symbolic length: the cheaper order can be determined for it."""
     module, params, x = layer()
     (length,) = export.symbolic_shape("T")
@@ -187,13 +187,13 @@ def test_a_length_may_be_left_open(untyped):
     assert exported.out_avals[0].shape == (B, length, D)
 
 
-def test_a_model_s_cache_holds_the_latent_and_the_turned_key_alone():
+def test_the_cache_holds_only_the_latent_and_the_rotated_key():
     model = CausalLM(TINY.replace(**{"attention.mla": DEEPSEEK_V3}))
     cache = jax.eval_shape(lambda: model.init_cache(1, 10))
     assert sum(leaf.size for leaf in jax.tree.leaves(cache) if leaf.dtype == jnp.float32) == 2 * 10 * (512 + 64)
 
 
-def test_prompts_of_different_lengths_go_on_as_each_alone():
+def test_prompts_of_different_lengths_continue_independently():
     model, params = language_model(num_layers=1, **{"stack.period": (LayerKind(window=5),)})
     prompts, greedy = [[3, 1, 4, 1, 5], [9, 2]], Sampling(temperature=0.0)
     together = generate(model, params, prompts=prompts, max_new_tokens=6, sampling=greedy)
@@ -206,7 +206,7 @@ def test_prompts_of_different_lengths_go_on_as_each_alone():
         assert tokens[len(prompt) :] == row
 
 
-def test_weights_are_kept_when_asked_for_and_dropout_drops():
+def test_weights_are_returned_on_request_and_dropout_applies():
     module, params, x = layer(dropout_rate=0.5)
 
     @jax.jit
@@ -222,7 +222,7 @@ def test_weights_are_kept_when_asked_for_and_dropout_drops():
     assert np.abs(plain - dropped).max() > 1e-2
 
 
-def test_on_a_mesh_the_numbers_are_the_same():
+def test_a_mesh_gives_the_values_of_one_device():
     model, params = language_model(num_layers=1, num_heads=4)
     tokens = np.arange(8, dtype=np.int32).reshape(2, 4)
     run = jax.jit(model.apply)

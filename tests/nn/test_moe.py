@@ -88,7 +88,7 @@ CASES = [
 
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize(("moe", "changes"), CASES)
-def test_it_is_the_loop_over_tokens(moe, changes):
+def test_equals_a_loop_over_tokens(moe, changes):
     """Outputs and gradients with respect to parameters and tokens: no token is dropped, whatever the load."""
     module, x = layer(moe, **changes), LONG
     params = parameters(module, x)
@@ -179,7 +179,7 @@ def test_work_grows_with_top_k_and_not_with_the_number_of_experts(top_k):
     assert 0.8 < found[16] / found[4] < 1.2
 
 
-def test_blocks_beyond_those_used_are_zeros_and_no_gradient():
+def test_unused_blocks_give_zeros_and_no_gradient():
     @jax.jit
     def run():
         x, kernel = jnp.ones((4, 2, 3)), jnp.ones((2, 3, 5))
@@ -193,7 +193,7 @@ def test_blocks_beyond_those_used_are_zeros_and_no_gradient():
 
 
 @pytest.mark.parametrize("capacity_factor", [None, 0.7])
-def test_a_row_alone_is_the_row_in_a_batch(capacity_factor):
+def test_a_single_row_equals_its_row_in_a_batch(capacity_factor):
     module = layer(MoE(num_experts=5, capacity_factor=capacity_factor))
     params = parameters(module)
     apply = jax.jit(functools.partial(module.apply, deterministic=False))
@@ -227,7 +227,7 @@ def padding_array(segments):
 
 
 @pytest.mark.parametrize("way", ["segments", "lengths", "array"])
-def test_capacity_is_that_of_each_sequence_and_of_no_padding(way):
+def test_capacity_is_per_sequence_without_padding(way):
     """The drops of a sequence are those of the sequence alone; padding gets no expert."""
     random, experts, length = np.random.default_rng(0), 5, 30
     limit = jax.jit(functools.partial(within_capacity, num_experts=experts), static_argnames="factor")
@@ -255,7 +255,7 @@ def test_capacity_is_that_of_each_sequence_and_of_no_padding(way):
 
 
 @pytest.mark.parametrize("shared_experts", [0, 1])
-def test_a_dropped_token_has_its_other_experts_and_the_shared_ones(shared_experts):
+def test_a_dropped_token_keeps_its_other_and_shared_experts(shared_experts):
     moe = MoE(num_experts=5, top_k=2, capacity_factor=0.4, shared_experts=shared_experts)
     module = layer(moe)
     params = parameters(module)
@@ -276,7 +276,7 @@ def put_in_a_row(tokens, others, padding):
 
 
 @pytest.mark.parametrize("factor", [None, 1.0, pytest.param(1.25, marks=pytest.mark.slow)])
-def test_neighbors_and_padding_and_decoding_change_no_result(factor):
+def test_neighbors_padding_and_decoding_do_not_change_results(factor):
     """In training and evaluation, a text alone has the logits of the text beside others; decoding is evaluation."""
     kind = LayerKind(moe=MoE(num_experts=4, capacity_factor=factor))
     model = CausalLM(
@@ -313,7 +313,7 @@ def test_neighbors_and_padding_and_decoding_change_no_result(factor):
     assert drops == (factor is not None), "a capacity limits training, and only training"
 
 
-def test_a_training_step_drops_tokens_also_without_dropout():
+def test_a_training_step_applies_capacity_even_without_dropout():
     recipe = tiny_recipe(model={"stack.period": (LayerKind(moe=MoE(num_experts=3, capacity_factor=0.4)),)})
     state, step = start(recipe)
     batch = tiny_batch()
@@ -328,7 +328,7 @@ def test_a_training_step_drops_tokens_also_without_dropout():
     np.testing.assert_allclose(jax.jit(without)(state.params), sums["loss_sum"], rtol=1e-5)
 
 
-def test_losses_of_the_router_are_their_formulas():
+def test_router_losses_equal_their_formulas():
     """Over the n real tokens of a row: n E sum f p, which is n for equal experts, and the sum of logsumexp^2."""
     logits = np.asarray(normal(0, 2, 7, 5))
     chosen = best(logits)
@@ -345,7 +345,7 @@ def test_losses_of_the_router_are_their_formulas():
     np.testing.assert_array_equal(nothing, [0, 0])
 
 
-def test_packing_changes_no_loss_of_the_router():
+def test_packing_does_not_change_router_losses():
     logits = np.asarray(normal(0, 1, 9, 5))
     chosen = best(logits)
     parts = np.array([losses(logits[:, part], chosen[:, part]) for part in (slice(0, 4), slice(4, 9))])
@@ -420,7 +420,7 @@ def test_layers_add_up():
 
 
 @pytest.mark.slow
-def test_every_model_has_its_aux():
+def test_every_model_returns_its_auxiliary_losses():
     """The aux of both stacks is returned; without a routed layer it is empty."""
     even = LayerKind(moe=MoE(num_experts=5, top_k=5, load_balance_weight=1.0))  # then the loss is 1 per token
     config = MIXED.replace(
@@ -445,7 +445,7 @@ def test_every_model_has_its_aux():
 
 
 @pytest.mark.slow
-def test_with_a_cache_logits_are_those_without():
+def test_cached_is_uncached():
     model = CausalLM(MIXED)
     params = parameters(model, TOKENS)
     expected = jax.jit(model.apply)(params, TOKENS)
@@ -459,7 +459,7 @@ def test_with_a_cache_logits_are_those_without():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["causal_lm", "seq2seq"])
-def test_the_step_minimizes_both_losses_and_any_split_gives_the_same(task):
+def test_the_step_minimizes_both_losses_with_any_sharding(task):
     batch = tiny_batch(task)
     batch["weights"] = batch["weights"].at[6:].set(0.0)
     whole = tiny_recipe(task, model={"stack.period": (ROUTED,)}, optimizer={"epsilon": 1e-3})
@@ -497,7 +497,7 @@ def test_the_recipe_is_read_back():
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("experts", "ambient"), [(4, True), (4, False), (5, True)])
-def test_spread_over_devices_the_numbers_are_the_same(experts, ambient):
+def test_several_devices_equal_one_device(experts, ambient):
     """Experts are sharded over the mesh axis "expert", rows over both axes.
 
     With the mesh set, each device applies its own experts; 5 experts can't be split in 4 and are replicated. Without

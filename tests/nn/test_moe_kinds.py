@@ -103,7 +103,7 @@ def by_hand(module, params, x):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_are_those_of_a_loop_over_tokens(name):
+def test_values_equal_a_loop_over_tokens(name):
     """Weights are large enough for gpt-oss's clamp to have an effect, and for biases to change the selection."""
     moe, changes = CASES[name]
     module = layer(moe, **changes)
@@ -114,7 +114,7 @@ def test_values_are_those_of_a_loop_over_tokens(name):
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek"])
-def test_gradients_are_those_of_all_experts_weighted(name):
+def test_gradients_equal_a_weighted_sum_over_all_experts(name):
     """JAX's gradient of a sum over all experts, unselected ones with weight 0; the selection bias gets none."""
     moe, changes = CASES[name]
     module = layer(moe, **changes)
@@ -158,7 +158,7 @@ def test_normalized_weights_are_a_softmax_of_the_chosen_logits():
     np.testing.assert_allclose(*run(logits), rtol=1e-5)
 
 
-def test_a_group_is_judged_by_its_two_best():
+def test_a_group_is_scored_by_its_two_best_experts():
     """Group 0 has the best expert, group 2 the best pair. Scores may be negative, because a selection bias may."""
     scores = np.array([[[9.0, -9.0, -9.0, 1.0, 2.0, 1.0, 5.0, 4.0, -8.0]]], np.float32) - 20
     moe = MoE(num_experts=9, top_k=3, num_groups=3, top_groups=1)
@@ -172,7 +172,7 @@ def test_a_group_is_judged_by_its_two_best():
         np.testing.assert_array_equal(np.asarray(found)[0, 0], expected)
 
 
-def test_the_balance_loss_of_sigmoids_is_of_their_shares():
+def test_the_balance_loss_of_sigmoid_routers_uses_normalized_scores():
     """n for equal experts; otherwise n E sum f p, where p is a token's scores normalized to sum to 1."""
     losses = jax.jit(lambda logits, chosen: router_losses(logits, chosen, scoring="sigmoid")[0])
     even = losses(np.zeros((1, 5, 5), np.float32), np.arange(5, dtype=np.int32)[None, :, None])
@@ -191,7 +191,7 @@ def test_the_balance_loss_of_sigmoids_is_of_their_shares():
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_parameters_of_a_router():
+def test_a_router_has_the_expected_parameters():
     """Only requested parameters exist; the selection bias is float32, to represent small differences of scores."""
     plain = jax.eval_shape(layer(MoE(num_experts=5)).init, jax.random.key(0), X)["params"]["router"]
     assert set(plain) == {"kernel"}
@@ -206,7 +206,7 @@ def test_parameters_of_a_router():
     }
 
 
-def test_the_clamp_of_a_dense_feed_forward():
+def test_a_dense_feed_forward_clamps_its_activations():
     """A dense network uses the same function: one number, computed by hand."""
     params = {name: {"kernel": np.ones((1, 1), np.float32)} for name in ("gate", "up", "down")}
     module = FeedForward(1, "swiglu_clamped", True, False)
@@ -216,7 +216,7 @@ def test_the_clamp_of_a_dense_feed_forward():
         np.testing.assert_allclose(got, (up + 1) * gate * sigmoid(1.702 * gate), rtol=1e-5)
 
 
-def test_experts_beside_a_dense_layer_are_added_and_the_router_reads_the_residual():
+def test_experts_add_to_a_dense_layer_and_route_by_the_residual():
     """x + norm(dense(norm(x))) + norm(experts(norm(x))), as in Gemma 4."""
     moe = MoE(num_experts=5, top_k=2, d_ff=5, beside_dense=True)
     config = TransformerConfig(
@@ -253,7 +253,7 @@ def test_experts_beside_a_dense_layer_are_added_and_the_router_reads_the_residua
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), output.aux, expected_aux)
 
 
-def test_biases_of_a_router_lie_whole():
+def test_router_biases_are_replicated():
     """They are replicated: they are small, and every device reads all of them."""
     sizes = {"data": 1, "fsdp": 2, "expert": 2, "context": 1, "tensor": 2}
     for name in ("bias", "selection_bias"):
@@ -262,7 +262,7 @@ def test_biases_of_a_router_lie_whole():
 
 
 @pytest.mark.slow
-def test_writing_leaves_room_for_every_token():
+def test_generation_drops_no_token():
     """With the capacity of training, a row would depend on the tokens of a draft model and on other hypotheses."""
     tight = (LayerKind(moe=MoE(num_experts=8, top_k=2, capacity_factor=0.5)),)
     config = TransformerConfig(

@@ -330,7 +330,7 @@ def test_all_public_modules_have_a_case():
     assert modules <= {type(module) for module, _ in CASES.values()}
 
 
-def test_dropout_takes_its_keys_from_nnx():
+def test_dropout_uses_nnx_keys():
     module = BLOCKS["pre"](CONFIG.replace(dropout_rate=0.5, **{"attention.dropout_rate": 0.3}))
     noisy = LayerInputs(deterministic=False)
     model, params = bridged(module, X, INPUTS)
@@ -355,7 +355,7 @@ def test_dropout_takes_its_keys_from_nnx():
     assert np.abs(np.asarray(call(keeps)) - np.asarray(call(keeps))).max() > 1e-3
 
 
-def test_a_cache_goes_through():
+def test_a_cache_passes_through_nnx():
     module = CausalLM(CONFIG)
     model, params = bridged(module, TOKENS)
     cache = nnx.jit(lambda model: model.init_cache(2, 5))(model)

@@ -91,7 +91,7 @@ class TestPool:
             pytest.param((1, 6, 0), 1, (1, 6), marks=pytest.mark.slow),
         ],
     )
-    def test_what_was_written_is_read(self, heads, lanes, stored):
+    def test_stored_keys_are_read_back(self, heads, lanes, stored):
         cache = pool(heads=heads, lanes=lanes)
         assert cache.pages.shape[2:] == stored
         cache, *first = written(cache, 1, 4, [4, 2])
@@ -117,7 +117,7 @@ class TestPool:
         assert np.isnan(np.asarray(cache.pages)[6:]).all()
         np.testing.assert_array_equal(np.asarray(cache.pages)[:3], before[:3])
 
-    def test_copied_pages(self):
+    def test_pages_are_copied(self):
         model = CausalLM(TransformerConfig(vocab_size=7, d_model=8, num_layers=2, num_heads=2))
         cache = jax.jit(lambda: paged_cache(model, rows=1, pages_per_row=2, num_pages=4, page_size=2))()
         contents = random(0, *cache["layers"]["slot_0"].self_attention.pages.shape)
@@ -127,7 +127,7 @@ class TestPool:
         expected[:, 0] = expected[:, 3]
         np.testing.assert_array_equal(copied.pages, expected)
 
-    def test_sizes_below_one(self):
+    def test_rejects_sizes_below_one(self):
         with pytest.raises(ValueError, match=r"page_size.*1.*got 0"):
             paged_cache(None, rows=1, pages_per_row=1, num_pages=1, page_size=0)
 
@@ -136,7 +136,7 @@ class TestAttention:
     """One layer, with chunks of different lengths: what the pages give is what all tokens at once give."""
 
     @pytest.mark.parametrize("name", ["window, softcap, sinks", pytest.param("alibi", marks=pytest.mark.slow)])
-    def test_chunks_of_mixed_lengths(self, name):
+    def test_supports_chunks_of_mixed_lengths(self, name):
         options = {
             "window, softcap, sinks": {"softcap": 2.0, "sinks": True, "position": Rotary()},
             "alibi": {"position": ALiBi(num_heads=4)},
@@ -206,7 +206,7 @@ class TestModels:
     @pytest.mark.parametrize(
         "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CONFIGS]
     )
-    def test_pages_give_what_all_tokens_at_once_give(self, name):
+    def test_paged_equals_unpaged(self, name):
         """A prefill of mixed lengths and single tokens, against the whole forward pass."""
         model = CausalLM(CONFIGS[name])
         tokens, lengths = np.random.default_rng(1).integers(0, 31, (3, 11)).astype(np.int32), np.array([5, 1, 7])
@@ -238,7 +238,7 @@ class TestModels:
         [{"data": 2, "tensor": 3}, pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow)],
         ids=str,
     )
-    def test_over_a_mesh(self, sizes):
+    def test_paged_over_a_mesh_equals_one_device(self, sizes):
         """Rows, and the parts of the pool with their pages, are split over data; heads over tensor, if divisible."""
         layer = MultiHeadAttention(num_heads=6, num_kv_heads=3, head_dim=4, position=Rotary())
         x = random(0, 4, 5, 8)
@@ -276,7 +276,7 @@ class TestKernel:
         ("heads", "groups", "num_tokens", "counts"),
         [((2, 64, 64), 2, 1, None), pytest.param((1, 80, 72), 3, 3, [3, 0, 1], marks=pytest.mark.slow)],
     )
-    def test_it_gets_what_it_needs(self, heads, groups, num_tokens, counts):
+    def test_ragged_paged_arguments_equal_the_reference(self, heads, groups, num_tokens, counts):
         cache = pool(3, 128, heads, [[7, 2, 5, -1, -1], [1, 0, -1, -1, -1], [4, 3, 6, -1, -1]])
         cache = dataclasses.replace(cache, pages=jnp.ones_like(cache.pages))  # the reference multiplies NaN with 0
         cache, *_ = written(cache, 1, 5, [5, 2, 4])
@@ -307,14 +307,14 @@ class TestKernel:
             ({}, {"heads": (8, 128, 128)}, "divide 16 float32 heads of keys and values into blocks"),
         ],
     )
-    def test_what_it_can_not_do(self, options, change, why):
+    def test_rejects_unsupported_options(self, options, change, why):
         cache = pool(**{"lanes": 128, "heads": (2, 64, 64)} | change)
         with pytest.raises(ConfigError, match=rf"ragged_paged.*{why}"):
             choose("ragged_paged", spec(cache, **options))
         with computing_on("tpu", "TPU v5 lite"):
             assert choose("auto", spec(cache, **options)) == GATHER_PAGES
 
-    def test_choice(self, caplog):
+    def test_auto_chooses_by_device_and_logs(self, caplog):
         kernels._log_once.cache_clear()  # a choice is logged once per process
         cache = pool(lanes=128, heads=(2, 64, 64))
         assert choose("ragged_paged", spec(cache)) == "ragged_paged"
@@ -335,7 +335,7 @@ class TestPageBlocks:
 
     @pytest.mark.parametrize("limits", [{"BLOCK_KEYS": PAGE}, {"BLOCK_KEYS": 2 * PAGE}, {"BLOCK_BYTES": 1}])
     @pytest.mark.parametrize("num_tokens", [1, 3])
-    def test_it_gives_what_gathered_pages_give(self, monkeypatch, limits, num_tokens):
+    def test_the_kernel_equals_gathered_pages(self, monkeypatch, limits, num_tokens):
         for name, value in limits.items():
             monkeypatch.setattr(_page_blocks, name, value)
         cache = pool(3, 1, (2, 6, 5), [[7, 2, 5, 8, 9], [1, 0, -1, -1, -1], [4, 3, 6, -1, -1]])
@@ -386,7 +386,7 @@ class TestPageBlocks:
             ((2, 64, 64), {"dropout_rate": 0.5}, "drop attention weights: it is for decoding"),
         ],
     )
-    def test_what_it_can_not_do(self, heads, options, why):
+    def test_rejects_unsupported_options(self, heads, options, why):
         cache = pool(lanes=1, heads=heads)
         with pytest.raises(ConfigError, match=rf"page_blocks.*{why}"):
             choose("page_blocks", spec(cache, **options))
@@ -398,7 +398,7 @@ class TestStoredTogether:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("few", [pytest.param(0, marks=pytest.mark.slow, id="separated"), 32])
-    def test_a_model(self, monkeypatch, few):
+    def test_a_model_with_paged_attention_equals_the_reference(self, monkeypatch, few):
         config = BASE.replace(
             d_model=32, num_heads=8, num_layers=2, **{"attention.num_kv_heads": 4, "attention.softcap": 3.0}
         )
@@ -429,7 +429,7 @@ class TestStoredTogether:
             assert [heads_together(kv_heads, 64, 128) for kv_heads in (8, 4)] == [2, 1]
 
 
-def test_layers_of_a_loop_update_their_own_part():
+def test_scanned_layers_update_their_own_pages():
     """In a scan over layers, a KVCache with a layer index reads and writes that layer only."""
     append = jax.jit(KVCache.append)
     read = jax.jit(lambda cache: (cache.whole(), cache.row_lengths, cache.key_positions))

@@ -85,7 +85,7 @@ def test_flops_follow_a_declaration():
 
 
 @pytest.mark.slow
-def test_muon_and_int8_take_all_maps_of_latent_attention():
+def test_muon_and_int8_cover_all_kernels_of_latent_attention():
     mla = MLA(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, q_lora_rank=5)
     config = TransformerConfig(
         vocab_size=9,
@@ -106,7 +106,7 @@ def test_muon_and_int8_take_all_maps_of_latent_attention():
     assert all(isinstance(small[name]["kernel"], Int8) for name in names)
 
 
-def test_the_longest_end_counts():
+def test_the_longest_matching_suffix_wins():
     assert parameter_axes("a/up/kernel", (2, 3)) == ("embed", "feed_forward")
     assert parameter_axes("a/experts/up/kernel", (4, 2, 3)) == ("expert", "embed", "feed_forward")
     assert parameter_axes("token_type_embedding/embedding", (2, 3)) == (None, "embed")
@@ -117,7 +117,7 @@ def test_the_longest_end_counts():
 
 
 @pytest.mark.parametrize("text", ["", "->", "embed ->", "a: b", ": a -> b", "-> a"])
-def test_axes_that_can_not_be_parsed_are_an_error(text):
+def test_unparsable_axes_are_an_error(text):
     with pytest.raises(ValueError, match=r"axes.*'embed ->.*_'"):
         declare({"test/kernel": text})
     assert "test/kernel" not in declared()

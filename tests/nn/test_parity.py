@@ -37,7 +37,7 @@ SDPA = {
 
 
 @pytest.mark.parametrize("case", SDPA)
-def test_attention_is_torchs(torch, case):
+def test_attention_equals_torch(torch, case):
     """scaled_dot_product_attention: heads before positions, causal from the top left corner, any value size."""
     case = {"kv_heads": 6, "scale": None, "causal": False, "mask": None, "bias": None} | SDPA[case]
     kv_heads = case["kv_heads"]
@@ -143,7 +143,7 @@ def first(results):
 
 
 @pytest.mark.parametrize(("order", "activation", "theirs"), [("post", "relu", "relu"), ("pre", "gelu_erf", "gelu")])
-def test_encoder_layer_is_torchs(torch, order, activation, theirs):
+def test_encoder_layer_equals_torch(torch, order, activation, theirs):
     layer = randomize(torch, torch_layer(torch, "Encoder", order, theirs))
     compare(
         torch,
@@ -158,7 +158,7 @@ def test_encoder_layer_is_torchs(torch, order, activation, theirs):
 
 
 @pytest.mark.parametrize(("order", "activation", "theirs"), [("post", "gelu_erf", "gelu"), ("pre", "relu", "relu")])
-def test_decoder_layer_is_torchs(torch, order, activation, theirs):
+def test_decoder_layer_equals_torch(torch, order, activation, theirs):
     layer = randomize(torch, torch_layer(torch, "Decoder", order, theirs))
     compare(
         torch,
@@ -187,7 +187,7 @@ class EncoderDecoder(nn.Module):
 
 
 @pytest.mark.parametrize("order", ["post", "pre"])
-def test_encoder_and_decoder_are_torchs(torch, order):
+def test_encoder_and_decoder_equal_torch(torch, order):
     stacks = {f"custom_{kind.lower()}": torch_stack(torch, kind, order) for kind in ("Encoder", "Decoder")}
     both = randomize(torch, torch.nn.Transformer(15, 3, batch_first=True, **stacks))
     hidden = hidden_keys(torch)
@@ -210,7 +210,7 @@ def test_encoder_and_decoder_are_torchs(torch, order):
 
 @pytest.mark.parametrize("case", SCALINGS)
 @pytest.mark.parametrize("size", [64, 128])
-def test_rotary_frequencies_are_transformers(transformers, case, size):
+def test_rotary_frequencies_equal_transformers(transformers, case, size):
     """Hugging Face computes them in float32, this library in float64."""
     base, ours, theirs = SCALINGS[case]
     kind = case.split(",")[0]
@@ -233,7 +233,7 @@ def test_rotary_frequencies_are_transformers(transformers, case, size):
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (8, 20), (64, 1000)])
-def test_t5_buckets_are_transformers(torch, transformers, bidirectional, buckets, max_distance):
+def test_t5_buckets_equal_transformers(torch, transformers, bidirectional, buckets, max_distance):
     distance = np.arange(-1100, 1101, dtype=np.int32)
     bucket = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket
     theirs = bucket(torch.tensor(distance, dtype=torch.long), bidirectional, buckets, max_distance)
@@ -242,7 +242,7 @@ def test_t5_buckets_are_transformers(torch, transformers, bidirectional, buckets
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 12, 16, 23])
-def test_alibi_is_blooms(torch, transformers, num_heads):
+def test_alibi_equals_bloom(torch, transformers, num_heads):
     """Hugging Face omits a constant per query, so differences to the first key are compared."""
     build = transformers.models.bloom.modeling_bloom.build_alibi_tensor
     theirs = build(torch.ones(1, 7), num_heads, torch.float32).reshape(num_heads, 7)
@@ -251,7 +251,7 @@ def test_alibi_is_blooms(torch, transformers, num_heads):
     close(bias - bias[:, :1], theirs, 1e-6)
 
 
-def test_sinusoids_are_marians(transformers):
+def test_sinusoids_equal_marian(transformers):
     """Marian has all sines before all cosines. Reducing angles modulo 2 pi has an error of 1e-6 at these positions."""
     embedding = transformers.models.marian.modeling_marian.MarianSinusoidalPositionalEmbedding(301, 14)
     ours = np.asarray(Sinusoidal().encoding(jnp.arange(301)[None], 14)[0])

@@ -16,13 +16,13 @@ from transformer.nn._sharding import make_mesh
 from transformer.nn.kernels import choose
 
 
-def test_without_a_mesh_nothing_happens():
+def test_without_a_mesh_constraints_have_no_effect():
     x = jnp.ones((4, 2))
     assert constrain(x, "batch", "embed") is x
     assert num_shards("length") == 1
 
 
-def test_with_a_mesh_axes_go_where_the_table_says():
+def test_with_a_mesh_axes_follow_the_rules():
     x = np.ones((4, 6, 8, 3), np.float32)
     with jax.set_mesh(mesh(data=2, context=2, tensor=2)):
         placed = jax.jit(lambda x: constrain(x, "batch", "length", "heads", None))(x)
@@ -39,7 +39,7 @@ def test_with_a_mesh_axes_go_where_the_table_says():
         assert placed.sharding.spec[0] == ("data", "fsdp")
 
 
-def test_what_nothing_splits_is_made_whole():
+def test_unsharded_arrays_are_replicated():
     own = make_mesh({"fsdp": 4, "tensor": 2})
     x = jax.device_put(np.ones((8, 6), np.float32), NamedSharding(own, PartitionSpec("fsdp", "tensor")))
     with jax.set_mesh(own):
@@ -48,7 +48,7 @@ def test_what_nothing_splits_is_made_whole():
     np.testing.assert_array_equal(whole, x)
 
 
-def test_the_mesh_in_force_says_what_is_computed_on():
+def test_the_active_mesh_determines_the_platform():
     """The mesh may have other devices than JAX: a step can be compiled for a TPU on a machine without one."""
     facts = {"platform": "tpu"} if jax.__version_info__ >= (0, 10, 1) else {}
     device = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, **facts)

@@ -38,7 +38,7 @@ def turned(heads, angle) -> np.ndarray:
     )
 
 
-def test_sinusoids_are_the_papers():
+def test_sinusoids_equal_the_paper():
     encoding = np.asarray(jax.jit(lambda row: Sinusoidal().encoding(row, 6))(positions(0, 1, 2, 7)))[0]
     for row, position in zip(encoding, (0, 1, 2, 7), strict=True):
         for i in range(3):
@@ -70,7 +70,7 @@ def test_angles_stay_exact_at_any_length():
     assert naive.max() > 10 * error.max()
 
 
-def test_adding_schemes_add_and_the_others_leave_embeddings_alone():
+def test_only_additive_schemes_change_embeddings():
     x = np.ones((1, 3, 4), np.float32)
     table = np.arange(20.0, dtype=np.float32).reshape(5, 4)
     add = jax.jit(Learned(max_length=5, features=4).add)
@@ -89,7 +89,7 @@ HEADS = random(1, 5, 4, 8)
     "scheme",
     [Rotary(), Rotary(base=50.0, size=4), Rotary(scaling=RotaryScaling(kind="linear", factor=4.0)), NoPosition()],
 )
-def test_rotated_products_depend_on_distance_alone(scheme):
+def test_rotated_dot_products_depend_only_on_distance(scheme):
     rotate = jax.jit(scheme.rotate)
 
     def products(shift):
@@ -99,7 +99,7 @@ def test_rotated_products_depend_on_distance_alone(scheme):
     np.testing.assert_allclose(products(0), products(1003), atol=2e-5)
 
 
-def test_rotary_turns_pairs_by_position_times_frequency():
+def test_rotary_rotates_pairs_by_position_times_frequency():
     scheme = Rotary(base=100.0, size=4)
     turned = rotated(scheme, HEADS, positions(0, 1, 2, 3, 4))
     np.testing.assert_array_equal(turned[..., 4:], HEADS[..., 4:])
@@ -165,7 +165,7 @@ def test_yarn_scaling_ramps_by_turns_and_raises_the_magnitude():
     np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), norms * scheme.magnitude, rtol=1e-5)
 
 
-def test_yarn_takes_a_magnitude_and_a_ramp_between_pairs():
+def test_yarn_accepts_a_magnitude_and_an_unrounded_ramp():
     """The ramp starts and ends at pairs with 32 and 1 rotations in 4,096 positions: pairs 20.95 and 45.03 of 64."""
     scaling = RotaryScaling(kind="yarn", factor=16.0, original_length=4096, attention_factor=1.5, truncate=False)
     scheme = Rotary(scaling=scaling)
@@ -180,14 +180,14 @@ def test_yarn_takes_a_magnitude_and_a_ramp_between_pairs():
     np.testing.assert_allclose(rounded / Rotary().frequencies(128), keep + (1 - keep) / 16)
 
 
-def test_alibi_slopes_are_the_authors():
+def test_alibi_slopes_equal_the_published_code():
     np.testing.assert_allclose(ALiBi(num_heads=8).slopes, 2.0 ** -np.arange(1, 9))
     np.testing.assert_allclose(ALiBi(num_heads=6).slopes, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])
     bias = np.asarray(jax.jit(ALiBi(num_heads=2).bias)(positions(3, 9), positions(0, 3, 5)))
     np.testing.assert_allclose(bias[0, 0], [[-3 / 16, 0, -2 / 16], [-9 / 16, -6 / 16, -4 / 16]])
 
 
-def test_t5_buckets_are_the_published_formula():
+def test_t5_buckets_equal_the_published_formula():
     """The formula of the T5 paper's code, in float64: one bucket per small distance, then logarithmic buckets."""
     distances = np.arange(-300, 300, dtype=np.int32)
     buckets = {
@@ -206,7 +206,7 @@ def test_t5_buckets_are_the_published_formula():
 
 
 @pytest.mark.parametrize("scheme", [ALiBi(num_heads=3), T5Bias(num_heads=3), T5Bias(num_heads=3, bidirectional=False)])
-def test_biases_depend_on_distance_alone(scheme):
+def test_biases_depend_only_on_distance(scheme):
     table = None if scheme.table_shape is None else random(*scheme.table_shape)
     bias = jax.jit(scheme.bias)
     near = np.asarray(bias(positions(0, 5), positions(0, 1, 200), table))
@@ -222,7 +222,7 @@ LONGROPE = RotaryScaling(
 DYNAMIC = RotaryScaling(kind="dynamic", factor=3.0, original_length=6)
 
 
-def test_longrope_takes_the_factors_of_the_length():
+def test_longrope_selects_factors_by_length():
     heads = random(2, 9, 1, 6)
     row = np.tile(np.arange(9, dtype=np.int32), (2, 1))
     got = rotated(Rotary(scaling=LONGROPE), heads, row, np.array([6, 7], np.int32))
@@ -299,12 +299,12 @@ def test_padding_does_not_count_for_the_length():
         ({"kind": "dynamic", "attention_factor": 2.0}, r"attention_factor"),
     ],
 )
-def test_scaling_by_length_is_checked(options, words):
+def test_invalid_length_scaling_is_rejected(options, words):
     with pytest.raises(ConfigError, match=words):
         RotaryScaling(factor=2.0, **options)
 
 
-def test_scaling_by_length_fits_the_heads():
+def test_length_scaling_must_fit_the_head_size():
     sizes = {"d_model": 12, "num_heads": 1, "position": RotaryOptions()}
     TransformerConfig(**sizes, **{"position.dim": 6, "position.scaling": LONGROPE})
     with pytest.raises(ConfigError, match="6 short_factors"):
@@ -313,7 +313,7 @@ def test_scaling_by_length_fits_the_heads():
         TransformerConfig(**sizes, **{"position.dim": 2, "position.scaling": DYNAMIC})
 
 
-def test_equal_coordinates_are_one_position():
+def test_equal_coordinates_equal_one_dimensional_positions():
     heads, row = random(2, 5, 3, 8), np.asarray([[0, 1, 2, 3, 4], [3, 9, 9, 1, 7]], np.int32)
     scheme = Rotary(sections=(1, 2, 1))
     plain = rotated(Rotary(), heads, row)
@@ -333,7 +333,7 @@ def test_each_coordinate_rotates_its_section():
         np.testing.assert_array_equal(got[..., ~turned], heads[..., ~turned])
 
 
-def test_sections_with_frequencies_of_their_own_are_heads_of_their_own():
+def test_sections_with_own_frequencies_equal_separate_heads():
     heads, row = random(1, 2, 1, 8), np.asarray([[[4, 7], [2, 5]]], np.int32)
     got = rotated(Rotary(base=10.0, sections=(2, 2), restart_frequencies=True), heads, row)
     rotate = jax.jit(Rotary(base=10.0).rotate)

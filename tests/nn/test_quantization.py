@@ -120,7 +120,7 @@ def is_quantized(dtypes):
 @pytest.mark.default_cases(3)
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_product_of_a_kernel_of_the_layers_is_quantized_and_no_other(kind, scan):
+def test_exactly_the_layer_kernel_multiplications_are_quantized(kind, scan):
     found, intended = traced(kind, Execution(scan=scan, quantization="int8"))
     assert intended
     assert intended <= frozenset().union(*(names for names, _ in found))
@@ -129,7 +129,7 @@ def test_every_product_of_a_kernel_of_the_layers_is_quantized_and_no_other(kind,
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_with_quantized_gradients_each_product_of_the_backward_pass_is_too(kind):
+def test_quantized_gradients_quantize_every_backward_multiplication(kind):
     execution = Execution(quantization="fp8_full")
     forward = [dtypes for _, dtypes in traced(kind, execution)[0] if is_quantized(dtypes)]
     found, intended = traced(kind, execution, differentiate=True)
@@ -139,7 +139,7 @@ def test_with_quantized_gradients_each_product_of_the_backward_pass_is_too(kind)
     assert all(is_quantized(dtypes) for names, dtypes in found if names & intended)
 
 
-def test_paths_select_the_products():
+def test_paths_select_the_quantized_multiplications():
     paths = ("feed_forward/down", "self_attention")
     found, intended = traced("dense", Execution(quantization="int8", quantization_paths=paths))
     chosen = {path for path in intended if "/feed_forward/down/" in path or "/self_attention/" in path}
@@ -156,7 +156,7 @@ class _Dense(nn.Module):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_forward_and_gradients_are_those_of_qwix(name):
+def test_forward_and_gradients_equal_qwix(name):
     # With quantized gradients, qwix reuses the factors of the forward pass, whose scales are along other axes; we round
     # x and W again. Both are within the rounding error of 8 bits.
     scheme = SCHEMES[name]
@@ -184,7 +184,7 @@ def test_forward_and_gradients_are_those_of_qwix(name):
 
 
 @pytest.mark.parametrize(("name", "error"), [("int8", 0.012), ("fp8", 0.05)])
-def test_rounding_changes_a_product_by_little_and_something(name, error):
+def test_quantization_changes_a_product_slightly(name, error):
     x, kernel = normal(64, 4, 16), normal(4, 16, 8, 3, seed=1)
     run = jax.jit(lambda x: linear(x, jnp.asarray(kernel), contract=2, quantization=SCHEMES[name]))
     exact, found = np.tensordot(x, kernel, 2), np.asarray(run(x))
@@ -196,7 +196,7 @@ def test_rounding_changes_a_product_by_little_and_something(name, error):
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_grouped_products_equal_those_of_each_expert(name):
+def test_grouped_multiplications_equal_separate_experts(name):
     scheme = SCHEMES[name]
     x, kernel, dy = normal(3, 5, 8), normal(3, 8, 6, seed=1), normal(3, 5, 6, seed=2)
 
@@ -261,7 +261,7 @@ def test_8_bit_parameters_are_multiplied_by_8_bit_activations():
     assert all(is_quantized(dtypes) for names, dtypes in found if names & kernels)
 
 
-def test_a_product_with_an_8_bit_kernel_is_that_of_the_rounded_factors():
+def test_multiplication_by_an_8_bit_kernel_equals_rounded_factors():
 
     @jax.jit
     def run(x, kernel):
@@ -278,7 +278,7 @@ def test_a_product_with_an_8_bit_kernel_is_that_of_the_rounded_factors():
 
 
 @pytest.mark.parametrize(("name", "error"), [("int8", 1e-6), ("int8_full", 0.012)])
-def test_the_gradient_through_a_frozen_8_bit_kernel(name, error):
+def test_gradients_pass_through_a_frozen_8_bit_kernel(name, error):
     """LoRA trains updates below frozen kernels: their gradients are those of the product with x before rounding."""
 
     @jax.jit
@@ -293,7 +293,7 @@ def test_the_gradient_through_a_frozen_8_bit_kernel(name, error):
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < error  # the rounding to 8 bits, see above
 
 
-def test_bad_options_are_refused(monkeypatch):
+def test_rejects_invalid_options(monkeypatch):
     with pytest.raises(ConfigError, match=r"quantization.*int8.*got 'int9'"):
         Execution(quantization="int9")
     with pytest.raises(ConfigError, match=r"a tuple of strings, got the string 'up'\. Pass \('up',\)\."):

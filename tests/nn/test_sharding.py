@@ -89,7 +89,7 @@ def test_a_state_of_flax_trains_on_the_mesh_of_its_user(state, sizes, rules, exp
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got.opt_state[0].mu, after.opt_state[0].mu)
 
 
-def test_leaves_that_are_no_parameters_are_replicated():
+def test_leaves_that_are_not_parameters_are_replicated():
     devices = mesh(fsdp=4, tensor=2)
     tree = {
         "step": 3,
@@ -140,14 +140,14 @@ def test_rules_place_the_axes_of_parameters(rules, expected):
     assert parameter_spec(KERNEL, (2, 16, 4, 4), sizes, rules) == PartitionSpec(*expected)
 
 
-def test_an_axis_that_does_not_divide_is_whole():
+def test_an_indivisible_axis_is_replicated():
     assert parameter_spec(KERNEL, (2, 16, 3, 4), {"a": 2, "b": 4}, [("heads", "a"), ("embed", "b")]) == PartitionSpec(
         None, "b", None, None
     )
 
 
 @pytest.mark.parametrize("axis_rules", [axis_rules, nn.logical_axis_rules], ids=["ours", "flax"])
-def test_rules_in_force_are_read(axis_rules):
+def test_active_flax_rules_are_used(axis_rules):
     devices, tree = mesh(x=2, y=4), {"output": {"kernel": jax.ShapeDtypeStruct((16, 24), jnp.float32)}}
     with axis_rules([("vocab", "x"), ("batch", "y")]):
         assert specs(state_shardings(tree, devices)) == {"output/kernel": PartitionSpec(None, "x")}
@@ -158,7 +158,7 @@ def test_rules_in_force_are_read(axis_rules):
 
 
 @pytest.mark.parametrize("rules", [{"embed": "fsdp"}, ["embed"], "embed", [("embed", 3)], [("embed", "a", "b")]])
-def test_rules_of_another_form_are_an_error(rules):
+def test_malformed_rules_are_an_error(rules):
     message = r"rules must be pairs of a logical axis and a mesh axis, .* got .* pass tuple\(rules\.items\(\)\)"
     with pytest.raises(ConfigError, match=message):
         parameter_spec(KERNEL, (2, 16, 4, 4), {"a": 2}, rules)

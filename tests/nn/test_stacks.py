@@ -34,7 +34,7 @@ X = jax.device_put(NUMPY_X)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_blocks_are_their_equations(norm):
+def test_blocks_equal_their_equations(norm):
     config = CONFIG.replace(**{"norm.kind": norm})
     inputs = LayerInputs(mask=Mask.causal())
 
@@ -100,7 +100,7 @@ def parts(config, params):
 
 
 @pytest.mark.parametrize("norm_position", EQUATIONS)
-def test_norms_elsewhere_are_their_equations(norm_position):
+def test_other_norm_positions_equal_their_equations(norm_position):
     config = CONFIG.replace(**{"norm.kind": "rms_norm", "norm.position": norm_position})
     block, inputs = BLOCKS[norm_position](config), LayerInputs(mask=Mask.causal())
 
@@ -113,7 +113,7 @@ def test_norms_elsewhere_are_their_equations(norm_position):
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("norm_position", EQUATIONS)
-def test_with_norms_elsewhere_a_cache_changes_nothing(norm_position):
+def test_a_cache_does_not_change_other_norm_positions(norm_position):
     config = CONFIG.replace(**{"norm.position": norm_position}, position=RotaryOptions(), num_layers=1)
     decoder = Decoder(config, cross=norm_position != "parallel")
     context = {} if norm_position == "parallel" else {"context": jax.device_put(NUMPY_X[:, :3] + 1)}
@@ -127,13 +127,13 @@ def test_with_norms_elsewhere_a_cache_changes_nothing(norm_position):
     assert "final_norm" in params["params"]
 
 
-def test_a_parallel_layer_has_no_place_for_cross_attention():
+def test_a_parallel_layer_rejects_cross_attention():
     decoder = Decoder(CONFIG.replace(**{"norm.position": "parallel"}), cross=True)
     with pytest.raises(ConfigError, match=r"'parallel'.*norm.position"):
         jax.eval_shape(lambda: decoder.init(jax.random.key(0), X, X))
 
 
-def test_a_layer_without_its_first_norm_reads_x_as_it_is():
+def test_a_layer_without_its_first_norm_reads_x_unchanged():
     kind = LayerKind(attention_norm=False)
     block = PreNormBlock(CONFIG.replace(**{"norm.kind": "rms_norm"}), kind)
     inputs = LayerInputs(mask=Mask.causal())
@@ -165,7 +165,7 @@ def test_embeddings_are_normalized_after_positions_and_before_dropout():
     np.testing.assert_allclose(*run(random_params(encoder, X)), rtol=1e-4, atol=1e-5)
 
 
-def test_layers_with_a_table_each_read_their_own():
+def test_layers_read_their_own_bias_tables():
     """With equal tables the result is that of one table for the stack; and each table has an effect."""
     t5 = {"position": T5BiasOptions(), "position.buckets": 8, "position.max_distance": 6}
     shared, own = Encoder(CONFIG.replace(**t5)), Encoder(CONFIG.replace(**t5, **{"position.per_layer": True}))
@@ -186,7 +186,7 @@ def test_layers_with_a_table_each_read_their_own():
         assert np.abs(np.asarray(run(changed)) - np.asarray(expected)).max() > 1e-3
 
 
-def test_dropout_is_where_the_paper_puts_it():
+def test_dropout_is_applied_as_in_the_paper():
     """Dropout applies to the output of each sublayer before the sum, and to embeddings plus positions: with a rate
     near 1, the output of a pre-norm stack is almost 0.
     """
@@ -226,7 +226,7 @@ def test_parameter_paths_are_the_layout():
     assert "final_norm" not in params
 
 
-def test_repeated_layers_start_unlike_each_other():
+def test_repeated_layers_are_initialized_differently():
     @jax.jit  # without the other parameters, it compiles in less time
     def initialized():
         params = Decoder(PATTERN).init(jax.random.key(0), X)["params"]
@@ -262,7 +262,7 @@ def test_scan_unroll_and_remat_change_nothing(execution):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), run(execution), run(Execution()))
 
 
-def test_remat_policies_keep_what_they_say():
+def test_remat_policies_store_the_documented_values():
     """Number of matrix multiplications in the backward pass for each policy: all recomputed, or only some."""
 
     def count(remat):
@@ -291,14 +291,14 @@ def test_a_window_limits_its_own_layers():
     np.testing.assert_array_equal(np.abs(jacobian).max((1, 3)) > 0, (distance >= 0) & (distance <= 2))
 
 
-def test_an_encoder_sees_both_ways_and_a_decoder_back():
+def test_an_encoder_is_bidirectional_and_a_decoder_causal():
     for stack, seen in ((Encoder(CONFIG), np.ones((5, 5), bool)), (Decoder(CONFIG), np.tri(5, dtype=bool))):
         jacobian = jacobian_of(stack, random_params(stack, X))
         np.testing.assert_array_equal(np.abs(jacobian).max((1, 3)) > 0, seen)
 
 
 @pytest.mark.parametrize("norm_position", ["pre", "post", "pre_without_residual"])
-def test_without_self_attention_a_position_sees_itself_alone(norm_position):
+def test_without_self_attention_positions_are_independent(norm_position):
     config = CONFIG.replace(**{"norm.position": norm_position, "stack.period": (LayerKind(self_attention=False),)})
     decoder = Decoder(config)
     params = random_params(decoder, X)
@@ -319,7 +319,7 @@ def test_without_residual_a_sublayer_replaces_x():
 
 
 @pytest.mark.slow
-def test_a_layer_without_self_attention_counts_in_its_cache():
+def test_a_cache_counts_tokens_without_self_attention():
     config = PATTERN.replace(**{"stack.prefix": (LayerKind(self_attention=False),)})
     cache = Decoder(config).init_cache(2, 9)
     assert cache["prefix_0"].self_attention.key.shape == (2, 0, 9, 0)
@@ -343,7 +343,7 @@ def test_cross_attention_without_a_context_is_an_error():
         jax.eval_shape(lambda: Decoder(CONFIG, cross=True).init(jax.random.key(0), X))
 
 
-def test_only_layers_of_the_loop_may_be_merged_with_their_recomputation():
+def test_only_scanned_layers_may_merge_with_their_recomputation():
     """XLA would undo remat if no loop separates the two computations (`prevent_cse` of jax.checkpoint)."""
     found = []
 

@@ -25,7 +25,7 @@ def values(shape, dtype, seed=0):
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("rows", [1, 2, 32, 33])
-def test_products_are_those_of_the_numbers(rows, dtype):
+def test_transposed_kernels_give_the_same_products(rows, dtype):
     """Rows of unlike size, one of them zeros."""
     for inputs in (5, 901):
         x = np.random.default_rng(1).normal(size=(rows, inputs)).astype(np.float32) * 10.0 ** np.arange(rows)[:, None]
@@ -46,7 +46,7 @@ def test_integers_have_the_derivative_of_the_product_before_rounding():
 
 
 @pytest.mark.parametrize("num_inputs", [1, 2])
-def test_a_kernel_keeps_its_shape_and_its_numbers(num_inputs):
+def test_a_transposed_kernel_keeps_its_shape_and_values(num_inputs):
     kernel = values((3, 4, 5), jnp.int8)
     outputs = kernel.shape[num_inputs:]
     scale = np.arange(1.0, 1 + np.prod(outputs), dtype=np.float32).reshape((1,) * num_inputs + outputs)
@@ -109,7 +109,7 @@ def test_products_of_bfloat16_have_sums_in_float32(rows):
     assert [slope.dtype for slope in slopes] == [jnp.bfloat16] * 2
 
 
-def test_kernels_of_bfloat16_stay_if_they_are_multiplied_directly(monkeypatch):
+def test_directly_multiplied_bfloat16_kernels_are_not_transposed(monkeypatch):
     model, params = build(dtype="bfloat16", **{"parameters.dtype": "bfloat16"})
     monkeypatch.setattr(generate_layers, "multiplies_bfloat16", lambda: True)
     assert not converted(kept(model, params))
@@ -121,7 +121,7 @@ def test_kernels_of_bfloat16_stay_if_they_are_multiplied_directly(monkeypatch):
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.usefixtures("converts_bfloat16")
-def test_texts_are_the_likeliest_of_the_weights(tie, bits, monkeypatch):
+def test_greedy_text_is_unchanged_by_transposed_kernels(tie, bits, monkeypatch):
     """Decoding reads the small weights; each token has the best logit of a whole pass, up to rounding."""
     fields = {"dtype": "bfloat16", "parameters.dtype": "bfloat16"} if bits == 16 else {}
     model, params = build(**{"embedding.tie": tie}, **fields)
@@ -153,12 +153,12 @@ def converted(params):
     return {jax.tree_util.keystr(path[-2:]) for path, leaf in leaves if isinstance(leaf, Transposed | Widened)}
 
 
-def test_kernels_of_float32_stay():
+def test_float32_kernels_are_not_transposed():
     assert not converted(kept(*build()))
 
 
 @pytest.mark.usefixtures("converts_bfloat16")
-def test_latent_attention_keeps_the_kernels_that_it_multiplies_in_another_order():
+def test_latent_attention_keeps_kernels_multiplied_in_a_different_order():
     latent = MLA(kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3)
     parts = kept(*build(**{"parameters.dtype": "bfloat16", "attention.mla": latent}, dtype="bfloat16"))
     names = {"query", "latent", "rotary_key", "out", "up", "down"}

@@ -80,7 +80,7 @@ def flops(program):
 
 @pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "no set_mesh"])
 @pytest.mark.parametrize("names", NAMES, ids="-".join)
-def test_no_collective_that_flax_does_not_need(names, is_set):
+def test_uses_no_collective_that_flax_does_not_use(names, is_set):
     mesh = make(names)
     params, x = by_heads(mesh)
     theirs, ours = (compiled(one, params, x, mesh if is_set else None) for one in (FLAX, OURS))
@@ -111,7 +111,7 @@ def test_a_data_parallel_step_computes_each_row_once(names):
 @pytest.mark.default_cases(1)
 @needs_explicit
 @pytest.mark.parametrize("names", NAMES, ids="-".join)
-def test_explicit_axes_cost_the_same_and_give_the_same(names):
+def test_explicit_axes_have_equal_cost_and_results(names):
     auto, explicit = make(names), make(names, AxisType.Explicit)
     theirs = compiled(FLAX, *by_heads(auto))
     params, x = by_heads(explicit)
@@ -188,21 +188,21 @@ def test_the_embedding_looks_up_with_explicit_axes():
 
 
 @needs_explicit
-def test_explicit_axes_of_a_mesh_that_is_not_set_say_what_to_do():
+def test_explicit_axes_without_a_set_mesh_are_an_error_with_a_remedy():
     params, x = by_heads(make(("data", "tensor"), AxisType.Explicit))
     with pytest.raises(ValueError, match=r"tensor.*`with jax\.set_mesh\(mesh\):`.*AxisType\.Auto"):
         jax.eval_shape(lambda x: OURS.apply({"params": params}, x), x)
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 9), reason="Explicit axes are supported")
-def test_explicit_axes_on_an_old_jax_say_what_to_do():
+def test_explicit_axes_on_an_old_jax_are_an_error_with_a_remedy():
     mesh = make(("data",), AxisType.Explicit, (8,))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"AxisType\.Auto"):
         OURS.apply({"params": PARAMS}, put(X, mesh, "data"))
 
 
 class TestRules:
-    def test_names_of_ours_go_where_the_rules_say(self):
+    def test_our_axis_names_follow_the_rules(self):
         x = np.ones((ROWS, LENGTH, 4, 2), np.float32)
         mesh = make(("dp", "tp"))
 
@@ -219,11 +219,11 @@ class TestRules:
                 assert jax.jit(lambda x: place(x))(x).sharding.spec == PartitionSpec(("dp", "tp"))
             assert mesh_axes("batch") == ()
 
-    def test_the_first_rule_counts_whose_axes_the_mesh_has(self):
+    def test_the_first_rule_with_axes_of_the_mesh_wins(self):
         with jax.set_mesh(make(("dp", "tp"))), axis_rules([("batch", ("pod", "dp")), ("batch", "dp")]):
             assert mesh_axes("batch") == ("dp",)
 
-    def test_none_replicates_and_no_rule_leaves_the_axis_alone(self):
+    def test_none_replicates_and_a_missing_rule_changes_nothing(self):
         mesh = make(("dp", "tp"))
         x = put(np.ones((8, 6), np.float32), mesh, "dp", "tp")
         with jax.set_mesh(mesh):
@@ -233,25 +233,25 @@ class TestRules:
                 assert jax.jit(lambda x: constrain(x, "batch", "embed"))(x).sharding.spec == PartitionSpec("dp", "tp")
             assert jax.jit(lambda x: constrain(x, "batch", "embed"))(x).sharding.spec == PartitionSpec("dp", "tp")
 
-    def test_rules_for_parameters_may_stand_in_the_same_list(self):
+    def test_parameter_rules_may_share_the_list(self):
         with jax.set_mesh(make(("dp", "tp"))), axis_rules([("layers", None), ("batch", "dp"), ("embed", "dp")]):
             placed = jax.jit(lambda x: constrain(x, "batch", "embed"))(np.ones((8, 8), np.float32))
             assert placed.sharding.spec == PartitionSpec("dp")
 
-    def test_a_name_that_is_not_ours_is_refused(self):
+    def test_rejects_an_unknown_axis_name(self):
         with (
             pytest.raises(ValueError, match="'mlp'"),
             axis_rules([("mlp", "tp")]),
         ):
             pass
 
-    def test_a_mesh_axis_is_used_once_an_array(self):
+    def test_a_mesh_axis_is_used_once_per_array(self):
         with jax.set_mesh(make(("dp", "tp"))), axis_rules([("batch", "dp"), ("length", "dp")]):
             placed = jax.jit(lambda x: constrain(x, "batch", "length"))(np.ones((8, 8), np.float32))
             assert placed.sharding.spec == PartitionSpec("dp")
 
 
-def test_a_kernel_that_no_compiler_splits_needs_to_know_the_axes():
+def test_a_kernel_without_automatic_sharding_needs_the_axes():
     """Each device would run splash on all rows; auto selects a kernel that the compiler can partition."""
     request = attention_spec(2048)
     with jax.set_mesh(make(("dp", "tp"))):
@@ -261,7 +261,7 @@ def test_a_kernel_that_no_compiler_splits_needs_to_know_the_axes():
             assert choose("splash", request) == "splash"
 
 
-def test_splash_is_not_chosen_where_arrays_may_be_split_unknown_to_us(monkeypatch):
+def test_splash_is_not_chosen_if_the_sharding_is_unknown(monkeypatch):
     """jax.jit of sharded arrays without a mesh set: the compiler can't partition a Pallas kernel."""
     monkeypatch.setattr(transformer.nn.kernels, "platform", lambda: "tpu")
     request = attention_spec(2048)
@@ -275,7 +275,7 @@ def test_splash_is_not_chosen_where_arrays_may_be_split_unknown_to_us(monkeypatc
 
 
 @pytest.mark.parametrize("kernel", ["ring", "all_gather_kv"])
-def test_a_length_split_over_axes_of_any_name(kernel):
+def test_supports_a_length_sharded_over_axes_of_any_name(kernel):
     query, key, value = np.random.default_rng(0).normal(size=(3, 2, 16, 2, 4)).astype(np.float32)
     mask = transformer.Mask.causal()
 

@@ -90,7 +90,7 @@ def test_chunked_without_extras_and_in_bfloat16():
     np.testing.assert_allclose(numbers(got), expected, atol=0.03)
 
 
-def test_a_row_that_may_attend_nothing_gives_zeros_and_no_gradient():
+def test_a_fully_masked_row_gives_zeros_and_no_gradient():
     mask = Mask.lengths(ints([S, 0]))
     for kernel in (reference_attention, blockwise_attention):
 
@@ -117,7 +117,7 @@ def test_a_row_that_may_attend_nothing_gives_zeros_and_no_gradient():
     ],
     ids=["causal", "window", "lengths", "segments", "array"],
 )
-def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
+def test_fully_masked_blocks_are_not_computed(mask, hidden):
     """NaN times a weight of zero is NaN, so NaN values in a block would appear if the block were computed."""
     query, key, value = (np.asarray(normal(0, 2, length, 1, 4)) for length in (8, 24, 24))
     poisoned = value.copy()
@@ -134,7 +134,7 @@ def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
     jax.tree.map(np.testing.assert_array_equal, blockwise(query, key, poisoned), blockwise(query, key, value))
 
 
-def test_chunked_program_and_memory_do_not_grow_with_the_scores():
+def test_blockwise_memory_does_not_grow_with_the_attention_matrix():
     def compiled(kernel, length):
         shapes = [jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)] * 3
 
@@ -152,7 +152,7 @@ def test_chunked_program_and_memory_do_not_grow_with_the_scores():
 
 
 @pytest.mark.parametrize(("kernel", "options"), [(reference_attention, {}), (blockwise_attention, {"block": 8})])
-def test_dropout_drops_its_share_and_its_gradient_fits(kernel, options):
+def test_dropout_has_its_rate_and_a_matching_gradient(kernel, options):
     def run(query, key):
         extras = PLAIN | {"dropout_rate": 0.25, "dropout_key": key}
         return kernel(query, KEY, VALUE, AttentionSpec(mask=Mask.causal(), **extras), **options)[0]
@@ -183,7 +183,7 @@ def test_dropout_drops_its_share_and_its_gradient_fits(kernel, options):
 @pytest.mark.parametrize("num_keys", [4, 11])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("size", "make"), [(11, Mask.window), (3, Mask.window), (3, Mask.chunks)])
-def test_a_chunk_of_queries_gets_the_keys_that_it_may_attend_to(num_keys, causal, size, make):
+def test_a_query_chunk_reads_only_keys_within_its_mask(num_keys, causal, size, make):
     """Exactly these keys, or the last one if there are none, so that no part of the scores is computed in vain."""
     mask = dataclasses.replace(make(size), is_causal=causal)
     queries, keys = np.arange(11)[:, None], np.arange(num_keys)
@@ -196,7 +196,7 @@ def test_a_chunk_of_queries_gets_the_keys_that_it_may_attend_to(num_keys, causal
             assert _query_chunked._key_range(mask, start, stop, num_keys) == expected, (start, stop)
 
 
-def test_the_choice_is_by_length_and_demand():
+def test_auto_chooses_by_length_and_features():
     def request(queries, keys, weights=False):
         return attention_spec(queries, keys, weights)
 
@@ -208,7 +208,7 @@ def test_the_choice_is_by_length_and_demand():
     assert choose("blockwise", request(2, 2)) == "blockwise"
 
 
-def test_what_auto_takes_is_logged_once_for_each_size(caplog):
+def test_the_automatic_choice_is_logged_once_per_size(caplog):
     caplog.set_level(logging.INFO, "transformer.nn.kernels")
     for length in (331, 331, 337):
         for implementation in ("auto", "blockwise"):
@@ -216,7 +216,7 @@ def test_what_auto_takes_is_logged_once_for_each_size(caplog):
     assert caplog.messages == [f"{n} x 4001 scores per head on cpu: auto selects blockwise" for n in (331, 337)]
 
 
-def test_a_gpu_takes_its_fused_kernel_where_it_serves(monkeypatch):
+def test_auto_uses_the_fused_kernel_on_a_gpu_where_supported(monkeypatch):
     for module in ("transformer.nn.kernels", "transformer.nn.kernels._cudnn", "transformer.nn.kernels._splash"):
         monkeypatch.setattr(f"{module}.platform", lambda: "gpu")
 
@@ -229,13 +229,13 @@ def test_a_gpu_takes_its_fused_kernel_where_it_serves(monkeypatch):
     assert chosen(4096, has_segments=True) == "blockwise"
 
 
-def test_a_cpu_can_not_run_cudnn():
+def test_a_cpu_cannot_run_cudnn():
     request = attention_spec(8, dtype=jnp.bfloat16)
     with pytest.raises(ConfigError, match=r"NVIDIA GPUs.*query_chunked"):
         choose("cudnn", request)
 
 
-def test_a_kernel_that_can_not_serve_says_which_can():
+def test_an_unsupported_kernel_names_supported_ones():
     with pytest.raises(ConfigError, match=r"blockwise .* can't return attention weights: .* Use reference, or auto"):
         choose("blockwise", attention_spec(2, return_weights=True))
     with pytest.raises(
@@ -311,7 +311,7 @@ def attend(kernel, asked):
 expected = functools.cache(functools.partial(attend, "reference"))
 
 
-def test_the_documented_table_has_a_cell_for_all_that_is_tested():
+def test_the_documented_table_has_a_cell_for_every_tested_feature():
     kernels = ALL_KERNELS.keys() - PAGED_KERNELS
     assert documented_cells().keys() == {(asked, kernel) for asked in ASKED for kernel in kernels}
     assert all(serves for (_, kernel), serves in documented_cells().items() if kernel == "reference")
@@ -320,7 +320,7 @@ def test_the_documented_table_has_a_cell_for_all_that_is_tested():
 @pytest.mark.default_cases(13)
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kernel", [name for name in ALL_KERNELS if name != "reference" and name not in PAGED_KERNELS])
-def test_each_kernel_does_what_the_documented_table_says(kernel, asked, monkeypatch):
+def test_each_kernel_matches_the_documented_table(kernel, asked, monkeypatch):
     if kernel == "cudnn" and jax.default_backend() != "gpu":  # the same call, computed by XLA
         monkeypatch.setattr("transformer.nn.kernels._cudnn.LIBRARY", "xla")
         if asked == "float16":

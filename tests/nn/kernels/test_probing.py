@@ -66,7 +66,7 @@ def test_auto_warns_once_and_chooses_a_kernel_that_compiles(on, rejected):
     assert len(rejected) == 1  # compiled once for two calls
 
 
-def test_each_dtype_is_compiled_for_itself(rejected):
+def test_each_dtype_is_compiled_separately(rejected):
     dtypes = jnp.bfloat16, jnp.float32, jnp.bfloat16
     with computing_on("tpu", "TPU v5 lite"), pytest.warns(UserWarning, match="splash"):
         assert {choose("auto", request(dtype=dtype)) for dtype in dtypes} == {"blockwise"}
@@ -74,7 +74,7 @@ def test_each_dtype_is_compiled_for_itself(rejected):
 
 
 @pytest.mark.parametrize("on", PLATFORMS)
-def test_a_given_name_is_an_error_that_names_others(on, rejected):
+def test_a_named_kernel_that_fails_is_an_error_with_alternatives(on, rejected):
     name, kind, _ = PLATFORMS[on]
     with computing_on(on, kind), pytest.raises(ConfigError, match=re.escape(ERROR)) as found:
         choose(name, request())
@@ -86,7 +86,7 @@ def test_a_given_name_is_an_error_that_names_others(on, rejected):
         assert re.search(r'run pip install "libtpu==[\d.*]+", which this JAX was released with, and restart', message)
 
 
-def test_what_a_kernel_can_not_do_is_an_error_without_compiling(rejected):
+def test_unsupported_features_are_errors_without_compiling(rejected):
     with computing_on("tpu", "TPU v5 lite"), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose("auto", request(has_bias=True)) == "blockwise"
@@ -96,20 +96,20 @@ def test_what_a_kernel_can_not_do_is_an_error_without_compiling(rejected):
     assert rejected == []
 
 
-def test_a_device_of_this_process_is_preferred_to_that_of_the_mesh():
+def test_a_local_device_is_preferred_to_a_remote_mesh_device():
     mesh = Mesh(np.array(jax.devices()[2:4]), ("data",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
         assert probing._device() is jax.local_devices()[0]
 
 
-def test_without_a_device_to_compile_for_nothing_is_rejected(monkeypatch):
+def test_without_a_device_no_kernel_is_rejected(monkeypatch):
     monkeypatch.setattr(probing, "_compile", lambda *_: pytest.fail("compiled for a device that does not exist"))
     with computing_on("tpu", "TPU that does not exist"):
         assert choose("auto", request()) == "splash"
 
 
 @pytest.mark.parametrize("example", [splash._example, cudnn._example], ids=["splash", "cudnn"])
-def test_the_examples_compile_and_a_broken_kernel_does_not(example, monkeypatch):
+def test_probe_examples_compile_and_a_broken_kernel_fails(example, monkeypatch):
     """On CPU splash runs in interpret mode and cuDNN's call is computed by XLA: the same code up to the compiler."""
     monkeypatch.setattr(cudnn, "LIBRARY", "xla")
     module = splash if example is splash._example else cudnn
@@ -119,7 +119,7 @@ def test_the_examples_compile_and_a_broken_kernel_does_not(example, monkeypatch)
     assert "has no attribute 'nothing'" in probing.compiler_error(renamed, jnp.float32, "cpu")
 
 
-def test_a_probe_does_not_see_the_trace_and_the_mesh_of_its_caller():
+def test_a_probe_ignores_the_trace_and_mesh_of_its_caller():
     seen = []
 
     def example(dtype):
@@ -136,7 +136,7 @@ def test_a_probe_does_not_see_the_trace_and_the_mesh_of_its_caller():
     assert seen == [{"data": 1}]
 
 
-def test_versions_are_those_that_are_installed():
+def test_reports_installed_versions():
     assert probing.library_version("jax") == f"jax {jax.__version__}"
     assert probing.library_version("no-such-package") == "no-such-package"
     assert re.fullmatch(r"libtpu==\d[\d.*]+", probing.matching_libtpu())
@@ -152,7 +152,7 @@ class TestCompiler:
         [("v5e:2x2", jnp.bfloat16, True), ("v5e:2x2", jnp.float32, True), ("v3:2x2", jnp.bfloat16, False)],
         ids=["v5e-bfloat16", "v5e-float32", "v3-bfloat16"],
     )
-    def test_it_is_asked_for_devices_that_are_not_here(self, topology, dtype, accepted):
+    def test_a_probe_compiles_for_absent_devices(self, topology, dtype, accepted):
         """The kernel compiler supports no bfloat16 matrix multiplication on v3, so splash must not be chosen there."""
         devices = topology_devices(parse_topology(topology))
         answers = []

@@ -207,5 +207,5 @@ def test_splash_equals_the_reference(call):
 
 
 @often(0, 10, calls("cudnn"))
-def test_the_call_of_cudnn_equals_the_reference(call):
+def test_the_cudnn_call_equals_the_reference(call):
     check(call)

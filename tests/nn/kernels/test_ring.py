@@ -83,7 +83,7 @@ def test_ring_equals_reference_in_values_and_gradients(case):
             assert_close(ring(mask), expected)
 
 
-def test_heads_that_do_not_divide_stay_whole():
+def test_indivisible_heads_are_replicated():
     """Three key heads or one batch row can't be split over two devices: all compute them, and gradients count once.
 
     The mask is not causal, so that each device computes the chunks that it stores.
@@ -101,7 +101,7 @@ def test_heads_that_do_not_divide_stay_whole():
         assert_close(run(ring_attention), expected)
 
 
-def test_bfloat16_with_a_row_that_sees_nothing():
+def test_bfloat16_with_a_fully_masked_row():
     half = [np.asarray(x).astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
     mask = Mask.causal() & Mask.lengths(ints([T, 0]))
     expected = value_and_grads(reference_attention, sinks=None)(mask)
@@ -117,7 +117,7 @@ def test_bfloat16_with_a_row_that_sees_nothing():
 
 
 @pytest.mark.parametrize(("mask", "each"), [(Mask.causal(), 9), (Mask(), 16), (Mask.causal() & Mask.window(2), 4)])
-def test_every_device_computes_as_many_pairs_of_chunks(mask, each, monkeypatch):
+def test_every_device_computes_equally_many_chunk_pairs(mask, each, monkeypatch):
     """Count at run time. With contiguous chunks, a causal mask would give the four devices 3, 7, 11 and 15 pairs."""
     counts = collections.Counter()
     forward = blockwise.forward
@@ -157,7 +157,7 @@ def collectives(compiled):
     )
 
 
-def test_nothing_is_gathered_and_memory_is_that_of_a_part():
+def test_the_ring_gathers_nothing_and_holds_only_its_shard():
     two, eight = compiled_gradient("ring", 32_768, 2), compiled_gradient("auto", 32_768, 8)
     for compiled in (two, eight):
         assert collectives(compiled).keys() == {"collective-permute"}
@@ -165,7 +165,7 @@ def test_nothing_is_gathered_and_memory_is_that_of_a_part():
     assert sizes[1] < 0.35 * sizes[0]
 
 
-def test_attention_with_rotary_positions_leaves_the_length_split():
+def test_rotary_attention_keeps_the_length_sharded():
     x = np.asarray(normal(5, B, 16, 12))
     attention = MultiHeadAttention(num_heads=4, num_kv_heads=2, head_dim=6, position=Rotary())
     params = random_params(attention, x)
@@ -229,7 +229,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_ring_can_not_do_says_who_can(case):
+def test_unsupported_ring_features_name_supported_kernels(case):
     asked, message = REFUSED[case]
     whole = ["query_chunked"] if asked.shapes.length_shards == 1 else []
     able = ["reference"] if asked.return_weights else ["reference", *whole, "blockwise"]
@@ -247,13 +247,13 @@ GATHERED_REFUSED = {
 
 
 @pytest.mark.parametrize("case", GATHERED_REFUSED)
-def test_what_gathered_attention_can_not_do_says_who_can(case):
+def test_unsupported_all_gather_features_name_supported_kernels(case):
     asked, message = GATHERED_REFUSED[case]
     with pytest.raises(ConfigError, match=rf"all_gather_kv.*{message}.*\."):
         choose("all_gather_kv", asked)
 
 
-def test_auto_takes_the_ring_where_the_length_is_split():
+def test_auto_uses_the_ring_if_the_length_is_sharded():
     assert choose("auto", request()) == "ring"
     assert choose("ring", request()) == "ring"
     assert choose("blockwise", request()) == "blockwise"
@@ -278,7 +278,7 @@ FACTS = {
 
 
 @pytest.mark.parametrize("fact", FACTS)
-def test_attention_tells_the_choice_what_is_asked(fact):
+def test_attention_passes_the_requested_features_to_the_choice(fact):
     arguments = {"query": QUERY, "key": KEY, "value": VALUE} | FACTS[fact]
     if fact == "dropout":
         arguments["dropout_key"] = jax.random.key(0)
@@ -301,7 +301,7 @@ GATHERED = {
 
 
 @pytest.mark.parametrize("case", GATHERED)
-def test_gathered_equals_reference_in_values_and_gradients(case):
+def test_all_gather_kv_equals_reference_in_values_and_gradients(case):
     key, value, mask = GATHERED[case]
 
     def run(implementation):
@@ -318,7 +318,7 @@ def test_gathered_equals_reference_in_values_and_gradients(case):
         assert_close(run("all_gather_kv"), expected)
 
 
-def test_gathered_attention_gathers_keys_and_values_alone_and_memory_is_linear():
+def test_all_gather_kv_gathers_only_keys_and_values_with_linear_memory():
     def bias(queries, keys):
         return -0.1 * (queries[:, None] - keys[None, :])
 
@@ -328,7 +328,7 @@ def test_gathered_attention_gathers_keys_and_values_alone_and_memory_is_linear()
     assert sizes[1] < 2.2 * sizes[0]
 
 
-def test_gathered_attention_drops_its_share_elsewhere_on_each_device():
+def test_all_gather_kv_dropout_differs_on_each_device():
     @jax.jit
     def run(query, key, ones):
         options = {"dropout_rate": 0.25, "dropout_key": jax.random.key(0), "implementation": "all_gather_kv"}
@@ -342,7 +342,7 @@ def test_gathered_attention_drops_its_share_elsewhere_on_each_device():
 
 
 class TestMapped:
-    def test_each_device_sees_its_part(self):
+    def test_each_device_receives_its_shard(self):
         x = np.arange(24, dtype=np.float32).reshape(4, 6)
 
         def double(x, scale):
@@ -354,7 +354,7 @@ class TestMapped:
             run = jax.jit(shard_map(double, [("batch", "length"), ("length",)], ("batch", "length")))
             np.testing.assert_array_equal(run(x, np.full(6, 2, np.float32)), 2 * x)
 
-    def test_a_name_that_does_not_divide_everywhere_splits_nowhere(self):
+    def test_an_axis_that_does_not_divide_every_array_is_not_sharded(self):
         def shapes(x, y):
             assert (x.shape, y.shape) == ((2, 6), (5,))
             return x
@@ -364,7 +364,7 @@ class TestMapped:
                 np.ones((4, 6), np.float32), np.ones(5, np.float32)
             )
 
-    def test_without_a_mesh_it_is_the_function(self):
+    def test_without_a_mesh_shard_map_is_the_plain_function(self):
         def whole(x):
             assert x.shape == (4, 6)
             return x

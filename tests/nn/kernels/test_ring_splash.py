@@ -80,7 +80,7 @@ def test_several_blocks_per_chunk_equal_reference_in_values_and_gradients(case, 
 
 
 @pytest.mark.slow
-def test_bfloat16_with_a_row_that_sees_nothing():
+def test_bfloat16_with_a_fully_masked_row():
     given, mask = arrays(512), Mask.causal() & Mask.lengths(ints([512, 0]))
     expected = value_and_grads(reference_attention, [*given[:3], None], mask, None)
     half = [*arrays(512, jnp.bfloat16)[:3], None]
@@ -97,7 +97,7 @@ def spec(mask, length=512, **sizes):
     return AttentionSpec(mask=mask, shapes=shapes)
 
 
-def test_hidden_blocks_are_not_computed(monkeypatch):
+def test_masked_blocks_are_not_computed(monkeypatch):
     """NaN times a weight of zero is NaN, so NaN values in a block would appear if the block were computed."""
     blocks = dict.fromkeys(("forward", "backward_keys", "backward_queries"), (128, 128))
     monkeypatch.setattr(splash, "SMALL_BLOCKS", splash.SplashBlocks(**blocks))
@@ -178,7 +178,7 @@ def test_splash_computes_the_pairs_on_a_tpu_if_the_sizes_allow():
     assert kind(spec(causal)) == "BlockwisePairs"
 
 
-def test_another_library_is_not_called(monkeypatch):
+def test_no_external_library_is_called(monkeypatch):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
 
     monkeypatch.setattr(library, "_splash_attention_bwd_dq", lambda q, k, v: q)
@@ -207,7 +207,7 @@ class TestCompiler:
         recipe = change(tiny_recipe(model=sizes), parallel=parallel, execution=execution)
         return dataclasses.replace(recipe, data=TextFile(path="t.txt", sequence_length=length, batch_size=4))
 
-    def test_a_train_step(self, devices):
+    def test_a_train_step_runs(self, devices):
         recipe = self.recipe(2048)
         plan = make_plan(recipe, parse_topology("v5e:2x2"), devices)
         assert plan.fits
@@ -215,17 +215,17 @@ class TestCompiler:
         assert plan.computed_flops >= plan.flops.total
         assert splash_kernels(recipe, devices) == {"fwd": 1, "dq": 1, "dkv": 1}
 
-    def test_a_length_without_whole_blocks_takes_the_blockwise_kernel(self, devices):
+    def test_a_length_without_whole_blocks_uses_the_blockwise_kernel(self, devices):
         recipe = self.recipe(1920)
         assert "tpu_custom_call" not in MeshPlacement(recipe, devices).lower(batch_shapes(recipe)).as_text()
 
     @pytest.mark.parametrize(("remat", "kernels"), [("none", 3), ("full", 4), ("dots", 3), ("names", 3)])
-    def test_the_forward_ring_runs_again_only_if_all_is_recomputed(self, devices, remat, kernels):
+    def test_the_forward_ring_reruns_only_with_full_rematerialization(self, devices, remat, kernels):
         recipe = self.recipe(1024, remat=remat)
         assert compiled_kernels(recipe, devices) == kernels
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
-    def test_the_largest_heads_with_all_that_is_served(self, devices, dtype):
+    def test_supports_the_largest_heads_with_all_features(self, devices, dtype):
         shapes = (2, 4096, 4, 256), (2, 4096, 2, 256), (2, 4096, 2, 256)
         shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
         mask = Mask.causal() & Mask.window(700) & Mask.lengths(ints([9, 0])) & segments(4096, 3)

@@ -72,7 +72,7 @@ def third_segments(length, other=None):
     ],
     ids=["two blocks of each", "more queries", "more keys", "nothing to see", "chunks", "chunks and a window"],
 )
-def test_lengths_that_are_no_multiple_of_a_block(queries, keys, mask):
+def test_supports_lengths_that_are_not_multiples_of_a_block(queries, keys, mask):
     given = arrays(1, queries, keys, 2, 1)
     assert_close(
         value_and_grads(splash_attention, given, mask, 3.0), value_and_grads(reference_attention, given, mask, 3.0)
@@ -86,7 +86,7 @@ def sizes_of(blocks, axis):
     return [sizes[axis] for sizes in (blocks.forward, blocks.backward_keys, blocks.backward_queries)]
 
 
-def test_blocks_are_alike_and_little_is_filled_up():
+def test_blocks_have_equal_size_and_little_padding():
     for length in range(1, 5000, 7):
         blocks = LIMITS.fitted(length, length)
         for axis, unit in enumerate(blocks.padding_units()):
@@ -119,14 +119,14 @@ def test_segment_ids_hide_keys_behind_the_end_of_a_row():
     np.testing.assert_array_equal(queries[:, :, None] == keys[:, None, :], np.repeat(seen[:, None], 4, axis=1))
 
 
-def test_blocks_that_are_no_multiple_of_the_lanes_are_refused():
+def test_rejects_blocks_that_are_not_multiples_of_the_lanes():
     with pytest.raises(ConfigError, match=r"128.*got forward=\(512.*300\).*256.*384.*300"):
         splash.SplashBlocks(forward=(512, 300))
     with pytest.raises(ConfigError, match=r"got backward_keys=\(0.*512\).*128.*0"):
         splash.SplashBlocks(backward_keys=(0, 512))
 
 
-def test_each_chip_has_its_blocks():
+def test_each_chip_has_its_own_block_sizes():
     for kind, blocks in splash.BLOCKS.items():
         assert kind in DEVICE_KINDS
         with computing_on("tpu", kind):
@@ -137,7 +137,7 @@ def test_each_chip_has_its_blocks():
     assert splash.block_limits(128, jnp.bfloat16) == splash.SMALL_BLOCKS
 
 
-def test_given_blocks_change_no_result():
+def test_block_sizes_do_not_change_results():
     given, mask = arrays(1, 300, 400, 2, 1), Mask.causal()
     blocks = splash.SplashBlocks(forward=(128, 256), backward_keys=(256, 128), backward_queries=(384, 128))
     run = functools.partial(splash_attention, blocks=blocks)
@@ -164,7 +164,7 @@ def test_over_a_mesh_equals_reference_in_values_and_gradients(case):
         assert_close(value_and_grads(splash_attention, given, mask), expected)
 
 
-def test_key_heads_that_do_not_divide_leave_query_heads_split(monkeypatch):
+def test_indivisible_key_heads_keep_query_heads_sharded(monkeypatch):
     """Six query heads over two devices: each device has three, and each of these gets a separate key head."""
     seen = []
 
@@ -179,7 +179,7 @@ def test_key_heads_that_do_not_divide_leave_query_heads_split(monkeypatch):
     assert seen == [(1, 128, 3, 1, 5)]
 
 
-def test_rows_and_heads_stay_where_they_are():
+def test_rows_and_heads_stay_on_their_devices():
     """No communication between devices: without the mesh the compiled program would gather all arrays."""
     split = mesh(data=2, tensor=2)
     place = NamedSharding(split, PartitionSpec("data", None, "tensor"))
@@ -198,7 +198,7 @@ def test_rows_and_heads_stay_where_they_are():
     [(Mask.causal(), slice(512, None)), (Mask.window(200), slice(1024, None))],
     ids=["causal", "window"],
 )
-def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
+def test_fully_masked_blocks_are_not_computed(mask, hidden):
     """NaN times a weight of zero is NaN, so NaN values in a block would appear if the block were computed."""
     query, key, value = arrays(1, 512, 1536, 1, 1)
     poisoned = np.array(value)
@@ -212,7 +212,7 @@ def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
     np.testing.assert_array_equal(splash_program(poisoned), splash_program(value))
 
 
-def test_bfloat16_with_a_row_that_sees_nothing():
+def test_bfloat16_with_a_fully_masked_row():
     given = arrays(2, 130, 130, 4, 2)
     mask = Mask.causal() & Mask.lengths(ints([130, 0]))
     expected, expected_grads = value_and_grads(reference_attention, given, mask)
@@ -225,7 +225,7 @@ def test_bfloat16_with_a_row_that_sees_nothing():
 
 
 @pytest.mark.slow
-def test_a_whole_model_is_the_same():
+def test_a_whole_model_equals_the_reference():
     """Packed rows, layers with and without a window, scan and rematerialization, over rows and heads."""
     period = (LayerKind(), LayerKind(window=5))
     sizes = {
@@ -275,7 +275,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_splash_can_not_do_says_who_can(case):
+def test_unsupported_splash_features_name_supported_kernels(case):
     asked, message = REFUSED[case]
     with pytest.raises(ConfigError, match=rf"{message}.*,"):
         choose("splash", asked)
@@ -284,13 +284,13 @@ def test_what_splash_can_not_do_says_who_can(case):
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(257, 8), (8, 257)])
-def test_the_larger_head_size_decides(head_dim, value_dim):
+def test_the_larger_head_size_determines_the_blocks(head_dim, value_dim):
     query, value = (put(np.zeros((1, 3, 1, size), np.float32)) for size in (head_dim, value_dim))
     with pytest.raises(ConfigError, match="use a head size of 257"):
         dot_product_attention(query, query, value, implementation="splash")
 
 
-def test_a_length_left_open_is_refused(monkeypatch):
+def test_rejects_a_symbolic_length(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it has no type for symbolic lengths
     (length,) = jax.export.symbolic_shape("length")
     with pytest.raises(ConfigError, match=r"splash .* can't handle a symbolic length: .* Use reference"):
@@ -303,7 +303,7 @@ def computing_on(platform, kind=None):
     )
 
 
-def test_auto_takes_splash_on_a_tpu_alone():
+def test_auto_uses_splash_only_on_a_tpu():
     with computing_on("tpu"):
         assert choose("auto", request(2048)) == "splash"
         assert choose("auto", request(1500, 2048, dtype=jnp.bfloat16)) == "splash"
@@ -353,18 +353,18 @@ class TestCompiler:
         return topology_devices(parse_topology("v5e:2x2"))
 
     @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"fsdp": 2, "context": 2}], ids=["tensor", "context"])
-    def test_a_train_step(self, devices, parallel):
+    def test_a_train_step_runs(self, devices, parallel):
         recipe = tiny(256, execution={"attention": "splash"}, parallel={"devices": None} | parallel)
         plan = make_plan(recipe, parse_topology("v5e:2x2"), devices)
         assert plan.fits
         assert splash_kernels(recipe, devices) == {"fwd": 1, "dq": 1, "dkv": 1}
 
-    def test_auto_is_splash(self, devices):
+    def test_auto_selects_splash(self, devices):
         recipe = tiny(2048, parallel={"devices": None})
         assert splash_kernels(recipe, devices) == {"fwd": 1, "dq": 1, "dkv": 1}
 
     @pytest.mark.parametrize(("remat", "kernels"), [("none", 3), ("full", 4), ("dots", 3), ("names", 3)])
-    def test_the_forward_kernel_runs_again_only_if_all_is_recomputed(self, devices, remat, kernels):
+    def test_the_forward_kernel_reruns_only_with_full_rematerialization(self, devices, remat, kernels):
         """Per layer of the loop: the forward kernel and the kernels of dQ and of dK and dV, and one more if repeated.
 
         Counted in the compiled program: the traced one still contains the repeated kernel, whose results nobody uses.
@@ -374,7 +374,7 @@ class TestCompiler:
 
     @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
     @pytest.mark.parametrize(("dtype", "size"), [(jnp.float32, 128), (jnp.bfloat16, 256)], ids=str)
-    def test_many_rows_with_large_blocks(self, tpu_compiler, topology, dtype, size):
+    def test_supports_many_rows_with_large_blocks(self, tpu_compiler, topology, dtype, size):
         """Many rows need more fast memory than a few: their segment ids are copied to it block by block."""
         devices = topology_devices(parse_topology(topology))
         query, key = (jax.ShapeDtypeStruct((64, 2048, heads, size), dtype) for heads in (4, 1))
@@ -391,7 +391,7 @@ class TestCompiler:
         assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
-    def test_the_largest_heads_with_all_that_is_served(self, devices, dtype):
+    def test_supports_the_largest_heads_with_all_features(self, devices, dtype):
         shapes = (2, 1100, 4, 256), (2, 1700, 2, 256), (2, 1700, 2, 256)
         shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
         mask = Mask.causal() & Mask.window(300) & Mask.lengths(ints([9, 0])) & third_segments(1100, 1700)

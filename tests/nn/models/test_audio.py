@@ -124,7 +124,7 @@ def test_training_with_ctc_learns_a_text():
     assert found == [[1, 2, 1], [3]]
 
 
-def test_axes_of_its_kernels_are_declared():
+def test_axes_of_all_kernels_are_declared():
     assert parameter_axes("feature_encoder/conv_3/kernel", (3, 7, 5)) == (None, None, "embed")
     assert parameter_axes("position_convolution/kernel", (4, 4, 12)) == (None, None, "embed")
 
@@ -143,7 +143,7 @@ def test_axes_of_its_kernels_are_declared():
         (lambda: Audio(norm="batch"), "norm must be one of"),
     ],
 )
-def test_configs_that_can_t_be(make, message):
+def test_rejects_invalid_configs(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -164,6 +164,6 @@ def test_configs_that_can_t_be(make, message):
         (SpeechEncoder(CONFIG), (SAMPLES, np.asarray([3])), r"lengths.*\(2,\)"),
     ],
 )
-def test_inputs_that_can_t_be(model, given, message):
+def test_rejects_invalid_inputs(model, given, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda *given: model.init(jax.random.key(0), *given), *given)

@@ -135,7 +135,7 @@ def compiled_places():
         max_size=3,
     ),
 )
-def test_places_are_those_of_a_walk_through_the_tokens(rows):
+def test_positions_equal_a_walk_through_the_tokens(rows):
     """An entry of a row is a token of text (None), or an image of rows x columns tokens."""
     sizes = [[one for one in row if one is not None] for row in rows]
     is_image = np.zeros((3, TOKENS_AT_MOST), bool)
@@ -156,7 +156,7 @@ def test_places_are_those_of_a_walk_through_the_tokens(rows):
             assert place is None or found_vectors[i, t] == 20 * place[0] + place[1]
 
 
-def test_a_row_does_not_depend_on_the_others_nor_on_padding():
+def test_a_row_does_not_depend_on_other_rows_or_padding():
     together = run(TOKENS, ROWS)
     for i, images in enumerate(ROWS):
         padded = ImagePatches.of([images], IMAGES)
@@ -169,7 +169,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_padding():
         np.testing.assert_allclose(together[i], np.asarray(alone)[0], atol=2e-5)
 
 
-def test_the_images_matter_and_their_order_is_that_of_the_tokens():
+def test_images_affect_the_output_in_token_order():
     expected = run(TOKENS, ROWS)
     other = run(TOKENS, [[image(7, 2, 3), ROWS[0][1]], ROWS[1]])
     assert np.abs(other[0, 1:] - expected[0, 1:]).max() > 1e-3
@@ -180,7 +180,7 @@ def test_the_images_matter_and_their_order_is_that_of_the_tokens():
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("parts", [(8, 1, 3), (7, 5), (12,)])
-def test_with_a_cache_the_result_is_that_of_the_whole_row(parts):
+def test_cached_is_uncached(parts):
     """One call reads the image, and the later ones continue after its positions."""
     tokens, images = np.array(TOKENS)[:1], [ROWS[0][:1]]
     tokens[0, 8] = 2
@@ -202,7 +202,7 @@ def test_with_a_cache_the_result_is_that_of_the_whole_row(parts):
     assert [one.tolist() for one in positions(cache)] == [[12 - 6 + 3], [1], [0]]
 
 
-def test_vectors_of_images_are_those_that_replace_the_tokens():
+def test_image_vectors_replace_their_tokens():
     model, variables = made()
     images = ImagePatches.of(ROWS, IMAGES)
     embed = jax.jit(functools.partial(model.apply, method="embed_images"))
@@ -220,7 +220,7 @@ def test_right_padding_changes_nothing():
     np.testing.assert_allclose(got[:, :12], run(TOKENS, ROWS), atol=2e-5)
 
 
-def test_text_alone_is_that_of_the_decoder():
+def test_text_only_input_equals_the_decoder():
     model, variables = made()
     text = np.asarray([[1, 2, 3, 4]])
     params = {name: value for name, value in variables["params"].items() if name not in ("image", "projector")}

@@ -78,7 +78,7 @@ def last_token_plus(number):
 # Heads
 
 
-def test_the_head_of_a_masked_language_model_is_its_equation():
+def test_the_head_of_a_masked_language_model_equals_its_equation():
     model = MaskedLM(
         CONFIG.replace(**{"output.transform": BERT, "output.bias": True, "output.scale": 0.5, "output.softcap": 9.0})
     )
@@ -128,7 +128,7 @@ def test_paths_of_heads_are_pinned(model, changes, expected):
     assert {path for path in paths if not path.startswith(("encoder", "decoder"))} == {"embedding/embedding"} | expected
 
 
-def test_a_classifier_goes_from_the_pooled_vector_through_the_transform_to_the_output():
+def test_a_classifier_applies_pooling_transform_and_output_in_order():
     model = Classifier(
         CONFIG.replace(**{"output.num_classes": 3, "output.transform": HeadTransform(activation="tanh", norm=False)})
     )
@@ -141,7 +141,7 @@ def test_a_classifier_goes_from_the_pooled_vector_through_the_transform_to_the_o
     np.testing.assert_allclose(run(model, params, pooled, method="head"), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_an_embedder_gives_vectors_of_length_one_where_it_says_so():
+def test_an_embedder_normalizes_vectors_if_configured():
     plain, normal = Embedder(CONFIG), Embedder(CONFIG.replace(**{"output.normalize": True}))
     params = make(plain, TOKENS)
     vectors, unit = run(plain, params, TOKENS), run(normal, params, TOKENS)
@@ -158,7 +158,7 @@ def test_an_embedder_gives_vectors_of_length_one_where_it_says_so():
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
-def test_pooling_takes_real_tokens_alone(pooling):
+def test_pooling_uses_only_non_padding_tokens(pooling):
     x = np.arange(1, 25, dtype=np.float32).reshape(3, 4, 2)
 
     @jax.jit
@@ -179,7 +179,7 @@ def test_pooling_takes_real_tokens_alone(pooling):
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
-def test_an_embedder_sees_no_padding_on_either_side(pooling):
+def test_padding_on_either_side_does_not_change_an_embedding(pooling):
     model = Embedder(CONFIG.replace(**{"output.pooling": pooling}))
     params = make(model, TOKENS)
     expected = run(model, params, TOKENS)
@@ -192,7 +192,7 @@ def test_an_embedder_sees_no_padding_on_either_side(pooling):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_masked_language_model_sees_no_padding_and_both_ways():
+def test_a_masked_language_model_attends_both_ways_and_ignores_padding():
     model = MaskedLM(CONFIG)
     params = make(model, TOKENS)
     padded = np.concatenate([NUMBERS, np.full((2, 2), 3, np.int32)], 1)
@@ -203,7 +203,7 @@ def test_a_masked_language_model_sees_no_padding_and_both_ways():
     assert np.abs(run(model, params, last_token_plus(-1))[:, 0] - expected[:, 0]).max() > 1e-4
 
 
-def test_token_types_are_added_and_zero_without_a_word():
+def test_token_types_are_added_and_default_to_zero():
     model = MaskedLM(CONFIG.replace(**{"embedding.token_types": 2}))
     params = make(model, TOKENS)
     assert params["params"]["token_type_embedding"]["embedding"].shape == (2, 12)
@@ -226,7 +226,7 @@ def test_token_types_are_added_and_zero_without_a_word():
     )
 
 
-def test_a_causal_classifier_sees_back_alone():
+def test_a_causal_classifier_attends_only_to_earlier_tokens():
     model = Classifier(CONFIG.replace(**{"output.num_classes": 3, "output.pooling": "last", "attention.causal": True}))
     params = make(model, TOKENS)
     hidden = run(model, params, TOKENS, method="hidden")
@@ -235,7 +235,7 @@ def test_a_causal_classifier_sees_back_alone():
     assert np.abs(hidden[:, -1] - other[:, -1]).max() > 1e-3
 
 
-def test_what_layers_report_comes_beside_the_output():
+def test_auxiliary_values_are_returned_with_the_output():
     for model in (MaskedLM(CONFIG), Embedder(CONFIG), Classifier(CONFIG.replace(**{"output.num_classes": 3}))):
         params = make(model, TOKENS)
         output, aux = run(model, params, TOKENS, method="with_aux")
@@ -328,12 +328,12 @@ def call(model, *inputs):
         ),
     ],
 )
-def test_what_cannot_be_says_so(model, inputs, message):
+def test_rejects_invalid_models(model, inputs, message):
     with pytest.raises((ValueError, ConfigError), match=message):
         call(model, *inputs)
 
 
-def test_every_parameter_of_every_model_has_its_place():
+def test_every_parameter_of_every_model_has_axes():
     """Every parameter has a sharding rule for its name and rank, which determines its mesh axes."""
     rich = {
         "output.transform": BERT,

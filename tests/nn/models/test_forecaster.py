@@ -66,7 +66,7 @@ def test_a_forecast_is_on_the_scale_of_its_series(variables):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_channels_do_not_see_each_other(variables, shared):
+def test_channels_are_independent(variables, shared):
     """A change of one channel does not change the others. With a shared map, the order of channels has no meaning."""
     model = forecaster(shared_embedding=shared)
     if not shared:
@@ -85,7 +85,7 @@ def test_channels_do_not_see_each_other(variables, shared):
     assert np.allclose(reversed_channels, plain[:, :, ::-1], atol=1e-5) == shared
 
 
-def test_the_head_reads_what_pooling_says():
+def test_the_head_reads_the_pooled_vector():
     hidden = normal(0, 2, 3, 4, 12)
     wanted = {
         "flatten": hidden.reshape(2, 3, 48),
@@ -101,7 +101,7 @@ def test_the_head_reads_what_pooling_says():
         np.testing.assert_allclose(got, (read @ kernel + bias).swapaxes(1, 2), atol=1e-4, err_msg=name)
 
 
-def test_a_class_token_stands_in_front():
+def test_the_class_token_comes_first():
     model = forecaster(class_token=True)
     params = abstract_params(model)
     hidden = jax.eval_shape(functools.partial(model.apply, method=Forecaster.hidden), {"params": params}, VALUES)
@@ -130,7 +130,7 @@ def test_training_reaches_every_parameter(variables):
 
 
 @pytest.mark.slow
-def test_it_learns_a_line():
+def test_a_forecaster_learns_a_line():
     """Training with dropout: the error of a linear continuation falls to a quarter in a few steps."""
     model = Forecaster(CONFIG.replace(dropout_rate=0.1))
     start = jax.random.normal(jax.random.key(0), (16, 1, 3))
@@ -155,7 +155,7 @@ def test_it_learns_a_line():
     assert losses[-5:].mean() < 0.25 * losses[0]
 
 
-def test_a_frozen_batch_norm_takes_its_statistics_as_they_are():
+def test_a_frozen_batch_norm_uses_its_stored_statistics():
     """The output is that of the equation, and mean and variance get no gradient."""
     drawn = normal(2, 4, 7)
     params = {"scale": drawn[0], "bias": drawn[1], "mean": drawn[2], "variance": drawn[3] ** 2 + 0.1}
@@ -178,7 +178,7 @@ def test_a_frozen_batch_norm_takes_its_statistics_as_they_are():
     np.testing.assert_allclose(initial, x / np.sqrt(1 + 1e-3), atol=1e-6)
 
 
-def test_without_final_norm_there_is_none():
+def test_without_final_norm_no_norm_is_created():
     encoder = abstract_params(Forecaster(CONFIG.replace(**{"stack.final_norm": False})))["encoder"]
     assert encoder.keys() == abstract_params(Forecaster(CONFIG))["encoder"].keys() - {"final_norm"}
 
@@ -193,19 +193,19 @@ def test_without_final_norm_there_is_none():
         (CONFIG.replace(input=None), VALUES, r"input is not a series: a Forecaster needs"),
     ],
 )
-def test_what_cannot_be_forecast_says_so(config, values, message):
+def test_rejects_invalid_forecast_inputs(config, values, message):
     with pytest.raises((ValueError, ConfigError), match=message):
         jax.eval_shape(lambda values: Forecaster(config).init(jax.random.key(0), values), values)
 
 
-def test_it_reads_no_texts(tmp_path):
+def test_a_forecaster_rejects_texts(tmp_path):
     opened = LoadedModel(Forecaster(CONFIG), {}, tmp_path, vocabulary=None, context=None, bos_id=None)
     with pytest.raises(ConfigError, match=r"contains a Forecaster, which reads series, not text"):
         embed(opened, ["one"])
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_every_parameter_has_its_place(shared):
+def test_every_parameter_has_axes(shared):
     series = dataclasses.replace(SERIES, shared_embedding=shared, class_token=True)
     model = Forecaster(CONFIG.replace(input=series, **{"norm.kind": "frozen_batch_norm"}))
     for path, leaf in flax.traverse_util.flatten_dict(abstract_params(model), sep="/").items():
@@ -248,12 +248,12 @@ def opened(tmp_path, **fields):
         ),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(tmp_path, fields, message):
+def test_unsupported_settings_are_rejected_by_name(tmp_path, fields, message):
     with pytest.raises(ValueError, match=message):
         opened(tmp_path, **fields)
 
 
-def test_words_of_a_file_that_mean_the_same(tmp_path):
+def test_accepts_synonymous_config_values(tmp_path):
     loaded = opened(tmp_path, scaling=True, positional_encoding_type="random", distribution_output="normal")
     assert loaded.model.config.series.scaling == "mean"
     norms = loaded.params["encoder"]["layers"]["slot_0"]["attention_norm"]

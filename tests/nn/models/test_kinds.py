@@ -10,12 +10,12 @@ CLASSES = [one for one in map(vars(models).get, models.__all__) if isinstance(on
 
 
 @pytest.mark.parametrize("model", CLASSES, ids=lambda model: model.__name__)
-def test_every_model_reads_something(model):
+def test_every_model_kind_declares_its_inputs(model):
     assert kind_of(model.__new__(model)).reads
 
 
 @pytest.mark.parametrize("kind", MODEL_KINDS.values(), ids=lambda kind: str(kind.reads))
-def test_fields_agree(kind):
+def test_kind_fields_are_consistent(kind):
     assert {*kind.embeds, *kind.inspects} <= {*kind.reads}
     assert kind.classifies in (None, *kind.reads)
     assert kind.predicts_tokens or kind.writes in (None, "characters")

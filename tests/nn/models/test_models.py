@@ -66,7 +66,7 @@ def apply(model, params, *inputs, method="__call__", **options):
 
 @pytest.mark.default_cases(3)
 @pytest.mark.parametrize("position", POSITIONS)
-def test_decoding_with_a_cache_equals_the_whole(position):
+def test_cached_is_uncached(position):
     model, params = make(CausalLM, TOKENS, position=POSITIONS[position])
     whole = apply(model, params, TOKENS)
     chex.assert_shape(whole, (2, 9, 17))
@@ -80,7 +80,7 @@ def test_decoding_with_a_cache_equals_the_whole(position):
 
 @pytest.mark.default_cases(3)
 @pytest.mark.parametrize("position", POSITIONS)
-def test_packed_rows_give_what_each_gives_alone(position):
+def test_packed_sequences_equal_separate_sequences(position):
     model, params = make(CausalLM, TOKENS, position=POSITIONS[position])
     first, second = NUMBERS[:1, :4], NUMBERS[1:, :5]
     packed = np.concatenate([first, second], 1)
@@ -98,7 +98,7 @@ def test_packed_rows_give_what_each_gives_alone(position):
 
 
 @pytest.mark.parametrize("position", ["rotary", "alibi", "t5"])
-def test_relative_schemes_see_distances_alone(position):
+def test_relative_schemes_depend_only_on_distances(position):
     model, params = make(CausalLM, TOKENS, position=POSITIONS[position])
     steps = np.broadcast_to(np.arange(9), (2, 9))
     shifted = np.asarray(apply(model, params, TOKENS, steps + 1000))
@@ -118,7 +118,7 @@ def test_given_positions_reach_a_cached_bias(position):
     np.testing.assert_allclose(rest, whole[:, 6:], rtol=1e-4, atol=1e-5)
 
 
-def test_hidden_and_head_are_the_two_halves():
+def test_hidden_states_and_head_compose_to_the_logits():
     for changes in ({}, {"embedding.tie": False, "output.softcap": 2.0}):
         model, params = make(CausalLM, TOKENS, **changes)
         hidden = apply(model, params, TOKENS, method="hidden")
@@ -153,7 +153,7 @@ def test_parameter_paths_are_pinned():
     assert paths == expected
 
 
-def test_seq2seq_reads_the_source_and_not_its_padding():
+def test_seq2seq_ignores_source_padding():
     model, params = make(Seq2Seq, TOKENS, TOKENS)
     target, other = NUMBERS[:, :5], NUMBERS.copy()
     other[1, 6:] = 3
@@ -187,7 +187,7 @@ def test_source_target_and_logits_share_a_table_by_default():
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
-def test_a_classifier_does_not_see_padding(pooling):
+def test_padding_does_not_change_a_classifier(pooling):
     model, params = make(Classifier, TOKENS, **{"output.num_classes": 3, "output.pooling": pooling})
     padded = np.concatenate([NUMBERS, np.zeros((2, 4), np.int32)], 1)
     got = apply(model, params, padded, mask=Mask.lengths(jax.device_put(np.array([9, 9]))))
@@ -199,7 +199,7 @@ def test_a_classifier_does_not_see_padding(pooling):
     np.testing.assert_allclose(apply(model, params, pooled, method="head"), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_embeddings_are_scaled_by_the_root_of_the_width():
+def test_embeddings_are_scaled_by_the_square_root_of_the_width():
     """Scaling is the same as a table multiplied by sqrt(d_model), here sqrt(12), without scaling."""
     model, params = make(CausalLM, TOKENS, position=None)
     plain = CausalLM(model.config.replace(**{"embedding.scale": False}))
@@ -255,20 +255,20 @@ def starting_with(token):
         (lambda m, p: random_params(Classifier(m.config), TOKENS), r"num_classes"),
     ],
 )
-def test_what_can_not_be_says_so(call, message):
+def test_rejects_invalid_models(call, message):
     model, params = make(CausalLM, TOKENS)
     with pytest.raises((ValueError, ConfigError), match=message):
         call(model, params)
 
 
-def test_a_learned_table_refuses_what_is_longer():
+def test_a_learned_table_rejects_longer_inputs():
     model, params = make(CausalLM, TOKENS, position=LearnedOptions(max_length=9))
     longer = np.zeros((1, 10), np.int32)
     with pytest.raises(ValueError, match=r"10.*9.*max_length"):
         apply(model, params, longer)
 
 
-def test_segments_of_the_source_say_nothing_of_the_target():
+def test_source_segments_do_not_affect_target_self_attention():
     """With equal lengths they would be used as the segments of the target in cross-attention."""
     source = Mask.segments(jax.device_put(np.array([[1] * 5 + [2] * 4] * 2)))
     model, params = make(Seq2Seq, TOKENS, TOKENS)
@@ -278,7 +278,7 @@ def test_segments_of_the_source_say_nothing_of_the_target():
     assert logits.shape == (2, 9, 17)
 
 
-def test_the_mean_of_what_float16_can_hold():
+def test_mean_pooling_does_not_overflow_float16():
     """The sum exceeds the range of float16, and the count is not exact in bfloat16."""
     dtypes = (jnp.float16, jnp.bfloat16, jnp.float32)
     hidden = np.full((1, 2_049, 3), 40.0, np.float32)

@@ -96,7 +96,7 @@ ROUTED = LayerKind(moe=MoE(num_experts=3, load_balance_weight=1.0, router_z_weig
         ("seq2seq", LearnedOptions(max_length=ROW), LayerKind()),
     ],
 )
-def test_loss_and_gradients_are_those_of_rows_alone(task, position, kind):
+def test_packed_loss_and_gradients_equal_separate_rows(task, position, kind):
     loss = model_and_loss(task, position, kind)
     (packed, weight), gradients = loss(batch(task, packed=True))
     (alone, same_weight), wanted = loss(batch(task, packed=False))

@@ -45,7 +45,7 @@ def compare_logits(torch, theirs, names, config, tokens, **options):
     compare(torch, theirs, lambda tokens: theirs(tokens).logits, names, CausalLM(config), apply_ours, tokens, **options)
 
 
-def test_gpt2_is_transformers(torch, transformers):
+def test_gpt2_equals_transformers(torch, transformers):
     """Radford et al. 2019: learned positions, pre-norm, tanh GELU, tied embeddings, epsilon 1e-5."""
     sizes = {"vocab_size": 29, "n_positions": 13, "n_embd": 15, "n_layer": 2, "n_head": 3, "n_inner": 17}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -81,7 +81,7 @@ LLAMA = {
 
 
 @pytest.mark.parametrize("case", ["default", "llama3", "yarn"])
-def test_llama_is_transformers(torch, transformers, case):
+def test_llama_equals_transformers(torch, transformers, case):
     """Grouped queries, rotary positions, RMSNorm, SwiGLU, no biases, untied (Touvron et al. 2023, arXiv 2302.13971)."""
     base, ours, theirs = SCALINGS[case]
     short = 24  # short enough for the scaling to have an effect
@@ -117,7 +117,7 @@ def t5_layer(stack, cross):
     return rules
 
 
-def test_t5_is_transformers(torch, transformers):
+def test_t5_equals_transformers(torch, transformers):
     """T5 1.1: bidirectional and causal relative bias, unscaled scores, RMSNorm, GEGLU, no biases, any head size."""
     sizes = {"vocab_size": 29, "d_model": 15, "d_kv": 4, "d_ff": 17, "num_layers": 2, "num_decoder_layers": 2}
     buckets = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 10}

@@ -30,7 +30,7 @@ def reach(case: Case, layers: int, causal: bool) -> np.ndarray:
 
 
 @often(1, 10, st.tuples(cases(), st.integers(0, LENGTH - 1)))
-def test_an_output_depends_on_what_it_may_see_and_on_nothing_else(drawn):
+def test_an_output_depends_exactly_on_its_unmasked_inputs(drawn):
     """Check the Jacobian of a random mixture of the logits at t with respect to the embeddings at s.
 
     For dependencies without a derivative, also change the embeddings after t.
@@ -119,7 +119,7 @@ def packings(draw):
 
 
 @often(1, 10, st.tuples(cases(), packings()))
-def test_texts_in_one_row_give_what_each_gives_alone(drawn):
+def test_packed_texts_equal_separate_texts(drawn):
     """Compare logits, router losses, and gradients of their sum."""
     case, (lengths, packed) = drawn
     read, random = reader(case), np.random.default_rng(case.seed)
@@ -166,7 +166,7 @@ def full_batch(case: Case, rows: int, lengths: tuple[int, int] = (LENGTH, SOURCE
 
 
 @often(1, 10, st.tuples(cases(), st.sampled_from([(1, 2, 0), (2, 0, 1)])))
-def test_rows_of_a_batch_are_on_their_own(drawn):
+def test_rows_of_a_batch_are_independent(drawn):
     """A permutation of the rows permutes the outputs."""
     case, order = drawn
     run, batch, order = jax.jit(reader(case)), full_batch(case, 3), np.array(order)
@@ -218,7 +218,7 @@ def chunks(draw):
 
 
 @often(1, 10, st.tuples(cases("decoder", "encoder-decoder"), chunks()))
-def test_with_a_cache_logits_are_those_of_the_whole(drawn):
+def test_cached_is_uncached(drawn):
     """Read padded prompts of different lengths, then single tokens or all remaining tokens in one call."""
     case, (prompts, widths) = drawn
     model, params, tokens, ends = case.model(), case.params, np.asarray(case.tokens(2, LENGTH)), np.array(prompts)
@@ -247,14 +247,14 @@ def test_with_a_cache_logits_are_those_of_the_whole(drawn):
 
 @pytest.mark.programs(110, reason="compares jit with the single operations")
 @often(1, 8, cases())
-def test_compiled_or_not_it_is_the_same(case):
+def test_compiled_equals_eager(case):
     read, batch = reader(case), full_batch(case, 2)
     run = jax.jit(read)
     assert_close(run(case.params, batch), read(case.params, batch), noise=rounding(run, case.params, batch))
 
 
 @often(0, 8, st.tuples(cases(), st.lists(st.sampled_from(AXES), min_size=3, max_size=3)))
-def test_over_eight_devices_it_is_the_same(drawn):
+def test_eight_devices_equal_one_device(drawn):
     """Values and gradients are the same if a mesh splits rows, length, heads, parameters or experts."""
     case, axes = drawn
     mesh = make_mesh({axis: 2 ** axes.count(axis) for axis in AXES})

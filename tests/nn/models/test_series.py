@@ -52,7 +52,7 @@ def test_a_class_depends_on_all_channels_in_order(pooling):
     assert not np.allclose(call(variables, NUMBERS[:, :, ::-1]), plain, atol=1e-3)
 
 
-def test_targets_stay_in_their_range():
+def test_regression_targets_stay_in_their_range():
     variables = initialized(SeriesRegressor(CONFIG.replace(**{"output.num_targets": 2})))
     limited = SeriesRegressor(CONFIG.replace(**{"output.num_targets": 2, "output.target_range": (-1.0, 4.0)}))
     free = limited.clone(config=limited.config.replace(**{"output.target_range": None}))
@@ -68,7 +68,7 @@ def test_targets_stay_in_their_range():
     np.testing.assert_allclose(middle, 1.5)
 
 
-def test_a_masked_patch_is_not_seen_but_predicted():
+def test_a_masked_patch_is_hidden_and_predicted():
     """The prediction does not depend on the values of the masked patch that belong to no other patch."""
     series = dataclasses.replace(SERIES, patch_stride=4, context_length=16, scaling="none", class_token=False)
     model = PatchReconstructor(CONFIG.replace(input=series))
@@ -84,7 +84,7 @@ def test_a_masked_patch_is_not_seen_but_predicted():
     np.testing.assert_array_equal(targets, values.reshape(2, 4, 4, 3).transpose(0, 3, 1, 2))
 
 
-def test_the_class_token_stands_for_no_patch():
+def test_the_class_token_is_not_a_patch():
     config = CONFIG.replace(input=dataclasses.replace(SERIES, class_token=True, pooling="flatten"))
     for model, positions in ((PatchReconstructor(config), 4), (SeriesEncoder(config), 5)):
         assert (
@@ -108,7 +108,7 @@ def test_the_class_token_stands_for_no_patch():
         (PatchReconstructor, MASKED.astype(np.int32), r"got int32.*\(2.*3.*4\)"),
     ],
 )
-def test_what_is_missing_is_named(model, masked, message):
+def test_missing_settings_are_named(model, masked, message):
     with pytest.raises((ValueError, ConfigError), match=message):
         jax.eval_shape(lambda: model(CONFIG).init(jax.random.key(0), VALUES, masked=masked))
 
@@ -137,7 +137,7 @@ def test_classes_of_series_have_names(directory):
 
 
 @pytest.mark.usefixtures("without_type_checks")
-def test_what_cannot_be_classified_says_so(directory, tmp_path):
+def test_rejects_invalid_classifier_inputs(directory, tmp_path):
     opened = open_model(directory)
     with pytest.raises(ValueError, match="there are no series"):
         classify_series(opened, [])
@@ -150,7 +150,7 @@ def test_what_cannot_be_classified_says_so(directory, tmp_path):
         classify_series(forecaster, np.zeros((1, 17, 3)))
 
 
-def test_the_encoder_of_another_head_is_read_without_it(directory):
+def test_the_encoder_loads_without_a_different_head(directory):
     encoder = load_pretrained(directory, architecture="PatchTSTModel")
     assert type(encoder.model) is SeriesEncoder
     whole = load_pretrained(directory)

@@ -45,7 +45,7 @@ def variables():
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_a_convolution_sums_three_neighbors(stride):
+def test_a_convolution_spans_three_frames(stride):
     module = Convolution(7, stride)
     params = jax.tree.map(np.asarray, random_params(module, FRAMES)["params"])
     padded = np.pad(FRAMES, ((0, 0), (1, 1), (0, 0)))
@@ -54,7 +54,7 @@ def test_a_convolution_sums_three_neighbors(stride):
     np.testing.assert_allclose(got, expected[:, ::stride] + params["bias"], atol=1e-5)
 
 
-def test_a_position_hears_five_frames(variables):
+def test_a_position_depends_on_five_frames(variables):
     """Before attention, position s depends on exactly the frames 2s - 2 to 2s + 2."""
 
     def heard(frames):
@@ -65,7 +65,7 @@ def test_a_position_hears_five_frames(variables):
     np.testing.assert_array_equal(reach > 0, np.abs(distance) <= 2)
 
 
-def test_it_is_a_seq2seq_whose_sources_are_half_as_long():
+def test_a_speech_model_is_a_seq2seq_that_halves_the_source_length():
     """Without a position table any length is allowed; an odd length is rounded up."""
     assert issubclass(SpeechToText, Seq2Seq)
     free = SpeechToText(CONFIG)
@@ -84,7 +84,7 @@ def test_cached_is_uncached(variables):
     np.testing.assert_allclose(np.concatenate([first, last], 1), whole, atol=1e-5)
 
 
-def test_text_from_frames_is_what_the_uncached_model_would_write(variables):
+def test_generated_text_equals_the_uncached_model(variables):
     """With prompts of several tokens, and frames as an array or as lists; other frames give another text."""
     params = variables["params"]
     prompts = [[3, 1], [5, 9]]
@@ -117,7 +117,7 @@ def test_text_from_frames_is_what_the_uncached_model_would_write(variables):
         ),
     ],
 )
-def test_what_cannot_be_heard_says_so(model, frames, message):
+def test_rejects_invalid_audio_models(model, frames, message):
     with pytest.raises((ValueError, ConfigError), match=message):
         jax.eval_shape(lambda *given: model.init(jax.random.key(0), *given), frames, TARGET)
 
@@ -131,12 +131,12 @@ def test_what_cannot_be_heard_says_so(model, frames, message):
         (None, r"sources is missing"),
     ],
 )
-def test_sources_that_are_no_frames_are_errors(sources, message):
+def test_rejects_sources_that_are_not_frames(sources, message):
     with pytest.raises(ValueError, match=message):
         generate(MODEL, {}, [[1], [2]], sources=sources, max_new_tokens=2)
 
 
-def test_it_reads_no_texts(tmp_path, capsys):
+def test_a_speech_model_rejects_text_sources(tmp_path, capsys):
     opened = LoadedModel(MODEL, {}, tmp_path, vocabulary=None, context=None, bos_id=None)
     with pytest.raises(ConfigError, match="SpeechToText"):
         embed(opened, ["one"])
@@ -145,14 +145,14 @@ def test_it_reads_no_texts(tmp_path, capsys):
     assert "contains a model of type SpeechToText." in capsys.readouterr().err
 
 
-def test_every_parameter_has_its_place():
+def test_every_parameter_has_axes():
     for path, leaf in flax.traverse_util.flatten_dict(abstract_params(MODEL), sep="/").items():
         axes = axes_of(path, leaf.ndim)
         assert axes is not None, path
         assert leaf.ndim - len(axes.names) == ("/layers/" in path), (path, leaf.shape, axes)
 
 
-def test_files_may_repeat_the_tied_table_and_lack_nothing(tmp_path):
+def test_files_may_repeat_the_tied_table_but_must_be_complete(tmp_path):
     record = golden_case.golden("whisper")["lm"]
     table = "model.decoder.embed_tokens.weight"
     tensors = {name: golden_case.numbers(name, tuple(shape)) for name, shape in record["tensors"].items()}

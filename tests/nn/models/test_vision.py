@@ -95,13 +95,13 @@ def initialized(init):
     return jax.jit(lambda: init(jax.random.key(0)))()
 
 
-def test_quick_gelu():
+def test_quick_gelu_equals_its_formula():
     x = np.float32([-3.0, 0.0, 0.5, 2.0])
     np.testing.assert_allclose(jax.jit(ACTIVATIONS["quick_gelu"])(x), x / (1 + np.exp(-1.702 * x)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("pooling", ["first", "mean", "first_and_mean"])
-def test_the_mean_is_that_of_the_patches(pooling):
+def test_mean_pooling_averages_only_patches(pooling):
     hidden = normal(0, 2, 8, 12)
     first, mean = hidden[:, 0], hidden[:, 2:].mean(1)
     expected = {"first": first, "mean": mean, "first_and_mean": np.concatenate([first, mean], -1)}[pooling]
@@ -114,7 +114,7 @@ def test_the_mean_is_that_of_the_patches(pooling):
     )
 
 
-def test_images_without_a_class_token():
+def test_supports_images_without_a_class_token():
     config = VISION.replace(input=dataclasses.replace(PATCHES, class_token=False), **{"output.pooling": "mean"})
     model = VisionEmbedder(config)
     params = make(model, PIXELS)
@@ -159,7 +159,7 @@ def test_a_rotary_grid_depends_on_differences_of_rows_and_columns():
         jax.jit(scheme.rotate)(heads[..., :6], np.arange(17)[None])
 
 
-def test_pixels_that_fill_no_patch_have_no_effect():
+def test_pixels_outside_whole_patches_have_no_effect():
     size = {"image_height": 7, "image_width": 5, "drop_remainder": True}
     model = VisionEmbedder(VISION.replace(input=dataclasses.replace(PATCHES, **size)))
     larger = np.pad(PICTURES, ((0, 0), (0, 1), (0, 1), (0, 0)), constant_values=3.0)
@@ -235,7 +235,7 @@ def test_a_dual_encoder_compares_all_pairs(config):
     np.testing.assert_allclose(np.exp(logit_scale), 10 if config is SIGMOID else 1 / 0.07, rtol=1e-5)
 
 
-def test_without_a_mask_a_causal_encoder_of_texts_ends_a_text_at_its_end_token():
+def test_a_causal_text_encoder_without_a_mask_ends_at_the_end_token():
     """The padding can be the end token or any other one. Without an end token, the last position is pooled."""
     causal = DualEncoder(DUAL.replace(**{"attention.causal": True}))
     params, end = make(causal, TOKENS, PIXELS), CONFIG.vocab_size - 1
@@ -297,7 +297,7 @@ def test_every_parameter_has_axes(model, inputs):
         ),
     ],
 )
-def test_impossible_models(model, inputs, message):
+def test_rejects_invalid_models(model, inputs, message):
     with pytest.raises(ConfigError, match=message):
         shapes(model, *inputs)
 
@@ -330,7 +330,7 @@ def test_padding_of_patches_changes_nothing(pooling):
     assert np.abs(alone[0] - run(model, params, wide[:, ::-1])[0]).max() > 1e-3  # positions have an effect
 
 
-def test_positions_of_other_grids():
+def test_positions_are_interpolated_for_other_grids():
     """Of the stored grid, they are the table; otherwise a constant stays, and rows and columns swap with the table."""
     table = normal(0, 6, 4)
 

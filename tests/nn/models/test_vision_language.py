@@ -131,7 +131,7 @@ def test_cached_is_uncached(attention):
     np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=2e-5)
 
 
-def test_without_images_it_is_its_decoder():
+def test_without_images_the_model_equals_its_decoder():
     model, variables = made("image")
     text = np.asarray([[1, 2, 3, 4]])
     params = {name: variables["params"][name] for name in ("embedding", "decoder")}
