@@ -36,7 +36,7 @@ def service():
     server.server_close()
 
 
-def test_without_a_network_the_audit_says_so(capsys):
+def test_the_audit_reports_a_missing_network(capsys):
     assert audit.main([], "http://127.0.0.1:1") == audit.NOT_RUN
     assert "skipped: http://127.0.0.1:1 can't be reached" in capsys.readouterr().out
 
@@ -51,7 +51,7 @@ def test_every_file_of_requirements_is_audited(service, monkeypatch, capsys, sta
     assert all(words[:3] == ["its-python", "-m", "pip_audit"] for words in calls)
 
 
-def test_the_table_of_what_was_tried(tmp_path):
+def test_the_table_summarizes_fuzz_results(tmp_path):
     tests = [
         {"kind": "prompt", "read": 3, "refused": 1, "longest": 0.5, "peak": 2**20},
         {"kind": "index file", "read": 900, "refused": 600, "longest": 0.25, "peak": 2**21},

@@ -26,7 +26,7 @@ def outside(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_a_reader_may_do(fuzz: Fuzz, tmp_path: Path):
+def test_accepts_allowed_behavior_of_a_reader(fuzz: Fuzz, tmp_path: Path):
     def read(folder: Path, value: None) -> None:
         import difflib  # noqa: F401  Python may open its own files
 
@@ -50,7 +50,7 @@ def test_what_a_reader_may_do(fuzz: Fuzz, tmp_path: Path):
         (lambda folder, outside: subprocess.run([sys.executable, "-c", ""]), "subprocess.Popen"),
     ],
 )
-def test_what_a_reader_must_not_do(fuzz: Fuzz, outside: Path, offence, message):
+def test_detects_forbidden_behavior_of_a_reader(fuzz: Fuzz, outside: Path, offence, message):
     def put(folder: Path, value: None) -> None:
         if not (folder / "link").is_symlink():
             (folder / "link").symlink_to(outside)
@@ -67,12 +67,12 @@ def raising(error: Exception):
 
 
 @pytest.mark.parametrize("error", [TypeError("x"), KeyError("x"), RecursionError("x"), MemoryError(), OSError("x")])
-def test_another_error_than_a_refusal_fails(fuzz: Fuzz, error):
+def test_an_error_other_than_a_rejection_fails(fuzz: Fuzz, error):
     with pytest.raises(type(error)):
         fuzz("test", 1, ONE, raising(error))
 
 
-def test_a_refusal_is_counted_and_looked_at(fuzz: Fuzz, request):
+def test_a_rejection_is_counted_and_checked(fuzz: Fuzz, request):
     fuzz("test", 1, ONE, raising(ValueError("wrong\n\x1b[2J" + "x" * 10**6)))
     ((name, recorded),) = request.node.user_properties
     assert name == "fuzz"
@@ -100,7 +100,7 @@ def test_time_is_bounded(fuzz: Fuzz, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_case_without_an_end_ends_the_process():
+def test_an_endless_case_ends_the_process():
     """A separate process has a watchdog with a limit of one second."""
     program = (
         "import faulthandler, fuzz_parts, time\nfuzz_parts.HANGS = 1\nfuzz_parts.Watchdog().alive()\ntime.sleep(60)\n"
@@ -111,7 +111,7 @@ def test_a_case_without_an_end_ends_the_process():
     assert "Timeout" in ended.stderr
 
 
-def test_edits():
+def test_edits_change_the_input():
     tree = {"a": [1, {"b": "c"}], "d": 2.5}
     put = rewritten(tree, [(2, "put", None, "")])
     assert tree == {"a": [1, {"b": "c"}], "d": 2.5}, "the original is unchanged"

@@ -19,25 +19,25 @@ def checkout(tmp_path):
     return write
 
 
-def test_an_import_inside_of_a_function_closes_a_circle(checkout):
+def test_an_import_inside_a_function_closes_a_cycle(checkout):
     files = {"inference___a": CIRCLE.format("b"), "inference___b": CIRCLE.format("c"), "inference___d": ""}
     assert files_in_circles(checkout(**files, inference___c=CIRCLE.format("d"))) == {}
     assert files_in_circles(checkout(**files, inference___c=CIRCLE.format("a"))) == {"inference": 3}
 
 
-def test_an_import_of_another_room_closes_no_circle(checkout):
+def test_an_import_from_another_package_closes_no_cycle(checkout):
     files = checkout(chat___a=CIRCLE.format("b"), inference___b="import transformer.chat._a\n")
     assert files_in_circles(files) == {}
 
 
-def test_fields_of_parts(checkout):
+def test_counts_fields_of_parts(checkout):
     part = "class Part:\n    a: int\n    b: int = 1\n"
     files = checkout(config___model=part + "class Whole:\n    c: int\n    part: Part | None = None\n")
     assert fields_of(files, "Whole", parts=False) == 2
     assert fields_of(files, "Whole", parts=True) == 3
 
 
-def test_types_comments_and_names(checkout):
+def test_counts_types_comments_and_names(checkout):
     text = "def f(a: Any, b: list[Any]) -> Any:\n    # why\n    return a  # noqa: E501\n"
     files = checkout(serve___x=text, training___x="", training___y="")
     assert annotations_any(files) == 2
@@ -45,7 +45,7 @@ def test_types_comments_and_names(checkout):
     assert shared_names(files) == 2
 
 
-def test_a_folder_without_the_package(tmp_path, monkeypatch):
+def test_reports_a_folder_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["counts", str(tmp_path)])
     with pytest.raises(SystemExit, match="no Python files"):
         main()

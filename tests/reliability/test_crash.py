@@ -31,7 +31,7 @@ step 42: eval loss 2.0
 # Moments
 
 
-def test_moments_lie_between_the_start_and_the_expected_end():
+def test_kill_times_are_between_start_and_expected_end():
     timing = Timing(first_step=4.0, end=10.0)
     assert timing.expected_end(0, 60) == 10.0
     assert timing.expected_end(30, 60) == 7.0
@@ -52,7 +52,7 @@ def test_a_scenario_draws_the_same_with_the_same_seed(tmp_path):
     assert worlds[0].rng("b").random() != same
 
 
-def test_the_files_of_a_call_show_its_state():
+def test_files_of_an_invocation_show_its_state():
     assert phase("", [], 0, 60) == "at the start"
     assert phase(TOLD.partition("compiled")[0], [], 40, 60) == "in compilation"
     assert phase(TOLD, [], 40, 60) == "in training"
@@ -69,7 +69,7 @@ def test_steps_are_read_from_the_output():
     assert reached("device: 1 x cpu\nstep by step\nstep 7: eval loss 2.0\n", 60) == 0
 
 
-def test_where_a_call_went_on_is_checked():
+def test_the_step_at_which_a_run_resumed_is_checked():
     assert check_resumed(TOLD, 40) == []
     assert check_resumed("", 40) == [], "killed before it printed the line"
     assert check_resumed(TOLD, 30) == [
@@ -123,7 +123,7 @@ def workdir(tmp_path):
     return tmp_path
 
 
-def test_a_file_is_harmed_as_the_name_says(tmp_path):
+def test_a_file_is_damaged_as_its_scenario_names(tmp_path):
     path, content, rng = tmp_path / "file", bytes(range(100)), random.Random(0)
     found = {}
     for name, (harm, _) in harming.HARMS.items():
@@ -135,7 +135,7 @@ def test_a_file_is_harmed_as_the_name_says(tmp_path):
     assert Counter(bin(bits).count("1") for bits in changed) == {0: 99, 1: 1}
 
 
-def test_every_harmed_file_of_a_checkpoint_is_found_and_one_left_alone_is_a_fault(workdir):
+def test_every_damaged_checkpoint_file_must_be_detected(workdir):
     rng = random.Random(0)
     files = harming.files(workdir / "checkpoints" / "20")
     assert "manifest.json" in {path.name for path in files}
@@ -154,7 +154,7 @@ def test_every_harmed_file_of_a_checkpoint_is_found_and_one_left_alone_is_a_faul
 # A full disk
 
 
-def test_one_line_must_report_a_full_disk_with_its_place(tmp_path):
+def test_a_full_disk_must_be_a_one_line_error_with_its_path(tmp_path):
     good = f"step 1/9\nerror: No checkpoint was written to {tmp_path}/checkpoints/4: the disk is full. Do."
     assert harming.check_full(good, tmp_path) == []
     assert harming.check_full("killed", tmp_path) == ["0 lines report that the disk is full, expected 1"]
@@ -188,7 +188,7 @@ def test_a_limit_grows_with_the_load_of_the_machine(monkeypatch):
     assert not limit.passed(), "the limit never falls"
 
 
-def test_the_pace_counts_the_time_of_a_clock():
+def test_the_pace_uses_wall_clock_time():
     ticks = iter((0.0, 3 * QUICK, 0.0, 0.0, 0.0, 1e9))
     assert [pace(lambda: next(ticks)) for _ in range(3)] == [pytest.approx(3.0), 1.0, 100.0]
 
@@ -196,7 +196,7 @@ def test_the_pace_counts_the_time_of_a_clock():
 # Results
 
 
-def test_an_error_in_a_scenario_is_a_fault_of_it():
+def test_an_error_in_a_scenario_counts_as_its_fault():
     def scenario(world):
         raise TimeoutError("it hangs")
 
@@ -217,7 +217,7 @@ def results():
     return crash.record([good, bad, missing], 3, 0, "an abacus")
 
 
-def test_the_table_tells_counts_and_faults():
+def test_the_table_reports_counts_and_faults():
     text = crash_table(json.loads(json.dumps(results())))
     assert "| `good` | all | 3 | 3 | 3 in a save; 2 runs |" in text
     assert "| `bad` | some | 3 | 1 | **2 faults** |" in text
@@ -228,7 +228,7 @@ def test_the_table_tells_counts_and_faults():
     assert all(len(line) <= 120 for line in text.splitlines() if "--training.steps" in line)
 
 
-def test_the_table_is_put_between_two_lines_of_the_page():
+def test_the_table_is_inserted_between_markers_of_the_page():
     page, made = "head\n<!-- crash -->\nold\n<!-- end of crash -->\ntail\n", crash_table(results())
     once = put(page, "crash", made)
     assert once.startswith("head\n<!-- crash -->\n")
@@ -239,7 +239,7 @@ def test_the_table_is_put_between_two_lines_of_the_page():
         put("head", "crash", made)
 
 
-def test_the_page_is_what_the_command_makes_of_the_results():
+def test_the_page_equals_the_output_of_the_command():
     kept = ROOT / "docs" / "reliability.json"
     if not kept.exists():
         pytest.skip("no results are kept yet: make crash ARGS='--output docs/reliability.json'")
@@ -266,7 +266,7 @@ def test_rejects_invalid_options(words, message, capsys):
 
 
 @pytest.mark.slow
-def test_nothing_is_lost(capsys, monkeypatch):
+def test_killed_runs_lose_nothing(capsys, monkeypatch):
     """Run one of the scenarios of `make crash`; all scenarios take a quarter of an hour or more."""
     monkeypatch.setenv("XLA_FLAGS", xla_flags(1))
     assert crash.main(["--kills", "1", "--only", "one_process"]) == 0

@@ -27,7 +27,7 @@ def checkout(tmp_path):
     return tmp_path, write, git
 
 
-def test_changed_tests_and_those_of_changed_helpers_run(checkout):
+def test_changed_tests_and_users_of_changed_helpers_run(checkout):
     folder, write, git = checkout
     assert flaky.changed_tests("HEAD", folder) == []
     write("tests/test_a.py", "x = 1\n")
@@ -40,7 +40,7 @@ def test_changed_tests_and_those_of_changed_helpers_run(checkout):
     assert flaky.changed_tests("HEAD~1", folder) == ["tests/test_a.py", "tests/test_b.py"]
 
 
-def test_the_slowest_come_first():
+def test_the_slowest_tests_run_first():
     assert flaky.slowest_tests({"a": 1.0, "b": 3.0, "c": 2.0}, 2) == ["b", "c"]
 
 
@@ -69,7 +69,7 @@ def test_a_failed_run_is_the_exit_status(monkeypatch, tmp_path, capsys):
     assert all(words[-2:] == ["tests/test_a.py", "tests/test_b.py::test_y"] for words in calls)
 
 
-def test_needs_durations_of_an_earlier_run(monkeypatch, tmp_path, capsys):
+def test_requires_durations_of_an_earlier_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(flaky, "DURATIONS", tmp_path / "none")
     with pytest.raises(SystemExit):
         flaky.main([])

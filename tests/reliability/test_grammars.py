@@ -14,7 +14,7 @@ def test_the_same_seed_draws_the_same_cases():
     assert all(any(word in case for case in cases) for word in ("guided_regex", "multipleOf", "allOf", "$ref", "{0,"))
 
 
-def test_table():
+def test_the_table_lists_results_per_grammar():
     result = {"date": "2026-01-02", "machine": "m", "versions": {"python": "3"}, "cases": 5000, "seed": 0}
     result |= {"seconds": 120, "outcomes": {"limit of time": 2, "text": 4998}, "longest": 2.34, "health": 0.05}
     result |= {"slowest_health": 0.2, "growth": 28e6, "children": 3, "child_size": 49e6, "child_growth": 21e6}
@@ -24,7 +24,7 @@ def test_table():
     assert "The server grew by 28 MB; 3 processes compiled, of at most 49 MB" in text
 
 
-def test_too_few_cases(capsys):
+def test_too_few_cases_are_an_error(capsys):
     with pytest.raises(SystemExit):
         grammars.main(["--cases", "200"])
     assert "--cases must be more than 200" in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_a_steady_server_passes():
         ("answers per processor second", {"cpu": lambda seconds, value: value * (1 + seconds / 10_000)}),
     ],
 )
-def test_what_grows_or_slows_fails(what, change):
+def test_growing_memory_or_falling_speed_fails(what, change):
     assert [row.what for row in rows_of(**change) if row.failed] == [what]
 
 
@@ -133,7 +133,7 @@ def test_the_tokenizer_keeps_a_bounded_number_of_words(tmp_path):
     assert max(grown[1:]) < 0.5
 
 
-def test_the_requests_of_a_client_do_not_end_and_differ():
+def test_a_client_sends_endless_different_requests():
     first, other = (list(itertools.islice(load.wishes(number), 1_000)) for number in (0, 1))
     assert len({one.prompt for one in [*first, *other]}) > 1_990
     assert first == list(itertools.islice(load.wishes(0), 1_000))
@@ -148,7 +148,7 @@ def results(seen, faults=(), **changes):
     return load.record(options(), made, rows, seen, list(faults), "an abacus")
 
 
-def test_the_table_tells_what_was_and_what_may_be():
+def test_the_table_reports_measured_values_and_limits():
     seen = load.Seen(answered=answered(), left=700)
     kept = json.loads(json.dumps(results(seen, files=lambda seconds, value: value + seconds // 900), allow_nan=False))
     text = load_table(kept)
@@ -167,7 +167,7 @@ def test_the_table_tells_what_was_and_what_may_be():
     ("faults", "lost", "growth", "code"),
     [([], [], 0.0, 0), (["exit code 1"], [], 0.0, 1), ([], ["no end"], 0.0, 1), ([], [], 2.0, 1)],
 )
-def test_what_was_seen_is_kept_whatever_the_verdict(tmp_path, monkeypatch, capsys, faults, lost, growth, code):
+def test_measurements_are_stored_for_every_verdict(tmp_path, monkeypatch, capsys, faults, lost, growth, code):
     made = samples(in_use=lambda seconds, value: value + growth * MB * seconds / 3600)
     seen = load.Seen(answered(), 700, lost)
     monkeypatch.setattr(load, "serve", lambda folder, minutes, count, slots: (made, [], seen, faults))
@@ -192,7 +192,7 @@ def test_reports_a_run_too_short_for_a_verdict(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("command", "name"), [(load, "load"), (soak, "soak")])
 @pytest.mark.parametrize("text", ["", "<!-- end of {} -->\n<!-- {} -->\n"])
-def test_a_page_without_marks_is_refused_before_the_run(tmp_path, monkeypatch, capsys, command, name, text):
+def test_a_page_without_markers_is_rejected_before_the_run(tmp_path, monkeypatch, capsys, command, name, text):
     monkeypatch.setattr(command, "serve" if command is load else "soak", lambda *given: pytest.fail("it runs"))
     (tmp_path / "reliability.md").write_text(text.format(name, name))
     with pytest.raises(SystemExit, match="2"):
@@ -214,7 +214,7 @@ def test_rejects_invalid_options(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_page_is_what_the_command_makes_of_the_results():
+def test_the_page_equals_the_output_of_the_command():
     kept = ROOT / "docs" / "load.json"
     text = (ROOT / "docs" / load.PAGE).read_text(encoding="utf-8")
     put(text, "load", "")

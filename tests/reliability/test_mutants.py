@@ -36,7 +36,7 @@ def test_the_assertion_of_a_zip_is_not_changed():
     assert changes("zip(a, b, strict=True)\n") == {("zip(a, b, strict=True)", "pass")}
 
 
-def test_changes_are_those_of_the_executed_code():
+def test_mutations_change_only_executed_code():
     assert changes(TEXT) == {
         ("2", "(3)"),
         ("True", "(False)"),
@@ -53,7 +53,7 @@ def test_changes_are_those_of_the_executed_code():
     }
 
 
-def test_each_mutant_is_another_program_and_changes_one_place():
+def test_each_mutant_differs_in_exactly_one_place():
     original = ast.dump(ast.parse(TEXT))
     found = mutants.mutants("a.py", TEXT)
     programs = {ast.dump(ast.parse(one.apply(TEXT))) for one in found}
@@ -71,7 +71,7 @@ def test_mutants_of_the_package_can_be_parsed(room):
         assert ast.dump(ast.parse(one.apply(text))) != ast.dump(ast.parse(text)), one.name
 
 
-def test_a_sample_depends_on_the_seed_alone_and_is_equal_by_room():
+def test_a_sample_depends_only_on_the_seed_and_is_balanced_by_folder():
     rooms = ["training", "chat"]
     assert mutants.sample(rooms, 11, 3) == mutants.sample(rooms, 11, 3) != mutants.sample(rooms, 11, 4)
     counts = [sum(mutants.room_of(one.path) == room for one in mutants.sample(rooms, 11, 3)) for room in rooms]
@@ -127,7 +127,7 @@ def test_tests_that_share_rare_words_with_the_code_come_early(checkout):
     assert len(nearest_tests(checkout, "transformer/nn/_a.py", 9, code)) == 5  # parity tests run elsewhere
 
 
-def test_a_survivor_is_found_again_after_its_code_has_moved(monkeypatch, tmp_path):
+def test_a_survivor_is_matched_after_its_code_moved(monkeypatch, tmp_path):
     (tmp_path / "file.py").write_text("a = 1\nb = 1\nc = 1\n\nb = 1\n")
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     earlier = {"path": "file.py", "code": "b = 1", "before": "1", "after": "(2)"}
@@ -167,7 +167,7 @@ def test_the_list_of_planted_faults_names_files_and_tests():
         assert fault["before"] != fault["after"]
 
 
-def test_the_innermost_function_is_compared_with_the_tests():
+def test_tests_are_matched_to_the_innermost_function():
     text = "x = 1\ndef f():\n    def g():\n        return x\n    return g\n"
     assert [mutants.enclosing(text, line).strip().partition("\n")[0] for line in (1, 2, 4, 5)] == [
         "x = 1",
@@ -191,7 +191,7 @@ def test_every_mutant_is_in_one_column_of_the_table(kinds):
         assert row["same" if room == "nn" else "survived"] == 0
 
 
-def test_the_table_has_a_row_per_room_and_the_total():
+def test_the_table_has_a_row_per_folder_and_a_total():
     counted = {"nn": {"mutants": 10, "killed": 8, "same": 1, "survived": 1}}
     result = {"date": "2026-01-02", "machine": "m", "versions": {}, "count": 10, "seed": 0, "seconds": 60.0}
     text = mutants.table(result | {"rows": counted})

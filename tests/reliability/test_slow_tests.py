@@ -29,7 +29,7 @@ def test_the_other_tests_execute_every_arc(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_quick_tests_and_a_case_of_each_function_stay(seed):
+def test_fast_tests_and_one_case_per_function_stay_in_the_default_run(seed):
     arcs, seconds = drawn(seed)
     listed = choose(arcs, seconds, least=0.25, most=0.7)
     assert all(seconds[test] >= 0.25 for test in listed)
@@ -38,13 +38,13 @@ def test_quick_tests_and_a_case_of_each_function_stay(seed):
     assert all(max(seconds[f"{name}[{case}]"] for case in "xyz") > 0.7 for name in whole)
 
 
-def test_a_test_that_executes_nothing_of_the_package_stays():
+def test_a_test_without_package_code_stays_in_the_default_run():
     """Such a test checks the source or another process, so no other test is known to do the same."""
     arcs = {Arc("nn/_a.py", 1, 2): frozenset({"a", "b"})}
     assert choose(arcs, {"a": 3.0, "b": 2.0, "c": 9.0}) == ["a"]
 
 
-def test_files_that_notice_planted_faults_keep_their_list():
+def test_files_that_detect_planted_faults_keep_their_tests():
     """`t::b` is listed already, so it executes nothing by default, and `u::c` must execute the arc."""
     arcs = {
         Arc("nn/_a.py", 1, 2): frozenset({"t::a", "t::b", "u::c", "u::d"}),
@@ -55,12 +55,12 @@ def test_files_that_notice_planted_faults_keep_their_list():
     assert choose_elsewhere(arcs, seconds, {"u::d"}, {"t"}) == (["u::c", "u::d"], set())
 
 
-def test_costly_tests_come_first():
+def test_expensive_tests_are_removed_first():
     arcs = {Arc("nn/_a.py", line, line + 1): frozenset({"a", "b"}) for line in range(3)}
     assert choose(arcs, {"a": 3.0, "b": 4.0}) == ["b"]
 
 
-def test_a_function_stands_for_its_cases():
+def test_a_function_name_covers_all_its_cases():
     seconds = {"t::a[x]": 1.0, "t::a[y]": 1.0, "t::b[x]": 1.0, "t::b[y]": 1.0}
     text = written(["t::a[x]", "t::a[y]", "t::b[x]"], seconds, {"t::b[z]", "t::a[w]"})
     assert [line for line in text.splitlines() if not line.startswith("#")] == ["t::a", "t::b[x]", "t::b[z]"]

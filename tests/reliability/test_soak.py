@@ -58,12 +58,12 @@ def failed(**changes):
 # Slopes
 
 
-def test_the_slope_of_a_line_is_its_slope():
+def test_the_slope_of_a_line_is_exact():
     times = np.arange(BLOCKS * 5.0)
     assert slope(times, 7 - 3 * times) == pytest.approx((-3, -3, -3))
 
 
-def test_a_part_that_is_odd_moves_a_slope_little():
+def test_an_outlier_segment_changes_the_slope_little():
     times = np.linspace(0, 2, 900)
     values = 4 * times + np.random.default_rng(0).normal(0, 1, 900)
     values[:50] += 1000
@@ -73,7 +73,7 @@ def test_a_part_that_is_odd_moves_a_slope_little():
     assert np.polyfit(times, values, 1)[0] < -100, "a least-squares fit is affected"
 
 
-def test_bounds_hold_the_slope_about_as_often_as_they_say():
+def test_confidence_bounds_have_their_nominal_coverage():
     random, times, held = np.random.default_rng(0), np.arange(float(BLOCKS)), 0
     for _ in range(200):
         _, low, high = slope(times, times + random.normal(0, 3, BLOCKS))
@@ -81,7 +81,7 @@ def test_bounds_hold_the_slope_about_as_often_as_they_say():
     assert 180 <= held <= 199
 
 
-def test_a_slope_of_nothing_is_refused():
+def test_rejects_a_slope_without_data():
     with pytest.raises(ValueError, match="3 blocks of time with samples, got 2"):
         slope([0.0, 1.0], [0.0, 1.0])
     with pytest.raises(ValueError, match="3 blocks of time with samples, got 0"):
@@ -93,7 +93,7 @@ def test_a_slope_of_nothing_is_refused():
 # What is too much
 
 
-def test_a_run_that_stays_as_it_is_passes():
+def test_a_constant_run_passes():
     rows = measures(samples())
     assert not any(row.failed for row in rows)
     assert rows[0].before.startswith("200.")
@@ -101,7 +101,7 @@ def test_a_run_that_stays_as_it_is_passes():
     assert (rows[-1].before, rows[-1].told) == ("6.7", "+0.0 %")
 
 
-def test_what_happens_in_the_first_quarter_is_the_warm_up():
+def test_the_first_quarter_is_the_warm_up():
     assert (
         failed(
             in_use=lambda hours, value: value * min(hours / 0.5, 1),
@@ -126,11 +126,11 @@ def test_what_happens_in_the_first_quarter_is_the_warm_up():
     ],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_what_grows_or_slows_fails(what, change):
+def test_growing_memory_or_falling_speed_fails(what, change):
     assert failed(**change) == [what]
 
 
-def test_a_machine_that_other_programs_slow_down_gives_no_verdict():
+def test_a_machine_slowed_by_other_programs_gives_no_verdict():
     slower = {"speed": lambda hours, value: value * (1 - 0.4 * hours), "seconds": lambda hours, value: value * 2**hours}
     assert failed(**slower) == []
 
@@ -140,7 +140,7 @@ def test_programs_compiled_late_are_named():
     assert (row.what, row.told) == ("programs compiled", "step x 2, decode x 1")
 
 
-def test_what_gets_less_passes():
+def test_falling_memory_passes():
     assert (
         failed(
             in_use=lambda hours, value: value - 5 * MB * hours,
@@ -159,7 +159,7 @@ LINUX = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="
 
 
 @LINUX
-def test_a_process_is_seen_from_outside(tmp_path):
+def test_a_process_is_measured_from_outside(tmp_path):
     metrics, inside = tmp_path / "metrics.jsonl", tmp_path / "told.jsonl"
     watch = soak.Watch(os.getpid(), time.monotonic() - 5, tmp_path, inside)
     first = watch.look()
@@ -207,7 +207,7 @@ time.sleep(3.0)
 
 @pytest.mark.slow
 @LINUX
-def test_a_program_tells_what_it_compiles_and_what_it_holds(tmp_path):
+def test_a_program_reports_compilations_and_live_objects(tmp_path):
     program, inside = tmp_path / "program.py", tmp_path / "told.jsonl"
     program.write_text(PROGRAM)
     words = [sys.executable, "-m", "reliability.monitored", str(inside), str(program), "a word"]
@@ -228,7 +228,7 @@ def results(**changes):
     return soak.record(soak.Soaked(seen, [], [], 72_000, 1440, 3), measures(seen), 2.0, "an abacus")
 
 
-def test_results_are_kept_thinned_and_drawn(tmp_path):
+def test_results_are_stored_subsampled_and_plotted(tmp_path):
     result = json.loads(json.dumps(results(), allow_nan=False))
     assert {len(column) for column in result["series"].values()} == {240}
     assert None in result["series"]["tokens_per_s"]
@@ -236,7 +236,7 @@ def test_results_are_kept_thinned_and_drawn(tmp_path):
     assert 5_000 < (tmp_path / "soak.png").stat().st_size < 100_000
 
 
-def test_the_table_tells_what_was_and_what_may_be():
+def test_the_table_reports_measured_values_and_limits():
     text = soak_table(results(files=lambda hours, value: value + int(hours)))
     assert "an abacus" in text
     assert "`make soak HOURS=2`, 72,000 steps, 1,440 evaluations and 3 loss spikes" in text
@@ -250,7 +250,7 @@ def test_the_table_tells_what_was_and_what_may_be():
     ("faults", "slower", "code"),
     [([], 0.0, 0), (["exit codes [1]"], 0.0, 1), ([], 0.08, 1), (["printed: no"], 0.08, 1)],
 )
-def test_what_was_seen_is_kept_whatever_the_verdict(tmp_path, monkeypatch, capsys, faults, slower, code):
+def test_measurements_are_stored_for_every_verdict(tmp_path, monkeypatch, capsys, faults, slower, code):
     """The results of two hours are stored even if a check failed."""
     seen = samples(cpu=lambda hours, value: value * (1 + slower * hours))
     monkeypatch.setattr(soak, "soak", lambda folder, hours: soak.Soaked(seen, [], faults, 72_000, 1440, 3))
@@ -280,7 +280,7 @@ def test_reports_a_run_too_short_for_a_verdict(tmp_path, monkeypatch, capsys, lo
     assert f"3 samples in a quarter of the time, got {looks} in total" in printed.err
 
 
-def test_the_page_is_what_the_command_makes_of_the_results():
+def test_the_page_equals_the_output_of_the_command():
     kept = ROOT / "docs" / "soak.json"
     text = (ROOT / "docs" / soak.PAGE).read_text(encoding="utf-8")
     assert "<!-- soak -->" in text
@@ -311,7 +311,7 @@ def test_rejects_invalid_options(words, message, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_is_watched_and_stopped(tmp_path):
+def test_a_run_is_monitored_and_stopped(tmp_path):
     words = [*OPTIONS, "--training.steps", "1000000", "--training.spike-deviations", "1"]
     words += ["--optimizer.learning-rate", "1e-9"]  # the loss rises as often as it falls
     soaked = soak.soak(tmp_path, 600 / 3600, every=1.0, options=words, enough=lambda sample: sample.step > 100)

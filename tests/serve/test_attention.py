@@ -72,7 +72,7 @@ def test_a_completion_without_a_template(client):
     assert 0 < data["writtenFrom"] < len(data["words"]["decoder"])
 
 
-def test_the_end_of_the_server_cancels_the_calls_that_wait():
+def test_stopping_the_server_cancels_waiting_requests():
     service = AnswerAttention(opened=None, chat=None, longest=1)
     started, end = threading.Event(), threading.Event()
     running = service._workers.threads.submit(lambda: (started.set(), end.wait(60)))
@@ -84,7 +84,7 @@ def test_the_end_of_the_server_cancels_the_calls_that_wait():
     end.set()
 
 
-def test_an_answer_begins_with_the_first_token_that_differs():
+def test_an_answer_starts_at_the_first_token_that_differs():
     """The end of the prompt and the beginning of the answer may be one token, which belongs to the answer."""
     tokenizer = SimpleNamespace(encode_prompt=lambda text: [ord(c) for c in text.replace("lo", "\u1111")])
     service = AnswerAttention.__new__(AnswerAttention)
@@ -104,7 +104,7 @@ def test_an_answer_begins_with_the_first_token_that_differs():
         ({"prompt": "a", "answer": "b " * 200}, "attention is shown for at most 128 tokens of this model"),
     ],
 )
-def test_what_can_not_be_shown_is_one_line(client, values, message):
+def test_unsupported_requests_are_one_line_errors(client, values, message):
     response = client.post("/v1/attention", json=values)
     assert response.status_code == 400
     error = response.json()["error"]["message"]
@@ -112,7 +112,7 @@ def test_what_can_not_be_shown_is_one_line(client, values, message):
     assert "\n" not in error
 
 
-def test_it_is_behind_the_key_and_bounded(service, client, monkeypatch):
+def test_the_endpoint_needs_the_key_and_limits_its_input(service, client, monkeypatch):
     assert client.post("/v1/attention", json={}, headers={"authorization": "Bearer wrong"}).status_code == 401
     monkeypatch.setattr(service.attention._workers, "_calls", module.MOST_WAITING + 1)
     assert client.post("/v1/attention", json={"messages": MESSAGES}).status_code == 429

@@ -66,7 +66,7 @@ def answered(service, path):
     return answers, bad
 
 
-def test_answers_are_those_of_http(service, tmp_path):
+def test_answers_equal_the_http_server(service, tmp_path):
     from starlette.testclient import TestClient
 
     messages = [{"role": "user", "content": "Hello"}]
@@ -83,7 +83,7 @@ def test_answers_are_those_of_http(service, tmp_path):
     assert all(one["error"] is None and one["id"].startswith("batch_req_") for one in answers)
 
 
-def test_a_request_that_the_server_refuses_is_an_answer(service, tmp_path):
+def test_a_rejected_request_gets_an_error_answer(service, tmp_path):
     lines = [
         line("wrong", prompt="a", temprature=1),
         line("other", prompt="a", model="gpt-5"),
@@ -111,7 +111,7 @@ BAD = [
 
 
 @pytest.mark.programs(10, reason="the command opens a model and compiles all programs of a server")
-def test_bad_lines_are_answered_and_others_too(model, tmp_path, capsys):
+def test_invalid_lines_get_error_answers_and_valid_lines_continue(model, tmp_path, capsys):
     """Also when the run is continued: each line has one answer."""
     lines = [line("good", prompt="a", max_tokens=2), *(bad for bad, _ in BAD), b"\n"]
     requests, output = write_lines(tmp_path / "requests.jsonl", lines), tmp_path / "answers.jsonl"
@@ -131,7 +131,7 @@ def test_bad_lines_are_answered_and_others_too(model, tmp_path, capsys):
 
 
 @pytest.mark.programs(10, reason="the command opens a model and compiles all programs of a server")
-def test_a_killed_run_is_continued(model, service, tmp_path):
+def test_a_killed_run_resumes(model, service, tmp_path):
     """SIGKILL in the middle, and half a line at the end: the answers are those of one whole run."""
     draws = {"max_tokens": 40, "temperature": 1.2}
     lines = [line(f"request {i}", prompt="Hello" * (1 + i % 7), **draws) for i in range(60)]
@@ -164,7 +164,7 @@ def test_a_killed_run_is_continued(model, service, tmp_path):
     assert len(set(texts(whole).values())) > 30, "requests without a seed have different seeds"
 
 
-def test_longest_first(service, tmp_path, monkeypatch):
+def test_the_longest_requests_run_first(service, tmp_path, monkeypatch):
     """With one request at a time the answers are in the order of the work."""
     lines = [line(f"{i}", prompt="a" * i, max_tokens=2) for i in (10, 40, 20)]
     lines += [line("new", prompt="a", max_tokens=60)]
@@ -174,7 +174,7 @@ def test_longest_first(service, tmp_path, monkeypatch):
     assert [one["custom_id"] for one in answers] == ["new", "40", "20", "10"]
 
 
-def test_a_failure_ends_the_run_without_an_answer(model, tmp_path, monkeypatch):
+def test_an_internal_failure_ends_the_run_without_an_answer(model, tmp_path, monkeypatch):
     made = make_service(open_model(model), ServiceSettings(slots=1, max_tokens=32))
     monkeypatch.setattr(made.engine._scheduler, "_read_part", lambda: 1 / 0)
     made.start()
@@ -209,6 +209,6 @@ def test_the_file_of_answers_is_protected(model, tmp_path, capsys):
         (["x.jsonl", "--output", ""], "--output must name a file"),
     ],
 )
-def test_wrong_words(model, words, message, capsys):
+def test_reports_invalid_arguments(model, words, message, capsys):
     assert main(["batch", str(model), *words]) == 2
     assert message in capsys.readouterr().err

@@ -141,7 +141,7 @@ def test_a_constraint_that_fails_ends_only_its_own_text(engine, how, count):
     assert engine.failure is None
 
 
-def test_a_constraint_of_another_vocabulary_is_refused(engine):
+def test_rejects_a_constraint_of_a_different_vocabulary(engine):
     with pytest.raises(ValueError, match=r"constraint.*7"):
         engine.submit([Request(prompt=[5], max_tokens=2, constraint=Stuck(7, "allowed"))], lambda *_: None)
 
@@ -163,7 +163,7 @@ SCHEMA = {
         {"guided_regex": r'\{"ok": (true|false)\}', "response_format": {"type": "text"}},
     ],
 )
-def test_forms_over_http(client, fields):
+def test_response_formats_work_over_http(client, fields):
     body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 60, "temperature": 1.3, "seed": 1, **fields}
     choices = client.post("/v1/completions", json=body).json()["choices"]
     assert len(choices) == 4
@@ -172,7 +172,7 @@ def test_forms_over_http(client, fields):
         assert choice["finish_reason"] == "stop"
 
 
-def test_a_json_object_over_http(client):
+def test_json_object_format_works_over_http(client):
     body = {"prompt": "a", "max_tokens": 9, "response_format": {"type": "json_object"}}
     choice = client.post("/v1/completions", json=body).json()["choices"][0]
     assert choice["text"].startswith("{")
@@ -207,7 +207,7 @@ def nested(levels):
         ({"response_format": {"type": "json_object", "extra": 1}}, "response_format", "unknown field 'extra'"),
     ],
 )
-def test_invalid_forms_are_one_line(client, fields, param, message):
+def test_invalid_response_formats_are_one_line_errors(client, fields, param, message):
     response = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, **fields})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param)
@@ -231,7 +231,7 @@ class Client:
         return {"type": "http.disconnect"}
 
 
-def test_a_schema_that_needs_gigabytes(client):
+def test_rejects_a_schema_that_needs_gigabytes(client):
     response = client.post("/v1/completions", json={"prompt": "a", "guided_json": HUGE})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "guided_json")
@@ -250,7 +250,7 @@ def unlimited(parts, monkeypatch):
     made.close()
 
 
-def test_a_client_that_leaves_ends_the_compilation_of_its_schema(unlimited):
+def test_a_disconnected_client_cancels_the_compilation_of_its_schema(unlimited):
     async def leave():
         with pytest.raises(APIError, match="the client has left"):
             await unlimited.make(Client(0.5), TextForm("guided_json", schema=HUGE), 1)
@@ -261,7 +261,7 @@ def test_a_client_that_leaves_ends_the_compilation_of_its_schema(unlimited):
     assert time.monotonic() - left < 20  # alone, the schema takes minutes
 
 
-def test_schemas_are_compiled_beside_a_costly_one(unlimited):
+def test_simple_schemas_compile_while_a_costly_one_runs(unlimited):
     async def both():
         costly = asyncio.ensure_future(unlimited.make(Client(60), TextForm("guided_json", schema=HUGE), 1))
         ordinary = [unlimited.make(Client(60), TextForm("guided_regex", pattern=p), 2) for p in ("a", "b")]

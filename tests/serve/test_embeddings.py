@@ -58,7 +58,7 @@ def client(encoder):
     return client_of(encoder)
 
 
-def test_vectors_are_those_of_embed(client, directories, capsys):
+def test_vectors_equal_the_embed_command(client, directories, capsys):
     """Also those of the command, which prints seven decimals. The client asks for base64 unless told otherwise."""
     wanted = embed(open_model(directories["encoder"]), TEXTS)
     for format in ({}, {"encoding_format": "float"}):
@@ -80,7 +80,7 @@ def test_base64_is_float32(client):
     np.testing.assert_array_equal(numbers, np.float32(floats.data[0].embedding))
 
 
-def test_sentence_transformers_files_are_followed(directories):
+def test_sentence_transformers_settings_are_applied(directories):
     """A causal model: the last token, and vectors of length 1. It has no completions."""
     service = serve(directories["writer"])
     found = client_of(service).embeddings.create(model="writer", input=TEXTS, encoding_format="float")
@@ -93,7 +93,7 @@ def test_sentence_transformers_files_are_followed(directories):
     service.close()
 
 
-def test_token_ids_and_usage(client, directories):
+def test_accepts_token_ids_and_reports_usage(client, directories):
     tokenizer = open_model(directories["encoder"]).tokenizer
     rows = [list(tokenizer.encode_source(text)) for text in TEXTS]
     by_text = client.embeddings.create(model="encoder", input=TEXTS)
@@ -120,7 +120,7 @@ def test_token_ids_and_usage(client, directories):
         ({"model": "other"}, "model", "does not exist"),
     ],
 )
-def test_invalid_fields(client, changed, param, message):
+def test_rejects_invalid_fields(client, changed, param, message):
     with pytest.raises(openai.APIStatusError, match=message) as caught:
         client.embeddings.create(**{"model": "encoder", "input": "a", **changed})
     assert caught.value.status_code in (400, 404)
@@ -164,7 +164,7 @@ def test_a_full_queue_is_429(encoder, client, monkeypatch):
     assert client.embeddings.create(model="encoder", input="a").data
 
 
-def test_calls_that_wait_are_computed_together(encoder, client, monkeypatch):
+def test_waiting_requests_are_batched(encoder, client, monkeypatch):
     """Eight calls need two passes; each gets the vectors that it gets alone, also if one of them is invalid."""
     inputs = [["the tree"], "a dog ran", TEXTS, "the cat " * 5, ["the mat", "a tree"], "big cat", [["a"]], TEXTS[0]]
     inputs[6] = [[10**9]]
@@ -207,7 +207,7 @@ def test_calls_that_wait_are_computed_together(encoder, client, monkeypatch):
             np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-5)
 
 
-def test_values_that_are_not_finite(client, encoder, monkeypatch):
+def test_non_finite_values_are_an_error(client, encoder, monkeypatch):
     """Status 500, without the path that the error of `embed` names."""
     monkeypatch.setattr("transformer.serve._embeddings.embed_encoded", lambda *given: embed_nothing())
     with pytest.raises(openai.InternalServerError, match="values that are not finite") as caught:
@@ -219,7 +219,7 @@ def embed_nothing():
     raise ValueError("the weights in /some/path")
 
 
-def test_a_long_text_leaves_no_line_in_the_log(client):
+def test_a_long_text_adds_no_line_to_the_log(client):
     """`embed` warns when it truncates; a client must not be able to fill the log."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -236,6 +236,6 @@ def test_a_batch_of_embeddings(directories, tmp_path, capsys):
     np.testing.assert_array_equal(np.float32(found), embed(open_model(directories["encoder"]), TEXTS))
 
 
-def test_limits(directories):
+def test_limits_the_input(directories):
     with pytest.raises(ConfigError, match="--max-tokens"):
         serve(directories["encoder"], max_tokens=10**6)

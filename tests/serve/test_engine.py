@@ -39,7 +39,7 @@ def engine(parts):
     made.close()
 
 
-def test_greedy_tokens_are_those_of_generate(engine, parts):
+def test_greedy_tokens_equal_generate(engine, parts):
     model, params, _ = parts
     rows = prompts(8)
     requests = [Request(prompt=row, max_tokens=20, sampling=Sampling(temperature=0.0), eos_ids=(7, 9)) for row in rows]
@@ -79,7 +79,7 @@ def test_a_sample_depends_only_on_its_request(engine, parts):
             assert alone[0][1] == wanted
 
 
-def test_log_probabilities(engine, parts):
+def test_log_probabilities_are_returned(engine, parts):
     model, params, _ = parts
     row = prompts(1, seed=2)[0]
     (answer,), (tokens,) = answers(engine, [Request(prompt=row, max_tokens=5, seed=8, top=3)])
@@ -92,7 +92,7 @@ def test_log_probabilities(engine, parts):
         assert [one for one, _ in token.top] == np.argsort(-at)[:3].tolist()
 
 
-def test_a_shared_prefix_changes_nothing(engine):
+def test_a_shared_prefix_does_not_change_results(engine):
     prefix = [11 + i % 200 for i in range(64)]
     requests = [Request(prompt=[*prefix, 20 + i], max_tokens=8, seed=i) for i in range(4)]
     before = engine.metrics.shared_tokens
@@ -112,7 +112,7 @@ def test_a_shared_prefix_changes_nothing(engine):
     assert first[0] != rest[0]
 
 
-def test_stop_strings(engine, parts):
+def test_stop_strings_end_a_request(engine, parts):
     row = prompts(1, seed=4)[0]
     request = Request(prompt=row, max_tokens=25, sampling=Sampling(temperature=0.0))
     ((text, _, _),), _ = answers(engine, [request])
@@ -139,7 +139,7 @@ def test_cancelled_requests_free_their_slots(engine):
     assert (engine.running, engine.waiting) == (0, 0)
 
 
-def test_a_request_whose_client_can_not_be_reached_is_cancelled(engine):
+def test_a_request_of_an_unreachable_client_is_cancelled(engine):
     """As when the event loop of the client is closed: its slot is free for others at once."""
     finished = threading.Event()
 
@@ -156,7 +156,7 @@ def test_a_request_whose_client_can_not_be_reached_is_cancelled(engine):
     assert answers(engine, [Request(prompt=[6], max_tokens=2)])[0][0][2] == "length"
 
 
-def test_prompts_of_at_most_one_chunk_are_read_between_steps(parts):
+def test_at_most_one_prompt_chunk_is_read_between_steps(parts):
     """Before its start the engine queues all; chunks have 64 tokens."""
     engine = Engine(*parts, slots=4, positions=POSITIONS, queue=9)
     lengths, calls = [10, 54, 70, 5], []
@@ -184,7 +184,7 @@ def test_a_call_fills_its_output(parts, monkeypatch):
     assert [int(out.steps.max()) for out in made][:5] == [1, 2, 4, 8, MOST_STEPS]
 
 
-def test_steps_per_call_grow_while_a_call_is_short(parts, monkeypatch):
+def test_steps_per_device_call_grow_while_calls_are_short(parts, monkeypatch):
     """With a call of 0.03 s, whatever its number of steps: they grow by 1.7 per call, up to the limit."""
     seconds = itertools.count(0, 0.03)
     clock = types.SimpleNamespace(perf_counter=lambda: next(seconds), monotonic=time.monotonic)
@@ -199,7 +199,7 @@ def test_steps_per_call_grow_while_a_call_is_short(parts, monkeypatch):
     assert steps[-1] == MOST_STEPS
 
 
-def test_a_learned_table_has_room_for_as_many_positions():
+def test_a_learned_position_table_limits_the_length():
     model = CausalLM(
         TransformerConfig(vocab_size=7, d_model=6, num_heads=3, num_layers=1, position=LearnedOptions(max_length=32))
     )
@@ -215,7 +215,7 @@ def test_the_warm_up_reports_each_program(parts):
     assert len(reports) == len(engine._device.widths) + 2
 
 
-def test_bounds_of_a_histogram_are_close_together():
+def test_histogram_buckets_are_narrow():
     """A bucket ends at most 3.34 times as high as the one before."""
     bounds = np.array(_metrics.SECONDS)
     assert (bounds[0], bounds[-1]) == (0.01, 100)
@@ -229,7 +229,7 @@ def test_counters_start_at_zero():
     assert {float(line.rpartition(" ")[2]) for line in lines} == {0.0}
 
 
-def test_an_idle_engine_sends_signs_of_life_to_other_processes(parts, monkeypatch):
+def test_an_idle_engine_sends_heartbeats_to_other_processes(parts, monkeypatch):
     """They wait for its next call in a collective operation, which times out."""
     sent, arrived = [], threading.Event()
 
@@ -249,7 +249,7 @@ def test_an_idle_engine_sends_signs_of_life_to_other_processes(parts, monkeypatc
     assert sent[0] == PING
 
 
-def test_a_prompt_that_is_preempted_keeps_what_was_read(parts):
+def test_a_preempted_prompt_keeps_its_read_tokens(parts):
     """The calls of the engine's thread, one by one: the second time, its pages are found as those of a prefix."""
     engine = Engine(*parts, slots=3, positions=POSITIONS)
     engine.submit([Request(prompt=[5 + i % 9 for i in range(90)], max_tokens=4)], lambda number, delta: None)
@@ -262,7 +262,7 @@ def test_a_prompt_that_is_preempted_keeps_what_was_read(parts):
     assert engine._scheduler.reading.done == engine.metrics.shared_tokens == 64
 
 
-def test_a_full_queue_refuses(parts):
+def test_a_full_queue_rejects_requests(parts):
     """Before its start an engine only queues: 2 slots and 1 place in the queue."""
     engine = Engine(*parts, slots=2, positions=32, queue=1)
     one = Request(prompt=[5], max_tokens=2)
@@ -277,7 +277,7 @@ def test_a_full_queue_refuses(parts):
         engine.submit([one], lambda number, delta: None)
 
 
-def test_a_failure_answers_all_requests(parts, monkeypatch, capsys):
+def test_an_engine_failure_answers_all_requests_with_an_error(parts, monkeypatch, capsys):
     engine = Engine(*parts, slots=1, positions=32)
     monkeypatch.setattr(engine._scheduler, "_read_part", lambda: 1 / 0)
     events = queue.Queue()
@@ -291,7 +291,7 @@ def test_a_failure_answers_all_requests(parts, monkeypatch, capsys):
     assert not any(thread is engine._thread for thread in threading.enumerate())
 
 
-def test_values_that_are_not_finite_end_only_their_own_request(parts):
+def test_non_finite_values_end_only_their_own_request(parts):
     model, params, tokenizer = parts
     params = jax.tree.map(lambda leaf: leaf, params)
     params["embedding"] = jax.tree.map(np.copy, params["embedding"])
@@ -316,12 +316,12 @@ def test_values_that_are_not_finite_end_only_their_own_request(parts):
         ({"sampling": Sampling(suppress=(10**6,))}, "suppress"),
     ],
 )
-def test_invalid_requests(engine, changed, message):
+def test_rejects_invalid_requests(engine, changed, message):
     with pytest.raises(ValueError, match=message):
         engine.submit([Request(**{"prompt": [5], "max_tokens": 2, **changed})], lambda number, delta: None)
 
 
 @pytest.mark.parametrize("changed", [{"slots": 0}, {"positions": 8}, {"queue": -1}])
-def test_invalid_sizes(parts, changed):
+def test_rejects_invalid_sizes(parts, changed):
     with pytest.raises(ConfigError, match=next(iter(changed))):
         Engine(*parts, **changed)

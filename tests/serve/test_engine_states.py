@@ -98,7 +98,7 @@ def drawn_request(draw, vocab_size):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 4])
-def test_each_text_is_that_of_its_request_alone(make, seed):
+def test_concurrent_texts_equal_single_requests(make, seed):
     """With few pages, shared prefixes, and clients that leave while their text waits, is read or is generated."""
     draw = random.Random(seed)
     engine = make(cache_tokens=POSITIONS + 3 * PAGE_SIZE, queue=60)
@@ -156,7 +156,7 @@ def _check_tokens(request, tokens, finish):
         assert token.top == most_probable(text, request.top)
 
 
-def test_a_prompt_that_is_left_while_it_is_read_returns_its_pages(make):
+def test_cancelling_during_prefill_frees_the_pages(make):
     """Also if others wait for these pages."""
     engine = make(slots=2, cache_tokens=POSITIONS)
     client = Client(engine)
@@ -171,7 +171,7 @@ def test_a_prompt_that_is_left_while_it_is_read_returns_its_pages(make):
     assert engine._device.pages.num_free == engine.pages
 
 
-def test_the_queue_holds_its_size_besides_free_slots(make):
+def test_the_queue_size_excludes_free_slots(make):
     """A slot counts while it is free, not while a prompt is read or a text generated in it."""
     engine = make(slots=2, queue=3)
     client = Client(engine)
@@ -207,7 +207,7 @@ def test_a_preempted_text_delivers_each_token_once(make):
         _check_tokens(request, client.tokens[number], client.finish[number])
 
 
-def test_a_preempted_text_comes_before_those_that_wait(make):
+def test_a_preempted_text_runs_before_waiting_requests(make):
     """A short request that came later does not get its pages, so that a long text does not wait for ever."""
     engine = make(slots=2, cache_tokens=POSITIONS)
     client = Client(engine)
@@ -219,7 +219,7 @@ def test_a_preempted_text_comes_before_those_that_wait(make):
     assert next(iter(client.finished().finish)) == 0
 
 
-def test_a_preempted_text_can_be_left_or_stopped(make):
+def test_a_preempted_text_can_be_cancelled_or_stopped(make):
     """One is cancelled while it waits to be computed again; the other ends with a stop string afterwards."""
     for leaves in (True, False):
         engine = make(slots=2, cache_tokens=POSITIONS)

@@ -85,7 +85,7 @@ def is_served(address):
 
 
 @pytest.mark.slow
-def test_a_slow_head_is_cut(address):
+def test_a_slow_request_head_times_out(address):
     """Slowloris: one byte at a time, more slowly than the limit allows."""
     began = time.monotonic()
     assert exchange(address, *[bytes([byte]) for byte in request()], pause=0.05) == b""
@@ -93,7 +93,7 @@ def test_a_slow_head_is_cut(address):
     assert is_served(address)
 
 
-def test_a_silent_connection_is_cut(address):
+def test_a_silent_connection_times_out(address):
     began = time.monotonic()
     assert exchange(address) == b""
     assert SHORT * 0.9 < time.monotonic() - began < 20
@@ -121,7 +121,7 @@ def opened_connections(stack, address, count, sent=b""):
 @pytest.mark.parametrize(
     "sent", [b"", b"GET /health HTT", request(b"{", length=1000)], ids=["silent", "part of a head", "part of a body"]
 )
-def test_connections_without_a_request_make_room_for_others(address, monkeypatch, sent):
+def test_idle_connections_are_closed_for_new_ones(address, monkeypatch, sent):
     """The oldest is closed. Another client is served at once, not when their time ends."""
     monkeypatch.setattr(_server, "HEAD_SECONDS", 60.0)
     monkeypatch.setattr(_bodies, "BODY_SECONDS", 60.0)
@@ -136,7 +136,7 @@ def test_connections_without_a_request_make_room_for_others(address, monkeypatch
             assert silent[0].recv(1) == b""
 
 
-def test_a_request_that_is_answered_makes_no_room(address, opened, monkeypatch):
+def test_a_connection_with_a_running_request_is_not_closed(address, opened, monkeypatch):
     """If all are answered, a further connection is closed."""
     monkeypatch.setattr(_server, "HEAD_SECONDS", 60.0)
     with contextlib.ExitStack() as stack:
@@ -169,7 +169,7 @@ class Connected:
         ([("a", 1, False), ("b", 2, False)], None),  # itself
     ],
 )
-def test_the_connection_that_makes_room(others, closed):
+def test_selects_the_connection_to_close(others, closed):
     made = [Connected(*one) for one in others]
     itself = Connected("c", 9)
     itself.connections = {*made, itself}
@@ -178,7 +178,7 @@ def test_the_connection_that_makes_room(others, closed):
     assert bool(itself.aborted) == (closed is None)
 
 
-def test_the_maximum_of_connections_leaves_files_for_the_server(monkeypatch):
+def test_the_connection_limit_leaves_file_descriptors_for_the_server(monkeypatch):
     for files, expected in ((300, 172), (1024, 896), (20_000, 1000), (10, 1), (resource.RLIM_INFINITY, 1000)):
         monkeypatch.setattr(_server, "MOST_CONNECTIONS", 1000)
         monkeypatch.setattr(resource, "getrlimit", lambda which, files=files: (files, files))
@@ -202,7 +202,7 @@ def test_a_large_head_is_refused(address, size):
         "POST /v1/completions HTTP/1.0\r\nHost: localhost\r\n",
     ],
 )
-def test_an_ambiguous_end_of_a_request_is_refused_and_the_connection_closed(address, head):
+def test_an_ambiguous_request_length_is_rejected_and_closes_the_connection(address, head):
     """Content-Length beside Transfer-Encoding: a proxy could see another request behind it (RFC 9112, section 6.1)."""
     chunks = f"{len(BODY):x}\r\n".encode() + BODY + b"\r\n0\r\n\r\n"
     rest = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -217,7 +217,7 @@ def test_an_ambiguous_end_of_a_request_is_refused_and_the_connection_closed(addr
 @pytest.mark.parametrize(
     "head", [b"Content-Length: -1", b"Content-Length: 1\r\nContent-Length: 2", b"X y: 1", b"\0: 1"]
 )
-def test_invalid_heads(address, head):
+def test_rejects_invalid_request_heads(address, head):
     assert exchange(address, HEAD.encode() + head + b"\r\n\r\n").startswith(b"HTTP/1.1 400")
 
 
@@ -227,7 +227,7 @@ def ending_service(opened):
     return service_of(opened)
 
 
-def test_sigterm_ends_within_a_bound(ending_service, monkeypatch):
+def test_sigterm_exits_within_a_time_limit(ending_service, monkeypatch):
     """A text that takes longer than the time to end is cut, its client gets an end, and the server returns."""
     service = ending_service
     slow_down(monkeypatch, service.engine)
@@ -260,7 +260,7 @@ def test_sigterm_ends_within_a_bound(ending_service, monkeypatch):
     assert service.load.running == 0
 
 
-def test_integers_that_a_float_can_represent():
+def test_accepts_integers_that_a_float_represents():
     assert all(map(_bodies._is_small, (0, 2**53, -(2**53))))
     assert not any(map(_bodies._is_small, (2**53 + 1, True, 1.0)))
 
@@ -269,7 +269,7 @@ def test_integers_that_a_float_can_represent():
 @pytest.mark.parametrize(
     "name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 )
-def test_numbers_of_a_body_are_used_or_refused_with_their_range(name, value):
+def test_numbers_are_used_or_rejected_with_their_range(name, value):
     """Whatever the number is, the sampling that it gives is finite in float32."""
     try:
         sampling = _bodies.sampling_of({name: value}, Sampling(), ())
@@ -290,7 +290,7 @@ def test_numbers_of_a_body_are_used_or_refused_with_their_range(name, value):
 
 
 @pytest.mark.parametrize("value", [*NUMBERS[3:], -1, 10**400, "1", True, None, [1]], ids=lambda value: str(value)[:9])
-def test_a_length_penalty_is_refused_with_its_range(value):
+def test_an_invalid_length_penalty_is_rejected_with_its_range(value):
     with pytest.raises(APIError, match="length_penalty must be a number from 0 to 8") as caught:
         _translations._beam_of({"length_penalty": value}, Beam())
     assert caught.value.param == "length_penalty"

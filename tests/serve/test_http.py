@@ -96,7 +96,7 @@ def metric(server, name):
     return float(next((line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")), 0))
 
 
-def test_models(client):
+def test_lists_the_models(client):
     (card,) = client.models.list().data
     assert card.id == "tiny"
     assert client.models.retrieve("tiny").id == "tiny"
@@ -109,7 +109,7 @@ def reply(opened):
     return Chat(opened.model, opened.params, opened.tokenizer).reply(MESSAGES, max_new_tokens=12)
 
 
-def test_a_reply_is_that_of_chat(client, opened, reply):
+def test_a_reply_equals_the_chat_command(client, opened, reply):
     got = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=12)
     assert got.choices[0].message.content == reply.text
     assert got.choices[0].finish_reason == ("length" if reply.finish == "length" else "stop")
@@ -118,7 +118,7 @@ def test_a_reply_is_that_of_chat(client, opened, reply):
     assert got.usage.prompt_tokens == len(prompt.ids)
 
 
-def test_a_stream_is_the_whole_answer_in_parts(client):
+def test_joined_stream_chunks_equal_the_whole_answer(client):
     options = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "temperature": 1.1, "seed": 5, "n": 2}
     options |= {"logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**options)
@@ -137,7 +137,7 @@ def test_a_stream_is_the_whole_answer_in_parts(client):
     assert all(len(token.top_logprobs) == 2 for token in tokens[0])
 
 
-def test_text_completions(client, opened):
+def test_answers_text_completions(client, opened):
     """A text, several texts, and token ids; tokens as those of `generate`."""
     rows = [opened.tokenizer.encode_source(text) for text in ("Hello world", "The answer")]
     greedy = {"max_new_tokens": 9, "sampling": Sampling(temperature=0.0), "eos_id": opened.eos_ids}
@@ -179,7 +179,7 @@ def test_text_completions(client, opened):
         ({"extra_body": {"stop_token_ids": ["a"]}}, "stop_token_ids"),
     ],
 )
-def test_invalid_fields(client, changed, param):
+def test_rejects_invalid_fields(client, changed, param):
     with pytest.raises((openai.BadRequestError, UnicodeEncodeError)) as caught:
         client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, "max_tokens": 2, **changed})
     if isinstance(caught.value, openai.BadRequestError):
@@ -188,7 +188,7 @@ def test_invalid_fields(client, changed, param):
         assert "/" not in caught.value.body["message"].replace("/v1/", "")  # no path
 
 
-def test_wrong_keys_and_hosts(server):
+def test_rejects_wrong_keys_and_hosts(server):
     body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1}).encode()
     for key in (None, "another-key", KEY + "x"):
         status, head, text = raw(server, post("/v1/completions", body, key=key))
@@ -199,7 +199,7 @@ def test_wrong_keys_and_hosts(server):
     assert raw(server, post("/v1/completions", body))[0] == 200
 
 
-def test_hostile_bodies(server):
+def test_rejects_hostile_bodies(server):
     large = b"x" * (10 * 2**20)
     status, _, text = raw(server, post("/v1/completions", large))
     assert (status, "at most 4194304 bytes" in text) == (413, True)
@@ -249,7 +249,7 @@ def hang_up(server, body):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_clients_that_hang_up_free_their_slots(server, client, stream):
+def test_disconnected_clients_free_their_slots(server, client, stream):
     body = json.dumps({"prompt": "Hello", "max_tokens": 120, "n": 16, "stream": stream, "stop_token_ids": []}).encode()
     cancelled = 'transformer_finished_total{reason="cancelled"}'
     before = metric(server, cancelled)
@@ -286,7 +286,7 @@ def test_a_full_queue_is_429(server, client):
 
 
 @pytest.mark.slow
-def test_a_slow_head_is_cut(server, client):
+def test_a_slow_request_head_times_out(server, client):
     """Slowloris: a byte of the head per second. The connection is closed after 10 seconds, and others are served."""
     host, port = server["url"].removeprefix("http://").removesuffix("/v1").split(":")
     started = time.monotonic()
@@ -305,7 +305,7 @@ def test_a_slow_head_is_cut(server, client):
 
 
 @pytest.mark.slow
-def test_many_connections(server, client):
+def test_serves_many_connections(server, client):
     """More than 1,000 connections that send nothing: the oldest are closed, and others are served at once."""
     assert client.models.list().data
     host, port = server["url"].removeprefix("http://").removesuffix("/v1").split(":")
@@ -327,13 +327,13 @@ def test_many_connections(server, client):
     assert client.models.list().data
 
 
-def test_metrics(server):
+def test_reports_metrics(server):
     assert metric(server, "transformer_generated_tokens_total") > 0
     assert metric(server, "transformer_first_token_seconds_count") > 0
     assert metric(server, "transformer_slots") == 2
 
 
-def test_sigterm_finishes_what_runs(server, client):
+def test_sigterm_finishes_running_requests(server, client):
     """Last: the server ends. A stream that has begun is complete, and the exit code is 0."""
     stream = client.completions.create(model="tiny", prompt="a", max_tokens=120, temperature=0, stream=True)
     parts = [next(iter(stream))]
@@ -346,7 +346,7 @@ def test_sigterm_finishes_what_runs(server, client):
     assert said.count("\n") == 1, said
 
 
-def test_addresses_need_a_key():
+def test_public_addresses_require_a_key():
     assert check_address("127.0.0.1", None, False)
     assert check_address("::1", None, False)
     assert check_address("localhost", None, False)
@@ -359,7 +359,7 @@ def test_addresses_need_a_key():
         check_address("127.0.0.1", "short", False)
 
 
-def test_a_local_server_without_key_refuses_other_hosts(opened):
+def test_a_local_server_without_a_key_rejects_other_host_headers(opened):
     """A page that resolves its own name to the loopback address (DNS rebinding) sends that name as the host."""
     from starlette.testclient import TestClient
 
@@ -386,6 +386,6 @@ def test_a_model_with_a_tiny_context_is_an_error(opened):
         (["--host", "0.0.0.0"], "expected --api-key"),
     ],
 )
-def test_invalid_options(model, options, message, capsys):
+def test_rejects_invalid_options(model, options, message, capsys):
     assert main(["serve", str(model), *options]) == 2
     assert message in capsys.readouterr().err

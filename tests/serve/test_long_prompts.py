@@ -70,7 +70,7 @@ def refuse_to_encode(monkeypatch, most):
         ("encoder", "/v1/embeddings", {"input": [LONG]}),
     ],
 )
-def test_a_long_text_is_refused_before_it_is_encoded(serve, monkeypatch, kind, path, body):
+def test_a_long_text_is_rejected_before_encoding(serve, monkeypatch, kind, path, body):
     service = serve(kind)
     refuse_to_encode(monkeypatch, 2**16)
     response = client_of(service).post(path, json=body)
@@ -81,7 +81,7 @@ def test_a_long_text_is_refused_before_it_is_encoded(serve, monkeypatch, kind, p
     assert len(error["message"]) < 300
 
 
-def test_many_texts_of_one_call_are_refused_before_they_are_encoded(serve, monkeypatch):
+def test_too_many_texts_in_one_request_are_rejected_before_encoding(serve, monkeypatch):
     service = serve("encoder")
     monkeypatch.setattr("transformer.serve._embeddings.MOST_INPUT_TOKENS", 100)
     refuse_to_encode(monkeypatch, 2**16)
@@ -132,7 +132,7 @@ def test_the_queue_of_the_encoder_is_bounded(serve, monkeypatch):
     asyncio.run(calls())
 
 
-def test_large_bodies(serve, monkeypatch):
+def test_rejects_large_bodies(serve, monkeypatch):
     """A large one is parsed in a thread; one of many lists, which takes longest, is refused."""
     client = client_of(serve("chat"))
     parsed = []

@@ -36,7 +36,7 @@ def grown(send, requests):
 
 
 @pytest.mark.parametrize("requests", [300, pytest.param(2000, marks=pytest.mark.slow)])
-def test_requests_to_the_engine_leave_no_objects(requests):
+def test_engine_requests_leak_no_objects(requests):
     """Among them are preempted, cancelled and shared ones; the pages of the pool get other prompts many times."""
     with started_engine(tiny_parts(num_layers=1), 100, cache_tokens=112) as engine:
         prefix = [11 + i % 200 for i in range(64)]  # one chunk
@@ -77,7 +77,7 @@ def service(opened):
     made.close()
 
 
-def test_calls_over_http_leave_no_objects(service):
+def test_http_requests_leak_no_objects(service):
     """Streams and whole answers, refused requests, and requests for a path that does not exist."""
     client = TestClient(service.application(), base_url="http://127.0.0.1")
 

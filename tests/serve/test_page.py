@@ -49,7 +49,7 @@ def test_the_policy_allows_the_parts_of_the_page(mode):
     assert not re.search(r"https?://", page), "it loads nothing"
 
 
-def test_the_page_needs_no_key_but_the_right_host(service):
+def test_the_page_checks_the_host_and_needs_no_key(service):
     client = TestClient(service.application(), base_url="http://localhost")
     assert client.get("/").headers["content-type"] == "text/html; charset=utf-8"
     assert client.get("/", headers={"host": "evil.example"}).status_code == 403
@@ -106,7 +106,7 @@ def replies(page):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [{"width": 1280, "height": 900}, {"width": 390, "height": 800, "phone": True}])
-def test_a_conversation(browser, url, opened, size):
+def test_the_page_holds_a_conversation(browser, url, opened, size):
     """Two turns with a system prompt: the replies of `Chat`. It fits a phone, loads nothing, and reports nothing."""
     page = open_page(browser, url, **size)
     page.js("document.querySelector('#settings').open = true")
@@ -153,7 +153,7 @@ def test_an_answer_can_be_stopped(browser, url, service, monkeypatch):
 
 
 @pytest.mark.slow
-def test_errors_are_shown_and_the_message_is_kept(browser, url, service, monkeypatch):
+def test_errors_are_shown_and_the_typed_message_is_kept(browser, url, service, monkeypatch):
     page = open_page(browser, url, key="wrong")
     shown = "!document.querySelector('#error').hidden && document.querySelector('#stop').hidden"
     send(page, "Hello")

@@ -65,7 +65,7 @@ def drawn_request(draw, grammars):
 @pytest.mark.parametrize(
     "seed", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
-def test_texts_do_not_depend_on_arrivals_pages_and_cancellations(roomy, tight, parts, seed):
+def test_texts_do_not_depend_on_arrival_order_pages_or_cancellations(roomy, tight, parts, seed):
     """Requests arrive in groups at random times, and some leave: each text is that of its request alone."""
     pytest.importorskip("llguidance")
     draw, grammars = random.Random(seed), Grammars(parts[2], parts[2].vocab_size)
@@ -117,7 +117,7 @@ def test_all_pages_are_free_at_the_end(tight):
     assert "transformer_preemptions_total 0\n" not in text
 
 
-def test_the_youngest_is_preempted(tight):
+def test_the_newest_request_is_preempted(tight):
     """The first request is never computed again: its tokens arrive before those of later ones are complete."""
     first_count = 150
     ended, events = [], queue.Queue()
@@ -181,7 +181,7 @@ def test_pages_are_shared_counted_and_evicted():
     assert full
 
 
-def test_the_prefix_that_was_used_last_is_kept_longest():
+def test_the_least_recently_used_prefix_is_evicted_first():
     chunk = PAGE_SIZE
     pages = SlotPages(1, 8 * PAGE_SIZE, 6, chunk)
     for token in (1, 2, 3):  # one page of prefix each, and one for the rest
@@ -199,7 +199,7 @@ def test_the_prefix_that_was_used_last_is_kept_longest():
         pages.release(0)
 
 
-def test_forgotten_pages_are_not_shared():
+def test_evicted_pages_are_not_shared():
     pages = SlotPages(1, 8 * PAGE_SIZE, 6, PAGE_SIZE)
     prompt = [1] * (2 * PAGE_SIZE)
     for forget, found in ((False, 0), (True, PAGE_SIZE), (False, 0)):
@@ -226,7 +226,7 @@ BY_LENGTH = {
 @pytest.mark.programs(9, reason="programs of the engine for three widths, and those of generate")
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_a_long_prompt_is_rotated_by_its_whole_length(kind):
+def test_rotary_scaling_of_a_long_prompt_uses_its_whole_length(kind):
     """Also in its first chunk, in keys of an earlier chunk, and without the padding of its last chunk.
 
     Prompts with a common prefix share it only if their rotations do not depend on their lengths.
@@ -245,7 +245,7 @@ def test_a_long_prompt_is_rotated_by_its_whole_length(kind):
     assert shared == 256, "only the second prompt takes over a prefix"
 
 
-def test_pages_of_a_prompt_above_the_shared_length_are_not_shared():
+def test_prompts_beyond_the_original_length_share_no_pages():
     """Nor those of its first chunk, if it is preempted while it is read."""
     pages = SlotPages(1, 8 * PAGE_SIZE, 8, PAGE_SIZE, shared_length=40)
     for length, done, found in ((41, 41, 0), (41, 32, 0), (40, 32, 32), (41, 41, 0)):

@@ -84,7 +84,7 @@ BODIES = [
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_one_process(tmp_path):
+def test_several_processes_give_the_answers_of_one(tmp_path):
     model = write_chat_model(tmp_path / "tiny")
     found = []
     for devices, flags in (((1,), ()), ((1, 1), ("--parallel.tensor", "2"))):
@@ -107,7 +107,7 @@ def test_one_process_sends_nothing():
     lockstep.send("read", {})
 
 
-def test_calls_arrive_in_order_with_their_arrays(monkeypatch):
+def test_messages_arrive_in_order_with_their_arrays(monkeypatch):
     """Without other processes: what process 0 broadcasts is kept, and then followed."""
     kept, calls = [], []
     monkeypatch.setattr("transformer.serve._lockstep._broadcast", lambda value: (kept.append(value), value)[1])

@@ -22,7 +22,7 @@ def posted(made, path, body):
 @pytest.mark.parametrize(
     "options", [{}, {"parse_special": False}, {"add_special_tokens": False}, {"parse_special": True}]
 )
-def test_special_tokens_of_a_text_are_tokens(family, options):
+def test_special_tokens_in_a_completion_prompt_are_parsed(family, options):
     """By default, as in other servers; of each prompt of a call."""
     made = tokenizer(family)
     texts = [RENDERED, "[INST] Hi [/INST]</s>", "Hello"]
@@ -53,7 +53,7 @@ def test_a_message_of_a_chat_stays_text():
 
 
 @pytest.mark.parametrize("field", ["parse_special", "add_special_tokens"])
-def test_invalid_options(field):
+def test_rejects_invalid_options(field):
     made = tokenizer("smollm")
     status, answer, prompts = posted(made, "/v1/completions", {"prompt": "a", field: "no"})
     assert (status, answer["error"]["param"], prompts) == (400, field, [])

@@ -64,13 +64,13 @@ SAMPLING |= {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_pena
 
 @pytest.mark.parametrize("is_chat", [True, False])
 @pytest.mark.parametrize(("name", "value"), SAMPLING.items())
-def test_a_field_of_the_sampling_changes_this_field_alone(call, service, is_chat, name, value):
+def test_each_sampling_field_changes_only_its_setting(call, service, is_chat, name, value):
     _, (request,) = call(is_chat, **{name: value, "max_tokens": 2})
     for other in SAMPLING:
         assert getattr(request.sampling, other) == (value if other == name else getattr(service.sampling, other))
 
 
-def test_recommended_sampling_ends_and_suppressed_tokens(call, service):
+def test_recommended_sampling_end_tokens_and_suppressed_tokens_are_used(call, service):
     _, (request,) = call(max_tokens=2)
     assert {name: getattr(request.sampling, name) for name in list(RECOMMENDED)[1:]} == dict(
         list(RECOMMENDED.items())[1:]
@@ -100,7 +100,7 @@ def test_each_of_n_texts_has_a_seed(call, is_chat):
     assert first.seed != second.seed, "without a seed, it is random"
 
 
-def test_several_prompts_with_n_texts_each(call, opened):
+def test_several_prompts_return_n_texts_each(call, opened):
     texts = ["Hello", "world"]
     answer, requests = call(False, prompt=texts, n=2, seed=5, max_tokens=3)
     rows = [list(opened.tokenizer.encode_source(text)) for text in texts]
@@ -118,7 +118,7 @@ def test_several_prompts_with_n_texts_each(call, opened):
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_ends_limits_and_log_probabilities(call, service, is_chat):
+def test_end_tokens_limits_and_log_probabilities_reach_the_engine(call, service, is_chat):
     _, (request,) = call(is_chat, max_tokens=2, stop=["ab", "c", "d"], stop_token_ids=[40, 41, 2])
     assert request.stop == ("ab", "c", "d")
     assert set(request.eos_ids) == {*service.eos_ids, 40, 41}
@@ -141,7 +141,7 @@ def test_ends_limits_and_log_probabilities(call, service, is_chat):
     assert request.max_tokens == (POSITIONS - len(request.prompt) if is_chat else 16)
 
 
-def test_max_completion_tokens_comes_before_max_tokens(call):
+def test_max_completion_tokens_overrides_max_tokens(call):
     assert call(max_completion_tokens=3)[1][0].max_tokens == 3
     assert call(max_completion_tokens=3, max_tokens=5)[1][0].max_tokens == 3
 
@@ -171,7 +171,7 @@ def test_tools_and_variables_reach_the_template(call, service, opened, monkeypat
     assert prompt(tools=TOOLS, tool_choice="none") == "Hello"
 
 
-def test_a_line_of_a_batch_has_a_seed_of_its_name(tmp_path):
+def test_the_seed_of_a_batch_line_follows_from_its_id(tmp_path):
     """So that a repeated run gives the same texts, and equal bodies different ones."""
 
     def seeds(**body):
@@ -186,7 +186,7 @@ def test_a_line_of_a_batch_has_a_seed_of_its_name(tmp_path):
     assert seeds(seed=3) == [3, 3]
 
 
-def test_every_field_has_a_test_here():
+def test_every_request_field_has_a_test():
     """A new field of a body needs a test that it reaches the engine, or the place where it acts."""
     tested = {*SAMPLING, "n", "seed", "stop", "stop_token_ids", "max_tokens", "max_completion_tokens", "logprobs"}
     tested |= {"top_logprobs", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "guided_regex"}

@@ -75,7 +75,7 @@ def shards(array):
 
 
 @pytest.mark.programs(7, reason="reads and writes with a draft, also texts that are computed again")
-def test_answers_are_those_of_one_device(dense, answers_of_one_device):
+def test_answers_on_a_mesh_equal_one_device(dense, answers_of_one_device):
     draft = Draft(model=dense[0], params=dense[1], tokens=2)
     found, engine = served(dense, mesh_of(tensor=2), draft=draft)
     assert found == answers_of_one_device
@@ -87,7 +87,7 @@ def test_answers_are_those_of_one_device(dense, answers_of_one_device):
 
 
 @pytest.mark.slow
-def test_answers_of_experts_are_those_of_one_device(experts):
+def test_answers_of_experts_on_a_mesh_equal_one_device(experts):
     wanted, _ = served(experts, None)
     found, engine = served(experts, mesh_of(tensor=2, expert=2), draft=PromptLookup(tokens=2))
     assert found == wanted
@@ -106,7 +106,7 @@ def test_experts_stay_on_their_devices(experts):
     assert "all-gather" not in text
 
 
-def test_a_second_text_compiles_nothing(dense):
+def test_a_second_request_compiles_nothing(dense):
     engine = Engine(*dense, slots=2, positions=32, mesh=mesh_of(tensor=2))
     engine.warm_up()
     engine.start()
@@ -119,7 +119,7 @@ def test_a_second_text_compiles_nothing(dense):
     assert advance._cache_size()
 
 
-def test_rejects_what_a_mesh_is_not_for(dense, monkeypatch):
+def test_rejects_unsupported_models_and_options(dense, monkeypatch):
     model, params, tokenizer = dense
     with monkeypatch.context() as changed:
         changed.setattr(jax, "process_count", lambda: 2)
@@ -152,17 +152,17 @@ def test_rejects_what_a_mesh_is_not_for(dense, monkeypatch):
         (["--parallel.tensor", "8"], "must be a multiple of parallel.tensor (8)"),
     ],
 )
-def test_invalid_options(options, message, chat_model, capsys):
+def test_rejects_invalid_options(options, message, chat_model, capsys):
     assert main(["serve", str(chat_model), *options]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_another_kind_of_model_is_refused(tmp_path, capsys):
+def test_rejects_an_unsupported_model_kind(tmp_path, capsys):
     assert main(["serve", str(write_models(tmp_path)["translator"]), "--parallel.expert", "2"]) == 2
     assert "--draft, --lookup and --parallel need a causal model" in capsys.readouterr().err
 
 
-def test_pretrained_weights_are_sharded_as_they_are_read(chat_model):
+def test_pretrained_weights_are_sharded_while_loading(chat_model):
     model = open_model(chat_model, mesh=mesh_of(tensor=2))
     kernel = next(leaf for leaf in jax.tree.leaves(model.params) if leaf.ndim == 4)  # layers, embed, heads, head size
     assert shards(kernel)[1] == 2

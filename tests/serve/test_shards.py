@@ -34,19 +34,19 @@ def bad_answer(number):
 
 
 @pytest.mark.parametrize(("items", "count"), [(7, 3), (2, 5), (6, 1), (0, 2)])
-def test_each_item_has_one_shard(items, count):
+def test_each_request_belongs_to_one_shard(items, count):
     shares = [Shard(index, count).select(list(range(items))) for index in range(count)]
     assert sorted(one for share in shares for one in share) == list(range(items))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @pytest.mark.parametrize("text", ["", "1", "2/2", "-1/2", "0/0", "0/1000000", "1/2/3", "a/b", " 0/2"])
-def test_invalid_shards(text):
+def test_rejects_invalid_shards(text):
     with pytest.raises(ConfigError, match=r"--shard.*INDEX/COUNT"):
         Shard.parse(text)
 
 
-def test_the_last_process_joins(tmp_path):
+def test_the_last_process_merges_the_answers(tmp_path):
     """An unfinished last line, an answer that is there twice, and files of another number of processes."""
     output, keys = tmp_path / "answers[1].jsonl", ["a", "b", "c", 4]
     Shard(0, 2).part(output).write_bytes(answer("a") + answer("b")[:-1])
@@ -63,7 +63,7 @@ def test_the_last_process_joins(tmp_path):
     assert join_parts(output, keys), "joined by another process"
 
 
-def test_answers_of_the_output_stay(tmp_path):
+def test_existing_answers_in_the_output_are_kept(tmp_path):
     """As after a run without shards, or after new lines of the requests."""
     output = tmp_path / "answers.jsonl"
     output.write_bytes(answer("a"))
@@ -72,7 +72,7 @@ def test_answers_of_the_output_stay(tmp_path):
     assert [key for key, _ in answer_lines(output)] == ["a", "b"]
 
 
-def test_answers_of_several_machines_are_joined_without_a_model(tmp_path, capsys):
+def test_answers_of_several_machines_are_merged_without_a_model(tmp_path, capsys):
     output, requests = tmp_path / "answers.jsonl", tmp_path / "requests.jsonl"
     one = {"url": "/v1/completions", "body": {"prompt": "a"}}
     requests.write_text("".join(json.dumps({"custom_id": name, **one}) + "\n" for name in "abc"))
@@ -84,7 +84,7 @@ def test_answers_of_several_machines_are_joined_without_a_model(tmp_path, capsys
     assert parts(output) == []
 
 
-def test_another_process_joins_at_the_same_time(tmp_path, monkeypatch):
+def test_two_processes_merge_at_the_same_time(tmp_path, monkeypatch):
     """It removes a file after this process has seen that all answers are there: its output stays."""
     output, keys = tmp_path / "answers.jsonl", ["a", "b"]
     for index, name in enumerate(keys):
@@ -102,7 +102,7 @@ def test_another_process_joins_at_the_same_time(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [output.name]
 
 
-def test_wrong_options(tmp_path, capsys):
+def test_reports_invalid_options(tmp_path, capsys):
     requests = tmp_path / "requests.jsonl"
     requests.write_text("")
     assert main(["batch", str(tmp_path), str(requests), "--shard", "0/2"]) == 2
@@ -111,7 +111,7 @@ def test_wrong_options(tmp_path, capsys):
     assert "--shard must be INDEX/COUNT" in capsys.readouterr().err
 
 
-def test_the_job_of_the_docs(tmp_path):
+def test_the_documented_job_script_runs(tmp_path):
     """Its shell command passes the index of the pod and the number of pods."""
     yaml = pytest.importorskip("yaml")
     (text,) = re.findall(r"^```text\n(apiVersion: .*?)^```", (ROOT / "docs" / "serving.md").read_text(), re.M | re.S)
@@ -174,7 +174,7 @@ def answered_on_one_device(tmp_path_factory):
     return command, texts(folder / "one.jsonl")
 
 
-def test_one_process_shards_the_model(answered_on_one_device, tmp_path, capsys):
+def test_one_process_shards_the_model_over_devices(answered_on_one_device, tmp_path, capsys):
     command, wanted = answered_on_one_device
     assert main([*command, str(tmp_path / "two.jsonl"), "--parallel.tensor", "2"]) == 0
     assert texts(tmp_path / "two.jsonl") == wanted
@@ -183,7 +183,7 @@ def test_one_process_shards_the_model(answered_on_one_device, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_two_processes_one_of_which_is_killed(tmp_path):
+def test_a_run_of_two_processes_survives_a_killed_one(tmp_path):
     """The answers are those of one process; what was answered before the kill is not computed again."""
     model, lines = written(tmp_path)
     requests, output, whole = (tmp_path / name for name in ("requests.jsonl", "answers.jsonl", "whole.jsonl"))
@@ -254,7 +254,7 @@ class Connected:
 
 
 @pytest.mark.slow
-def test_connected_processes(tmp_path):
+def test_connected_processes_share_the_work(tmp_path):
     """Each process has a model, on one device or two, or both have one together; then a process is lost."""
     model, lines = written(tmp_path)
     requests, whole = tmp_path / "requests.jsonl", tmp_path / "whole.jsonl"

@@ -30,7 +30,7 @@ def tokens_of(engine, *requests):
 
 
 @pytest.mark.parametrize("place", [0, 3, 7])
-def test_each_of_the_end_tokens_ends_a_text(engine, place):
+def test_every_end_token_ends_a_text(engine, place):
     (whole,) = tokens_of(engine, Request(prompt=PROMPT, max_tokens=40, sampling=Sampling(temperature=2.0), seed=1))
     ends = [id for id in range(300) if id not in whole][:8]
     ends[place] = whole[20]
@@ -40,7 +40,7 @@ def test_each_of_the_end_tokens_ends_a_text(engine, place):
 
 
 @pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
-def test_penalties_are_those_of_generate(engine, parts, penalty):
+def test_penalties_equal_generate(engine, parts, penalty):
     """The repetition penalty is also for tokens of the prompt: the prompt has all tokens but a few."""
     model, params, _ = parts
     prompt = list(range(5, 65))
@@ -60,7 +60,7 @@ def test_suppressed_tokens_of_the_engine_are_not_generated(engine, parts):
     assert 70 in {token for tokens in free for token in tokens}
 
 
-def test_preempted_texts_with_a_constraint_are_those_alone(engine):
+def test_preempted_constrained_texts_equal_single_requests(engine):
     def request(number):
         constraint = Counting(engine.vocab_size, 60)
         return Request(prompt=[5 + number] * 9, max_tokens=80, seed=number, top=2, constraint=constraint)
@@ -75,7 +75,7 @@ def test_preempted_texts_with_a_constraint_are_those_alone(engine):
         assert all(token.id % 3 == (60 - i) % 3 for i, token in enumerate(alone))
 
 
-def test_a_text_with_a_constraint_proposes_nothing(parts):
+def test_a_constrained_text_uses_no_speculation(parts):
     """What a constraint allows is known for one token only."""
     with started_engine(parts, POSITIONS, draft=PromptLookup(tokens=3)) as engine:
         requests = [Request(prompt=PROMPT * 3, max_tokens=40, seed=1, sampling=GREEDY) for _ in range(2)]

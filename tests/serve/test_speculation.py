@@ -92,7 +92,7 @@ def without_proposals(plain, makers):
     return answers(plain, [make() for make in makers])
 
 
-def test_a_text_is_that_of_its_request_alone_and_without_proposals(tight, without_proposals, makers):
+def test_speculative_texts_equal_single_requests_without_proposals(tight, without_proposals, makers):
     """With requests of all kinds together, preemptions and shared prefixes."""
     together, tokens_together = answers(tight, [make() for make in makers])
     assert tight.metrics.preemptions > 0
@@ -123,7 +123,7 @@ def test_proposals_save_steps(tight, plain):
     assert f"transformer_proposed_tokens_total {tight.metrics.proposed_tokens}\n" in text
 
 
-def test_a_draft_that_is_the_model_samples_the_tokens_of_the_model(parts):
+def test_a_draft_equal_to_the_model_samples_its_tokens(parts):
     """It samples with the noise of the model at the same position, so proposals are accepted at any temperature."""
     draft = Draft(model=parts[0], params=parts[1], tokens=TOKENS)
     with started_engine(parts, POSITIONS, cache_tokens=POSITIONS + 4 * PAGE_SIZE, draft=draft) as engine:
@@ -184,7 +184,7 @@ def answer_without_draft(opened):
     return answer_over_http(opened, None)[0]
 
 
-def test_speculation_over_http(model, opened, answer_without_draft):
+def test_speculation_works_over_http(model, opened, answer_without_draft):
     """The options of `serve`: the model as its own draft gives the same answer, in fewer steps."""
     found, service = answer_over_http(opened, SpeculationOptions(draft=str(model)).open_draft())
     assert found == answer_without_draft
@@ -201,11 +201,11 @@ def test_speculation_over_http(model, opened, answer_without_draft):
         (["--lookup", "99"], "a server can propose at most 15 tokens per step, got 99"),
     ],
 )
-def test_invalid_options(model, options, message, capsys):
+def test_rejects_invalid_options(model, options, message, capsys):
     assert main(["serve", str(model), *options]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_another_kind_of_model_is_refused(tmp_path, capsys):
+def test_rejects_an_unsupported_model_kind(tmp_path, capsys):
     assert main(["serve", str(write_models(tmp_path)["encoder"]), "--lookup", "2"]) == 2
     assert "--draft, --lookup and --parallel need a causal model" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def run(story):
     asyncio.run(whole())
 
 
-def test_groups_are_in_order_and_have_one_key_and_a_limit():
+def test_batches_keep_order_share_a_key_and_have_a_size_limit():
     async def story(scene):
         calls = [scene.call(3), scene.call(1, key="b"), scene.call(1, 4), scene.call(5), scene.call(2), scene.call(9)]
         await asyncio.sleep(0.01)
@@ -91,7 +91,7 @@ def test_groups_are_in_order_and_have_one_key_and_a_limit():
     run(story)
 
 
-def test_a_call_whose_client_leaves_is_not_computed():
+def test_a_request_of_a_disconnected_client_is_not_computed():
     async def story(scene):
         client = Client()
         gone, other = scene.call(3, client=client), scene.call(4)
@@ -107,7 +107,7 @@ def test_a_call_whose_client_leaves_is_not_computed():
     run(story)
 
 
-def test_an_error_ends_only_its_call():
+def test_an_error_ends_only_its_request():
     """An error of the inputs, and one of the computation, which is repeated for each call alone."""
 
     async def story(scene):
@@ -124,7 +124,7 @@ def test_an_error_ends_only_its_call():
     run(story)
 
 
-def test_calls_that_wait_end_with_the_server():
+def test_waiting_requests_end_with_the_server():
     async def story(scene):
         waiting = scene.call(2)
         await asyncio.sleep(0.01)

@@ -70,7 +70,7 @@ def text_of(tokenizer, prompt, ids):
 
 
 @pytest.mark.parametrize("name", [*LIBRARIES, *KINDS])
-def test_joined_bytes_are_those_of_the_text(name):
+def test_joined_token_bytes_equal_the_text(name):
     """For random tokens after random prompts: half characters, invalid bytes, special tokens, spaces at the start."""
     tokenizer = build(name)
     whole = ["to be", "you 🙂", "你好", "é", "not", " ", "\n"] if name in ("bpe", "byte", *LIBRARIES) else []
@@ -101,7 +101,7 @@ def test_joined_bytes_are_those_of_the_text(name):
     check()
 
 
-def test_offsets_of_invalid_bytes():
+def test_offsets_handle_invalid_bytes():
     """A run of byte-fallback tokens that is not valid UTF-8 has one replacement character per byte."""
     tokenizer = build("byte fallback")
     run = [tokenizer.encode("é")[-2], *tokenizer.encode("🙂")[-4:-1]]
@@ -111,7 +111,7 @@ def test_offsets_of_invalid_bytes():
     assert found.offset == len(tokenizer.decode([*run, *word])) == len(run) + 3
 
 
-def test_names_of_tokens():
+def test_token_names_show_their_text():
     """A part of a character has a name by its bytes, a special token its own, and spaces are spaces."""
     tokenizer = build("byte fallback")
     found = TokenTexts(tokenizer)
@@ -133,7 +133,7 @@ def colliding():
 
 
 @pytest.mark.parametrize("context", [(), (4,)])
-def test_tokens_with_the_same_text_do_not_hide_the_generated_one(context):
+def test_tokens_with_equal_text_do_not_hide_the_generated_one(context):
     tokenizer = colliding()
     tokens = [Token(2, -3.0, [(1, -0.1), (4, -3.5)]), Token(4, -2.0, [(1, -0.5), (2, -0.7)])]
     answer = Answer("m", tokenizer, is_chat=False, prompts=[1], n=1, top=3, contexts=[context])
@@ -149,7 +149,7 @@ def test_tokens_with_the_same_text_do_not_hide_the_generated_one(context):
     assert found["text_offset"] == [0, 4]
 
 
-def test_of_equal_texts_the_more_probable_one_is_shown():
+def test_the_more_probable_of_equal_texts_is_shown():
     tokens = [Token(4, -2.0, [(1, -0.5), (2, -0.7)])]
     answer = Answer("m", colliding(), is_chat=False, prompts=[1], n=1, top=2)
     answer.choices[0].add(Delta("other", tokens, finish="stop"))
@@ -157,7 +157,7 @@ def test_of_equal_texts_the_more_probable_one_is_shown():
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_parts_of_a_stream_describe_their_tokens_as_the_whole_answer(is_chat):
+def test_stream_chunks_describe_tokens_like_the_whole_answer(is_chat):
     """Of several texts at once, whose tokens arrive in parts that divide characters."""
     tokenizer = build("byte fallback")
     rows = [tokenizer.encode("He é🙂"), tokenizer.encode("🙂 w")]
@@ -179,7 +179,7 @@ def test_parts_of_a_stream_describe_their_tokens_as_the_whole_answer(is_chat):
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback", "word pieces"])
-def test_joined_names_of_a_completion_are_its_text(name):
+def test_joined_token_names_equal_the_completion(name):
     """Each text continues its own prompt: after one of a special token alone, the first word has no space before it."""
     tokenizer = build(name)
     texts = [tokenizer.encode(text) for text in ("to be", "not", "be", "to")]

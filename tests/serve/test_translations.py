@@ -49,7 +49,7 @@ def translations(opened, beam, **options):
         ({"extra_body": {"num_beams": 2, "length_penalty": 0}, "n": 2}, Beam(size=2, alpha=0.0, n_best=2)),
     ],
 )
-def test_translations_are_those_of_the_command(client, opened, fields, beam):
+def test_translations_equal_the_translate_command(client, opened, fields, beam):
     wanted = translations(opened, beam, max_new_tokens=9)
     got = client.completions.create(model="translator", prompt=TEXTS, max_tokens=9, **fields)
     assert [choice.text for choice in got.choices] == [one.text for one in wanted]
@@ -62,7 +62,7 @@ def test_translations_are_those_of_the_command(client, opened, fields, beam):
     assert by_ids.choices == got.choices
 
 
-def test_many_prompts_are_in_their_order(client):
+def test_many_prompts_keep_their_order(client):
     """More prompts than are searched together."""
     prompts = [f"the {word} ran" for word in ("cat", "dog", "mat", "tree", "big")]
     got = client.completions.create(model="translator", prompt=prompts, max_tokens=4, best_of=1)
@@ -81,7 +81,7 @@ def answers_alone(client):
     return [client.completions.create(**call) for call in CALLS]
 
 
-def test_calls_that_wait_are_searched_together(client, service, answers_alone, monkeypatch):
+def test_waiting_requests_are_batched(client, service, answers_alone, monkeypatch):
     """Those with the same options; the translations are those of the calls alone."""
     computing, proceed, searches, found = threading.Event(), threading.Event(), [], {}
     search = service._search
@@ -115,7 +115,7 @@ def test_calls_that_wait_are_searched_together(client, service, answers_alone, m
         assert found[number].usage == wanted.usage
 
 
-def test_a_stream_is_the_whole_answer(client):
+def test_joined_stream_chunks_equal_the_whole_answer(client):
     common = {"model": "translator", "prompt": TEXTS, "max_tokens": 9}
     whole = client.completions.create(**common)
     *parts, last = client.completions.create(**common, stream=True, stream_options={"include_usage": True})
@@ -141,13 +141,13 @@ def test_a_stream_is_the_whole_answer(client):
         ({"max_tokens": 0}, "max_tokens", "from 1"),
     ],
 )
-def test_invalid_fields(client, changed, param, message):
+def test_rejects_invalid_fields(client, changed, param, message):
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         client.completions.create(**{"model": "translator", "prompt": "a", "max_tokens": 2, **changed})
     assert caught.value.param == param
 
 
-def test_a_long_call_ends_when_the_server_does(client, service, monkeypatch):
+def test_a_long_request_ends_with_the_server(client, service, monkeypatch):
     monkeypatch.setattr(service, "closing", True)
     with pytest.raises(openai.InternalServerError, match="shutting down"):
         client.completions.create(model="translator", prompt="a", max_tokens=2)
