@@ -179,14 +179,14 @@ def test_every_file_has_a_level():
     assert LAYERS.keys() - units == set(), "remove these from LAYERS and docs/architecture.md"
 
 
-def test_imports_go_strictly_downwards():
+def test_imports_only_lead_to_lower_levels():
     found = {
         path: layer_faults(unit_of(path), path.read_text(), package_of(path)) for path in sorted(PACKAGE.rglob("*.py"))
     }
     assert not report(found), report(found)
 
 
-def test_what_is_imported_is_there():
+def test_imported_modules_exist():
     """Imported modules exist, also those of imports inside functions that no test may run."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
     modules |= {name.removesuffix(".__init__") for name in modules}
@@ -221,7 +221,7 @@ def test_the_core_needs_four_packages():
         ("data", "from transformer.zoo import ENTRIES"),
     ],
 )
-def test_an_import_upwards_is_seen(unit, source):
+def test_an_upward_import_is_detected(unit, source):
     assert len(layer_faults(unit, source, "transformer.nn" if unit == "nn/masks" else "transformer")) == 1
 
 
@@ -236,11 +236,11 @@ def test_an_import_upwards_is_seen(unit, source):
         ("__init__", "from transformer.nn.models import CausalLM", "transformer"),
     ],
 )
-def test_an_import_downwards_is_allowed(unit, source, package):
+def test_a_downward_import_is_allowed(unit, source, package):
     assert layer_faults(unit, source, package) == []
 
 
-def test_a_dependency_of_training_in_the_core_is_seen():
+def test_a_training_dependency_in_the_core_is_detected():
     assert core_faults("import optax") == ["line 1: imports optax"]
     assert core_faults("def late():\n    from grain.python import x") == ["line 2: imports grain"]
     assert core_faults("import math\nimport flax.linen as nn\nfrom jax import numpy\nfrom . import axes") == []
@@ -280,7 +280,7 @@ def test_tests_mirror_the_package():
     assert not unknown, f"neither a folder of the package nor in EXTRA_TESTS: {unknown}"
 
 
-def test_a_misplaced_test_is_seen():
+def test_a_misplaced_test_is_detected():
     rooms = {"nn", "nn/kernels"}
     assert misplaced_tests(["nn/test_masks.py", "nn/kernels/test_ring.py", "system/test_docs.py"], rooms) == []
     for file in ("test_masks.py", "masks/test_masks.py", "nn/masks/test_masks.py", "fixtures/test_old.py"):
@@ -302,7 +302,7 @@ def test_public_names_are_exported():
     assert all(exports(path) for path in public.values()), "each package defines its public names in __all__"
 
 
-def test_exports_are_there_and_are_what_their_room_says():
+def test_exports_exist_and_match_their_package():
     for module in rooms():
         room = importlib.import_module(module)
         assert {name for name in room.__all__ if not hasattr(room, name)} == set(), module
@@ -310,7 +310,7 @@ def test_exports_are_there_and_are_what_their_room_says():
         assert {*room.__all__} <= {*dir(room)}, module
 
 
-def test_a_public_name_that_no_room_exports_is_seen(tmp_path):
+def test_an_unexported_public_name_is_detected(tmp_path):
     path = tmp_path / "masks.py"
     path.write_text(
         '__all__ = ["Mask"]\nSIZE, _HIDDEN = 1, 2\n\nclass Mask: ...\n\ndef as_matrix(mask): ...\ndef _cut(): ...\n'
@@ -318,7 +318,7 @@ def test_a_public_name_that_no_room_exports_is_seen(tmp_path):
     assert hidden_exports("m", path) == {"m.SIZE", "m.as_matrix"}
 
 
-def test_files_import_private_files_and_not_rooms():
+def test_files_import_private_modules_directly():
     """Package files import from private files: an `__init__` would cause import cycles and import too much."""
     public = rooms()
     found = {}
@@ -369,7 +369,7 @@ def test_no_function_is_larger_than_a_page():
     assert not large, "split these into functions with one task each"
 
 
-def test_the_size_of_a_function():
+def test_measures_the_size_of_a_function():
     """Docstrings, comments, empty lines and the signature do not count; nested functions do."""
     source = '''
 def outer(
@@ -411,7 +411,7 @@ def test_no_error_is_swallowed():
 
 @pytest.mark.parametrize("handler", ["except:", "except Exception:", "except BaseException as error:"])
 @pytest.mark.parametrize("body", ["pass", "...", "continue", "'a comment'"])
-def test_a_swallowed_error_is_seen(handler, body):
+def test_a_swallowed_error_is_detected(handler, body):
     assert len(swallowed_errors(f"for i in x:\n  try:\n    f()\n  {handler}\n    {body}")) == 1
 
 
@@ -424,11 +424,11 @@ def documented(title: str) -> dict[str, int]:
     return {name.replace("/_", "/"): int(level) for name, level in rows}
 
 
-def test_the_documented_table_is_this_one():
+def test_the_documented_layer_table_is_current():
     assert documented("Layers") == LAYERS
 
 
-def test_the_documented_rooms_are_those_of_the_package():
+def test_the_documented_packages_exist():
     """There are at most fifteen, so that a reader can get an overview."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     section = text.partition("\n## Packages\n")[2].partition("\n## ")[0]
@@ -464,7 +464,7 @@ def names_in(source: str) -> set[str]:
     return names | {node.name for node in nodes}
 
 
-def test_the_names_of_both_walks_are_defined_there():
+def test_names_of_both_call_paths_are_defined_in_their_files():
     batch, prompt = walks()
     assert len(batch) > 15
     assert len(prompt) > 10
@@ -481,7 +481,7 @@ def python_files_of(place: Path) -> list[Path]:
     return [place] if place.suffix else sorted(place.rglob("*.py"))
 
 
-def test_a_name_that_is_not_defined_is_seen():
+def test_an_undefined_name_is_detected():
     assert names_in("class A:\n    def b(self): ...\ndef c(): ...") == {"A", "A.b", "b", "c"}
     assert WALK.findall("│ └ nn/_stacks.py    Decoder  layers\nno line\n") == [("nn/_stacks.py", "Decoder")]
 
@@ -547,7 +547,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_a_file_that_is_not_imported_is_seen():
+def test_a_missing_import_is_detected():
     package = PACKAGE / "nn" / "models"
     assert imports_directly(PACKAGE / "training" / "tasks" / "_texts.py", package / "_causal_lm.py")
     assert not imports_directly(PACKAGE / "training" / "_step.py", package / "_causal_lm.py")

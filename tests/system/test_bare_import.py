@@ -113,7 +113,7 @@ def test_base_dependencies_are_these_four():
     assert {Requirement(text).name for text in base_dependencies()} == {"jax", "flax", "numpy", "jaxtyping"}
 
 
-def test_import_needs_the_base_dependencies_alone(tmp_path):
+def test_import_needs_only_the_base_dependencies(tmp_path):
     foreign = foreign_modules()
     assert {"grain", "tensorflow_datasets", "tyro", "tokenizers", "matplotlib", "num2words", "beartype"} <= foreign
     assert not {"jax", "jaxlib", "flax", "numpy", "jaxtyping", "optax"} & foreign
@@ -134,13 +134,13 @@ def test_every_public_name_is_found():
         transformer.CausalML  # noqa: B018
 
 
-def test_a_program_starts_once_more_before_it_imports_jax():
+def test_a_program_restarts_before_importing_jax():
     done = run(sys.executable, "import train, transformer.__main__, sys; print('jax' in sys.modules)", ROOT)
     assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.slow
-def test_pretrained_weights_need_the_extra_of_the_zoo_alone(tmp_path):
+def test_pretrained_weights_need_only_the_zoo_extra(tmp_path):
     extra = {Requirement(text).name for text in PROJECT["optional-dependencies"]["zoo"]}
     assert extra == {"huggingface_hub", "tokenizers"}
     allowed = {canonicalize_name(name) for name in closure(extra)}
@@ -152,7 +152,7 @@ def test_pretrained_weights_need_the_extra_of_the_zoo_alone(tmp_path):
     assert done.stdout == "True\n"
 
 
-def test_what_is_hidden_is_not_found(tmp_path):
+def test_hidden_packages_are_not_found(tmp_path):
     done = run(sys.executable, HIDING.format(hidden=["grain"]) + "import grain.python", tmp_path)
     assert done.returncode == 1
     assert "ModuleNotFoundError: No module named 'grain'" in done.stderr

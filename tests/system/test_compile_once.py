@@ -51,7 +51,7 @@ def directories(tmp_path_factory):
     return write_models(tmp_path_factory.mktemp("weights"))
 
 
-def test_programs_are_seen():
+def test_compiled_programs_are_counted():
     """`programs` reports the programs of jit and those of operations outside of jit."""
     assert any("jit(added)" in name for name in programs(lambda: jax.jit(_named(lambda x: x + 3))(np.ones(1009))))
     assert programs(lambda: jnp.ones(1013) * 3)
@@ -109,7 +109,7 @@ def test_the_second_call_compiles_nothing(directories, name):
     assert programs(lambda: use(open_model(directories[kind]))) == []
 
 
-def test_near_sizes_share_programs(directories):
+def test_similar_sizes_share_programs(directories):
     """Different numbers of texts with different lengths share programs if they fit the same batch shape."""
     opened = open_model(directories["writer"])
     embed(opened, [LONG, SHORT])
@@ -120,7 +120,7 @@ def test_near_sizes_share_programs(directories):
     assert programs(lambda: embed(opened, [LONG] * 3)) != []  # a different batch shape
 
 
-def test_evaluation():
+def test_evaluation_compiles_once():
     recipe = tiny_recipe()
     params = initial_params(recipe.task, recipe.model)
     batches = [tiny_batch(seed=seed) for seed in (0, 1)]
@@ -136,7 +136,7 @@ def test_evaluation():
     assert loss.loss == pytest.approx(expected, rel=1e-5)
 
 
-def test_forecasts(tmp_path):
+def test_forecasts_compile_once(tmp_path):
     opened = open_model(ours.write(tmp_path / "series", golden_case.golden("patchtst")["forecast"]))
     config = opened.model.config
     values = golden_case.past_values(config.series.context_length, config.series.channels)
@@ -151,7 +151,7 @@ def test_forecasts(tmp_path):
     st.sampled_from([1, 64, 256, TOKENS["cpu"]]),
 )
 @settings(max_examples=200, deadline=None)
-def test_batches_hold_every_token_once_with_its_place(lengths, longest, most):
+def test_batches_contain_every_token_once_with_its_position(lengths, longest, most):
     lengths = [min(length, longest or length) for length in lengths]
     first = itertools.accumulate([1, *lengths])  # a distinct id for each token
     texts = [(range(start, start + length),) for start, length in zip(first, lengths, strict=False)]
@@ -176,7 +176,7 @@ def test_batches_hold_every_token_once_with_its_place(lengths, longest, most):
     assert seen == {number: list(text[0]) for number, text in enumerate(texts)}
 
 
-def test_few_sizes_and_little_padding():
+def test_batches_have_few_sizes_and_little_padding():
     """Both for thousands of short texts, and for arbitrary numbers of texts with arbitrary lengths."""
     random, sizes = np.random.default_rng(0), set()
     for count in (1, 2, 3, 7, 40, 333, 3000):
@@ -195,7 +195,7 @@ def test_few_sizes_and_little_padding():
     assert len(sizes) <= 80
 
 
-def test_pairs_in_their_order():
+def test_pairs_keep_their_order():
     random = np.random.default_rng(1)
     pairs = [
         (random.integers(1, 9, s).tolist(), random.integers(1, 9, t).tolist(), random.integers(1, 9, t).tolist())
@@ -215,7 +215,7 @@ def test_pairs_in_their_order():
     assert max(target for _, _, target in sizes) <= 50
 
 
-def test_a_neighbor_that_overflows_spoils_no_other_text(directories):
+def test_an_overflow_in_one_text_does_not_affect_others(directories):
     """Packed texts do not affect each other: the error reports only the text whose numbers are not finite."""
     opened = open_model(directories["encoder"])
     params = jax.tree.map(lambda leaf: leaf, opened.params)

@@ -63,7 +63,7 @@ def test_each_jaxlib_has_its_own_folder(tmp_path, monkeypatch):
     assert all(Path(folder).is_dir() and Path(folder).is_relative_to(tmp_path) for folder in folders)
 
 
-def test_variables_of_the_user_come_first(tmp_path):
+def test_user_variables_take_precedence(tmp_path):
     assert environment_of(tmp_path, JAX_COMPILATION_CACHE_DIR="mine")["JAX_COMPILATION_CACHE_DIR"] == "mine"
     assert environment_of(tmp_path, **{compiled_programs.VARIABLE: ""})["JAX_COMPILATION_CACHE_DIR"] == ""
     chosen = tmp_path / "chosen"
@@ -72,7 +72,7 @@ def test_variables_of_the_user_come_first(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_a_folder_that_is_not_writable_is_one_line(tmp_path, monkeypatch):
+def test_a_read_only_folder_is_a_one_line_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as stopped:
         environment_of(tmp_path / "file")

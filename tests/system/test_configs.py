@@ -28,12 +28,12 @@ def recipe_of(name):
     return load_recipe_file(ROOT / "configs" / f"{name}.py")[0]
 
 
-def test_the_recipes_are_there():
+def test_every_bundled_recipe_exists():
     assert {file.stem for file in FILES} >= NAMES
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_recipe_says_what_it_is_and_keeps_its_word(file):
+def test_a_recipe_matches_its_docstring(file):
     recipe, about = load_recipe_file(file)
     assert recipe.name == file.stem
     assert f"Usage: python train.py configs/{file.name}" in about
@@ -46,7 +46,7 @@ def test_a_recipe_says_what_it_is_and_keeps_its_word(file):
     assert count_parameters(state.params) > 40_000
 
 
-def test_the_paper_s_models_have_the_paper_s_sizes():
+def test_the_models_of_the_paper_have_its_sizes():
     """Table 3 of arXiv 1706.03762: 65 and 213 million parameters with a vocabulary of 37,000 tokens."""
     for name, millions in (("wmt14_base", 65), ("wmt14_big", 213), ("sentence_pairs", 65)):
         recipe = with_vocabulary(recipe_of(name), 37_000)
@@ -61,7 +61,7 @@ def test_the_paper_s_models_have_the_paper_s_sizes():
     assert recipe_of("wmt14_big").model.dropout_rate == 0.3
 
 
-def test_shakespeare_has_the_sizes_that_were_asked_for():
+def test_shakespeare_has_the_specified_sizes():
     model = recipe_of("shakespeare").model
     assert (model.d_model, model.num_layers, model.num_heads) == (128, 2, 2)
     recipe = recipe_of("shakespeare_cpu")
@@ -98,7 +98,7 @@ def test_fast_runs_everything_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_fast_without_a_workdir_leaves_no_files_and_points_to_none(tmp_path):
+def test_fast_without_a_workdir_leaves_and_names_no_files(tmp_path):
     run = run_fast(tmp_path)
     assert run.returncode == 0, run.stderr
     *_, speed, last = run.stdout.splitlines()
@@ -130,7 +130,7 @@ def tiny(name, folder, *words):
 
 
 @pytest.mark.slow
-def test_gpt2_124m_is_gpt_2_and_trains(tmp_path):
+def test_gpt2_124m_equals_gpt_2_and_trains(tmp_path):
     recipe = with_vocabulary(recipe_of("gpt2_124m"), 50_257)
     assert count_parameters(abstract_state(recipe).params) == GPT2.variants["gpt2"].parameters
     summary = train(tiny("gpt2_124m", tmp_path, "--model.position.max-length=16"), tmp_path / "run")
@@ -138,7 +138,7 @@ def test_gpt2_124m_is_gpt_2_and_trains(tmp_path):
 
 
 @pytest.mark.slow
-def test_llama_1b_is_llama_3_2_and_trains_whole_and_by_low_rank_updates(tmp_path):
+def test_llama_1b_equals_llama_3_2_and_trains_fully_and_with_lora(tmp_path):
     """By default the recipe trains a LoRA of the model in --init; --lora None trains all parameters."""
     whole = dataclasses.replace(with_vocabulary(recipe_of("llama_1b"), 128_256), lora=None)
     assert count_parameters(abstract_state(whole).params) == LLAMA.variants["llama-3.2-1b"].parameters
@@ -154,7 +154,7 @@ def test_llama_1b_is_llama_3_2_and_trains_whole_and_by_low_rank_updates(tmp_path
     assert train(lora, tmp_path / "lora", start=start).step == 4
 
 
-def test_lora_is_turned_off_by_none():
+def test_none_disables_lora():
     recipe = recipe_of("llama_1b")
     assert override(recipe, ["--training.steps", "7", "--lora", "None"], program="x").lora is None
     assert override(recipe, ["--lora.rank", "7"], program="x").lora.targets == recipe.lora.targets

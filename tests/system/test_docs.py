@@ -70,12 +70,12 @@ def test_links_and_images_lead_to_files(page):
 
 
 @pytest.mark.parametrize("page", [*PAGES, *(ROOT / f"{name}.md" for name in OTHERS)], ids=lambda page: page.stem)
-def test_files_that_a_text_names_are_there(page):
+def test_files_named_in_a_page_exist(page):
     for file in NAMED.findall(FENCED.sub("", read(page))):
         assert (ROOT / file).exists(), f"{page.name} mentions {file}, which does not exist"
 
 
-def test_test_files_that_scripts_name_are_there():
+def test_test_files_named_in_scripts_exist():
     """Test files that the scripts of continuous integration and the tool settings mention exist."""
     scripts = [*sorted((ROOT / ".ci").iterdir()), *(ROOT / name for name in ("Makefile", "pyproject.toml"))]
     named = [(script.name, file) for script in scripts for file in re.findall(r"tests/[\w/]+\.py", read(script))]
@@ -92,7 +92,7 @@ def anchors(text):
 
 
 @by_page
-def test_quoted_lines_stand_in_their_file_once(page):
+def test_quoted_lines_occur_once_in_their_file(page):
     text = read(page)
     assert text.count("\n- Computed") == len(quotes(text)), "a quotation does not have the checked format"
     for file, link, code in quotes(text):
@@ -104,7 +104,7 @@ def test_quoted_lines_stand_in_their_file_once(page):
         assert times == 1, f"{page.name} quotes {code}, which occurs {times} times in {file}"
 
 
-def test_the_forms_that_are_checked_are_there():
+def test_the_checked_patterns_find_blocks_and_quotes():
     """The patterns find blocks and quotations; otherwise the tests above would check nothing."""
     text = read(ROOT / "docs" / "mathematics.md")
     assert len(blocks(text)) == text.count("```python") >= 10
@@ -113,7 +113,7 @@ def test_the_forms_that_are_checked_are_there():
     assert anchors("# From the formula, to `it`\n") == ["from-the-formula-to-it"]
 
 
-def test_every_row_has_its_tests_in_the_table():
+def test_the_mathematics_table_lists_the_tests_of_each_row():
     """The table in docs/mathematics.md has exactly these rows, each with the tests whose names begin with it."""
     table = dict(ROW_TABLE.findall(read(ROOT / "docs" / "mathematics.md")))
     sources = "".join(map(read, sorted((ROOT / "tests").rglob("test_*.py"))))

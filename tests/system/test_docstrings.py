@@ -108,7 +108,7 @@ def faults_of_package() -> dict[Check, list[str]]:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_nothing_is_missing_in_the_package(check):
+def test_every_docstring_of_the_package_is_complete(check):
     found = faults_of_package()[check]
     assert not found, "\n".join([check.__doc__, *found])
 
@@ -126,7 +126,7 @@ def test_the_legend_has_every_axis():
 
 
 @pytest.mark.parametrize("name", sorted({*transformer.__all__} - {"load"}))  # importing it would import all of training
-def test_help_of_what_the_package_offers(name):
+def test_public_names_have_help(name):
     """Each has its own docstring instead of the signature that dataclasses generate."""
     offered = getattr(transformer, name)
     doc = inspect.getdoc(offered) or ""
@@ -175,17 +175,17 @@ GOOD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_missing_is_seen(case):
+def test_incomplete_docstrings_are_detected(case):
     check, source = BAD[case]
     (found,) = faults("a.py", f'"""A file."""\n\n{source}', check)
     assert re.fullmatch(r"a\.py:\d+ [\w.]+: .+", found)
 
 
 @pytest.mark.parametrize("case", GOOD)
-def test_what_is_right_passes(case):
+def test_complete_docstrings_pass(case):
     check, source = GOOD[case]
     assert faults("a.py", f'"""A file."""\n\n{source}', check) == []
 
 
-def test_a_file_without_a_docstring_is_seen():
+def test_a_file_without_a_docstring_is_detected():
     assert [fault[:27] for fault in faults("a.py", "x = 1", missing_docstring)] == ["a.py:1 module: no docstring"]

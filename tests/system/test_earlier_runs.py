@@ -38,7 +38,7 @@ def recorded(run):
 
 
 @pytest.mark.programs(20, reason="it restores a checkpoint of an earlier version")
-def test_it_computes_the_same(workdir, recorded):
+def test_an_earlier_run_computes_the_same_outputs(workdir, recorded):
     model, params = transformer.load(workdir)
     tokenizer = load_run(workdir, "newest").tokenizer
     assert [tokenizer.encode(text) for text in recorded["texts"]] == recorded["tokens"]
@@ -48,13 +48,13 @@ def test_it_computes_the_same(workdir, recorded):
 
 
 @pytest.mark.slow
-def test_it_writes_a_text(workdir, recorded, capsys):
+def test_an_earlier_run_generates_text(workdir, recorded, capsys):
     assert main(["generate", str(workdir), "--prompt", recorded["texts"][0], "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.default_cases(1)
-def test_it_goes_on_as_it_would_have(workdir, recorded):
+def test_an_earlier_run_resumes_exactly(workdir, recorded):
     recipe = load_recipe(workdir)
     paths = {
         name: str(FIXTURES / getattr(recipe.data, name))

@@ -133,7 +133,7 @@ def test_a_patch_names_its_source(patch):
 
 
 @pytest.mark.parametrize("patch", PATCHES)
-def test_a_patch_applies_to_the_lines_it_shows(patch, tmp_path):
+def test_a_patch_applies_to_its_context_lines(patch, tmp_path):
     text = text_of(patch)
     for _, _, old, new, lines in hunks(text):
         assert (len(side(lines, "-")), len(side(lines, "+"))) == (old, new)
@@ -167,7 +167,7 @@ def test_a_patch_fits_our_signatures(patch):
         ("dot_product_attention(q, k)", "value"),
     ],
 )
-def test_a_call_that_does_not_fit_is_found(call, problem):
+def test_a_mismatched_call_is_detected(call, problem):
     """The check above can fail."""
     name = re.match(r"\w+", call).group()
     text = f"--- a/x.py\n+++ b/x.py\n@@ -1,0 +1,2 @@\n+from transformer import {name}\n+y = {call}\n"
@@ -177,7 +177,7 @@ def test_a_call_that_does_not_fit_is_found(call, problem):
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_a_driver_is_short_and_says_how_to_run_it(driver):
+def test_a_driver_is_short_and_documents_its_command(driver):
     text = (FOLDER / f"{driver}.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 80
     document = ast.get_docstring(ast.parse(text))
@@ -204,7 +204,7 @@ def test_check_stops_on_a_difference(capsys):
             compare.check([2.0, 1.0], [2.0, other], 1e-6)
 
 
-def test_load_keeps_two_versions_apart(tmp_path):
+def test_load_separates_two_versions(tmp_path):
     for version in ("one", "two"):
         (tmp_path / version / "someproject").mkdir(parents=True)
         (tmp_path / version / "someproject" / "__init__.py").write_text("")
@@ -226,7 +226,7 @@ def test_a_wrong_checkout_is_an_error(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", PATCHES)
-def test_the_patched_project_trains_as_the_original(patch):
+def test_the_patched_project_trains_like_the_original(patch):
     driver, project = COMPARISONS[patch]
     checkouts = os.environ.get("TRANSFORMER_ELSEWHERE")
     if not checkouts:

@@ -29,12 +29,12 @@ def source(name):
     return (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
 
 
-def test_there_are_examples():
+def test_examples_exist():
     assert len(NAMES) >= 6
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_is_short_and_says_how_to_run_it(name):
+def test_an_example_is_short_and_documents_its_command(name):
     text = source(name)
     assert len(text.splitlines()) < 60
     document = ast.get_docstring(ast.parse(text))
@@ -50,7 +50,7 @@ def test_a_page_links_every_example(name):
 
 
 @pytest.mark.programs(60, reason="the example itself calls modules outside of jax.jit")
-def test_pure_function_is_the_formula():
+def test_pure_function_equals_the_formula():
     module = load("pure_function")
     result = module.main()
     assert result["difference"] < 1e-5
@@ -72,7 +72,7 @@ def imported(name):
 
 
 @pytest.mark.programs(90, reason="the example itself calls modules outside of jax.jit")
-def test_linen_module_learns_and_sees_no_future():
+def test_linen_module_learns_and_is_causal():
     result = load("linen_module").main()
     assert result["after"] < 0.5 * result["before"]
     attention = result["gradient"]["MultiHeadAttention_0"]
@@ -107,7 +107,7 @@ def test_nnx_encoder_learns_and_ignores_padding():
 
 
 @pytest.mark.programs(150, reason="the example itself calls modules outside of jax.jit")
-def test_scanned_block_is_the_loop():
+def test_scanned_block_equals_the_loop():
     result = load("scanned_block").main()
     assert result["difference"] < 1e-5
     assert result["sizes"].shape == (5,)
@@ -117,14 +117,14 @@ def test_scanned_block_is_the_loop():
 
 
 @pytest.mark.programs(60, reason="the example itself calls modules outside of jax.jit")
-def test_optax_loop_gets_below_its_bound():
+def test_optax_loop_reaches_its_target_loss():
     result = load("optax_loop").main()
     assert result["losses"][0] > 2.0
     assert result["losses"][-1] < 0.05
     assert result["accuracy"] > 0.99
 
 
-def test_export_names_the_package_that_is_missing(monkeypatch):
+def test_export_names_a_missing_package(monkeypatch):
     """The error comes before the training."""
     module = load("export_stablehlo")
     monkeypatch.setitem(sys.modules, "flatbuffers", None)  # as if it were not installed
@@ -171,7 +171,7 @@ assert "transformer" not in sys.modules and "flax" not in sys.modules
 
 
 @pytest.mark.slow
-def test_export_is_read_without_the_library(tmp_path):
+def test_export_is_readable_without_the_library(tmp_path):
     pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers: pip install flatbuffers")
     subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, check=True)
     subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, check=True)
@@ -189,7 +189,7 @@ def test_array_shapes_walks_through_the_sizes_of_the_paper():
 
 
 @pytest.mark.slow
-def test_gender_agreement_runs_to_its_pictures(tmp_path, capsys):
+def test_gender_agreement_writes_its_plots(tmp_path, capsys):
     """All stages run; two training steps are too few to learn anything."""
     module = load("gender_agreement")
     text = " ".join(module.sentences())

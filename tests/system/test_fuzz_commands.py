@@ -85,7 +85,7 @@ def quiet():
         assert code in (None, 0)
 
 
-def test_overrides(fuzz: Fuzz):
+def test_fuzzed_overrides(fuzz: Fuzz):
     """Accepted options give a recipe that can be saved and loaded."""
 
     def read(folder: Path, value: tuple) -> None:
@@ -99,7 +99,7 @@ def test_overrides(fuzz: Fuzz):
 KEPT = files_of([to_json(recipe) for recipe in RECIPES])
 
 
-def test_recipes_of_workdirs(fuzz: Fuzz):
+def test_fuzzed_workdir_recipes(fuzz: Fuzz):
     def put(folder: Path, raw: bytes) -> None:
         (folder / "recipe.json").write_bytes(raw)
 
@@ -110,7 +110,7 @@ def test_recipes_of_workdirs(fuzz: Fuzz):
     fuzz("recipe overrides", 7000, KEPT, read, put=put)
 
 
-def test_names_of_recipes(fuzz: Fuzz):
+def test_fuzzed_recipe_names(fuzz: Fuzz):
     names = ["number_words", "configs/x", "x.py", "../..", "/etc/passwd", "\0", "~", "." * 300, "a" * 300]
 
     def read(folder: Path, name: str) -> None:
@@ -123,7 +123,7 @@ def test_names_of_recipes(fuzz: Fuzz):
     fuzz("recipe overrides", 1000, st.sampled_from(names) | st.text(max_size=9), read, put=put)
 
 
-def test_options_of_generate(fuzz: Fuzz):
+def test_fuzzed_generate_options(fuzz: Fuzz):
     flags = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(generate.Generate)]
     pair = st.tuples(st.sampled_from(flags), WORDS)
     words = st.lists(pair.map(list) | WORDS.map(lambda one: [one]), max_size=3)
@@ -135,7 +135,7 @@ def test_options_of_generate(fuzz: Fuzz):
     fuzz("prompt", 800, words, read)
 
 
-def test_prompts_from_a_pipe(fuzz: Fuzz, monkeypatch: pytest.MonkeyPatch):
+def test_fuzzed_prompts_from_a_pipe(fuzz: Fuzz, monkeypatch: pytest.MonkeyPatch):
     def read(folder: Path, value: tuple) -> None:
         stdin = types.SimpleNamespace(buffer=io.BytesIO(value[0]), isatty=lambda: False)
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -158,7 +158,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.programs(12, reason="prompts of several lengths are generated")
-def test_generation(fuzz: Fuzz, opened):
+def test_fuzzed_generation(fuzz: Fuzz, opened):
     """Actual generation: each request returns text or a clear error."""
 
     def read(folder: Path, value: tuple) -> None:

@@ -117,14 +117,14 @@ def test_the_command_prints_versions(installed):
     assert [line.split()[0] for line in lines[2:]] == ["jax", "jaxlib", "flax"]
 
 
-def test_recipes_are_listed_anywhere(installed):
+def test_recipes_are_listed_from_any_folder(installed):
     done = installed.run("transformer-zoo", "train", "--list")
     assert done.returncode == 0, done.stderr
     listed = {line.split()[0] for line in done.stdout.splitlines()}
     assert listed == {path.stem for path in (ROOT / "configs").glob("*.py")}
 
 
-def test_a_bundled_recipe_is_the_installed_file(installed):
+def test_a_bundled_recipe_resolves_to_the_installed_file(installed):
     """The recipe is the installed file, not that of a checkout that can also be imported."""
     code = "from transformer.config._recipe_files import find_recipe; print(find_recipe('configs/number_words.py'))"
     done = installed.run(sys.executable, "-c", code)
@@ -134,13 +134,13 @@ def test_a_bundled_recipe_is_the_installed_file(installed):
 
 
 @pytest.mark.parametrize("words", ["--version", "--help", "train --list", "train --help", "train number_word", "trian"])
-def test_what_needs_no_jax_does_not_import_it(installed, words):
+def test_commands_without_computation_do_not_import_jax(installed, words):
     code = f"import sys; from transformer.__main__ import main; main({words.split()}); print('jax' in sys.modules)"
     done = installed.run(sys.executable, "-c", code)
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
-def test_messages_name_the_command_that_was_called(installed):
+def test_messages_name_the_invoked_command(installed):
     done = installed.run("transformer-zoo", "train")
     assert done.returncode == 2
     assert done.stderr.endswith("got nothing. Try: transformer-zoo train number_words, or --list.\n")
@@ -152,7 +152,7 @@ def test_messages_name_the_command_that_was_called(installed):
     assert "Try: python -m transformer train number_words" in done.stderr
 
 
-def test_a_missing_package_is_installed_by_an_extra(installed):
+def test_a_missing_package_error_names_the_extra(installed):
     """Without a checkout, the error message suggests to install an extra of the package."""
     code = "import sys; sys.modules['tyro'] = None; from transformer.__main__ import main; sys.exit(main(['score']))"
     done = installed.run(sys.executable, "-c", code)
@@ -161,7 +161,7 @@ def test_a_missing_package_is_installed_by_an_extra(installed):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator needs the restart")
-def test_the_command_restarts_once_with_the_same_words(installed):
+def test_the_command_restarts_once_with_the_same_arguments(installed):
     """A restart replaces the process: the output of `sitecustomize` appears twice, with the same process id."""
     (installed.empty / "sitecustomize.py").write_text(
         f"import os, sys\nprint(os.getpid(), sys.orig_argv[2:], os.environ.get({VARIABLE!r}), flush=True)\n"
@@ -197,7 +197,7 @@ def test_the_source_distribution_has_every_file(distributions):
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_package_and_nothing_else(distributions):
+def test_the_wheel_contains_only_the_package(distributions):
     ours = {name for name in files_of_the_checkout() if name.startswith("transformer/")}
     recipes = {f"transformer/recipes/{path.name}" for path in (ROOT / "configs").glob("*.py")}
     with zipfile.ZipFile(distributions[1]) as archive:
@@ -248,17 +248,17 @@ class TestProgram:
 
         return program
 
-    def test_a_module_or_another_program(self, called):
+    def test_distinguishes_the_module_from_another_program(self, called):
         assert called("/x/transformer/__main__.py", "train") == "python -m transformer train"
         assert called("/x/ipykernel_launcher.py", "generate") == "python -m transformer generate"
         assert called("", "") == "python -m transformer"
 
-    def test_the_training_script(self, called, tmp_path):
+    def test_the_training_script_runs(self, called, tmp_path):
         assert called("train.py", "train") == "python train.py"
         assert called(tmp_path / "my zoo" / "train.py", "train") == "python 'my zoo/train.py'"
         assert called("train.py", "generate") == "python -m transformer generate"
 
-    def test_the_console_script(self, called, tmp_path):
+    def test_the_console_script_runs(self, called, tmp_path):
         folder = tmp_path / "an env" / "bin"
         folder.mkdir(parents=True)
         script = folder / "transformer-zoo"

@@ -43,7 +43,7 @@ FUNCTIONS = functions_with_paths()
 
 @pytest.mark.parametrize("as_object", [False, True], ids=["text", "Path"])
 @pytest.mark.parametrize(("function", "name"), FUNCTIONS.values(), ids=FUNCTIONS)
-def test_each_public_function_refuses_a_scheme(function, name, as_object, tmp_path, monkeypatch):
+def test_each_public_function_rejects_a_url_scheme(function, name, as_object, tmp_path, monkeypatch):
     """The check comes before anything else, so that the other arguments do not matter."""
     monkeypatch.chdir(tmp_path)
     remote = pathlib.Path("s3://b/x") if as_object else "s3://b/x"
@@ -63,7 +63,7 @@ def test_each_public_function_refuses_a_scheme(function, name, as_object, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_walk_finds_functions():
+def test_the_search_finds_public_functions():
     assert len(FUNCTIONS) > 30
 
 

@@ -136,7 +136,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("kind", "row", "expected"), ROWS)
-def test_a_malformed_row(kind, row, expected, tmp_path):
+def test_a_malformed_row_is_a_one_line_error(kind, row, expected, tmp_path):
     """The line names the file and the row, whichever tokenizer reads the data."""
     for tokenizer in ("byte", "char"):
         read = lambda: prepared(tmp_path, kind, row, tokenizer=TokenizerConfig(kind=tokenizer))  # noqa: B023, E731
@@ -155,7 +155,7 @@ def test_a_malformed_row(kind, row, expected, tmp_path):
         ),
     ],
 )
-def test_every_target_is_masked(kind, row, options, expected, tmp_path):
+def test_rejects_data_whose_targets_are_all_masked(kind, row, options, expected, tmp_path):
     refused(lambda: prepared(tmp_path, kind, row, **options), f"from {tmp_path}/rows.jsonl, line 1 on: ", expected)
 
 
@@ -185,7 +185,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize(("source", "expected"), TEMPLATES.values(), ids=list(TEMPLATES))
-def test_a_malformed_template_of_a_run(source, expected, tmp_path, monkeypatch):
+def test_a_malformed_template_of_a_run_is_a_one_line_error(source, expected, tmp_path, monkeypatch):
     """The line names the file that the user passed, and the option for another one."""
     processes = LimitedProcesses(_template.PROGRAM, None, seconds=1.0, most_bytes=_template.MOST_BYTES)
     monkeypatch.setattr(_template, "_renderers", lambda: processes)
@@ -216,7 +216,7 @@ def test_a_malformed_template_of_a_run(source, expected, tmp_path, monkeypatch):
         ({"tokenizer_config.json": b"{}"}, "dir has no chat template"),
     ],
 )
-def test_a_malformed_template_of_a_model(changed, expected):
+def test_a_malformed_template_of_a_model_is_a_one_line_error(changed, expected):
     refused(lambda: find_template(files("smollm") | changed, place="dir"), expected)
 
 
@@ -246,7 +246,7 @@ def needy(prompt, completion, missing):
         ("no_such_module:nan", ("can't be imported: ModuleNotFoundError",)),
     ],
 )
-def test_a_malformed_reward(name, expected, tmp_path, monkeypatch):
+def test_a_malformed_reward_is_a_one_line_error(name, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "broken.py").write_text("def nan(:")
@@ -281,7 +281,7 @@ ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_p
     ],
     ids=["another size", "another depth", "junk", "a huge rank", "nested junk", "broken UTF-8", "empty"],
 )
-def test_a_malformed_adapter(config, weights, expected, model, tmp_path):
+def test_a_malformed_adapter_is_a_one_line_error(config, weights, expected, model, tmp_path):
     import numpy as np
     from safetensors.numpy import save_file
 

@@ -110,7 +110,7 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
                     yield node.lineno, f"{argument.arg}="
 
 
-def test_nothing_runs_data():
+def test_no_code_executes_data():
     found = {
         (str(path.relative_to(ROOT)), name): f"{path.relative_to(ROOT)}, line {line}: {name}"
         for path in files()
@@ -138,7 +138,7 @@ def test_nothing_runs_data():
         ("spec.loader.exec_module(module)", "loader.exec_module"),
     ],
 )
-def test_each_way_is_seen(source, name):
+def test_each_way_to_execute_data_is_detected(source, name):
     assert [found for _, found in faults(source)] == [name]
 
 
@@ -154,5 +154,5 @@ def test_each_way_is_seen(source, name):
         "self.input(x)",
     ],
 )
-def test_what_only_looks_like_it_is_not(source):
+def test_harmless_similar_code_is_not_reported(source):
     assert list(faults(source)) == []

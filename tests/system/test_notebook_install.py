@@ -60,7 +60,7 @@ def install(address=""):
     return namespace
 
 
-def test_what_can_be_imported_is_not_installed(folder, monkeypatch):
+def test_importable_packages_are_not_installed(folder, monkeypatch):
     machine = Machine(monkeypatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     install(ADDRESS)
@@ -87,7 +87,7 @@ def test_the_repository_is_cloned_once(folder, monkeypatch):
     assert len(machine.calls) == 1
 
 
-def test_else_the_package_index_is_asked_and_keeps_the_machine_s_jax(folder, monkeypatch, capsys):
+def test_installing_from_the_index_keeps_the_preinstalled_jax(folder, monkeypatch, capsys):
     machine = Machine(monkeypatch)
     install()
     ((python, *words),) = machine.calls
@@ -122,7 +122,7 @@ def test_else_the_package_index_is_asked_and_keeps_the_machine_s_jax(folder, mon
         ),
     ],
 )
-def test_one_line_where_nothing_helps(folder, monkeypatch, address, failing, output, words):
+def test_a_failed_installation_is_a_one_line_error(folder, monkeypatch, address, failing, output, words):
     Machine(monkeypatch, failing=failing, output=output)
     with pytest.raises(Exception, match=words) as caught:
         install(address)
@@ -148,7 +148,7 @@ def claim(folder, name, version):
     (folder / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
 
 
-def test_jax_upgraded_before_a_restart(tmp_path, folder):
+def test_reports_a_jax_upgrade_that_needs_a_restart(tmp_path, folder):
     """After `%pip install -U jax` in a session that has imported JAX, loaded and installed versions differ."""
     claim(tmp_path / "modules", "jax", "99.0")
     notebook = until(read(TRAINING), "versions")
@@ -163,7 +163,7 @@ def test_jax_upgraded_before_a_restart(tmp_path, folder):
     )
 
 
-def test_a_jax_that_is_too_old(tmp_path, folder):
+def test_reports_an_old_jax(tmp_path, folder):
     claim(tmp_path / "modules", "jax", "0.4.30")
     name, (line,) = stopped(until(read(TRAINING), "versions"), tmp_path, folder)
     assert name == "versions"
@@ -172,7 +172,7 @@ def test_a_jax_that_is_too_old(tmp_path, folder):
 
 
 @pytest.mark.slow
-def test_errors_after_that_are_one_line_each(tmp_path, folder):
+def test_later_errors_are_one_line_each(tmp_path, folder):
     """A misspelled recipe gives one line; an error in a cell of the reader keeps its traceback."""
     notebook = until(read(TRAINING), "recipe")
     notebook.cells = [cell for cell in notebook.cells if cell.id != "devices"]  # JAX does not have to start

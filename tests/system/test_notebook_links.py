@@ -64,7 +64,7 @@ def test_one_command_fills_in_the_address(links, copy, capsys):
     assert links.main(["--check"], root=copy) == int(code_of(read(PATHS[0]), "setup").find(address) < 0)
 
 
-def test_another_address_replaces_the_first_one(links, copy):
+def test_a_new_address_replaces_the_previous_one(links, copy):
     links.main(["https://github.com/somebody/zoo"], root=copy)
     links.main(["https://git.example.org/group/zoo"], root=copy)
     assert tomllib.loads((copy / "pyproject.toml").read_text())["project"]["urls"] == {
@@ -77,7 +77,7 @@ def test_another_address_replaces_the_first_one(links, copy):
 
 
 @pytest.mark.parametrize("address", ["", "git@github.com:somebody/zoo", "https://github.com", 'https://a/b"c'])
-def test_what_is_no_address_is_refused(links, copy, address, capsys):
+def test_rejects_an_invalid_address(links, copy, address, capsys):
     with pytest.raises(SystemExit):
         links.main([address], root=copy)
     assert "expected an address such as https://github.com/OWNER/NAME" in capsys.readouterr().err

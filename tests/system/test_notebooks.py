@@ -86,7 +86,7 @@ def test_the_readme_links_to_the_first_notebook():
     assert "(notebooks/colab_tpu.ipynb)" in README
 
 
-def test_all_install_in_the_same_way():
+def test_all_notebooks_install_identically():
     for name in (*INSTALL, "install-text"):
         sources = {next(cell.source for cell in read(path).cells if cell.id == name) for path in PATHS}
         assert len(sources) == 1, name
@@ -105,7 +105,7 @@ assert again.exact_match[""].rate >= 0.99, again.exact_match
 
 
 @pytest.mark.slow
-def test_train_and_resume(tmp_path, folder):
+def test_the_first_notebook_trains_and_resumes(tmp_path, folder):
     """A short run on numbers of two digits, with a lock left by a machine that disappeared."""
     workdir = folder / "runs" / "number_words"
     workdir.mkdir(parents=True)
@@ -124,7 +124,7 @@ def test_train_and_resume(tmp_path, folder):
 
 
 @pytest.mark.slow
-def test_sharding_shows_what_it_promises(tmp_path, folder):
+def test_the_sharding_notebook_shows_its_documented_results(tmp_path, folder):
     lines = """
 assert count == 8
 assert len(losses) == 5 and {len(found) for found in losses.values()} == {STEPS}
@@ -193,7 +193,7 @@ assert {path.split("/")[-2] for path in changed} == {"query", "value", "up", "do
 
 
 @pytest.mark.slow
-def test_a_chat_model_is_fine_tuned_and_its_adapter_kept(tmp_path, folder):
+def test_a_chat_model_is_fine_tuned_and_its_adapter_saved(tmp_path, folder):
     """A tiny random Qwen 3 learns the example's format; the adapter that the notebook saved gives the same answers."""
     model = write_chat_model(tmp_path / "qwen3", "qwen3", model="qwen3")
     changes = ["--lora.rank", "8", "--optimizer.learning-rate", "2e-2", "--model.dtype", "float32"]
@@ -234,7 +234,7 @@ def mount_drive(tmp_path, folder):
 
 
 @pytest.mark.slow
-def test_train_as_committed(tmp_path, folder):
+def test_the_committed_notebook_trains(tmp_path, folder):
     """The unchanged notebook, except for the path of the Drive, and for fewer additional steps."""
     place, workdir = mount_drive(tmp_path, folder)
     notebook = with_parameters(read(TRAINING), DRIVE=place, MORE_STEPS=20)
@@ -246,7 +246,7 @@ def test_train_as_committed(tmp_path, folder):
 
 
 @pytest.mark.slow
-def test_disconnect(tmp_path, folder):
+def test_a_disconnected_notebook_resumes(tmp_path, folder):
     """The kernel is killed between two checkpoints, and then all cells run again on a machine with an empty disk."""
     place, workdir = mount_drive(tmp_path, folder)
     changes = [*QUICK, "--checkpoint.every", "20"]

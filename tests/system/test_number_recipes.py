@@ -45,7 +45,7 @@ def measures_of(workdir):
 
 
 @pytest.mark.slow
-def test_conversations_follow_running_text_with_its_model_and_tokenizer(trained):
+def test_conversation_training_starts_from_the_text_run_and_its_tokenizer(trained):
     (text, first), (chat, second) = map(trained, ("number_text", "number_chat"))
     assert (first.step, second.step) == (2, 2)
     one, other = open_model(text), open_model(chat)
@@ -68,7 +68,7 @@ def test_evaluate_prints_the_exact_match_of_the_test_answers(trained, capsys):
 
 
 @pytest.mark.slow
-def test_preferences_follow_and_report_both_models(trained):
+def test_preference_training_follows_and_reports_both_models(trained):
     workdir, summary = trained("number_dpo")
     assert (summary.step, summary.split) == (2, "test")
     assert {"eval/prefers_chosen", "eval/reference_prefers_chosen"} <= measures_of(workdir)
@@ -76,7 +76,7 @@ def test_preferences_follow_and_report_both_models(trained):
 
 
 @pytest.mark.slow
-def test_rewards_follow_and_their_curves_are_drawn(trained, capsys):
+def test_reward_training_follows_and_plots_its_curves(trained, capsys):
     """Reward, KL divergence, length and entropy are in the metrics, in TensorBoard's events and in the report."""
     workdir, summary = trained("number_grpo")
     assert (summary.step, summary.split) == (2, "test")
@@ -91,7 +91,7 @@ def test_rewards_follow_and_their_curves_are_drawn(trained, capsys):
     assert json.loads(capsys.readouterr().out)["exact_match"] == summary.held_out.accuracy
 
 
-def test_the_reward_is_one_for_the_answer_alone():
+def test_the_reward_is_one_only_for_the_exact_answer():
     assert exact_answer(completion=" 42\n", answer="42", prompt="What is 12 plus 30?") == 1.0
     assert exact_answer(completion="42", answer=42) == 1.0
     assert exact_answer(completion="142", answer="42") == 0.0

@@ -68,7 +68,7 @@ def test_pins_are_within_the_ranges(python):
         assert requirement.specifier.contains(version), f"{requirement} does not allow the pin {version}"
 
 
-def test_supported_pythons_are_those_with_pins():
+def test_every_supported_python_has_pins():
     assert PROJECT["requires-python"] == f">={PYTHONS[0]},<3.{int(PYTHONS[-1].partition('.')[2]) + 1}"
 
 
@@ -91,7 +91,7 @@ def test_neither_tensorflow_nor_torch_is_installed():
 
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize(("name", "extra", "needs"), [("gpu", "cuda12", "jax-cuda12-plugin"), ("tpu", "tpu", "libtpu")])
-def test_an_accelerator_adds_to_the_same_jax(name, extra, needs, python):
+def test_an_accelerator_extends_the_same_jax(name, extra, needs, python):
     assert "-r ../requirements.txt" in (ROOT / f"requirements/{name}.txt").read_text().splitlines()
     chosen = pinned(f"requirements/{name}.txt", python)
     assert all(pin.extras == {extra} for pin in pins(f"requirements/{name}.txt") if pin.name == "jax")
@@ -100,17 +100,17 @@ def test_an_accelerator_adds_to_the_same_jax(name, extra, needs, python):
 
 
 @pytest.mark.parametrize("name", [*PINS, *OTHER_PINS, "Makefile", ".ci/run", "scripts/setup", "scripts/pins"])
-def test_nothing_names_where_packages_come_from(name):
+def test_no_file_names_a_package_index(name):
     """No file names a package index, so that users can choose a mirror, a proxy or a folder of wheels."""
     assert not re.search(r"://|--(extra-)?index-url|--find-links|--trusted-host|pypi", (ROOT / name).read_text())
 
 
-def test_one_version():
+def test_the_version_is_defined_once():
     assert "version" in PROJECT["dynamic"]  # pyproject.toml reads `transformer.__version__`
     assert f"## [{transformer.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_license_is_whole():
+def test_the_license_text_is_complete():
     """The license equals apache.org/licenses/LICENSE-2.0.txt, byte for byte."""
     digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
     assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
@@ -233,7 +233,7 @@ def test_the_environment_runs_the_package_from_any_folder(checkout, tmp_path):
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
 
 
-def test_an_interrupted_installation_is_not_taken_for_done(checkout):
+def test_an_interrupted_installation_is_repeated(checkout):
     fault = checkout.log.with_name("log.no-network")
     fault.touch()
     failed = checkout.make("setup")
@@ -245,7 +245,7 @@ def test_an_interrupted_installation_is_not_taken_for_done(checkout):
     assert checkout.done() == INSTALLATION[1:]
 
 
-def test_an_accelerator_that_is_there_is_used(checkout):
+def test_an_available_accelerator_is_used(checkout):
     checkout.log.with_name("log.present").write_text("tpu\n")
     checkout.make("setup")
     assert "-m pip install -r requirements/tpu.txt" in checkout.done()
@@ -269,7 +269,7 @@ def shell_tools(folder: Path) -> Path:
     return tools
 
 
-def test_no_python_is_a_clear_error(checkout, tmp_path):
+def test_a_missing_python_is_a_clear_error(checkout, tmp_path):
     tools = shell_tools(tmp_path)
     failed = checkout.make("setup", path=str(tools), home=tmp_path)
     assert failed.returncode != 0
@@ -328,7 +328,7 @@ def test_a_python_without_venv_is_a_clear_error(checkout):
     assert not (checkout.path / ".venv").exists()
 
 
-def test_an_environment_of_the_users_own_is_left_alone(checkout):
+def test_an_existing_user_environment_is_not_changed(checkout):
     own = checkout.path / ".venv" / "precious"
     own.parent.mkdir()
     own.touch()
@@ -338,7 +338,7 @@ def test_an_environment_of_the_users_own_is_left_alone(checkout):
     assert own.exists()
 
 
-def test_docs_installs_once_into_an_environment_of_its_own(checkout):
+def test_docs_installs_once_into_a_separate_environment(checkout):
     built = ["-m mkdocs build --strict"]
     assert checkout.make("docs").returncode == 0
     own = ["-m venv .venv-docs", "-m pip install -r requirements/docs.txt"]
@@ -357,6 +357,6 @@ def test_help_names_every_target(checkout):
         assert f"make {target} " in output
 
 
-def test_train_passes_recipe_workdir_and_words(checkout):
+def test_train_passes_recipe_workdir_and_arguments(checkout):
     output = checkout.make("-n", "train", "RECIPE=configs/shakespeare.py", "WORKDIR=my run", "ARGS=--training.steps 7")
     assert ".venv/bin/python train.py configs/shakespeare.py --workdir 'my run' --training.steps 7" in output.stdout

@@ -181,7 +181,7 @@ def converted(name, folder, tmp_path, capsys):
     return code, run, out, capsys.readouterr()
 
 
-def test_every_recipe_says_what_it_exports_as():
+def test_every_recipe_declares_its_export_architecture():
     """Every recipe is in the table above and in that of the documentation."""
     assert set(EXPORTS) == {path.stem for path in (ROOT / "configs").glob("*.py")}
     page = (ROOT / "docs" / "pretrained.md").read_text(encoding="utf-8")
@@ -214,7 +214,7 @@ def inputs_of(model):
 
 
 @pytest.mark.parametrize("name", OPENED)
-def test_a_recipe_s_export_computes_the_same_there(transformers, folder, tmp_path, capsys, name):
+def test_an_exported_recipe_computes_the_same_in_transformers(transformers, folder, tmp_path, capsys, name):
     import torch
 
     code, run, out, captured = converted(name, folder, tmp_path, capsys)
@@ -262,7 +262,7 @@ def assert_writes_the_same(theirs, opened, torch):
 
 
 @pytest.mark.parametrize("name", BLOCKED)
-def test_a_recipe_that_no_architecture_computes_is_refused_in_one_sentence(folder, tmp_path, capsys, name):
+def test_a_recipe_without_export_architecture_is_a_one_line_error(folder, tmp_path, capsys, name):
     code, _, out, captured = converted(name, folder, tmp_path, capsys)
     assert code == 2
     assert re.search(EXPORTS[name], captured.err)
@@ -272,5 +272,5 @@ def test_a_recipe_that_no_architecture_computes_is_refused_in_one_sentence(folde
 
 
 @pytest.mark.parametrize(("family", "field"), sorted(NULLABLE))
-def test_the_reference_accepts_the_nulls_that_are_written(transformers, family, field):
+def test_transformers_accepts_the_exported_null_values(transformers, family, field):
     transformers.AutoConfig.for_model(family, **{field: None})

@@ -38,7 +38,7 @@ def run(pytester, text, name="test_a"):
     return pytester.runpytest_inprocess("-p", "no:cacheprovider")
 
 
-def test_reports_the_programs_of_a_test_over_its_budget_and_where(pytester_with_budget):
+def test_reports_compilations_over_the_budget_with_their_location(pytester_with_budget):
     result = run(pytester_with_budget, "def test_a():\n    eager(7)\ndef test_b():\n    eager(6)\n")
     result.assert_outcomes(passed=1, failed=1)
     output = result.stdout.str()

@@ -15,7 +15,7 @@ RECIPES, FAMILIES = ((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") 
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
-def test_there_is_something_to_test():
+def test_the_readme_has_blocks_to_test():
     assert len(BLOCKS) >= 2
 
 
@@ -31,18 +31,18 @@ def test_python_blocks_run(block, tmp_path):
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
 
 
-def test_files_it_points_to_are_there():
+def test_linked_files_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert (ROOT / target).exists(), target
 
 
-def test_every_recipe_is_in_the_table():
+def test_the_table_lists_every_recipe():
     names = {path.stem for path in (ROOT / "configs").glob("*.py")}
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", RECIPES, re.MULTILINE)
     assert names <= set(re.findall(r"`(\w+)`", " ".join(rows)))
 
 
-def test_the_table_of_families_is_the_generated_one():
+def test_the_table_of_families_is_current():
     from transformer.cli._list import markdown
 
     table = FAMILIES.partition("<!-- families -->\n")[2].partition("\n<!-- end of families -->")[0]

@@ -211,12 +211,12 @@ def check_python(words: list[str], folder: Path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_block_says_what_it_is(page):
+def test_every_block_declares_its_language(page):
     """Every fenced block has a known language, so that it is known to be input or output."""
     assert {language for _, language, _ in fences(page)} <= LANGUAGES
 
 
-def test_every_block_is_run_or_not_for_a_reason():
+def test_every_block_is_run_or_has_a_reason_not_to():
     asleep = {block.page for block in BLOCKS if not block.runs}
     assert PARSED.keys() == asleep, "add the reason why a page is only parsed to PARSED, or add the page to RUN"
     for page, parts in RUN.items():
@@ -225,7 +225,7 @@ def test_every_block_is_run_or_not_for_a_reason():
 
 
 @each_block
-def test_the_programs_understand_every_block(block, tmp_path, monkeypatch):
+def test_the_commands_parse_every_block(block, tmp_path, monkeypatch):
     made = calls(block.script, tmp_path)
     assert made
     for words in made:
@@ -252,7 +252,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("script", WRONG.values(), ids=WRONG.keys())
-def test_what_is_wrong_is_seen(script, tmp_path, monkeypatch, capsys):
+def test_invalid_blocks_are_detected(script, tmp_path, monkeypatch, capsys):
     def check():
         for words in calls(script, tmp_path):
             check_call(words, tmp_path, monkeypatch)
@@ -261,7 +261,7 @@ def test_what_is_wrong_is_seen(script, tmp_path, monkeypatch, capsys):
         check()
 
 
-def test_what_was_typed_in_a_session_is_found():
+def test_commands_of_a_console_session_are_extracted():
     session = "$ python a.py \\\n    --b 1\nprinted\n  $ no prompt\n$ make c\n"
     assert typed(session) == "python a.py \\\n    --b 1\nmake c\n"
 
@@ -296,7 +296,7 @@ TOGETHER = [[block for block in BLOCKS if block.runs and "dates" in block.script
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", TOGETHER, ids=lambda blocks: f"{Path(blocks[0].page).stem}:{blocks[0].line}")
-def test_blocks_run_as_they_stand(blocks, tmp_path):
+def test_blocks_run_unchanged(blocks, tmp_path):
     def train_once(folder):
         with tempfile.TemporaryDirectory() as place:
             run_block(TRAINING, checkout(Path(place)))

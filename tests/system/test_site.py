@@ -61,12 +61,12 @@ def test_each_lazy_export_has_an_import_that_tools_can_read(package):
     assert {f"{package}.{module}" for module in late} <= seen
 
 
-def test_what_the_package_offers_is_in_the_table():
+def test_every_public_name_is_in_the_table():
     rows = re.findall(r"^\| (`[^|]*`) \|", API["index"], re.MULTILINE)
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(transformer.__all__)
 
 
-def test_the_picture_of_the_layers_is_that_of_the_table():
+def test_the_layer_diagram_matches_the_table():
     layers = load("layers")
     found = {name: level for level, names in layers.layers().items() for name in names}
     assert {
@@ -93,7 +93,7 @@ def test_the_picture_of_the_layers_is_that_of_the_table():
         ("```\n[a](../b.py)\n<!-- kept -->\n```", "", "```\n[a](../b.py)\n<!-- kept -->\n```"),
     ],
 )
-def test_links_that_leave_the_site(link, repository, expected):
+def test_links_outside_the_site_are_rewritten(link, repository, expected):
     page, config = SimpleNamespace(file=SimpleNamespace(src_uri="a.md")), SimpleNamespace(repo_url=repository)
     assert load("hooks").on_page_markdown(link, page, config, None) == expected
 
@@ -109,7 +109,7 @@ def test_a_formula_in_its_own_paragraph_has_a_box_that_scrolls(monkeypatch):
     )
 
 
-def test_a_directive_is_spelled_out_to_the_names_that_a_room_exports():
+def test_a_directive_expands_to_the_exports_of_a_package():
     directives = load("hooks").directives
     assert directives("transformer.nn._masks").split() == [":::", "transformer.nn.Mask"]
     lines = directives("transformer.config").splitlines()

@@ -212,7 +212,7 @@ def test_s2_7_six_layers_of_encoder_and_decoder():
 SIX = SMALL.replace(**{"stack.prefix": ()}, num_layers=6)
 
 
-def test_s2_7_the_encoder_serves_a_classifier():
+def test_s2_7_a_classifier_uses_the_encoder():
     """Six layers, the mean of their output over the non-padding tokens, and a linear map to classes."""
     model = Classifier(SIX.replace(**{"output.num_classes": 3}))
     tokens, mask = np.array([[1, 2, 3, 4, 0]]), Mask.lengths(jax.device_put(np.array([4])))
