@@ -64,7 +64,7 @@ def test_changes_are_reported_used_and_recorded(folder, workdir, capsys):
     assert train(recipe, workdir).finished, "the newest checkpoint has the new values, so no flag is needed"
 
 
-def test_a_run_that_ended_before_its_next_checkpoint_says_how_to_resume(folder, workdir, monkeypatch):
+def test_a_run_that_ended_before_its_next_checkpoint_explains_how_to_resume(folder, workdir, monkeypatch):
     recipe = recipe_of(folder, optimizer={"learning_rate": 0.25}, training={"steps": 15})
 
     def end(*_, **__):
@@ -90,7 +90,7 @@ def test_a_run_that_ended_before_its_next_checkpoint_says_how_to_resume(folder, 
         ({"data": {"sequence_length": 9}, "optimizer": {"learning_rate": 0.5}}, "data.sequence_length: 8 -> 9"),
     ],
 )
-def test_shapes_and_the_order_of_the_data_stay_refused_by_name(groups, named, folder, workdir):
+def test_changes_of_shapes_and_data_order_are_rejected_by_name(groups, named, folder, workdir):
     with pytest.raises(WorkdirError) as caught:
         train(recipe_of(folder, **groups), workdir, allow_change=True)
     assert named in str(caught.value)
@@ -98,7 +98,7 @@ def test_shapes_and_the_order_of_the_data_stay_refused_by_name(groups, named, fo
     assert "learning_rate" not in str(caught.value)
 
 
-def test_the_message_names_what_the_flag_would_accept(folder, workdir):
+def test_the_message_names_changes_accepted_by_the_flag(folder, workdir):
     recipe = recipe_of(folder, model={"feed_forward.d_ff": 7}, optimizer={"learning_rate": 0.5})
     with pytest.raises(WorkdirError, match=r"--allow-change.*optimizer\.learning_rate"):
         train(recipe, workdir)
@@ -162,7 +162,7 @@ def test_a_new_batch_size_continues_with_the_next_rows(size, new_size, folder):
     np.testing.assert_array_equal(following, whole[start : start + len(following)])
 
 
-def test_batches_of_other_kinds_keep_their_size():
+def test_batch_size_of_other_data_kinds_cannot_change():
     """Batches by tokens are planned for the whole epoch, so that their order depends on their size."""
     for fields in ({"batch_tokens": 64}, {"packed_length": 8, "batch_tokens": 512}):
         old = short_recipe("pairs", TransformerConfig(d_model=6, num_heads=3, num_layers=1), NumberWords(**fields))
@@ -183,7 +183,7 @@ def changes(old, new, step):
 @pytest.mark.programs(40, reason="each schedule is computed in a program of its own")
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant", "rsqrt", "noam"])
 @pytest.mark.parametrize("step", [1, 3, 9, 12])
-def test_more_steps_are_free_if_the_updates_that_are_done_keep_their_rate(schedule, step):
+def test_more_steps_are_allowed_if_past_learning_rates_are_unchanged(schedule, step):
     """The reference: the rates of both recipes at all updates that are done."""
     old, new = decaying(schedule), decaying(schedule, steps=24)
     done = range(step)
@@ -193,7 +193,7 @@ def test_more_steps_are_free_if_the_updates_that_are_done_keep_their_rate(schedu
     assert same == (schedule in ("constant", "rsqrt", "noam") or step <= 3 or (schedule == "wsd" and step == 9))
 
 
-def test_the_end_of_the_decay_may_be_written_down():
+def test_the_end_of_the_decay_may_be_given_explicitly():
     """`decay_steps` that equals the former number of steps changes nothing, with or without more steps."""
     for steps in (12, 24):
         must_match, may_change = changes(decaying(), decaying(steps=steps, decay_steps=12), 12)

@@ -39,7 +39,7 @@ def counted(right, weights, segments):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_answers_are_runs_of_targets_in_one_segment(seed):
+def test_answers_are_contiguous_targets_in_one_segment(seed):
     draw = np.random.default_rng(seed)
     right, weights = draw.random((7, 31)) < 0.8, (draw.random((7, 31)) < 0.6).astype(np.float32)
     segments = np.sort(draw.integers(0, 5, (7, 31)), axis=1).astype(np.int32)
@@ -51,7 +51,7 @@ def test_answers_are_runs_of_targets_in_one_segment(seed):
     assert 0 < found[0] < found[1]
 
 
-def test_an_exact_answer_is_one_that_greedy_decoding_writes():
+def test_an_exact_match_equals_the_greedy_output():
     """The references of half the rows are what the model writes; those of the others differ in one token."""
     config = TransformerConfig(
         vocab_size=13, d_model=8, num_heads=2, num_layers=1, feed_forward=FeedForwardOptions(d_ff=8)
@@ -78,7 +78,7 @@ def chat_recipe():
     return short_recipe("chat", model, data)
 
 
-def test_an_evaluation_reports_all_answers_of_packed_conversations():
+def test_evaluation_counts_all_answers_of_packed_conversations():
     recipe = chat_recipe()
     dataset = prepare(recipe.data)
     recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)

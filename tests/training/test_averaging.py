@@ -59,7 +59,7 @@ def damage(workdir, step):
     path.write_bytes(raw)
 
 
-def test_it_is_the_mean_of_the_last(kept, tmp_path):
+def test_the_average_is_the_mean_of_the_last_checkpoints(kept, tmp_path):
     before = content(kept)
     done = average(kept, 3, tmp_path / "mean")
     assert done.steps == (5, 7, 11)
@@ -73,7 +73,7 @@ def test_it_is_the_mean_of_the_last(kept, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mean"]
 
 
-def test_one_is_itself(kept, tmp_path):
+def test_the_average_of_one_checkpoint_is_itself(kept, tmp_path):
     average(kept, 1, tmp_path / "mean")
     jax.tree.map(np.testing.assert_array_equal, load_run(tmp_path / "mean").params, load_run(kept, "newest").params)
 
@@ -98,7 +98,7 @@ def test_the_reference_model_is_copied_for_evaluation(tmp_path, base):
     chex.assert_trees_all_equal_shapes_and_dtypes(reference, done.params)
 
 
-def test_every_verb_opens_it(kept, tmp_path):
+def test_every_command_opens_an_average(kept, tmp_path):
     """No option is needed: its only checkpoint is also the best one."""
     average(kept, 2, tmp_path / "mean")
     opened = open_model(tmp_path / "mean")
@@ -127,7 +127,7 @@ def test_with_lora_the_merged_parameters_are_averaged(tmp_path):
 # Errors
 
 
-def test_too_few(kept, tmp_path):
+def test_reports_too_few_checkpoints(kept, tmp_path):
     with pytest.raises(CheckpointError, match=r"5.*4.*\(2.*5.*7.*11\).*--checkpoint.keep-last 5"):
         average(kept, 5, tmp_path / "mean")
     assert not list(tmp_path.iterdir())
@@ -136,7 +136,7 @@ def test_too_few(kept, tmp_path):
         average(tmp_path, 2)
 
 
-def test_a_damaged_one_is_named_and_left_out(kept, tmp_path):
+def test_a_damaged_checkpoint_is_named_and_skipped(kept, tmp_path):
     workdir = shutil.copytree(kept, tmp_path / "run")
     damage(workdir, 7)
     with pytest.warns(CheckpointWarning, match=r"/7/state/.*SHA-256"):
@@ -170,7 +170,7 @@ def test_only_an_earlier_average_is_replaced(kept, tmp_path):
         average(tmp_path / "mean", 2)
 
 
-def test_a_failure_leaves_what_was_there(kept, tmp_path, monkeypatch):
+def test_a_failure_keeps_the_existing_average(kept, tmp_path, monkeypatch):
     average(kept, 2, tmp_path / "mean")
     before = content(tmp_path)
     monkeypatch.setattr("transformer.training.workdir._average.sync_tree", lambda path: 1 / 0)
@@ -179,13 +179,13 @@ def test_a_failure_leaves_what_was_there(kept, tmp_path, monkeypatch):
     assert content(tmp_path) == before
 
 
-def test_no_run_goes_on_from_it(kept, tmp_path):
+def test_no_run_resumes_from_an_average(kept, tmp_path):
     average(kept, 2, tmp_path / "mean")
     with pytest.raises(WorkdirError, match="--init"):
         open_run(load_run(kept, "newest").recipe, tmp_path / "mean", say=print)
 
 
-def test_warns_of_a_checkpoint_kept_for_its_loss(tmp_path):
+def test_warns_about_a_checkpoint_kept_for_its_loss(tmp_path):
     workdir = write_run(tmp_path, keep_last=3)
     with pytest.warns(
         UserWarning, match=r"keeps its last 3 .*; of the 4 averaged, step 2 was kept because of its eval loss"
@@ -196,7 +196,7 @@ def test_warns_of_a_checkpoint_kept_for_its_loss(tmp_path):
 # The command line
 
 
-def test_the_verb(kept, tmp_path, capsys):
+def test_the_command_writes_an_average(kept, tmp_path, capsys):
     words = ["average", str(kept), "--last", "2", "--to", str(tmp_path / "mean")]
     assert main(words) == 0
     assert capsys.readouterr().out == f"averaged 2 checkpoints of {kept} (steps 7, 11): {tmp_path / 'mean'}\n"
@@ -213,14 +213,14 @@ def test_the_verb(kept, tmp_path, capsys):
         ((), "--last is missing"),
     ],
 )
-def test_wrong_words(kept, words, message, capsys):
+def test_reports_invalid_arguments(kept, words, message, capsys):
     assert main(["average", str(kept), *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert re.match(f"error: .*{message}", err)
 
 
-def test_beside_the_run_by_default(kept, tmp_path, monkeypatch):
+def test_the_default_output_is_next_to_the_run(kept, tmp_path, monkeypatch):
     workdir = shutil.copytree(kept, tmp_path / "run")
     assert average(workdir, 2).workdir == tmp_path / "run-average-2"
     monkeypatch.chdir(workdir)

@@ -70,7 +70,7 @@ def drawn(recipe):
     return random_values(abstract_state(recipe).params)
 
 
-def test_only_the_caption_and_its_end_have_a_weight(dataset):
+def test_only_the_caption_and_its_end_token_are_trained(dataset):
     batch, tokenizer = dataset.eval_batches("test")[0], dataset.tokenizer
     for row, example in enumerate(dataset.examples("test", limit=None)[:12]):
         tokens, targets = batch["tokens"][row], batch["targets"][row]
@@ -94,7 +94,7 @@ def test_a_caption_that_is_too_long_has_no_end_token():
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("attention", ["causal", "image", "prefix"])
-def test_the_loss_is_that_of_the_model_on_the_same_rows(attention, dataset):
+def test_the_loss_equals_the_model_on_the_same_rows(attention, dataset):
     """Padding, and the tokens of the image and the prompt, are no targets."""
     recipe = complete_recipe(captioning_recipe(attention), data=dataset)
     params, batch = drawn(recipe), dataset.eval_batches("test")[0]
@@ -116,7 +116,7 @@ def test_the_loss_is_that_of_the_model_on_the_same_rows(attention, dataset):
     assert abs(float(other["loss_sum"]) - float(found["loss_sum"])) > 1e-3
 
 
-def test_exact_match_without_generation_equals_that_of_generated_captions(dataset):
+def test_exact_match_without_generation_equals_generated_captions(dataset):
     """The captions that greedy decoding writes, as targets, are all exact; with one other token, one is not."""
     recipe = complete_recipe(captioning_recipe(), data=dataset)
     params, model, batch = drawn(recipe), build_model(recipe), dataset.eval_batches("test")[0]
@@ -138,7 +138,7 @@ def test_exact_match_without_generation_equals_that_of_generated_captions(datase
 
 
 @pytest.mark.slow
-def test_eight_devices_compute_the_losses_of_one(dataset):
+def test_eight_devices_compute_the_losses_of_one_device(dataset):
     found = []
     for parallel in ({"devices": 1}, {"devices": 8, "fsdp": 2, "tensor": 2}):
         recipe = complete_recipe(captioning_recipe(parallel=parallel), data=dataset)
@@ -168,7 +168,7 @@ def test_experts_do_not_see_padding(dataset):
 
 
 @pytest.mark.programs(11, reason="the command generate compiles programs for one token at a time")
-def test_a_run_is_used_from_its_own_files(tmp_path, dataset, capsys):
+def test_a_run_is_loaded_from_its_own_files(tmp_path, dataset, capsys):
     """The workdir has a tokenizer with the image token and the preprocessing, so that `generate --image` works."""
     workdir = record_drawn_run(complete_recipe(captioning_recipe(), data=dataset), tmp_path / "run", [6])
     run = load_run(workdir)
@@ -209,12 +209,12 @@ def test_a_run_resumes_bit_for_bit_and_reports_captions(tmp_path):
         ({"data": {"max_length": 4}}, r"max_length \(4\).*image_tokens \(4\)"),
     ],
 )
-def test_options_that_the_task_can_not_use_are_errors(groups, message):
+def test_unsupported_options_of_the_task_are_errors(groups, message):
     with pytest.raises(ConfigError, match=message):
         change(captioning_recipe(), **groups)
 
 
-def test_what_the_data_contradicts_is_an_error(dataset, tmp_path):
+def test_settings_that_contradict_the_data_are_errors(dataset, tmp_path):
     recipe = captioning_recipe()
     images = dataclasses.replace(recipe.model.image_tokens, token_id=2)
     with pytest.raises(ConfigError, match=r"model.input.token_id.*2"):

@@ -64,7 +64,7 @@ def largest(path):
     return max((p for p in (path / "state").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
-def test_everything_comes_back_bit_for_bit(tmp_path):
+def test_the_state_is_restored_bit_for_bit(tmp_path):
     state = make_state(3)
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.restore_newest(abstract(state)) is None  # no checkpoint at all
@@ -82,7 +82,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     )
 
 
-def test_data_may_be_bytes_and_nothing(tmp_path):
+def test_data_state_may_be_bytes_or_absent(tmp_path):
     with Checkpointer(tmp_path, keep_last=2) as checkpointer:
         checkpointer.save(1, {"x": np.ones(3)}, data=b"\x00\xff")
         assert checkpointer.restore_newest({"x": np.ones(3)}).data == b"\x00\xff"
@@ -91,7 +91,7 @@ def test_data_may_be_bytes_and_nothing(tmp_path):
     assert (restored.data, restored.recipe, restored.metric) == (None, None, None)
 
 
-def test_leaves_are_restored_onto_the_layout_asked_for(tmp_path):
+def test_leaves_are_restored_onto_the_requested_sharding(tmp_path):
     state = {"a": np.arange(16, dtype=np.float32).reshape(8, 2), "b": np.arange(3, dtype=np.int32)}
     state = jax.device_put(state | {"c": np.ones(5, jnp.bfloat16)})
     with Checkpointer(tmp_path) as checkpointer:
@@ -109,7 +109,7 @@ def test_leaves_are_restored_onto_the_layout_asked_for(tmp_path):
     assert restored["c"].devices() == {jax.devices()[0]}
 
 
-def test_what_is_saved_is_the_state_at_the_call(tmp_path):
+def test_the_saved_state_is_the_state_at_the_call(tmp_path):
     """The next step may donate or overwrite the arrays while they are still being written to disk."""
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     arrays = {"jax": jax.device_put(np.arange(1_000_000, dtype=np.float32)), "numpy": np.arange(1_000_000)}
@@ -141,7 +141,7 @@ def test_the_last_and_the_best_are_kept(tmp_path, options, metrics, kept):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == sorted(map(str, kept))
 
 
-def test_a_damaged_newer_one_does_not_push_out_the_good_ones(tmp_path):
+def test_a_damaged_newer_checkpoint_does_not_delete_valid_ones(tmp_path):
     """After a fallback from 30 to 20, `keep_last=1` must not keep the damaged 30 and delete the new checkpoint."""
     fill(tmp_path, [20, 30], keep_last=2)
     flip(largest(directory(tmp_path, 30)))
@@ -158,7 +158,7 @@ def test_a_damaged_newer_one_does_not_push_out_the_good_ones(tmp_path):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["30", "30.invalid"]
 
 
-def test_a_damaged_one_does_not_count_among_the_last(tmp_path):
+def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
     fill(tmp_path, [10, 20, 30], keep_last=3)
     flip(largest(directory(tmp_path, 30)))
     with Checkpointer(tmp_path, keep_last=2) as checkpointer:
@@ -168,7 +168,7 @@ def test_a_damaged_one_does_not_count_among_the_last(tmp_path):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["20", "25", "30"]
 
 
-def test_what_was_just_saved_is_never_deleted(tmp_path):
+def test_the_newest_checkpoint_is_never_deleted(tmp_path):
     fill(tmp_path, [20, 30])
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         checkpointer.save(25, make_state(25))  # by a run that resumed from an older step
@@ -176,7 +176,7 @@ def test_what_was_just_saved_is_never_deleted(tmp_path):
         assert checkpointer.steps() == [25, 30]
 
 
-def test_a_step_is_written_once_and_brought_up_to_date(tmp_path):
+def test_a_step_is_written_once_and_its_metadata_updated(tmp_path):
     """A run stopped during evaluation saves without a metric. After a resume, it evaluates and saves the same step."""
     state = {"x": np.ones(3)}
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
@@ -274,7 +274,7 @@ def two_checkpoints(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=lambda x: getattr(x, "__name__", ""))
-def test_damage_is_named_and_the_newest_valid_one_used(two_checkpoints, tmp_path, damage, message):
+def test_damage_is_reported_and_the_newest_valid_checkpoint_used(two_checkpoints, tmp_path, damage, message):
     workdir = tmp_path / "workdir"
     shutil.copytree(two_checkpoints, workdir)
     damage(directory(workdir, 30))
@@ -294,7 +294,7 @@ def test_damage_is_named_and_the_newest_valid_one_used(two_checkpoints, tmp_path
         load_params(workdir)
 
 
-def test_every_flipped_bit_of_an_array_is_noticed(two_checkpoints, tmp_path):
+def test_every_flipped_bit_of_an_array_is_detected(two_checkpoints, tmp_path):
     workdir = tmp_path / "workdir"
     shutil.copytree(two_checkpoints, workdir)
     path = largest(directory(workdir, 30))
@@ -308,7 +308,7 @@ def test_every_flipped_bit_of_an_array_is_noticed(two_checkpoints, tmp_path):
                 assert checkpointer.restore_newest(abstract(make_state())).step == 20
 
 
-def test_an_empty_directory_that_looks_newer_is_passed_over(tmp_path):
+def test_an_empty_newer_directory_is_skipped(tmp_path):
     fill(tmp_path, [2])
     directory(tmp_path, 7).mkdir()
     (tmp_path / "checkpoints" / "notes").mkdir()  # not a step, so it is ignored
@@ -341,14 +341,14 @@ def test_all_differences_from_the_model_are_in_one_error(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16, jnp.float16])
-def test_nothing_is_cast(tmp_path, dtype):
+def test_no_array_is_cast(tmp_path, dtype):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": jax.device_put(np.full(3, 300.7, np.float32))})
         with pytest.raises(CheckpointError, match=r"float32\[3\]"):
             checkpointer.restore_newest({"x": jax.ShapeDtypeStruct((3,), dtype)})
 
 
-def test_float64_is_not_halved_on_the_way(tmp_path):
+def test_float64_keeps_its_precision(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": np.full(3, 0.1)})
         assert checkpointer.restore_newest({"x": np.zeros(3)}).state["x"].dtype == np.float64
@@ -373,7 +373,7 @@ def test_the_average_has_more_bits_than_the_parameters(tmp_path):
             checkpointer.restore_newest({"params": params, "ema": {"kernel": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}})
 
 
-def test_params_alone(tmp_path):
+def test_restores_only_parameters(tmp_path):
     with Checkpointer(tmp_path, keep_last=3) as checkpointer:
         for step, metric in [(1, 0.3), (2, 0.1), (3, 0.2)]:
             checkpointer.save(step, make_state(step), metric=metric)
@@ -397,7 +397,7 @@ def test_params_alone(tmp_path):
         load_params(tmp_path / "other", step="best")
 
 
-def test_impossible_arguments(tmp_path):
+def test_rejects_invalid_arguments(tmp_path):
     with pytest.raises(ValueError, match=r"keep_last.*1"):
         Checkpointer(tmp_path, keep_last=0)
     with pytest.raises(ValueError, match=r"'min'.*'max'"):

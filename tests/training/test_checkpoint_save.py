@@ -33,7 +33,7 @@ def check_full_disk(workdir):
         checkpointer.save(2, BIG)
 
 
-def test_no_room_for_a_file(tmp_path):
+def test_reports_too_little_space_for_a_file(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": np.ones(3)})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -51,7 +51,7 @@ def mount(path, *options):
         pytest.skip("mounting needs root")
 
 
-def test_full_disk(tmp_path):
+def test_reports_a_full_disk(tmp_path):
     mount(tmp_path, "-t", "tmpfs", "-o", "size=3m", "tmpfs")
     try:
         with Checkpointer(tmp_path) as checkpointer:
@@ -61,7 +61,7 @@ def test_full_disk(tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_read_only_disk(tmp_path):
+def test_reports_a_read_only_disk(tmp_path):
     mount(tmp_path, "-t", "tmpfs", "-o", "size=3m", "tmpfs")
     try:
         with Checkpointer(tmp_path) as checkpointer:
@@ -141,7 +141,7 @@ def test_reports_a_failed_save_at_the_next_call(tmp_path, slow_full_disk, call):
     assert os.listdir(tmp_path / "checkpoints") == []
 
 
-def test_the_first_error_is_the_one_that_is_seen(tmp_path, slow_full_disk):
+def test_the_first_error_is_reported(tmp_path, slow_full_disk):
     def loop():
         with Checkpointer(tmp_path) as checkpointer:
             checkpointer.save(1, {"x": np.ones(3)})
@@ -154,7 +154,7 @@ def test_the_first_error_is_the_one_that_is_seen(tmp_path, slow_full_disk):
 
 
 @pytest.mark.parametrize("file", ["workdir", "workdir/checkpoints"])
-def test_a_file_where_a_directory_should_be(tmp_path, file):
+def test_reports_a_file_in_place_of_a_directory(tmp_path, file):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("")
     checkpointer = Checkpointer(tmp_path / "workdir")
@@ -162,7 +162,7 @@ def test_a_file_where_a_directory_should_be(tmp_path, file):
         save_now(checkpointer, 1, {"x": np.ones(3)})
 
 
-def test_what_was_left_over_goes_and_what_is_not_ours_stays(tmp_path):
+def test_leftovers_are_deleted_and_foreign_files_kept(tmp_path):
     root = tmp_path / "checkpoints"
     for name in ("5.tmp", "notes"):
         (root / name / "inside").mkdir(parents=True)
@@ -175,7 +175,7 @@ def test_what_was_left_over_goes_and_what_is_not_ours_stays(tmp_path):
     assert os.listdir(root / "notes") == ["inside"]
 
 
-def test_killed_in_the_middle_of_a_save(tmp_path):
+def test_a_process_killed_during_a_save_leaves_valid_checkpoints(tmp_path):
     """A rename commits the save. If the process is killed before it, the older checkpoint stays the newest."""
     script = textwrap.dedent(
         """

@@ -54,7 +54,7 @@ def whole():
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 24, 40, 95, 1000])
-def test_it_is_the_whole_loss(tokens, whole):
+def test_chunked_loss_equals_the_whole_loss(tokens, whole):
     given = arrays()
     expected, expected_gradients = whole
     value, gradients = with_gradients(in_chunks(tokens))(*given)
@@ -65,7 +65,7 @@ def test_it_is_the_whole_loss(tokens, whole):
 @pytest.mark.parametrize(
     ("shape", "names"), [((2, 4), ("data", "context")), ((2, 2, 2), ("fsdp", "context", "tensor"))]
 )
-def test_on_a_mesh_too(shape, names, whole):
+def test_chunked_loss_on_a_mesh_equals_the_whole_loss(shape, names, whole):
     given = arrays()
     expected, expected_gradients = whole
     with jax.set_mesh(jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))):
@@ -74,7 +74,7 @@ def test_on_a_mesh_too(shape, names, whole):
     chex.assert_trees_all_close(jax.device_get(gradients), expected_gradients, rtol=1e-5, atol=1e-6)
 
 
-def test_devices_add_their_gradients_up_once():
+def test_devices_sum_their_gradients_once():
     """For any number of chunks, devices exchange only the sums, once, at the end."""
     params, *rest = arrays()
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
@@ -85,7 +85,7 @@ def test_devices_add_their_gradients_up_once():
     assert 1 <= program.count("all-reduce(") <= 3  # the loss and two gradients
 
 
-def test_sums_of_any_kind():
+def test_supports_any_sum_over_tokens():
     def sums(params, hidden, targets, weights):
         return {"loss": loss(params, hidden, targets, weights), "weight": weights.sum()}
 
@@ -94,7 +94,7 @@ def test_sums_of_any_kind():
     chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
 
-def test_memory_is_that_of_a_chunk():
+def test_memory_holds_one_chunk_of_logits():
     rows, length, width, vocabulary = 2, 512, 8, 4096
     params = {"kernel": np.zeros((width, vocabulary), np.float32), "bias": np.zeros(vocabulary, np.float32)}
     hidden, weights = np.zeros((rows, length, width), np.float32), np.zeros((rows, length), np.float32)
@@ -106,7 +106,7 @@ def test_memory_is_that_of_a_chunk():
     assert temporaries(in_chunks(64)) < temporaries(loss) / 5
 
 
-def test_a_target_outside_the_vocabulary_is_not_hidden():
+def test_a_target_outside_the_vocabulary_is_reported():
     params, hidden, targets, weights = arrays()
     targets, weights = np.array(targets), np.array(weights)
     targets[3, 4], weights[3, 4] = VOCABULARY, 1
@@ -133,7 +133,7 @@ def whole_recipe(task="causal_lm", head=None):
     ("task", "head"),
     [("causal_lm", "tied"), ("causal_lm", "own"), pytest.param("seq2seq", "mapped", marks=pytest.mark.slow)],
 )
-def test_a_training_step_is_the_same_whatever_is_there_at_once(task, head):
+def test_a_training_step_does_not_depend_on_the_chunk_size(task, head):
     recipe = whole_recipe(task, HEADS[head])
     state, step = start(recipe)
     batch = tiny_batch(task)
@@ -144,7 +144,7 @@ def test_a_training_step_is_the_same_whatever_is_there_at_once(task, head):
     chex.assert_trees_all_close(found.opt_state, expected.opt_state, rtol=1e-4, atol=1e-6)
 
 
-def test_many_logits_are_made_in_parts_by_themselves(monkeypatch):
+def test_many_logits_are_chunked_automatically(monkeypatch):
     recipe = whole_recipe()
     state, step = start(recipe)
     batch = tiny_batch()
@@ -173,7 +173,7 @@ def _counted(function, calls):
     return counting
 
 
-def test_how_many_tokens_are_there_at_once():
+def test_chooses_the_number_of_tokens_per_chunk():
     hidden = jax.ShapeDtypeStruct((16, 128, 4), jnp.float32)
     assert tokens_at_once(hidden, 1024) is None
     assert tokens_at_once(hidden, 4096) == 512
@@ -187,7 +187,7 @@ def test_how_many_tokens_are_there_at_once():
     assert most_at_once("tpu", 128_256, 4096, vocab_ways=4) == 4185
 
 
-def test_a_task_of_one_target_a_row_has_no_parts():
+def test_a_task_with_one_target_per_row_is_not_chunked():
     tiny = tiny_recipe(loss_tokens=8)
     with pytest.raises(ConfigError, match="loss_tokens"):
         Recipe(name="digits", model=tiny.model, data=Digits(), training=tiny.training)

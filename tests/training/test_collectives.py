@@ -92,13 +92,13 @@ def parameter_sizes(layout):
 @pytest.mark.default_cases(2)
 @pytest.mark.skipif(jaxlib.__version__ != COUNTED_BY, reason=f"collectives were counted with jaxlib {COUNTED_BY}")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_counts_are_these(layout):
+def test_collectives_have_the_expected_counts(layout):
     cost = Program(compiled(layout)).cost(8)
     assert {one.kind: one.count for one in cost.collectives} == COUNTS[layout]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_activation_is_gathered_that_need_not_be(layout):
+def test_no_activation_is_gathered_unnecessarily(layout):
     gathered = collections.Counter(of_activations(collective_shapes(layout, "all-gather")))
     needed = collections.Counter()
     if "expert" in layout:
@@ -110,14 +110,14 @@ def test_no_activation_is_gathered_that_need_not_be(layout):
     assert not collective_shapes(layout, "all-to-all")
 
 
-def test_split_rows_sum_gradients_and_tell_nothing_else():
+def test_data_parallelism_only_sums_gradients():
     layout = "data x8"
     assert not collective_shapes(layout, "all-gather", "reduce-scatter", "collective-permute")
     assert not of_activations(collective_shapes(layout, "all-reduce"))
 
 
 @pytest.mark.parametrize("layout", ["fsdp x8", "fsdp x2, tensor x2, data x2"])
-def test_split_parameters_are_what_is_gathered(layout):
+def test_fsdp_gathers_only_parameters(layout):
     gathered = {math.prod(shape) for shape in collective_shapes(layout, "all-gather")}
     assert gathered
     assert gathered <= parameter_sizes(layout)
@@ -137,7 +137,7 @@ def test_all_chunks_of_the_loss_share_one_gathered_head():
 
 
 @pytest.mark.parametrize("layout", ["tensor x4, data x2", "fsdp x2, tensor x2, data x2"])
-def test_split_heads_and_widths_sum_twice_a_layer_and_pass(layout):
+def test_tensor_parallelism_sums_twice_per_layer_and_pass(layout):
     """As in Shoeybi et al. 2019, arXiv 1909.08053, figure 4: one all-reduce after attention and one after the
     feed-forward layer, the same in the backward pass, and in addition the embedding and, backward, the logits.
     """
@@ -147,7 +147,7 @@ def test_split_heads_and_widths_sum_twice_a_layer_and_pass(layout):
     assert len(summed) == forward + back
 
 
-def test_a_split_length_passes_keys_and_values_round():
+def test_context_parallelism_passes_keys_and_values_in_a_ring():
     layout, devices = "context x4, data x2", 4
     assert not collective_shapes(layout, "all-gather", "all-to-all", "reduce-scatter")
     assert not of_activations(collective_shapes(layout, "all-reduce"))
@@ -160,7 +160,7 @@ def test_a_split_length_passes_keys_and_values_round():
     assert max(math.prod(shape) for shape in collective_shapes(layout, "collective-permute")) == own
 
 
-def test_experts_stay_where_they_are():
+def test_experts_stay_on_their_devices():
     """Expert weights are never gathered, and gradients of an expert are summed over the two devices that hold it."""
     layout = "expert x4, data x2"
     shapes = collective_shapes(layout, "all-gather", "all-reduce", "reduce-scatter")

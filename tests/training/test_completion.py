@@ -69,7 +69,7 @@ def test_a_model_decides_all_but_the_fields_of_the_recipe(given, dataset, whole,
     assert complete_recipe(found, start=start, old=found, data=dataset) == found
 
 
-def test_a_run_without_recipe_json_takes_that_of_its_checkpoint(given, dataset, start, tmp_path):
+def test_a_run_without_recipe_json_uses_the_recipe_of_its_checkpoint(given, dataset, start, tmp_path):
     found = complete_recipe(given, start=start, data=dataset)
     workdir = record_drawn_run(found, tmp_path / "run", [3])
     (workdir / "recipe.json").unlink()

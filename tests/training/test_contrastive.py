@@ -157,7 +157,7 @@ def test_all_devices_compare_all_pairs(layout, similarity, dataset, alone):
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("similarity", ["softmax", "sigmoid"])
-def test_gradients_on_eight_devices_equal_those_on_one(similarity, dataset):
+def test_gradients_on_eight_devices_equal_one_device(similarity, dataset):
     recipe = with_vocabulary(contrastive_recipe(similarity), dataset.tokenizer.vocab_size)
     batch = next(dataset.train_batches(seed=0))
     params, found = random_values(abstract_state(recipe).params), {}
@@ -193,7 +193,7 @@ def gradients(recipe, mesh, params):
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("similarity", "limited"), [("softmax", True), ("sigmoid", False)])
-def test_the_factor_of_clip_is_at_most_100(similarity, limited, dataset):
+def test_the_clip_logit_scale_is_at_most_100(similarity, limited, dataset):
     recipe = contrastive_recipe(similarity, optimizer={"learning_rate": 1e-3})
     recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
     placement = place(recipe)
@@ -220,7 +220,7 @@ def test_a_run_resumes_bit_for_bit_and_reports_retrieval(tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluation_on_devices_ignores_rows_that_fill_up_the_batch(dataset):
+def test_evaluation_on_devices_ignores_padding_rows(dataset):
     """Batches of 12 rows are filled up to 16 for eight devices, and 21 pairs make batches of 11 and 10."""
     recipe = with_vocabulary(contrastive_recipe(parallel={"devices": 8}), dataset.tokenizer.vocab_size)
     placement = place(recipe)
@@ -253,19 +253,19 @@ def test_padding_of_a_causal_text_encoder_changes_nothing(dataset):
         ({"model": {"input": None}}, r"model.input"),
     ],
 )
-def test_options_that_the_task_can_not_use_are_errors(groups, message):
+def test_unsupported_options_of_the_task_are_errors(groups, message):
     recipe = contrastive_recipe()
     with pytest.raises(ConfigError, match=message):
         change(recipe, **groups)
 
 
-def test_images_of_another_size_are_an_error(tmp_path):
+def test_images_of_a_different_size_are_an_error(tmp_path):
     recipe = contrastive_recipe(data={"image_size": 40})
     with pytest.raises(ConfigError, match=r"model.input.*image_height 32 \(data.*40\)"):
         train(recipe, tmp_path)
 
 
-def test_the_mesh_must_divide_the_image_encoder_too(dataset):
+def test_the_mesh_must_also_divide_the_image_encoder(dataset):
     model = contrastive_recipe().model
     images = dataclasses.replace(model.images, encoder=model.image_encoder.replace(num_heads=2))
     recipe = contrastive_recipe(model={"input": images}, parallel={"devices": 8, "tensor": 4})

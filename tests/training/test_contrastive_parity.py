@@ -45,7 +45,7 @@ def _transposed(gradient):
 
 
 @pytest.mark.parametrize(("family", "loss"), [("clip", matched_by_softmax), ("siglip", matched_by_sigmoid)])
-def test_the_loss_of_a_batch_equals_that_of_transformers(family, loss):
+def test_the_loss_of_a_batch_equals_transformers(family, loss):
     logits, expected, gradient = reference(family)
 
     def mean(logits):

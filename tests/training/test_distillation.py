@@ -39,7 +39,7 @@ def softmax(logits, tau):
     return p / p.sum(-1, keepdims=True)
 
 
-def test_the_divergence_is_that_of_the_two_distributions():
+def test_the_divergence_equals_its_definition():
     student, teacher, tau = logits(0, 3, 7), logits(1, 3, 7), 2.5
     p, q = (softmax(x, tau) for x in (teacher, student))
     np.testing.assert_allclose(divergences(student, teacher, tau), tau**2 * (p * np.log(p / q)).sum(-1), rtol=1e-5)
@@ -52,7 +52,7 @@ def test_the_divergence_is_that_of_the_two_distributions():
 
 
 @pytest.mark.parametrize("top_k", [None, 3])
-def test_its_gradient_is_q_minus_p(top_k):
+def test_the_gradient_of_the_divergence_is_q_minus_p(top_k):
     """tau times the difference of the probabilities; 0 for equal models, and finite for impossible tokens."""
     student, teacher, tau = logits(0, 5), logits(1, 5), 1.7
     gradient_of = jax.jit(jax.value_and_grad(lambda x, teacher: divergence(x, teacher, tau, top_k)))
@@ -68,7 +68,7 @@ def test_its_gradient_is_q_minus_p(top_k):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("tau", [1.0, 3.0])
-def test_the_divergence_and_its_gradient_equal_those_of_torch(tau):
+def test_the_divergence_and_its_gradient_equal_torch(tau):
     torch = pytest.importorskip("torch")
     student, teacher = logits(0, 4, 11), logits(1, 4, 11)
     x = torch.tensor(np.array(student), requires_grad=True)
@@ -84,7 +84,7 @@ def distilled(**options):
     return dataclasses.replace(tiny_recipe(), distill=Distill(teacher="teacher", model=TEACHER, **options))
 
 
-def test_the_loss_of_a_step_is_the_formula_and_the_teacher_is_frozen():
+def test_the_step_loss_equals_its_formula_and_the_teacher_is_frozen():
     recipe, batch = distilled(temperature=2.0, weight=0.25, top_k=4), tiny_batch()
     state = jax.jit(lambda: make_state(recipe))()
     after, metrics = jax.jit(make_train_step(recipe))(state, batch)
@@ -136,7 +136,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_has_the_losses_of_one_device(layout):
+def test_every_sharding_has_the_losses_of_one_device(layout):
     sizes = {"vocab_size": 16, "d_model": 8, "num_heads": 2, "feed_forward.d_ff": 8}
     recipe = dataclasses.replace(distilled(temperature=2.0, weight=0.2), model=TEACHER.replace(**sizes))
     recipe = dataclasses.replace(
@@ -155,7 +155,7 @@ def test_every_layout_has_the_losses_of_one_device(layout):
     assert found[layout] == pytest.approx(found["one"], rel=1e-4)
 
 
-def test_bad_options_are_refused():
+def test_rejects_invalid_options():
     for fields, message in (
         ({"temperature": 0.0}, "temperature must be"),
         ({"top_k": 0}, "top_k must be"),
@@ -169,7 +169,7 @@ def test_bad_options_are_refused():
         build_teacher(dataclasses.replace(tiny_recipe(), distill=Distill(teacher="x")))
 
 
-def test_the_command_line_and_the_file_of_a_recipe():
+def test_options_work_on_the_command_line_and_in_a_recipe():
     recipe = override(tiny_recipe(), ["--distill.teacher", "runs/big", "--distill.top-k", "8"], program="train")
     assert recipe.distill == Distill(teacher="runs/big", top_k=8)
     whole = distilled()
@@ -214,7 +214,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_student_learns_more_from_a_teacher_than_from_the_same_text_alone(folder, tmp_path, seed):
+def test_a_teacher_improves_a_student_on_the_same_text(folder, tmp_path, seed):
     """400 characters show each transition a few times; the teacher has seen 20,000."""
     losses = {}
     for name in ("alone", "taught"):

@@ -33,7 +33,7 @@ def test_a_dry_run_warns_as_a_run_does(tmp_path):
     assert said[0].startswith("warning: the learning rate never reaches its peak")
 
 
-def test_a_dry_run_refuses_what_a_run_would_refuse(tmp_path):
+def test_a_dry_run_rejects_what_a_run_would_reject(tmp_path):
     huge = change(text_recipe(tmp_path), model={"d_model": 2_100_000_000})
     with pytest.raises(OutOfMemoryError, match="can't fit"):
         dry_run(huge, tmp_path / "run", say=lambda text: None)

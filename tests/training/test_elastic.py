@@ -48,7 +48,7 @@ def uninterrupted(folder):
         pytest.param(("slices", "host", "slices"), marks=[pytest.mark.slow, HOST]),
     ],
 )
-def test_each_third_of_a_run_over_other_devices(order, folder, uninterrupted, capsys):
+def test_a_run_resumes_twice_on_different_devices(order, folder, uninterrupted, capsys):
     workdir = folder / "-".join(order)
     for steps, layout in zip((4, 8, 12), order, strict=True):
         summary = train(recipe_of(folder, layout, steps), workdir)

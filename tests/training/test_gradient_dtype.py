@@ -54,7 +54,7 @@ def differences(layout, tie, loss_tokens):
         pytest.param("pmap x8", False, 0, marks=pytest.mark.slow),
     ],
 )
-def test_sums_differ_by_their_rounding_and_others_do_not(layout, tie, loss_tokens):
+def test_only_vocabulary_gradients_are_rounded(layout, tie, loss_tokens):
     vocabulary = {"embedding/embedding"} if tie else {"embedding/embedding", "output/kernel"}
     found = differences(layout, tie, loss_tokens)
     assert vocabulary < found.keys()
@@ -87,7 +87,7 @@ def test_each_device_adds_its_rows_in_float32():
     assert not found[4:].any()
 
 
-def test_float32_is_the_plain_lookup():
+def test_float32_equals_the_plain_lookup():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
         given = np.zeros((5, 2), np.float32), np.zeros((8, 3), np.int32)

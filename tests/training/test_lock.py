@@ -46,7 +46,7 @@ def write_record(workdir, **changes):
     (workdir / ".lock").write_text(json.dumps(record))
 
 
-def test_held_by_another_process_then_released(tmp_path):
+def test_a_lock_held_by_another_process_is_reported_until_released(tmp_path):
     other = run(HOLD, tmp_path / "workdir")  # creates the directory
     assert other.stdout.readline() == "held\n"
     message = rf"in use by process {other.pid} on host {socket.gethostname()}.*kill {other.pid}.*another workdir"
@@ -59,7 +59,7 @@ def test_held_by_another_process_then_released(tmp_path):
         pass
 
 
-def test_held_by_this_process(tmp_path):
+def test_a_lock_held_by_this_process_is_reported(tmp_path):
     with WorkdirLock(tmp_path):
         with pytest.raises(WorkdirInUseError, match="in use by this process"):
             WorkdirLock(tmp_path).acquire()
@@ -67,7 +67,7 @@ def test_held_by_this_process(tmp_path):
     assert not (tmp_path / ".lock").exists()
 
 
-def test_of_a_killed_process_is_taken_over(tmp_path, capfd):
+def test_the_lock_of_a_killed_process_is_replaced(tmp_path, capfd):
     other = run(HOLD, tmp_path)
     assert other.stdout.readline() == "held\n"
     other.send_signal(signal.SIGKILL)
@@ -83,13 +83,13 @@ def test_of_a_killed_process_is_taken_over(tmp_path, capfd):
         WorkdirLock(tmp_path).acquire()
 
 
-def test_of_a_pid_used_again_is_taken_over(tmp_path, capfd):
+def test_the_lock_of_a_reused_pid_is_replaced(tmp_path, capfd):
     write_record(tmp_path, started="boot 0 tick 1")  # our pid, but another start time
     with WorkdirLock(tmp_path):
         assert "Took over" in capfd.readouterr().err
 
 
-def test_of_another_host_stays(tmp_path):
+def test_the_lock_of_another_host_is_kept(tmp_path):
     write_record(tmp_path, pid=1234, host="far-away")
     os.utime(tmp_path / ".lock", (time.time() - 10_000,) * 2)
     message = r"by process 1234 on host far-away \(locked 2026-01-02 03:04:05 UTC\); last activity 2 hours ago\."
@@ -102,7 +102,7 @@ def test_of_another_host_stays(tmp_path):
     ("name", "seconds", "words"),
     [("metrics.jsonl", 30, "30 seconds"), ("checkpoints", 600, "10 minutes"), ("other", 600, "3 days")],
 )
-def test_the_last_activity_is_that_of_metrics_or_checkpoints(tmp_path, name, seconds, words):
+def test_the_last_activity_comes_from_metrics_or_checkpoints(tmp_path, name, seconds, words):
     write_record(tmp_path, host="far-away")
     os.utime(tmp_path / ".lock", (time.time() - 3 * 86_400,) * 2)
     (tmp_path / name).touch()
@@ -111,7 +111,7 @@ def test_the_last_activity_is_that_of_metrics_or_checkpoints(tmp_path, name, sec
         WorkdirLock(tmp_path).acquire()
 
 
-def test_of_another_host_is_taken_over_on_request(tmp_path, capfd):
+def test_the_lock_of_another_host_is_replaced_on_request(tmp_path, capfd):
     write_record(tmp_path, pid=1234, host="far-away")
     with WorkdirLock(tmp_path, take_over=True):
         err = capfd.readouterr().err
@@ -123,7 +123,7 @@ def test_of_another_host_is_taken_over_on_request(tmp_path, capfd):
     assert not (tmp_path / ".lock").exists()
 
 
-def test_of_a_running_process_on_this_host_is_never_taken_over(tmp_path):
+def test_the_lock_of_a_running_local_process_is_never_replaced(tmp_path):
     other = run(HOLD, tmp_path)
     assert other.stdout.readline() == "held\n"
     with pytest.raises(WorkdirInUseError, match=rf"{other.pid}.*--take-over"):
@@ -132,7 +132,7 @@ def test_of_a_running_process_on_this_host_is_never_taken_over(tmp_path):
     other.communicate("release\n")
 
 
-def test_the_first_holder_notices_a_take_over(tmp_path):
+def test_the_previous_holder_detects_a_replaced_lock(tmp_path):
     mine = WorkdirLock(tmp_path)
     mine.check()  # not held yet
     mine.acquire()
@@ -145,7 +145,7 @@ def test_the_first_holder_notices_a_take_over(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_workdir_was_taken_over_saves_no_more_checkpoints(tmp_path, monkeypatch):
+def test_a_run_with_a_replaced_lock_saves_no_more_checkpoints(tmp_path, monkeypatch):
     """The new process of the workdir finds the earlier checkpoints."""
     evaluate = evaluation.evaluate_loss
 
@@ -164,7 +164,7 @@ def test_a_run_whose_workdir_was_taken_over_saves_no_more_checkpoints(tmp_path, 
     assert loop.train(recipe, tmp_path / "run", take_over=True).step == 4
 
 
-def test_the_option_of_the_command_line(tmp_path, monkeypatch, capfd):
+def test_the_command_line_option_replaces_a_lock(tmp_path, monkeypatch, capfd):
     """The command to resume omits the option, because the next lock may belong to a running process."""
     monkeypatch.chdir(tmp_path)
     write_record(tmp_path / "run", pid=1234, host="far-away")
@@ -189,7 +189,7 @@ def test_the_option_of_the_command_line(tmp_path, monkeypatch, capfd):
     assert command.endswith(f"{recipe} --workdir run")
 
 
-def test_of_a_process_killed_before_it_wrote_its_name(tmp_path, monkeypatch, capfd):
+def test_the_lock_of_a_process_killed_before_writing_its_record_is_replaced(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(module, "_PATIENCE", 0.1)
     (tmp_path / ".lock").write_text("")
     with WorkdirLock(tmp_path):
@@ -208,7 +208,7 @@ def test_filelock_never_replaces_the_lock_of_a_process_killed_before_it_wrote_it
         pass
 
 
-def test_one_that_slept_before_it_wrote_its_name_does_not_take_it_back(tmp_path, monkeypatch):
+def test_a_process_delayed_before_writing_its_record_does_not_regain_the_lock(tmp_path, monkeypatch):
     flock = fcntl.flock
 
     def taken_meanwhile(file, how):
@@ -222,7 +222,7 @@ def test_one_that_slept_before_it_wrote_its_name_does_not_take_it_back(tmp_path,
 
 
 @pytest.mark.parametrize("content", ['{"pid": 12', "[]", '{"pid": "12", "host": "a", "started": "b", "since": "c"}'])
-def test_damaged(tmp_path, monkeypatch, capfd, content):
+def test_a_damaged_lock_is_reported(tmp_path, monkeypatch, capfd, content):
     monkeypatch.setattr(module, "_PATIENCE", 0.1)
     (tmp_path / ".lock").write_text(content)
     with pytest.raises(WorkdirInUseError, match="--take-over"):
@@ -231,7 +231,7 @@ def test_damaged(tmp_path, monkeypatch, capfd, content):
         assert "whose content is damaged; last activity" in capfd.readouterr().err
 
 
-def test_a_process_that_is_just_writing_its_name_is_given_time(tmp_path):
+def test_waits_for_a_process_that_is_writing_its_record(tmp_path):
     (tmp_path / ".lock").write_text("")
     timer = threading.Timer(0.2, write_record, [tmp_path], {"started": "boot 0 tick 1"})
     timer.start()
@@ -239,7 +239,7 @@ def test_a_process_that_is_just_writing_its_name_is_given_time(tmp_path):
         timer.join()
 
 
-def test_a_lock_released_while_we_look_at_it(tmp_path, monkeypatch):
+def test_a_lock_may_be_released_while_it_is_read(tmp_path, monkeypatch):
     flock = fcntl.flock
 
     def released_meanwhile(file, how):
@@ -261,7 +261,7 @@ def test_a_lock_that_is_no_longer_ours_is_not_removed(tmp_path):
     assert (tmp_path / ".lock").exists()
 
 
-def test_a_file_in_the_way(tmp_path):
+def test_reports_a_file_in_place_of_the_lock(tmp_path):
     (tmp_path / "workdir").write_text("")
     with pytest.raises(OSError, match="workdir"):
         WorkdirLock(tmp_path / "workdir").acquire()
@@ -296,7 +296,7 @@ print(won)
 """
 
 
-def test_two_processes_are_never_inside_together(tmp_path):
+def test_two_processes_never_hold_the_lock_at_once(tmp_path):
     racers = [run(RACE, tmp_path) for _ in range(2)]
     for racer in racers:
         assert racer.stdout.readline() == "ready\n"
@@ -309,7 +309,7 @@ def test_two_processes_are_never_inside_together(tmp_path):
         assert int(out) > 10
 
 
-def test_a_lock_that_cannot_be_released_does_not_hide_the_error_before(tmp_path, monkeypatch):
+def test_a_failed_release_does_not_hide_an_earlier_error(tmp_path, monkeypatch):
     def denied(self):
         raise PermissionError(13, "Permission denied", str(tmp_path / ".lock"))
 
@@ -321,7 +321,7 @@ def test_a_lock_that_cannot_be_released_does_not_hide_the_error_before(tmp_path,
         pass
 
 
-def test_a_lock_that_cannot_be_read_says_that_the_run_cannot_save(tmp_path, monkeypatch):
+def test_an_unreadable_lock_stops_saving_with_an_error(tmp_path, monkeypatch):
     with WorkdirLock(tmp_path) as lock:
         monkeypatch.setattr(module, "open", denied_open, raising=False)
         with pytest.raises(OSError, match=rf"{tmp_path}.*\(.lock\)"):

@@ -50,7 +50,7 @@ def translated(tmp_path_factory):
     return train(recipe, folder / "run", command="python train.py pairs")
 
 
-def test_a_run_leaves_what_the_documents_say(translated):
+def test_a_run_writes_the_documented_files(translated):
     workdir = Path(translated.workdir)
     left = {path.name for path in workdir.iterdir()}
     expected = {"recipe.json", "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard", "samples.txt", "loss.png"}
@@ -62,7 +62,7 @@ def test_a_run_leaves_what_the_documents_say(translated):
     assert {"eval/loss", "eval/accuracy", "eval/exact_match", "eval/exact_match/2"} <= names
 
 
-def test_the_last_screen_says_everything(translated):
+def test_the_final_summary_is_complete(translated):
     screen = render(translated)
     workdir = Path(translated.workdir)
     assert len(translated.translations) == 3
@@ -78,20 +78,20 @@ def test_the_last_screen_says_everything(translated):
     assert len(screen.splitlines()) < 50
 
 
-def test_the_last_screen_of_a_temporary_run_names_no_file_of_it(translated):
+def test_the_final_summary_of_a_temporary_run_names_no_files(translated):
     screen = render(dataclasses.replace(translated, temporary=True))
     assert translated.workdir not in screen
     assert "eval loss: " in screen
     assert "try it:" not in screen
 
 
-def test_the_summary_is_read_again(translated):
+def test_the_summary_survives_a_round_trip(translated):
     assert read_summary(translated.workdir) == translated
     assert translated.exit_code == 0
     assert translated.finished
 
 
-def test_translations_of_the_summary_are_those_of_the_loaded_model(translated):
+def test_translations_in_the_summary_equal_the_loaded_model(translated):
     from transformer.training.tasks._translation import translate
 
     run = load_run(translated.workdir)
@@ -137,12 +137,12 @@ def test_reports_a_best_checkpoint_earlier_than_the_last(tmp_path):
     assert read_summary(tmp_path) is None
 
 
-def test_a_score_says_numbers_and_share():
+def test_a_score_shows_counts_and_percentage():
     assert str(Score(2, 3)) == "2 of 3 (66.7 %)"
     assert Score(0, 0).rate == 0.0
 
 
-def test_samples_of_later_steps_are_cut(tmp_path):
+def test_samples_of_later_steps_are_truncated(tmp_path):
     for step in (2, 4, 6):
         append_samples(tmp_path, step, f"text {step}\n=== step by step ===")
     cut_samples(tmp_path, 4)
@@ -181,7 +181,7 @@ def spoil(monkeypatch, *numbers):
     monkeypatch.setattr(loop, "check_batch", check)
 
 
-def test_stop_ends_the_run_with_step_and_place(tmp_path, monkeypatch):
+def test_stop_ends_the_run_with_step_and_parameter(tmp_path, monkeypatch):
     spoil(monkeypatch, 6)
     with pytest.raises(
         NonFiniteError, match=r"^step 6: the loss is nan, and the first non-finite gradient is that of decoder/"
@@ -190,7 +190,7 @@ def test_stop_ends_the_run_with_step_and_place(tmp_path, monkeypatch):
     assert load_run(tmp_path / "run", "newest").step == 4  # earlier checkpoints still exist
 
 
-def test_skip_counts_and_goes_on(tmp_path, monkeypatch):
+def test_skip_counts_the_step_and_continues(tmp_path, monkeypatch):
     spoil(monkeypatch, 6, 7)
     recipe = text_recipe(tmp_path, training={"nan_policy": "skip"}, evaluation=NOT_EVALUATED)
     summary = train(recipe, tmp_path / "run")
@@ -201,7 +201,7 @@ def test_skip_counts_and_goes_on(tmp_path, monkeypatch):
     assert all(np.isfinite(line["train/loss"]) for line in lines)
 
 
-def test_the_next_batch_is_on_its_way_before_a_step_is_read(tmp_path, monkeypatch):
+def test_the_next_batch_is_transferred_before_metrics_are_read(tmp_path, monkeypatch):
     """The host runs one step ahead: it reads the metrics of a step after the next step was dispatched."""
     events = []
 
@@ -232,7 +232,7 @@ def test_ids_out_of_range_never_reach_the_model(tmp_path):
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("seed", [2**31, 4_295])
-def test_texts_are_drawn_whatever_the_seed(tmp_path, seed):
+def test_texts_are_sampled_with_every_seed(tmp_path, seed):
     """Generation uses the lower 32 bits of the number computed from seed, step and piece of the text."""
     groups = {"training": {"seed": seed, "steps": 1}, "evaluation": {"every": 1, "batches": 1}}
     train(text_recipe(tmp_path, **groups), tmp_path / "run")
@@ -312,12 +312,12 @@ def stopped(tmp_path):
     return command
 
 
-def test_a_signal_in_compilation_saves_and_says_how_to_go_on(stopped, tmp_path):
+def test_a_signal_during_compilation_saves_and_explains_how_to_resume(stopped, tmp_path):
     assert load_run(tmp_path / "run", "newest").step == 1
 
 
 @pytest.mark.slow
-def test_signals_in_step_and_evaluation_and_the_same_command_goes_on(stopped, tmp_path):
+def test_a_run_stopped_by_a_signal_resumes_with_the_same_command(stopped, tmp_path):
     workdir, command = tmp_path / "run", stopped
     run = Process(command, tmp_path)
     run.signal_at("step 50/", signal.SIGINT)

@@ -81,7 +81,7 @@ def merged_once():
 
 
 @pytest.mark.parametrize("path", BY_HAND, ids="-".join)
-def test_a_merged_map_is_the_map_plus_its_update_of_the_activations(path):
+def test_a_merged_kernel_adds_the_low_rank_update_of_the_activations(path):
     """x (W + alpha / r A B) = x W + alpha / r (x A) B, for the axes of each kernel."""
     params, updates, merged = (flatten_dict(jax.device_get(of)) for of in merged_once())
     a, b = updates[*path, "a"], updates[*path, "b"]
@@ -113,7 +113,7 @@ def test_count_is_rank_times_inputs_and_outputs():
     assert count_parameters(shapes(LoRA(rank=2, targets=("value", "gate")))) == 2 * 2 * (7 + 15) + 2 * 2 * 4 * (7 + 11)
 
 
-def test_types_are_kept_and_another_alpha_scales_the_update():
+def test_dtypes_are_kept_and_alpha_scales_the_update():
     wide = tree({"up": (7, 11)})
     params = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), wide)
     updates = trained(params, LoRA(rank=2, targets=("up",)))
@@ -138,12 +138,12 @@ def test_types_are_kept_and_another_alpha_scales_the_update():
         ({"targets": ("querry",)}, r"lora.targets.*got 'querry'.*'query'?"),
     ],
 )
-def test_an_impossible_update_says_what_to_change(fields, message):
+def test_an_invalid_update_names_the_field_to_change(fields, message):
     with pytest.raises(ConfigError, match=message):
         LoRA(**fields)
 
 
-def test_muon_which_is_for_whole_matrices_is_refused():
+def test_rejects_muon():
     adapted = dataclasses.replace(tiny_recipe(), lora=LoRA())
     with pytest.raises(ConfigError, match=r"muon needs whole weight matrices, but lora trains .* Use adamw"):
         change(adapted, optimizer={"name": "muon"})
@@ -169,7 +169,7 @@ def with_lora(**fields):
     return dataclasses.replace(recipe, lora=LoRA(rank=2, targets=("query", "up")), origin=origin)
 
 
-def test_the_state_holds_updates_to_train_and_the_base_once():
+def test_the_state_stores_the_updates_and_one_copy_of_the_base():
     recipe = with_lora()
     state = abstract_state(recipe)
     whole = jax.eval_shape(lambda: initial_params(recipe))
@@ -188,7 +188,7 @@ def test_new_parameters_are_trained_whole():
     assert "output" not in state.base
 
 
-def test_experts_and_layers_in_a_row_have_updates_of_their_own():
+def test_experts_and_stacked_layers_have_their_own_updates():
     moe = {"num_layers": 3, "stack.period": (LayerKind(moe=MoE(num_experts=4)),)}
     state = abstract_state(with_lora(model=moe))
     shapes = {path[-3:]: leaf.shape for path, leaf in flatten_dict(state.params["updates"]).items()}
@@ -196,7 +196,7 @@ def test_experts_and_layers_in_a_row_have_updates_of_their_own():
     assert shapes["self_attention", "query", "b"] == (3, 2, 6)
 
 
-def test_a_step_changes_the_updates_alone():
+def test_a_step_changes_only_the_updates():
     recipe = with_lora()
     state = jax.jit(lambda: make_state(recipe))()
     base = jax.device_get(state.base)
@@ -224,7 +224,7 @@ def test_micro_batches_give_the_same_update():
     chex.assert_trees_all_close(whole.params, parts.params, rtol=2e-4, atol=1e-6)
 
 
-def test_an_option_turns_it_on_and_json_brings_it_back():
+def test_an_option_enables_lora_and_json_restores_it():
     recipe = tiny_recipe()
     assert override(recipe, [], program="p").lora is None
     changed = override(recipe, ["--lora.rank", "5", "--lora.targets", "query", "out"], program="p")
@@ -381,7 +381,7 @@ def started(base, dora=False, **fields):
 
 @pytest.mark.parametrize(("base", "dora"), [("int8", False), ("nf4", True)])
 @pytest.mark.slow
-def test_a_run_on_a_quantized_base(base, dora):
+def test_a_run_trains_on_a_quantized_base(base, dora):
     """The step trains the updates alone, with nearly the loss of the full base; export merges the same numbers."""
     recipe, state, params = started(base, dora)
     full = dataclasses.replace(recipe, lora=dataclasses.replace(recipe.lora, base=None))
@@ -407,7 +407,7 @@ def test_a_run_on_a_quantized_base(base, dora):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_brings_back_a_quantized_base(tmp_path):
+def test_a_checkpoint_restores_a_quantized_base(tmp_path):
     recipe, state, _ = started("nf4")
     step = compiled_step(recipe)
     once, _ = step(state, tiny_batch())

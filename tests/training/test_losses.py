@@ -27,7 +27,7 @@ def log_probabilities(logits):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.3])
-def test_equals_its_definition(smoothing):
+def test_the_loss_equals_its_definition(smoothing):
     target = (1 - smoothing) * np.eye(7)[TARGETS] + smoothing / 7
     expected = -(target * log_probabilities(LOGITS)).sum(-1)
     total, weight = loss_of(LOGITS, TARGETS, WEIGHTS, smoothing)
@@ -43,13 +43,13 @@ def test_z_loss_adds_the_square_of_the_log_partition():
     assert weight == 7.5
 
 
-def test_gradient_is_softmax_minus_target():
+def test_the_gradient_is_softmax_minus_target():
     gradient, _ = jax.jit(jax.grad(cross_entropy, has_aux=True))(LOGITS, TARGETS, WEIGHTS)
     expected = (np.exp(log_probabilities(LOGITS)) - np.eye(7)[TARGETS]) * WEIGHTS[..., None]
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
 
 
-def test_is_float32_and_finite_for_bfloat16_and_huge_logits():
+def test_the_loss_is_float32_and_finite_for_bfloat16_and_huge_logits():
     half = LOGITS.astype(jnp.bfloat16)
     total, weight = loss_of(half, TARGETS, WEIGHTS)
     chex.assert_type([total, weight], jnp.float32)
@@ -60,7 +60,7 @@ def test_is_float32_and_finite_for_bfloat16_and_huge_logits():
 
 
 @pytest.mark.parametrize("bad", [-1, -100, 7, 2**30])
-def test_a_target_outside_the_vocabulary_is_nan_not_a_plausible_number(bad):
+def test_a_target_outside_the_vocabulary_gives_nan(bad):
     targets = TARGETS.copy()
     targets[1, 4] = bad
     assert np.isnan(loss_of(LOGITS, targets, WEIGHTS)[0])
@@ -68,7 +68,7 @@ def test_a_target_outside_the_vocabulary_is_nan_not_a_plausible_number(bad):
 
 
 @pytest.mark.parametrize("ignored", [-100, 7])
-def test_targets_of_weight_zero_may_be_anything(ignored):
+def test_targets_of_weight_zero_are_ignored(ignored):
     targets = np.where(WEIGHTS == 0, np.int32(ignored), TARGETS)
     loss = jax.jit(jax.value_and_grad(lambda *given: cross_entropy(*given, 0.1), has_aux=True))
     (value, _), gradient = loss(LOGITS, targets, WEIGHTS)
@@ -125,7 +125,7 @@ def test_classifier_batches_hide_padding():
     np.testing.assert_array_equal(forward({"tokens": changed, "lengths": lengths}), logits)
 
 
-def test_dropout_only_with_a_key():
+def test_dropout_applies_only_with_a_key():
     recipe = tiny_recipe(model={"dropout_rate": 0.5})
     model, batch = build_model(recipe), tiny_batch()
     params = random_params(model, batch["tokens"])["params"]
@@ -169,7 +169,7 @@ def test_ctc_of_targets_without_enough_frames_is_infinite(targets, fits):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("blank", [0, 4])
-def test_ctc_equals_that_of_torch(blank):
+def test_ctc_equals_torch(blank):
     torch = pytest.importorskip("torch")
     generator = np.random.default_rng(0)
     logits = generator.normal(size=(3, 19, 5)).astype(np.float32)

@@ -60,7 +60,7 @@ class TestRemedies:
         wanted = wanted or need(2, 1, 40)
         return wanted, by_flag(remedies(recipe, sizes(devices), times, wanted, SHAPES))
 
-    def test_fewer_rows_at_once_divide_activations_and_keep_two_gradients(self):
+    def test_micro_batches_divide_activations_and_keep_two_gradients(self):
         _, found = self.found()
         assert found["--training.accumulation"].need == need(2, 2, 10)
         assert found["--data.batch-size"].need == need(2, 1, 10)
@@ -69,29 +69,29 @@ class TestRemedies:
         assert found["--training.accumulation"].flags == "--training.accumulation 8"
         assert found["--training.accumulation"].need == need(2, 1, 10)
 
-    def test_a_mesh_divides_what_each_device_has_a_copy_of(self):
+    def test_fsdp_divides_replicated_memory(self):
         _, found = self.found(devices=4)
         assert found["--parallel.fsdp"].need == need(0.5, 0.25, 40)
         assert "--parallel.fsdp" not in self.found()[1]
 
-    def test_tensor_where_fsdp_does_not_divide(self):
+    def test_suggests_tensor_parallelism_if_fsdp_does_not_divide(self):
         odd = change(RECIPE, model={"d_model": 510, "attention.head_dim": 64, "feed_forward.d_ff": 2048})
         _, found = self.found(devices=4, recipe=odd)
         assert found["--parallel.tensor"].flags == "--parallel.tensor 4"
 
     @pytest.mark.parametrize(("asked", "together"), [(None, 2**21 // 5_000), (100, 100), (0, 64 * 512)])
-    def test_remat_keeps_a_layer_and_what_goes_into_each(self, asked, together):
+    def test_remat_stores_one_layer_and_the_inputs_of_each(self, asked, together):
         before, found = self.found(recipe=change(RECIPE, training={"loss_tokens": asked}))
         left = found["--execution.remat"].need
         inputs, logits = 16 * 64 * 512 * 512 * 4, 2 * 4 * together * 5_000
         assert left.activations == pytest.approx(logits + (before.activations - logits) / 16 + inputs, rel=1e-6)
         assert (left.state, left.gradients) == (before.state, before.gradients)
 
-    def test_an_estimate_is_never_above_what_is_needed_now(self):
+    def test_an_estimated_remedy_never_exceeds_the_current_memory(self):
         small, found = self.found(wanted=need(2, 1, 0.1))
         assert all(one.need.activations <= small.activations for one in found.values())
 
-    def test_each_flag_makes_a_recipe_that_has_a_place(self):
+    def test_each_suggested_flag_gives_a_valid_recipe(self):
         recipe = change(RECIPE, parallel={"devices": 4}, model={"num_layers": 1})
         for one in remedies(recipe, sizes(4), 2, need(2, 1, 40), SHAPES):
             MeshPlacement(override(recipe, one.flags.split(), program="x"))
@@ -100,7 +100,7 @@ class TestRemedies:
 class TestAdvice:
     """The text of the error message."""
 
-    def test_numbers_and_what_helps(self):
+    def test_prints_memory_and_remedies(self):
         text = advice(RECIPE, sizes(), need(2, 1, 40), 16 * GIB, SHAPES)
         assert text.startswith(
             "it needs about 43.00 GiB per device (parameters, optimizer state and batch 2.00 GiB, gradients 1.00 GiB, "
@@ -110,7 +110,7 @@ class TestAdvice:
         assert "--execution.remat full" in text
         assert "python -m transformer plan here RECIPE FLAGS" in text
 
-    def test_reports_what_is_not_enough_alone(self):
+    def test_reports_remedies_that_are_insufficient_alone(self):
         text = advice(RECIPE, sizes(), need(2, 7, 40), 12 * GIB, SHAPES)
         assert (
             "--training.accumulation 16: smaller micro-batches, same result (about 18.50 GiB, not enough on its own)"
@@ -118,26 +118,26 @@ class TestAdvice:
         )
         assert re.search(r"--data\.batch-size 4: .* \(about 11\.50 GiB\)", text)
 
-    def test_more_devices_as_many_as_it_takes(self):
+    def test_suggests_the_required_number_of_devices(self):
         text = advice(RECIPE, sizes(), need(40, 20, 4), 16 * GIB, SHAPES)
         assert "8 such devices with --parallel.fsdp 8: shards everything (about 8.00 GiB)" in text
         assert "accumulation" not in text  # the state alone is too large
 
-    def test_a_state_that_is_too_large_before_any_step(self):
+    def test_reports_a_state_that_is_too_large_before_any_step(self):
         text = advice(RECIPE, sizes(), need(40, 0, 0), 16 * GIB)
         assert "(parameters, optimizer state and batch 40.00 GiB)" in text
         assert "remat" not in text
 
-    def test_what_no_flag_helps_is_left_out(self):
+    def test_remedies_without_effect_are_omitted(self):
         model = dataclasses.replace(RECIPE, execution=Execution(remat="full"))
         odd = change(model, data={"batch_size": 1}, model={"dtype": "bfloat16"})
         text = advice(odd, sizes(), need(2, 1, 40), 16 * GIB, batch_shapes(odd))
         assert "Options that reduce it" not in text
 
-    def test_reports_what_should_fit(self):
+    def test_reports_remedies_that_should_fit(self):
         assert "whether another process uses the device" in advice(RECIPE, sizes(), need(2, 1, 4), 16 * GIB, SHAPES)
 
-    def test_of_a_gpu_there_is_more_than_jax_takes(self, monkeypatch):
+    def test_a_gpu_remedy_raises_the_jax_memory_fraction(self, monkeypatch):
         monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
         given = RECIPE, sizes(), need(2, 1, 40), 16 * GIB, SHAPES
         assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in advice(*given, "gpu")
@@ -145,7 +145,7 @@ class TestAdvice:
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
         assert "FRACTION" not in advice(*given, "gpu")
 
-    def test_a_cpu_gains_nothing_by_bfloat16(self):
+    def test_bfloat16_is_not_suggested_on_cpu(self):
         given = RECIPE, sizes(), need(2, 1, 40), 16 * GIB, SHAPES
         assert "bfloat16" in advice(*given, "gpu")
         assert "bfloat16" not in advice(*given, "cpu")
@@ -174,7 +174,7 @@ def fail_inside(watch, error=FULL):
         raise error
 
 
-def test_what_the_compiler_of_a_tpu_says():
+def test_reads_the_out_of_memory_error_of_the_tpu_compiler():
     recipe = tiny_recipe()
     words = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 60.91G of 15.75G hbm."
     found = step_need(recipe, Refusing(recipe, words), tiny_batch())
@@ -185,7 +185,7 @@ def test_what_the_compiler_of_a_tpu_says():
         fail_inside(watch)
 
 
-def test_before_there_is_a_place_and_before_the_first_step():
+def test_memory_errors_before_the_first_step_are_explained():
     recipe = tiny_recipe()
     with pytest.raises(OutOfMemoryError, match=r"JAX.*XLA"):
         fail_inside(MemoryWatch(recipe))
@@ -196,13 +196,13 @@ def test_before_there_is_a_place_and_before_the_first_step():
 
 
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INVALID_ARGUMENT: x"), ValueError("RESOURCE_EXHAUSTED")])
-def test_other_errors_stay_what_they_are(error):
+def test_other_errors_are_unchanged(error):
     with pytest.raises(type(error)) as raised:
         fail_inside(MemoryWatch(tiny_recipe()), error)
     assert raised.value is error
 
 
-def test_evaluation_has_other_remedies():
+def test_evaluation_has_its_own_remedies():
     recipe = tiny_recipe()
     watch = MemoryWatch(recipe)
     watch.placement, watch.now = (
@@ -214,7 +214,7 @@ def test_evaluation_has_other_remedies():
         fail_inside(watch)
 
 
-def test_a_run_says_it_in_one_line_and_ends_with_a_fault(tmp_path, monkeypatch, capsys):
+def test_a_run_out_of_memory_exits_with_a_one_line_error(tmp_path, monkeypatch, capsys):
     """The step is actually compiled: the numbers come from the compiler, they are not estimates."""
 
     def refuse(self, state, batch, *limit):
@@ -241,7 +241,7 @@ def test_devices_of_a_cpu_share_its_memory():
     assert times_smaller(60, 16, 1) == 4
 
 
-def test_the_step_that_is_measured_is_that_of_all_processes(monkeypatch):
+def test_the_measured_step_includes_all_processes(monkeypatch):
     """A process has only its own rows of a batch, but the program runs on the rows of all processes."""
     recipe = tiny_recipe()
     placement = place(recipe)
@@ -256,7 +256,7 @@ def test_the_step_that_is_measured_is_that_of_all_processes(monkeypatch):
 @pytest.mark.parametrize(
     "flags", [["--training.accumulation", "4"], ["--execution.remat", "full"], ["--data.batch-size", "4"]]
 )
-def test_estimates_are_near_what_the_compiler_counts(flags):
+def test_estimates_are_close_to_the_compiler(flags):
     """For a model whose memory is mostly activations; tolerance 25 %."""
     recipe = Recipe(
         name="x",

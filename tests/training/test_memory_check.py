@@ -33,12 +33,12 @@ def test_a_run_that_cannot_fit_is_refused(tmp_path, flags, message):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_layers_that_would_be_traced_for_hours_are_refused(tmp_path):
+def test_rejects_layers_that_would_take_hours_to_trace(tmp_path):
     with pytest.raises(ConfigError, match=r"1,000,000.*--execution\.scan"):
         train(changed(tmp_path, "--model.num-layers", "1000000"), tmp_path / "run", check_memory=False)
 
 
-def test_who_knows_better_can_skip_the_check(tmp_path, monkeypatch):
+def test_an_option_skips_the_check(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "device_bytes", lambda devices: 10)
     recipe = change(changed(tmp_path, "--training.steps", "1"), evaluation={"every": None, "samples": 0})
     with pytest.raises(OutOfMemoryError, match="token embedding can't fit"):

@@ -34,7 +34,7 @@ def train(workdir, steps, restored_step=None):
                 writer.write(step, {"eval/loss": 2 / step})
 
 
-def test_one_object_a_line_and_back(tmp_path):
+def test_metrics_are_one_json_object_per_line(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write(
             10, {"train/loss": jnp.float32(0.1), "perf/tokens_per_s": np.float64(1e5 / 3), "count": np.int64(3)}
@@ -57,7 +57,7 @@ def test_float32_survives(tmp_path):
     assert np.array_equal(np.array(back, np.float32), values)
 
 
-def test_what_json_has_not_is_a_word(tmp_path):
+def test_non_finite_values_are_written_as_strings(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"nan": math.nan, "up": jnp.inf, "down": np.float32(-np.inf)})
 
@@ -72,14 +72,14 @@ def test_what_json_has_not_is_a_word(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "value"), [("x", np.ones(2)), ("x", "1"), ("x", None), ("step", 1), ("x", 1j)])
-def test_only_numbers(tmp_path, name, value):
+def test_accepts_only_numbers(tmp_path, name, value):
     with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match=f"'{name}'"):
         writer.write(1, {name: value})
 
 
 @pytest.mark.parametrize("stopped_at", [4, 6, 9])
 @pytest.mark.parametrize("torn", ["", '{"step": 9, "train/lo', '{"step": 9', "\x00\x00"])
-def test_a_run_gone_on_with_leaves_the_file_of_one_never_stopped(tmp_path, stopped_at, torn):
+def test_a_resumed_run_writes_the_metrics_of_an_uninterrupted_run(tmp_path, stopped_at, torn):
     train(tmp_path / "whole", range(1, 13))
     train(tmp_path / "resumed", range(1, 10))  # killed at step 9, possibly in the middle of a line
     with open(tmp_path / "resumed" / "metrics.jsonl", "a") as file:
@@ -88,13 +88,13 @@ def test_a_run_gone_on_with_leaves_the_file_of_one_never_stopped(tmp_path, stopp
     assert lines(tmp_path / "resumed") == lines(tmp_path / "whole")
 
 
-def test_without_a_checkpoint_the_file_starts_anew(tmp_path):
+def test_without_a_checkpoint_the_file_is_restarted(tmp_path):
     train(tmp_path, range(1, 4))
     train(tmp_path, range(1, 3))
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_a_torn_last_line_is_left_out_another_bad_one_is_named(tmp_path):
+def test_an_incomplete_last_line_is_skipped_and_other_invalid_lines_are_errors(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "x": 2}\n{"step": 2, "x"')
     assert read_metrics(path) == [{"step": 1, "x": 2}]
@@ -130,7 +130,7 @@ with MetricsWriter(sys.argv[1], tensorboard=True) as writer:
 """
 
 
-def test_a_clock_that_goes_back_a_year_holds_nothing_up(tmp_path):
+def test_a_clock_set_back_by_a_year_does_not_block_logging(tmp_path):
     """tensorboardX's own writer waits by wall time in a thread: it fails, and the program never ends."""
     command = [sys.executable, "-c", CLOCK_BACK, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -153,7 +153,7 @@ def events(workdir):
     return scalars, purged
 
 
-def test_tensorboard(tmp_path):
+def test_writes_tensorboard_events(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=True) as writer:
         writer.write(5, {"train/loss": 0.5, "eval/loss": 0.75})
     assert events(tmp_path) == ([(5, "train/loss", 0.5), (5, "eval/loss", 0.75)], [])
@@ -162,7 +162,7 @@ def test_tensorboard(tmp_path):
     assert events(tmp_path)[1] == [6]
 
 
-def test_no_tensorboard_unless_asked(tmp_path):
+def test_tensorboard_is_off_by_default(tmp_path):
     MetricsWriter(tmp_path).close()
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
@@ -195,7 +195,7 @@ def test_reports_the_time_a_step_waits_for_data(tmp_path, monkeypatch, ready):
 
 
 @pytest.mark.parametrize("routed", [True, False])
-def test_the_loss_of_routers_has_a_line_of_its_own_where_there_are_some(tmp_path, routed):
+def test_router_loss_is_printed_for_models_with_routers(tmp_path, routed):
     """It is a mean over the targets since the last line, like the loss."""
     with MetricsWriter(tmp_path) as writer:
         recipe = tiny_recipe(steps=4)
@@ -212,7 +212,7 @@ def test_the_loss_of_routers_has_a_line_of_its_own_where_there_are_some(tmp_path
     assert found == (pytest.approx([5 / 6, 25 / 14]) if routed else [None, None])
 
 
-def test_a_pipe_gets_plain_lines(monkeypatch):
+def test_a_pipe_receives_plain_lines(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich would use colors because of it
     clock = iter(range(100))
     monkeypatch.setattr("transformer.training.metrics._writer.time.monotonic", lambda: 100.0 + 30 * next(clock))
@@ -231,7 +231,7 @@ def test_a_pipe_gets_plain_lines(monkeypatch):
     ]
 
 
-def test_none_is_silent_but_for_text():
+def test_progress_none_prints_only_text():
     stream = io.StringIO()
     with Progress(10, mode="none", stream=stream) as progress:
         progress.update(5, loss=1.0)
@@ -250,7 +250,7 @@ with Progress(200, targets="images") as progress:
 """
 
 
-def test_a_terminal_gets_a_bar_and_a_pipe_none():
+def test_a_progress_bar_appears_only_on_a_terminal():
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", SHOW]
     leader, follower = pty.openpty()

@@ -72,7 +72,7 @@ def resident():
 
 
 @pytest.mark.slow
-def test_the_bits_are_those_without_offload(offloaded, resident):
+def test_offload_gives_bit_identical_results(offloaded, resident):
     assert offloaded[2] == resident[2]
     assert same_bits(offloaded[1], resident[1])
 
@@ -80,7 +80,7 @@ def test_the_bits_are_those_without_offload(offloaded, resident):
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [ParallelConfig(devices=1), ParallelConfig(kind="pmap", devices=2)], ids=str)
 @pytest.mark.parametrize("scan", [True, False])
-def test_activations_on_one_device_and_with_pmap(parallel, scan):
+def test_activation_offload_works_on_one_device_and_with_pmap(parallel, scan):
     expected, found = (trained(recipe_for(remat, parallel, scan)) for remat in ("names", "offload"))
     assert found[2] == expected[2]
     assert same_bits(found[1], expected[1])
@@ -111,7 +111,7 @@ def test_activations_are_copied_to_the_host():
 @pytest.mark.parametrize(
     ("saved", "target"), [(HOST, ON_DEVICES), (ON_DEVICES, HOST)], ids=["from host memory", "from device memory"]
 )
-def test_a_checkpoint_does_not_depend_on_the_memory(saved, target, tmp_path):
+def test_a_checkpoint_does_not_depend_on_offload(saved, target, tmp_path):
     before, after = (place(recipe_for("none", parallel)) for parallel in (saved, target))
     state = before.new_state()
     with Checkpointer(tmp_path) as checkpointer:
@@ -145,7 +145,7 @@ class WithoutHostMemory:
         (recipe_for("none", HOST), "--parallel.optimizer-memory-host-offload"),
     ],
 )
-def test_a_device_without_host_memory(recipe, option):
+def test_reports_a_device_without_host_memory(recipe, option):
     message = (
         rf"{option} needs devices with the memory kind pinned_host, but X 100 has device\. Remove {option}; .* full"
     )

@@ -32,22 +32,22 @@ def test_warm_up_is_linear_from_zero(schedule):
     np.testing.assert_allclose(rates([1, 2, 3, 4], schedule=schedule), [0.125, 0.25, 0.375, 0.5], rtol=1e-6)
 
 
-def test_no_warm_up_starts_at_the_height():
+def test_without_warm_up_the_schedule_starts_at_its_peak():
     assert rates([1], schedule="constant", warmup_steps=0) == [0.5]
     np.testing.assert_allclose(rates([1], schedule="cosine", warmup_steps=0), 0.5, rtol=0.01)
 
 
-def test_constant_stays():
+def test_constant_schedule_is_constant():
     assert rates([5, 20, 1000], schedule="constant") == [0.5, 0.5, 0.5]
 
 
-def test_cosine_is_half_way_in_the_middle_and_ends_at_its_fraction():
+def test_cosine_is_halfway_at_the_middle_and_ends_at_its_fraction():
     got = rates([12, 20, 30], schedule="cosine", final_fraction=0.2)
     np.testing.assert_allclose(got, [0.5 * (0.2 + 0.8 / 2), 0.1, 0.1], rtol=1e-6)
     np.testing.assert_allclose(rates([8], schedule="cosine", decay_steps=8), [0.05], rtol=1e-6)
 
 
-def test_wsd_is_constant_and_then_falls_on_a_line_to_its_fraction():
+def test_wsd_is_constant_and_then_decays_linearly_to_its_fraction():
     falling = {"schedule": "wsd", "decay_fraction": 0.4, "final_fraction": 0.2}
     got = rates([4, 8, 12, 14, 16, 20, 30], **falling)  # the last eight of 20 steps
     np.testing.assert_allclose(got, [0.5, 0.5, 0.5, 0.4, 0.3, 0.1, 0.1], rtol=1e-6)
@@ -63,11 +63,11 @@ def test_wsd_is_constant_and_then_falls_on_a_line_to_its_fraction():
             OptimizerConfig(decay_fraction=wrong)
 
 
-def test_rsqrt_halves_when_steps_are_fourfold():
+def test_rsqrt_halves_when_steps_quadruple():
     np.testing.assert_allclose(rates([16, 64], schedule="rsqrt"), [0.25, 0.125], rtol=1e-6)
 
 
-def test_noam_is_the_formula_of_the_paper():
+def test_noam_equals_the_formula_of_the_paper():
     numbers = [1, 3, 4, 5, 100]
     expected = [6**-0.5 * min(n**-0.5, n * 4**-1.5) for n in numbers]
     np.testing.assert_allclose(rates(numbers, schedule="noam", learning_rate=1.0), expected, rtol=1e-6)
@@ -91,7 +91,7 @@ FULL = {
 }
 
 
-def test_decay_takes_matrices_only():
+def test_weight_decay_applies_only_to_matrices():
     params = params_of(tiny_recipe(model=FULL))
     decayed = chosen(decay_mask(OptimizerConfig(), params), params)
     assert decayed == {path for path in parameter_paths(params) if path.endswith("/kernel")}
@@ -102,7 +102,7 @@ def test_decay_takes_matrices_only():
 
 
 @pytest.mark.slow
-def test_decayed_parameters_shrink_and_others_stay():
+def test_only_decayed_parameters_shrink():
     """With gradients of zero, only weight decay changes a parameter: p (1 - rate * decay)."""
     recipe = tiny_recipe(model=FULL, optimizer={"learning_rate": 0.5, "weight_decay": 0.1})
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), params_of(recipe))
@@ -112,7 +112,7 @@ def test_decayed_parameters_shrink_and_others_stay():
         np.testing.assert_allclose(leaf, 0.95 if path.endswith("kernel") else 1.0, rtol=1e-6, err_msg=path)
 
 
-def test_clipping_is_by_the_norm_of_all_gradients():
+def test_clipping_uses_the_global_gradient_norm():
     """The second moment contains clipped gradients: their squares sum to the square of the limit."""
     recipe = tiny_recipe(optimizer={"clip_norm": 0.25, "beta2": 0.5})
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), params_of(recipe))
@@ -131,7 +131,7 @@ def is_adam(node):
     return isinstance(node, optax.ScaleByAdamState)
 
 
-def test_muon_takes_the_matrices_of_the_layers_as_whole_matrices():
+def test_muon_updates_layer_kernels_as_whole_matrices():
     params = params_of(tiny_recipe(model=FULL | {"feed_forward.gated": True}))
     dimensions = jax.tree.leaves(muon_dimensions(params), is_leaf=lambda node: node is None or hasattr(node, "_fields"))
     taken = {path: spec for path, spec in zip(parameter_paths(params), dimensions, strict=True) if spec is not None}
@@ -180,7 +180,7 @@ def named(name, **changes):
 
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", OptimizerName.__args__)
-def test_all_learn(name):
+def test_every_optimizer_reduces_the_loss(name):
     state, step = start(named(name))
     losses = []
     for _ in range(20):
@@ -197,7 +197,7 @@ def test_all_learn(name):
         ("schedule_free_adamw", optax.contrib.schedule_free_adamw(0.05, b1=0.9, b2=0.99, weight_decay=0.0)),
     ],
 )
-def test_those_of_optax_are_the_same(name, reference):
+def test_shared_optimizers_equal_optax(name, reference):
     recipe = named(name, clip_norm=None, weight_decay=0.0)
     kernel = np.random.default_rng(0).normal(size=(130, 140)).astype(np.float32)
     params = {"kernel": kernel, "scale": np.ones(3, np.float32)}
@@ -215,7 +215,7 @@ def test_those_of_optax_are_the_same(name, reference):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *both)
 
 
-def test_adafactor_keeps_rows_and_columns():
+def test_adafactor_stores_row_and_column_statistics():
     params = {"kernel": np.ones((130, 140), np.float32)}
     state = jax.eval_shape(make_optimizer(named("adafactor")).init, params)
     sizes = {leaf.size for leaf in jax.tree.leaves(state)}
@@ -330,7 +330,7 @@ def test_sophia_estimates_the_diagonal_of_the_hessian():
 @pytest.mark.parametrize(
     "name", ["adafactor", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lion", "schedule_free_adamw", "sophia"))]
 )
-def test_sharded_as_on_one_device(name):
+def test_sharded_updates_equal_one_device(name):
     recipe = named(name)
     recipe = dataclasses.replace(
         recipe, model=recipe.model.replace(d_model=16, num_heads=4, **{"feed_forward.d_ff": 32})
@@ -357,6 +357,6 @@ def test_sharded_as_on_one_device(name):
         (lambda: tiny_recipe(optimizer={"name": "sophia"}), r"--execution.attention"),
     ],
 )
-def test_what_an_optimizer_excludes(make, message):
+def test_rejects_options_excluded_by_an_optimizer(make, message):
     with pytest.raises(ConfigError, match=message):
         make()

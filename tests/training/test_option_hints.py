@@ -21,7 +21,7 @@ from transformer.training._overrides import OTHER_NAMES, _options, override, sug
         ("--output_dir", "Did you mean '--workdir'?"),
     ],
 )
-def test_an_option_of_another_program(given, expected):
+def test_suggests_options_for_names_used_by_other_programs(given, expected):
     with pytest.raises(ConfigError) as raised:
         override(tiny_recipe(), [given, "3"], program="test")
     assert f"unknown option {given}. " in str(raised.value)
@@ -35,7 +35,7 @@ def test_an_option_of_another_program(given, expected):
         (["--model.input", "3"], "--model.input is not set in this recipe, and has no option. Set it in a recipe file"),
     ],
 )
-def test_the_name_of_a_group_is_no_option(given, expected):
+def test_a_group_name_is_not_an_option(given, expected):
     with pytest.raises(ConfigError) as raised:
         override(tiny_recipe(), given, program="test")
     assert expected in str(raised.value)
@@ -47,5 +47,5 @@ def test_every_suggested_option_exists():
     assert len(names) == len(set(names))
 
 
-def test_nothing_is_suggested_for_what_resembles_nothing():
+def test_an_unrelated_name_gets_no_suggestion():
     assert suggestion("--zzzzzzzz", _options(tiny_recipe())) == ""

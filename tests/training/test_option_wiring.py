@@ -122,7 +122,7 @@ def three_updates(**optimizer):
 
 @pytest.mark.programs(16, reason="one program for each field of the optimizer")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "sophia")) for name in READ])
-def test_an_optimizer_reads_its_fields_and_no_others(name):
+def test_an_optimizer_reads_only_its_fields(name):
     assert set(READ) == set(OptimizerName.__args__)
     plain = {"name": name, "schedule": "constant"}
     before = three_updates(**plain)
@@ -147,7 +147,7 @@ SCHEDULES = {
 
 @pytest.mark.programs(12, reason="one program for each field of the schedule")
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_reads_its_fields_and_no_others(name):
+def test_a_schedule_reads_only_its_fields(name):
     plain = {"schedule": name, "warmup_steps": 10}
     changes = {
         "learning_rate": 0.5,
@@ -269,7 +269,7 @@ def test_evaluation_options_reach_generation_and_beam_search(monkeypatch):
     assert calls["translations"][0][3] is None
 
 
-def test_a_run_keeps_as_many_checkpoints_as_its_recipe_says(tmp_path, monkeypatch):
+def test_a_run_keeps_the_number_of_checkpoints_in_its_recipe(tmp_path, monkeypatch):
     given = {}
     monkeypatch.setattr(loop, "Checkpointer", lambda workdir, **options: given.update(options))
     recipe = dataclasses.replace(tiny_recipe(), checkpoint=CheckpointConfig(keep_last=5, keep_best=3))
@@ -326,7 +326,7 @@ def test_the_frozen_base_has_the_format_of_the_recipe(base, kind):
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "seq2seq", "masked_lm", "classifier"])
-def test_smoothing_and_z_loss_are_of_training_alone(task):
+def test_smoothing_and_z_loss_apply_only_to_training(task):
     random = np.random.default_rng(0)
     shape = (4,) if task == "classifier" else (4, 6)
     logits = random.normal(size=(*shape, 7)).astype(np.float32)
@@ -345,7 +345,7 @@ def test_smoothing_and_z_loss_are_of_training_alone(task):
     assert len({round(float(loss), 3) for loss in (plain, smooth, z)}) == 3
 
 
-def test_the_similarity_of_the_model_decides_the_loss_of_pairs():
+def test_the_similarity_of_the_model_selects_the_pair_loss():
     logits, weights = np.random.default_rng(0).normal(size=(5, 5)).astype(np.float32), np.ones(5, np.float32)
 
     @jax.jit

@@ -59,7 +59,7 @@ PMAP = "pmap copies arrays of each shape to its devices and back"
 
 
 @pytest.mark.parametrize("kind", ["mesh", pytest.param("pmap", marks=pytest.mark.programs(24, reason=PMAP))])
-def test_a_placement_runs_the_step_that_it_is_given(kind):
+def test_a_placement_runs_the_given_step(kind):
     """The loop passes the pure step; a placement only distributes it."""
 
     def make_counting_step(recipe, axis_name=None):
@@ -157,7 +157,7 @@ def test_fsdp_holds_an_eighth():
         pytest.param(ParallelConfig(kind="pmap", devices=4), marks=pytest.mark.programs(16, reason=PMAP)),
     ],
 )
-def test_a_step_leaves_the_state_where_it_was(parallel):
+def test_a_step_keeps_the_sharding_of_the_state(parallel):
     """Otherwise the next step would be compiled again."""
     placement = place(recipe_for("causal_lm", parallel))
     state = placement.spread(placement.new_state())
@@ -221,7 +221,7 @@ def test_evaluation_takes_any_number_of_rows(parallel, one_device):
         ("something/else", (16, 16), ()),
     ],
 )
-def test_where_a_parameter_lies(path, shape, spec):
+def test_parameters_have_the_documented_sharding(path, shape, spec):
     sizes = {"data": 1, "fsdp": 2, "expert": 2, "context": 1, "tensor": 2}
     assert tuple(parameter_spec(path, shape, sizes)) == spec
 
@@ -242,7 +242,7 @@ def test_every_parameter_of_the_models_has_a_rule():
         assert not [path for path in whole if "down" in path], whole
 
 
-def test_what_is_left_fills_the_mesh():
+def test_the_data_axis_uses_remaining_devices():
     assert mesh_sizes({"data": -1, "tensor": 2}, 8) == {"data": 4, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
 
 
@@ -260,7 +260,7 @@ class Chip:
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 64}, {"data": 16, "tensor": 4}, {"data": 2, "fsdp": 32}], ids=str)
-def test_a_mesh_may_cut_the_axes_of_a_torus(sizes):
+def test_a_mesh_may_split_torus_axes(sizes):
     """With 4x4x4 chips, the last mesh axis consists of half an axis of the torus and of the rest."""
     chips = [Chip(id, coords) for id, coords in enumerate(itertools.product(range(4), repeat=3))]
     mesh = make_mesh(sizes, chips)
@@ -284,13 +284,13 @@ def test_a_mesh_may_cut_the_axes_of_a_torus(sizes):
         (lambda: PmapPlacement(recipe_for("causal_lm", ParallelConfig(kind="pmap", data=2))), r"pmap runs on all 8"),
     ],
 )
-def test_a_layout_that_cannot_be_says_what_would_work(make, message):
+def test_an_invalid_mesh_names_a_valid_one(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(kind="pmap")])
-def test_rows_that_cannot_be_dealt_out(parallel):
+def test_rejects_rows_that_cannot_be_distributed(parallel):
     recipe = recipe_for("causal_lm", parallel)
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, batch_size=12))
     with pytest.raises(ConfigError, match=r"batch_size \(12\).*8.*8.*16"):
@@ -300,20 +300,20 @@ def test_rows_that_cannot_be_dealt_out(parallel):
         place(dataclasses.replace(odd, data=dataclasses.replace(odd.data, sequence_length=7)))
 
 
-def test_pairs_whose_length_the_mesh_cannot_split():
+def test_rejects_pair_lengths_that_the_mesh_cannot_divide():
     placement = place(recipe_for("seq2seq", ParallelConfig(context=4)))
     batch = next(batches("seq2seq", 1)) | {"source": np.ones((8, 6), np.int32)}
     with pytest.raises(ConfigError, match=r"source.*6.*parallel.context \(4\).*4.*8"):
         placement.train_step(placement.abstract_state(), batch)
 
 
-def test_the_step_can_be_looked_at():
+def test_the_step_can_be_lowered_and_inspected():
     placement = place(recipe_for("causal_lm", ParallelConfig(fsdp=8)))
     text = placement.lower(next(batches("causal_lm", 1))).compile().as_text()
     assert "all-gather" in text
 
 
-def test_fields_that_a_file_lacks_take_their_defaults():
+def test_missing_fields_of_a_file_take_their_defaults():
     recipe = recipe_for("causal_lm", ParallelConfig())
     values = to_json(recipe)
     del values["recipe"]["parallel"], values["recipe"]["model"]["stack"]["period"][0]["self_attention"]

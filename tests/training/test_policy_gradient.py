@@ -51,7 +51,7 @@ def options(**fields):
     return GRPO(**{"rewards": ("rewards:length",), "temperature": 0.7, "max_new_tokens": 9} | fields)
 
 
-def test_the_loss_is_the_formula_of_the_paper():
+def test_the_loss_equals_the_formula_of_the_paper():
     logits, batch = example()
     how = options(beta=0.3, clip=0.1, clip_high=0.25)
     expected = 0.0
@@ -70,7 +70,7 @@ def test_the_loss_is_the_formula_of_the_paper():
 
 
 @pytest.mark.parametrize("normalization", ["grpo", "dapo", "dr_grpo"])
-def test_micro_batches_and_filling_rows_do_not_change_the_loss(normalization):
+def test_micro_batches_and_padding_rows_do_not_change_the_loss(normalization):
     logits, batch = example()
     how = options(normalization=normalization)
     scores = np.asarray(scores_of(logits, batch["targets"], 0.7))
@@ -132,7 +132,7 @@ def test_a_token_is_clipped_if_its_loss_has_no_gradient(advantage, ratios):
     assert flat == pytest.approx(ratios if advantage else [0.8, 1.0, 1.3])
 
 
-def test_without_an_old_policy_the_gradient_is_that_of_the_policy():
+def test_without_an_old_policy_the_gradient_is_the_policy_gradient():
     logits, batch = example(far=0.0)
     batch = {name: array for name, array in batch.items() if name != "old"}
     how = options(beta=0.0, normalization="dapo")
@@ -145,7 +145,7 @@ def test_without_an_old_policy_the_gradient_is_that_of_the_policy():
     close(found, np.array(expected))
 
 
-def test_advantages_are_those_of_the_group():
+def test_advantages_are_normalized_within_the_group():
     rewards = np.array([[1.0, 2.0, 6.0], [0.1, 0.1, 0.1]])
     found = advantages(rewards)
     np.testing.assert_allclose(found[0], (rewards[0] - 3) / (np.std(rewards[0], ddof=1) + 1e-4), rtol=1e-6)
@@ -165,7 +165,7 @@ def test_scores_are_log_probabilities_and_entropies_of_the_scaled_logits():
 
 
 @pytest.mark.slow
-def test_pieces_of_logits_do_not_change_scores_or_gradients():
+def test_chunked_logits_do_not_change_scores_or_gradients():
     random = np.random.default_rng(1)
     model = CausalLM(
         llama_decoder(vocab_size=11, d_model=6, num_layers=1, num_heads=1, **{"feed_forward.d_ff": 8}),
@@ -199,7 +199,7 @@ def test_pieces_of_logits_do_not_change_scores_or_gradients():
         ({"clip_high": 0.0}, r"grpo.clip_high.*got 0"),
     ],
 )
-def test_bad_options_are_refused(fields, message):
+def test_rejects_invalid_options(fields, message):
     with pytest.raises(ConfigError, match=message):
         options(**fields)
 
@@ -261,7 +261,7 @@ def trl_loss(torch, logits, batch, how):
 @pytest.mark.parametrize("old", [True, False])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("normalization", ["grpo", "dapo", "dr_grpo"])
-def test_the_loss_equals_that_of_trl(normalization, beta, old):
+def test_the_loss_equals_trl(normalization, beta, old):
     torch = pytest.importorskip("torch")
     logits, batch = example(3)
     batch = {name: array for name, array in batch.items() if old or name != "old"}
@@ -280,7 +280,7 @@ def test_the_loss_equals_that_of_trl(normalization, beta, old):
 
 
 @pytest.mark.parity
-def test_the_advantages_equal_those_of_trl():
+def test_the_advantages_equal_trl():
     torch = pytest.importorskip("torch")
     nanstd = pytest.importorskip("trl.trainer.utils").nanstd
     rewards = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)

@@ -49,7 +49,7 @@ def test_a_more_probable_chosen_response_lowers_the_loss(loss):
     assert (far[1] > far[0]) == (loss == "ipo")
 
 
-def test_values_at_known_places():
+def test_losses_have_known_values():
     assert float(losses(0.0, 0.0)[0]) == pytest.approx(np.log(2))
     assert losses(0.0, 0.0, loss="hinge") == 1.0
     assert losses(0.0, 0.0, loss="apo_zero") == 1.0
@@ -74,7 +74,7 @@ def test_label_smoothing_is_the_mean_over_swapped_pairs():
         ({"label_smoothing": 0.1, "loss": "ipo"}, r"label_smoothing.*dpo.loss"),
     ],
 )
-def test_bad_options_are_refused(fields, message):
+def test_rejects_invalid_options(fields, message):
     with pytest.raises(ConfigError, match=message):
         DPO(**fields)
 
@@ -138,7 +138,7 @@ def compiled_evaluation(recipe):
     return jax.jit(make_eval_step(recipe))
 
 
-def test_only_the_responses_count_and_evaluation_has_the_loss_of_training():
+def test_only_responses_count_in_training_and_evaluation():
     recipe, batch = recipe_of(), batch_of()
     state = moved_state(recipe)
     evaluate = compiled_evaluation(recipe)
@@ -193,7 +193,7 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "lora"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_has_the_losses_of_one_device(layout, lora):
+def test_every_sharding_has_the_losses_of_one_device(layout, lora):
     model = MODEL.replace(vocab_size=16, d_model=8, num_heads=2, **{"feed_forward.d_ff": 8})
     batch, found = batch_of(), {}
     for name, parallel in (("one", ParallelConfig(devices=1)), (layout, LAYOUTS[layout])):
@@ -237,7 +237,7 @@ def test_context_parallelism_and_other_options_are_refused():
         Recipe(name="no", model=MODEL, data=TextFile(path="a.txt"), dpo=DPO())
 
 
-def test_the_command_line_and_the_file_of_a_recipe():
+def test_options_work_on_the_command_line_and_in_a_recipe():
     recipe = override(recipe_of(), ["--dpo.beta", "0.3", "--dpo.loss", "ipo"], program="train")
     assert recipe.dpo == DPO(beta=0.3, loss="ipo")
     assert from_json(to_json(recipe)) == recipe
@@ -296,11 +296,11 @@ def test_a_run_resumes_bit_for_bit_and_reports_its_measures(base, tmp_path, lora
 
 
 @pytest.mark.slow
-def test_a_model_is_needed(base, tmp_path):
+def test_an_initial_model_is_required(base, tmp_path):
     with pytest.raises(ConfigError, match="--init"):
         train(run_of(base, 2), tmp_path / "run")
 
 
-def test_z_loss_has_no_place(tmp_path):
+def test_rejects_z_loss(tmp_path):
     with pytest.raises(ConfigError, match="belong to the loss of tokens"):
         dataclasses.replace(run_of(tmp_path, 2), training=TrainingConfig(steps=2, z_loss=0.1))

@@ -152,7 +152,7 @@ def gradients_in_file_format(folder, params, gradients, to):
     return {name: found[0][name] - found[1][name] for name in found[0]}
 
 
-def test_a_reader_of_our_data_has_the_tokens_and_masks_of_trl(folder, tmp_path):
+def test_our_data_has_the_tokens_and_masks_of_trl(folder, tmp_path):
     import json
 
     rows = preferences()
@@ -171,7 +171,7 @@ def test_a_reader_of_our_data_has_the_tokens_and_masks_of_trl(folder, tmp_path):
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge", "apo_zero"])
-def test_loss_and_gradient_of_a_batch(folder, tmp_path, loss):
+def test_loss_and_gradient_of_a_batch_equal_trl(folder, tmp_path, loss):
     """After a step of both from different weights, so that policy and reference model differ."""
     import torch
 
@@ -206,7 +206,7 @@ def test_loss_and_gradient_of_a_batch(folder, tmp_path, loss):
         np.testing.assert_allclose(found[name], p.grad.numpy(), rtol=1e-4, atol=1e-5 * max(scale, 1.0), err_msg=name)
 
 
-def test_label_smoothing_is_that_of_aot_for_single_pairs(folder, tmp_path):
+def test_label_smoothing_of_single_pairs_equals_aot(folder, tmp_path):
     """TRL has the conservative loss only in `aot`, which sorts the scores of a batch: one pair is sorted already."""
     made, _ = trainer(folder, tmp_path / "run", "aot", label_smoothing=0.2)
     recipe, state, _ = ours(folder, DPO(beta=0.5, label_smoothing=0.2))
@@ -225,7 +225,7 @@ def test_label_smoothing_is_that_of_aot_for_single_pairs(folder, tmp_path):
     assert float(loss / weight) == pytest.approx(expected, rel=1e-5)
 
 
-def test_twenty_steps_equal_those_of_the_trainer(folder, tmp_path):
+def test_twenty_steps_equal_the_trl_trainer(folder, tmp_path):
     made, read = trainer(folder, tmp_path / "run", "sigmoid", steps=20)
     made.train()
     logged = [line for line in made.state.log_history if "loss" in line]

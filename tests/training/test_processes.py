@@ -153,7 +153,7 @@ def test_a_checkpoint_of_two_processes_is_read_by_one(folder, alone, together):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
-def test_the_others_end_when_one_is_killed_and_all_go_on_from_there(folder, together, victim):
+def test_all_processes_end_when_one_is_killed_and_resume(folder, together, victim):
     workdir = folder / f"killed-{victim}"
     group = Group(folder, workdir, *MESH, "--training.steps", "100000")
     group.wait_until(lambda: (workdir / "checkpoints" / "4").exists())
@@ -187,7 +187,7 @@ def test_slurm_is_found_without_a_flag(folder, alone):
 
 
 @pytest.mark.slow
-def test_processes_with_other_settings_do_not_begin(folder):
+def test_processes_with_different_settings_do_not_start(folder):
     codes, told = Group(folder, folder / "other", last=("--training.seed", "1")).wait()
     assert codes[0] != 0
     assert codes[1] == 2
@@ -195,7 +195,7 @@ def test_processes_with_other_settings_do_not_begin(folder):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_stops_all(folder):
+def test_a_signal_to_one_process_stops_all(folder):
     workdir = folder / "signal"
     group = Group(folder, workdir, *MESH, "--training.steps", "100000")
     group.wait_until(lambda: (workdir / "checkpoints" / "2").exists())
@@ -207,7 +207,7 @@ def test_a_signal_to_one_stops_all(folder):
 
 
 @pytest.mark.slow
-def test_others_that_do_not_come(folder):
+def test_reports_processes_that_do_not_connect(folder):
     """The processes wait for each other for a limited time, and each one prints what to do."""
     group = Group(folder, folder / "second", patience=3)
     group.members[0].kill()
@@ -235,7 +235,7 @@ def test_others_that_do_not_come(folder):
         ({"patience": 0}, r"patience.*1.*1,000,000.*got 0"),
     ],
 )
-def test_processes_that_cannot_be(fields, message):
+def test_rejects_invalid_process_settings(fields, message):
     with pytest.raises(ConfigError, match=message):
         ParallelConfig(**fields)
 
@@ -250,7 +250,7 @@ def test_processes_that_cannot_be(fields, message):
     ],
 )
 @pytest.mark.parametrize("ending", [False, True])
-def test_an_error_of_another_being_gone_says_so(said, lost, ending, monkeypatch):
+def test_a_lost_process_is_reported(said, lost, ending, monkeypatch):
     """During training, and at the end, while a process waits for the others."""
 
     def fail():
@@ -269,7 +269,7 @@ def test_an_error_of_another_being_gone_says_so(said, lost, ending, monkeypatch)
         (processes.part if ending else work)()
 
 
-def test_who_started_this_one():
+def test_detects_the_launcher_of_the_process():
     slurm = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
     assert processes.launcher(slurm) == "Slurm"
     assert processes.launcher({"OMPI_COMM_WORLD_SIZE": "4"}) == "Open MPI"
@@ -279,7 +279,7 @@ def test_who_started_this_one():
         assert processes.launcher(alone) is None
 
 
-def test_what_cannot_be_joined_says_what_to_give(monkeypatch):
+def test_missing_connection_settings_are_named(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     with pytest.raises(processes.ProcessesError, match=r"MPI 5.*--parallel.coor"):
         processes.join(ParallelConfig())
@@ -298,7 +298,7 @@ def test_what_cannot_be_joined_says_what_to_give(monkeypatch):
         processes.join(here)
 
 
-def test_one_process_is_nobody_to_wait_for(monkeypatch):
+def test_a_single_process_does_not_wait(monkeypatch):
     monkeypatch.setattr(processes, "launcher", lambda: None)
     processes.join(ParallelConfig())
     processes.barrier("nothing")
@@ -313,7 +313,7 @@ def test_one_process_is_nobody_to_wait_for(monkeypatch):
     assert (shared(), shared.soon(), shared.exit_code) == (True, True, 143)
 
 
-def test_processes_may_differ_in_who_they_are_and_where_their_data_lies():
+def test_processes_may_differ_in_index_and_data_path():
     def facts(path="a.txt", process_id=0, **training):
         recipe = tiny_recipe(**training)
         parallel = ParallelConfig(coordinator="a:1", num_processes=2, process_id=process_id)
@@ -338,7 +338,7 @@ def test_reports_a_disk_that_is_not_shared(tmp_path):
         processes.check_shared(tmp_path / "nowhere")
 
 
-def test_pmap_is_for_one_process(monkeypatch):
+def test_rejects_pmap_with_several_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"2.*--parallel.kind"):
         PmapPlacement(tiny_recipe())

@@ -33,7 +33,7 @@ def run(window, steps, done=0, **kwargs):
     return said, waited
 
 
-def test_a_window():
+def test_parses_a_step_window():
     assert parse_window("20:30", 100) == Window(20, 30)
     assert parse_window("0:100", 100) == Window(0, 100)
 
@@ -49,19 +49,19 @@ def test_a_window():
         ("20:101", r"STOP.*100.*\(--training.steps\).*--profile 20:30"),
     ],
 )
-def test_what_is_no_window(text, message):
+def test_rejects_invalid_windows(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_window(text, 100)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 29, 1000])
-def test_what_is_proposed_is_one(steps):
+def test_the_suggested_window_is_valid(steps):
     with pytest.raises(ConfigError) as refused:
         parse_window("9:9", steps)
     parse_window(str(refused.value).rpartition("--profile ")[2].rstrip("."), steps)
 
 
-def test_these_steps_are_traced_and_waited_for(calls):
+def test_exactly_the_steps_of_the_window_are_traced(calls):
     said, waited = run(Window(2, 5), steps=8)
     assert calls == [("start", "profile"), ("stop",)]
     assert waited == [2, 5]
@@ -78,7 +78,7 @@ def test_a_run_that_ends_first_ends_the_trace(calls):
     assert waited == [2]
 
 
-def test_a_fault_ends_the_trace(calls):
+def test_an_error_ends_the_trace(calls):
     def fail():
         with Profiler(Window(0, 8), "x", step=0, say=str) as profiler:
             profiler.at(0, lambda: None)
@@ -89,24 +89,24 @@ def test_a_fault_ends_the_trace(calls):
     assert calls[-1] == ("stop",)
 
 
-def test_a_run_gone_on_with_in_the_window_traces_the_rest_of_it(calls):
+def test_a_run_resumed_within_the_window_traces_its_rest(calls):
     said, _ = run(Window(2, 6), steps=8, done=4)
     assert "trace from step 4 to step 6" in said[0]
 
 
-def test_a_run_gone_on_with_behind_it_traces_nothing_and_says_so(calls):
+def test_a_run_resumed_after_the_window_reports_no_trace(calls):
     said, _ = run(Window(2, 4), steps=8, done=4)
     assert said == ["no trace: the run resumes from step 4, but --profile ends at step 4"]
     assert calls == []
 
 
-def test_of_several_processes_the_first_writes(calls):
+def test_only_the_first_process_writes_the_trace(calls):
     assert run(Window(2, 4), steps=8, first=False) == ([], [])
     assert run(None, steps=8) == ([], [])
     assert calls == []
 
 
-def test_on_the_command_line(tmp_path, monkeypatch):
+def test_the_command_line_option_sets_the_window(tmp_path, monkeypatch):
     """The option is checked before anything is read or written, and passed on."""
     recipe = tmp_path / "mine.py"
     source = f"import sys\nsys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})\n"

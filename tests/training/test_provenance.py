@@ -61,7 +61,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_exchanged_words_are_refused_by_every_command(workdir, command, capsys):
+def test_swapped_vocabulary_entries_are_rejected_by_every_command(workdir, command, capsys):
     exchange_words(workdir)
     assert main([word.replace("RUN", str(workdir)) for word in command.split()]) == 2
     error = capsys.readouterr().err
@@ -73,7 +73,7 @@ def test_exchanged_words_are_refused_by_every_command(workdir, command, capsys):
 
 
 @pytest.mark.parametrize("command", [COMMANDS["generate"], COMMANDS["average"]])
-def test_an_edited_recipe_is_refused_with_the_way_back(workdir, command, capsys):
+def test_an_edited_recipe_is_rejected_with_a_remedy(workdir, command, capsys):
     before = json.loads((workdir / "recipe.json").read_text())
     edit(workdir, "model", num_heads=1)
     assert main([word.replace("RUN", str(workdir)) for word in command.split()]) == 2
@@ -85,7 +85,7 @@ def test_an_edited_recipe_is_refused_with_the_way_back(workdir, command, capsys)
     assert json.loads((workdir / "recipe.json").read_text()) == before
 
 
-def test_in_python_too(workdir):
+def test_python_functions_also_check_the_files(workdir):
     edit(workdir, "model", position=encode(T5BiasOptions()))
     with pytest.raises(WorkdirError, match=r"model.position.*'SinusoidalOptions' -> 'T5BiasOptions'"):
         transformer.load(workdir)
@@ -95,7 +95,7 @@ def test_in_python_too(workdir):
         transformer.load(workdir)
 
 
-def test_what_may_change_between_calls_may_be_edited(workdir):
+def test_fields_that_may_change_may_be_edited(workdir):
     edit(workdir, "evaluation", samples=1)
     edit(workdir, "data", data_dir="/elsewhere")
     assert load_run(workdir).recipe.evaluation.samples == 1

@@ -59,7 +59,7 @@ def losses(recipe, steps):
 
 
 @pytest.mark.slow
-def test_it_learns_like_the_unquantized_model():
+def test_a_quantized_model_learns_like_the_unquantized_model():
     expected, found = losses(recipe_for(), 12), losses(recipe_for(quantization="int8_full"), 12)
     assert found != expected
     assert found[-1] < 0.7 * found[0]
@@ -108,7 +108,7 @@ def test_a_missing_package_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "name", "refused"), [("8.0", "fp8_full", True), ("9.0", "fp8", False), ("8.0", "int8", False)]
 )
-def test_a_gpu_without_fp8_is_refused_with_what_works(capability, name, refused):
+def test_a_gpu_without_fp8_is_rejected_with_an_alternative(capability, name, refused):
     device = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability=capability)
     recipe = recipe_for(quantization=name)
     message = r"but NVIDIA A100 has 8\.0\. Set execution\.quantization to int8_full\."
@@ -116,7 +116,7 @@ def test_a_gpu_without_fp8_is_refused_with_what_works(capability, name, refused)
         check_quantization(recipe, [device])
 
 
-def test_a_run_may_be_resumed_with_another_quantization():
+def test_a_run_resumes_with_a_different_quantization():
     from transformer.training._recipe import difference
 
     before, after = recipe_for(), recipe_for(quantization="int8")

@@ -94,14 +94,14 @@ def test_the_name_of_a_position_scheme_is_an_option():
 
 
 @pytest.mark.parametrize("data", ALL_DATA, ids=lambda data: data.kind)
-def test_json_and_back_is_the_same_recipe(data):
+def test_a_recipe_survives_a_json_round_trip(data):
     recipe = rich_recipe(data)
     again = from_json(json.loads(json.dumps(to_json(recipe), allow_nan=False)))
     assert again == recipe
     assert type(again.data) is type(data)
 
 
-def test_json_says_kind_and_version():
+def test_json_contains_kind_and_version():
     values = to_json(rich_recipe())
     assert (values["format"], values["version"]) == ("transformer recipe", 1)
     assert values["recipe"]["data"]["class"] == "number_words"
@@ -138,7 +138,7 @@ def broken(edit):
         (lambda v: v.pop("format"), "recipe is not a recipe"),
     ],
 )
-def test_broken_json_is_an_error_that_names_the_place(edit, message):
+def test_broken_json_is_an_error_with_its_position(edit, message):
     with pytest.raises(ConfigError, match=message):
         from_json(broken(edit))
 
@@ -149,7 +149,7 @@ def test_a_missing_field_takes_its_default():
     assert from_json(values) == rich_recipe()
 
 
-def test_whole_numbers_are_taken_for_floats():
+def test_integers_are_accepted_for_floats():
     values = broken(lambda v: v["recipe"]["optimizer"].update(clip_norm=2, learning_rate=1))
     optimizer = from_json(values).optimizer
     assert (optimizer.clip_norm, optimizer.learning_rate) == (2.0, 1.0)
@@ -217,7 +217,7 @@ def test_rejects_invalid_options(make, message):
         make()
 
 
-def test_the_data_decides_the_model():
+def test_the_data_determines_model_fields():
     assert isinstance(build_model(tiny_recipe("causal_lm")), CausalLM)
     assert isinstance(build_model(tiny_recipe("seq2seq")), Seq2Seq)
     assert with_vocabulary(tiny_recipe(model={"vocab_size": None}), 9).model.vocab_size == 9
@@ -231,7 +231,7 @@ def names(changes):
     return {item.field for item in changes}
 
 
-def test_difference_parts_what_shapes_the_result_from_what_does_not():
+def test_the_difference_separates_fields_that_affect_the_result():
     old = tiny_recipe("seq2seq")
     new = change(
         old,
@@ -276,19 +276,19 @@ def test_difference_parts_what_shapes_the_result_from_what_does_not():
     assert difference(old, old) == ([], [])
 
 
-def test_another_kind_of_data_must_match():
+def test_resuming_requires_the_same_data_kind():
     old = tiny_recipe("causal_lm")
     must_match, _ = difference(old, dataclasses.replace(old, data=LINES))
     assert {"data", "data.field"} <= names(must_match)
 
 
-def test_another_pattern_of_layers_must_match():
+def test_resuming_requires_the_same_layer_pattern():
     old = rich_recipe()
     new = change(old, model={"stack.period": (LayerKind(rotary_base=6.0), LayerKind())})
     assert {"model.stack.period.0.rotary_base", "model.stack.period.1.rotary_scaling"} <= names(difference(old, new)[0])
 
 
-def test_what_may_change_exists():
+def test_fields_that_may_change_exist():
     """A renamed field must not silently disappear from the list."""
     origin = flatten(Origin(source="", model="", fingerprint=""), "origin")
     distill = flatten(Distill(teacher="runs/teacher"), "distill")
@@ -332,7 +332,7 @@ def test_overrides_have_types():
         ("what", "unexpected argument: what"),
     ],
 )
-def test_a_wrong_override_is_one_line_that_helps(arguments, message, capsys):
+def test_an_invalid_override_is_a_one_line_error_with_a_remedy(arguments, message, capsys):
     with pytest.raises(ConfigError, match=message) as error:
         override(tiny_recipe(), arguments.split(), program="train.py")
     assert "\n" not in str(error.value)
@@ -340,7 +340,7 @@ def test_a_wrong_override_is_one_line_that_helps(arguments, message, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_every_field_has_a_meaning_in_help(capsys):
+def test_every_field_has_help_text(capsys):
     """tyro takes the help text from the docstring below a field; without one it shows only the default."""
     for data in ALL_DATA:
         with pytest.raises(SystemExit) as stop:
@@ -392,7 +392,7 @@ def test_a_schedule_that_does_not_fit_the_run_is_a_warning(optimizer, words):
     assert warning is None if words is None else re.search(words, warning)
 
 
-def test_fast_is_a_few_steps_of_everything():
+def test_fast_runs_a_few_steps_of_everything():
     recipe = fast(rich_recipe())
     assert recipe.training.steps == 4
     assert recipe.evaluation.every == recipe.checkpoint.every == 2

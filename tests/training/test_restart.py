@@ -43,7 +43,7 @@ def files(workdir):
     return {path.name: path.read_bytes() for path in workdir.iterdir() if path.is_file()}
 
 
-def test_a_run_without_its_checkpoints_is_refused_and_left_as_it_is(folder, lost):
+def test_a_run_without_checkpoints_is_rejected_and_unchanged(folder, lost):
     before = files(lost)
     with pytest.raises(WorkdirError) as error:
         train(text_recipe(folder, training={"steps": 6}), lost)
@@ -53,7 +53,7 @@ def test_a_run_without_its_checkpoints_is_refused_and_left_as_it_is(folder, lost
     assert files(lost) == before
 
 
-def test_restart_begins_anew_and_keeps_the_earlier_run(folder, finished, lost, capsys):
+def test_restart_starts_over_and_keeps_the_earlier_run(folder, finished, lost, capsys):
     (lost / "notes.txt").write_text("mine")
     recipe = text_recipe(folder, training={"steps": 3})
     for number in (1, 2):
@@ -82,7 +82,7 @@ def test_the_command_that_resumes_does_not_restart(monkeypatch, tmp_path):
     assert "--restart" not in seen["command"]
 
 
-def test_a_new_run_from_the_same_workdir_needs_its_start_again(tmp_path, folder):
+def test_a_new_run_in_the_same_workdir_needs_its_initial_model_again(tmp_path, folder):
     recipe = text_recipe(folder)
     origin = {"class": "Origin", "source": "gpt2", "model": "GPT-2", "fingerprint": "0", "new": []}
     path = save_recipe(recipe, tmp_path)
@@ -97,14 +97,14 @@ def test_a_new_run_from_the_same_workdir_needs_its_start_again(tmp_path, folder)
 
 
 @pytest.mark.parametrize("last_step", [0, 3, 8])
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(folder, tmp_path, last_step):
+def test_a_run_killed_before_its_first_checkpoint_starts_over(folder, tmp_path, last_step):
     """Also if it continued to train while its first checkpoint was being written."""
     save_recipe(change(text_recipe(folder), checkpoint={"every": 4}), tmp_path)
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step + 1}}}\n' for step in range(last_step)))
     check_not_lost(tmp_path)
 
 
-def test_a_new_workdir_is_a_new_run(tmp_path):
+def test_a_new_workdir_starts_a_new_run(tmp_path):
     check_not_lost(tmp_path / "nowhere")
     (tmp_path / "checkpoints" / "007").mkdir(parents=True)
     check_not_lost(tmp_path)
@@ -141,7 +141,7 @@ def test_only_files_of_a_run_are_set_aside(tmp_path):
     ("number", "remedy"),
     [(errno.EACCES, "Make it writable, then rerun"), (errno.ENOSPC, "Free some space, then rerun")],
 )
-def test_a_file_of_the_workdir_that_cannot_be_written_is_one_line(tmp_path, number, remedy):
+def test_a_read_only_workdir_file_is_a_one_line_error(tmp_path, number, remedy):
     expected = rf"^the run can't write to {tmp_path}: .* \(samples.txt\). {remedy}"
     with pytest.raises(OSError, match=expected), writing_explained(tmp_path):
         raise OSError(number, os.strerror(number), str(tmp_path / "samples.txt"))
@@ -154,7 +154,7 @@ BOUND = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteu
 
 
 @pytest.mark.slow
-def test_a_workdir_that_loses_its_permissions_in_a_run_is_one_line(tmp_path):
+def test_a_workdir_that_becomes_read_only_is_a_one_line_error(tmp_path):
     if BOUND and shutil.which(BOUND[0]) is None:
         pytest.skip("root passes over permissions, and there is no setpriv to change that")
     workdir, words = tmp_path / "run", "--training.steps 100000 --checkpoint.every 20 --evaluation.every 20"

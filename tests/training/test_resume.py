@@ -103,7 +103,7 @@ def crash():
     raise MemoryError("the machine is gone")
 
 
-def test_stopped_anywhere_equals_never_stopped_bit_for_bit(folder, finished, monkeypatch, capsys):
+def test_a_run_stopped_at_any_step_resumes_bit_for_bit(folder, finished, monkeypatch, capsys):
     recipe, workdir = text_recipe(folder), folder / "stopped"
     trouble = Trouble(monkeypatch)
 
@@ -154,7 +154,7 @@ def test_stopped_anywhere_equals_never_stopped_bit_for_bit(folder, finished, mon
     assert (workdir / "samples.txt").read_text() == (finished / "samples.txt").read_text()
 
 
-def test_lines_are_means_over_their_steps(folder, finished):
+def test_logged_values_are_means_over_their_steps(folder, finished):
     recipe = text_recipe(folder, logging={"every": 1}, evaluation={"every": None, "samples": 0})
     train(recipe, folder / "each")
     each = [line["train/loss"] for line in lines(folder / "each") if "train/loss" in line]
@@ -167,7 +167,7 @@ def test_lines_are_means_over_their_steps(folder, finished):
     )
 
 
-def test_a_saved_state_is_that_of_its_step(folder, finished, monkeypatch):
+def test_a_saved_state_belongs_to_its_step(folder, finished, monkeypatch):
     """The next step reuses the buffers of the state that is being saved, so a copy must be made before."""
     recipe = text_recipe(folder)
     trouble = Trouble(monkeypatch)
@@ -178,7 +178,7 @@ def test_a_saved_state_is_that_of_its_step(folder, finished, monkeypatch):
     chex.assert_trees_all_equal(state, expected)
 
 
-def test_finished_says_so_and_how_to_go_on(folder, finished, capsys):
+def test_a_finished_run_explains_how_to_extend_it(folder, finished, capsys):
     before = lines(finished)
     summary = train(text_recipe(folder), finished, command="python train.py tiny")
     said = capsys.readouterr().out
@@ -214,7 +214,7 @@ def train_stats_say_stopped(workdir):
     return json.loads((workdir / "summary.json").read_text())["stop_code"] is not None
 
 
-def test_more_steps_go_on_and_changes_are_printed(folder, finished, capsys):
+def test_more_steps_resume_the_run_and_changes_are_printed(folder, finished, capsys):
     workdir = folder / "longer"
     shutil.copytree(finished, workdir)
     recipe = text_recipe(folder, training={"steps": 14}, logging={"every": 2})
@@ -227,7 +227,7 @@ def test_more_steps_go_on_and_changes_are_printed(folder, finished, capsys):
 
 @pytest.mark.parametrize("group", ["model", "training", "optimizer", "data"])
 @pytest.mark.parametrize("keep_json", [True, False])
-def test_another_recipe_is_refused_with_the_difference(folder, finished, group, keep_json, tmp_path):
+def test_a_different_recipe_is_rejected_with_the_difference(folder, finished, group, keep_json, tmp_path):
     """Detected by recipe.json or, if it is missing, by the recipe of the checkpoint."""
     fields, difference = {
         "model": ({"feed_forward.d_ff": 7}, "model.feed_forward.d_ff: 5 -> 7"),
@@ -254,7 +254,7 @@ def test_changed_data_is_refused(folder, finished, tmp_path):
         train(other, workdir)
 
 
-def test_appended_text_with_new_characters_is_named_as_a_change_of_the_data(folder, finished, tmp_path):
+def test_appended_text_with_new_characters_is_reported_as_changed_data(folder, finished, tmp_path):
     """The run's tokenizer does not know them; a new run of the same data would."""
     (tmp_path / "text.txt").write_text((folder / "text.txt").read_text() + "ж")
     workdir = tmp_path / "run"
@@ -291,7 +291,7 @@ def test_an_edited_recipe_file_is_refused_by_its_name(folder, finished, tmp_path
         train(text_recipe(folder), workdir)
 
 
-def test_a_run_that_was_copied_names_its_new_place(folder, finished, tmp_path, capsys):
+def test_a_copied_run_names_its_new_workdir(folder, finished, tmp_path, capsys):
     workdir = tmp_path / "copied"
     shutil.copytree(finished, workdir)
     summary = train(text_recipe(folder), workdir)
@@ -301,14 +301,14 @@ def test_a_run_that_was_copied_names_its_new_place(folder, finished, tmp_path, c
     assert str(finished) not in said
 
 
-def test_samples_that_are_no_text_do_not_stop_a_run(tmp_path):
+def test_samples_that_are_not_valid_text_do_not_stop_a_run(tmp_path):
     path = tmp_path / "samples.txt"
     path.write_bytes(b"=== step 1 ===\n\xff\n=== step 2 ===\nb\n")
     cut_samples(tmp_path, 1)
     assert path.read_bytes() == b"=== step 1 ===\n\xff\n"
 
 
-def test_the_same_data_elsewhere_is_the_same_data(folder, finished, tmp_path, capsys):
+def test_moved_data_is_recognized_as_the_same_data(folder, finished, tmp_path, capsys):
     shutil.copy(folder / "text.txt", tmp_path / "moved.txt")
     workdir = tmp_path / "run"
     shutil.copytree(finished, workdir)
@@ -318,7 +318,7 @@ def test_the_same_data_elsewhere_is_the_same_data(folder, finished, tmp_path, ca
     assert "this run is finished" in said
 
 
-def test_a_directory_that_is_no_step_is_no_checkpoint(tmp_path):
+def test_a_directory_not_named_as_a_step_is_not_a_checkpoint(tmp_path):
     """Otherwise the run would look for a checkpoint to resume from, and find none."""
     for name in ("007", "notes", "20.tmp", "٣"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -332,7 +332,7 @@ def test_a_workdir_in_use_is_refused(folder, finished):
         train(text_recipe(folder), finished)
 
 
-def test_what_was_trained_is_loaded(folder, finished):
+def test_the_trained_parameters_are_loaded(folder, finished):
     best = load_run(finished)
     state, *_ = final_state(text_recipe(folder), finished)
     newest = load_run(finished, "newest")
@@ -348,7 +348,7 @@ def test_what_was_trained_is_loaded(folder, finished):
         load_run(folder / "nowhere")
 
 
-def test_without_a_best_one_the_newest_is_loaded_with_a_warning(folder, tmp_path, monkeypatch):
+def test_without_a_best_checkpoint_the_newest_is_loaded_with_a_warning(folder, tmp_path, monkeypatch):
     trouble = Trouble(monkeypatch)
     trouble.plan("batch", 3, lambda: trouble.send(signal.SIGTERM))
     train(text_recipe(folder), tmp_path / "run")

@@ -153,7 +153,7 @@ def test_a_stopped_run_equals_an_uninterrupted_one_bit_for_bit(folder, epochs):
     assert_equals_resumed_run(folder / f"whole{epochs}", recipe, 4, folder / f"resumed{epochs}")
 
 
-def test_a_batch_is_that_of_the_completions(folder):
+def test_a_batch_contains_the_completions(folder):
     recipe, dataset, state, made = ready(
         grpo_recipe(
             folder, rewards=("share", "short"), grpo={"epochs": 2, "temperature": 1.6}, evaluation={"every": None}
@@ -242,7 +242,7 @@ def test_groups_with_equal_rewards_change_nothing(equally_rewarded):
         ("raising", r"KeyError \('no.*column'\).*prompts.jsonl.*\d+"),
     ],
 )
-def test_a_bad_reward_is_one_line_with_the_row(folder, reward, message):
+def test_an_invalid_reward_is_a_one_line_error_with_its_row(folder, reward, message):
     dataset = prepare(grpo_recipe(folder).data)
     rewards = Rewards(grpo_recipe(folder, rewards=(reward,)).grpo)
     with pytest.raises(RewardError, match=message) as caught:
@@ -284,7 +284,7 @@ def test_contradictory_recipes_are_refused(folder, changes, message):
         grpo_recipe(folder, **changes)
 
 
-def test_a_reward_model_judges_prompt_and_completion(folder):
+def test_a_reward_model_scores_prompt_and_completion(folder):
     options = grpo_recipe(folder, grpo={"reward_model": "dir", "reward_weights": (1.0, 10.0)}).grpo
     seen = []
 
@@ -342,7 +342,7 @@ def test_sampling_and_rewards_follow_the_recipe(folder):
 
 
 @pytest.mark.programs(8, reason="the initial state, a rollout, and the loss")
-def test_the_first_step_has_the_ratio_1(folder):
+def test_the_first_step_has_a_probability_ratio_of_1(folder):
     """Rollout and loss use one temperature: no token is clipped, and the loss is minus the sum of the advantages."""
     recipe, dataset, state, made = ready(
         grpo_recipe(folder, grpo={"epochs": 2, "temperature": 1.6}, evaluation={"every": None})

@@ -19,7 +19,7 @@ def rounded(key, values, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rounding_is_right_on_average(dtype):
+def test_stochastic_rounding_is_unbiased(dtype):
     """Each value becomes one of its two neighbors; their mean is the value."""
     bits = {"bfloat16": 8, "float16": 11}[dtype]
     values = np.array([1.0 + 1e-4, 1.0 - 1e-4, -1.7342, 3.3e-3, 123.456, 2.0 - 2.0**-12], np.float32)
@@ -32,7 +32,7 @@ def test_rounding_is_right_on_average(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_numbers_of_the_dtype_and_non_finite_ones_stay(dtype):
+def test_representable_and_non_finite_values_are_unchanged(dtype):
     values = np.array([0.0, 1.0, -2.5, 0.15625, np.inf, -np.inf, np.nan], np.float32)
     draws = np.asarray(rounded(KEY, np.broadcast_to(values, (100, values.size)), dtype))
     np.testing.assert_array_equal(draws, np.broadcast_to(values, draws.shape))

@@ -187,7 +187,7 @@ def alone(one_step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_alike(one_step, alone, layout):
+def test_every_sharding_trains_identically(one_step, alone, layout):
     found = one_step(LAYOUTS[layout])
     for name in ("loss_sum", "weight", "grad_norm"):
         np.testing.assert_allclose(found[name], alone[name], rtol=1e-5)
@@ -208,7 +208,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(folder, finished):
     assert_equals_resumed_run(finished, recipe_for(folder), 7, folder / "stopped")
 
 
-def test_a_run_logs_padding_and_keeps_its_example(finished, capsys):
+def test_a_run_logs_padding_and_stores_its_example(finished, capsys):
     assert all(
         0 < line["data/padding"] < 0.5 for line in read_metrics(finished / "metrics.jsonl") if "train/loss" in line
     )
@@ -222,7 +222,7 @@ def test_a_run_logs_padding_and_keeps_its_example(finished, capsys):
 
 
 @pytest.mark.slow
-def test_a_trained_model_is_evaluated_and_talked_to(folder, finished, capsys):
+def test_a_trained_model_can_be_evaluated_and_used_in_chat(folder, finished, capsys):
     run_command(["evaluate", "run", str(finished), "--json"])
     assert json.loads(capsys.readouterr().out)["targets"] > 0
     run_command(["answer", str(finished), "--prompt", "What is 1?", "--max-new-tokens", "4"])
@@ -285,7 +285,7 @@ def theirs(tmp_path_factory):
 
 @pytest.mark.parity
 class TestTRL:
-    def test_masks(self, theirs):
+    def test_loss_masks_equal_the_reference(self, theirs):
         folder, tokenizer = theirs
         ours = open_model(folder).tokenizer
         encoder = ChatEncoder(find_template(ours.files), ours)
@@ -303,7 +303,7 @@ class TestTRL:
             assert encoded.ids == expected["input_ids"]
             assert [int(flag) for flag in trained] == expected["assistant_masks"]
 
-    def test_losses_of_twenty_steps(self, theirs, tmp_path):
+    def test_losses_of_twenty_steps_equal_the_reference(self, theirs, tmp_path):
         import datasets
         import torch
         import trl

@@ -41,7 +41,7 @@ while not stop.requested:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_lets_the_work_end(number):
+def test_the_first_signal_lets_the_current_step_finish(number):
     process = start(LOOP)
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
@@ -50,7 +50,7 @@ def test_the_first_signal_lets_the_work_end(number):
 
 
 @pytest.mark.parametrize(("first", "second"), [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT"), ("SIGINT", "SIGTERM")])
-def test_the_second_signal_leaves_at_once(first, second):
+def test_the_second_signal_exits_immediately(first, second):
     process = start("while True: time.sleep(0.01)")
     process.send_signal(signal.Signals[first])
     assert "will save and stop" in process.stderr.readline()
@@ -69,7 +69,7 @@ libc.pthread_mutex_lock(mutex)
 """
 
 
-def test_also_in_the_middle_of_a_call_that_does_not_return():
+def test_the_second_signal_exits_even_within_a_blocking_call():
     process = start(LONG_CALL)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
@@ -79,7 +79,7 @@ def test_also_in_the_middle_of_a_call_that_does_not_return():
     assert (out, process.returncode) == ("", 130)
 
 
-def test_old_handlers_come_back():
+def test_previous_handlers_are_restored():
     seen = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
@@ -108,7 +108,7 @@ def test_a_flag_is_set_and_no_exception_raised(capfd):
     assert "SIGINT: will save and stop" in capfd.readouterr().err
 
 
-def test_signals_of_others_are_none_of_its_business():
+def test_other_signals_are_not_handled():
     before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
     try:
         with StopSignal() as stop:
@@ -119,7 +119,7 @@ def test_signals_of_others_are_none_of_its_business():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_outside_the_main_thread_it_does_nothing():
+def test_outside_the_main_thread_no_handler_is_installed():
     before, requested = signal.getsignal(signal.SIGINT), []
 
     def work():
@@ -134,7 +134,7 @@ def test_outside_the_main_thread_it_does_nothing():
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_dies_of_sigterm_with_jax_s_sync_point_alone():
+def test_a_single_process_is_killed_by_sigterm_with_only_jax_s_sync_point():
     """The reason for this module: JAX's sync point only handles SIGTERM in distributed programs."""
     script = """
 import time

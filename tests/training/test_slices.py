@@ -77,7 +77,7 @@ def test_only_the_axes_across_slices_leave_a_slice(kind, sizes, dcn):
         )
 
 
-def test_everything_else_sees_the_product():
+def test_mesh_sizes_are_products_of_ici_and_dcn_sizes():
     parallel = ParallelConfig(fsdp=2, tensor=2, dcn=DcnConfig(data=2))
     assert parallel.sizes == {"data": -1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
     parallel = dataclasses.replace(parallel, data=1, dcn=DcnConfig(data=2, fsdp=3))
@@ -138,6 +138,6 @@ def placed(parallel, devices):
         ),
     ],
 )
-def test_slices_that_do_not_fit(make, message):
+def test_rejects_slices_that_do_not_fit(make, message):
     with pytest.raises(ConfigError, match=message):
         make()

@@ -36,7 +36,7 @@ def shapes_of(recipe):
     return abstract_state(recipe).params
 
 
-def test_a_device_has_the_peak_of_its_part_of_a_chip():
+def test_a_device_has_its_share_of_the_chip_peak():
     assert peak_flops("TPU v5 lite") == 197e12
     assert peak_flops("TPU v3") == CHIPS["v3"].flops / 2
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
@@ -46,11 +46,11 @@ def test_a_device_has_the_peak_of_its_part_of_a_chip():
 
 
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L40S", "TPU v9"])
-def test_a_device_that_no_table_has_has_no_peak(kind):
+def test_an_unknown_device_has_no_peak(kind):
     assert peak_flops(kind) is None
 
 
-def test_the_formula_of_palm():
+def test_flops_equal_the_formula_of_palm():
     """6 N + 12 L H Q T per token (Chowdhery et al. 2022, appendix B), if only matrices have parameters."""
     layers, heads, size, length, rows, vocabulary = 3, 2, 6, 11, 4, 13
     model = TransformerConfig(
@@ -70,7 +70,7 @@ def test_the_formula_of_palm():
     assert step_flops(recipe).total == rows * length * each
 
 
-def test_shapes_of_the_batch_count_not_those_of_the_recipe():
+def test_flops_use_the_shapes_of_the_batch():
     """Batches of pairs have different shapes; FLOPs of matrices are proportional to rows and length."""
     recipe = tiny_recipe("seq2seq")
     params, batch = shapes_of(recipe), tiny_batch("seq2seq", rows=4)
@@ -140,7 +140,7 @@ def test_every_line_has_speed_and_memory(tmp_path, monkeypatch, known):
     assert [line.get("perf/compile_s") for line in lines] == [10.0, None, None]
 
 
-def test_reports_compilation_apart_from_training(tmp_path, monkeypatch):
+def test_reports_compilation_separately_from_training(tmp_path, monkeypatch):
     """A batch of a new size during a run, which is compiled, does not reduce the reported speed."""
     (tmp_path / "a").mkdir()
     plain, _ = journal_lines(tmp_path / "a", monkeypatch, compiled_at=(1,))
@@ -150,7 +150,7 @@ def test_reports_compilation_apart_from_training(tmp_path, monkeypatch):
         assert [line[name] for line in lines] == pytest.approx([line[name] for line in plain])
 
 
-def test_memory_is_that_of_the_fullest_device(monkeypatch):
+def test_memory_is_the_maximum_over_devices(monkeypatch):
     class Device:
         def __init__(self, stats):
             self.memory_stats = lambda: stats
@@ -162,5 +162,5 @@ def test_memory_is_that_of_the_fullest_device(monkeypatch):
     assert peak_bytes() > 50 * 2**20  # this process
 
 
-def test_figures_are_of_the_right_size():
+def test_figures_have_a_plausible_magnitude():
     assert all(math.isfinite(peak) and 1e13 < peak < 1e16 for peak in GPUS.values())

@@ -41,7 +41,7 @@ def watched(losses, deviations=3.0):
     return ledger, spikes
 
 
-def test_the_limit_is_so_many_deviations_over_the_mean():
+def test_the_limit_is_the_mean_plus_a_number_of_deviations():
     """The mean of up to fifty losses; older ones count less and less."""
     losses = list(np.random.default_rng(0).normal(2.0, 0.1, 40))
     ledger, spikes = watched(losses, deviations=8.0)
@@ -51,7 +51,7 @@ def test_the_limit_is_so_many_deviations_over_the_mean():
     assert watched(losses[:19])[0].limit is None, "too few to know what is usual"
 
 
-def test_a_spike_is_counted_and_moves_little():
+def test_a_spike_is_counted_and_changes_the_limit_little():
     losses = list(np.random.default_rng(1).normal(2.0, 0.1, 40))
     before, _ = watched(losses, deviations=8.0)
     ledger, spikes = watched([*losses, 1e6], deviations=8.0)
@@ -61,7 +61,7 @@ def test_a_spike_is_counted_and_moves_little():
     assert not watched([*losses, np.mean(losses) - 1.0], deviations=8.0)[1][-1], "a loss below is none"
 
 
-def test_a_loss_that_falls_fast_is_no_spike_and_one_that_stays_high_becomes_usual():
+def test_a_falling_loss_is_not_a_spike_and_a_lasting_rise_becomes_normal():
     falling = [10.0 * 0.97**step for step in range(200)]
     assert not any(watched(falling, deviations=3.0)[1])
     risen = watched([2.0, 2.1] * 30 + [4.0, 4.1] * 30, deviations=8.0)[1]
@@ -101,7 +101,7 @@ def played(tmp_path, losses, finite=True, most_in_a_row=None, **training):
 SPIKE = [2.0, 2.1] * 15 + [9.0, 2.0]
 
 
-def test_log_says_and_counts(tmp_path):
+def test_log_reports_and_counts_spikes(tmp_path):
     ledger, said, limits, lines = played(tmp_path, SPIKE)
     assert "step 31: loss spike: the loss is 9.0000, above the limit of 2.5" in said
     assert "skipped" not in said
@@ -111,7 +111,7 @@ def test_log_says_and_counts(tmp_path):
     assert set(limits) == {None}
 
 
-def test_skip_gives_the_step_a_limit_and_leaves_the_loss_out(tmp_path):
+def test_skip_passes_a_limit_to_the_step_and_ignores_the_loss(tmp_path):
     _, said, limits, lines = played(tmp_path, SPIKE, spike_policy="skip")
     assert said.rstrip().endswith("(skipped)")
     assert "train/loss" not in lines[30]
@@ -120,7 +120,7 @@ def test_skip_gives_the_step_a_limit_and_leaves_the_loss_out(tmp_path):
     assert np.isfinite(limits[21:]).all()
 
 
-def test_stop_is_an_error_that_says_how_to_go_on(tmp_path):
+def test_stop_is_an_error_that_explains_how_to_resume(tmp_path):
     with pytest.raises(
         LossSpikeError, match=r"step 31: loss spike: the loss is 9\.0000.* 10 standard dev.*spike-policy skip"
     ):
@@ -153,13 +153,13 @@ def test_the_limit_does_not_depend_on_when_a_step_is_read(tmp_path):
     assert found[0] == found[1] == found[2]
 
 
-def test_a_batch_that_is_not_finite_leaves_the_limit_alone_whenever_it_is_read(tmp_path):
+def test_a_non_finite_batch_never_changes_the_limit(tmp_path):
     losses = np.random.default_rng(2).normal(2.0, 0.1, 40)
     found = [limits_of(tmp_path, losses, pauses, bad=(30, 31)) for pauses in ((), (30, 31))]
     assert found[0] == found[1]
 
 
-def test_batches_that_are_never_finite_are_an_error_even_with_skip(tmp_path, monkeypatch):
+def test_only_non_finite_batches_are_an_error_even_with_skip(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MOST_IN_A_ROW", 4)
     ledger, *_ = played(tmp_path, [2.0] * 3, finite=False, nan_policy="skip")
     assert ledger.bad_in_a_row == 3
@@ -172,7 +172,7 @@ def test_batches_that_are_never_finite_are_an_error_even_with_skip(tmp_path, mon
 # The step
 
 
-def test_a_loss_above_the_limit_changes_nothing_and_one_below_all():
+def test_only_a_loss_below_the_limit_updates_the_parameters():
     recipe = tiny_recipe(ema_decay=0.9)
     state, step = start(recipe)
     batch = tiny_batch()
@@ -187,7 +187,7 @@ def test_a_loss_above_the_limit_changes_nothing_and_one_below_all():
     chex.assert_trees_all_equal(following.params, same.params)
 
 
-def test_batches_skipped_once_do_not_hold_up_a_run_that_now_stops_at_one():
+def test_batches_skipped_earlier_do_not_count_as_failures():
     """A run may change its nan_policy; batches that it skipped before do not count as failures."""
     state, step = start(tiny_recipe())
     expected, _ = step(state, tiny_batch())
@@ -198,7 +198,7 @@ def test_batches_skipped_once_do_not_hold_up_a_run_that_now_stops_at_one():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"devices": 1}, {"kind": "pmap", "devices": 2}], ids=["mesh", "pmap"])
-def test_every_placement_takes_a_limit(parallel):
+def test_every_placement_supports_a_limit(parallel):
     recipe = dataclasses.replace(tiny_recipe(), parallel=ParallelConfig(**parallel))
     placement = place(recipe)
     state = placement.new_state()
@@ -213,7 +213,7 @@ def test_every_placement_takes_a_limit(parallel):
 
 
 @pytest.mark.slow
-def test_a_run_that_skips_spikes_goes_on_as_if_never_stopped(tmp_path, monkeypatch):
+def test_a_resumed_run_with_skipped_spikes_equals_an_uninterrupted_run(tmp_path, monkeypatch):
     """The limit is so low that some of twelve batches exceed it."""
     monkeypatch.setattr(module, "_FEWEST", 2)
     recipe = text_recipe(
@@ -235,7 +235,7 @@ def with_row(params, token, value):
     return params | {"embedding": params["embedding"] | {"embedding": jax.device_put(table)}}
 
 
-def test_a_bad_parameter_is_named():
+def test_a_non_finite_parameter_is_named():
     recipe = tiny_recipe()
     params = start(recipe)[0].params
     assert first_bad_parameter(params) is None
@@ -260,7 +260,7 @@ def test_the_first_logits_that_overflow_are_named():
     assert why_not_finite(recipe, trained_with, with_row(params, token, 3e38), batch) == why, "here is no mesh"
 
 
-def test_an_update_that_is_not_finite_is_named_and_so_is_what_is_known_besides():
+def test_a_non_finite_update_is_reported_with_its_context():
     recipe = tiny_recipe(optimizer={"learning_rate": 1e38})
     state, step = start(recipe)
     _, metrics = step(state, tiny_batch())
@@ -269,7 +269,7 @@ def test_an_update_that_is_not_finite_is_named_and_so_is_what_is_known_besides()
 
 
 @pytest.mark.slow
-def test_a_run_that_stops_says_where_it_came_from(tmp_path, monkeypatch):
+def test_a_non_finite_initial_parameter_is_reported_at_step_1(tmp_path, monkeypatch):
     """Like a checkpoint that contains NaN: the error of the first step names the parameter."""
     from transformer.training import _loop as loop
 
@@ -284,7 +284,7 @@ def test_a_run_that_stops_says_where_it_came_from(tmp_path, monkeypatch):
         train(text_recipe(tmp_path), tmp_path / "run")
 
 
-def test_an_evaluation_that_is_not_finite_is_an_error_or_a_result():
+def test_a_non_finite_evaluation_is_an_error_or_a_result():
     batches = [{"loss_sum": 1.0, "correct": 1.0, "weight": 1.0}, {"loss_sum": np.nan, "correct": 0.0, "weight": 1.0}]
     good, bad = jax.device_put(({"a": np.ones(3)}, {"a": np.ones(3), "b": np.array([1.0, np.inf])}))
     with pytest.raises(
@@ -296,7 +296,7 @@ def test_an_evaluation_that_is_not_finite_is_an_error_or_a_result():
     assert np.isnan(evaluate_loss(lambda params, batch: batch, good, batches, strict=False).loss)
 
 
-def test_what_the_recipe_may_say():
+def test_rejects_invalid_recipe_values():
     with pytest.raises(ValueError, match=r"training.spike_policy.*got 'go'"):
         tiny_recipe(spike_policy="go")
     with pytest.raises(ValueError, match=r"training.spike_deviations.*1.*got 0"):

@@ -69,7 +69,7 @@ def labeled(tmp_path, text, **fields):
     return LabeledText(path=str(path), **({"tokenizer": TokenizerConfig(kind="byte")} | fields))
 
 
-def test_a_batch_has_tokens_lengths_and_a_class_a_row(folder):
+def test_a_batch_has_tokens_lengths_and_one_class_per_row(folder):
     tokenizer = load_pretrained_tokenizer(folder / "bert", 13)
     dataset = prepare(SST2(manual_dir=str(folder / "sst2"), batch_size=5, eval_batch_size=7), tokenizer=tokenizer)
     assert (dataset.task, dataset.labels, dataset.splits) == (
@@ -91,7 +91,7 @@ def test_a_batch_has_tokens_lengths_and_a_class_a_row(folder):
     assert dataset.describe().startswith("sst2: 48 train, 16 validation texts of 2 classes (negative, positive)")
 
 
-def test_a_long_text_is_cut_before_its_last_token(folder):
+def test_a_long_text_is_truncated_before_its_last_token(folder):
     tokenizer = load_pretrained_tokenizer(folder / "bert", 13)
     dataset = prepare(SST2(manual_dir=str(folder / "sst2"), max_length=3), tokenizer=tokenizer)
     batch = dataset.eval_batches()[0]
@@ -101,7 +101,7 @@ def test_a_long_text_is_cut_before_its_last_token(folder):
     assert "texts truncated" in dataset.describe()
 
 
-def test_labels_are_those_of_the_training_file_in_order(tmp_path):
+def test_labels_follow_the_order_of_the_training_file(tmp_path):
     rows = "id\tlabel\tsentence\n1\twet\train\n2\tdry\tdesert\n\n3\twet\tsea\n4\tdry\tsand\n"
     dataset = prepare(labeled(tmp_path, rows, validation_share=0.4, hold_out="end"))
     assert dataset.labels == ("dry", "wet")
@@ -124,12 +124,12 @@ def test_labels_are_those_of_the_training_file_in_order(tmp_path):
         ("sentence\tlabel\na\tx\nb\ty\n", {"labels": ("x", "z")}, "has the label 'y': expected x, z"),
     ],
 )
-def test_a_file_that_is_no_labeled_text_says_where(tmp_path, text, fields, message):
+def test_an_invalid_labeled_text_file_is_an_error_with_its_line(tmp_path, text, fields, message):
     with pytest.raises(ValueError, match=message):
         prepare(labeled(tmp_path, text, **fields))
 
 
-def test_sst2_says_what_to_put_where(tmp_path):
+def test_missing_sst2_files_name_their_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"SST-2.*SST-2\.zip.*--data.manual-dir FOLDER"):
         prepare(SST2())
     write_sst2(tmp_path)
@@ -148,7 +148,7 @@ def test_sst2_says_what_to_put_where(tmp_path):
         (SST2, {"labels": ("a", "b", "c")}, r"labels.*0.*1.*got 3"),
     ],
 )
-def test_impossible_labeled_data_says_what_to_change(kind, fields, message):
+def test_invalid_labeled_data_names_the_field_to_change(kind, fields, message):
     with pytest.raises(ConfigError, match=message):
         kind(**fields)
 
@@ -177,7 +177,7 @@ def opened_run(folder, recipe, workdir="nowhere", start=None):
     return open_run(recipe, folder / workdir, say=print, start=start)[0], start
 
 
-def test_what_is_there_is_taken_and_the_new_head_is_initialized(folder):
+def test_existing_parameters_are_loaded_and_a_new_head_initialized(folder):
     recipe, start = opened_run(folder, finetuning(folder / "sst2"))
     assert recipe.model.replace(dropout_rate=0.1) == start.config.replace(
         **{"output.num_classes": 2, "attention.dropout_rate": 0.0}
@@ -200,7 +200,7 @@ def test_what_is_there_is_taken_and_the_new_head_is_initialized(folder):
 
 
 @pytest.mark.programs(8, reason="reads and exports models, whose example inputs and keys are made outside of jax.jit")
-def test_a_pooler_in_the_files_is_taken(folder, tmp_path):
+def test_a_pooler_in_the_files_is_loaded(folder, tmp_path):
     """Like the published BERT: the architecture is BertForMaskedLM, and there is a pooler."""
     recipe = finetuning(folder / "sst2")
     model = Classifier(read_start(folder, recipe).config)
@@ -222,7 +222,7 @@ def _opened(model, params, folder):
     return dataclasses.replace(opened, model=model, params=params)
 
 
-def test_begun_over_a_mesh_each_parameter_lies_in_its_place(folder):
+def test_parameters_loaded_onto_a_mesh_are_sharded(folder):
     """fsdp 2 x tensor 1 over two of the simulated devices; the moving average is initialized too."""
     recipe = finetuning(folder / "sst2", parallel=ParallelConfig(devices=2, data=1, fsdp=2), lora=SMALL_LORA)
     recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, ema_decay=0.9))
@@ -236,7 +236,7 @@ def test_begun_over_a_mesh_each_parameter_lies_in_its_place(folder):
     assert not state.base["embedding"]["embedding"].is_fully_replicated
 
 
-def test_what_does_not_fit_is_refused(folder, tmp_path):
+def test_rejects_parameters_that_do_not_fit(folder, tmp_path):
     recipe = finetuning(folder / "sst2")
     start = read_start(folder, recipe)
     params = start.params | {"output": {"kernel": np.zeros((12, 3)), "bias": np.zeros(3)}}
@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
         open_run(finetuning(folder / "sst2", lora=SMALL_LORA), tmp_path / "none", say=print)
 
 
-def test_a_classifier_counts_its_classes_by_itself(folder):
+def test_a_classifier_infers_its_number_of_classes(folder):
     recipe = finetuning(folder / "sst2")
     open_, _ = opened_run(
         folder, dataclasses.replace(recipe, model=recipe.model.replace(**{"output.num_classes": None}))
@@ -267,7 +267,7 @@ def test_a_classifier_counts_its_classes_by_itself(folder):
 
 
 @pytest.mark.slow
-def test_a_writer_starts_from_a_run(tmp_path):
+def test_a_language_model_starts_from_a_run(tmp_path):
     """A language model, initialized from the workdir of another run: its first loss is the last one of that run."""
     recipe = text_recipe(tmp_path)
     train(recipe, tmp_path / "first")
@@ -287,7 +287,7 @@ MERGED = "opening a run with low-rank updates merges each kernel outside of jax.
 
 
 @pytest.mark.programs(12, reason=MERGED)
-def test_low_rank_updates_learn_and_the_run_stands_alone(adapted, capsys):
+def test_a_lora_run_learns_and_is_self_contained(adapted, capsys):
     recipe = load_recipe(adapted)
     assert recipe.origin.model == "BERT, BertForMaskedLM"
     summary = json.loads((adapted / "summary.json").read_text())
@@ -316,7 +316,7 @@ def logits_of(model, params):
 
 
 @pytest.mark.programs(18, reason=MERGED)
-def test_a_converted_run_gives_the_same_logits_by_its_merged_weights(adapted, tmp_path, capsys):
+def test_a_converted_lora_run_gives_the_same_logits_with_merged_weights(adapted, tmp_path, capsys):
     assert main(["convert", str(adapted), str(tmp_path / "out")]) == 0
     assert "BERT: Devlin" in capsys.readouterr().out
     loaded, run = load_pretrained(tmp_path / "out"), load_run(adapted)
@@ -327,7 +327,7 @@ def test_a_converted_run_gives_the_same_logits_by_its_merged_weights(adapted, tm
 
 
 @pytest.mark.programs(17, reason=MERGED)
-def test_the_updates_of_a_run_are_exported_alone(adapted, tmp_path, capsys):
+def test_only_the_updates_of_a_run_are_exported(adapted, tmp_path, capsys):
     """The adapter and the frozen parameters give the logits of the run; a family is never replaced by another."""
     out = tmp_path / "adapter"
     assert main(["adapter", str(adapted), str(out), "--family", "nonsense"]) == 2
@@ -342,7 +342,7 @@ def test_the_updates_of_a_run_are_exported_alone(adapted, tmp_path, capsys):
     np.testing.assert_allclose(theirs, ours, atol=1e-5)  # the updates are added to activations instead of weights
 
 
-def test_another_start_is_refused_and_the_same_elsewhere_is_not(adapted, folder, tmp_path, capsys):
+def test_rejects_a_different_initial_model_but_accepts_a_moved_one(adapted, folder, tmp_path, capsys):
     recipe = finetuning(folder / "sst2", lora=SMALL_LORA)
     start = read_start(folder, recipe)
     moved = Start("elsewhere", start.model, start.config, start.params, start.tokenizer, start.left)
@@ -368,7 +368,7 @@ def final_state(workdir, step):
 
 
 @pytest.mark.slow
-def test_stopped_and_gone_on_with_equals_never_stopped(adapted, folder):
+def test_a_resumed_run_equals_an_uninterrupted_run(adapted, folder):
     """Stopped after ten of thirty steps, and resumed without --init."""
     recipe = finetuning(folder / "sst2", lora=SMALL_LORA)
     short = dataclasses.replace(recipe.training, steps=10)
@@ -379,7 +379,7 @@ def test_stopped_and_gone_on_with_equals_never_stopped(adapted, folder):
 
 
 @pytest.mark.slow
-def test_a_whole_model_learns(folder):
+def test_full_fine_tuning_learns(folder):
     recipe = finetuning(folder / "sst2")
     summary = train(recipe, folder / "whole", start=read_start(folder, recipe))
     assert summary.eval_accuracy == 1.0
@@ -387,7 +387,7 @@ def test_a_whole_model_learns(folder):
     assert not (folder / "whole" / "samples.txt").exists()
 
 
-def test_a_tied_table_under_the_name_of_the_head_is_taken(tmp_path):
+def test_a_tied_table_named_as_the_head_is_loaded(tmp_path):
     """Like safetensors.torch.save_model: a tensor with several names is stored under the first one."""
     record = golden_case.golden("gpt2")["lm"]
     directory = ours.write(tmp_path / "gpt2", record)
@@ -401,7 +401,7 @@ def test_a_tied_table_under_the_name_of_the_head_is_taken(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, given, other)
 
 
-def test_what_only_float32_can_hold_stays_float32_in_a_classifier(tmp_path):
+def test_a_classifier_keeps_float32_values_outside_the_float16_range(tmp_path):
     directory = ours.write(tmp_path / "deepseek", golden_case.golden("deepseek_v3")["lm"])
     recipe = change(finetuning(tmp_path), model={"dtype": "bfloat16", "parameters.dtype": "bfloat16"})
     leaves = flatten_dict(start_from(directory, recipe).params, sep="/")

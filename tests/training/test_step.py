@@ -30,7 +30,7 @@ def run(recipe, batches):
 @pytest.mark.parametrize(
     ("task", "parts"), [("causal_lm", 8), ("causal_lm", 2), pytest.param("seq2seq", 4, marks=pytest.mark.slow)]
 )
-def test_accumulation_gives_the_same_number_as_one_big_batch(task, parts):
+def test_accumulation_equals_one_large_batch(task, parts):
     batches = [tiny_batch(task, seed=seed) for seed in range(3)]
     whole, whole_metrics = run(calm(task, label_smoothing=0.1), batches)
     state, metrics = run(calm(task, label_smoothing=0.1, accumulation=parts), batches)
@@ -41,7 +41,7 @@ def test_accumulation_gives_the_same_number_as_one_big_batch(task, parts):
 
 
 @pytest.mark.parametrize("task", ["causal_lm", pytest.param("seq2seq", marks=pytest.mark.slow)])
-def test_pmap_over_an_axis_gives_the_same_number_as_one_device(task):
+def test_pmap_over_an_axis_equals_one_device(task):
     recipe = calm(task)
     batch = tiny_batch(task)
     state, _ = start(recipe)
@@ -60,7 +60,7 @@ def replicate(tree, number):
 
 
 @pytest.mark.slow
-def test_pmap_drops_differently_on_each_device_and_updates_alike():
+def test_pmap_has_different_dropout_and_equal_updates_on_each_device():
     recipe = tiny_recipe(model={"dropout_rate": 0.5})
     batch = tiny_batch(rows=1, padding=False)
     state, single = start(recipe)
@@ -73,7 +73,7 @@ def test_pmap_drops_differently_on_each_device_and_updates_alike():
     assert all(abs(float(metrics["loss_sum"][0]) - 2 * loss) > 1e-4 for loss in losses)
 
 
-def test_rows_of_weight_zero_count_nothing():
+def test_rows_of_weight_zero_have_no_effect():
     batch = tiny_batch()
     padded = {name: np.concatenate([array, array]) for name, array in batch.items()}
     padded["weights"][8:] = 0.0
@@ -83,7 +83,7 @@ def test_rows_of_weight_zero_count_nothing():
     np.testing.assert_allclose(metrics["loss_sum"], expected_metrics["loss_sum"], rtol=1e-6)
 
 
-def test_randomness_comes_from_seed_and_step_alone():
+def test_randomness_depends_only_on_seed_and_step():
     recipe = tiny_recipe(model={"dropout_rate": 0.5})
     state, step = start(recipe)
     batch = tiny_batch()
@@ -97,7 +97,7 @@ def test_randomness_comes_from_seed_and_step_alone():
     assert loss(compiled_step(change(recipe, training={"seed": 1}))) != first
 
 
-def test_micro_batches_drop_differently():
+def test_micro_batches_have_different_dropout():
     """Two rows, each a micro-batch: with the same mask for both, their order would make no difference."""
     recipe = tiny_recipe(model={"dropout_rate": 0.5}, accumulation=2)
     rows = tiny_batch(rows=2, padding=False)
@@ -114,7 +114,7 @@ def batch_with_target(token):
     return batch | {"targets": targets}
 
 
-def test_skip_leaves_the_state_and_counts():
+def test_skip_keeps_the_state_and_counts_the_step():
     recipe = tiny_recipe(nan_policy="skip", ema_decay=0.9)
     state, step = start(recipe)
     state, _ = step(state, tiny_batch())
@@ -129,7 +129,7 @@ def test_skip_leaves_the_state_and_counts():
     assert any(np.any(a != b) for a, b in zip(new, old, strict=True))
 
 
-def test_the_learning_rate_in_the_metrics_is_that_of_the_applied_steps():
+def test_the_logged_learning_rate_counts_applied_steps():
     recipe = tiny_recipe(nan_policy="skip", optimizer={"schedule": "cosine", "warmup_steps": 4}, steps=9)
     rates, schedule = [], make_schedule(recipe)
     state, step = start(recipe)
@@ -142,7 +142,7 @@ def test_the_learning_rate_in_the_metrics_is_that_of_the_applied_steps():
     assert len(set(rates)) == 3
 
 
-def test_stop_keeps_the_state_of_before_even_if_steps_follow():
+def test_stop_keeps_the_previous_state_even_if_steps_follow():
     recipe = tiny_recipe()
     state, step = start(recipe)
     state, _ = step(state, tiny_batch())
@@ -154,7 +154,7 @@ def test_stop_keeps_the_state_of_before_even_if_steps_follow():
         check_finite(2, jax.device_get(metrics), parameter_paths(state.params))
 
 
-def test_the_first_bad_parameter_is_named():
+def test_the_first_non_finite_parameter_is_named():
     recipe = tiny_recipe(model={"embedding.tie": False})
     state, step = start(recipe)
     paths = parameter_paths(state.params)
@@ -234,7 +234,7 @@ def test_the_sum_of_many_bfloat16_gradients_does_not_stop_growing():
     np.testing.assert_array_equal(np.asarray(gradients["w"], np.float32), 512)
 
 
-def test_bfloat16_computes_and_float32_masters():
+def test_bfloat16_computation_keeps_float32_parameters():
     recipe = tiny_recipe(model={"dtype": "bfloat16"})
     state, step = start(recipe)
     chex.assert_type(jax.tree.leaves(state.params), jnp.float32)
@@ -247,7 +247,7 @@ def test_bfloat16_computes_and_float32_masters():
     assert float(metrics["loss_sum"]) != full
 
 
-def test_grad_norm_is_that_of_the_mean_loss():
+def test_grad_norm_belongs_to_the_mean_loss():
     recipe = tiny_recipe(optimizer={"clip_norm": 1e-3})
     batch = tiny_batch()
     state, step = start(recipe)
@@ -262,7 +262,7 @@ def test_grad_norm_is_that_of_the_mean_loss():
     np.testing.assert_allclose(step(state, batch)[1]["grad_norm"], norm, rtol=1e-5)
 
 
-def test_evaluation_is_without_smoothing_and_dropout():
+def test_evaluation_uses_no_smoothing_or_dropout():
     plain = tiny_recipe()
     other = tiny_recipe(model={"dropout_rate": 0.5}, label_smoothing=0.3, z_loss=0.1)
     state, step = start(plain)
@@ -281,7 +281,7 @@ def test_parameters_are_counted_and_named_in_order():
     assert count_parameters(state.params) == sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
 
-def test_the_z_loss_is_trained_on():
+def test_the_z_loss_is_part_of_the_training_loss():
     """The loss of a step contains its term, which is about z_loss ln(V)^2 for a new model."""
     batch = tiny_batch()
     plain, with_term = (run(tiny_recipe(z_loss=weight), [batch])[1] for weight in (0.0, 0.5))

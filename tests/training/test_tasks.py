@@ -56,7 +56,7 @@ def test_no_code_compares_names_of_tasks():
         'match name:\n    case "seq2seq":\n        pass',
     ],
 )
-def test_a_comparison_of_tasks_is_seen(source):
+def test_a_comparison_of_task_names_is_detected(source):
     assert len([*task_comparisons(source)]) == 1
 
 
@@ -70,7 +70,7 @@ def test_every_kind_of_data_has_a_task_and_every_task_has_data():
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
-def test_a_task_defines_what_its_base_class_leaves_open(task):
+def test_a_task_defines_the_abstract_methods_of_its_base_class(task):
     for method in ("inputs", "shapes"):
         assert getattr(type(task), method) is not getattr(Task, method), f"{task.name}: {method}"
     assert task.tokens or task.part

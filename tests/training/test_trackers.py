@@ -156,7 +156,7 @@ def test_a_tracker_that_fails_later_does_not_stop_the_run(folder, packages, monk
     assert {step for step, _ in logged(packages["trackio"])} >= {2, 4, 6}
 
 
-def test_a_tracker_that_can_not_start_is_one_error_and_the_others_are_finished(folder, packages, tmp_path):
+def test_a_tracker_that_cannot_start_is_one_error_and_others_are_closed(folder, packages, tmp_path):
     def fail(**_):
         raise ValueError("api_key not configured (no-tty).\ncall wandb login [your_api_key]")
 

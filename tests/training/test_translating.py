@@ -32,7 +32,7 @@ def translations(outputs, right=RIGHT):
 # The measures
 
 
-def test_identical_texts_have_all_of_it():
+def test_identical_texts_have_the_maximum_score():
     score = corpus_score(translations(RIGHT), "none")
     assert (score.bleu, score.chrf) == (pytest.approx(100), pytest.approx(100))
     assert score.pairs == 3
@@ -40,7 +40,7 @@ def test_identical_texts_have_all_of_it():
 
 
 @pytest.mark.parametrize("tokenization", ["none", "13a"])
-def test_they_are_those_of_sacrebleu(tokenization):
+def test_scores_equal_sacrebleu(tokenization):
     outputs = ["ein mann rennt.", "zwei hunde laufen im wald .", "eine frau liest das buch ."]
     score = corpus_score(translations(outputs), tokenization)
     assert score.bleu == sacrebleu.corpus_bleu(outputs, [RIGHT], tokenize=tokenization).score
@@ -49,19 +49,19 @@ def test_they_are_those_of_sacrebleu(tokenization):
     assert f"version:{sacrebleu.__version__}" in score.chrf_signature
 
 
-def test_the_data_say_how_words_are_parted():
+def test_the_data_determine_the_word_tokenization():
     assert Multi30k(form="tokenized").bleu_tokenization == "none"
     assert Multi30k(form="raw").bleu_tokenization == "13a"
     assert ParallelText(source_path="a").bleu_tokenization == "13a"
     assert NumberWords().bleu_tokenization is None
 
 
-def test_nothing_has_no_score():
+def test_empty_translations_have_no_score():
     with pytest.raises(ValueError, match="there are no translations to score"):
         corpus_score([], "none")
 
 
-def test_a_text_of_two_lines_is_written_and_scored_as_one(tmp_path):
+def test_a_two_line_text_is_written_and_scored_as_one_line(tmp_path):
     outputs = ["ein mann\ngeht .", *RIGHT[1:]]
     write_lines(tmp_path / "out.txt", outputs)
     assert (tmp_path / "out.txt").read_text().splitlines() == RIGHT
@@ -124,7 +124,7 @@ def test_reports_bleu_and_chrf_at_the_end_of_a_run(copied):
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_has_them(tmp_path, capsys):
+def test_the_final_summary_has_bleu_and_chrf(tmp_path, capsys):
     summary = loop.train(copying(tmp_path), tmp_path / "run")
     assert 5 < summary.corpus.bleu < 100
     assert f"BLEU on 12 pairs of validation: {summary.corpus.bleu:.2f}" in capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_the_end_of_a_run_has_them(tmp_path, capsys):
     assert (found["bleu"], found["chrf"]) == (summary.corpus.bleu, summary.corpus.chrf)
 
 
-def test_a_summary_of_earlier_is_read(copied, tmp_path):
+def test_summaries_of_earlier_versions_are_read(copied, tmp_path):
     workdir, summary = copied
     values = json.loads((workdir / "summary.json").read_text())
     del values["corpus"], values["split"]
@@ -153,7 +153,7 @@ def evaluated(capsys, *words):
     return json.loads(out)
 
 
-def test_evaluate_finds_the_same_and_writes_what_was_compared(copied, capsys):
+def test_evaluate_gives_the_same_scores_and_writes_the_compared_texts(copied, capsys):
     workdir, summary = copied
     found = evaluated(capsys, workdir)
     assert (found["bleu"], found["chrf"]) == (summary.corpus.bleu, summary.corpus.chrf)
@@ -169,7 +169,7 @@ def test_evaluate_finds_the_same_and_writes_what_was_compared(copied, capsys):
     assert sacrebleu.corpus_chrf(hypotheses, [references]).score == found["chrf"]
 
 
-def test_evaluate_says_it_in_words(copied, capsys):
+def test_evaluate_prints_the_scores(copied, capsys):
     workdir, summary = copied
     assert main(["evaluate", "run", str(workdir)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -193,7 +193,7 @@ def test_the_order_of_the_data_is_kept(copied):
 
 
 @pytest.mark.slow
-def test_a_wider_beam_is_used_where_it_is_asked_for(copied, capsys):
+def test_a_requested_beam_size_is_used(copied, capsys):
     """Set by an option or in the recipe."""
     workdir, narrow = copied
     wide = evaluated(capsys, workdir, "--beam-size", 3, "--alpha", 0)
@@ -205,7 +205,7 @@ def test_a_wider_beam_is_used_where_it_is_asked_for(copied, capsys):
     assert summary.corpus.chrf == wide["chrf"] != narrow.corpus.chrf
 
 
-def test_beams(copied, capsys):
+def test_evaluates_with_several_beam_sizes(copied, capsys):
     assert make_beam(1, 0.6) is None
     assert make_beam(3, 0.5) == Beam(size=3, alpha=0.5)
     with pytest.raises(ConfigError, match=r"evaluation\.beam_size.*1.*got 0"):
@@ -219,7 +219,7 @@ def test_beams(copied, capsys):
 
 
 @pytest.mark.filterwarnings("default:the data differs from")
-def test_reports_other_data_than_in_training(copied, tmp_path, capsys):
+def test_reports_data_different_from_training(copied, tmp_path, capsys):
     workdir, _ = copied
     for name in ("tokenizer", "checkpoints"):
         (tmp_path / name).symlink_to(workdir / name)
@@ -237,7 +237,7 @@ def test_reports_other_data_than_in_training(copied, tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("default:the translations could not be written")
-def test_reports_files_that_cannot_be_written_and_keeps_the_measures(copied, capsys, monkeypatch):
+def test_reports_unwritable_files_and_keeps_the_scores(copied, capsys, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 

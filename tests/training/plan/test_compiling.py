@@ -15,7 +15,7 @@ from transformer.training.plan._topologies import compile_program, memory_in_err
         ("total memory required for HLO temporaries (60.91G) exceeds available HBM (15.75G)", (60.91, 15.75)),
     ],
 )
-def test_what_the_compiler_lacked(message, sizes):
+def test_reads_memory_sizes_from_the_compiler_error(message, sizes):
     assert memory_in_error(message) == tuple(round(size * 2**30) for size in sizes)
     assert memory_in_error("RESOURCE_EXHAUSTED: something") is None
 
@@ -30,7 +30,7 @@ class Refused:
         raise jax.errors.JaxRuntimeError(self.message)
 
 
-def test_a_refusal_for_memory_is_an_answer():
+def test_an_out_of_memory_compilation_is_a_result():
     lowered = Refused("RESOURCE_EXHAUSTED: Ran out of memory. Used 60.5G of 15.75G hbm.")
     fit, text = compile_program(lowered, {"parameters": 2**30}, parse_topology("v5e:1x1"))
     assert (fit.fits, text, fit.needed_bytes, fit.available_bytes) == (False, None, 60.5 * 2**30, 15.75 * 2**30)
@@ -41,14 +41,14 @@ def test_a_refusal_for_memory_is_an_answer():
     "message",
     ["RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 16.13M of 16.00M vmem.", "INTERNAL: no"],
 )
-def test_another_refusal_is_an_error(message):
+def test_any_other_compiler_error_is_raised(message):
     told = rf"rejects this program.*--execution\.attention blockwise or reference\. The compiler's message: {message}$"
     with pytest.raises(CompilerError, match=told):
         compile_program(Refused(message + "\nand more"), {"parameters": 2**30}, parse_topology("v5e:1x1"))
 
 
 @pytest.mark.parametrize(("needed", "fits"), [(0.9, True), (1.1, False)])
-def test_a_compiler_that_never_refuses(needed, fits):
+def test_handles_a_compiler_without_memory_limit(needed, fits):
     """For devices other than known TPUs, the needed memory is compared with the available memory."""
     numbers = 2**14
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((numbers,), jnp.float32))

@@ -34,7 +34,7 @@ def reading(data, **groups):
 
 
 @pytest.mark.parametrize("kind", [SST2Sentences, MaskedSST2])
-def test_made_up_texts_are_whole_and_their_labels_are_classes(kind):
+def test_synthetic_texts_fill_their_rows_and_labels_are_valid(kind):
     classes = 2 if kind is SST2Sentences else None
     recipe = reading(kind(max_length=20), model={"output.num_classes": classes})
     batch = made_up_batch(recipe)
@@ -55,7 +55,7 @@ def test_tokens_of_a_step_are_patches_where_the_data_is_numbers(name, tokens, to
     assert step_tokens(reading(PAIRS)) == 8 * (12 + 10)
 
 
-def test_rows_that_a_model_or_a_mesh_has_no_place_for():
+def test_rejects_rows_that_do_not_fit_the_model_or_mesh():
     packed = dataclasses.replace(PAIRS, batch_size=128, batch_tokens=512, packed_length=32)
     with pytest.raises(ConfigError, match=r"packed_length \(32\).*model.position.max_length \(20\)"):
         reading(packed, model={"position": LearnedOptions(max_length=20)})

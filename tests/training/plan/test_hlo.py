@@ -90,7 +90,7 @@ def entry(*lines, more=""):
 
 
 class TestCollectives:
-    def test_count_and_bytes_by_kind(self):
+    def test_collectives_are_counted_with_bytes_by_kind(self):
         cost = Program(HLO).cost(8)
         reduce, gather, scatter, permute = cost.collectives
         assert cost.loops_known
@@ -113,7 +113,7 @@ class TestCollectives:
             ("{}", 8),
         ],
     )
-    def test_groups_of_devices(self, groups, size):
+    def test_reads_device_groups(self, groups, size):
         line = f"ROOT %r = f32[2] reduce-scatter(%x), replica_groups={groups}, to_apply=%add"
         (scatter,) = entry("%x = f32[16] parameter(0)", line).cost(8).collectives
         assert scatter.wire_bytes == (size - 1) * 8
@@ -147,7 +147,7 @@ class TestCollectives:
             ("ONE_TO_ONE", "{{100000->200000},{200000->100000}}", ("collective-permute", 48, 48)),
         ],
     )
-    def test_across_slices(self, transfer, target, found):
+    def test_detects_collectives_across_slices(self, transfer, target, found):
         """The compiler rewrites them to a send to the host and a receive; other transfers to the host don't count."""
         about = f'_xla_megascale_target={target},_xla_megascale_transfer_type="{transfer}"'
         lines = (
@@ -165,7 +165,7 @@ class TestCollectives:
         assert (cost.wire_bytes, cost.dcn_bytes) == (72, found[2])
         assert cost.hbm_bytes == 5 * 48  # one read or write by each transfer, and two by the all-reduce
 
-    def test_of_a_real_program(self):
+    def test_reads_collectives_of_a_compiled_program(self):
         """Data parallelism over eight devices: every gradient goes through an all-reduce."""
         model = TEXT.model.replace(num_layers=1)
         recipe = dataclasses.replace(
@@ -180,29 +180,29 @@ class TestCollectives:
 
 
 class TestLoops:
-    def test_turns_of_a_condition(self):
+    def test_reads_trip_counts_from_the_loop_condition(self):
         cost = Program(UNTOLD).cost(8)
         assert (cost.collectives[0].count, cost.loops_known) == (8, True)
 
-    def test_beginning_and_step(self):
+    def test_reads_start_and_step_of_a_loop(self):
         program = Program(UNTOLD.replace("s32[] constant(0)", "s32[] constant(2)"))
         assert program.cost(8).collectives[0].count == 6
         assert Program(UNTOLD.replace("%one = s32[] constant(1)", "%one = s32[] constant(3)")).cost(8).collectives[
             0
         ].count == (3 + 1)
 
-    def test_turns_that_no_text_tells(self):
+    def test_unknown_trip_counts_are_reported(self):
         program = Program(UNTOLD.replace("direction=LT", "direction=NE"))
         cost = program.cost(8)
         assert (cost.collectives[0].count, cost.loops_known) == (2, False)
         assert not program.cost(8, at_most=True).loops_bounded
         assert program.cost(8, begin="body").collectives[0].count == 1
 
-    def test_a_beginning_that_no_text_tells(self):
+    def test_an_unknown_loop_start_is_reported(self):
         program = Program(UNTOLD.replace("%zero = s32[] constant(0)", "%zero = s32[] parameter(1)"))
         assert not program.cost(8).loops_known
 
-    def test_a_loop_by_its_name(self):
+    def test_a_loop_is_identified_by_its_name(self):
         named = HLO.replace("backend_config", 'metadata={op_name="jit(f)/while"}, backend_config')
         program = Program(named)
         assert program.loop("jit(f)/while") == "body"
@@ -213,7 +213,7 @@ class TestLoops:
         assert Program(named.replace(line, f"{line}\n{line.replace('%w', '%v')}")).loop("jit(f)/while") is None
 
     @pytest.mark.parametrize("experts", [1, 5])
-    def test_a_loop_over_experts_turns_at_most_for_all_blocks(self, experts):
+    def test_a_loop_over_experts_runs_at_most_once_per_block(self, experts):
         blocks, rows, width = 13, 3, 7
 
         def feed_forward(x, kernel, expert, used):
@@ -236,7 +236,7 @@ class TestLoops:
         assert backward.cost(1, at_most=True).loops_bounded
         assert backward.cost(1, at_most=True).flops == 3 * all_blocks.flops
 
-    def test_a_loop_over_layers_does_what_its_layers_do(self):
+    def test_a_loop_over_layers_costs_the_sum_of_its_layers(self):
         def layer(x, weights):
             return jnp.tanh(x @ weights), None
 
@@ -264,7 +264,7 @@ class TestLoops:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("remat", ["none", "full"])
-    def test_so_it_is_with_a_recipe(self, remat):
+    def test_the_loop_cost_holds_for_a_recipe(self, remat):
         def cost(scan):
             recipe = dataclasses.replace(TEXT, execution=Execution(scan=scan, remat=remat, attention="reference"))
             return Program(text_of(make_train_step(recipe), abstract_state(recipe), batch_shapes(recipe))).cost(1)
@@ -276,7 +276,7 @@ class TestLoops:
             assert looped.hbm_bytes == pytest.approx(unrolled.hbm_bytes, rel=0.2)
 
 
-def test_a_text_that_is_no_program():
+def test_rejects_text_that_is_not_hlo():
     with pytest.raises(ValueError, match=r"ENTRY.*'HloModule x'"):
         Program("HloModule x")
 
@@ -290,14 +290,14 @@ class TestFlops:
             lambda x, y: jnp.einsum("bij,bjk->bik", jnp.stack([x] * 7), jnp.stack([y] * 7)),
         ],
     )
-    def test_products(self, function):
+    def test_counts_flops_of_matrix_multiplications(self, function):
         compiled = jax.jit(function).lower(floats(13, 29), floats(29, 31)).compile()
         own = Program(compiled.as_text()).cost(1).flops
         assert own % (2 * 13 * 29 * 31) == 0
         assert own <= compiled.cost_analysis()["flops"] <= 1.1 * own
 
     @pytest.mark.parametrize("chosen", [lambda x: x[0, 0] > 0, lambda x: x[0, 0].astype(jnp.int32)])
-    def test_of_branches_the_largest_counts(self, chosen):
+    def test_the_most_expensive_branch_counts(self, chosen):
         def branch(x):
             return jax.lax.switch(chosen(x) * 1, [lambda x: x @ x, lambda x: x @ x @ x], x)
 
@@ -327,7 +327,7 @@ class TestFlops:
         ],
         ids=["plain", "batched", "reversed"],
     )
-    def test_products_as_the_tpu_writes_them(self, operands, attributes, result, pairs):
+    def test_reads_matrix_multiplications_in_tpu_hlo(self, operands, attributes, result, pairs):
         left, right = operands.split()
         program = entry(
             f"%l = {left} parameter(0)",
@@ -346,7 +346,7 @@ class TestFlops:
             ("s32 s32", (0, 0)),
         ],
     )
-    def test_those_in_8_bits(self, factors, found):
+    def test_counts_8_bit_matrix_multiplications_separately(self, factors, found):
         left, right = factors.split()
         cost = entry(
             f"%l = {left}[4,3]{{1,0}} parameter(0)",
@@ -393,28 +393,28 @@ class TestExperts:
             (("2048,512", "4,1024,512", "2048,1024"), None, (ROWS, 4)),  # the transposed kernel of megablox
         ],
     )
-    def test_rows_times_kernels(self, sizes, tiles, read):
+    def test_counts_flops_of_grouped_matrix_multiplications(self, sizes, tiles, read):
         cost = grouped(*sizes, tiles).cost(1)
         assert (cost.flops, cost.kernels) == (2 * self.ROWS * 512 * 1024, 0)
         metadata = 2 * 4 * 5  # reads and writes 5 integers
         assert cost.hbm_bytes - metadata == 2 * (read[0] * 512 + read[1] * 512 * 1024 + self.ROWS * 1024)
 
-    def test_the_derivative_of_kernels(self):
+    def test_counts_flops_of_grouped_kernel_gradients(self):
         cost = grouped("2048,512", "2048,1024", "4,512,1024", "256,256,512").cost(1)
         assert (cost.flops, cost.kernels) == (2 * self.ROWS * 512 * 1024, 0)
         assert cost.hbm_bytes - 40 == 2 * (2 * self.ROWS * 512 + 2 * self.ROWS * 1024 + 4 * 512 * 1024)
 
-    def test_experts_on_several_devices_share_the_rows(self):
+    def test_experts_on_several_devices_divide_the_rows(self):
         cost = grouped("2048,512", "4,512,1024", "2048,1024").cost(8, expert_shards=2)
         assert cost.flops == 2 * (1024 + 3 * 256) * 512 * 1024
 
-    def test_another_kernel(self):
+    def test_ignores_other_kernels(self):
         cost = grouped("2048,512,7", "4,512,1024", "2048,1024").cost(1)
         assert (cost.flops, cost.kernels) == (0, 1)
 
 
 class TestBytes:
-    def test_what_stays_on_the_chip_is_free(self):
+    def test_values_in_on_chip_memory_cost_no_traffic(self):
         program = entry(
             "%a = f32[128,8]{1,0:T(8,128)} parameter(0)",
             "%b = f32[128,8]{1,0:T(8,128)S(1)} negate(%a)",
@@ -422,15 +422,15 @@ class TestBytes:
         )
         assert program.cost(1).hbm_bytes == 128 * 128 * 4  # read once, padded to whole tiles
 
-    def test_read_and_written(self):
+    def test_counts_bytes_read_and_written(self):
         text = text_of(lambda x: x + 1, floats(1031))
         assert Program(text).cost(1).hbm_bytes == pytest.approx(2 * 4 * 1031, abs=16)
 
-    def test_of_a_slice_what_it_takes(self):
+    def test_a_slice_counts_only_its_own_bytes(self):
         text = text_of(lambda x, i: jax.lax.dynamic_index_in_dim(x, i, 0), floats(101, 1031), jnp.int32(3))
         assert Program(text).cost(1).hbm_bytes < 3 * 4 * 1031
 
-    def test_of_a_view_inside_a_fusion_what_its_users_read(self):
+    def test_a_view_inside_a_fusion_counts_the_bytes_its_users_read(self):
         """A TPU reads the output head through a fusion inside the fusion, which only returns its operand."""
         inside = """\
 %view (v: f32[64,8]) -> f32[64,8] {
@@ -453,7 +453,7 @@ class TestBytes:
         )
         assert program.cost(1).hbm_bytes == 4 * (64 * 8 + 4 * 8 + 4 * 64)
 
-    def test_of_an_update_in_place_what_is_new(self):
+    def test_an_in_place_update_counts_only_new_bytes(self):
         def fill(x):
             return jax.lax.fori_loop(0, 101, lambda i, x: x.at[i].set(jnp.sin(x[i])), x)
 
@@ -478,7 +478,7 @@ class TestHost:
             ("%c = f32[2] dynamic-slice(%device, %i)", 0),
         ],
     )  # fmt: skip
-    def test_bytes_of_a_copy(self, line, count):
+    def test_counts_bytes_of_a_copy(self, line, count):
         lines = (
             "%host = f32[16]{0:T(128)S(5)} parameter(0)",
             "%device = f32[16]{0:T(128)} parameter(1)",
@@ -487,7 +487,7 @@ class TestHost:
         )
         assert entry(*lines, line).cost(1).host_bytes == count
 
-    def test_the_busier_direction_counts(self):
+    def test_the_busier_transfer_direction_counts(self):
         """Copies in both directions take place at the same time."""
         lines = (
             "%a = f32[16]{0:S(5)} parameter(0)",

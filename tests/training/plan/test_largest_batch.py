@@ -36,7 +36,7 @@ def found(monkeypatch, needed, available, recipe=TEXT, size_of=lambda data: data
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 8, 9, 55, 1000])
 @pytest.mark.parametrize("curve", ["line", "steps", "bent"])
-def test_it_finds_the_limit(monkeypatch, limit, curve):
+def test_finds_the_largest_batch_that_fits(monkeypatch, limit, curve):
     needed = {
         "line": lambda size: 1000 + 50 * size,
         "steps": lambda size: 1000 + 400 * (size // 64),
@@ -59,7 +59,7 @@ def test_batches_by_tokens_have_whole_rows(monkeypatch):
     assert best_of(tried).size == 40 * 12
 
 
-def test_nothing_fits(monkeypatch):
+def test_reports_that_nothing_fits(monkeypatch):
     tried = found(monkeypatch, lambda size: 1000 + size, 500, parallel(TEXT, data=8))
     assert best_of(tried) is None
     assert tried[-1].size == 8
@@ -67,14 +67,14 @@ def test_nothing_fits(monkeypatch):
     assert lines[1:] == ["assumed: y", "nothing fits: --data.batch-size 8: does not fit, 1008 B", "  try b"]
 
 
-def test_what_is_printed(monkeypatch):
+def test_prints_the_result(monkeypatch):
     tried = found(monkeypatch, lambda size: 100 * size, 4000, parallel(TEXT, data=8))
     lines = list(batch_lines("x", CHIPS, [], "--data.batch-size", tried, best_of(tried)))
     assert lines[1] == "largest batch: --data.batch-size 40 (48 does not fit)"
     assert lines[2] == "  --data.batch-size 40: fits, 3.91 KiB, an estimate and not a measurement"
 
 
-def test_rows_that_the_devices_can_not_share(monkeypatch):
+def test_rejects_rows_that_the_devices_cannot_divide(monkeypatch):
     by_four = dataclasses.replace(parallel(TEXT, data=8), training=TrainingConfig(accumulation=4))
     with pytest.raises(ConfigError, match=r"data.batch_size \(8\).*32.*--data.batch-size 32"):
         found(monkeypatch, lambda size: size, 1, by_four)

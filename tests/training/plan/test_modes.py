@@ -32,7 +32,7 @@ from transformer.training.plan._measurement import made_up_batch
 
 @pytest.mark.slow
 class TestPmap:
-    def test_it_is_the_same_work_as_over_a_mesh(self):
+    def test_pmap_does_the_same_work_as_a_mesh(self):
         one, other = (make_plan(parallel(SMALL, kind=kind), CHIPS, jax.devices()) for kind in ("pmap", "mesh"))
         assert (one.fits, one.mesh, other.mesh) == (True, "pmap: data 8", "mesh: data 8")
         assert one.memory["parameters"] == other.memory["parameters"] == 4 * one.num_parameters
@@ -40,30 +40,30 @@ class TestPmap:
         assert one.computed_flops == pytest.approx(other.computed_flops, rel=0.01)
         assert {talk.kind for talk in one.cost.collectives} == {"all-reduce"}
 
-    def test_rows_that_the_devices_can_not_share(self):
+    def test_rejects_rows_that_the_devices_cannot_divide(self):
         uneven = dataclasses.replace(TEXT, data=dataclasses.replace(TEXT.data, batch_size=12))
         with pytest.raises(ConfigError, match="must be a multiple of the 8 parts"):
             make_plan(parallel(uneven, kind="pmap"), CHIPS, jax.devices())
 
-    def test_fewer_devices_are_the_peak_of_fewer(self):
+    def test_half_the_devices_double_the_compute_time(self):
         whole = make_plan(parallel(SMALL, kind="pmap"), CHIPS, jax.devices())
         half = make_plan(parallel(SMALL, kind="pmap", devices=4), CHIPS, jax.devices())
         assert half.estimate.compute_seconds == pytest.approx(2 * whole.estimate.compute_seconds, rel=0.01)
 
 
 class TestDecode:
-    def test_what_is_asked_for(self):
+    def test_reads_the_requested_generation(self):
         assert parse_generation("8:1024:256", TEXT) == Generation(8, 1024, 256)
         assert parse_generation(None, TEXT) == Generation(8, 12, 12)
         assert parse_generation(None, PAIRS) == Generation(8, 12, 10)
         assert str(Generation(3, 5, 7)) == "3:5:7"
 
     @pytest.mark.parametrize("text", ["8", "8:1024", "8:0:1", "a:b:c", "8:16:4:2", "configs/x.py"])
-    def test_what_is_none(self, text):
+    def test_rejects_invalid_generation_requests(self, text):
         with pytest.raises(ConfigError, match=r"ROWS:PROMPT:NEW.*8:1024:256"):
             parse_generation(text, TEXT)
 
-    def test_more_than_there_are_positions(self):
+    def test_rejects_texts_longer_than_the_position_table(self):
         learned = dataclasses.replace(TEXT, model=TEXT.model.replace(position=LearnedOptions(max_length=30)))
         assert parse_generation("1:20:10", learned)
         with pytest.raises(ConfigError, match=r"model.*30"):
@@ -88,7 +88,7 @@ class TestDecode:
         assert plan.prefill.compute_seconds > 8 * plan.token.compute_seconds > 0
         assert plan.tokens_per_second == 8 / plan.token.seconds
 
-    def test_devices_that_split_heads_hold_latents_whole(self):
+    def test_latents_are_replicated_on_devices_that_shard_heads(self):
         mla = MLA(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
         model = SMALL.model.replace(**{"attention.num_kv_heads": None, "attention.mla": mla})
         recipe = dataclasses.replace(parallel(SMALL, data=4, tensor=2), model=model)
@@ -96,7 +96,7 @@ class TestDecode:
         latents = 8 * 24 * (6 + 4) * 4  # rows, cache slots, values per token, bytes
         assert latents / 4 <= plan.cache_bytes < 1.2 * latents / 4
 
-    def test_a_kernel_for_whole_sequences_is_not_that_of_writing(self):
+    def test_generation_does_not_use_full_sequence_kernels(self):
         recipe = dataclasses.replace(parallel(SMALL, devices=1), execution=Execution(attention="splash"))
         assert make_decode_plan(recipe, Generation(2, 8, 8), CHIPS, jax.devices()).fits
 
@@ -107,7 +107,7 @@ class TestDecode:
         assert long.cache_bytes == pytest.approx(4 * short.cache_bytes, rel=0.01)
         assert long.token.memory_seconds > short.token.memory_seconds
 
-    def test_of_a_translation(self):
+    def test_plans_a_translation(self):
         pairs = dataclasses.replace(PAIRS, model=PAIRS.model.replace(num_layers=1))
         plan = make_decode_plan(pairs, Generation(8, 12, 10), CHIPS, jax.devices())
         text = "\n".join(decode_lines("x", CHIPS, ["y"], plan))
@@ -119,7 +119,7 @@ class TestDecode:
         assert "bound" not in text
 
     @pytest.mark.parametrize("mesh", [{"devices": 1}, {"data": 2, "expert": 4}], ids=str)
-    def test_of_experts_all_blocks_are_read(self, mesh):
+    def test_generation_reads_all_expert_blocks(self, mesh):
         """At most one block for each of 8 x 2 copies of tokens; a device's experts may receive all of them."""
         experts = TEXT.model.replace(num_layers=1, **{"stack.period": (LayerKind(moe=MoE(num_experts=4, d_ff=512)),)})
         recipe = dataclasses.replace(parallel(TEXT, **mesh), model=experts)
@@ -140,7 +140,7 @@ class TestDecode:
             ("LOOP", "jit(other)/while", "the compiled program has no recognizable loop over new tokens"),
         ],
     )
-    def test_no_estimate_where_a_loop_is_not_understood(self, monkeypatch, name, value, why):
+    def test_an_unknown_loop_gives_no_estimate(self, monkeypatch, name, value, why):
         monkeypatch.setattr(hlo if name == "_turns_at_most" else decoding, name, value)
         model = SMALL.model.replace(**{"stack.period": (LayerKind(moe=MoE(num_experts=4)),)})
         recipe = dataclasses.replace(parallel(SMALL, devices=1), model=model)
@@ -170,13 +170,13 @@ class TestDecode:
             (parallel(TEXT, tensor=8, data=1), 8, "num_heads"),
         ],
     )
-    def test_what_can_not_be(self, recipe, rows, message):
+    def test_rejects_models_that_cannot_generate(self, recipe, rows, message):
         with pytest.raises(ConfigError, match=message):
             make_decode_plan(recipe, Generation(rows, 8, 8), CHIPS, jax.devices())
 
 
 class TestHere:
-    def test_figures_of_these_devices_are_timed(self, monkeypatch):
+    def test_peaks_of_local_devices_are_measured(self, monkeypatch):
         monkeypatch.setattr("transformer.training.plan._measurement.MATRIX", 128)
         monkeypatch.setattr("transformer.training.plan._measurement.COPIED", 2**16)
         topology, told = present_topology(jax.devices()[:2])
@@ -185,13 +185,13 @@ class TestHere:
         assert "measured now, per device with 2 in use" in told
 
     @pytest.mark.parametrize(("kind", "count", "name"), [("TPU v5 lite", 4, "v5e:4"), ("TPU v2", 8, "v2:4")])
-    def test_figures_of_known_ones_are_published(self, kind, count, name):
+    def test_peaks_of_known_devices_are_published_values(self, kind, count, name):
         topology, told = present_topology([types.SimpleNamespace(device_kind=kind)] * count)
         assert (str(topology), told) == (name, f"published figures for {name.partition(':')[0]}")
         assert set(DEVICE_KINDS.values()) == {"v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"}
 
     @pytest.mark.parametrize("recipe", [TEXT, PAIRS])
-    def test_made_up_tokens(self, recipe):
+    def test_synthetic_tokens_are_valid(self, recipe):
         batch = made_up_batch(recipe)
         assert batch["tokens"].shape == batch["weights"].shape
         assert 0 <= batch["tokens"].min() <= batch["tokens"].max() < 96
@@ -199,7 +199,7 @@ class TestHere:
         if recipe is PAIRS:
             np.testing.assert_array_equal(batch["source_lengths"], 12)
 
-    def test_what_is_printed(self):
+    def test_prints_the_plan(self):
         plan = types.SimpleNamespace(estimate=types.SimpleNamespace(seconds=0.25))
         measured = Measured(step_seconds=0.5, steps=7, peak_bytes=3 * 2**20)
         told = "\n".join(here_lines(plan, measured, "of a test"))
@@ -207,7 +207,7 @@ class TestHere:
         assert "measured / estimated: 2.00" in told
 
 
-def test_durations():
+def test_formats_durations():
     assert [duration(seconds) for seconds in (12.345, 1, 0.9996, 2e-7)] == ["12.3 s", "1 s", "1 s", "0.0002 ms"]
 
 
@@ -224,7 +224,7 @@ class TestCommand:
             ("here --topology v5e:1x1", "unknown option --topology"),
         ],
     )
-    def test_what_is_wrong_is_one_line(self, words, message, capsys, monkeypatch):
+    def test_invalid_arguments_are_one_line_errors(self, words, message, capsys, monkeypatch):
         monkeypatch.setattr("transformer.training.plan._topologies.topology_devices", lambda topology: jax.devices())
         kind, *options = words.split()
         code = main(["plan", kind, "shakespeare_cpu", *options])
@@ -232,7 +232,7 @@ class TestCommand:
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert re.search(message, err)
 
-    def test_here(self, capsys, monkeypatch):
+    def test_plans_for_the_local_devices(self, capsys, monkeypatch):
         monkeypatch.setattr("transformer.training.plan._measurement.MATRIX", 128)
         monkeypatch.setattr("transformer.training.plan._measurement.COPIED", 2**16)
         code = main(["plan", "here", "shakespeare_cpu", *TINY.split()])
@@ -241,7 +241,7 @@ class TestCommand:
         assert "shakespeare_cpu on cpu:1: 1 device, " in out
         assert "measured / estimated: " in out
 
-    def test_here_nothing_is_run_that_does_not_fit(self, capsys, monkeypatch):
+    def test_a_local_plan_that_does_not_fit_is_not_run(self, capsys, monkeypatch):
         monkeypatch.setattr("transformer.training.plan._measurement.MATRIX", 128)
         monkeypatch.setattr("transformer.training.plan._measurement.COPIED", 2**16)
         monkeypatch.setattr("transformer.training.plan._measurement.device_bytes", lambda devices: 1e5)
@@ -251,7 +251,7 @@ class TestCommand:
         assert re.search(r"does not fit: it needs [\d.]+ MiB of 97.66 KiB per device", out)
         assert "measured" not in out.replace("not a measurement", "")
 
-    def test_search_as_json(self, capsys, monkeypatch):
+    def test_prints_the_search_as_json(self, capsys, monkeypatch):
         monkeypatch.setattr("transformer.training.plan._topologies.topology_devices", lambda topology: jax.devices())
         words = ("--topology", "v5e:2x4", "--candidates", "1", "--json")
         code = main(["plan", "search", "shakespeare_cpu", *words, *TINY.split()])

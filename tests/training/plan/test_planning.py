@@ -72,22 +72,22 @@ def with_model(recipe, **changes):
 
 class TestTopology:
     @pytest.mark.parametrize("name", CHIPS)
-    def test_the_example_of_each_chip_is_one(self, name):
+    def test_the_example_topology_of_each_chip_is_valid(self, name):
         topology = parse_topology(f"{name}:{CHIPS[name].example}")
         assert str(topology) == f"{name}:{CHIPS[name].example}"
         assert topology.chip is CHIPS[name]
 
-    def test_sizes(self):
+    def test_topologies_have_their_sizes(self):
         topology = parse_topology("v5p:2x3x5")
         assert (topology.shape, topology.num_chips, topology.unit, topology.hbm) == ((2, 3, 5), 30, "chip", 95)
 
-    def test_several_slices(self):
+    def test_supports_several_slices(self):
         topology = parse_topology("3*v5e:4x8")
         assert (str(topology), topology.slice_name, topology.num_chips) == ("3*v5e:4x8", "v5e:4x8", 96)
         assert topology.wraps == parse_topology("v5e:4x8").wraps
         assert parse_topology("1*v5e:4x8") == parse_topology("v5e:4x8")
 
-    def test_memory_is_that_of_a_core_where_a_core_is_a_device(self):
+    def test_memory_is_per_core_if_a_core_is_a_device(self):
         topology = parse_topology("v2:2x2")
         assert (topology.num_chips, topology.unit, topology.hbm) == (4, "core", 8)
 
@@ -107,12 +107,12 @@ class TestTopology:
             ("2*v3:4x4", r"v3.*v3:4x4.*TPU.*v4.*v5e.*v5p"),
         ],
     )
-    def test_what_is_none_is_an_error_that_names_one(self, text, message):
+    def test_an_invalid_topology_names_a_valid_one(self, text, message):
         with pytest.raises(ConfigError, match=message):
             parse_topology(text)
 
 
-def test_a_topology_that_the_compiler_does_not_give(monkeypatch):
+def test_reports_an_unsupported_topology(monkeypatch):
     def refuse(**options):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such layout\nand more")
 
@@ -152,17 +152,17 @@ class TestWithoutData:
             (NumberWords(), 128),
         ],
     )
-    def test_vocabularies(self, data, size):
+    def test_reads_vocabulary_sizes(self, data, size):
         recipe, _ = without_data(dataclasses.replace(with_model(TEXT, vocab_size=None), data=data))
         assert recipe.model.vocab_size == size
 
-    def test_a_vocabulary_of_words_is_asked_for(self):
+    def test_a_word_vocabulary_size_is_required(self):
         data = TinyShakespeare(tokenizer=TokenizerConfig(kind="word"))
         with pytest.raises(ConfigError, match=r"Pass --model\.vocab-size"):
             without_data(dataclasses.replace(with_model(TEXT, vocab_size=None), data=data))
 
     @pytest.mark.parametrize("recipe", [TEXT, PAIRS])
-    def test_nothing_is_assumed_where_all_is_given(self, recipe):
+    def test_nothing_is_assumed_if_everything_is_given(self, recipe):
         assert without_data(recipe) == (recipe, [])
 
 
@@ -187,14 +187,14 @@ class TestFlops:
         ],
         ids=["plain", "unlike", "without_attention", "pairs"],
     )
-    def test_they_are_those_that_the_program_has(self, recipe, changes):
+    def test_estimated_flops_equal_the_compiled_program(self, recipe, changes):
         """The rest of the program (norms, softmax, Adam) takes a few percent at this size."""
         recipe = with_model(recipe, **changes)
         lowered = jax.jit(make_train_step(recipe)).lower(abstract_state(recipe), batch_shapes(recipe))
         counted = step_flops(recipe).total
         assert 0.99 * counted < lowered.cost_analysis()["flops"] < 1.09 * counted
 
-    def test_by_hand(self):
+    def test_flops_equal_a_hand_calculation(self):
         """Width 2: four matrices 2 x 2, two matrices 2 x 8 and 5 rows of the embedding table, for 3 x 4 tokens."""
         model = TransformerConfig(
             vocab_size=5, d_model=2, num_heads=1, num_layers=1, parameters=ParameterOptions(use_bias=False)
@@ -204,16 +204,16 @@ class TestFlops:
         assert flops.matrices == 3 * 2 * 12 * (4 * 4 + 2 * 16 + 5 * 2)
         assert flops.attention == 3 * 2 * 3 * 4 * 4 * (2 + 2)
 
-    def test_of_experts_those_chosen_count(self):
+    def test_only_selected_experts_count(self):
         routed = with_model(TEXT, **{"stack.period": (LayerKind(moe=MoE(num_experts=8, top_k=2, d_ff=88)),)})
         tokens, layers = 24 * 40, 2
         assert step_flops(routed).matrices - step_flops(TEXT).matrices == 6 * tokens * layers * 48 * 8  # the router
 
-    def test_loops_and_recomputation_change_nothing(self):
+    def test_scan_and_rematerialization_do_not_change_model_flops(self):
         looped = dataclasses.replace(TEXT, execution=Execution(scan=True, remat="full"))
         assert step_flops(looped) == step_flops(TEXT)
 
-    def test_a_classifier(self):
+    def test_counts_flops_of_a_classifier(self):
         """2 FLOPs per entry of a matrix and token, three times; the default is two labels."""
         sizes = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "feed_forward.d_ff": 5, "num_layers": 1}
         data = LabeledText(path="a.tsv", max_length=7, batch_size=4)
@@ -225,13 +225,13 @@ class TestFlops:
 class TestRoofline:
     CHIP = Chip(name="x", axes=2, example="1x1", pod=2, flops=100.0, hbm=1, hbm_bandwidth=10.0, ici_bandwidth=5.0)
 
-    def test_the_larger_of_compute_and_memory_and_collectives_beside(self):
+    def test_step_time_is_the_maximum_of_compute_and_memory_plus_collectives(self):
         one = estimate(self.CHIP, 2, model_flops=600, flops=300, hbm_bytes=20, wire_bytes=5)
         assert (one.compute_seconds, one.memory_seconds, one.collective_seconds) == (3, 2, 1)
         assert (one.seconds, one.mfu) == (4, 0.75)
         assert estimate(self.CHIP, 2, model_flops=200, flops=100, hbm_bytes=20, wire_bytes=0).seconds == 2
 
-    def test_8_bit_products_run_at_their_own_peak_if_it_is_published(self):
+    def test_8_bit_multiplications_use_their_published_peak(self):
         fast = dataclasses.replace(self.CHIP, int8_flops=200.0)
         sizes = {"model_flops": 300, "flops": 300, "hbm_bytes": 0, "wire_bytes": 0}
         assert estimate(fast, 1, **sizes, int8_flops=200).compute_seconds == 2
@@ -239,13 +239,13 @@ class TestRoofline:
         assert estimate(dataclasses.replace(fast, fp8_flops=400.0), 1, **sizes, fp8_flops=200).compute_seconds == 1.5
         assert estimate(dataclasses.replace(fast, devices=2), 1, **sizes, int8_flops=200).compute_seconds == 4
 
-    def test_a_core_has_its_share(self):
+    def test_a_core_has_its_share_of_the_chip(self):
         halves = dataclasses.replace(self.CHIP, devices=2)
         one = estimate(halves, 4, model_flops=600, flops=150, hbm_bytes=10, wire_bytes=5)
         assert (one.compute_seconds, one.memory_seconds, one.collective_seconds) == (3, 2, 2)
         assert one.mfu == 600 / (200 * 5)
 
-    def test_slices_and_host(self):
+    def test_slice_transfers_add_time_and_host_copies_overlap(self):
         """Transfers between slices add to the time; copies from and to the host overlap with computation."""
         chip = dataclasses.replace(self.CHIP, devices=2, dcn_bandwidth=4.0, host_bandwidth=2.0)
         one = estimate(chip, 2, model_flops=150, flops=150, hbm_bytes=5, wire_bytes=0, dcn_bytes=4, host_bytes=5)
@@ -253,7 +253,7 @@ class TestRoofline:
         with pytest.raises(ValueError, match=r"7.*dcn_bandwidth"):
             estimate(self.CHIP, 2, model_flops=1, flops=1, hbm_bytes=1, wire_bytes=1, dcn_bytes=7)
 
-    def test_what_is_computed_again_is_no_use(self):
+    def test_recomputation_does_not_count_as_useful_work(self):
         once = estimate(self.CHIP, 1, model_flops=300, flops=300, hbm_bytes=0, wire_bytes=0)
         again = estimate(self.CHIP, 1, model_flops=300, flops=400, hbm_bytes=0, wire_bytes=0)
         assert (once.mfu, again.mfu, again.seconds) == (1, 0.75, 4)
@@ -271,7 +271,7 @@ def test_remedies_are_recipes():
         MeshPlacement(override(recipe, flag, program="x"))
 
 
-def test_remedies_of_batches_by_tokens_speak_of_tokens():
+def test_remedies_for_token_batches_name_tokens():
     """Smaller batches have fewer tokens, the most that the mesh can divide; micro-batches divide row_multiple."""
     data = ParallelText(
         source_path="x.tsv", max_source_length=64, max_target_length=32, batch_tokens=9000, row_multiple=16
@@ -291,19 +291,19 @@ def test_remedies_of_batches_by_tokens_speak_of_tokens():
             assert flag[0] != "--data.batch-tokens" or batch_rows(smaller.data) == 64
 
 
-def test_remedies_of_pmap_begin_with_a_mesh():
+def test_the_first_remedy_for_pmap_is_a_mesh():
     recipe = dataclasses.replace(TEXT, parallel=ParallelConfig(kind="pmap"))
     flags = remedies(recipe, {**MeshPlacement(TEXT).mesh.shape, "data": 8}, None)[0].flags
     assert override(recipe, flags.split(), program="x").parallel == ParallelConfig(fsdp=8)
 
 
-def test_remedies_that_would_fail_are_left_out():
+def test_remedies_that_would_fail_are_omitted():
     recipe = dataclasses.replace(TEXT, training=TrainingConfig(accumulation=3), execution=Execution(remat="full"))
     flags = [one.flags.partition(" ")[0] for one in remedies(recipe, MeshPlacement(recipe).mesh.shape, 2)]
     assert flags == ["--parallel.fsdp", "--model.dtype"]
 
 
-def test_what_lowers_activations_helps_no_state_that_is_too_large():
+def test_activation_remedies_are_omitted_if_the_state_is_too_large():
     flags = [one.flags.partition(" ")[0] for one in remedies(TEXT, MeshPlacement(TEXT).mesh.shape, None)]
     assert flags == ["--parallel.fsdp"]
 
@@ -312,11 +312,11 @@ def test_what_lowers_activations_helps_no_state_that_is_too_large():
     ("needed", "available", "state", "times"),
     [(60, 16, 1, 4), (17, 16, 1, 2), (60, 16, 17, None), (136, 16, 1, 16), (5, 16, 5, None)],
 )
-def test_how_much_smaller_activations_must_be(needed, available, state, times):
+def test_reports_how_much_smaller_activations_must_be(needed, available, state, times):
     assert times_smaller(needed, available, state) == times
 
 
-def test_shapes_of_a_batch_are_where_its_arrays_would_be():
+def test_batch_shapes_have_the_sharding_of_their_arrays():
     (shape,) = MeshPlacement(TEXT).shapes({"tokens": jax.ShapeDtypeStruct((24, 40), jnp.int32)}).values()
     assert shape.sharding.shard_shape(shape.shape) == (3, 40)
 
@@ -336,17 +336,17 @@ class TestCommand:
             (("number_words", "--topology", "v5e:1x1", "--model.num-layer", "3"), "--model.num-layers"),
         ],
     )
-    def test_what_is_wrong_is_one_line(self, words, message, capsys):
+    def test_invalid_arguments_are_one_line_errors(self, words, message, capsys):
         code, out, err = self.run(capsys, *words)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert message in err
 
-    def test_help(self, capsys):
+    def test_prints_help(self, capsys):
         code, out, _ = self.run(capsys, "--help")
         assert code == 0
         assert "--topology v5e:4x4" in out
 
-    def test_without_the_compiler(self, capsys, monkeypatch):
+    def test_reports_a_missing_tpu_compiler(self, capsys, monkeypatch):
         there = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "libtpu" else there(name, *a))
         code, out, err = self.run(capsys, "number_words", "--topology", "v5e:1x1")
@@ -354,7 +354,7 @@ class TestCommand:
         assert 'pip install "libtpu>=0.0.51"' in err
 
 
-def test_what_is_printed():
+def test_prints_the_plan():
     topology = parse_topology("v2:2x2")
     plan = Plan(
         fits=True,
@@ -433,7 +433,7 @@ def test_what_is_printed():
         ("v3:32x32", (True, True)),
     ],
 )
-def test_rings_of_whole_cubes_and_whole_pods(text, wraps):
+def test_torus_links_close_only_for_whole_cubes_and_pods(text, wraps):
     assert parse_topology(text).wraps == wraps
 
 
@@ -452,7 +452,7 @@ class TestCompiler:
         assert err == ""
         return code, json.loads(out)
 
-    def test_a_step_over_eight_chips(self, capsys):
+    def test_plans_a_step_over_eight_chips(self, capsys):
         code, plan = self.plan(capsys, "--topology", "v5e:2x4")
         assert (code, plan["fits"], plan["mesh"]) == (0, True, "mesh: data 8")
         assert plan["memory"]["parameters"] == 4 * plan["num_parameters"]
@@ -469,11 +469,11 @@ class TestCompiler:
         assert plan["cost"]["int8_flops"] * 8 == 3 * 2 * plan["counted"] * kernels
 
     @pytest.mark.parametrize("topology", ["v5p:4x4x4", "v5e:8x16"])
-    def test_links_that_close_a_ring(self, topology):
+    def test_uses_wraparound_links(self, topology):
         """The compiler refuses an option `wrap` that does not fit its topology."""
         assert len(topology_devices(parse_topology(topology))) == math.prod(parse_topology(topology).shape)
 
-    def test_two_slices(self, capsys):
+    def test_plans_two_slices(self, capsys):
         """The gradients, which fsdp has scattered in each slice, are summed across slices. The compiler scatters only
         arrays of at least about 1 MiB.
         """
@@ -518,20 +518,20 @@ class TestCompiler:
         assert main(["plan", "train", "llama3_8b", "--topology", "v5p:4x4x4", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["needed_bytes"] < 10.5 * 2**30
 
-    def test_too_large_is_an_answer(self, capsys):
+    def test_a_model_that_does_not_fit_is_a_result(self, capsys):
         big = ("--model.vocab-size", "4000000", "--model.d-model", "1024")
         code, plan = self.plan(capsys, "--topology", "v5e:1x1", *big)
         assert (code, plan["fits"]) == (1, False)
         assert plan["needed_bytes"] > plan["available_bytes"] > 15 * 2**30
         assert [remedy.partition(" ")[0] for remedy in plan["remedies"]] == ["another"]
 
-    def test_pmap_over_the_eight_cores_of_a_v2(self, capsys):
+    def test_plans_pmap_over_the_eight_cores_of_a_v2(self, capsys):
         code, plan = self.plan(capsys, "--topology", "v2:2x2", "--parallel.kind", "pmap")
         assert (code, plan["fits"], plan["mesh"]) == (0, True, "pmap: data 8")
         assert plan["memory"]["parameters"] == 4 * plan["num_parameters"]
         assert plan["computed_flops"] == pytest.approx(plan["flops"]["total"], rel=0.01)
 
-    def test_a_loop_over_layers_is_counted_as_often_as_it_turns(self, capsys):
+    def test_a_loop_over_layers_counts_every_iteration(self, capsys):
         layers = ("--topology", "v5e:1x1", "--model.num-layers", "3", "--execution.remat", "full")
         _, unrolled = self.plan(capsys, *layers)
         _, looped = self.plan(capsys, *layers, "--execution.scan", "True")
@@ -540,7 +540,7 @@ class TestCompiler:
         times = [plan["estimate"]["memory_seconds"] for plan in (unrolled, looped)]
         assert times[0] == pytest.approx(times[1], rel=0.2)
 
-    def test_generation(self, capsys):
+    def test_plans_generation(self, capsys):
         code, plan = self.plan(capsys, "--topology", "v5e:1x1", "--shape", "8:64:32", kind="decode")
         assert (code, plan["fits"], plan["generation"]) == (0, True, {"rows": 8, "prompt": 64, "new": 32})
         assert plan["prefill"]["compute_seconds"] > 8 * plan["token"]["compute_seconds"] > 0

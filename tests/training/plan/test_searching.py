@@ -32,7 +32,7 @@ class TestSearch:
         routed = TEXT.model.replace(**{"stack.period": (LayerKind(moe=MoE(num_experts=4)),)})
         assert {sizes["expert"] for sizes in meshes(dataclasses.replace(TEXT, model=routed), 4)} == {1, 2, 4}
 
-    def test_what_is_divided_is_all_that_is_left(self):
+    def test_candidates_divide_rows_over_data_and_fsdp(self):
         for one in candidates(TEXT, CHIPS, 8):
             assert one.sizes["tensor"] in (1, 2, 4)
             ways = one.sizes["data"] * one.sizes["fsdp"]
@@ -41,7 +41,7 @@ class TestSearch:
         found = {(one.recipe.data.batch_tokens, batch_rows(one.recipe.data)) for one in candidates(BY_TOKENS, CHIPS, 8)}
         assert found == {(150, 8), (300, 24)}  # 75 tokens have no room for the 8 rows of a bucket
 
-    def test_a_state_that_can_not_fit_is_not_compiled(self):
+    def test_a_state_that_cannot_fit_is_not_compiled(self):
         small = Topology(
             dataclasses.replace(CHIPS.chip, hbm=200_000 / 2**30), (2, 4)
         )  # the training state: 12 x 31,000 bytes
@@ -50,7 +50,7 @@ class TestSearch:
         assert all(one.sizes["fsdp"] * one.sizes["tensor"] > 1 for one in found)
         assert not candidates(TEXT, Topology(dataclasses.replace(CHIPS.chip, hbm=1e-5), (2, 4)), 8)
 
-    def test_what_may_fit_comes_first_by_speed_and_then_what_asks_for_least(self):
+    def test_candidates_that_may_fit_are_ordered_by_speed_then_by_changes(self):
         small = Topology(dataclasses.replace(CHIPS.chip, hbm=500_000 / 2**30), (2, 4))
         found = candidates(TEXT, small, 8)
         fits = [one.needed_bytes <= 500_000 for one in found]
@@ -61,7 +61,7 @@ class TestSearch:
         needs = [one.needed_bytes for one in found[sum(fits) :]]
         assert needs == sorted(needs)
 
-    def test_logits_count_that_are_there_together(self):
+    def test_only_logits_held_at_once_count(self):
         needs = {}
         for tokens in (None, 0, 8):
             recipe = dataclasses.replace(
@@ -83,12 +83,12 @@ class TestSearch:
         assert needs[None] - needs[8] == (by_default - 8) * 8 * 2**23
 
     @pytest.mark.parametrize("before", [parallel(TEXT, data=1, fsdp=-1), parallel(TEXT, kind="pmap"), BY_TOKENS])
-    def test_flags_make_the_candidate(self, before):
+    def test_flags_reproduce_the_candidate(self, before):
         for one in candidates(before, CHIPS, 8)[::37]:
             assert override(before, one.flags.split(), program="x") == one.recipe
 
     @pytest.mark.parametrize("before", ["--data.batch-size 64 --parallel.fsdp 8", "--parallel.tensor 2"])
-    def test_flags_are_added_to_those_of_the_command(self, before):
+    def test_flags_extend_the_flags_of_the_command(self, before):
         for one in candidates(override(TEXT, before.split(), program="x"), CHIPS, 8)[::37]:
             assert override(TEXT, [*before.split(), *one.flags.split()], program="x") == one.recipe
 
@@ -112,18 +112,18 @@ class TestSearch:
             ),
         ],
     )
-    def test_nothing_to_search(self, recipe, topology, message):
+    def test_reports_an_empty_search(self, recipe, topology, message):
         with pytest.raises(ConfigError, match=message):
             next(search(recipe, topology, jax.devices()[: topology.num_chips], 3))
 
-    def test_one_without_an_estimate_fits(self, monkeypatch):
+    def test_a_plan_without_estimate_counts_as_fitting(self, monkeypatch):
         monkeypatch.setattr(searching, "make_plan", lambda *given: types.SimpleNamespace(fits=True, estimate=None))
         tried = list(search(TEXT, CHIPS, jax.devices(), 1))
         text = "\n".join(search_lines("x", CHIPS, [], tried, ranked(tried)))
         assert "1 fit, 0 do not fit, 0 failed\n  not ranked, --parallel.data " in text
         assert search_line(tried[0]).endswith(": fits, no estimate: the compiler can't print this program")
 
-    def test_it_ranks_by_tokens(self, monkeypatch):
+    def test_candidates_are_ranked_by_tokens_per_second(self, monkeypatch):
         speeds = iter((3.0, 7.0, 5.0))
 
         def plan(recipe, topology, devices):
@@ -141,7 +141,7 @@ class TestSearch:
         assert re.search(rf"(?m)^ +1 +7 +100 +50 +1\.00 +{best[0].candidate.flags}$", text)
         assert "3 fit, 0 do not fit, 0 failed" in text
 
-    def test_an_error_is_a_result(self, monkeypatch):
+    def test_a_compilation_error_is_a_result(self, monkeypatch):
         def refuse(recipe, topology, devices):
             raise ValueError("no\nsuch thing")
 
@@ -152,7 +152,7 @@ class TestSearch:
         assert search_line(tried[0]).endswith(": ValueError: no")
         assert "0 fit, 0 do not fit, 3 failed" in "\n".join(search_lines("x", CHIPS, [], tried, []))
 
-    def test_more_than_what_did_not_fit_is_passed_over(self, monkeypatch):
+    def test_candidates_larger_than_a_failed_one_are_skipped(self, monkeypatch):
         seen = []
 
         def too_large(recipe, topology, devices):
@@ -174,7 +174,7 @@ class TestSearch:
     ("name", "parameters"),
     [("llama3_8b", 8_030_261_248), ("llama3_70b", 70_553_706_496), ("mixtral_8x7b", 46_702_792_704)],
 )
-def test_recipes_of_published_sizes(name, parameters):
+def test_recipes_of_published_models_have_their_sizes_and_candidates(name, parameters):
     """arXiv 2407.21783, table 3, and 2401.04088, table 1; the parameter counts are those of the published weights."""
     recipe, _ = load_recipe_file(Path(__file__).resolve().parents[3] / "configs" / f"{name}.py")
     assert count_parameters(abstract_state(recipe).params) == parameters

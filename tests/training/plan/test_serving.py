@@ -23,7 +23,7 @@ def planned(capsys, *words):
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_a_model_that_is_sharded_over_eight_chips(capsys):
+def test_plans_a_model_sharded_over_eight_chips(capsys):
     code, plan = planned(capsys, "--topology", "v5e:2x4", "--length", "4096", "--parallel.tensor", "8")
     weights = 2 * (32 * LAYER + 2 * TABLE) // 8 + 2 * NORMS  # bfloat16; norms are on every chip
     assert (code, plan["num_parameters"]) == (0, 32 * LAYER + 2 * TABLE + NORMS)
@@ -41,7 +41,7 @@ def test_a_model_that_is_sharded_over_eight_chips(capsys):
     assert plan["prompt_tokens_per_second"] == pytest.approx(8 * 197e12 / (2 * 32 * LAYER))
 
 
-def test_what_does_not_fit_fits_with_fewer_bits(capsys):
+def test_quantization_makes_a_large_model_fit(capsys):
     assert main(["plan", "serve", "llama3_8b", "--topology", "v5e:1x1"]) == 1
     assert "does not fit: the weights and one text of 2,048 tokens need 15.21 GiB per chip" in capsys.readouterr().out
     found = {bits: planned(capsys, "--topology", "v5e:1x1", "--quantize", f"int{bits}") for bits in (8, 4)}
@@ -55,7 +55,7 @@ def test_what_does_not_fit_fits_with_fewer_bits(capsys):
     assert "fits: 193 texts of 2,048 tokens (--slots 193 --max-tokens 2048)" in printed
 
 
-def test_a_step_reads_the_experts_of_its_texts():
+def test_a_step_reads_the_experts_selected_by_its_tokens():
     moe = StackOptions(period=(LayerKind(moe=MoE(num_experts=8, top_k=2)),))
     recipe = dataclasses.replace(TEXT, model=TEXT.model.replace(stack=moe, **{"parameters.use_bias": False}))
     plan = make_serve_plan(recipe, 24, ONE)
@@ -68,7 +68,7 @@ def test_a_step_reads_the_experts_of_its_texts():
     assert split.weight_bytes < plan.weight_bytes / 4
 
 
-def test_what_can_not_be_planned_is_one_line(capsys):
+def test_unsupported_models_are_one_line_errors(capsys):
     for words, message in (
         (("--length", "many"), "--length must be the number of tokens of a text, such as 2048, got 'many'"),
         (("--quantize", "int2"), "--quantize must be int8 or int4, got 'int2'"),
