@@ -26,7 +26,7 @@ def test_a_tone_keeps_its_frequency_amplitude_and_phase(rate):
     np.testing.assert_allclose(inner(got), inner(sine(440, RATE)), atol=1e-3)
 
 
-def test_frequencies_are_passed_up_to_92_percent_and_removed_from_the_limit_on():
+def test_resampling_passes_92_percent_of_the_band_and_blocks_above_it():
     for frequency in (7_300, 7_360):
         np.testing.assert_allclose(
             inner(resample(sine(frequency, 48_000), 48_000, RATE)), inner(sine(frequency, RATE)), atol=1e-3
@@ -38,7 +38,7 @@ def test_frequencies_are_passed_up_to_92_percent_and_removed_from_the_limit_on()
 @pytest.mark.parametrize(
     ("suffix", "subtype", "tolerance"), [("wav", "PCM_16", 1e-4), ("flac", "PCM_24", 1e-6), ("ogg", "VORBIS", 0.03)]
 )
-def test_formats_and_the_mean_of_channels(tmp_path, suffix, subtype, tolerance):
+def test_reads_every_format_and_averages_channels(tmp_path, suffix, subtype, tolerance):
     left, right = sine(440, RATE), sine(900, RATE, amplitude=0.3)
     soundfile.write(tmp_path / f"a.{suffix}", np.stack([left, right], 1), RATE, subtype=subtype)
     got = read_audio(tmp_path / f"a.{suffix}", RATE)
@@ -86,7 +86,7 @@ def slow(tmp_path):
         (lambda _: "https://x.org/a.wav", ValueError, r"https://x\.org/a\.wav.*URL"),
     ],
 )
-def test_files_that_cant_be_used_are_named_with_a_remedy(tmp_path, make, error, message):
+def test_unusable_files_are_errors_with_a_remedy(tmp_path, make, error, message):
     with pytest.raises(error, match=message) as raised:
         read_audio(make(tmp_path), RATE)
     assert "\n" not in str(raised.value)

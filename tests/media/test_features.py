@@ -82,7 +82,7 @@ def test_each_field_is_read_and_changes_the_frames(tmp_path, field):
 
 
 @pytest.mark.parametrize("normalizes", [True, False])
-def test_normalization_of_a_waveform_is_read(tmp_path, normalizes):
+def test_waveform_normalization_setting_is_read(tmp_path, normalizes):
     written = write(tmp_path, feature_extractor_type="Wav2Vec2FeatureExtractor", do_normalize=normalizes)
     samples = np.random.default_rng(0).normal(3.0, 2.0, 999)
     rows, _ = load_features(written).batch([samples])
@@ -112,7 +112,7 @@ def test_settings_that_are_not_supported_are_errors(tmp_path, values, message):
         load_features(write(tmp_path / "a", **{"feature_extractor_type": "WhisperFeatureExtractor"} | values))
 
 
-def test_missing_and_damaged_settings(tmp_path):
+def test_reports_missing_and_damaged_settings(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"preprocessor_config\.json"):
         load_features(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text("{")

@@ -47,7 +47,7 @@ def images():
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_pixels(transformers, tmp_path, name):
+def test_pixels_equal_transformers(transformers, tmp_path, name):
     kind, fields = PROCESSORS[name]
     theirs = getattr(transformers, kind)(**fields)
     theirs.save_pretrained(tmp_path)
@@ -68,7 +68,7 @@ def test_pixels(transformers, tmp_path, name):
         {"patch_size": 3, "merge_size": 2, "min_pixels": 36, "max_pixels": 1000},
     ],
 )
-def test_pixels_of_dynamic_resolution(transformers, tmp_path, fields):
+def test_dynamic_resolution_pixels_equal_transformers(transformers, tmp_path, fields):
     """The reference returns flat patches in groups of merge_size x merge_size; ours are those of the same picture."""
     theirs = transformers.Qwen2VLImageProcessorPil(**fields)
     theirs.save_pretrained(tmp_path)
@@ -85,7 +85,7 @@ def test_pixels_of_dynamic_resolution(transformers, tmp_path, fields):
 
 
 @pytest.mark.parametrize("fields", [{}, {"patch_size": 7, "max_num_patches": 23}, {"max_num_patches": 1024}])
-def test_patches_of_any_aspect_ratio(transformers, tmp_path, fields):
+def test_patches_of_any_aspect_ratio_equal_transformers(transformers, tmp_path, fields):
     theirs = transformers.Siglip2ImageProcessorPil(**fields)
     theirs.save_pretrained(tmp_path)
     ours, several = image_processor(tmp_path), [*images(), Image.new("RGB", (5, 190), (9, 90, 200))]
@@ -105,7 +105,7 @@ def test_patches_of_torchvision_differ_by_one_level(transformers, tmp_path):
     assert np.abs(values - expected["pixel_values"]).max() * 127.5 < 1.01
 
 
-def test_transparency(transformers, tmp_path):
+def test_transparency_equals_transformers(transformers, tmp_path):
     theirs = transformers.CLIPImageProcessorPil(size={"shortest_edge": 22})
     theirs.save_pretrained(tmp_path)
     clear = np.random.default_rng(1).integers(0, 256, (40, 50, 4)).astype(np.uint8)
@@ -115,7 +115,7 @@ def test_transparency(transformers, tmp_path):
 
 @pytest.mark.parametrize("resample", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(22, 31), (70, 90)])
-def test_resizing_is_torchvision_s(torch, resample, size):
+def test_resizing_equals_torchvision(torch, resample, size):
     """torchvision resizes tensors with this function: 8-bit images differ by one level, other images by rounding.
 
     PyTorch rounds the weights of 8-bit images more coarsely: where bicubic enlarges an image, up to 1 value in 10,000

@@ -68,7 +68,7 @@ def test_every_orientation_of_png_and_tiff(tmp_path, mode, orientation):
             np.testing.assert_array_equal(open_image(opened), open_image(upright))
 
 
-def test_palettes_alpha_cmyk_and_gray(tmp_path):
+def test_converts_palettes_alpha_cmyk_and_gray(tmp_path):
     image = Image.fromarray(photo())
     gray = np.asarray(image.convert("L"))
     for given in (image.convert("L"), gray, gray[..., None], gray.astype(np.float64) / 255):
@@ -98,13 +98,13 @@ def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path):
     np.testing.assert_allclose(open_image(path)[..., 1], wide / 257, rtol=1e-6)
 
 
-def test_the_first_frame_of_an_animation(tmp_path):
+def test_reads_the_first_frame_of_an_animation(tmp_path):
     frames = [Image.new("RGB", (5, 4), color) for color in ("red", "blue")]
     path = saved(tmp_path / "both.gif", frames[0], save_all=True, append_images=frames[1:])
     assert open_image(path).tolist() == np.asarray(frames[0]).tolist()
 
 
-def test_one_pixel():
+def test_resizes_an_image_of_one_pixel():
     processor = ImageProcessor(shortest_edge=9, crop_height=7, crop_width=8, resample="bicubic")
     pixels = processor([np.full((1, 1, 3), 255, np.uint8), np.zeros((1, 1))])
     assert pixels.shape == (2, 7, 8, 3)
@@ -165,12 +165,12 @@ def test_huge_images_are_refused_before_they_are_decoded(tmp_path):
         (3, "must be a path, a PIL image or an array, got int"),
     ],
 )
-def test_arrays_of_another_kind(array, message):
+def test_rejects_unsupported_arrays(array, message):
     with pytest.raises(ValueError, match=message):
         open_image(array)
 
 
-def test_formula():
+def test_normalization_equals_its_formula():
     """Normalization is (x factor - mean) / std; the center is kept; smaller images get black borders."""
     image = photo(6, 9)
     processor = ImageProcessor(crop_height=4, crop_width=12, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
@@ -185,7 +185,7 @@ def test_formula():
 
 
 @pytest.mark.parametrize(("size", "first"), [(3, 1), (4, 0), (2, 1), (1, 2), (5, 0)])
-def test_a_crop_of_an_odd_difference_begins_at_the_smaller_half(size, first):
+def test_an_odd_crop_margin_rounds_down_at_the_start(size, first):
     """As transformers does: (height - crop_height) // 2."""
     image = np.arange(25, dtype=np.uint8).reshape(5, 5, 1).repeat(3, 2)
     plain = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "rescale_factor": 1.0}
@@ -219,7 +219,7 @@ def test_batches_need_one_size():
         ({"multiple": 4, "min_pixels": 16, "max_pixels": 32, "shortest_edge": 8}, r"shortest_edge"),
     ],
 )
-def test_impossible_processors(fields, message):
+def test_rejects_invalid_processors(fields, message):
     with pytest.raises(ConfigError, match=message):
         ImageProcessor(**fields)
 
@@ -231,7 +231,7 @@ def described(tmp_path, values, name="preprocessor_config.json", config=None):
     return image_processor(tmp_path)
 
 
-def test_old_files_without_a_type(tmp_path):
+def test_reads_old_files_without_a_type(tmp_path):
     """As in google/vit-base-patch16-224 and openai/clip-vit-base-patch32: sizes are numbers."""
     old = {"do_normalize": True, "do_resize": True, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     assert described(tmp_path, old | {"size": 224}, config={"model_type": "vit"}) == ImageProcessor(
@@ -258,7 +258,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_each_field_of_a_file_changes_its_setting_alone(tmp_path, field):
+def test_each_file_field_changes_only_its_setting(tmp_path, field):
     assert set(FIELDS) == set(_READ)
     plain = {"image_processor_type": "DeiTImageProcessor"}
     value, changes = FIELDS[field]
@@ -279,12 +279,12 @@ def test_each_field_of_a_file_changes_its_setting_alone(tmp_path, field):
         ("Siglip2", {"patch_size": 8, "max_num_patches": 64}, {"multiple": 8, "max_patches": 64}),
     ],
 )
-def test_fields_of_images_of_any_aspect_ratio(tmp_path, kind, fields, changes):
+def test_reads_fields_for_any_aspect_ratio(tmp_path, kind, fields, changes):
     plain = {"image_processor_type": f"{kind}ImageProcessor"}
     assert described(tmp_path, plain | fields) == dataclasses.replace(described(tmp_path, plain), **changes)
 
 
-def test_new_files_nest_the_fields(tmp_path):
+def test_reads_nested_fields_of_newer_files(tmp_path):
     inner = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 5, "width": 7}, "_note": "any"}
     got = described(tmp_path, {"processor_class": "SiglipProcessor", "image_processor": inner}, "processor_config.json")
     assert got == ImageProcessor(height=5, width=7, resample="bicubic")
@@ -307,12 +307,12 @@ def test_new_files_nest_the_fields(tmp_path):
         ({"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 0}, "must be integers from 1"),
     ],
 )
-def test_settings_that_are_not_supported(tmp_path, fields, message):
+def test_rejects_unsupported_settings(tmp_path, fields, message):
     with pytest.raises(ConfigError, match=message):
         described(tmp_path, {"image_processor_type": "ViTImageProcessor"} | fields)
 
 
-def test_missing_settings(tmp_path):
+def test_reports_missing_settings(tmp_path):
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
         image_processor(tmp_path)
     with pytest.raises(ConfigError, match="image_processor_type"):
@@ -341,7 +341,7 @@ def test_saved_settings_are_read_back(tmp_path, fields):
 
 
 @pytest.mark.parametrize("size", [(5, 7), (61, 40), (37, 53), (300, 221), (28, 28)])
-def test_sides_become_multiples_within_the_range_of_pixels(size):
+def test_sides_are_rounded_to_multiples_within_the_pixel_range(size):
     processor = ImageProcessor(multiple=14, min_pixels=40 * 196, max_pixels=60 * 196)
     (got,) = processor([photo(*size)])
     height, width, _ = got.shape
@@ -365,7 +365,7 @@ def test_images_have_as_many_patches_as_possible(size):
     assert not values[0, rows * columns :].any()
 
 
-def test_patches_need_their_settings(tmp_path):
+def test_reports_missing_patch_settings(tmp_path):
     with pytest.raises(ConfigError, match=r"ImageProcessor.*max_patches"):
         ImageProcessor().flat_patches([photo(5, 5)])
     kind = {"image_processor_type": "Siglip2ImageProcessorFast"}

@@ -27,7 +27,7 @@ def sounds():
 
 @pytest.mark.parametrize("name", ["noise", "speech", "short", "long"])
 @pytest.mark.parametrize("size", [80, 128])
-def test_log_mel_frames(transformers, tmp_path, name, size):
+def test_log_mel_frames_equal_transformers(transformers, tmp_path, name, size):
     extractor = transformers.WhisperFeatureExtractor(feature_size=size)
     samples = sounds()[name].astype(np.float32)
     padding = {"truncation": False, "padding": "longest"} if name == "long" else {}
@@ -38,14 +38,14 @@ def test_log_mel_frames(transformers, tmp_path, name, size):
     np.testing.assert_allclose(features.frames(samples), expected, atol=1e-4)
 
 
-def test_mel_filters(transformers):
+def test_mel_filters_equal_transformers(transformers):
     for size, n_fft, rate in ((80, 400, 16_000), (128, 400, 16_000), (40, 512, 22_050)):
         extractor = transformers.WhisperFeatureExtractor(size, rate, 160, 30, n_fft)
         np.testing.assert_allclose(mel_filters(size, n_fft, rate), extractor.mel_filters, atol=1e-9)
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-def test_waveforms(transformers, tmp_path, normalized):
+def test_waveforms_equal_transformers(transformers, tmp_path, normalized):
     extractor = transformers.Wav2Vec2FeatureExtractor(do_normalize=normalized)
     samples = sounds()["speech"].astype(np.float32)
     expected = extractor(samples, sampling_rate=16_000, return_tensors="np").input_values[0]
@@ -55,7 +55,7 @@ def test_waveforms(transformers, tmp_path, normalized):
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-def test_a_batch_of_waveforms(transformers, normalized):
+def test_a_batch_of_waveforms_equals_transformers(transformers, normalized):
     extractor = transformers.Wav2Vec2FeatureExtractor(do_normalize=normalized, return_attention_mask=True)
     recordings = [sounds()[name].astype(np.float32) for name in ("short", "speech", "noise")]
     expected = extractor(recordings, sampling_rate=16_000, padding=True, return_tensors="np")

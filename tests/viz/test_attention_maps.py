@@ -59,7 +59,7 @@ def random_map(stack="decoder", kind="self", *, layer=0, heads=3, queries=5, key
 
 
 @pytest.mark.programs(15, reason="masks of the maps are computed outside of jit")
-def test_layers_come_in_the_order_data_flows():
+def test_layers_are_in_data_flow_order():
     """Each kind of layer has its own window, and the second repetition of the period attends uniformly."""
     kinds = {"stack.prefix": (1,), "stack.period": (2, 3), "stack.suffix": (4,)}
     pattern = {name: tuple(LayerKind(window=size) for size in sizes) for name, sizes in kinds.items()}
@@ -89,7 +89,7 @@ def test_layers_come_in_the_order_data_flows():
 
 
 @pytest.mark.programs(18, reason="masks of the maps are computed outside of jit")
-def test_a_seq2seq_has_three_kinds():
+def test_a_seq2seq_has_three_attention_kinds():
     model = Seq2Seq(TransformerConfig(stack=StackOptions(num_encoder_layers=1, num_decoder_layers=2), **SIZES))
     source, target = np.arange(5)[None], np.arange(3)[None]
     sown = watch(model, start(model, source, target), source, target)
@@ -106,7 +106,7 @@ def test_a_seq2seq_has_three_kinds():
     assert [one.hidden.any() for one in maps] == [False, True, False, True, False]
 
 
-def test_a_batch_or_nothing_is_refused():
+def test_rejects_a_batch_or_empty_weights():
     model = CausalLM(TransformerConfig(num_layers=1, **SIZES))
     tokens = np.zeros((2, 3), np.int32)
     sown = watch(model, start(model, tokens), tokens)
@@ -150,7 +150,7 @@ def test_cells_show_their_weight(tmp_path, figures):
         np.testing.assert_array_equal(shown.filled(0), one.weights[head])
 
 
-def test_hidden_cells_look_unlike_weight_0(tmp_path):
+def test_masked_cells_differ_from_weight_0(tmp_path):
     """With equal weights, masked or zero, only the image with masked cells has the color of masked cells."""
     weights = np.eye(4, dtype=np.float32)[None]
     pictures = {}
@@ -166,7 +166,7 @@ def test_hidden_cells_look_unlike_weight_0(tmp_path):
 
 
 @pytest.mark.parametrize(("length", "pages"), [(8, 1), pytest.param(90, 4, marks=pytest.mark.slow)])
-def test_words_that_do_not_fit_get_pages_of_their_own(tmp_path, figures, length, pages):
+def test_words_that_do_not_fit_continue_on_further_pages(tmp_path, figures, length, pages):
     words = [f"w{i}" for i in range(length)]
     paths = save_attention_maps([random_map(heads=3, queries=length, keys=length)], tmp_path, target=words)
     assert len(paths) == pages
@@ -196,7 +196,7 @@ def test_every_character_can_be_drawn(tmp_path, figures):
     assert shown[6:] == ["⇥", "é" * 15 + "…"]
 
 
-def test_very_many_pictures_are_refused_before_one_is_drawn(tmp_path, figures):
+def test_too_many_plots_are_rejected_before_drawing(tmp_path, figures):
     words = [f"w{i}" for i in range(200)]
     maps = [random_map(heads=2, queries=200, keys=200)] * 10
     message = r"too large: expected at most 200 million pixels in total, got \d+ million in 30 images.*--html"

@@ -75,7 +75,7 @@ def check_same(data, maps):
 
 
 class TestData:
-    def test_weights_are_kept(self):
+    def test_the_page_contains_the_weights(self):
         maps = translation(source=6, target=7)
         data = data_of(page_of(maps, source=6, target=7))
         check_same(data, maps)
@@ -90,7 +90,7 @@ class TestData:
         off = np.abs(scales[..., None] / 65535 * (levels / 255) - weights)
         assert off.max() <= largest / 510 + 1 / 65535
 
-    def test_a_row_that_sees_nothing_is_zeros(self):
+    def test_a_fully_masked_row_is_zeros(self):
         hidden = np.array([[True, True], [False, False]])
         weights = np.array([[[0, 0], [0.5, 0.5]]], np.float32)
         shown = weights_of(data_of(page_of([AttentionMap("encoder", 0, "self", weights, hidden)], source=2)), *SELF)
@@ -103,7 +103,7 @@ class TestData:
         assert (group["depth"], [one["layer"] for one in group["layers"]]) == (6, [1, 3])
         assert [one["layer"] for one in group["rollout"]] == [1, 3]
 
-    def test_panels_stand_side_by_side(self):
+    def test_panels_are_side_by_side(self):
         pair = [random_map(seed=1)], [random_map(seed=2)]
         data = data_of(page_of(*pair, target=5))
         assert [panel["name"] for panel in data["panels"]] == ["panel 0", "panel 1"]
@@ -111,7 +111,7 @@ class TestData:
             shown = np.nan_to_num(weights_of(data, "decoder", "self", 0, number))
             np.testing.assert_allclose(shown, one.weights, atol=1 / 400)
 
-    def test_reports_its_description(self):
+    def test_reports_errors_of_its_description(self):
         texts, facts = {"Prompt": "a b", "Generated": "c"}, {"Command": "python -m transformer inspect x"}
         data = data_of(page_of([random_map()], target=5, written_from=3, texts=texts, facts=facts))
         assert (data["title"], dict(data["texts"]), dict(data["facts"])) == ("A page", texts, facts)
@@ -122,7 +122,7 @@ SELF = ("encoder", "self", 0)
 
 
 class TestRollout:
-    def test_is_the_product_of_the_layers(self):
+    def test_the_rollout_is_the_product_of_the_layers(self):
         maps = [random_map(layer=i, queries=6, keys=6) for i in range(3)]
         rollout = attention_rollout(maps)
         expected = np.eye(6)
@@ -133,7 +133,7 @@ class TestRollout:
             assert (found.kind, found.stack, found.layer) == ("rollout", "decoder", one.layer)
 
     @pytest.mark.parametrize("total", [1.0, 0.4])
-    def test_rows_sum_to_one(self, total):
+    def test_rollout_rows_sum_to_one(self, total):
         """This also holds with attention sinks, and for the stored weights."""
         maps = [random_map("encoder", layer=i, queries=7, keys=7, total=total) for i in range(4)]
         for one in attention_rollout(maps):
@@ -141,7 +141,7 @@ class TestRollout:
             shown = weights_of(data_of(page_of(maps, source=7)), "encoder", "self", one.layer, part="rollout")
             np.testing.assert_allclose(shown.sum(-1), 1.0, atol=7 / 510)
 
-    def test_a_window_reaches_farther_with_every_layer(self):
+    def test_the_rollout_of_a_window_widens_with_every_layer(self):
         rollout = attention_rollout([random_map(layer=i, queries=8, keys=8, window=2) for i in range(3)])
         distance = np.subtract.outer(np.arange(8), np.arange(8))
         for layer, one in enumerate(rollout):
@@ -149,7 +149,7 @@ class TestRollout:
             assert (one.weights[:, one.hidden] == 0).all()
             assert (one.weights[:, ~one.hidden] > 0).all()
 
-    def test_goes_through_one_stack(self):
+    def test_the_rollout_covers_one_stack(self):
         maps = translation(source=3, target=4)
         with pytest.raises(ValueError, match="a rollout needs the maps of one stack"):
             attention_rollout(maps)
@@ -158,7 +158,7 @@ class TestRollout:
 
 
 class TestPage:
-    def test_is_valid_ascii_of_three_scripts_and_styles(self):
+    def test_the_page_is_valid_ascii_with_three_scripts_and_styles(self):
         page = page_of([random_map()], target=5)
         assert page.isascii()
         assert not re.findall(r"\{\{\w+\}\}", page)
@@ -168,7 +168,7 @@ class TestPage:
         ids = re.findall(r'byId\("([\w-]+)"\)', page)
         assert set(ids) <= {attributes.get("id") for _, attributes, _ in elements.found}
 
-    def test_fetches_nothing(self):
+    def test_the_page_fetches_nothing(self):
         """There is no external URL, and the policy forbids requests that a later change might add."""
         page = page_of(translation(3, 4), source=3, target=4)
         elements = Elements(page)
@@ -184,7 +184,7 @@ class TestPage:
             digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
             assert directives[directive] == f"'sha256-{digest}'"
 
-    def test_texts_stay_texts(self):
+    def test_texts_are_escaped(self):
         """A text of the user never ends an element and is never interpreted as part of the page."""
         panel = Panel(name=HOSTILE, maps=[random_map(queries=2, keys=2)])
         page = attention_page(
@@ -201,7 +201,7 @@ class TestPage:
         assert data["words"]["decoder"] == [spelled, "ok"], "invisible characters are escaped"
         assert page.count(page.split("<script>")[1][:200]) == 1, "a placeholder in a text is not filled in"
 
-    def test_60_tokens_of_12_layers_and_12_heads_are_small(self):
+    def test_a_page_of_60_tokens_12_layers_and_12_heads_is_small(self):
         """Encoder, decoder and cross-attention of two checkpoints fit into one page."""
         maps = translation(60, 60, layers=12, heads=12)
         page = page_of(maps, maps, source=60, target=60)
@@ -209,7 +209,7 @@ class TestPage:
         decoder = [one for one in maps if (one.stack, one.kind) == ("decoder", "self")]
         assert len(page_of(decoder, target=60)) < 500_000, "masked cells are not stored"
 
-    def test_colors_go_one_way(self):
+    def test_colors_are_monotonic(self):
         """The lightness changes monotonically in even steps, so that the order is visible in print and to color-blind
         readers.
         """
@@ -234,12 +234,12 @@ class TestPage:
 
 
 class TestRefusals:
-    def test_nothing(self):
+    def test_rejects_an_empty_page(self):
         for panels in ([], [Panel(name="a", maps=[])]):
             with pytest.raises(ValueError, match="there is nothing to show"):
                 attention_page(panels, title="t")
 
-    def test_words_of_another_number(self):
+    def test_rejects_a_wrong_number_of_words(self):
         with pytest.raises(ValueError, match="5 queries and 5 keys of the decoder self-attention, got 4 and 4"):
             page_of([random_map()], target=4)
         with pytest.raises(ValueError, match="5 queries and 5 keys of the decoder cross-attention, got 5 and 3"):
@@ -248,13 +248,13 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("weight", "message"), [(np.nan, "not finite"), (1.5, "0 to 1, got 0 to 1.5"), (-0.1, "Pass softmax weights")]
     )
-    def test_no_weights(self, weight, message):
+    def test_rejects_missing_weights(self, weight, message):
         weights = np.zeros((1, 2, 2), np.float32)
         weights[0, 1, 0] = weight
         with pytest.raises(ValueError, match=message):
             page_of([AttentionMap("encoder", 0, "self", weights, np.zeros((2, 2), bool))], source=2)
 
-    def test_too_many(self, monkeypatch):
+    def test_rejects_too_many_weights(self, monkeypatch):
         monkeypatch.setattr(module, "MOST_WEIGHTS", 74)
         with pytest.raises(ValueError, match=r"expected at most 74, got 75 .* Shorten"):
             page_of([random_map()], target=5)
@@ -262,7 +262,7 @@ class TestRefusals:
 
 class TestModels:
     @pytest.mark.programs(15, reason="masks of the maps are computed outside of jit")
-    def test_grouped_heads_and_windows(self, tmp_path):
+    def test_shows_grouped_heads_and_windows(self, tmp_path):
         """Layers without attention are mixed with layers with attention, at each position of the pattern."""
         blind, local = LayerKind(self_attention=False), LayerKind(window=3)
         pattern = {"stack.prefix": (blind, local), "stack.period": (LayerKind(), blind), "stack.suffix": (blind,)}
@@ -283,7 +283,7 @@ class TestModels:
         assert group_of(data, "decoder", "self")["depth"] == 7
 
     @pytest.mark.programs(12, reason="masks of the maps are computed outside of jit")
-    def test_a_suffix_behind_layers_that_do_not_attend_keeps_its_number(self):
+    def test_layers_after_layers_without_attention_keep_their_numbers(self):
         model = CausalLM(
             TransformerConfig(
                 num_layers=4,
@@ -295,7 +295,7 @@ class TestModels:
         assert [one.layer for one in maps] == [3]
 
     @pytest.mark.programs(18, reason="masks of the maps are computed outside of jit")
-    def test_an_encoder_decoder(self):
+    def test_shows_an_encoder_decoder(self):
         model = Seq2Seq(TransformerConfig(stack=StackOptions(num_encoder_layers=2, num_decoder_layers=1), **SIZES))
         maps = attention_maps(watch(model, np.arange(5)[None], np.arange(3)[None]), model.config)
         data = data_of(page_of(maps, source=5, target=3))
@@ -323,7 +323,7 @@ class TestModels:
         ],
         ids=lambda changes: next(iter(changes)),
     )
-    def test_every_way_of_scoring(self, changes):
+    def test_shows_every_score_variant(self, changes):
         model = CausalLM(TransformerConfig(num_layers=2, **SIZES, **changes))
         params = random_params(model, np.arange(6)[None])["params"]
         maps = attention_maps(watch(model, np.arange(6)[None], params=params), model.config)
@@ -336,7 +336,7 @@ class TestModels:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("family", golden_case.families())
-    def test_every_family(self, family, tmp_path):
+    def test_shows_every_family(self, family, tmp_path):
         """The drawn mask is the mask of the model: visible cells have positive weight, masked cells have none."""
         name = next(iter(golden_case.cases(family)))
         found = load_pretrained(ours.write(tmp_path / "theirs", golden_case.golden(family)[name]))

@@ -80,7 +80,7 @@ def same(shown, weights):
     np.testing.assert_allclose(np.array(shown, float), weights, atol=0.0051)
 
 
-def test_it_shows_a_picture_soon_and_asks_for_nothing(browser, pages, capsys):
+def test_the_page_renders_quickly_without_requests(browser, pages, capsys):
     for name, path in pages.items():
         page = browser.page().open(path)
         times = page.js("({...document.documentElement.dataset})")
@@ -91,14 +91,14 @@ def test_it_shows_a_picture_soon_and_asks_for_nothing(browser, pages, capsys):
         assert page.requests() == [path.as_uri()]
 
 
-def test_a_text_does_nothing(one):
+def test_text_in_the_page_is_not_executed(one):
     page, _ = one
     assert page.texts("#texts dd")[1] == HOSTILE
     assert page.js("window.caught") is None
     assert page.js("document.images.length") == 0
 
 
-def test_the_policy_stops_what_comes_in_later(browser, pages):
+def test_the_policy_blocks_code_injected_later(browser, pages):
     """The browser blocks an inline handler, a script and a URL that are added later."""
     page = browser.page().open(pages["one"])
     page.js("document.body.insertAdjacentHTML('beforeend', '<img src=\"http://127.0.0.1:9/x\" onerror=\"caught=1\">')")
@@ -142,7 +142,7 @@ def test_cross_attention_names_both_lengths(one):
     assert page.text(".summary").startswith(f"“two” (4) receives most attention from “{TARGET[best]}” ({best + 1}) ")
 
 
-def test_pointing_at_the_large_map(one):
+def test_pointing_at_the_large_map_shows_a_weight(one):
     page, data = one
     choose(page, "decoder cross", layer=3, head=1)
     weights = weights_of(data, "decoder", "cross", 2)[0]
@@ -167,7 +167,7 @@ def test_a_small_map_opens_the_large_one(one):
     same(numbers(page), weights_of(data, "encoder", "self", 0)[1, 4])
 
 
-def test_sliders(one):
+def test_sliders_change_layer_and_head(one):
     page, data = one
     choose(page, "encoder self", layer=1, head=1)
     before = page.js("document.querySelector('.map canvas').toDataURL()")
@@ -183,7 +183,7 @@ def test_sliders(one):
     same(numbers(page), weights_of(data, "encoder", "self", 1)[3, 0])
 
 
-def test_mean_and_rollout(one):
+def test_shows_mean_and_rollout(one):
     page, data = one
     choose(page, "decoder self", layer=3, head=1)
     page.click("#views label", 1)
@@ -200,7 +200,7 @@ def test_mean_and_rollout(one):
     assert page.js("document.querySelector('#rollout input').disabled")
 
 
-def test_colors_up_to_the_largest_weight(one):
+def test_colors_can_scale_to_the_largest_weight(one):
     page, data = one
     page.click("#views label", 1)
     before = page.js("document.querySelector('.map canvas').toDataURL()")
@@ -210,7 +210,7 @@ def test_colors_up_to_the_largest_weight(one):
     assert page.text("#most") == f"{mean.max():.2f}"
 
 
-def test_keyboard(one):
+def test_the_keyboard_changes_layer_and_head(one):
     page, data = one
     choose(page, "decoder cross", layer=2, head=2)
     page.focus(".thumb[aria-selected=true]")
@@ -250,7 +250,7 @@ def test_everything_can_be_reached_by_tab_and_has_a_name(one):
     assert stops.count("thumb") == 1
 
 
-def test_light_and_dark(browser, pages):
+def test_supports_light_and_dark_colors(browser, pages):
     page = browser.page(dark=True).open(pages["one"])
     paper = "getComputedStyle(document.body).backgroundColor"
     picture = "document.querySelector('.map canvas').toDataURL()"
@@ -267,7 +267,7 @@ def test_light_and_dark(browser, pages):
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_words_can_be_read(browser, pages, dark):
+def test_words_are_legible(browser, pages, dark):
     """All texts have a contrast of at least 4.5 (WCAG 2, AA), also on the colors of the map."""
     page = browser.page(dark=dark).open(pages["one"])
     pairs = page.js(
@@ -295,7 +295,7 @@ def test_words_can_be_read(browser, pages, dark):
 
 
 @pytest.mark.parametrize("name", ["one", "two", "large"])
-def test_a_phone(browser, pages, name):
+def test_the_page_fits_a_phone(browser, pages, name):
     """Nothing is wider than the screen; a tap selects, and targets are large enough for a finger."""
     page = browser.page(width=375, height=740, phone=True).open(pages[name])
     for kind in range(len(page.texts("#kinds label"))):
@@ -325,7 +325,7 @@ def test_two_panels_show_the_same_word(browser, pages):
     assert page.texts("h2") == ["step 0", "step 1"]
 
 
-def test_a_panel_without_such_a_layer_says_so(browser, tmp_path):
+def test_a_panel_without_the_layer_shows_a_note(browser, tmp_path):
     maps = [random_map(layer=i, heads=2) for i in (0, 2)]
     panels = [Panel(name="deep", maps=maps), Panel(name="flat", maps=maps[:1])]
     (tmp_path / "page.html").write_text(attention_page(panels, title="t", target=list("abcde")))
@@ -338,7 +338,7 @@ def test_a_panel_without_such_a_layer_says_so(browser, tmp_path):
     assert page.js("[...document.querySelectorAll('.missing')].map((e) => e.checkVisibility())") == [False, False]
 
 
-def test_keys_pass_over_heads_that_a_model_has_not(browser, tmp_path):
+def test_keys_skip_heads_missing_from_a_model(browser, tmp_path):
     panels = [Panel(name=name, maps=[random_map(heads=heads)]) for name, heads in (("narrow", 2), ("wide", 4))]
     (tmp_path / "page.html").write_text(attention_page(panels, title="t", target=list("abcde")))
     page = browser.page().open(tmp_path / "page.html")
@@ -359,7 +359,7 @@ def test_a_map_longer_than_a_canvas_may_be_is_drawn(browser, tmp_path):
     assert shown > 32_767 >= high
 
 
-def test_files(browser, pages, tmp_path):
+def test_pages_of_saved_files_render(browser, pages, tmp_path):
     """The saved files contain the displayed map."""
     page = browser.page().open(pages["one"])
     browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path), eventsEnabled=True)

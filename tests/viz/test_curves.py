@@ -101,7 +101,7 @@ def test_ticks_of_a_logarithmic_axis(low, high):
     assert ticks == sorted(ticks)
 
 
-def test_nothing_to_draw_is_an_error(tmp_path):
+def test_rejects_runs_without_losses(tmp_path):
     with pytest.raises(ValueError, match=r"train/loss.*eval/loss"):
         loss_curve(write(tmp_path / "m.jsonl", [{"step": 1, "train/loss": "NaN"}]), tmp_path / "loss.png")
     with pytest.raises(FileNotFoundError):
@@ -117,7 +117,7 @@ def test_the_running_mean_reaches_both_ends_and_keeps_a_line_straight():
     assert (mean[0], mean[-1]) == (0.5, 9.0)
 
 
-def test_runs_are_compared_in_colors_of_their_own_with_bounds(tmp_path):
+def test_compared_runs_have_distinct_colors_and_bounds(tmp_path):
     runs = {f"run {i}": [[step, 3 + i + 5 / step] for step in range(1, 40)] for i in range(2)}
     compare_losses(runs, tmp_path / "new" / "a.png", title="Two")
     assert drawn(tmp_path / "new" / "a.png", curves.COLORS[0]) > 300
@@ -134,6 +134,6 @@ def test_the_first_steps_do_not_hide_the_differences():
 
 
 @pytest.mark.parametrize(("runs", "message"), [({}, "no runs to plot"), ({"x": []}, "'x' has no losses")])
-def test_nothing_to_compare_is_an_error(tmp_path, runs, message):
+def test_rejects_an_empty_comparison(tmp_path, runs, message):
     with pytest.raises(ValueError, match=message):
         compare_losses(runs, tmp_path / "x.png")

@@ -24,7 +24,7 @@ def test_the_picture_and_each_window_have_a_title(tmp_path, monkeypatch, names):
     assert [axes.get_ylabel() for axes in figure.axes] == ["a", "a", "b", "b", "c", "c"]
 
 
-def test_the_lines_are_the_values(tmp_path, monkeypatch):
+def test_plotted_lines_equal_the_values(tmp_path, monkeypatch):
     """Actual values and forecast start at the last input, in the window and channel of their axes."""
     figure, past, future, forecast = drawn(tmp_path, monkeypatch)
     for place, axes in enumerate(figure.axes):

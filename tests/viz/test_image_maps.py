@@ -65,7 +65,7 @@ def test_the_rollout_of_each_layer_and_the_pooling_are_pictures(tmp_path, monkey
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_drawn_file_has_the_color_only_where_weight_is(tmp_path, channels):
+def test_a_drawn_file_is_colored_only_where_weights_are_positive(tmp_path, channels):
     patches = Patches(image_height=6, image_width=9, patch_size=3, channels=channels)
     one = uniform(patches, heads=1)
     one.weights[0, 0] = np.eye(patches.positions, dtype=np.float32)[1]  # the first patch
@@ -85,7 +85,7 @@ def test_a_drawn_file_has_the_color_only_where_weight_is(tmp_path, channels):
         ((7, 11, 3), 8, r"7.*\(1.*6 patches\).*got 8"),
     ],
 )
-def test_sizes_that_do_not_fit(tmp_path, image, positions, message):
+def test_rejects_sizes_that_do_not_fit(tmp_path, image, positions, message):
     one = AttentionMap("encoder", 0, "self", np.ones((1, positions, positions)), np.zeros((positions, positions), bool))
     with pytest.raises(ValueError, match=message):
         save_image_attention(np.zeros(image), [one], tmp_path, patches=PATCHES)

@@ -48,7 +48,7 @@ def test_the_page_contains_the_weights(tmp_path):
     np.testing.assert_allclose(weights_of(data["pooling"], PATCHES.positions), pooling, atol=0.003)
 
 
-def test_the_page_fetches_nothing_and_texts_stay_texts(tmp_path):
+def test_the_page_fetches_nothing_and_escapes_texts(tmp_path):
     path, _ = saved(tmp_path / "a.html", facts={"Image": HOSTILE})
     page = path.read_text(encoding="ascii")
     assert HOSTILE not in page
@@ -66,7 +66,7 @@ def test_the_page_fetches_nothing_and_texts_stay_texts(tmp_path):
         ({"pooling": np.full((1, 1, 8), np.nan, np.float32)}, "must be finite"),
     ],
 )
-def test_what_does_not_fit_is_an_error(tmp_path, change, message):
+def test_rejects_weights_that_do_not_fit(tmp_path, change, message):
     given = {"image": np.zeros((6, 9, 3)), "maps": random_maps(), "patches": PATCHES, **change}
     with pytest.raises(ValueError, match=message):
         save_image_page(tmp_path / "a.html", given.pop("image"), given.pop("maps"), title="t", **given)
@@ -103,7 +103,7 @@ def check(page, row):
 
 
 @pytest.mark.slow
-def test_pointing_at_a_patch_shows_what_it_attends_to(browser, tmp_path):
+def test_pointing_at_a_patch_shows_its_attention(browser, tmp_path):
     path, maps = saved(tmp_path / "a.html", facts={"Image": HOSTILE})
     page = browser.page().open(path)
     assert page.text("#summary").startswith("The class token attends most")
@@ -135,7 +135,7 @@ def test_pointing_at_a_patch_shows_what_it_attends_to(browser, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_a_class_token_the_mean_of_all_patches_comes_first(browser, tmp_path):
+def test_without_a_class_token_the_mean_of_all_patches_is_first(browser, tmp_path):
     patches = Patches(image_height=6, image_width=9, patch_size=3, class_token=False)
     pooling = np.eye(6, dtype=np.float32)[None, 4:5]
     path, _ = saved(tmp_path / "a.html", patches, pooling=pooling)

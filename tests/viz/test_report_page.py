@@ -107,7 +107,7 @@ def page_of(*workdirs):
 
 
 class TestCommand:
-    def test_a_run(self, tmp_path, run):
+    def test_reports_a_run(self, tmp_path, run):
         workdir = make_run(tmp_path, "run")
         code, out, err = run(workdir)
         paths = out.split()
@@ -144,12 +144,12 @@ class TestCommand:
         assert [line["label"] for line in page.data[:4]] == ["one, train", "one, eval", "other, train", "other, eval"]
         assert page.count("h1") == 1
 
-    def test_where_the_page_of_several_lies(self, tmp_path, run, no_pictures):
+    def test_chooses_the_path_of_a_page_of_several_runs(self, tmp_path, run, no_pictures):
         one, other = make_run(tmp_path, "one"), make_run(tmp_path, "other")
         assert run(one, other)[1].split()[0] == str(one / "comparison.html")
         assert run(one, f"{one}/")[1].split()[0] == str(one / "report.html")  # the same workdir twice counts once
 
-    def test_json(self, tmp_path, run, no_pictures):
+    def test_prints_json(self, tmp_path, run, no_pictures):
         report = json.loads(run(make_run(tmp_path, "run"), "--json")[1])
         assert report["runs"][0]["status"] == "finished, 8 steps"
         assert len(report["pictures"]) == 5
@@ -164,7 +164,7 @@ class TestCommand:
             (("{run}", "--outptu", "x.html"), "Did you mean '--output'?"),
         ],
     )
-    def test_what_is_wrong_is_one_line(self, tmp_path, run, words, message):
+    def test_invalid_arguments_are_one_line_errors(self, tmp_path, run, words, message):
         workdir = make_run(tmp_path, "run")
         code, out, err = run(*(word.format(run=workdir) for word in words))
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -172,7 +172,7 @@ class TestCommand:
 
 
 class TestStates:
-    def test_nothing_logged_yet(self, tmp_path):
+    def test_reports_a_run_without_metrics(self, tmp_path):
         workdir = make_run(tmp_path, "run", done=0)
         page = page_of(workdir)
         assert "nothing logged yet" in page.words
@@ -180,10 +180,10 @@ class TestStates:
         (workdir / "metrics.jsonl").unlink()
         assert "nothing logged yet" in page_of(workdir).words
 
-    def test_stopped(self, tmp_path):
+    def test_reports_a_stopped_run(self, tmp_path):
         assert "stopped at or after step 4 of 8" in page_of(make_run(tmp_path, "run", done=4)).words
 
-    def test_under_way(self, tmp_path):
+    def test_reports_a_running_run(self, tmp_path):
         workdir = make_run(tmp_path, "run", done=4)
         with WorkdirLock(workdir):
             assert in_use(workdir)
@@ -193,7 +193,7 @@ class TestStates:
         (workdir / ".lock").write_text(json.dumps(holder))
         assert not in_use(workdir)
 
-    def test_a_line_that_a_kill_cut_short(self, tmp_path):
+    def test_skips_an_incomplete_last_line(self, tmp_path):
         workdir = make_run(tmp_path, "run", done=4)
         with open(workdir / "metrics.jsonl", "a") as file:
             file.write('{"step": 5, "train/lo')
@@ -207,13 +207,13 @@ class TestStates:
         assert (code, err.count("\n")) == (2, 1)
         assert "metrics.jsonl, line 1" in err
 
-    def test_numbers_that_are_none(self, tmp_path):
+    def test_handles_non_finite_values(self, tmp_path):
         page = page_of(make_run(tmp_path, "run", bad=(4, 6)))
         assert page.data[0]["values"] == [1.5, None, None, 0.375]
         assert "train is not finite at 2 logged steps, first at step 4" in page.words
         assert sum(attributes.get("class") == "lost" for _, attributes in page.elements) == 2
 
-    def test_none_of_them_finite(self, tmp_path):
+    def test_handles_runs_without_finite_values(self, tmp_path):
         workdir = make_run(tmp_path, "run", done=2, bad=(2,))
         lines = (workdir / "metrics.jsonl").read_text().splitlines()
         (workdir / "metrics.jsonl").write_text(lines[0] + "\n")
@@ -221,13 +221,13 @@ class TestStates:
         assert "train/loss" in page.words  # in the table of last values
         assert all(line["values"] != [None] for line in page.data)
 
-    def test_evaluations_alone(self, tmp_path):
+    def test_reports_runs_with_only_evaluations(self, tmp_path):
         workdir = make_run(tmp_path, "run")
         lines = [line for line in (workdir / "metrics.jsonl").read_text().splitlines() if "eval/" in line]
         (workdir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         assert [line["label"] for line in page_of(workdir).data] == ["eval", ""]
 
-    def test_a_run_that_went_on_has_no_outcome_of_before(self, tmp_path):
+    def test_a_resumed_run_drops_its_earlier_outcome(self, tmp_path):
         workdir = make_run(tmp_path, "run")
         assert read_run(workdir, "run").outcome
         with open(workdir / "metrics.jsonl", "a") as file:
@@ -236,21 +236,21 @@ class TestStates:
         assert report.outcome == ""
         assert "step 9" in report.status
 
-    def test_a_run_of_before_calls_were_recorded(self, tmp_path):
+    def test_reports_a_run_without_recorded_invocations(self, tmp_path):
         workdir = make_run(tmp_path, "run")
         (workdir / "calls.jsonl").unlink()
         page = page_of(workdir)
         assert "Versions" not in page.words
         assert "transformer evaluate" in page.words
 
-    def test_an_average(self, tmp_path):
+    def test_reports_an_averaged_model(self, tmp_path):
         workdir = make_run(tmp_path, "run", done=0)
         (workdir / "average.json").write_text("{}")
         assert "average" in read_run(workdir, "run").status
 
 
 class TestPage:
-    def test_no_text_breaks_out(self, tmp_path, no_pictures):
+    def test_texts_are_escaped(self, tmp_path, no_pictures):
         """Generated texts and names given by the user stay text; the page runs only its own scripts."""
         texts = {HOSTILE: HOSTILE}
         hostile = RunReport(
@@ -278,7 +278,7 @@ class TestPage:
         assert "alert(1)" in page.words
         assert page.data[0]["label"] == f"{HOSTILE}, train"
 
-    def test_it_fetches_nothing_and_runs_its_own_program_alone(self):
+    def test_the_page_fetches_nothing_and_runs_only_its_own_script(self):
         page = report_page([RunReport(name="a", status="", records=[{"step": 1, "train/loss": 1.0}])], title="t")
         assert not re.search(r"(src|href)\s*=|url\((?!#)|@import|https?:", page)
         script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)[1]
@@ -286,7 +286,7 @@ class TestPage:
         assert f"script-src 'sha256-{digest}'" in html.unescape(page)
         assert "default-src 'none'" in page
 
-    def test_names(self, tmp_path):
+    def test_shortens_run_names(self, tmp_path):
         with pytest.raises(ValueError, match="there is no run to report"):
             report_page([], title="t")
         with pytest.raises(ValueError, match="two runs are called 'a'"):
@@ -294,13 +294,13 @@ class TestPage:
         assert names_of([tmp_path / "x" / "a", tmp_path / "b"]) == ["a", "b"]
         assert names_of([tmp_path / "x" / "a", tmp_path / "a"]) == [str(tmp_path / "x" / "a"), str(tmp_path / "a")]
 
-    def test_many_points_make_no_large_page(self):
+    def test_many_points_do_not_make_a_large_page(self):
         records = [{"step": step, "train/loss": 2.0 + np.sin(step), "train/grad_norm": 1.0} for step in range(5_000)]
         assert len(report_page([RunReport(name="a", status="", records=records)], title="t")) < 150_000
 
 
 class TestCurves:
-    def test_extremes_stay(self):
+    def test_subsampling_keeps_extremes(self):
         values = np.zeros(10_000)
         values[[17, 6_000]], values[9_000] = [5.0, -7.0], np.nan
         kept = kept_points(values)
@@ -327,7 +327,7 @@ class TestCurves:
         }
         assert {number: short(number) for number in expected} == expected
 
-    def test_points_lie_where_they_should(self):
+    def test_points_have_the_right_coordinates(self):
         """The first and last points of a line are at the edges of the frame; a non-finite value leaves a gap."""
         chart = next(chart for chart in CHARTS if chart.name == "learning-rate")
         records = [
@@ -367,7 +367,7 @@ class TestCurves:
 
 
 class TestPieces:
-    def test_calls_are_kept_in_order_and_begin_anew_with_a_run(self, tmp_path):
+    def test_invocations_are_ordered_and_restart_with_a_run(self, tmp_path):
         for step in (0, 4, 8):
             record_call(tmp_path, step, "c", "d")
         assert [call["step"] for call in read_calls(tmp_path)] == [0, 4, 8]
@@ -376,7 +376,7 @@ class TestPieces:
         assert call["command"] == "again"
         assert {"python", "jax", "transformer-zoo"} <= call["versions"].keys()
 
-    def test_samples_are_read_as_they_were_written(self, tmp_path):
+    def test_samples_survive_a_round_trip(self, tmp_path):
         assert read_samples(tmp_path) == []
         append_samples(tmp_path, 2, "one\n=== step by step ===")
         append_samples(tmp_path, 4, "two")
@@ -391,5 +391,5 @@ class TestPieces:
             ("train(recipe, 'it's')", "train(recipe, 'it's')"),
         ],
     )
-    def test_a_command_for_another_workdir(self, command, expected):
+    def test_rewrites_a_command_for_another_workdir(self, command, expected):
         assert in_another_workdir(command, "new") == expected

@@ -50,7 +50,7 @@ def browser(tmp_path_factory):
 
 @pytest.mark.parametrize("width", [320, 390])
 @pytest.mark.parametrize("names", [["number_words"], ["number_words", "shakespeare_no_attention"]], ids=["one", "two"])
-def test_a_phone(browser, tmp_path, width, names):
+def test_the_page_fits_a_phone(browser, tmp_path, width, names):
     """The page is as wide as the screen, also with everything open, and no word is broken."""
     path = tmp_path / "page.html"
     path.write_text(report_page([run(name) for name in names], title=" and ".join(names), made=COMMAND))

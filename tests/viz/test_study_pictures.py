@@ -18,7 +18,7 @@ def path(tmp_path):
     return tmp_path / "new" / "picture.png"
 
 
-def test_scale(path):
+def test_draws_the_scale_study(path):
     studies.scale_picture([4, 16], {"without": [4.0, 16.0], "with": [1.0, 1.0]}, {"a": [0.2, 0.1], "b": [1, 1]}, path)
     assert imread(path).shape[2] == 4
     assert drawn(path, studies.RED) > 300
@@ -26,7 +26,7 @@ def test_scale(path):
     assert not plt.get_fignums()  # no global state
 
 
-def test_positions(path):
+def test_draws_the_position_study(path):
     curve = np.cos(np.arange(2_001) / 100)
     panels = {"First": {"a": curve}, "Second": {"b": curve, "c": curve / 2, "e": curve / 4}, "Third": {"d": curve}}
     studies.positions_picture(panels, {4: curve}, 0.95, path)
@@ -35,7 +35,7 @@ def test_positions(path):
     assert drawn(path, studies.COLORS[2]) > 300
 
 
-def test_memory(path):
+def test_draws_the_memory_study(path):
     studies.memory_picture([8, 16], {"whole": [2**20, 2**22], "blocks": [2**20, 2**21]}, {"plain": 0.5}, path)
     assert drawn(path, studies.RED) > 100
     bars = drawn(path, studies.BLUE)
@@ -43,7 +43,7 @@ def test_memory(path):
     assert 300 < drawn(path, studies.BLUE) < bars / 3
 
 
-def test_a_curve_in_groups():
+def test_draws_a_curve_in_groups():
     """Every distance from 1 on is in exactly one group; the mean of a group is between its minimum and maximum."""
     curve = np.random.default_rng(0).normal(size=5_003)
     places, low, mean, high = studies._thinned(curve, points=40)

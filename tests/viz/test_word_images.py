@@ -25,7 +25,7 @@ IMAGE = GENERATOR.random((6, 9, 3))
         ({"weights": np.full_like(WEIGHTS, np.nan)}, "must be finite"),
     ],
 )
-def test_what_does_not_fit_is_an_error(tmp_path, change, message):
+def test_rejects_weights_that_do_not_fit(tmp_path, change, message):
     given = {"image": IMAGE, "weights": WEIGHTS, "rollout": ROLLOUT, "words": WORDS, **change}
     arrays = [given.pop(name) for name in ("image", "weights", "rollout")]
     with pytest.raises(ValueError, match=message):

@@ -83,7 +83,7 @@ def differs(got, from_):
         pytest.param("gpt2", ALL, True, marks=pytest.mark.slow),
     ],
 )
-def test_an_adapter_that_was_written_is_read_as_the_same_function(family, targets, dora, tmp_path):
+def test_a_saved_adapter_computes_the_same_when_loaded(family, targets, dora, tmp_path):
     model, params = tiny(family)
     config = LoRA(rank=2, alpha=3.0, targets=targets, dora=dora, rslora=family == "phi3")
     params = lora.quantize_base(params, "nf4" if family == "phi3" else None)
@@ -106,7 +106,7 @@ def written(tmp_path):
     return model, params
 
 
-def test_the_names_and_shapes_are_those_of_peft(tmp_path):
+def test_names_and_shapes_equal_peft(tmp_path):
     written(tmp_path / "adapter")
     from safetensors.numpy import load_file
 
@@ -120,7 +120,7 @@ def test_the_names_and_shapes_are_those_of_peft(tmp_path):
     assert "model.layers.0.self_attn.q_proj" in config["target_modules"]
 
 
-def test_an_adapter_for_another_model_names_the_modules_and_sizes(tmp_path):
+def test_an_adapter_for_a_different_model_lists_modules_and_sizes(tmp_path):
     written(tmp_path / "adapter")
     model, params = tiny("qwen2")
     with pytest.raises(ConfigError, match="does not fit this Qwen 2") as raised:
@@ -167,7 +167,7 @@ def test_an_unknown_family_is_refused(tmp_path):
         save_adapter(model, adapter, params, tmp_path / "adapter", "lama")
 
 
-def test_an_adapter_that_was_read_is_written_with_its_scales(tmp_path):
+def test_a_loaded_adapter_is_saved_with_its_scales(tmp_path):
     model, params = written(tmp_path / "first")
     file = tmp_path / "first" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha_pattern": {"q_proj": 3}}))
@@ -189,7 +189,7 @@ def test_an_adapter_that_was_read_is_written_with_its_scales(tmp_path):
     ("changes", "scale"),
     [({}, 3 / 4), ({"use_rslora": True}, 3 / 2), ({"lora_alpha": 7}, 7 / 4), ({"use_rslora": None}, 3 / 4)],
 )
-def test_the_factor_of_an_adapter_is_that_of_its_settings(changes, scale, tmp_path):
+def test_the_scale_of_an_adapter_follows_its_settings(changes, scale, tmp_path):
     """The factor is alpha / r, or alpha / sqrt(r) (Kalajdzievski 2023, arXiv 2312.03732), with rank 4."""
     model, params = tiny("llama")
     _, adapter = updated(params, LoRA(rank=4, alpha=3.0, targets=("query",)))
@@ -220,7 +220,7 @@ def test_a_parameter_of_one_of_several_stacked_layers_is_refused(tmp_path):
         adapter_for(model, params, tmp_path / "adapter", *entry("llama"))
 
 
-def test_a_whole_parameter_of_another_size_is_refused(tmp_path):
+def test_rejects_a_full_parameter_of_a_different_size(tmp_path):
     """`modules_to_save` of PEFT: a parameter that the adapter replaces."""
     from safetensors.numpy import load_file, save_file
 
@@ -357,7 +357,7 @@ NAMES = {
 @pytest.mark.parity
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_we_compute_the_same_with_an_adapter_of_peft(family, number, peft, tmp_path):
+def test_a_peft_adapter_computes_the_same_here(family, number, peft, tmp_path):
     import torch
 
     model, params = tiny(family)

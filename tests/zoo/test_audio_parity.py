@@ -41,9 +41,7 @@ def test_padding_is_masked(reference, tmp_path, family, name):
 
 
 @pytest.mark.parametrize("family", ["wav2vec2", "hubert"])
-def test_padding_of_a_model_with_group_norm_gives_what_the_reference_gives_for_the_row_alone(
-    reference, tmp_path, family
-):
+def test_padding_with_group_norm_equals_the_reference_on_single_rows(reference, tmp_path, family):
     """The reference normalizes over padding, so that a row depends on the longest row of its batch."""
     import torch
 
@@ -58,7 +56,7 @@ def test_padding_of_a_model_with_group_norm_gives_what_the_reference_gives_for_t
     np.testing.assert_allclose(got[1, : len(expected)], expected, atol=1e-4)
 
 
-def test_names_of_weight_normalization_before_torch_2(reference, tmp_path):
+def test_reads_weight_normalization_names_before_torch_2(reference, tmp_path):
     case = cases("wav2vec2")["ctc"]
     reference.fill(reference.build(case), case, tmp_path / "new")
     expected = load_pretrained(tmp_path / "new")

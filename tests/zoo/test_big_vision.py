@@ -139,7 +139,7 @@ def before_linen(flat):
         ({"pooling": "map", "classes": None}, dict),
     ],
 )
-def test_a_vision_transformer_is_that_of_big_vision(tmp_path, options, form, write):
+def test_a_vision_transformer_equals_big_vision(tmp_path, options, form, write):
     module = Images(**options)
     flat = drawn(module, PIXELS)
     write(tmp_path / "vit.npz", **form(flat))
@@ -152,7 +152,7 @@ def test_a_vision_transformer_is_that_of_big_vision(tmp_path, options, form, wri
 @pytest.mark.programs(11, reason="it loads, runs and saves a model with two inputs")
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("form", [dict, scanned])
-def test_siglip_is_that_of_big_vision(tmp_path, form):
+def test_siglip_equals_big_vision(tmp_path, form):
     flat = drawn(Towers(), PIXELS, TOKENS)
     np.savez(tmp_path / "siglip.npz", **{f"params/{name}": array for name, array in form(flat).items()}, step=3)
     model, params = load_big_vision(tmp_path / "siglip.npz")
@@ -166,7 +166,7 @@ def test_siglip_is_that_of_big_vision(tmp_path, form):
 
 
 @pytest.mark.programs(9, reason="it loads models of two dtypes and saves one")
-def test_bfloat16_and_another_dtype(tmp_path):
+def test_reads_bfloat16_and_converts_dtypes(tmp_path):
     flat = drawn(Images(), PIXELS)
     np.savez(tmp_path / "vit.npz", **{name: array.astype(jnp.bfloat16).view("V2") for name, array in flat.items()})
     model, params = load_big_vision(tmp_path / "vit.npz")
@@ -203,7 +203,7 @@ def without(name):
         ),
     ],
 )
-def test_complete_or_an_error(tmp_path, change, message):
+def test_incomplete_files_are_an_error(tmp_path, change, message):
     np.savez(tmp_path / "vit.npz", **change(drawn(Images(), PIXELS)))
     with pytest.raises(WeightsError, match=message):
         load_big_vision(tmp_path / "vit.npz")
@@ -224,13 +224,13 @@ GOOD = archive(array_of((3,), bytes(12)))
         (archive(array_of((3,), bytes(12)), name="a\n.npy"), "printable characters"),
     ],
 )
-def test_damaged_archives_end_in_one_line(tmp_path, content, message):
+def test_damaged_archives_are_one_line_errors(tmp_path, content, message):
     (tmp_path / "a.npz").write_bytes(content)
     with pytest.raises(WeightsError, match=message) as error:
         NpzFile(tmp_path / "a.npz")
     assert "\n" not in str(error.value)
 
 
-def test_there_is_no_such_file(tmp_path):
+def test_reports_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="big_vision"):
         load_big_vision(tmp_path)

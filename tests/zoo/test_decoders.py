@@ -50,7 +50,7 @@ def windows(config):
     return [kind.window for kind in layer_kinds(config, config.num_layers)]
 
 
-def test_fold_says_the_same_as_the_list():
+def test_folded_layers_equal_the_list():
     kinds = [LayerKind(window=window) for window in (3, 5)]
     for length in range(1, 8):
         for choice in itertools.product(kinds, repeat=length):
@@ -61,7 +61,7 @@ def test_fold_says_the_same_as_the_list():
     assert folded == {"stack.prefix": (), "stack.period": (*[local] * 5, full), "stack.suffix": (local, local)}
 
 
-def test_windows():
+def test_reads_attention_windows():
     assert windows(read("mistral")) == [4096] * 2
     assert windows(read("mistral", sliding_window=None)) == [None] * 2
     assert windows(read("mixtral")) == [None] * 2
@@ -79,7 +79,7 @@ def test_windows():
     assert windows(read("gemma3_text", num_hidden_layers=4, sliding_window_pattern=2)) == [4096, None] * 2
 
 
-def test_gemma_3_turns_local_and_global_layers_differently():
+def test_gemma_3_rotates_local_and_global_layers_differently():
     """Fields of published files and of transformers 5 give the same config."""
     old = {"rope_theta": 900, "rope_local_base_freq": 50, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     new = {
@@ -100,7 +100,7 @@ def test_gemma_3_turns_local_and_global_layers_differently():
     assert read("gemma3_text", num_hidden_layers=6).rotary.base == 1_000_000.0
 
 
-def test_gemma_scales_by_its_scalar():
+def test_gemma_uses_its_query_scale():
     config = read("gemma2", query_pre_attn_scalar=144)
     assert config.attention.scale == pytest.approx(1 / 12)
     assert write("gemma2", config)["query_pre_attn_scalar"] == 144
@@ -108,7 +108,7 @@ def test_gemma_scales_by_its_scalar():
         write("gemma2", config.replace(**{"attention.scale": 0.3}))
 
 
-def test_experts():
+def test_reads_experts():
     config = read("mixtral", num_local_experts=5, num_experts_per_tok=2, num_hidden_layers=2)
     assert config.stack.period[0].moe == MoE(num_experts=5, top_k=2, load_balance_weight=0.001, router_z_weight=0.0)
     some = {"num_hidden_layers": 5, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 7}
@@ -121,7 +121,7 @@ def test_experts():
 
 
 @pytest.mark.parametrize(("family", "experts"), [("mixtral", 2), ("qwen3_moe", 3)])
-def test_training_losses_of_experts_hinder_no_saving(family, experts):
+def test_router_losses_do_not_prevent_saving(family, experts):
     config = read(family, num_experts_per_tok=experts, router_aux_loss_coef=0.02, num_hidden_layers=3)
     (kind,) = config.stack.period
     assert kind.moe.load_balance_weight == pytest.approx(0.02 * experts / 3)
@@ -138,7 +138,7 @@ def test_training_losses_of_experts_hinder_no_saving(family, experts):
             write(family, with_moe(**change))
 
 
-def test_layers_that_differ_are_compared_layer_by_layer():
+def test_different_layers_are_compared_individually():
     """Equivalent configs have the same canonical form; layers without attention have no rotary positions."""
     config = read("mistral", sliding_window=7, num_hidden_layers=4)
     same = config.replace(
@@ -151,7 +151,7 @@ def test_layers_that_differ_are_compared_layer_by_layer():
         write("mistral", config.replace(**{"stack.period": (LayerKind(self_attention=False),)}))
 
 
-def test_rotary_fields():
+def test_reads_rotary_fields():
     scaled = {"rope_type": "linear", "factor": 2.0}
     for name in ("rope_parameters", "rope_scaling"):
         config = read("mistral", **{name: scaled}, rope_theta=99.0)
@@ -196,7 +196,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0,
         ("phi3", {"attention_bias": True}, r"attention_bias"),
     ],
 )
-def test_what_is_not_built_is_refused(family, fields, message):
+def test_rejects_unsupported_settings(family, fields, message):
     with pytest.raises(ValueError, match=message):
         read(family, **fields)
 
@@ -212,7 +212,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("family", ["mistral", "gpt_neox", "gemma2"])
-def test_buffers_of_published_files_are_not_needed(tmp_path, family):
+def test_buffers_of_published_files_are_ignored(tmp_path, family):
     record = golden_case.golden(family)["lm"]
     tensors = {name: numbers(name, tuple(shape)) for name, shape in record["tensors"].items()}
     more = {name: numbers(name, shape) for name, shape in PUBLISHED.get(family, {}).items()}
@@ -226,7 +226,7 @@ def test_buffers_of_published_files_are_not_needed(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_base_model_of_a_language_model(tmp_path, family, tied):
+def test_reads_the_base_model_of_a_language_model(tmp_path, family, tied):
     """As in the files of Qwen3-Embedding, whose config.json names the language model."""
     record = golden_case.golden(family)["lm"]
     tensors = {
@@ -264,7 +264,7 @@ def test_published_fields_that_change_nothing_are_read():
 
 
 @pytest.mark.parity
-def test_the_load_balance_loss_is_the_reference_s_for_one_layer(tmp_path):
+def test_the_load_balance_loss_of_one_layer_equals_the_reference(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     import torch

@@ -19,7 +19,7 @@ FAMILY = ENTRIES["deepseek_v3"]
 HEAD = FAMILY.heads["DeepseekV3ForCausalLM"]
 
 
-def test_layers_that_predict_further_ahead_are_left_out(tmp_path):
+def test_multi_token_prediction_layers_are_ignored(tmp_path):
     record = golden_case.golden("deepseek_v3")["lm"]
     ahead = {"enorm.weight": [12], "eh_proj.weight": [12, 24], "shared_head.head.weight": [37, 12]}
     ahead = {f"model.layers.61.{name}": shape for name, shape in ahead.items()}
@@ -32,7 +32,7 @@ def test_layers_that_predict_further_ahead_are_left_out(tmp_path):
         load_pretrained(ours.write(tmp_path / "strange", record | {"tensors": strange}))
 
 
-def test_published_files_are_in_eight_bits_and_the_choice_of_experts_in_32(tmp_path):
+def test_reads_fp8_weights_and_a_float32_router(tmp_path):
     record = golden_case.golden("deepseek_v3")["lm"]
     plain, eight = {}, {}
     for name, shape in record["tensors"].items():
@@ -56,7 +56,7 @@ def test_published_files_are_in_eight_bits_and_the_choice_of_experts_in_32(tmp_p
     assert (router["kernel"].dtype, router["selection_bias"].dtype) == (jnp.bfloat16, jnp.float32)
 
 
-def test_pairs_that_turn_lie_apart_here():
+def test_rotary_pairs_are_reordered():
     """Two heads with one unrotated and four rotated dimensions: 0 1 2 3 in the file, 0 2 1 3 here."""
     file = np.arange(20.0).reshape(10, 2)
     relation = Interleaved(MATRIX, 4)
@@ -71,7 +71,7 @@ def test_pairs_that_turn_lie_apart_here():
     np.testing.assert_array_equal(relation.save([latent, turned])[0], file)
 
 
-def test_keys_and_values_are_side_by_side_in_each_head():
+def test_keys_and_values_are_interleaved_by_head():
     file = np.arange(20.0).reshape(10, 2)
     shapes = [(2, 2, 3), (2, 2, 2)]
     assert FusedHeads().tensor_shapes(shapes) == [(10, 2)]
@@ -80,7 +80,7 @@ def test_keys_and_values_are_side_by_side_in_each_head():
     np.testing.assert_array_equal(FusedHeads().save([key, value])[0], file)
 
 
-def test_the_published_model_sharpens_all_scores_and_turns_by_length_one():
+def test_the_published_yarn_settings_scale_the_scores():
     config = build("deepseek-v3").config
     assert config.rotary.scaling.attention_factor == 1.0
     assert config.attention.scale == pytest.approx(192**-0.5 * (1 + 0.1 * math.log(40)) ** 2)
@@ -89,7 +89,7 @@ def test_the_published_model_sharpens_all_scores_and_turns_by_length_one():
 
 @pytest.mark.parametrize("weights", [{}, {"mscale": 0.7, "mscale_all_dim": 1.3}, {"mscale_all_dim": 0.707}])
 @pytest.mark.parametrize("kind", [{"rope_type": "yarn"}, {"rope_type": "linear"}, {"rope_type": "default"}])
-def test_weights_of_the_sharpening_come_back(kind, weights):
+def test_yarn_scale_settings_survive_a_round_trip(kind, weights):
     values = golden_case.golden("deepseek_v3")["lm"]["config"]
     rope = {"factor": 5.0, "rope_theta": 99.0} | kind | weights
     config = FAMILY.read(values | {"rope_parameters": rope}, HEAD)
@@ -112,12 +112,12 @@ def test_weights_of_the_sharpening_come_back(kind, weights):
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor.*0.5"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(fields, message):
+def test_unsupported_settings_are_rejected_by_name(fields, message):
     with pytest.raises(ConfigError, match=message):
         FAMILY.read(golden_case.golden("deepseek_v3")["lm"]["config"] | fields, HEAD)
 
 
-def test_it_is_saved_as_what_it_is(tmp_path):
+def test_the_model_is_saved_as_deepseek_v3(tmp_path):
     loaded = load_pretrained(ours.write(tmp_path / "theirs", golden_case.golden("deepseek_v3")["lm"]))
     save_pretrained(loaded.model, loaded.params, tmp_path / "ours")
     assert load_pretrained(tmp_path / "ours").family.name == "deepseek_v3"

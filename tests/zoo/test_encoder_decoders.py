@@ -28,7 +28,7 @@ def same(loaded, expected):
     jax.tree.map(np.testing.assert_array_equal, loaded.params, expected.params)
 
 
-def test_t5_files_repeat_the_table_and_hold_one_that_nothing_reads(tmp_path):
+def test_t5_files_contain_a_repeated_and_an_unused_table(tmp_path):
     config, tensors = record_of("t5")
     plain = opened(tmp_path / "plain", config, tensors)
     table = tensors["shared.weight"]
@@ -51,7 +51,7 @@ def test_t5_files_repeat_the_table_and_hold_one_that_nothing_reads(tmp_path):
     ("family", "scaled"),
     [("t5", None), ("umt5", None), ("t5", False), pytest.param("t5", True, marks=pytest.mark.slow)],
 )
-def test_an_output_map_of_its_own_is_used_whatever_config_json_says_of_tying(tmp_path, family, scaled):
+def test_an_untied_head_is_used_regardless_of_config_json(tmp_path, family, scaled):
     """Its inputs are scaled only if config.json says so in a field of its own: files of mT5 would lose a factor."""
     config, tensors = record_of(family)
     config |= {"tie_word_embeddings": True, "scale_decoder_outputs": scaled}
@@ -68,7 +68,7 @@ def test_an_output_map_of_its_own_is_used_whatever_config_json_says_of_tying(tmp
     assert loaded.model.config == equal.model.config.replace(**changes)
 
 
-def test_an_untied_t5_does_not_scale_what_its_output_map_reads():
+def test_an_untied_t5_does_not_scale_its_head_input():
     for name in ("t5-small", "flan-t5-small", "umt5-small"):
         family = ENTRIES["umt5" if name.startswith("u") else "t5"]
         config = family.read(family.variants[name].fields, next(iter(family.heads.values())))
@@ -77,7 +77,7 @@ def test_an_untied_t5_does_not_scale_what_its_output_map_reads():
         )
 
 
-def test_the_encoder_of_a_whole_t5_is_read_alone(tmp_path):
+def test_the_encoder_of_a_full_t5_can_be_read_separately(tmp_path):
     config, tensors = record_of("t5", "second")
     whole = opened(tmp_path / "whole", config, tensors)
     encoder = load_pretrained(tmp_path / "whole", architecture="T5EncoderModel")
@@ -102,7 +102,7 @@ def test_the_encoder_of_a_whole_t5_is_read_alone(tmp_path):
         ({"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu", "is_gated_act": True}, "gelu_erf", True),
     ],
 )
-def test_t5_feed_forward_is_read_both_ways(fields, activation, gated):
+def test_both_t5_feed_forward_kinds_are_read(fields, activation, gated):
     family = ENTRIES["t5"]
     sizes = {"vocab_size": 11, "d_model": 6, "d_ff": 7, "num_layers": 1, "num_heads": 2}
     config = family.read(sizes | fields, family.heads["T5ForConditionalGeneration"])
@@ -110,7 +110,7 @@ def test_t5_feed_forward_is_read_both_ways(fields, activation, gated):
     family.write(config, "T5ForConditionalGeneration")
 
 
-def test_bart_files_leave_the_prefix_and_the_bias_out(tmp_path):
+def test_bart_files_may_omit_prefix_and_bias(tmp_path):
     config, tensors = record_of("bart")
     full = opened(tmp_path / "full", config, tensors)
     bias = tensors.pop("final_logits_bias")
@@ -129,7 +129,7 @@ def test_bart_files_leave_the_prefix_and_the_bias_out(tmp_path):
     np.testing.assert_array_equal(table[2:], short["encoder.embed_positions.weight"][2:])
 
 
-def test_marian_files_hold_tables_that_are_computed(tmp_path):
+def test_computed_tables_in_marian_files_are_ignored(tmp_path):
     config, tensors = record_of("marian")
     plain = opened(tmp_path / "plain", config, tensors)
     more = {f"model.{stack}.embed_positions.weight": numbers(stack, (61, 12)) for stack in ("encoder", "decoder")}
@@ -145,7 +145,7 @@ def test_marian_files_hold_tables_that_are_computed(tmp_path):
     )
 
 
-def test_opt_and_bloom_files_leave_the_prefix_out(tmp_path):
+def test_opt_and_bloom_files_may_omit_the_prefix(tmp_path):
     for family, prefix in {"opt": "model.", "bloom": "transformer."}.items():
         config, tensors = record_of(family)
         plain = opened(tmp_path / family, config, tensors)
@@ -190,7 +190,7 @@ def test_opt_and_bloom_files_leave_the_prefix_out(tmp_path):
         ("bloom", {"n_embed": 20}, r"hidden_size.*15.*n_embed.*20"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(family, fields, message):
+def test_unsupported_settings_are_rejected_by_name(family, fields, message):
     family, config = ENTRIES[family], golden_case.golden(family)["lm"]["config"]
     head = next(iter(family.heads.values()))
     family.read(config, head)
@@ -198,7 +198,7 @@ def test_what_is_not_built_is_refused_by_name(family, fields, message):
         family.read(config | fields, head)
 
 
-def test_sizes_of_bart_s_stacks_are_written_and_a_model_that_marian_can_hold_is_saved_as_it(tmp_path):
+def test_bart_stack_sizes_are_written_and_compatible_models_saved_as_marian(tmp_path):
     config, tensors = record_of("marian")
     loaded = opened(tmp_path / "theirs", config, tensors)
     save_pretrained(loaded.model, loaded.params, tmp_path / "ours")

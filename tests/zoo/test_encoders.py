@@ -43,7 +43,7 @@ def first_release(tensors):
     return old | more
 
 
-def test_files_of_the_first_bert(tmp_path):
+def test_reads_files_of_the_original_bert(tmp_path):
     record = golden_case.golden("bert")["masked_lm"]
     tensors = tensors_of(record)
     write_weights(tmp_path / "new", record["config"], tensors)
@@ -59,7 +59,7 @@ def test_files_of_the_first_bert(tmp_path):
         load_pretrained(tmp_path / "old", architecture="BertForSequenceClassification")
 
 
-def test_what_a_masked_lm_needs_is_not_ignored(tmp_path):
+def test_missing_masked_lm_parameters_are_an_error(tmp_path):
     record = golden_case.golden("bert")["masked_lm"]
     tensors = first_release(tensors_of(record))
     tensors["cls.predictions.transform.LayerNorm.weight"] = np.ones(12, np.float32)
@@ -71,7 +71,7 @@ def test_what_a_masked_lm_needs_is_not_ignored(tmp_path):
     assert "2 unexpected: classifier.weight, cls.predictions.transform.LayerNorm.gamma" in str(error.value)
 
 
-def test_a_base_model_s_files_have_no_prefix_and_are_read_with_one(tmp_path):
+def test_base_model_files_are_read_with_and_without_prefix(tmp_path):
     record = golden_case.golden("bert")["base"]
     loaded = load_pretrained(ours.write(tmp_path / "bare", record))
     write_weights(
@@ -82,7 +82,7 @@ def test_a_base_model_s_files_have_no_prefix_and_are_read_with_one(tmp_path):
     assert "embeddings.word_embeddings.weight" in WeightFiles(tmp_path / "saved").tensors
 
 
-def test_an_embedder_s_vectors_are_the_mean_of_real_tokens(tmp_path):
+def test_an_embedding_is_the_mean_of_non_padding_tokens(tmp_path):
     record = golden_case.golden("bert")["base"]
     loaded, case = load_pretrained(ours.write(tmp_path / "base", record)), golden_case.cases("bert")["base"]
     (tokens,), named = ours.inputs_of(loaded.model, case, "right")
@@ -100,7 +100,7 @@ def test_an_embedder_s_vectors_are_the_mean_of_real_tokens(tmp_path):
 
 
 @pytest.mark.programs(9, reason="it loads and runs two models, and saves and loads them again")
-def test_the_pooler_is_read_and_saved_where_the_files_have_it(tmp_path):
+def test_a_pooler_in_the_files_is_read_and_saved(tmp_path):
     """The vectors of a call, and so those of sentence encoders, do not depend on the pooler."""
     golden = golden_case.golden("bert")
     plain = load_pretrained(ours.write(tmp_path / "plain", golden["base"]))
@@ -125,7 +125,7 @@ def test_the_pooler_is_read_and_saved_where_the_files_have_it(tmp_path):
         )
 
 
-def test_rows_that_stand_for_no_position(tmp_path):
+def test_unused_position_rows_are_dropped(tmp_path):
     record = golden_case.golden("roberta")["masked_lm"]
     name = "roberta.embeddings.position_embeddings.weight"
     table = tensors_of(record)[name]
@@ -145,7 +145,7 @@ def test_rows_that_stand_for_no_position(tmp_path):
         (row(2), (5,), [(1, 1, 5)]),
     ],
 )
-def test_relations_come_back(relation, shape, tensors):
+def test_relative_position_settings_survive_a_round_trip(relation, shape, tensors):
     parameter = np.random.RandomState(0).standard_normal(shape).astype(jnp.bfloat16)
     assert relation.tensor_shapes([shape]) == tensors
     saved = relation.save([parameter])
@@ -169,7 +169,7 @@ MODERNBERT = {
 }
 
 
-def test_modernbert_s_published_config_says_what_a_new_one_does():
+def test_the_published_modernbert_config_equals_the_defaults():
     family = ENTRIES["modernbert"]
     head = family.heads["ModernBertForMaskedLM"]
     config = family.read(MODERNBERT, head)
@@ -203,7 +203,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "fields", "message"), REFUSED)
-def test_fields_that_are_not_built_are_refused(name, fields, message):
+def test_rejects_unsupported_fields(name, fields, message):
     family = ENTRIES[name]
     sizes = {"vocab_size": 37} if name in ("bert", "roberta") else {}
     head = next(iter(family.heads.values()))
@@ -212,7 +212,7 @@ def test_fields_that_are_not_built_are_refused(name, fields, message):
         family.read(sizes | fields, head)
 
 
-def test_a_vision_model_with_another_head_is_refused():
+def test_rejects_a_vision_model_with_a_different_head():
     with pytest.raises(ValueError, match=r"ViTForMaskedImageModeling.*ViT"):
         ENTRIES["vit"].head_of({"architectures": ["ViTForMaskedImageModeling"]})
 
@@ -235,7 +235,7 @@ def test_a_vision_model_with_another_head_is_refused():
         ("vit", {"architectures": ["ViTModel"], "pooler_act": "relu"}, r"pooler_act.*'relu'"),
     ],
 )
-def test_fields_of_vision_families_are_refused(family, fields, message):
+def test_rejects_unsupported_fields_of_vision_families(family, fields, message):
     entry = ENTRIES[family]
     with pytest.raises(ValueError, match=message):
         entry.read(fields, entry.head_of(fields)[1])
@@ -271,7 +271,7 @@ def test_models_without_a_counterpart_are_not_saved(variant, model, changes, mes
         choose_family(changed, family)
 
 
-def test_padding_on_the_right_changes_nothing_of_windows(tmp_path):
+def test_right_padding_does_not_change_windows(tmp_path):
     """The windows of ModernBERT count slots, so the padding must come after all tokens."""
     record = golden_case.golden("modernbert")["masked_lm"]
     loaded = load_pretrained(ours.write(tmp_path / "theirs", record))
@@ -295,7 +295,7 @@ def test_padding_on_the_right_changes_nothing_of_windows(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "head"), [("bert", "cls.predictions."), ("roberta", "lm_head.")])
-def test_an_untied_head_s_bias_is_written_twice(tmp_path, name, head):
+def test_the_bias_of_an_untied_head_is_written_twice(tmp_path, name, head):
     """The reference stores a second bias in addition to that of the output map, and uses it only in tied models."""
     family, values = ENTRIES[name], golden_case.golden(name)["masked_lm"]["config"] | {"tie_word_embeddings": False}
     model = MaskedLM(family.read(values, family.heads[values["architectures"][0]]))

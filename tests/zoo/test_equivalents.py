@@ -121,12 +121,12 @@ def test_an_equivalent_model_gives_the_same_logits_and_is_saved(tmp_path, name):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-def test_a_model_that_a_family_describes_stays_as_it_is():
+def test_a_model_that_matches_a_family_is_unchanged():
     model, params = random_model(CausalLM, {"embedding.scale": False})
     assert with_equivalent(model, params) == (model, params)
 
 
-def test_a_table_of_positions_is_as_long_as_the_model_reads():
+def test_a_position_table_has_the_context_length_of_the_model():
     model, params = random_model(CausalLM, {"position": SinusoidalOptions()})
     equal, changed = equivalent(model, params, context=700)
     assert equal.config.max_length == changed["decoder"]["position_table"].shape[0] == 700
@@ -143,7 +143,7 @@ def test_a_table_of_positions_is_as_long_as_the_model_reads():
         (VisionClassifier, {"position": None, "output.num_classes": 2}, "ViT has no counterpart"),
     ],
 )
-def test_a_model_without_an_equivalent_is_refused_in_a_few_words(cls, fields, message):
+def test_a_model_without_an_equivalent_is_a_short_error(cls, fields, message):
     model = cls(TransformerConfig(**SIZES | {"position": RotaryOptions()} | fields))
     with pytest.raises(ConfigError, match=message) as error:
         with_equivalent(model, {})
@@ -171,7 +171,7 @@ def test_every_rewrite_is_needed_by_a_case():
 
 
 @pytest.mark.parametrize("family", ENTRIES)
-def test_null_is_written_only_where_the_reference_has_it(family):
+def test_null_is_written_only_where_the_reference_accepts_it(family):
     """Null is written only for fields for which the reference accepts it, whatever defaults a config uses."""
     free = {
         "parameters.initializer_range": None,

@@ -72,7 +72,7 @@ def opened(tmp_path, family, name):
 @pytest.mark.programs(9, reason="it loads, runs and saves a model")
 @pytest.mark.default_cases(16)
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_results_are_the_reference_s_and_files_come_back(tmp_path, family, name):
+def test_results_equal_the_reference_and_files_survive_a_round_trip(tmp_path, family, name):
     case = golden_case.cases(family)[name]
     loaded, record = opened(tmp_path, family, name)
     ours.compare(ours.run(loaded.model, loaded.params, case, "none"), record["results"], "none", case)
@@ -92,7 +92,7 @@ def test_every_family_has_a_golden_file():
 
 
 @pytest.mark.parametrize(("family", "name"), WRITERS)
-def test_generation_is_the_reference_s(tmp_path, family, name):
+def test_generation_equals_the_reference(tmp_path, family, name):
     loaded, record = opened(tmp_path, family, name)
     case, model = golden_case.cases(family)[name], loaded.model
     assert isinstance(model, CausalLM | Seq2Seq)
@@ -173,7 +173,7 @@ def test_named_variants_have_their_published_size(name, variant):
     assert count_parameters(abstract_params(model)) == variant.parameters
 
 
-def test_loading_says_everything_that_does_not_fit(tmp_path):
+def test_loading_reports_every_mismatch(tmp_path):
     record = golden_case.golden("gpt2")["lm"]
     tensors = dict(record["tensors"])
     del tensors["transformer.h.1.ln_2.bias"]
@@ -203,7 +203,7 @@ def test_fields_that_change_the_mathematics_are_errors(tmp_path):
 
 
 @pytest.mark.programs(7, reason="it loads and saves models of two dtypes")
-def test_dtype_and_mesh(tmp_path):
+def test_loads_with_a_dtype_and_a_mesh(tmp_path):
     """Parameters have the dtype of the file or the requested one, and are sharded on a mesh by the rules."""
     loaded, _ = opened(tmp_path, "llama", "lm")
     half = load_pretrained(tmp_path / "theirs", dtype="bfloat16")
@@ -242,7 +242,7 @@ def test_a_trained_model_is_saved_as_the_family_it_equals(tmp_path):
     assert "attention.softcap is 3.0" in str(error.value)
 
 
-def test_parameters_that_are_not_finite_are_not_written(tmp_path):
+def test_non_finite_parameters_are_not_written(tmp_path):
     loaded, _ = opened(tmp_path, "gpt2", "lm")
     table = np.array(loaded.params["embedding"]["embedding"])
     table[3, 1] = np.nan
@@ -253,7 +253,7 @@ def test_parameters_that_are_not_finite_are_not_written(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_embeddings_that_hold_their_scale_give_the_same_logits(tied):
+def test_embeddings_with_a_folded_scale_give_the_same_logits(tied):
     sizes = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "num_layers": 1, "feed_forward.d_ff": 5}
     model = CausalLM(TransformerConfig(**sizes, position=RotaryOptions(), embedding=EmbeddingOptions(tie=tied)))
     tokens = np.array([[3, 1, 4, 1, 5]])
@@ -280,7 +280,7 @@ def test_rejects_an_activation_that_no_family_has(tmp_path, cls, fields):
         save_pretrained(model, params, tmp_path / "out")
 
 
-def test_a_field_of_one_family_does_not_go_into_another_s_files(tmp_path, capsys):
+def test_a_field_of_one_family_is_not_written_to_another(tmp_path, capsys):
     directory = ours.write(tmp_path / "opt", golden_case.golden("opt")["lm"])
     assert main(["convert", str(directory), str(tmp_path / "gpt2"), "--family", "gpt2"]) == 0, capsys.readouterr().err
     before, after = (load_pretrained(path).model.config.max_length for path in (directory, tmp_path / "gpt2"))
@@ -291,7 +291,7 @@ def test_a_field_of_one_family_does_not_go_into_another_s_files(tmp_path, capsys
 @pytest.mark.default_cases(4)
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize(("family", "name"), WRITERS)
-def test_generation_with_few_bits_chooses_the_likeliest_token(tmp_path, family, name, bits):
+def test_quantized_generation_chooses_the_likeliest_token(tmp_path, family, name, bits):
     """Decoding stores 8-bit and 16-bit kernels in another form (`nn/quantization`); a whole pass does not."""
     loaded, _ = opened(tmp_path, family, name)
     case, model, params = golden_case.cases(family)[name], loaded.model, loaded.params

@@ -55,7 +55,7 @@ def looped():
     return model, jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-def test_with_a_cache_logits_are_those_without(looped):
+def test_cached_is_uncached(looped):
     model, params = looped
     tokens = golden_case.tokens(4, 37, 2, 14)
     whole = jax.jit(model.apply)({"params": params}, tokens)
@@ -98,7 +98,7 @@ def test_pages_give_the_logits_of_a_cache(looped):
     np.testing.assert_allclose(jnp.concatenate([first, rest], axis=1), whole, atol=1e-4)
 
 
-def test_packed_texts_do_not_see_one_another(tiny):
+def test_packed_texts_are_independent(tiny):
     first, second = (golden_case.tokens(seed, 37, 1, size) for seed, size in ((1, 5), (2, 7)))
     segments = np.array([[1] * 5 + [2] * 7])
     positions = np.concatenate([np.arange(5), np.arange(7)])[None]
@@ -135,7 +135,7 @@ def test_proportional_scaling_rotates_the_first_pairs_only():
     np.testing.assert_allclose(scheme.frequencies(20), np.where(np.arange(10) < 3, expected, 0.0))
 
 
-def test_fields_of_published_files_are_those_of_the_reference_s():
+def test_published_fields_equal_the_reference():
     """Published files name the sizes of global layers; the reference writes them for each layer."""
     published = {name: value for name, value in RECORD["config"].items() if name != "per_layer_config"}
     config = FAMILY.read(published | {"global_head_dim": 8}, HEAD)
@@ -145,7 +145,7 @@ def test_fields_of_published_files_are_those_of_the_reference_s():
     assert (own.head_dim, own.num_kv_heads, own.keys_as_values) == (6, 1, True)
 
 
-def test_the_decoder_of_a_model_with_images_and_sound(tiny, tmp_path):
+def test_reads_the_decoder_of_a_model_with_images_and_sound(tiny, tmp_path):
     tensors = {name: golden_case.numbers(name, tuple(shape)) for name, shape in RECORD["tensors"].items()}
     renamed = {f"model.language_{name}": array for name, array in tensors.items() if name != "lm_head.weight"}
     for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"):
@@ -183,7 +183,7 @@ def test_the_decoder_of_a_model_with_images_and_sound(tiny, tmp_path):
         ),
     ],
 )
-def test_configs_that_are_refused(changes, message):
+def test_rejects_unsupported_configs(changes, message):
     with pytest.raises(ConfigError, match=message):
         FAMILY.read(RECORD["config"] | changes, HEAD)
 
@@ -216,12 +216,12 @@ STORES, READS = LayerKind(stores_kv="a"), LayerKind(reads_kv="a")
         ({"embedding.per_layer_vocab_size": 3}, r"per_layer_vocab_size"),
     ],
 )
-def test_configs_of_layers_that_are_refused(changes, message):
+def test_rejects_unsupported_layer_configs(changes, message):
     with pytest.raises(ConfigError, match=message):
         TransformerConfig(num_layers=2, **SIZES, **changes)
 
 
-def test_kinds_that_contradict_themselves_are_refused():
+def test_rejects_contradictory_layer_kinds():
     for options, message in (
         ({"reads_kv": "a", "keys_as_values": True}, "Remove it, or keys_as_values"),
         ({"reads_kv": "a", "stores_kv": "b"}, "Remove it, or stores_kv"),

@@ -106,7 +106,7 @@ def projections(tree, x, layer):
         ("gemma3_text", {"transposed": True}),
     ],
 )
-def test_every_map_is_the_einsum_of_gemma(tmp_path, family, changes, layout):
+def test_every_kernel_equals_the_einsum_of_gemma(tmp_path, family, changes, layout):
     tree = tree_of(family, **changes)
     sizes = {name: size for name, size in changes.items() if name != "transposed"}
     stored = flat_layout(tree)
@@ -183,7 +183,7 @@ def from_export(tensors, fields):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_the_model_of_the_export(tmp_path, family):
+def test_the_checkpoint_equals_the_transformers_export(tmp_path, family):
     """The logits are those of the reference for the same weights, which the golden files hold."""
     record = golden_case.golden(family)["lm"]
     tensors = {name: golden_case.numbers(name, tuple(shape)) for name, shape in record["tensors"].items()}
@@ -222,7 +222,7 @@ def test_unused_rows_of_the_vocabulary_are_dropped(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES[1:])
-def test_published_sizes_tell_the_rest(tmp_path, monkeypatch, family):
+def test_remaining_settings_follow_from_published_sizes(tmp_path, monkeypatch, family):
     named = {"hidden_size": 12, "num_hidden_layers": 2, "intermediate_size": 19, "sliding_window": 5}
     named |= {"query_pre_attn_scalar": 49}
     monkeypatch.setattr(_gemma_orbax, "published", lambda family: [named | {"hidden_size": 13}, named])
@@ -234,7 +234,7 @@ def test_published_sizes_tell_the_rest(tmp_path, monkeypatch, family):
         load_pretrained(tmp_path / "tiny")
 
 
-def test_every_published_model_has_its_own_sizes():
+def test_every_published_model_has_distinct_sizes():
     names = ("hidden_size", "num_hidden_layers", "intermediate_size")
     for family, count in (("gemma2", 3), ("gemma3_text", 5)):
         variants = published(family)
@@ -287,7 +287,7 @@ def test_a_damaged_checkpoint_is_an_error(tmp_path):
         load_pretrained(directory)
 
 
-def test_links_that_lead_outside_are_refused(tmp_path):
+def test_rejects_links_outside_the_directory(tmp_path):
     directory = save(tmp_path / "gemma", flat_layout(tree_of("gemma")))
     (tmp_path / "secret").write_text("secret")
     (directory / "d" / "link").symlink_to(tmp_path / "secret")
@@ -295,7 +295,7 @@ def test_links_that_lead_outside_are_refused(tmp_path):
         load_pretrained(directory)
 
 
-def test_arrays_that_the_files_can_t_contain_are_refused(tmp_path, monkeypatch):
+def test_rejects_arrays_larger_than_their_files(tmp_path, monkeypatch):
     directory = save(tmp_path / "gemma", flat_layout(tree_of("gemma")))
     monkeypatch.setattr(_orbax, "MAX_RATIO", 0.01)
     with pytest.raises(ValueError, match=r"its arrays take [\d,]+ bytes, but its files only [\d,]+"):

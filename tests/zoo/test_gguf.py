@@ -43,7 +43,7 @@ def as_gguf(directory, to, form="F32", **changes):
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
-def test_a_file_loads_as_the_directory_it_was_converted_from(tmp_path, family, case):
+def test_a_file_equals_the_directory_it_was_converted_from(tmp_path, family, case):
     """The config is the same, and so are the parameters, up to the rounding of 1 + w and back in the norms of Gemma."""
     directory = directory_of(tmp_path, family, case)
     expected = load_pretrained(directory)
@@ -59,7 +59,7 @@ def test_a_file_loads_as_the_directory_it_was_converted_from(tmp_path, family, c
         np.testing.assert_allclose(other, leaf, rtol=0, atol=tolerance, err_msg=str(path))
 
 
-def test_yarn_biases_and_ignored_keys(tmp_path):
+def test_reads_yarn_and_biases_and_ignores_unused_keys(tmp_path):
     """Biases of queries and keys are permuted as their kernels; mlp_bias is a feature that llama.cpp's Llama lacks."""
     record = golden_case.golden("llama")["biases_yarn"]
     tensors = {name: shape for name, shape in record["tensors"].items() if not ("mlp" in name and "bias" in name)}
@@ -74,7 +74,7 @@ def test_yarn_biases_and_ignored_keys(tmp_path):
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("F16", "float16"), ("BF16", "bfloat16")])
-def test_16_bits_keep_their_dtype(tmp_path, form, dtype):
+def test_16_bit_weights_keep_their_dtype(tmp_path, form, dtype):
     directory = directory_of(tmp_path, "llama", "lm")
     model, params = load(as_gguf(directory, tmp_path / "model.gguf", form))
     assert model.config.parameters.dtype == dtype
@@ -121,7 +121,7 @@ def quantized_file(path, **more):
     return path
 
 
-def test_a_quantized_file_is_bfloat16_by_default(tmp_path):
+def test_a_quantized_file_loads_as_bfloat16_by_default(tmp_path):
     file = quantized_file(tmp_path / "model.gguf")
     model, params = load(file)
     assert model.config.parameters.dtype == "bfloat16"
@@ -150,7 +150,7 @@ def reference_values(file):
 
 
 @pytest.mark.programs(80, reason="`convert` computes the logits of a short input outside of jax.jit")
-def test_convert_asks_the_reader_for_the_dtype(tmp_path):
+def test_convert_passes_the_dtype_to_the_reader(tmp_path):
     """No value is rounded on the way to float32: the matrices are those of the file, which bfloat16 can't represent."""
     file = quantized_file(tmp_path / "model.gguf")
     assert main(["convert", str(file), str(tmp_path / "out"), "--dtype", "float32"]) == 0
@@ -164,7 +164,7 @@ def test_convert_asks_the_reader_for_the_dtype(tmp_path):
 
 
 @pytest.mark.parity
-def test_converted_values_are_those_of_the_package_gguf(tmp_path):
+def test_converted_values_equal_the_gguf_package(tmp_path):
     """The tensors of every quantized format, in float32, bit for bit; queries and keys are permuted in the file."""
     file = quantized_file(tmp_path / "model.gguf")
     theirs = reference_values(file)
@@ -206,7 +206,7 @@ def test_metadata_that_contradict_the_model_are_named(tmp_path, changes, message
         load(quantized_file(tmp_path / "model.gguf", **changes))
 
 
-def test_other_scalings_than_those_of_llama_are_refused(tmp_path):
+def test_rejects_rotary_scaling_other_than_llama(tmp_path):
     directory = directory_of(tmp_path, "llama", "grouped_llama3")
     files = WeightFiles(directory)
     metadata, tensors = converted(files.config, {name: files.read(name) for name in files.tensors})
@@ -220,7 +220,7 @@ def test_other_scalings_than_those_of_llama_are_refused(tmp_path):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
-def test_logits_are_those_of_transformers(tmp_path, family):
+def test_logits_equal_transformers(tmp_path, family):
     """Tensors of every supported quantized format, read by the reader of transformers, too (package gguf)."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("gguf")

@@ -48,7 +48,7 @@ PUBLISHED = {
 }
 
 
-def test_the_published_config():
+def test_reads_the_published_config():
     config = FAMILY.read(PUBLISHED, HEAD)
     assert config.rotary.base == 150_000
     assert config.rotary.scaling == RotaryScaling(kind="yarn", factor=32.0, original_length=4096, truncate=False)
@@ -82,6 +82,6 @@ def test_defaults_are_the_published_values():
         ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantization_config"),
     ],
 )
-def test_what_it_does_not_have_is_refused(changes, message):
+def test_rejects_unsupported_settings(changes, message):
     with pytest.raises(ConfigError, match=message):
         FAMILY.read(PUBLISHED | changes, HEAD)

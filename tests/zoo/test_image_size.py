@@ -20,7 +20,7 @@ def loaded(tmp_path, family, name):
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 5), (7, 4), (5, 5), (1, 3)])
-def test_weights_reproduce_constants_and_lines(old, new):
+def test_interpolation_reproduces_constants_and_lines(old, new):
     """Weights sum to 1; away from the border, values on a line stay on it; the same size changes nothing."""
     weights = bicubic_weights(old, new)
     np.testing.assert_allclose(weights.sum(1), 1.0, rtol=1e-6)
@@ -33,7 +33,7 @@ def test_weights_reproduce_constants_and_lines(old, new):
     np.testing.assert_allclose(line[inside & middle], 3 * centers[inside & middle] + 1, rtol=1e-5)
 
 
-def test_a_size_and_back(tmp_path):
+def test_resizing_back_restores_the_positions(tmp_path):
     """The class token keeps its position; the same size gives the same objects."""
     found = loaded(tmp_path, "dinov2", "base")
     model, params = with_image_size(found.model, found.params, 15, 6)
@@ -46,7 +46,7 @@ def test_a_size_and_back(tmp_path):
     assert jax.jit(model.apply)({"params": params}, images).shape == (2, 12)
 
 
-def test_a_dual_encoder(tmp_path):
+def test_resizes_a_dual_encoder(tmp_path):
     found = loaded(tmp_path, "clip", "dual")
     model, params = with_image_size(found.model, found.params, 13, 12)
     patches = model.config.images.patches
@@ -55,7 +55,7 @@ def test_a_dual_encoder(tmp_path):
     assert out.shape == (3, 2)
 
 
-def test_models_without_positions_of_patches(tmp_path):
+def test_rejects_models_without_patch_positions(tmp_path):
     found = loaded(tmp_path, "gpt2", "lm")
     with pytest.raises(ConfigError, match="has no table of positions of patches"):
         with_image_size(found.model, found.params, 9, 9)
@@ -79,7 +79,7 @@ def test_dinov2_adapts_to_its_preprocessing(tmp_path):
 @pytest.mark.parity
 @pytest.mark.parametrize("size", [12, 18, 6])
 @pytest.mark.parametrize(("family", "name", "kind"), [("dinov2", "base", "Dinov2Model"), ("vit", "base", "ViTModel")])
-def test_hidden_states_equal_those_of_transformers(tmp_path, torch, transformers, family, name, kind, size):
+def test_hidden_states_equal_transformers(tmp_path, torch, transformers, family, name, kind, size):
     found = loaded(tmp_path, family, name)
     model, params = with_image_size(found.model, found.params, size, size)
     images = jnp.asarray(np.random.RandomState(5).standard_normal((2, size, size, 3)).astype(np.float32))
@@ -91,7 +91,7 @@ def test_hidden_states_equal_those_of_transformers(tmp_path, torch, transformers
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
 
 
-def test_antialiased_weights_are_those_of_pillow():
+def test_antialiased_weights_equal_pillow():
     Image = pytest.importorskip("PIL.Image")
     values = np.random.default_rng(0).standard_normal((9, 7)).astype(np.float32)
     for old, new in ((9, 4), (9, 14), (9, 9)):
@@ -100,7 +100,7 @@ def test_antialiased_weights_are_those_of_pillow():
 
 
 @pytest.mark.parametrize(("family", "table"), [("dinov2_with_registers", (1 + 2 * 4, 12)), ("dinov3_vit", None)])
-def test_registers_and_rotary_positions(tmp_path, family, table):
+def test_handles_registers_and_rotary_positions(tmp_path, family, table):
     found = loaded(tmp_path, family, "base")
     model, params = with_image_size(found.model, found.params, 6, 12, antialias=found.family.antialias)
     assert jax.jit(model.apply)({"params": params}, jnp.ones((2, 6, 12, 3))).shape == (2, 12)

@@ -50,7 +50,7 @@ def whole(tiny):
     return logits
 
 
-def test_with_a_cache_logits_are_those_without(tiny, whole):
+def test_cached_is_uncached(tiny, whole):
     tokens = golden_case.tokens(4, 37, 2, LENGTH)
     step = jax.jit(lambda cache, part: tiny.model.apply({"params": tiny.params}, part, cache=cache))
     cache, found = jax.jit(lambda: tiny.model.init_cache(2, LENGTH))(), []
@@ -61,7 +61,7 @@ def test_with_a_cache_logits_are_those_without(tiny, whole):
     np.testing.assert_allclose(np.concatenate(found, axis=1), whole(*tokens), atol=2e-5)
 
 
-def test_packed_texts_have_chunks_of_their_own(tiny, whole):
+def test_attention_chunks_restart_in_each_packed_text(tiny, whole):
     """Chunks and temperatures count from the start of each text, whatever stands before it in the row."""
     first, second = (golden_case.tokens(seed, 37, 1, size)[0] for seed, size in ((1, 5), (2, 9)))
     segments = np.array([[1] * 5 + [2] * 9 + [0] * 2])
@@ -104,7 +104,7 @@ def test_hypotheses_of_a_beam_share_a_cache(tiny, whole):
     np.testing.assert_allclose([one.score for one in found], scores, atol=1e-4)
 
 
-def test_the_temperature_is_a_factor_on_the_queries():
+def test_the_temperature_scales_the_queries():
     plain = MultiHeadAttention(num_heads=2)
     heated = MultiHeadAttention(num_heads=2, temperature=QueryTemperature(scale=0.5, length=3))
     x = np.random.default_rng(0).normal(size=(1, 7, 8)).astype(np.float32)
@@ -119,7 +119,7 @@ def test_the_temperature_is_a_factor_on_the_queries():
 
 
 @pytest.mark.parametrize("implementation", ["blockwise", "ragged"])
-def test_weights_multiply_the_inputs_of_the_experts(implementation):
+def test_router_weights_scale_the_inputs_of_experts(implementation):
     options = {"num_experts": 3, "top_k": 2, "normalize_weights": False, "scoring": "sigmoid", "scale_inputs": True}
     layer = RoutedFeedForward(MoE(**options), width=5, gated=True, activation="silu", implementation=implementation)
     x = np.random.default_rng(0).normal(size=(2, 4, 6)).astype(np.float32)
@@ -174,7 +174,7 @@ def whole_model(directory, **changes):
     return directory
 
 
-def test_the_decoder_of_a_model_with_images(tiny, tmp_path):
+def test_reads_the_decoder_of_a_model_with_images(tiny, tmp_path):
     loaded = load_pretrained(whole_model(tmp_path / "whole"))
     assert loaded.model.config == tiny.model.config
     assert (loaded.family.name, loaded.fields["eos_token_id"]) == ("llama4_text", [3, 5])
@@ -192,7 +192,7 @@ def test_the_decoder_of_a_model_with_images(tiny, tmp_path):
         ({"tensors": {"language_model.model.new.weight": np.zeros(2)}}, r"1.*model.new.weight"),
     ],
 )
-def test_whole_models_that_are_refused(tmp_path, changes, message):
+def test_rejects_unsupported_models_with_images(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         load_pretrained(whole_model(tmp_path / "whole", **changes))
 
@@ -215,7 +215,7 @@ def test_whole_models_that_are_refused(tmp_path, changes, message):
         ),
     ],
 )
-def test_configs_that_are_refused(changes, message):
+def test_rejects_unsupported_configs(changes, message):
     with pytest.raises(ConfigError, match=message):
         FAMILY.read(RECORD["config"] | changes, HEAD)
 
@@ -237,7 +237,7 @@ def test_equal_factors_of_the_scaling_divide_low_frequencies_only():
     np.testing.assert_allclose(scaled, np.where(turns > 1, plain, plain / 8))
 
 
-def test_the_published_config_of_scout_is_that_of_its_variant():
+def test_the_published_config_of_scout_equals_its_variant():
     """The object text_config of meta-llama/Llama-4-Scout-17B-16E."""
     published = {
         "attention_bias": False,

@@ -39,7 +39,7 @@ def pair(request, reference, tmp_path_factory):
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
-def test_values(pair, reference, padding):
+def test_values_equal_the_reference(pair, reference, padding):
     case, theirs, loaded, _ = pair
     if padding != "none" and theirs.main_input_name != "input_ids":
         pytest.skip("no tokens, no padding")
@@ -57,7 +57,7 @@ def test_values(pair, reference, padding):
     ours.compare({name: got[name] for name in expected}, expected, padding, case)
 
 
-def test_gradients(pair, reference):
+def test_gradients_equal_the_reference(pair, reference):
     """Compare the gradient by every tensor, with a tolerance of 1e-4 of its largest entry."""
     case, theirs, loaded, _ = pair
     shapes = parameter_shapes(loaded.params)
@@ -76,7 +76,7 @@ def test_gradients(pair, reference):
         np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=1e-4 * largest + rounding, err_msg=name)
 
 
-def test_what_we_save_the_reference_computes_the_same(pair, reference, tmp_path):
+def test_the_reference_computes_the_same_from_saved_files(pair, reference, tmp_path):
     case, theirs, loaded, _ = pair
     free = {
         name: loaded.fields[name]
@@ -106,7 +106,7 @@ def test_clip_pools_the_same_position_without_a_mask(pair):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_greedy_generation(pair, reference):
+def test_greedy_generation_equals_the_reference(pair, reference):
     case, theirs, loaded, _ = pair
     if not isinstance(loaded.model, CausalLM | Seq2Seq) or not theirs.can_generate():
         pytest.skip("writes nothing")
@@ -122,7 +122,7 @@ def test_greedy_generation(pair, reference):
     assert got == reference.generated(theirs, case)
 
 
-def test_what_was_trained_here_opens_there(reference, tmp_path):
+def test_a_trained_model_opens_in_transformers(reference, tmp_path):
     """A converted workdir gives the same logits and the same token ids of a text."""
     import torch
     import transformers

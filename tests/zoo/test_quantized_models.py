@@ -35,7 +35,7 @@ def small(original, tmp_path_factory):
 
 
 @pytest.mark.programs(170, reason="`quantize` reports the errors of each parameter, so it can't run in jax.jit")
-def test_a_saved_model_is_the_one_that_is_quantized_on_load(original, small):
+def test_a_saved_quantized_model_equals_quantization_on_load(original, small):
     model, params = load(original)
     expected, _ = quantize(params, bits=4, group_size=64)
     loaded, found = load(small)
@@ -48,7 +48,7 @@ def test_a_saved_model_is_the_one_that_is_quantized_on_load(original, small):
 
 @pytest.mark.programs(164, reason="`export` quantizes each parameter outside of jax.jit")
 @pytest.mark.parametrize("bits", [4, 8])
-def test_it_is_packed_in_the_file(original, tmp_path, bits):
+def test_quantized_weights_are_packed_in_the_file(original, tmp_path, bits):
     """A kernel of the layers takes 4 or 8 bits a weight, and its scales."""
     export(open_model(original), tmp_path / "out", quantization=(bits, 32))
     tensors = WeightFiles(tmp_path / "out").tensors
@@ -59,7 +59,7 @@ def test_it_is_packed_in_the_file(original, tmp_path, bits):
 
 
 @pytest.mark.programs(70, reason="`export` and `merged` dequantize each parameter outside of jax.jit")
-def test_it_is_dequantized_for_other_programs(small, tmp_path):
+def test_an_export_is_dequantized_for_other_programs(small, tmp_path):
     opened = open_model(small)
     export(opened, tmp_path / "plain")
     plain = load(tmp_path / "plain")[1]
@@ -69,7 +69,7 @@ def test_it_is_dequantized_for_other_programs(small, tmp_path):
         export(opened, tmp_path / "again", quantization=(8, 32))
 
 
-def test_it_is_not_sharded(small):
+def test_a_quantized_model_cannot_be_sharded(small):
     with pytest.raises(ConfigError, match=r"are quantized, and quantized weights are not sharded"):
         load(small, mesh=make_mesh({"data": 1}, jax.devices()[:1]))
 
@@ -116,7 +116,7 @@ def test_unknown_settings_are_refused(small, tmp_path, settings):
         load(tmp_path / "a")
 
 
-def test_generate_takes_4_bits(small, original, capsys):
+def test_generate_supports_4_bits(small, original, capsys):
     """Both ways: when the model is loaded, and in the file."""
     model, params = load(small)
     ids = np.arange(6)[None]

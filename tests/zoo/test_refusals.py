@@ -55,7 +55,7 @@ def load_with(tmp_path):
         ({"tie_word_embeddings": "false"}, r"tie_word_embeddings.*got 'false'"),
     ],
 )
-def test_values_that_can_t_be_are_errors_at_once(load_with, changes, message):
+def test_invalid_values_are_immediate_errors(load_with, changes, message):
     with pytest.raises(ValueError, match=message):
         load_with(changes)
 
@@ -69,12 +69,12 @@ def test_values_that_can_t_be_are_errors_at_once(load_with, changes, message):
         ("vit", "classifier", {"image_size": 2**20, "patch_size": 2**20}, "patch_embeddings.projection.weight"),
     ],
 )
-def test_no_memory_is_taken_for_sizes_that_only_config_json_has(load_with, family, case, changes, message):
+def test_sizes_without_weights_allocate_no_memory(load_with, family, case, changes, message):
     with pytest.raises(ValueError, match=message):
         load_with(changes, family, case)
 
 
-def test_many_layers_without_a_pattern_are_folded_soon():
+def test_many_layers_without_a_pattern_are_folded_quickly():
     kinds = [LayerKind(window=1 + i * i % 97) for i in range(150)]
     ends = fold(kinds)
     repeats = (len(kinds) - len(ends["stack.prefix"]) - len(ends["stack.suffix"])) // len(ends["stack.period"])
@@ -93,7 +93,7 @@ def test_reports_many_missing_and_unknown_names_early():
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "bf16", 3])
-def test_types_that_parameters_may_have(load_with, dtype):
+def test_accepts_only_supported_parameter_dtypes(load_with, dtype):
     with pytest.raises(ValueError, match=rf"dtype.*float32.*bfloat16.*float16.*got {dtype!r}"):
         load_with({}, dtype=dtype)
 
@@ -110,7 +110,7 @@ def changed(directory, name, change):
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
 
-def test_what_a_dtype_can_t_hold_is_named(load_with):
+def test_values_outside_the_range_of_a_dtype_are_named(load_with):
     directory = changed(load_with({}).directory, GATE, lambda tensor: tensor * np.float32(1e6))
     with pytest.raises(ValueError, match=rf"{GATE} \(float16\)"):
         load_pretrained(directory, dtype="float16")
@@ -125,7 +125,7 @@ def test_weights_are_real_numbers(load_with, dtype):
         load_pretrained(directory)
 
 
-def test_a_tokenizer_is_no_link_to_another_place(load_with, tmp_path):
+def test_a_tokenizer_may_not_be_a_link_outside_the_directory(load_with, tmp_path):
     directory = load_with({}).directory
     (tmp_path / "elsewhere.json").write_text(json.dumps({}))
     (directory / "tokenizer.json").write_text("{}")
@@ -134,6 +134,6 @@ def test_a_tokenizer_is_no_link_to_another_place(load_with, tmp_path):
         load_pretrained(directory)
 
 
-def test_a_mesh_has_all_axes(load_with):
+def test_a_mesh_must_have_all_axes(load_with):
     with pytest.raises(ValueError, match=r"mesh must have the axes data, fsdp, .* got rows: data, fsdp, expert"):
         load_with({}, mesh=jax.make_mesh((2,), ("rows",)))

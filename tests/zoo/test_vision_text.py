@@ -81,7 +81,7 @@ def test_published_files_of_qwen_have_the_decoder_at_the_top():
     assert entry.read(flat, head) == expected
 
 
-def test_a_decoder_of_no_family_is_named_with_the_families_that_were_tried():
+def test_an_unknown_decoder_is_named_with_the_supported_families():
     model = VisionLanguageModel(read("llava").replace(**{"norm.kind": "layer_norm", "feed_forward.gated": False}))
     with pytest.raises(ValueError, match="can't be saved as any supported architecture") as error:
         choose_family(model)
@@ -94,7 +94,7 @@ def test_a_decoder_of_no_family_is_named_with_the_families_that_were_tried():
     assert "text_config is missing" not in text
 
 
-def test_an_unknown_model_of_texts_and_images_names_those_that_are_supported():
+def test_an_unknown_vision_language_model_names_supported_ones():
     values = {"model_type": "llava_next", "text_config": {}, "vision_config": {}}
     with pytest.raises(ValueError, match=r"model_type.*'llava_next'") as error:
         find_family(values)

@@ -24,7 +24,7 @@ def shapes(found, place):
     return [(size.axes, size.shape) for size in found if size.place == place]
 
 
-def test_attention_step_by_step():
+def test_lists_attention_step_by_step():
     attention = MultiHeadAttention(num_heads=6, num_kv_heads=3, head_dim=4, value_dim=5)
     found = sizes(attention, jax.ShapeDtypeStruct((2, 7, 22), jnp.float32))
     assert [(size.axes, size.shape) for size in found] == [
@@ -60,7 +60,7 @@ def test_cross_attention_reads_the_source():
     assert shapes(found, "embedding") == [("B T D", (2, 5, 22)), ("B T D", (2, 7, 22))]
 
 
-def test_other_models_and_kinds_of_layers():
+def test_supports_other_models_and_layer_kinds():
     found = sizes(Classifier(CONFIG.replace(**{"output.num_classes": 3})), TOKENS)
     assert (found[-1].axes, found[-1].shape) == ("B C", (2, 3))
     blind = sizes(CausalLM(CONFIG.replace(**{"stack.period": (LayerKind(self_attention=False),)})), TOKENS)
@@ -71,14 +71,14 @@ def test_other_models_and_kinds_of_layers():
     assert shapes(gated, "decoder/prefix_0/feed_forward/gate") == [("B T F", (2, 7, 13))]
 
 
-def test_nothing_is_computed():
+def test_only_shapes_are_computed():
     """The sizes of a model that would need terabytes of memory can be printed."""
     config = TransformerConfig(vocab_size=10**6, d_model=2**16, num_layers=100, num_heads=2**9)
     found = sizes(CausalLM(config), jax.ShapeDtypeStruct((1, 2**20), jnp.int32))
     assert found[-1].shape == (1, 2**20, 10**6)
 
 
-def test_the_table_is_indented_by_place():
+def test_the_table_is_indented_by_module_depth():
     table = sizes_table(sizes(CausalLM(CONFIG), TOKENS))
     lines = table.splitlines()
     assert "  layers, 3 times:" in lines

@@ -23,12 +23,12 @@ def rows():
 
 
 class TestScale:
-    def test_the_variance_is_d_k_and_the_scale_brings_it_back_to_one(self, rows):
+    def test_the_variance_is_d_k_and_scaling_restores_1(self, rows):
         for row in rows:
             assert row.variance == pytest.approx(1 if row.scaled else row.d_k, rel=0.03)
             assert abs(row.mean) < 0.02 * math.sqrt(row.variance)
 
-    def test_without_scale_the_gradient_dies_and_with_it_the_head_size_does_not_matter(self, rows):
+    def test_without_scale_the_gradient_vanishes_for_large_heads(self, rows):
         without = [row.gradient for row in rows if not row.scaled]
         scaled = [row.gradient for row in rows if row.scaled]
         assert max(scaled) < 1.05 * min(scaled)
@@ -38,7 +38,7 @@ class TestScale:
         assert largest[-1] > 0.9
 
     @pytest.mark.parametrize("factor", [0.1, 1.0, 30.0])
-    def test_the_gradient_is_that_of_the_zoos_softmax(self, factor):
+    def test_the_gradient_equals_the_softmax_of_the_package(self, factor):
         scores = (factor * np.random.default_rng(0).normal(size=(5, 7))).astype(np.float32)
 
         def softmax(row):
@@ -50,7 +50,7 @@ class TestScale:
         np.testing.assert_allclose(scale.softmax_gradient(weights), expected, rtol=1e-4, atol=1e-6)
 
     @pytest.mark.programs(14, reason="the study computes its statistics outside of jit")
-    def test_a_seed_decides(self):
+    def test_the_seed_determines_the_result(self):
         once, again, other = (scale.scale_study((3,), 2, seed) for seed in (5, 5, 6))
         assert once == again != other
 
@@ -63,7 +63,7 @@ ROTARY += [Rotary(scaling=YARN), Rotary(base=500_000.0, scaling=RotaryScaling(ki
 
 class TestPositions:
     @pytest.mark.parametrize("features", [4, 26])
-    def test_sinusoids_are_alike_as_the_mean_cosine_says(self, features):
+    def test_sinusoid_similarity_equals_the_mean_cosine(self, features):
         frequencies = 10_000.0 ** (-np.arange(0, features, 2) / features)
         expected = np.cos(DISTANCES[:, None] * frequencies).mean(-1)
         found = positions.encoding_similarity(Sinusoidal(), features, DISTANCES)
@@ -71,7 +71,7 @@ class TestPositions:
         assert found[0] == pytest.approx(1.0)
 
     @pytest.mark.parametrize("scheme", ROTARY)
-    def test_rotary_is_alike_as_the_mean_cosine_says(self, scheme):
+    def test_rotary_similarity_equals_the_mean_cosine(self, scheme):
         expected = np.cos(DISTANCES[:, None] * scheme.frequencies(22)).mean(-1)
         found = positions.rotation_similarity(scheme, 22, DISTANCES)
         np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -95,27 +95,27 @@ class TestPositions:
         np.testing.assert_allclose(found, np.exp(-scheme.slopes[:, None] * DISTANCES), rtol=1e-6)
         assert (found[:, 0] == 1).all()
 
-    def test_no_positions_are_all_alike(self):
+    def test_without_positions_all_similarities_are_equal(self):
         np.testing.assert_allclose(positions.rotation_similarity(NoPosition(), 6, DISTANCES), 1.0)
 
     @pytest.mark.programs(22, reason="studies call the position schemes outside of jit")
-    def test_t5_codes_are_its_buckets(self):
+    def test_t5_codes_equal_its_buckets(self):
         scheme = T5Bias(num_heads=1, bidirectional=False)
         found = positions.bias_codes(scheme, DISTANCES)
         np.testing.assert_array_equal(found, jax.jit(lambda: scheme.bucket(-jnp.asarray(DISTANCES)))())
         assert len(set(found[DISTANCES >= 128])) == 1
 
     @pytest.mark.programs(11, reason="studies call the position schemes outside of jit")
-    def test_a_learned_table_has_a_code_for_each_row_and_none_beyond(self):
+    def test_a_learned_table_has_one_code_per_row(self):
         np.testing.assert_array_equal(positions.learned_codes(5, np.arange(7)), [0, 1, 2, 3, 4, -1, -1])
 
-    def test_the_row_of_codes(self):
+    def test_prints_a_row_of_codes(self):
         row = positions._codes("x", np.array([0, 1, 2, 2, 3, 3, 3, 3]))
         assert (row.codes, row.single_below, row.alike_from) == (4, 2, 4)
         row = positions._codes("none", np.zeros(5))
         assert (row.codes, row.single_below, row.alike_from) == (1, 0, 0)
 
-    def test_where_sinusoids_of_eight_features_come_back(self):
+    def test_finds_where_sinusoids_of_eight_features_repeat(self):
         """The longest of four wavelengths is 6,283 positions; the three others are multiples of each other."""
         curve = positions.encoding_similarity(Sinusoidal(), 8, np.arange(7_000))
         row = positions._repeats(8, curve)
@@ -126,7 +126,7 @@ class TestPositions:
         assert row.highest == curve[row.highest_at] == curve[1_000:].max()
 
     @pytest.mark.programs(9, reason="each call compiles its blocks of distances")
-    def test_wide_sinusoids_do_not_come_back(self):
+    def test_wide_sinusoids_do_not_repeat(self):
         row = positions._repeats(64, positions.encoding_similarity(Sinusoidal(), 64, np.arange(20_000)))
         assert row.returns_at is None
         assert row.highest < 0.5
@@ -134,7 +134,7 @@ class TestPositions:
 
 class TestMemory:
     @pytest.mark.slow
-    def test_whole_scores_grow_fourfold_and_blocks_twofold(self):
+    def test_full_attention_memory_quadruples_and_blockwise_memory_doubles(self):
         rows = memory.memory_study((2_048, 4_096))
         growth = {row.kernel: row.growth for row in rows if row.growth is not None}
         assert growth.keys() == KERNELS.keys()
@@ -142,7 +142,7 @@ class TestMemory:
         assert growth["blockwise"] == pytest.approx(2, rel=0.15)
         assert [row.growth for row in rows if row.length == 2_048] == [None] * len(KERNELS)
 
-    def test_whole_scores_are_counted(self):
+    def test_full_attention_memory_is_measured(self):
         """The weights and their gradient, for three heads, exist at the same time."""
         assert memory.temporary_bytes("reference", 512, heads=3, head_dim=2) >= 2 * 3 * 512 * 512 * 4
 
@@ -160,7 +160,7 @@ def skewed(count, seed=0):
 
 class TestPadding:
     @pytest.mark.parametrize("seed", [0, 1, 2])
-    def test_packing_wastes_least_and_the_longest_of_all_most(self, seed):
+    def test_packing_wastes_least_and_global_padding_most(self, seed):
         lengths = skewed(1_009, seed)
         rows = {row.strategy: row for row in padding.padding_study(lengths, batch_rows=13)}
         shares = [row.share for row in rows.values()]
@@ -191,20 +191,20 @@ class TestPadding:
         for row in padding.padding_study([7] * 30, batch_rows=4):
             assert (row.share, row.rows, row.batches, row.shapes) == (0, 30, 8, 1)
 
-    def test_one_sequence(self):
+    def test_one_sequence_needs_no_padding(self):
         assert [row.share for row in padding.padding_study([3])] == [0, 0, 0, 0]
 
     @pytest.mark.parametrize("lengths", [[], [3, 0], [[1, 2]]])
-    def test_wrong_lengths(self, lengths):
+    def test_rejects_invalid_lengths(self, lengths):
         with pytest.raises(ValueError, match=r"lengths must be a vector of at least one integer.*Remove empty"):
             padding.padding_study(lengths)
 
-    def test_lengths_of_number_words(self):
+    def test_reads_lengths_of_number_words(self):
         lengths = padding.number_word_lengths(300)
         assert (len(lengths), lengths.min()) == (300, 3)  # "one"
         np.testing.assert_array_equal(lengths, padding.number_word_lengths(300))
 
-    def test_lengths_of_a_text(self, tmp_path):
+    def test_reads_lengths_of_a_text(self, tmp_path):
         path = tmp_path / "text.txt"
         path.write_bytes("one two\r\n\n  \nthree\tfour  five\nséis".encode())
         assert padding.text_lengths(path).tolist() == [2, 3, 1]

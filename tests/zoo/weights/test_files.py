@@ -59,7 +59,7 @@ def fault(directory: Path, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("max_shard_bytes", [2**30, 100])
-def test_what_is_written_is_read(tmp_path, max_shard_bytes):
+def test_files_survive_a_round_trip(tmp_path, max_shard_bytes):
     tensors = arrays(FLOATS + OTHERS)
     write_weights(tmp_path / "out", {"model_type": "ä"}, tensors, max_shard_bytes=max_shard_bytes)
     files = WeightFiles(tmp_path / "out")
@@ -75,7 +75,7 @@ def test_what_is_written_is_read(tmp_path, max_shard_bytes):
         assert files.tensors[name].offset % expected.dtype.itemsize == 0, "aligned for readers that map the file"
 
 
-def test_the_library_reads_what_is_written(tmp_path):
+def test_the_safetensors_library_reads_our_files(tmp_path):
     tensors = arrays()
     write_weights(tmp_path, {}, tensors)
     read = safetensors.numpy.load_file(tmp_path / "model.safetensors")
@@ -86,7 +86,7 @@ def test_the_library_reads_what_is_written(tmp_path):
         assert opened.metadata() == {"format": "pt"}
 
 
-def test_what_the_library_writes_is_read(tmp_path):
+def test_reads_files_of_the_safetensors_library(tmp_path):
     tensors = arrays(FLOATS + OTHERS[:4])
     safetensors.numpy.save_file(tensors, put(tmp_path) / "model.safetensors", {"some": "words"})
     files = WeightFiles(tmp_path)
@@ -109,7 +109,7 @@ def test_shards_have_the_names_and_the_index_that_transformers_writes(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == expected
 
 
-def test_arrays_are_made_one_after_the_other(tmp_path):
+def test_arrays_are_created_one_at_a_time(tmp_path):
     alive = []
 
     def make():
@@ -123,7 +123,7 @@ def test_arrays_are_made_one_after_the_other(tmp_path):
     assert len(alive) == 6
 
 
-def test_nothing_is_overwritten_and_nothing_half_written_opens(tmp_path):
+def test_nothing_is_overwritten_and_incomplete_files_do_not_open(tmp_path):
     def broken():
         raise RuntimeError("the second time")
 
@@ -235,7 +235,7 @@ def test_reports_a_file_changed_after_opening(tmp_path):
         files.read("ab")
 
 
-def test_any_byte_may_stand_for_true(tmp_path):
+def test_any_nonzero_byte_is_true(tmp_path):
     flags = file_of({"a": entry("BOOL", (3,), (0, 3))}, data=0) + b"\x00\x01\x07"
     array = WeightFiles(put(tmp_path, flags)).read("a")
     assert array.view(np.uint8).tolist() == [0, 1, 1]
@@ -274,7 +274,7 @@ def test_an_index_and_its_shards_must_agree(tmp_path):
     assert WeightFiles(tmp_path).tensors.keys() == {"a"}
 
 
-def test_links_stay_inside_or_in_the_cache_of_the_hub(tmp_path):
+def test_links_must_stay_inside_or_in_the_hub_cache(tmp_path):
     outside = tmp_path / "outside.json"
     outside.write_text('{"secret": 1}')
     blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc"
@@ -296,7 +296,7 @@ def test_links_stay_inside_or_in_the_cache_of_the_hub(tmp_path):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, make):
+def test_paths_that_are_not_files_are_rejected_immediately(tmp_path, make):
     make(put(tmp_path) / "model.safetensors")
     fault(tmp_path, r"model\.safetensors must be a regular file")
     (tmp_path / "config.json").unlink()
@@ -304,7 +304,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, make):
     fault(tmp_path, r"(?s)config\.json must be a regular file.*model\.safetensors must be a regular file")
 
 
-def test_other_formats_are_refused_with_the_way_out(tmp_path):
+def test_unsupported_formats_are_rejected_with_a_remedy(tmp_path):
     put(tmp_path, pytorch_model__bin=b"")
     fault(
         tmp_path,
@@ -318,7 +318,7 @@ def test_other_formats_are_refused_with_the_way_out(tmp_path):
         WeightFiles(tmp_path / "other")
 
 
-def test_optional_json(tmp_path, monkeypatch):
+def test_a_missing_optional_json_file_is_allowed(tmp_path, monkeypatch):
     put(tmp_path, file_of({"a": entry()}), modules__json=[{"idx": 0}], bad__json=b'{"a": 1, "a": 2}')
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
@@ -379,7 +379,7 @@ def test_no_mutation_crashes_or_opens_a_file_outside(tmp_path_factory, which, ed
         assert files.read(name).nbytes == info.nbytes
 
 
-def test_the_library_takes_the_last_of_two_tensors_of_one_name(tmp_path):
+def test_the_safetensors_library_loads_the_last_of_two_equal_names(tmp_path):
     """Duplicate names are rejected, because tools may disagree about which of the tensors to load."""
     places = [json.dumps({"dtype": "F32", "shape": [1], "data_offsets": [at, at + 4]}).encode() for at in (0, 4, 0)]
     header = b'{"a":%s,"a":%s,"b":%s}' % tuple(places)

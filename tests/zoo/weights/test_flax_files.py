@@ -79,7 +79,7 @@ def case_of(family):
 
 @pytest.mark.default_cases(3)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_reads_what_its_flax_classes_wrote(tmp_path, family):
+def test_every_family_reads_files_of_its_flax_classes(tmp_path, family):
     directory = ours.write(tmp_path / "torch", case_of(family))
     expected = load_pretrained(directory)
     loaded = load_pretrained(as_flax(directory, tmp_path / "flax", family))
@@ -87,13 +87,13 @@ def test_every_family_reads_what_its_flax_classes_wrote(tmp_path, family):
     jax.tree.map(np.testing.assert_array_equal, loaded.params, expected.params)
 
 
-def test_safetensors_come_first(tmp_path):
+def test_safetensors_take_precedence(tmp_path):
     directory = ours.write(tmp_path / "torch", case_of("gpt2"))
     (directory / FLAX_FILE).write_bytes(b"")
     assert type(open_files(directory)) is WeightFiles
 
 
-def test_large_arrays_in_parts_and_other_dtypes(tmp_path, monkeypatch):
+def test_reads_chunked_arrays_and_other_dtypes(tmp_path, monkeypatch):
     directory = ours.write(tmp_path / "torch", case_of("gpt2"))
     expected = load_pretrained(directory)
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 100)
@@ -109,7 +109,7 @@ def test_large_arrays_in_parts_and_other_dtypes(tmp_path, monkeypatch):
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype("bfloat16")}
 
 
-def test_complete_or_an_error(tmp_path):
+def test_incomplete_files_are_an_error(tmp_path):
     directory = ours.write(tmp_path / "torch", case_of("gpt2"))
 
     def broken(tree):
@@ -159,7 +159,7 @@ GOOD = flax.serialization.to_bytes(TREE)
         ),
     ],
 )
-def test_damaged_files_end_in_one_line(tmp_path, content, message):
+def test_damaged_files_are_one_line_errors(tmp_path, content, message):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / FLAX_FILE).write_bytes(content)
     with pytest.raises(WeightsError, match=message) as error:
@@ -167,7 +167,7 @@ def test_damaged_files_end_in_one_line(tmp_path, content, message):
     assert len(str(error.value)) < 1000
 
 
-def test_what_is_read_is_what_flax_reads(tmp_path):
+def test_reads_the_same_values_as_flax(tmp_path):
     (tmp_path / "a").write_bytes(GOOD)
     found = read_arrays(tmp_path / "a")
     assert {"/".join(path): (one.dtype.name, one.shape) for path, one in found.items()} == {

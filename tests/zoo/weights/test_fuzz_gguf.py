@@ -58,7 +58,7 @@ FILES = st.one_of(
 )
 
 
-def test_gguf_files(fuzz: Fuzz):
+def test_fuzzed_gguf_files(fuzz: Fuzz):
     def read(folder, content):
         files = GGUFFiles(folder / "a.gguf")
         for name, info in files.tensors.items():

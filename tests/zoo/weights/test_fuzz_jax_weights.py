@@ -24,7 +24,7 @@ FILES = st.one_of(
 )
 
 
-def test_flax_files(fuzz: Fuzz):
+def test_fuzzed_flax_files(fuzz: Fuzz):
     def put(folder, content):
         (folder / "config.json").write_text("{}")
         (folder / FLAX_FILE).write_bytes(content)
@@ -44,7 +44,7 @@ ARCHIVES = st.builds(
 )
 
 
-def test_npz_files(fuzz: Fuzz):
+def test_fuzzed_npz_files(fuzz: Fuzz):
     def read(folder, content):
         file = NpzFile(folder / "a.npz")
         for name, info in file.tensors.items():

@@ -34,7 +34,7 @@ DTYPES = {"scales": np.float16, "weight": jnp.float8_e4m3fn, "weight_scale_inv":
 TENSORS = st.lists(st.sampled_from([0, 0, 0, 1, 2, None]), min_size=len(SHAPES), max_size=len(SHAPES))
 
 
-def test_quantized_directories(fuzz: Fuzz):
+def test_fuzzed_quantized_directories(fuzz: Fuzz):
     def put(folder, value):
         settings, chosen, seed = value
         tensors = {}

@@ -97,7 +97,7 @@ def read_all(folder: Path, _: object = None) -> None:
         assert array.nbytes <= info.file.stat().st_size
 
 
-def test_headers(fuzz: Fuzz, tmp_path: Path):
+def test_fuzzed_headers(fuzz: Fuzz, tmp_path: Path):
     folder = tmp_path / "inside"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -154,7 +154,7 @@ INDEX = st.one_of(
 )
 
 
-def test_indices(fuzz: Fuzz, tmp_path: Path):
+def test_fuzzed_indices(fuzz: Fuzz, tmp_path: Path):
     """The directory also contains links, pipes and folders, and a valid shard exists outside of it."""
     folder, outside = tmp_path / "inside", tmp_path / "outside"
     for place in (folder, outside, folder / "folder.safetensors"):
@@ -180,7 +180,7 @@ NAMES = ["config.json", "model.safetensors", "model.safetensors.index.json", "s1
 KINDS = st.sampled_from(["good", "good", "nothing", "empty", "out", "loop", "pipe", "folder", "passwd"])
 
 
-def test_directories(fuzz: Fuzz, tmp_path: Path):
+def test_fuzzed_directories(fuzz: Fuzz, tmp_path: Path):
     """Each file may be a link, pipe or folder: reading must not block, and links to the outside are not followed."""
     outside = tmp_path / "outside"
     outside.mkdir()

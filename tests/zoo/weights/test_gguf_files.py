@@ -54,7 +54,7 @@ def by_hand(form, block, i):
 
 
 @pytest.mark.parametrize("form", QUANTIZED)
-def test_every_weight_is_its_definition(form):
+def test_every_weight_equals_its_definition(form):
     blocks = FORMATS[CODES[form]]
     raw = np.frombuffer(random_blocks(form, (5, 256))[2], np.uint8)
     found = blocks.decode(raw)
@@ -65,7 +65,7 @@ def test_every_weight_is_its_definition(form):
 
 
 @pytest.mark.parametrize(("form", "bound"), [("Q8_0", 1 / 220), ("Q4_0", 1 / 7)])
-def test_quantized_weights_are_close(form, bound):
+def test_dequantized_weights_are_close(form, bound):
     """The blocks that the tests write: the error is at most half a step, and rounding of the scale."""
     array = np.random.RandomState(0).standard_normal((7, 64)).astype(np.float32)
     _, _, raw = stored(array, form)
@@ -77,7 +77,7 @@ def test_quantized_weights_are_close(form, bound):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("form", QUANTIZED)
-def test_every_block_is_that_of_the_gguf_package(form):
+def test_every_block_equals_the_gguf_package(form):
     """Bit for bit, random bytes: also infinite scales. The tests write Q8_0 and Q4_0 as the package does."""
     package = pytest.importorskip("gguf")
     kind = package.GGMLQuantizationType(CODES[form])
@@ -92,7 +92,7 @@ def test_every_block_is_that_of_the_gguf_package(form):
 
 
 @pytest.mark.parity
-def test_headers_are_those_of_the_gguf_package(tmp_path):
+def test_headers_equal_the_gguf_package(tmp_path):
     """A file that its writer makes, with values of every type."""
     package = pytest.importorskip("gguf")
     writer = package.GGUFWriter(tmp_path / "a.gguf", "llama")
@@ -178,7 +178,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_damaged_files_end_in_one_line(tmp_path, kind):
+def test_damaged_files_are_one_line_errors(tmp_path, kind):
     content, message = BAD[kind]
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(ValueError, match=message) as error:

@@ -36,7 +36,7 @@ def http(kind: type[Exception], status: int) -> Exception:
     return kind(f"{status}\nmore lines", response=response)
 
 
-def test_a_directory_is_taken_as_it_is(tmp_path, snapshot, monkeypatch):
+def test_a_directory_is_used_directly(tmp_path, snapshot, monkeypatch):
     assert fetch(tmp_path) == tmp_path
     (tmp_path / "gpt2").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -51,7 +51,7 @@ def test_a_directory_is_taken_as_it_is(tmp_path, snapshot, monkeypatch):
     assert snapshot.asked is None
 
 
-def test_a_name_is_fetched_without_pickles(tmp_path, snapshot):
+def test_a_model_is_downloaded_without_pickle_files(tmp_path, snapshot):
     from huggingface_hub.utils import filter_repo_objects
 
     assert fetch("org/some-model_1.5", "main") == tmp_path
@@ -73,7 +73,7 @@ def test_a_name_is_fetched_without_pickles(tmp_path, snapshot):
 @pytest.mark.parametrize(
     "name", ["./gpt2", "/no/such/place", "a/b/c", "../x", "a\\b", "x/..", "org/na me", "-x", "a--b/c", "gpt2/", "é"]
 )
-def test_what_can_be_no_name_is_no_directory(name, snapshot, tmp_path, monkeypatch):
+def test_an_invalid_model_name_is_reported_as_a_missing_directory(name, snapshot, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no directory .*is not a valid id on the Hugging Face hub"):
         fetch(name)
@@ -101,7 +101,7 @@ def test_what_can_be_no_name_is_no_directory(name, snapshot, tmp_path, monkeypat
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_hinders_is_one_line(snapshot, error, message):
+def test_download_errors_are_one_line(snapshot, error, message):
     snapshot.error = error
     with pytest.raises(WeightsError, match=message) as caught:
         fetch("org/name", "v9")
@@ -114,13 +114,13 @@ def test_reports_a_model_without_safetensors(snapshot):
         fetch("gpt2")
 
 
-def test_without_the_package(monkeypatch):
+def test_reports_a_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(WeightsError, match="huggingface_hub"):
         fetch("gpt2")
 
 
-def test_without_a_network(monkeypatch, tmp_path):
+def test_reports_a_missing_network(monkeypatch, tmp_path):
     """The real library in offline mode, with an empty cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", os.fspath(tmp_path))

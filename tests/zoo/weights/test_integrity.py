@@ -98,7 +98,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_was_changed_is_one_error_that_names_the_file(directory, name):
+def test_a_changed_file_is_one_error_with_its_name(directory, name):
     change, message = CHANGES[name]
     change(directory)
     with pytest.raises(WeightsError, match=message) as error:
@@ -107,7 +107,7 @@ def test_what_was_changed_is_one_error_that_names_the_file(directory, name):
 
 
 @pytest.mark.parametrize("more", [0, 1, 2])
-def test_of_many_changes_the_first_ones_are_listed(directory, more):
+def test_many_changes_list_only_the_first(directory, more):
     names = [f"{number:02}.txt" for number in range(SHOWN + more)]
     for name in names:
         (directory / name).write_text("a")
@@ -122,14 +122,14 @@ def test_of_many_changes_the_first_ones_are_listed(directory, more):
 
 
 @pytest.mark.parametrize("name", ["a transposed matrix", "a flipped bit", "other heads"])
-def test_without_the_file_what_was_changed_loads_as_it_is(directory, name):
+def test_without_checksums_changed_files_load(directory, name):
     """No other check detects any of these changes."""
     CHANGES[name][0](directory)
     (directory / INTEGRITY_FILE).unlink()
     load(directory)
 
 
-def test_what_was_not_changed_loads_in_every_way(directory):
+def test_unchanged_files_load_in_every_way(directory):
     from transformer.nn._sharding import make_mesh
 
     (directory / "generation_config.json").write_text("{}")  # an additional file
@@ -138,7 +138,7 @@ def test_what_was_not_changed_loads_in_every_way(directory):
     load(directory, architecture="GPT2LMHeadModel", ignore_fields=["resid_pdrop"])
 
 
-def test_it_lists_all_files_and_other_programs_see_one_more_json(saved):
+def test_the_checksum_file_lists_all_files_and_is_plain_json(saved):
     values = read_integrity(saved)
     assert values["files"].keys() == {path.name for path in saved.iterdir()} - {INTEGRITY_FILE}
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < values["files"].keys()
@@ -164,7 +164,7 @@ def test_a_damaged_file_of_checksums_is_an_error(directory, change, message):
 
 
 @pytest.mark.parametrize("text", ["", "[", "[]", '{"format": 1, "format": 1}'])
-def test_what_is_no_json_object_is_an_error(directory, text):
+def test_a_file_that_is_not_a_json_object_is_an_error(directory, text):
     (directory / INTEGRITY_FILE).write_text(text)
     with pytest.raises(WeightsError, match=r"integrity.json"):
         load(directory)
@@ -176,7 +176,7 @@ FAMILIES = {"gpt2": "lm", "bart": "lm", "vit": "classifier", "patchtst": "foreca
 @pytest.mark.programs(9, reason="it loads, saves and verifies a model")
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_logits_are_those_that_were_saved(tmp_path, family):
+def test_the_logits_equal_the_saved_logits(tmp_path, family):
     case = next(iter(golden_case.cases(family)))
     loaded = load_pretrained(ours.write(tmp_path / "theirs", golden_case.golden(family)[case]))
     save_pretrained(loaded.model, loaded.params, tmp_path / "ours", family=family)
@@ -185,7 +185,7 @@ def test_the_logits_are_those_that_were_saved(tmp_path, family):
 
 @pytest.mark.programs(37, reason="`convert` checks and converts each parameter outside of jax.jit")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_has_a_tolerance_of_its_own(saved, tmp_path, dtype, capsys):
+def test_half_precision_has_its_own_tolerance(saved, tmp_path, dtype, capsys):
     assert main(["convert", str(saved), str(tmp_path / "half"), "--dtype", dtype]) == 0
     assert main(["verify", str(tmp_path / "half")]) == 0
     assert "files unchanged, logits within" in capsys.readouterr().out
@@ -193,7 +193,7 @@ def test_half_precision_has_a_tolerance_of_its_own(saved, tmp_path, dtype, capsy
 
 
 @pytest.mark.programs(7, reason="it saves and verifies a model, and verifies it with another activation")
-def test_other_numerics_are_found(directory, monkeypatch, capsys):
+def test_changed_numerics_are_detected(directory, monkeypatch, capsys):
     assert main(["verify", str(directory)]) == 0
     assert "logits within 0" in capsys.readouterr().out
     monkeypatch.setitem(transformer.nn.layers._layers.ACTIVATIONS, "gelu_tanh", jax.nn.relu)
@@ -212,7 +212,7 @@ def test_other_numerics_are_found(directory, monkeypatch, capsys):
         ({"logits": ["a"]}, r"logits.*\d+"),
     ],
 )
-def test_an_example_that_can_not_be_is_an_error(directory, changes, message):
+def test_an_invalid_example_is_an_error(directory, changes, message):
     values = read_integrity(directory)
     values["example"] |= changes
     (directory / INTEGRITY_FILE).write_text(json.dumps(values))
@@ -220,7 +220,7 @@ def test_an_example_that_can_not_be_is_an_error(directory, changes, message):
         verify(directory)
 
 
-def test_a_directory_without_expected_logits_can_not_be_verified(directory, tmp_path, capsys):
+def test_a_directory_without_expected_logits_cannot_be_verified(directory, tmp_path, capsys):
     (directory / INTEGRITY_FILE).unlink()
     with pytest.raises(ConfigError, match="has no expected logits to compare with"):
         verify(directory)
@@ -242,7 +242,7 @@ class Sized:
 
 
 @pytest.mark.programs(7, reason="it saves and verifies a model")
-def test_a_model_of_few_positions_is_saved(tmp_path):
+def test_a_model_with_few_positions_is_saved(tmp_path):
     sizes = {"vocab_size": 5, "d_model": 4, "num_layers": 1, "num_heads": 1}
     embedding = EmbeddingOptions(scale=False)
     config = TransformerConfig(**sizes, position=LearnedOptions(max_length=3), embedding=embedding)

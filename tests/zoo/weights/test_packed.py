@@ -60,7 +60,7 @@ def awq(inputs, out, size):
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("size", "act_order", "offset"), [(8, False, 1), (8, True, 1), (24, False, 0), (16, True, 0)])
-def test_gptq_is_its_definition(bits, size, act_order, offset):
+def test_gptq_equals_its_definition(bits, size, act_order, offset):
     """The last group of 16 is incomplete."""
     tensors, matrix = gptq(24, 16, size, bits, act_order, offset)
     found = from_gptq(*(tensors[name] for name in ("qweight", "qzeros", "scales", "g_idx")), bits, offset)
@@ -68,7 +68,7 @@ def test_gptq_is_its_definition(bits, size, act_order, offset):
 
 
 @pytest.mark.parametrize("size", [8, 24])
-def test_awq_is_its_definition(size):
+def test_awq_equals_its_definition(size):
     tensors, matrix = awq(24, 16, size)
     np.testing.assert_array_equal(from_awq(tensors["qweight"], tensors["qzeros"], tensors["scales"]), matrix)
 
@@ -111,7 +111,7 @@ def llama(settings):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_quantized_directory_loads_as_the_plain_one(tmp_path, method):
+def test_a_quantized_directory_equals_the_plain_one(tmp_path, method):
     """In float16, the dtype of the scales, or in any other."""
     small, whole = llama(METHODS[method])
     write_weights(tmp_path / "small", LLAMA | {"quantization_config": METHODS[method]}, small)
@@ -124,7 +124,7 @@ def test_a_quantized_directory_loads_as_the_plain_one(tmp_path, method):
 
 @pytest.mark.programs(90, reason="`convert` computes the logits of a short input outside of jax.jit")
 @pytest.mark.parametrize("method", ["gptq, act order", "awq"])
-def test_convert_asks_the_reader_for_the_dtype(tmp_path, method):
+def test_convert_passes_the_dtype_to_the_reader(tmp_path, method):
     """The products of integers and scales in float32 have digits that float16, the default, would round."""
     small, whole = llama(METHODS[method])
     write_weights(tmp_path / "small", LLAMA | {"quantization_config": METHODS[method]}, small)
@@ -164,13 +164,13 @@ TWO = {f"a.{name}": array for name, array in awq(16, 8, 8)[0].items()}
         (METHODS["awq"] | {"group_size": 4}, TWO, r"expected qzeros \(4, 1\), got \(2, 1\)"),
     ],
 )
-def test_parts_that_do_not_fit_together(tmp_path, settings, tensors, message):
+def test_rejects_parts_that_do_not_fit_together(tmp_path, settings, tensors, message):
     write_weights(tmp_path / "files", {"quantization_config": settings}, tensors)
     with pytest.raises(WeightsError, match=f"{message}"):
         plain_files(WeightFiles(tmp_path / "files"))
 
 
-def test_a_group_that_does_not_exist(tmp_path):
+def test_rejects_a_group_that_does_not_exist(tmp_path):
     tensors = ONE | {"a.g_idx": np.full(16, 2, np.int32)}
     write_weights(tmp_path / "files", {"quantization_config": GPTQ}, tensors)
     with pytest.raises(WeightsError, match=r"a\.g_idx.*0.*1.*got 2.*2"):
@@ -187,7 +187,7 @@ def test_a_missing_module_is_listed(tmp_path):
         load_pretrained(tmp_path / "files", dtype=jnp.float32)
 
 
-def test_groups_in_order_need_no_index(tmp_path):
+def test_ordered_groups_need_no_index(tmp_path):
     """The last group is incomplete."""
     tensors, matrix = gptq(24, 8, 16, 4)
     settings = GPTQ | {"desc_act": False, "group_size": 16}

@@ -55,7 +55,7 @@ def packed(shape, scales=(110, 130)):
     return RANDOM.randint(0, 256, (*shape, 16), np.uint8), RANDOM.randint(*scales, shape, np.uint8)
 
 
-def test_mxfp4_is_its_definition():
+def test_mxfp4_equals_its_definition():
     """All bytes, and all scales that keep numbers finite; bfloat16 represents every number exactly."""
     blocks = RANDOM.permutation(np.arange(2 * 256, dtype=np.uint16)).astype(np.uint8).reshape(2, 4, 4, 16)
     scales = np.array([0, 1, 2, 100, 120, 126, 127, 128, 129, 140, 200, 250, 251, 252, 252, 50], np.uint8)
@@ -66,7 +66,7 @@ def test_mxfp4_is_its_definition():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float8_e8m0fnu])
-def test_fp8_is_its_definition(dtype):
+def test_fp8_equals_its_definition(dtype):
     """The last blocks are incomplete."""
     weight = RANDOM.standard_normal((11, 7)).astype(jnp.float8_e4m3fn)
     scales = (2.0 ** RANDOM.randint(-3, 3, (3, 3))).astype(dtype)
@@ -108,7 +108,7 @@ def plain(tensors):
     return found
 
 
-def test_a_quantized_directory_loads_as_the_plain_one(tmp_path):
+def test_a_quantized_directory_equals_the_plain_one(tmp_path):
     """As in published files: bfloat16 by default, or any dtype; gate and up of the experts are interleaved."""
     tensors = oss_tensors()
     write_weights(tmp_path / "quantized", OSS | MXFP4, tensors)
@@ -141,7 +141,7 @@ def llama_tensors():
     return tensors
 
 
-def test_a_directory_in_fp8_blocks(tmp_path):
+def test_reads_a_directory_in_fp8_blocks(tmp_path):
     """With dtype float32, values keep digits that bfloat16, the default, would round."""
     tensors = llama_tensors()
     write_weights(tmp_path / "fp8", LLAMA | FP8, tensors)
@@ -154,7 +154,7 @@ def test_a_directory_in_fp8_blocks(tmp_path):
 
 @pytest.mark.programs(90, reason="`convert` computes the logits of a short input outside of jax.jit")
 @pytest.mark.parametrize("form", ["fp8", "mxfp4"])
-def test_convert_asks_the_reader_for_the_dtype(tmp_path, form):
+def test_convert_passes_the_dtype_to_the_reader(tmp_path, form):
     """The matrices in float32 are the dequantized ones, and a plain tensor in float32 keeps all digits."""
     config, tensors = (LLAMA | FP8, llama_tensors()) if form == "fp8" else (OSS | MXFP4, oss_tensors())
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32) + np.float32(2**-20)
@@ -173,7 +173,7 @@ def opened(tmp_path, config, tensors):
     return plain_files(WeightFiles(tmp_path / "files"))
 
 
-def test_files_without_quantization_stay_as_they_are(tmp_path):
+def test_files_without_quantization_are_unchanged(tmp_path):
     files = opened(tmp_path, {"quantization_config": None}, {"x": np.ones(3, np.float32)})
     assert not isinstance(files, PlainFiles)
 
@@ -220,13 +220,13 @@ EIGHT = np.zeros((5, 3), jnp.float8_e4m3fn)
         ),
     ],
 )
-def test_parts_that_do_not_fit_together(tmp_path, config, tensors, message):
+def test_rejects_parts_that_do_not_fit_together(tmp_path, config, tensors, message):
     with pytest.raises(WeightsError, match=f"{message}"):
         opened(tmp_path, config, tensors)
 
 
 @pytest.mark.parametrize(("scale", "number"), [(255, "nan"), (254, "-inf")])
-def test_a_scale_that_no_sound_file_has_is_found(tmp_path, scale, number):
+def test_invalid_scales_are_detected(tmp_path, scale, number):
     blocks, scales = np.full((1, 2, 1, 16), 0xF1, np.uint8), np.full((1, 2, 1), 127, np.uint8)
     scales[0, 1] = scale
     files = opened(tmp_path, MXFP4, {"x_blocks": blocks, "x_scales": scales})
@@ -236,7 +236,7 @@ def test_a_scale_that_no_sound_file_has_is_found(tmp_path, scale, number):
         load_params(files, links, shapes, "float32", lambda path, array: array)
 
 
-def test_parameters_of_several_dtypes(tmp_path):
+def test_reads_parameters_of_several_dtypes(tmp_path):
     """Dtypes per path: a bias that needs float32 keeps it when the other parameters are bfloat16."""
     bias = np.array([14.7001, 14.7002], np.float32)
     write_weights(tmp_path / "files", {}, {"kernel": np.ones((2, 2), np.float32), "bias": bias})
@@ -249,7 +249,7 @@ def test_parameters_of_several_dtypes(tmp_path):
 
 
 @pytest.mark.parity
-def test_both_are_the_reference_s():
+def test_both_formats_equal_the_reference():
     torch = pytest.importorskip("torch")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")

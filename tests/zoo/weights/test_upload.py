@@ -175,7 +175,7 @@ def upload(hub, exported, monkeypatch):
     return call
 
 
-def test_a_card_of_the_hub_is_kept_and_one_of_the_directory_is_uploaded(hub, exported, upload):
+def test_an_existing_hub_card_is_kept_and_a_local_card_uploaded(hub, exported, upload):
     hub.files["README.md"] = b"mine"
     assert "README.md" not in upload().files
     assert hub.files["README.md"] == b"mine"
@@ -194,7 +194,7 @@ def test_a_card_of_the_hub_is_kept_and_one_of_the_directory_is_uploaded(hub, exp
         ("hf_secret", 500, r"^me/tiny could not be uploaded: HfHubHTTPError, .* Try again"),
     ],
 )
-def test_refusals_are_one_line(token, status, message, hub, upload):
+def test_upload_errors_are_one_line(token, status, message, hub, upload):
     hub.status = status
     with pytest.raises(WeightsError, match=message) as caught:
         upload(token=token)
@@ -202,7 +202,7 @@ def test_refusals_are_one_line(token, status, message, hub, upload):
     assert not hub.files
 
 
-def test_an_upload_is_refused_offline(hub, upload, monkeypatch):
+def test_rejects_an_upload_offline(hub, upload, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(WeightsError, match=r"^HF_HUB_OFFLINE is set, so that nothing can be uploaded\. Unset it"):
         upload()
@@ -210,7 +210,7 @@ def test_an_upload_is_refused_offline(hub, upload, monkeypatch):
 
 
 @pytest.mark.parametrize("repository", ["tiny", "", "a/b/c", "me/../x", "me/a--b", "me/a b"])
-def test_a_wrong_name_is_an_error(repository, exported):
+def test_an_invalid_name_is_an_error(repository, exported):
     with pytest.raises(WeightsError, match=r"--repo.*USER/NAME"):
         push(exported, repository)
 
@@ -227,7 +227,7 @@ def test_only_an_exported_model_is_uploaded(tmp_path, exported):
         push(exported, "me/tiny")
 
 
-def test_the_card_says_what_the_model_is(exported, tmp_path):
+def test_the_card_describes_the_model(exported, tmp_path):
     card = model_card(exported, "me/tiny")
     assert card.startswith('---\nlibrary_name: "transformers"\npipeline_tag: "text-generation"\ntags: ["jax"')
     assert "# tiny\n\nGPT2LMHeadModel with 22 parameters." in card
