@@ -260,7 +260,7 @@ def test_an_unsuitable_teacher_is_refused(folder, tmp_path):
         train(dataclasses.replace(recipe, distill=None), tmp_path / "a", teacher=teacher)
     train(text_recipe(folder, "other", 1, "other.txt"), folder / "other")
     start = start_from(folder / "other", recipe)
-    with pytest.raises(ConfigError, match="has another tokenizer than"):
+    with pytest.raises(ConfigError, match="has a different tokenizer from"):
         train(recipe, tmp_path / "a", start=start, teacher=teacher)
     with pytest.raises(ConfigError, match=r"has 15 logits per token, and the model 40"):
         train(dataclasses.replace(recipe, model=recipe.model.replace(vocab_size=40)), tmp_path / "a", teacher=teacher)

@@ -34,7 +34,7 @@ class Reply:
     finish: Literal["end", "stop", "length", "interrupted"]
     """why it ended: an end token, a stop string, the maximum number of tokens, or the caller stopped reading"""
     reasoning: str = ""
-    """text that the model wrote in another channel than that of the answer (gpt-oss)"""
+    """text that the model wrote in a different channel from the answer (gpt-oss)"""
 
     def __str__(self) -> str:
         return self.text

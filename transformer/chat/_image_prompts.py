@@ -41,7 +41,7 @@ class ImagePrompts:
     read: Callable[[Sequence[Any]], list[np.ndarray]]
     """preprocessing: paths, PIL images or arrays -> arrays (height, width, channels)"""
     count_of: Callable[[Any], int] | None = None
-    """number of tokens of one image, if it depends on the image: each image token of the text then stands for so many,
+    """number of tokens of one image, if it depends on the image: each image token of the text is then this many,
     and `count` is 1; None: `count`"""
 
     @property

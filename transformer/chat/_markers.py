@@ -82,7 +82,7 @@ class ChatEncoder:
 
         Raises:
             ChatTemplateError: the template refuses the messages, fails, or takes too long.
-            ConfigError: a message contains a marker, and the template changes it, so that it can't be recognized.
+            ConfigError: a message contains a marker, and the template changes it, so it can't be recognized.
             TooManyTokensError: the conversation has more than `longest` tokens.
             ValueError: the tokenizer can't encode the text.
         """
@@ -176,7 +176,7 @@ class ChatEncoder:
         marker = next(iter(self._all.names_in(text)), text)
         raise ConfigError(
             f"{name} contains {marker!r:.80}, a marker of the template or a part of one, and {self.template.name} "
-            "changes this text, so that it can't be distinguished from a marker of the template. Remove it from the "
+            "changes this text, so it can't be distinguished from a marker of the template. Remove it from the "
             "message."
         )
 

@@ -142,7 +142,7 @@ class ChatTemplate:
         With `prompt`, the text ends with the beginning of the assistant's next message.
 
         Raises:
-            ChatTemplateError: the template takes too long, so that it is not tried again.
+            ChatTemplateError: the template takes too long, so it is not tried again.
         """
         values = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": prompt}
         try:
@@ -170,7 +170,7 @@ class ChatTemplate:
         messages, final = _tagged(values["messages"])
         found = self._rendered({**values, "messages": messages}, now)
         if final.strip() not in found.text or _TAG.strip() not in found.text:
-            self._refuse("changes the last message, so that it can't be continued. Pass add_generation_prompt instead")
+            self._refuse("changes the last message, so it can't be continued. Pass add_generation_prompt instead")
         end = found.text.rindex(_TAG.strip())
         kept = found.text[:end]
         # If the template trimmed the tag, it also trims the spaces at the end of a message.

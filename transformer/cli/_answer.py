@@ -1,4 +1,4 @@
-"""`transformer-zoo answer`: answers of a chat model to messages, each in a conversation of its own."""
+"""`transformer-zoo answer`: answers of a chat model to messages, each in a separate conversation."""
 
 from __future__ import annotations
 

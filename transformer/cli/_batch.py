@@ -36,7 +36,7 @@ class AnswerBatch(ServiceCommand):
 
     With --output, a run that was killed is continued: requests that have an answer in the file are skipped.
     With --shard, several processes answer one file; a process that was killed is started again with the same command.
-    With --parallel.coordinator, connected processes share one model, or answer a shard each with a model of their own.
+    With --parallel.coordinator, connected processes share one model, or each answer a shard with their own model.
     """
 
     requests: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="REQUESTS")]
@@ -119,7 +119,7 @@ class _Batch:
             )
 
     def answer_shard(self, shard: Shard) -> None:
-        """Answer the requests of one shard, in a file of its own."""
+        """Answer the requests of one shard, in a separate file."""
         from transformer.serve._batch import Answers
         from transformer.serve._shards import Shard, answered
         from transformer.training import _processes as processes

@@ -1,4 +1,4 @@
-"""Exit codes and error messages of commands: one line on stderr that says what is wrong and what to do."""
+"""Exit codes and error messages of commands: one line on stderr with the problem and the remedy."""
 
 from __future__ import annotations
 

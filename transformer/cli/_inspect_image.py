@@ -24,7 +24,7 @@ NEW_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class InspectImage(InspectCommand):
-    """Draw the attention of a model on an image: for an encoder of images its attention to the patches, for a
+    """Draw the attention of a model on an image: for an image encoder its attention to the patches, for a
     vision-language model the attention of the words that it generates after --prompt.
     """
 

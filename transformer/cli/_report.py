@@ -28,7 +28,7 @@ class Report(Command):
     """Write an HTML report of a run: curves of loss, learning rate, gradient norm and throughput, samples over time,
     the resolved recipe, versions, and the commands that reproduce the run.
 
-    Several runs are compared on one page. Each plot is also written as a PNG file, in a directory beside the page. The
+    Several runs are compared on one page. Each plot is also written as a PNG file, in a directory next to the page. The
     runs are not changed and may still be training.
     """
 

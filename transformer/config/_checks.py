@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 class ConfigError(ValueError):
     """An invalid model config, recipe or command.
 
-    The message says what is wrong, what was expected, what was received and what to do.
+    The message names the problem, the expected value, the value received, and the remedy.
     """
 
 

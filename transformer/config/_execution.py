@@ -51,7 +51,7 @@ class Execution:
     quantization_paths: tuple[str, ...] = ()
     """quantize only the multiplications by kernels whose path contains one of these parts, such as feed_forward or
     self_attention/out;
-    empty: those of all kernels of the layers"""
+    empty: by all kernels of the layers"""
 
     def __post_init__(self):
         check_choices(self, experts=Experts, remat=Remat, quantization=QuantizedProducts)

@@ -75,7 +75,7 @@ class Cancellation:
 class LimitedProcesses:
     """Processes that run a program with limits. They start when they are needed first, and wait for further messages.
 
-    Several threads can ask at the same time: each uses a process of its own.
+    Several threads can ask at the same time: each uses its own process.
 
     Args:
         program: a Python file that imports nothing of this package. Its function `prepare(values)` returns a function

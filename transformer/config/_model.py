@@ -50,7 +50,7 @@ class TransformerConfig:
     Fields of a section can be set by dotted path: `TransformerConfig(**{"position.base": 500_000.0})`.
 
     Raises:
-        ConfigError: incompatible sizes or options, or an unknown name; the message says what to change.
+        ConfigError: incompatible sizes or options, or an unknown name; the message names the field to change.
     """
 
     vocab_size: int | None = None

@@ -62,7 +62,7 @@ class AttentionOptions:
     head_dim: int | None = None
     """H, size of a query or key head; None: d_model / num_heads"""
     value_dim: int | None = None
-    """size of a value head; None: that of a key head"""
+    """size of a value head; None: the size of a key head"""
     biases: tuple[Projection, ...] | None = None
     """projections with a bias, a subset of query, key, value and out; None: all if parameters.use_bias, else none"""
     scale: float | None = None
@@ -211,7 +211,7 @@ class EmbeddingOptions:
     """width of the token embeddings and of the input of the output layer, with linear maps to and from d_model (as in
     OPT-350m; not for encoder-decoders); None: d_model, without such maps"""
     per_layer_width: int | None = None
-    """P: each layer of a CausalLM adds a gated projection of P numbers of its own per token, from a second table and
+    """P: each layer of a CausalLM adds its own gated projection of P numbers per token, from a second table and
     from the token embedding (per-layer embeddings, Gemma 3n and 4); None: no such embeddings"""
     per_layer_vocab_size: int | None = None
     """rows of the table of the per-layer embeddings; None: vocab_size"""
@@ -348,7 +348,7 @@ class Audio:
     group: of each feature over all frames of the recording, after the first convolution only;
     layer: LayerNorm after each convolution"""
     activation: Activation = "gelu_erf"
-    """activation after each convolution, and after that of the positions"""
+    """activation after each convolution, and after the position convolution"""
     projection_norm: bool = True
     """LayerNorm before the linear layer to d_model"""
     position_kernel_size: int = 128

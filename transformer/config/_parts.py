@@ -24,7 +24,7 @@ class RotaryScaling:
 
     With two kinds, the frequencies depend on the length of the text, the largest position of its row plus 1. Up to
     original_length, `dynamic` leaves them unchanged; for a longer text it raises the base with the length (dynamic
-    NTK-aware scaling, Peng et al. 2023, section 3.3). `longrope` divides each frequency by a factor of its own, from
+    NTK-aware scaling, Peng et al. 2023, section 3.3). `longrope` divides each frequency by its own factor, from
     `short_factors` up to original_length and from `long_factors` above, and scales the attention scores (Ding et al.
     2024, arXiv 2402.13753).
 
@@ -125,7 +125,7 @@ class MoE:
     top_k: int = 2
     """number of experts selected for each token"""
     d_ff: int | None = None
-    """F, inner width of an expert; None: that of the model config"""
+    """F, inner width of an expert; None: d_ff of the model config"""
     shared_experts: int = 0
     """number of additional experts that process every token"""
     normalize_weights: bool = True
@@ -309,7 +309,7 @@ class LayerKind:
     """
 
     self_attention: bool = True
-    """false: no self-attention, so that positions can't exchange information (an ablation)"""
+    """false: no self-attention, so positions can't exchange information (an ablation)"""
     window: int | None = None
     """sliding-window attention: attend only to keys closer than this many positions; None: to all keys"""
     chunk: int | None = None
@@ -317,9 +317,9 @@ class LayerKind:
     within_segments: bool = False
     """attend only to the keys of the same segment, where a call gives `segments`, such as windows of image patches"""
     rotary_base: float | None = None
-    """rotary base of these layers; None: that of the model config"""
+    """rotary base of these layers; None: the base of the model config"""
     rotary_scaling: RotaryScaling | None = None
-    """rotary scaling of these layers; None: that of the model config"""
+    """rotary scaling of these layers; None: the scaling of the model config"""
     rotary: bool = True
     """false: rotary positions are not applied in these layers (NoPE, Yang et al. 2025, arXiv 2501.18795)"""
     temperature: QueryTemperature | None = None
@@ -327,9 +327,9 @@ class LayerKind:
     qk_norm: bool = True
     """false: attention.qk_norm is not applied in these layers"""
     head_dim: int | None = None
-    """size of a query or key head in these layers; None: that of the model config"""
+    """size of a query or key head in these layers; None: head_dim of the model config"""
     num_kv_heads: int | None = None
-    """number of key and value heads of these layers; None: that of the model config"""
+    """number of key and value heads of these layers; None: num_kv_heads of the model config"""
     keys_as_values: bool = False
     """values are the projected keys, before their norm and rotation: there is no projection of values (Gemma 4)"""
     stores_kv: str | None = None
@@ -338,7 +338,7 @@ class LayerKind:
     """attend to the keys and values of an earlier layer, by its name in stores_kv, instead of own ones (Brandon et al.
     2024, arXiv 2405.12981)"""
     d_ff: int | None = None
-    """inner width of the dense feed-forward layer of these layers; None: that of the model config"""
+    """inner width of the dense feed-forward layer of these layers; None: d_ff of the model config"""
     moe: MoE | None = None
     """mixture of experts instead of the dense feed-forward layer; None: dense"""
     attention_norm: bool = True
@@ -367,7 +367,7 @@ class LayerKind:
             )
         if self.reads_kv is not None and (self.stores_kv is not None or self.keys_as_values):
             unread = "stores_kv" if self.stores_kv is not None else "keys_as_values"
-            raise ConfigError(f"reads_kv leaves a layer without keys and values of its own. Remove it, or {unread}.")
+            raise ConfigError(f"a layer with reads_kv has no own keys and values. Remove it, or {unread}.")
         if self.d_ff is not None and self.moe is not None and not self.moe.beside_dense:
             raise ConfigError("d_ff of a LayerKind is for dense layers: set d_ff of its moe instead.")
 

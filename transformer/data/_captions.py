@@ -152,11 +152,11 @@ class CaptioningConfig(CaptionConfig):
     """name of the groups of captions whose scores are reported"""
 
     image_tokens: int
-    """number of image tokens per image: that of the model, input.count"""
+    """number of image tokens per image; must equal model.input.count"""
     prompt: str = ""
     """text between the image and the caption, the same in every row"""
     max_length: int = 64
-    """length of every row in tokens, including those of the image; longer captions are truncated"""
+    """length of every row in tokens, including image tokens; longer captions are truncated"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -188,7 +188,7 @@ class CaptioningDataset(CaptionDataset):
     def __init__(self, config: CaptioningConfig, tokenizer: Tokenizer, splits: Mapping[str, Pictures]):
         if not isinstance(tokenizer, PretrainedTokenizer) or IMAGE_TOKEN not in tokenizer.special_tokens:
             raise ValueError(
-                f"the tokenizer has no special token {IMAGE_TOKEN}, which stands for a part of an image. Start from a "
+                f"the tokenizer has no special token {IMAGE_TOKEN}, which represents a part of an image. Start from a "
                 f"vision-language model, or without --init."
             )
         if tokenizer.eos_id is None:

@@ -46,9 +46,9 @@ class ConversationConfig(DataKind):
     last: only its last message;
     everything: all tokens"""
     template_path: str | None = None
-    """file with the chat template (None: that of the initial model, or a simple default template)"""
+    """file with the chat template (None: the template of the initial model, or a simple default)"""
     date: str = "2025-01-01"
-    """date that the template writes, if it writes the current one; fixed, so that the data does not change every day"""
+    """date that the template writes, if it writes the current one; fixed, so the data does not change every day"""
     tokenizer: TokenizerConfig = SUBWORDS
     """tokenizer, to which the markers of the template are added; ignored if a pretrained model has its own"""
 

@@ -63,7 +63,7 @@ class DataKind(ABC):
         """Read and return the texts or numeric data of every split.
 
         Raises:
-            FileNotFoundError: a file is missing; the message says how to get it.
+            FileNotFoundError: a file is missing; the message explains how to get it.
             ValueError: a file has unexpected content.
             OSError: no network, or the disk is full.
             ImportError: the package that contains the data is not installed.
@@ -90,7 +90,7 @@ class Dataset(ABC):
     processor: ImageProcessor | None = None
     """preprocessing of images that a trained model is given; None: it reads no images, or none from files"""
     image_token_id: int | None = None
-    """id of the token that stands for a part of an image; None: the rows have no images between tokens"""
+    """id of the token that represents a part of an image; None: the rows have no images between tokens"""
     fingerprint: str
     without_pairs: ClassVar[str] = ""
     """the reason why the data has no pairs of texts; empty: it has pairs"""

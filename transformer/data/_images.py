@@ -75,7 +75,7 @@ class ImageConfig(DataKind):
         check_labels(self.labels, "the class indices")
 
     def class_names(self) -> tuple[str, ...]:
-        """Return the names of the classes as far as they are known without reading the images; empty: unknown."""
+        """Return the names of the classes if they are known without reading the images; empty: unknown."""
         return self.labels
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> ImageDataset:

@@ -48,7 +48,7 @@ class PackedRows:
         sequences: ids of each sequence, at least 2 and at most `row_length` + 1: the model reads all but the last one,
             and predicts all but the first one.
         trained: for each sequence and each of its ids, whether it counts in the loss as a target.
-        pack: put several sequences into one row; otherwise each sequence has a row of its own.
+        pack: put several sequences into one row; otherwise each sequence has its own row.
     """
 
     def __init__(

@@ -22,10 +22,10 @@ def prepare(config: DataKind, tokenizer: Tokenizer | None = None) -> Dataset:
         tokenizer: tokenizer for the texts, for example that of a workdir; None: build one from the texts.
 
     Raises:
-        FileNotFoundError: a file is missing; the message says how to get it.
+        FileNotFoundError: a file is missing; the message explains how to get it.
         ValueError: a file has unexpected content, or is too short.
         OSError: no network, or the disk is full.
-        ImportError: the package that contains the data is not installed; the message says what to install.
+        ImportError: the package that contains the data is not installed; the message names the package to install.
     """
     if not isinstance(config, DataKind):
         raise ValueError(f"data must be one of {', '.join(DATA)}, got {type(config).__name__}.")

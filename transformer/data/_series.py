@@ -41,7 +41,7 @@ class SeriesConfig(DataKind):
     mean: tuple[float, ...] = ()
     """mean subtracted from each channel; empty: the mean of the training steps"""
     std: tuple[float, ...] = ()
-    """standard deviation that each channel is divided by; empty: that of the training steps"""
+    """standard deviation that each channel is divided by; empty: the deviation of the training steps"""
     batch_size: int = 128
     """windows per step, over all devices and processes"""
     eval_batch_size: int = 256

@@ -70,7 +70,7 @@ class _RunningText(Dataset):
 class DocumentDataset(_RunningText):
     """Separate documents packed into rows: attention stays within a document, and every target occurs once.
 
-    Documents that are longer than a row are cut into parts, which are packed like documents of their own.
+    Documents that are longer than a row are cut into parts, which are packed like separate documents.
     """
 
     def __init__(self, config: TextConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]]):

@@ -249,8 +249,8 @@ def _end(encoder: ChatEncoder, encoded: Encoded, rendered: Rendered | ChatTempla
 
 def _refuse_changed(turn: int) -> NoReturn:
     raise ConfigError(
-        f"the chat template writes the messages before message {turn} in another way than without this message, so "
-        "that the text of the assistant can't be found. Train on the last message only (--data.train-on last), or use "
+        f"the chat template writes the messages before message {turn} differently from without this message, so "
+        "the text of the assistant can't be found. Train on the last message only (--data.train-on last), or use "
         "a template with {% generation %} (--data.template-path)."
     )
 

@@ -107,7 +107,7 @@ class PageAllocator:
             pages: pages of the row, in the order of the tokens.
 
         Raises:
-            ValueError: there are fewer pages than the tokens fill, or nobody uses a page.
+            ValueError: there are fewer pages than the tokens fill, or a page is not in use.
         """
         if len(pages) < len(tokens) // self.page_size:
             raise ValueError(

@@ -1,6 +1,6 @@
 """The steps of rows in slots: sample a token in each row, propose more, and verify them in one call of the model.
 
-A row gets the same tokens whatever is in the other slots, and however its steps are divided among calls: the proposals
+The tokens of a row do not depend on the other slots, or on how its steps are divided among calls: the proposals
 of a row depend only on its own text, and every step reads the same number of tokens per row.
 """
 

@@ -1,11 +1,11 @@
-"""Rows with settings of their own: a fixed number of slots that decode together, each filled and emptied at any time.
+"""Rows with their own settings: a fixed number of slots that decode together, each filled and emptied at any time.
 
 `_continuous.py` runs one call to its end, with the same settings for all rows. Here every row has its own sampling, end
 tokens and limit, as a server needs, and the host decides between two short calls which rows enter and leave. The number
 of compiled programs is fixed: one per width in `read_widths`, one that starts a row in a slot, and one that generates
 tokens. Keys and values are stored in pages of a pool, which the host assigns to the rows.
 
-A row gets the same tokens whatever is in the other slots: prompts are read one at a time, in parts that begin at
+The tokens of a row do not depend on the other slots: prompts are read one at a time, in parts that begin at
 multiples of `CHUNK`, and all slots decode in one program of fixed shapes, in which no row reads another one.
 """
 
@@ -71,7 +71,7 @@ class RowSampling:
 
     @staticmethod
     def of(sampling: Sampling, vocab_size: int, top: bool) -> RowSampling:
-        """Return the settings of one row. Values that filter nothing stand for absent filters."""
+        """Return the settings of one row. Values that filter nothing represent absent filters."""
         given = SamplerParams.of(sampling, vocab_size)
         penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
         return RowSampling(

@@ -40,11 +40,11 @@ class Sampling:
     """keep tokens with at least this fraction of the highest probability (Nguyen et al. 2024, arXiv 2407.01082)"""
 
     suppress: tuple[int, ...] = ()
-    """token ids that are never chosen, also in greedy decoding; applied before all filters"""
+    """token ids that are never chosen, even in greedy decoding; applied before all filters"""
 
     repetition_penalty: float = 1.0
-    """above 1: make tokens of the prompt and of the generated text less probable (Keskar et al. 2019, arXiv
-    1909.05858); applied before all filters, also in greedy decoding, as the next two"""
+    """values above 1 penalize tokens of the prompt and of the generated text (Keskar et al. 2019, arXiv
+    1909.05858); applied before all filters, even in greedy decoding, like the next two"""
     presence_penalty: float = 0.0
     """subtracted from the logits of generated tokens"""
     frequency_penalty: float = 0.0

@@ -180,7 +180,7 @@ def export_adapter(
 
     directory = local_path(directory, "directory")
     if not is_workdir(local_path(workdir, "workdir")):
-        raise ConfigError(f"{workdir} is not the workdir of a run, so that it has no adapter. Pass a run with lora.")
+        raise ConfigError(f"{workdir} is not the workdir of a run, so it has no adapter. Pass a run with lora.")
     recipe, model, trained, base = load_updates(workdir, step)
     config, origin = recipe.lora, recipe.origin
     updates: dict[str, dict[str, Any]] = {}

@@ -1,7 +1,7 @@
 """Compile grammars of clients in other processes first, which the system ends at a limit of time or memory.
 
 A JSON schema of 73 bytes can need gigabytes and minutes, and a compilation can't be stopped from within its process. A
-compiled grammar can't be sent to another process either. So a process of its own proves that a grammar compiles
+compiled grammar can't be sent to another process either. So a separate process proves that a grammar compiles
 within the limits; then this process compiles it again, which costs the same and no more.
 """
 

@@ -92,7 +92,7 @@ def run_batches(
 
     Texts of up to `PACKED` tokens are packed into rows of that many slots. Each longer text gets its own row, padded to
     a length of `bucket`. The number of rows is rounded up by less than a quarter. Therefore `compute` is compiled for
-    only a few shapes, whatever the number and lengths of the texts.
+    only a few shapes, for any number and lengths of the texts.
 
     `compute` returns results (K, ...), one per text, or, with `each_token`, (R, T, ...), one per slot. Rows that it
     adds at the end are ignored. `longest` is the number of rows of the model's position table, to which padding is

@@ -82,7 +82,7 @@ def _pixels(image: Image.Image, name: str, channels: int) -> np.ndarray:
         raise ValueError(f"{name} is too large: {_limit()}")
     if image.mode in ("I", "F"):
         raise ValueError(
-            f"{name} has 32 bits per pixel (mode {image.mode}), so that the value of white is unknown. Convert it to 8 "
+            f"{name} has 32 bits per pixel (mode {image.mode}), so the value of white is unknown. Convert it to 8 "
             f"or 16 bits, or pass an array with values between 0 and 1."
         )
     try:

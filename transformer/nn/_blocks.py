@@ -300,7 +300,7 @@ class Block(nn.Module):
 
         If the kind of layer has a `moe`, tokens pass through the experts that a router selects. `cache` is not read,
         because no other position is; with a cache, experts have no capacity. `residual` (B, T, D) is the input of the
-        sublayer before its norm, for experts beside a dense layer; None: x.
+        sublayer before its norm, for experts in addition to a dense layer; None: x.
         """
         config, moe = self.config, self.kind.moe
         options = {

@@ -20,7 +20,7 @@ from transformer.nn.layers._norms import RMSNorm
 from transformer.nn.quantization._schemes import Quantization
 
 FORGET = -100.0
-"""logarithm of the factor on the state at the start of a packed sequence: exp(-100) is 0 beside any other number"""
+"""logarithm of the factor on the state at the start of a packed sequence: exp(-100) is 0 next to any other number"""
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +122,7 @@ class GatedDeltaNet(nn.Module, kw_only=True):
         Args:
             x: (B, T, D).
             mask: lengths and segments mark padding, which does not change the state, and packed sequences. The layer
-                is causal whatever the mask says.
+                is causal with any mask.
             cache: the state after the previous tokens, or None.
 
         Returns:

@@ -3,7 +3,7 @@
 Shapes in addition to those of `_axes.py`: E experts, of which each token is sent to k; M = B T k copies of tokens.
 Copies are sorted by expert: into P blocks of Q rows, where all rows of a block belong to one expert and unused rows are
 zero, or, for the kernels of `_grouped.py`, into R rows without padding between the experts. The work therefore grows
-with the number of copies, whatever E is, and only a capacity can drop tokens, in training.
+with the number of copies, for any E, and only a capacity can drop tokens, in training.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class Rotary(PositionScheme):
     coordinate a rotates `sections[a]` pairs, after those of the coordinates before it (M-RoPE, Wang et al. 2024, arXiv
     2409.12191, section 2.1). Positions (B, T) mean that all coordinates are equal, which is `Rotary` without sections.
     All pairs share one range of frequencies; with `restart_frequencies`, the frequencies of each section are those of
-    a head of its own.
+    a separate head.
 
     Raises:
         ValueError: a size that is odd, or larger than the head; positions with another number of coordinates.

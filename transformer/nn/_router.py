@@ -121,7 +121,7 @@ def within_capacity(chosen: Array, mask: Mask = Mask(), *, num_experts: int, fac
 
     The capacity is `factor` times the even share of an expert in the n k choices of a sequence of n tokens, rounded up
     (Fedus et al. 2021, arXiv 2101.03961, equation 3). There it is that of all tokens of a batch; here each row, or each
-    segment of a packed row, is a sequence of its own. So neither other sequences nor padding change what is dropped.
+    segment of a packed row, is a separate sequence. So neither other sequences nor padding change what is dropped.
     Tokens are served in order: a later token never displaces an earlier one, which keeps a causal model causal. What a
     token gets still depends on the earlier tokens of its sequence, and on the number of all its tokens.
     """

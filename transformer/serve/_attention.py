@@ -32,7 +32,7 @@ _FIELDS = {"model", "messages", "prompt", "answer", "chat_template_kwargs", "rea
 
 @dataclass(kw_only=True)
 class AnswerAttention:
-    """Computes the attention of answers, one at a time, in a thread: the texts that are generated go on meanwhile."""
+    """Computes the attention of answers, one at a time, in a thread, while the server continues to generate texts."""
 
     opened: LoadedModel
     chat: ChatPrompts | None
@@ -73,7 +73,7 @@ class AnswerAttention:
             raise APIError(400, f"attention is shown for at most {most} tokens of this model, got {len(ids)}.")
         seen = sown_weights(decoding_model(self.opened.model), self.opened.params, [padded])
         if not seen:
-            raise APIError(400, "this model has no attention layer, so that there is nothing to show.")
+            raise APIError(400, "this model has no attention layer, so there is nothing to show.")
         name, count = self.opened.directory.resolve().name, len(ids)
         maps = [
             replace(one, weights=one.weights[:, :count, :count], hidden=one.hidden[:count, :count])

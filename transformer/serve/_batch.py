@@ -110,7 +110,7 @@ class Answers:
         self._file.truncate(end)
 
     def write(self, answer: dict[str, Any]) -> None:
-        """Append an answer. It is in the file when this call returns, also if the process is killed then."""
+        """Append an answer. It is in the file when this call returns, even if the process is then killed."""
         self._file.write(json.dumps(answer).encode() + b"\n")
         self._file.flush()
 

@@ -132,7 +132,7 @@ class Engine:
         Args:
             requests: the texts to generate.
             deliver: called in the thread of the engine with the number of a request and the next part of its answer;
-                it must return at once.
+                it must return immediately.
 
         Raises:
             ValueError: a request is invalid.

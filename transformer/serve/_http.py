@@ -108,12 +108,12 @@ class HTTPService(ABC):
             return APIError(error.status_code, str(error.detail)).response()
 
         async def fault(request: HTTPRequest, error: Exception) -> Response:
-            return APIError(500, "internal error; the log of the server says more.").response()
+            return APIError(500, "internal error; see the log of the server.").response()
 
         return Starlette(routes=routes, exception_handlers={HTTPException: http_error, Exception: fault})
 
     def check_model(self, name: object) -> None:
-        """Raise APIError if a client asks for another model than this one."""
+        """Raise APIError if a client requests a different model."""
         if name != self.name:
             message = f"the model {str(name)[:80]!r} does not exist. This server has the model {self.name!r}."
             raise APIError(404, message, "model", "model_not_found")
@@ -219,7 +219,7 @@ async def until_gone(request: HTTPRequest, work: Awaitable[Result]) -> Result:
     """Return the result of the work; if the client leaves before its end, cancel it.
 
     Raises:
-        APIError: the client has left; nobody reads this answer. Errors of the work are raised unchanged.
+        APIError: the client has disconnected. Errors of the work are raised unchanged.
     """
 
     async def left() -> None:

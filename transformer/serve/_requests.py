@@ -1,4 +1,4 @@
-"""What the engine is asked for and what it delivers, and the text of one answer while its tokens arrive."""
+"""Requests to the engine and their results, and the text of one answer while its tokens arrive."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Delta:
     tokens: list[Token]
     """new tokens; their text can follow in a later part"""
     reasoning: str = ""
-    """text that the model wrote in another channel than that of the answer"""
+    """text that the model wrote in a different channel from the answer"""
     finish: Finish | None = None
     """None: more follows"""
     error: str | None = None

@@ -144,7 +144,7 @@ class Scheduler:
         return count
 
     def _most_tokens(self, slot: int, steps: int) -> int:
-        """Return the number of tokens in the pages of a slot during so many steps; its last token is not stored."""
+        """Return the number of tokens in the pages of a slot during this many steps; its last token is not stored."""
         ticket = self.active[slot]
         tokens = min(steps * self._device.width, MOST_STEPS)  # `advance` ends when its output is full
         new = min(ticket.computed + tokens, ticket.request.max_tokens - 1)

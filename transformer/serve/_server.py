@@ -36,7 +36,7 @@ _ORDER = itertools.count()
 
 
 class _Connection(h11.Connection):
-    """Refuses heads that are too large, also if they arrive at once, and those whose end is ambiguous."""
+    """Rejects heads that are too large, even if they arrive in one piece, and those whose end is ambiguous."""
 
     refused = h11.RemoteProtocolError("Invalid HTTP request received.")
     """why the last request was refused"""
@@ -65,7 +65,7 @@ def _check_head(request: h11.Request, size: int) -> None:
     names = {name for name, _ in request.headers}
     # Another server on the way could see the end of this request elsewhere (RFC 9112, sections 6.1 and 6.3).
     if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
-        message = "A request must not have Transfer-Encoding beside Content-Length, or with HTTP/1.0."
+        message = "A request must not have Transfer-Encoding together with Content-Length, or with HTTP/1.0."
         raise h11.RemoteProtocolError(message, error_status_hint=400)
 
 

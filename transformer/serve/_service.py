@@ -224,7 +224,7 @@ class Service(HTTPService):
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events; at their end, also if the client leaves before the first one, the requests are cancelled."""
+    """Server-sent events; at their end, even if the client leaves before the first one, the requests are cancelled."""
 
     def __init__(self, events: AsyncIterator[str], tickets: list[Ticket]):
         super().__init__(events, headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")

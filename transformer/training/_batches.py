@@ -51,7 +51,7 @@ class Supervision:
         return next(batches)
 
     def record(self, journal: Journal, seconds: float) -> None:
-        """Record in the journal that the last batch took so many seconds."""
+        """Record in the journal how many seconds the last batch took."""
         journal.fed(seconds)
 
     def unfinished(self, step: int) -> bool:

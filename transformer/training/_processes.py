@@ -182,7 +182,7 @@ def together(parallel: ParallelConfig, again: str = _AGAIN) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lost_processes_explained(again: str = _AGAIN) -> Iterator[None]:
-    """Turn an error of JAX that is caused by the loss of another process into a `ProcessesError` that says so."""
+    """Turn an error of JAX that is caused by the loss of another process into a `ProcessesError`."""
     try:
         yield
     except RuntimeError as error:

@@ -85,7 +85,7 @@ class Recipe:
     """The full config of a run.
 
     Raises:
-        ConfigError: fields contradict each other; the message says what to change.
+        ConfigError: fields contradict each other; the message names the field to change.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Recipe:
     data: DataConfig
     """training data and tokenizer"""
     execution: Execution = Execution()
-    """execution options: attention kernel, scan over layers, rematerialization; they don't change what is computed"""
+    """execution options: attention kernel, scan over layers, rematerialization; they don't change the result"""
     parallel: ParallelConfig = ParallelConfig()
     """devices, mesh and sharding"""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -76,7 +76,7 @@ class LoRA:
     arXiv 2402.09353)"""
     base: Base | None = None
     """number format of the frozen kernels: int8 (a scale per output) or nf4 (4 bits, a scale per 64 weights; QLoRA);
-    None: that of the model's parameters"""
+    None: the dtype of the model's parameters"""
 
     def __post_init__(self):
         check_whole(self, "rank")

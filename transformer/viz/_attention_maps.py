@@ -45,7 +45,7 @@ def save_attention_maps(
 ) -> list[Path]:
     """Draw each attention map into a PNG file with all heads.
 
-    If not all labels fit into that image, each head is also drawn into a file of its own.
+    If not all labels fit into that image, each head is also drawn into a separate file.
 
     Args:
         maps: attention maps, such as those of `attention_maps`.

@@ -61,7 +61,7 @@ def attention_page(
         written_from: index of the first generated token in `target`; None: no token was generated.
         texts: texts shown above the maps, by name, such as the prompt and the translation.
         facts: texts shown below the maps, by name, such as the model and its attention kernel.
-        rows: sentence that says what a row is; None: in a decoder, the last token before the next one.
+        rows: sentence that describes a row; None: in a decoder, the last token before the next one.
 
     Raises:
         ValueError: there are no maps; the numbers of labels and positions differ; weights are not finite or not from 0

@@ -139,7 +139,7 @@ def attention_rollout(maps: Sequence[AttentionMap]) -> list[AttentionMap]:
         maps: maps of one stack, in the order of computation. Cross-attention maps are ignored.
 
     Returns:
-        One map of kind "rollout" with one head per self-attention layer. Its rows sum to 1, also if the heads have a
+        One map of kind "rollout" with one head per self-attention layer. Its rows sum to 1, even if the heads have a
         sink logit. A cell is hidden if no path through the layers connects the two positions.
 
     Raises:

@@ -109,7 +109,7 @@ def _page(runs: Sequence[RunReport], charts: Sequence[tuple[Chart, list[Line]]],
 def save_report(
     runs: Sequence[RunReport], html_path: str | os.PathLike, *, title: str, made: str = "", overwrite: bool = True
 ) -> list[Path]:
-    """Write the page of `report_page`, and each plot as a PNG file in a directory beside it.
+    """Write the page of `report_page`, and each plot as a PNG file in a directory next to it.
 
     For the page NAME.html, the directory is NAME_plots; its files are named by the plot, such as loss.png.
 

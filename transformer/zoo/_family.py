@@ -77,7 +77,7 @@ class Head:
     model with this tensor."""
     untied_by: str | None = None
     """Name of a tensor that decides about weight tying: if it differs from the tensor that it would repeat, the model
-    is untied, whatever config.json says."""
+    is untied, regardless of config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)

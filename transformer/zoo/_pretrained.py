@@ -235,7 +235,7 @@ def verify(directory: str | os.PathLike) -> float:
 def _base_of(files: WeightFiles, family: Family, values: Mapping[str, Any], head: Head) -> tuple[str, Head] | None:
     """Return the base model and its name, if the files contain a base model under the name of one with a head.
 
-    An example is Qwen/Qwen3-Embedding-8B. A language model with tied embeddings needs no tensors of its own.
+    An example is Qwen/Qwen3-Embedding-8B. A language model with tied embeddings needs no own tensors.
     """
     bases = [(name, one) for name, one in family.heads.items() if one.base]
     config = family.read(values, head)
@@ -259,7 +259,7 @@ def _tensors_of(rules: Sequence[Rule]) -> set[str]:
 
 
 def _is_untied(files: WeightFiles, family: Family, head: Head) -> bool:
-    """Return whether the files have an output map of their own, whatever config.json says.
+    """Return whether the files have their own output kernel, regardless of config.json.
 
     transformers 5 writes `tie_word_embeddings: true` for all models of T5, mT5 and umT5. An output map of its own is
     that of version 1.1, whose inputs are not scaled, unless config.json has a field for the scaling.

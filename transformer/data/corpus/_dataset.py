@@ -39,7 +39,7 @@ class Corpus:
 class CorpusDataset(Dataset):
     """Rows of a corpus. Memory does not depend on the size of the corpus: rows are read when they are needed.
 
-    The rows of each source are shuffled anew in each pass. With weights, the sources alternate in a fixed order, in
+    The rows of each source are shuffled again in each pass. With weights, the sources alternate in a fixed order, in
     which each has its share of the rows at any step; otherwise all rows are shuffled together. The state of an iterator
     is the index of the next batch. `config.segments` packs documents, otherwise rows are windows of continuous tokens.
     """

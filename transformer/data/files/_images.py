@@ -19,7 +19,7 @@ from transformer.media._images import ImageProcessor
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """endings of the names of image files, in lower case"""
 DEFAULT = ImageProcessor(shortest_edge=224, crop_height=224, crop_width=224)
-"""default preprocessing, which --init replaces by that of the model"""
+"""default preprocessing, which --init replaces by the model's"""
 READING = {"num_threads": 4, "prefetch_buffer_size": 8}
 """Grain options: threads that decode images, and number of batches that are read in advance"""
 
@@ -29,7 +29,7 @@ class ImageFilesConfig:
     """Options of kinds of data with images in files."""
 
     processor: ImageProcessor = DEFAULT
-    """preprocessing of the images; with --init, the default means that of the model"""
+    """preprocessing of the images; with --init, the default is the model's preprocessing"""
 
     def __post_init__(self):
         super().__post_init__()

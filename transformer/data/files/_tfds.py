@@ -263,7 +263,7 @@ def open_prepared(name: str, folder: str | None) -> tuple[Path, DatasetBuilder]:
 
 
 def no_random_access(name: str, folder: str | None, place: Path, file_format: str) -> str:
-    """Return the error message for a dataset that is prepared in another format than array_record."""
+    """Return the error message for a dataset that is prepared in a format other than array_record."""
     return (
         f"{name} was prepared in {place} as {file_format}, which does not support random access. Delete that folder, "
         f"or use another one (--data.data-dir), and prepare it again. {_how_to_prepare(name, folder)}"

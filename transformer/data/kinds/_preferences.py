@@ -56,7 +56,7 @@ class PreferenceConfig(DataKind):
     eval_batch_size: int = 16
     """pairs per evaluation batch"""
     template_path: str | None = None
-    """for messages: file with the chat template (None: that of the initial model, or a simple default template)"""
+    """for messages: file with the chat template (None: the template of the initial model, or a simple default)"""
     date: str = "2025-01-01"
     """for messages: date that the template writes, if it writes the current one"""
     tokenizer: TokenizerConfig = SUBWORDS
@@ -113,7 +113,7 @@ def _preference(record: Record) -> Preference:
     found = _of_texts(record) if isinstance(record.values["chosen"], str) else _of_messages(record)
     if found.chosen == found.rejected:
         raise ValueError(
-            f"{record.place}: chosen and rejected are equal, so that the row says nothing. Remove it, or correct them."
+            f"{record.place}: chosen and rejected are equal, so the row has no effect. Remove it, or correct them."
         )
     return found
 

@@ -48,7 +48,7 @@ class PromptConfig(DataKind):
     answer_column: str = "answer"
     """column with the right completion, for exact matches; a row may lack it"""
     template_path: str | None = None
-    """for prompts that are messages: file with the chat template (None: that of the initial model, or a default one)"""
+    """for prompts that are messages: file with the chat template (None: the initial model's template, or a default)"""
     date: str = "2025-01-01"
     """date that the template writes, if it writes the current one"""
     tokenizer: TokenizerConfig = SUBWORDS

@@ -58,7 +58,7 @@ class SST2(_TwoClasses):
         """Return the texts of the GLUE files.
 
         Raises:
-            FileNotFoundError: a file is missing; the message says where to put it.
+            FileNotFoundError: a file is missing; the message names its folder.
         """
         folder = Path(self.manual_dir or "").expanduser()
         files = {"train": folder / "train.tsv", "validation": folder / "dev.tsv"}

@@ -33,7 +33,7 @@ class TextFiles(TextConfig):
     The files are tokenized once, by all cores, and then read from disk. An end token follows each document.
 
     Raises:
-        ConfigError: no path, weights that are not positive or of another number than paths, or a number out of range.
+        ConfigError: no path, weights that are not positive or not one per path, or a number out of range.
     """
 
     kind: ClassVar[str] = "text_files"

@@ -22,7 +22,7 @@ def _byte_of_character() -> dict[str, int]:
 def byte_level_bytes(token: str) -> bytes:
     """Return the bytes of a token of a byte-level vocabulary, as the decoder of the tokenizers library returns them.
 
-    A token with another character, such as an added token with a space, is spelled as it is.
+    A token with another character, such as an added token with a space, is unchanged.
     """
     table = _byte_of_character()
     if all(character in table for character in token):

@@ -403,7 +403,7 @@ def _check_added_ids(added: list[dict[str, Any]], token_to_id: Callable[[str], i
     if wrong:
         changed = [f"{e['content']!r:.40} ({e['id']}, read as {token_to_id(e['content'])})" for e in wrong]
         raise ValueError(
-            f"{TOKENIZER_FILE} has added tokens whose ids don't follow the vocabulary, so that the library changes "
+            f"{TOKENIZER_FILE} has added tokens whose ids don't follow the vocabulary, so the library changes "
             f"them: {shortened(changed)}. Download the file again."
         )
 

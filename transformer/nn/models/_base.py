@@ -86,7 +86,7 @@ class Model(nn.Module):
             self.head_transform = HeadMap(self.config, self.config.output.transform)
 
     def _embed(self, table: Embedding, tokens: Tokens) -> Hidden:
-        """Return token embeddings (B, T, D), scaled if the config says so (Vaswani et al. 2017, section 3.4)."""
+        """Return token embeddings (B, T, D), scaled if the config requests it (Vaswani et al. 2017, section 3.4)."""
         check_tokens(tokens, table.vocab_size)
         # With a tied table, rows are initialized for the output layer, with variance about 1 / D. Multiplication by
         # sqrt(D) gives embeddings of variance about 1, the size of sinusoidal positions.

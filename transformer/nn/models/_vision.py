@@ -254,7 +254,7 @@ class DistilledVisionClassifier(VisionClassifier):
     VisionClassifier: `distillation_output/`.
 
     Raises:
-        ConfigError: as a VisionClassifier, or if the config has no distillation token or another pooling than "first".
+        ConfigError: as a VisionClassifier, or if the config has no distillation token or a pooling other than "first".
     """
 
     parameter_axes = declare(

@@ -1,7 +1,7 @@
 """Quantized matrix multiplications: both factors are rounded to 8 bits, multiplied, and the result is scaled.
 
 Peak speeds of many accelerators are twice as high for 8 bits as for bfloat16. Parameters, activations between layers
-and the optimizer keep their dtypes: only the factors of a multiplication are rounded, in every step anew. The package
+and the optimizer keep their dtypes: only the factors of a multiplication are rounded, again in every step. The package
 qwix, which is optional, rounds and multiplies; the derivatives are defined here.
 
 The 8-bit parameters of `_int8.py` are something else: they are rounded once, to save memory in generation.
@@ -108,7 +108,7 @@ def quantized_linear(x: Array, kernel: Array, contract: int, scheme: Scheme) -> 
 
     Each row of x and each output of the kernel has its own scale. The derivatives are those of the unquantized product,
     as if rounding were the identity (straight-through estimator, Bengio et al. 2013, arXiv 1308.3432), with factors
-    quantized as the scheme says.
+    quantized according to the scheme.
     """
     inputs, inner = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
     rows, outputs = quantized(x, inputs, scheme.dtype), quantized(kernel, inner, scheme.dtype)

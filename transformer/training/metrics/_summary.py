@@ -209,7 +209,7 @@ def render_stopped(summary: Summary) -> str:
 
 
 def render_finished(summary: Summary, extend: str) -> str:
-    """Return the text that is printed when all steps were done before; `extend` says how to train longer."""
+    """Return the text that is printed when all steps were done before; `extend` explains how to train longer."""
     return f"this run is finished: {summary.step} of {summary.steps} steps are done. {extend}"
 
 

@@ -1,4 +1,4 @@
-"""Experiment trackers beside TensorBoard: Weights & Biases, MLflow and Trackio, each imported only if a recipe uses it.
+"""Experiment trackers besides TensorBoard: Weights & Biases, MLflow and Trackio, imported only if a recipe uses them.
 
 A run in a workdir keeps its id in each tracker (`trackers.json`), so that a resumed run appends to the same curves.
 """

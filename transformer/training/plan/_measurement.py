@@ -29,7 +29,7 @@ COPIED = 2**26
 
 
 def present_topology(devices: list[Any]) -> tuple[Topology, str]:
-    """Return the present devices as a topology, and a phrase that says whether its figures are published or measured.
+    """Return the present devices as a topology, and a phrase that states whether its figures are published or measured.
 
     Unknown devices are measured while all of them work, because simulated devices share the same hardware.
     """

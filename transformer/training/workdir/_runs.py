@@ -140,7 +140,7 @@ def load_updates(
     """
     recipe = load_recipe(workdir)
     if recipe.lora is None:
-        raise ConfigError(f"{workdir} was trained without lora, so that it has no adapter. Export the whole model.")
+        raise ConfigError(f"{workdir} was trained without lora, so it has no adapter. Export the whole model.")
     trained, found = load_params(workdir, step=step, names=("ema", "params"))
     _check_loaded(recipe, load_own_tokenizer(recipe, workdir), workdir, found)
     # Checkpoints omit empty trees.
@@ -222,13 +222,13 @@ def _shared_tokenizer(tokenizer: Tokenizer | None, teacher: Start | None, start:
         return tokenizer
     if teacher.tokenizer is None:
         raise ConfigError(
-            f"the teacher {teacher.source} has no tokenizer, so that its tokens can't be compared with those of the "
+            f"the teacher {teacher.source} has no tokenizer, so its tokens can't be compared with those of the "
             f"model. Add its tokenizer.json to the directory."
         )
     if tokenizer is not None and tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(teacher.tokenizer):
         raise ConfigError(
-            f"the teacher {teacher.source} has another tokenizer than {start.source}: expected the same tokens, got "
-            f"vocabularies of {teacher.tokenizer.vocab_size} and {tokenizer.vocab_size}. Choose a teacher with the "
+            f"the teacher {teacher.source} has a different tokenizer from {start.source}: expected the same tokens, "
+            f"got vocabularies of {teacher.tokenizer.vocab_size} and {tokenizer.vocab_size}. Choose a teacher with the "
             f"tokenizer of the model."
         )
     return teacher.tokenizer

@@ -103,7 +103,7 @@ class _Trace:
 
 
 def _step(module: nn.Module, method: str, result: Any) -> tuple[tuple[str, ...], str, str, Any] | None:
-    """Return path, description, axes and array of the result of a module; None if it is not a step of its own."""
+    """Return path, description, axes and array of the result of a module; None if it is not a separate step."""
     path, parent = module.path, module.parent
     if isinstance(module, Linear) and isinstance(parent, MultiHeadAttention | FeedForward):
         return path, *_LINEAR[module.name], result

@@ -38,10 +38,10 @@ SWAPPED = EachTensor(
 
 
 class SharedAndGlobal(Codec):
-    """The kind of each layer: window, rotary positions, heads, and keys and values of its own or of an earlier layer.
+    """The kind of each layer: window, rotary positions, heads, and its own keys and values or an earlier layer's.
 
     The last `num_kv_shared_layers` layers read the keys and values of the last earlier layer of their type; with
-    `use_double_wide_mlp` their feed-forward layers are twice as wide. Global layers have heads of their own size, in
+    `use_double_wide_mlp` their feed-forward layers are twice as wide. Global layers have their own head size, in
     `per_layer_config` or, in published files, in `global_head_dim` and `num_global_key_value_heads`. With
     `attention_k_eq_v` their values are their keys. The last layer is always global.
     """
@@ -129,7 +129,7 @@ class SharedAndGlobal(Codec):
 
 
 def _read_experts(values: Fields) -> MoE | None:
-    """Return the experts that all layers have beside their dense feed-forward layer, if there are any."""
+    """Return the experts that all layers have in addition to their dense feed-forward layer, if any."""
     if not values.get("enable_moe_block", False):
         return None
     if missing := [name for name in _EXPERTS if values.get(name) is None]:

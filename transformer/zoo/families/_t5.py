@@ -101,7 +101,7 @@ class DecoderOutputs(Codec):
 
     With `tie_word_embeddings`, the output map is the embedding table, and its inputs are divided by sqrt(d_model)
     (Raffel et al. 2019, section 2.1). The field `scale_field` overrides the scaling. If the files have an output map of
-    their own, `tie_word_embeddings` is false here, whatever config.json says (`_pretrained._is_untied`).
+    their own, `tie_word_embeddings` is false here, regardless of config.json (`_pretrained._is_untied`).
     """
 
     scale_field: str | None = None

@@ -1,7 +1,7 @@
 """Dequantization of the block formats of ggml, the library behind llama.cpp.
 
 A block contains 32 or 256 consecutive weights of a row. Integers of fewer than 8 bits are packed; one or two float16
-scales apply to the whole block. In the K formats, a block has 8 or 16 groups with scales of their own, which are
+scales apply to the whole block. In the K formats, a block has 8 or 16 groups with their own scales, which are
 integers times the scale of the block (https://github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`). The
 results are those of the `gguf` package, bit for bit.
 """
