@@ -1,6 +1,6 @@
 """Check the annotations of modules while the tests run: shapes and types of arrays, with jaxtyping and beartype.
 
-Functions inside functions are not checked. Python defines them anew at each call of the outer function, and building
+Functions inside functions are not checked. Python defines them again at each call of the outer function, and building
 the checks each time took a sixth of the CPU time of the tests.
 """
 

@@ -39,7 +39,7 @@ def theirs(tmp_path_factory):
 
 
 def with_joined_texts(messages):
-    """Return the messages as a template must get them that writes a content as it is; transformers does not do this."""
+    """Return the messages for a template that writes the content unchanged; transformers does not do this."""
     return [
         {**one, "content": "\n".join(part["text"] for part in one["content"])}
         if isinstance(one["content"], list)
@@ -201,7 +201,7 @@ def test_function_schemas_equal_transformers(function):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_ids_equal_transformers(family, theirs):
-    """A text with special tokens that is continued as it is: the ids that a call of the tokenizer returns."""
+    """A text with special tokens that is continued unchanged: the ids that a call of the tokenizer returns."""
     ours, reference = PretrainedTokenizer(files(family)), theirs(family)
     special = "".join(reference.all_special_tokens)
     for text in (special, f"Hello {special} world", "a<|im_end|>\n<s> b", "def f(<|fim_suffix|>)"):

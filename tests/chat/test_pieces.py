@@ -110,7 +110,7 @@ def test_the_time_per_token_does_not_grow():
 @settings(max_examples=200, **QUIET)
 @given(st.lists(st.text("ab#", max_size=4), max_size=8), st.lists(st.text("ab#", min_size=1, max_size=3), max_size=3))
 def test_stop_strings_end_a_stream(pieces, stop):
-    """The text ends before the first stop string that is complete, wherever the pieces end."""
+    """The text ends before the first complete stop string, for any ends of the pieces."""
     whole = "".join(pieces)
     begun = (whole[:end] for end in range(len(whole) + 1))
     starts = next((found for text in begun if (found := [text.find(one) for one in stop if one in text])), [])

@@ -1,4 +1,4 @@
-"""Chat templates: where they are found, what they render, and which of them are refused with one line."""
+"""Chat templates: where they are stored, their output, and errors of one line."""
 
 import json
 import re
@@ -380,7 +380,7 @@ def test_an_image_for_a_template_of_texts_is_refused():
 
 
 def test_results_of_a_function_stay_data():
-    """A list that is not one of texts is given to the template as it is."""
+    """A list that contains not only texts reaches the template unchanged."""
     messages = [*HELLO, {"role": "tool", "content": [{"temperature": 3}]}, {"role": "tool", "content": PARTS}]
     found = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}").render(messages)
     assert found == "user: Hello\ntool: [{'temperature': 3}]\ntool: Hello\nthere\n"
@@ -410,7 +410,7 @@ END = "{% endfor %}{% endfor %}"
 )
 @pytest.mark.parametrize("arguments", [{"city": "Köln"}, '{"city": "Köln"}', ' {"city":"Köln"}\n'])
 def test_call_arguments_are_serialized_to_json_once(source, arguments):
-    """As an object or as its JSON text, whatever the template reads."""
+    """As an object or as its JSON text, depending on the template."""
     assert ChatTemplate(source).render(called(arguments)) == '{"city": "Köln"}'
 
 

@@ -214,7 +214,7 @@ class TestGenerate:
 
 
 def test_a_template_path_that_is_not_a_file_is_an_error(talk, tmp_path):
-    """Reading a pipe would wait for somebody who writes into it."""
+    """Reading a pipe would wait for a writer."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
         code, _, err = talk("Hi", options=(*SHORT, "--template", str(path)))

@@ -1,4 +1,4 @@
-"""Inputs without an end, and pipes that nobody writes into: one line says so, and memory is bounded."""
+"""Inputs without an end, and pipes without a writer: one line reports them, and memory is bounded."""
 
 import io
 import json
@@ -97,7 +97,7 @@ def test_rejects_a_device_as_output_file(directories, tmp_path, capsys):
 
 
 def test_a_pipe_is_read_once_it_has_a_writer(tmp_path, monkeypatch):
-    """Its writer may come late, write at once and leave; until then, a line says what the command waits for."""
+    """Its writer may start late, write once and exit; until then, a line reports that the command waits."""
     monkeypatch.setattr(_streams, "PATIENCE", 0.05)
     path = tmp_path / "pipe"
     os.mkfifo(path)

@@ -1,4 +1,4 @@
-"""Tests of `inspect chat`: the page of a conversation and its answer, a base model beside it, and errors."""
+"""Tests of `inspect chat`: the page of a conversation and its answer, a base model next to it, and errors."""
 
 import dataclasses
 import json

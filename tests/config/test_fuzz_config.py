@@ -57,7 +57,7 @@ def configs(keys: list) -> st.SearchStrategy:
 def put() -> Iterator[Callable[[Path, tuple], None]]:
     """A function that writes the tensors of a record (once), and config.json and generation_config.json of a case.
 
-    The type checker of these tests is disabled, as it is for users.
+    The type checker of the tests is disabled here, as for users.
     """
     jaxtyping.config.update("jaxtyping_disable", True)
     jax.random.key(0).block_until_ready()  # JAX starts threads on first use, which reserve much of the address space

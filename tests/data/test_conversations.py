@@ -332,7 +332,7 @@ def test_a_vocabulary_is_built_from_message_texts_only(tmp_path):
 
 @pytest.mark.parametrize("further", [True, False])
 def test_the_given_template_is_used_for_tools_too(further):
-    """Also if the model has another template for conversations with tools, wherever it is stored."""
+    """Even if the model stores a separate template for conversations with tools, in any file."""
     given = files("olmo2")
     config = json.loads(given["tokenizer_config.json"])
     config["chat_template"] = [{"name": name, "template": "other"} for name in ("default", "tool_use")]

@@ -1,4 +1,4 @@
-"""Generation with linear attention: prompts of different lengths, texts that go on or start anew, refused options."""
+"""Generation with linear attention: prompts of different lengths, texts that continue or restart, rejected options."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Speculative decoding: a draft changes the run time but not the generated tokens, whatever the draft and sampling."""
+"""Speculative decoding: a draft changes the run time but not the generated tokens, for any draft and sampling."""
 
 import dataclasses
 

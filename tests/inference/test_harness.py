@@ -87,7 +87,7 @@ class TestLoglikelihood:
         assert [greedy for _, greedy in found] == [True, False]
 
     def test_a_context_of_spaces_is_an_empty_context(self, opened):
-        """The spaces are predicted too, also if the tokenizer adds no start token."""
+        """The spaces are predicted too, even if the tokenizer adds no start token."""
         model = HarnessModel(opened("bytes_without_start"))
         assert model._text.encode_pair("  ", "Hello") == model._text.encode_pair("", "  Hello")
 

@@ -71,7 +71,7 @@ def test_options_reach_continuations(writer, calls):
 
 
 def test_options_reach_streamed_continuations(writer, calls):
-    """A text that fills the context: each piece has a seed of its own, and the limit counts all of them."""
+    """A text that fills the context: each piece has its own seed, and the limit counts all of them."""
     short = dataclasses.replace(writer, context=4)
     (text,) = generating.continue_texts(short, ["Hi"], max_new_tokens=7, sampling=SAMPLING, seed=3)
     assert sum(call["max_new_tokens"] for call in calls) == 7

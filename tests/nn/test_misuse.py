@@ -1,4 +1,4 @@
-"""Common mistakes in using single modules: each raises an error that says what to do, and none is ignored."""
+"""Common mistakes in using single modules: each raises an error with a remedy, and none is ignored."""
 
 import jax
 import jax.numpy as jnp

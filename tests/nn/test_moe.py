@@ -89,7 +89,7 @@ CASES = [
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize(("moe", "changes"), CASES)
 def test_equals_a_loop_over_tokens(moe, changes):
-    """Outputs and gradients with respect to parameters and tokens: no token is dropped, whatever the load."""
+    """Outputs and gradients with respect to parameters and tokens: no token is dropped, for any load."""
     module, x = layer(moe, **changes), LONG
     params = parameters(module, x)
     slope = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
@@ -277,7 +277,7 @@ def put_in_a_row(tokens, others, padding):
 
 @pytest.mark.parametrize("factor", [None, 1.0, pytest.param(1.25, marks=pytest.mark.slow)])
 def test_neighbors_padding_and_decoding_do_not_change_results(factor):
-    """In training and evaluation, a text alone has the logits of the text beside others; decoding is evaluation."""
+    """In training and evaluation, a single text has the logits of the text in a batch; decoding is evaluation."""
     kind = LayerKind(moe=MoE(num_experts=4, capacity_factor=factor))
     model = CausalLM(
         TransformerConfig(vocab_size=19, d_model=8, num_layers=2, num_heads=2, position=RotaryOptions()).replace(

@@ -1,4 +1,4 @@
-"""The paged KV cache: it gives what a `KVCache` gives, whatever the pages contained before."""
+"""The paged KV cache equals a `KVCache`, for any previous contents of the pages."""
 
 import dataclasses
 import functools

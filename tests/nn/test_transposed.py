@@ -1,4 +1,4 @@
-"""Kernels with one row per output compute the products of the kernels that they stand for."""
+"""Kernels with one row per output compute the products of the original kernels."""
 
 import functools
 

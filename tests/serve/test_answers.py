@@ -1,4 +1,4 @@
-"""Answers as JSON: numbers of tokens and of choices, whatever the number of prompts and of texts per prompt."""
+"""Answers as JSON: numbers of tokens and of choices, for any number of prompts and of texts per prompt."""
 
 import itertools
 

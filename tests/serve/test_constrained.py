@@ -76,7 +76,7 @@ def drawn_schema(draw, depth=2):
 
 
 def test_every_answer_matches_its_schema(engine, grammars):
-    """In a batch with texts of other schemas and of no form: the answers parse and are valid, whatever the model."""
+    """In a batch with texts of other schemas and of no form: the answers parse and are valid, for any model."""
     schemas = [drawn_schema(random.Random(number)) for number in range(100)]
     requests = [
         Request(prompt=[5 + number], max_tokens=400, seed=number, constraint=grammars.json_schema(schema))

@@ -165,7 +165,7 @@ def test_a_full_queue_is_429(encoder, client, monkeypatch):
 
 
 def test_waiting_requests_are_batched(encoder, client, monkeypatch):
-    """Eight calls need two passes; each gets the vectors that it gets alone, also if one of them is invalid."""
+    """Eight calls need two passes; each gets the vectors of a single call, even if one of them is invalid."""
     inputs = [["the tree"], "a dog ran", TEXTS, "the cat " * 5, ["the mat", "a tree"], "big cat", [["a"]], TEXTS[0]]
     inputs[6] = [[10**9]]
     alone = [None if given == [[10**9]] else client.embeddings.create(model="encoder", input=given) for given in inputs]

@@ -185,7 +185,7 @@ def test_a_call_fills_its_output(parts, monkeypatch):
 
 
 def test_steps_per_device_call_grow_while_calls_are_short(parts, monkeypatch):
-    """With a call of 0.03 s, whatever its number of steps: they grow by 1.7 per call, up to the limit."""
+    """With a call of 0.03 s for any number of steps: they grow by 1.7 per call, up to the limit."""
     seconds = itertools.count(0, 0.03)
     clock = types.SimpleNamespace(perf_counter=lambda: next(seconds), monotonic=time.monotonic)
     monkeypatch.setattr(module, "time", clock)

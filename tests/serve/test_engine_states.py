@@ -38,7 +38,7 @@ def make(parts, monkeypatch):
 
 
 class Client:
-    """Submits requests to an engine and collects what it delivers."""
+    """Submits requests to an engine and collects its answers."""
 
     def __init__(self, engine):
         self.engine, self.tickets = engine, []

@@ -203,7 +203,7 @@ def test_a_large_head_is_refused(address, size):
     ],
 )
 def test_an_ambiguous_request_length_is_rejected_and_closes_the_connection(address, head):
-    """Content-Length beside Transfer-Encoding: a proxy could see another request behind it (RFC 9112, section 6.1)."""
+    """Content-Length and Transfer-Encoding: a proxy could see another request behind it (RFC 9112, section 6.1)."""
     chunks = f"{len(BODY):x}\r\n".encode() + BODY + b"\r\n0\r\n\r\n"
     rest = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     got = exchange(address, head.encode() + rest + chunks + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -334,7 +334,7 @@ def test_reports_metrics(server):
 
 
 def test_sigterm_finishes_running_requests(server, client):
-    """Last: the server ends. A stream that has begun is complete, and the exit code is 0."""
+    """Last: the server ends. A running stream is completed, and the exit code is 0."""
     stream = client.completions.create(model="tiny", prompt="a", max_tokens=120, temperature=0, stream=True)
     parts = [next(iter(stream))]
     server["process"].send_signal(signal.SIGTERM)

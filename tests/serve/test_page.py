@@ -134,7 +134,7 @@ def test_the_page_holds_a_conversation(browser, url, opened, size):
 
 @pytest.mark.slow
 def test_an_answer_can_be_stopped(browser, url, service, monkeypatch):
-    """It grows while it is generated. After the button it stays as it is, and the server has a free slot."""
+    """It grows while it is generated. After the button it does not change, and the server has a free slot."""
     slow_down(monkeypatch, service.engine)
     page = open_page(browser, url, limit=400)
     send(page, "Hello")

@@ -1,4 +1,4 @@
-"""Speculative decoding in the engine: proposals change no text, whatever else is generated, preempted or refused."""
+"""Speculative decoding in the engine: proposals change no text, with any other texts, preemptions and rejections."""
 
 import random
 

@@ -39,7 +39,7 @@ def byte_pieces():
 
 
 def byte_words():
-    """A byte-level tokenizer whose decoder is a sequence, with added tokens that are spelled as they are."""
+    """A byte-level tokenizer whose decoder is a sequence, with added tokens whose spelling is unchanged."""
     made = byte_level()
     made.add_tokens(["<｜a b｜>", "x y", "é", "<0x41>"])
     made.decoder = decoders.Sequence([decoders.ByteLevel()])

@@ -1,4 +1,4 @@
-"""The compilation cache of the tests: where it is, what its key covers, and what it deletes."""
+"""The compilation cache of the tests: its folder, its key, and the files that it deletes."""
 
 import os
 import subprocess

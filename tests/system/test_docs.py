@@ -27,7 +27,7 @@ def read(page):
 
 
 def blocks(text):
-    """Return the Python blocks, each after so many empty lines that errors report the line number of the page."""
+    """Return the Python blocks, each after enough empty lines for errors to report the line number of the page."""
     found = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return ["\n" * text[: match.start(1)].count("\n") + match[1] for match in found]
 

@@ -1,4 +1,4 @@
-"""The examples are short, are linked in docs/reuse.md, document their usage, and do what they claim."""
+"""The examples are short, are linked in docs/reuse.md, document their usage, and produce the documented results."""
 
 import ast
 import importlib

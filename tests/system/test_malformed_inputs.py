@@ -1,4 +1,4 @@
-"""Malformed templates, rows, rewards and adapters: each gives one line that names the place and says what to do."""
+"""Malformed templates, rows, rewards and adapters: each gives one line with the position and the remedy."""
 
 import json
 import re

@@ -238,7 +238,7 @@ def test_an_option_enables_lora_and_json_restores_it():
 
 
 def applied_and_merged(config, base=None):
-    """Logits with the update beside the frozen kernel, and with merged kernels."""
+    """Logits with the update next to the frozen kernel, and with merged kernels."""
     recipe = dataclasses.replace(with_lora(), lora=config)
     params = random_values(jax.eval_shape(lambda: initial_params(recipe)))
     model = build_model(recipe)

@@ -190,7 +190,7 @@ def test_a_finished_run_explains_how_to_extend_it(folder, finished, capsys):
 
 
 def test_a_script_of_several_runs_notices_a_signal(folder, finished, monkeypatch):
-    """`train` returns after a signal, also if the run was finished before, or a signal comes after its report."""
+    """`train` returns after a signal, even if the run was finished before, or a signal comes after its report."""
 
     class Signaled(StopSignal):
         def __enter__(self):

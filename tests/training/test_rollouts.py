@@ -130,7 +130,7 @@ def test_a_tiny_model_learns_to_write_a_letter(trained):
 
 
 def test_evaluate_runs_the_rewards_of_a_run_only_if_they_are_trusted(equally_rewarded, folder, capsys):
-    """A workdir may come from somebody else, and its recipe.json names the functions."""
+    """A workdir may come from another person, and its recipe.json names the functions."""
     marker = folder / "ran"
     code = REWARDS + f"\nimport pathlib\npathlib.Path({str(marker)!r}).touch()\n"
     (folder / "rewards.py").write_text(code)

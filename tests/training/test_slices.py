@@ -1,4 +1,4 @@
-"""Several slices: which devices a mesh puts beside each other, and errors that name what would work."""
+"""Several slices: which devices are neighbors in a mesh, and errors that name valid sizes."""
 
 import dataclasses
 import itertools

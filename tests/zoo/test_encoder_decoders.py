@@ -52,7 +52,7 @@ def test_t5_files_contain_a_repeated_and_an_unused_table(tmp_path):
     [("t5", None), ("umt5", None), ("t5", False), pytest.param("t5", True, marks=pytest.mark.slow)],
 )
 def test_an_untied_head_is_used_regardless_of_config_json(tmp_path, family, scaled):
-    """Its inputs are scaled only if config.json says so in a field of its own: files of mT5 would lose a factor."""
+    """Its inputs are scaled only if config.json requests it in a separate field: files of mT5 would lose a factor."""
     config, tensors = record_of(family)
     config |= {"tie_word_embeddings": True, "scale_decoder_outputs": scaled}
     config = {name: value for name, value in config.items() if value is not None}

@@ -172,7 +172,7 @@ def test_every_rewrite_is_needed_by_a_case():
 
 @pytest.mark.parametrize("family", ENTRIES)
 def test_null_is_written_only_where_the_reference_accepts_it(family):
-    """Null is written only for fields for which the reference accepts it, whatever defaults a config uses."""
+    """Null is written only for fields for which the reference accepts it, with any defaults of a config."""
     free = {
         "parameters.initializer_range": None,
         "feed_forward.d_ff": None,

@@ -41,7 +41,7 @@ def tree_of(family, *, transposed=False, **changes):
 
 
 def nested(flat, depth=None):
-    """Return nested dictionaries; with `depth`, only the last `depth` parts of a name are keys of their own."""
+    """Return nested dictionaries; with `depth`, only the last `depth` parts of a name are separate keys."""
     tree = {}
     for name, array in flat.items():
         parts = name.split("/")
@@ -73,7 +73,7 @@ def config_of(family, **changes):
 
 
 def projections(tree, x, layer):
-    """Return queries, keys, values, what they attend to, and the hidden features, with the einsums of gemma."""
+    """Return queries, keys, values, the attention output, and the hidden features, with the einsums of gemma."""
     attention = {name.split("/")[-2]: array for name, array in tree.items() if name.startswith(f"layer_{layer}/attn")}
     if "qkv_einsum" in attention:
         query, key, value = np.einsum("BTD,SNDH->SBTNH", x, attention["qkv_einsum"])

@@ -62,7 +62,7 @@ def test_cached_is_uncached(tiny, whole):
 
 
 def test_attention_chunks_restart_in_each_packed_text(tiny, whole):
-    """Chunks and temperatures count from the start of each text, whatever stands before it in the row."""
+    """Chunks and temperatures count from the start of each text, at any position in the row."""
     first, second = (golden_case.tokens(seed, 37, 1, size)[0] for seed, size in ((1, 5), (2, 9)))
     segments = np.array([[1] * 5 + [2] * 9 + [0] * 2])
     positions = np.concatenate([np.arange(5), np.arange(9), np.zeros(2, int)])[None]

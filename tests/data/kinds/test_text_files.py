@@ -35,7 +35,7 @@ WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 
 def documents(count, seed=0):
-    """Return documents of 1 to 60 words, each with a number of its own."""
+    """Return documents of 1 to 60 words, each with a different number."""
     random = np.random.default_rng(seed)
     return [f"{seed}.{n}: {' '.join(random.choice(WORDS, random.integers(1, 61)))}\n." for n in range(count)]
 
@@ -133,7 +133,7 @@ def test_reads_datasets_of_tfds(tmp_path):
 
 
 def test_packed_rows_from_disk_equal_rows_in_memory(tmp_path):
-    """With the held-out documents in a file of their own, as `JsonLines` reads them."""
+    """With the held-out documents in a separate file, as `JsonLines` reads them."""
     write_json(tmp_path / "train.jsonl", documents(80))
     write_json(tmp_path / "held.jsonl", documents(20, seed=1))
     held = {"validation_paths": (str(tmp_path / "held.jsonl"),)}

@@ -89,7 +89,7 @@ class Library:
 
 
 def test_long_texts_are_encoded_without_the_global_lock():
-    """The library holds Python's global lock in `encode`: a server would answer nobody for seconds."""
+    """The library holds Python's global lock in `encode`: a server would not answer any request for seconds."""
     assert encode_one(Library(), "a" * LONG_TEXT, special=False) == "without the lock"
     assert encode_one(Library(), "a", special=False) == "with the lock"
 

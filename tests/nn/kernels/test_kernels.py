@@ -1,4 +1,4 @@
-"""Attention kernels: each supports what the documented table says; the blockwise kernel skips blocks and is linear."""
+"""Attention kernels: each supports its documented features; the blockwise kernel skips blocks and is linear."""
 
 import dataclasses
 import functools

@@ -367,7 +367,7 @@ class TestCompiler:
     def test_the_forward_kernel_reruns_only_with_full_rematerialization(self, devices, remat, kernels):
         """Per layer of the loop: the forward kernel and the kernels of dQ and of dK and dV, and one more if repeated.
 
-        Counted in the compiled program: the traced one still contains the repeated kernel, whose results nobody uses.
+        Counted in the compiled program: the traced one still contains the repeated kernel, whose results are unused.
         """
         recipe = tiny(256, execution={"attention": "splash", "remat": remat}, parallel={"devices": None})
         assert compiled_kernels(recipe, devices) == kernels

@@ -51,7 +51,7 @@ M = IMAGES.token_id
 
 
 def image(seed, rows, columns):
-    """Return a random image of so many tokens."""
+    """Return a random image with this number of tokens."""
     side = IMAGES.multiple
     return np.random.RandomState(seed).standard_normal((rows * side, columns * side, 3)).astype(np.float32)
 

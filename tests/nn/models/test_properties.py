@@ -76,7 +76,7 @@ def test_an_output_depends_exactly_on_its_unmasked_inputs(drawn):
 
 @often(1, 10, st.tuples(cases(), st.sampled_from(["lengths", "right", "left"]), st.integers(1, 3)))
 def test_padding_changes_nothing(drawn):
-    """Masked tokens at either end change neither logits nor router losses, whatever their ids."""
+    """Masked tokens at either end change neither logits nor router losses, with any ids."""
     case, way, more = drawn
     run = jax.jit(reader(case))
 

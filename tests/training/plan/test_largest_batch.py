@@ -1,4 +1,4 @@
-"""The search for the largest batch: it finds the limit with few programs, whatever the first guess."""
+"""The search for the largest batch: it finds the limit with few programs, from any first guess."""
 
 import dataclasses
 import types

@@ -45,7 +45,7 @@ def flax_tree(family, tensors):
     """Convert tensors of PyTorch to parameters of Flax.
 
     This is `rename_key_and_reshape_tensor` of transformers 4.57 (modeling_flax_pytorch_utils.py), the direction that we
-    do not have, with the kind of a module told from its name and rank.
+    do not have, with the kind of a module inferred from its name and rank.
     """
     flat = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""`push`: the requests that a stand-in of the hub gets, the model card, and refusals in one line."""
+"""`push`: the requests that a stand-in of the hub gets, the model card, and errors of one line."""
 
 import base64
 import hashlib
