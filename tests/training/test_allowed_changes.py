@@ -206,7 +206,7 @@ def test_the_end_of_the_decay_may_be_given_explicitly():
 @pytest.mark.slow
 @pytest.mark.programs(24, reason="three runs of two recipes, and each schedule is computed in a program of its own")
 def test_a_finished_run_is_extended_only_with_a_known_learning_rate(folder, tmp_path, capsys):
-    """The error has both rates and the option that keeps the schedule; the option and the flag have the documented effect."""
+    """The error has both rates and the option that keeps the schedule; the option and the flag have this effect."""
     optimizer = {
         "schedule": "cosine",
         "warmup_steps": 3,
