@@ -367,7 +367,7 @@ class LayerKind:
             )
         if self.reads_kv is not None and (self.stores_kv is not None or self.keys_as_values):
             unread = "stores_kv" if self.stores_kv is not None else "keys_as_values"
-            raise ConfigError(f"a layer with reads_kv has no own keys and values. Remove it, or {unread}.")
+            raise ConfigError(f"a layer with reads_kv computes no keys and values. Remove reads_kv, or {unread}.")
         if self.d_ff is not None and self.moe is not None and not self.moe.beside_dense:
             raise ConfigError("d_ff of a LayerKind is for dense layers: set d_ff of its moe instead.")
 

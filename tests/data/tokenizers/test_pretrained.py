@@ -232,7 +232,7 @@ def with_ids(vocabulary: dict[str, int], *added: tuple[str, int]) -> str:
         ),
         (with_ids({"a": 0, "b": 1}, ("<x>", 1)), "id 1 is 'b' and '<x>'"),
         (with_ids({"a": 0, "b": 1}, ("<x>", 2), ("<y>", 2)), "id 2 is '<x>' and '<y>'"),
-        (with_ids({"a": 0, "b": 1}, ("<x>", 7)), r"so that the library changes them: '<x>' \(7, read as 2\). Download"),
+        (with_ids({"a": 0, "b": 1}, ("<x>", 7)), r"so the library changes them: '<x>' \(7, read as 2\). Download"),
         (with_ids({"a": 0, "b": 1}, ("a", 2)), r"'a' \(2, read as 0\)"),
         (
             '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "a": 1}, "unk_token": "a"}}',
