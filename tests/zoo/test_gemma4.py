@@ -223,8 +223,8 @@ def test_rejects_unsupported_layer_configs(changes, message):
 
 def test_rejects_contradictory_layer_kinds():
     for options, message in (
-        ({"reads_kv": "a", "keys_as_values": True}, "Remove it, or keys_as_values"),
-        ({"reads_kv": "a", "stores_kv": "b"}, "Remove it, or stores_kv"),
+        ({"reads_kv": "a", "keys_as_values": True}, "Remove reads_kv, or keys_as_values"),
+        ({"reads_kv": "a", "stores_kv": "b"}, "Remove reads_kv, or stores_kv"),
         ({"self_attention": False, "head_dim": 4}, "head_dim is an option of self-attention"),
     ):
         with pytest.raises(ConfigError, match=message):
