@@ -100,7 +100,7 @@ def test_reads_chunked_arrays_and_other_dtypes(tmp_path, monkeypatch):
     whole = load_pretrained(as_flax(directory, tmp_path / "parts", "gpt2"))
     jax.tree.map(np.testing.assert_array_equal, whole.params, expected.params)
     files = FlaxFiles(tmp_path / "parts")
-    assert len(files._parts["transformer.wte.weight"]) > 3
+    assert len(files._stored["transformer.wte.weight"][0].parts) > 3
 
     def half(tree):
         return {"params": jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), tree)}
