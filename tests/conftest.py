@@ -31,13 +31,14 @@ NUMERICS = [
         "_attention",
         "_blocks",
         "kernels",
-        "_layers",
+        "layers",
         "_masks",
         "_mla",
         "models",
         "_moe",
         "_partitioning",
         "_positions",
+        "quantization",
         "_stacks",
     ]
 ]
@@ -54,6 +55,8 @@ from reliability.slow_tests import listed_tests  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 BEGAN = time.monotonic()
+MEMORY = {"most": 3 * 2**30}
+"""bytes of a worker after which slow tests free what they compiled: without it, workers grew to 9 GB"""
 DURATIONS: dict[str, float] = {}
 """seconds of each default test that has passed"""
 
@@ -129,6 +132,27 @@ def pytest_collection_finish():
     """Collect garbage rarely and never among imported objects, because tracing creates many long-lived objects."""
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item):
+    """Free the compiled programs and the garbage of slow tests, before a worker takes the memory of the others.
+
+    Default tests are left out: they compile few programs, and a test that follows would compile those of its file again.
+    """
+    if item.get_closest_marker("slow") and resident_bytes() > MEMORY["most"]:
+        jax.clear_caches()
+        gc.collect()
+        MEMORY["most"] = max(MEMORY["most"], resident_bytes() + 2**30)  # what can't be freed is not tried again
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process uses; 0 where the system does not tell."""
+    try:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="session", autouse=True)

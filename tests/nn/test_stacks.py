@@ -315,7 +315,7 @@ def test_without_residual_a_sublayer_replaces_x():
             lambda path, leaf: np.zeros_like(leaf) if "down" in str(path) or "out" in str(path) else leaf,
             random_params(block, X, LayerInputs()),
         )
-        np.testing.assert_array_equal(jax.jit(block.apply)(params, X, LayerInputs())[0], left)
+        np.testing.assert_array_equal(jax.jit(block.apply)(params, X, LayerInputs()).x, left)
 
 
 @pytest.mark.slow

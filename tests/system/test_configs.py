@@ -111,7 +111,7 @@ def test_fast_without_a_workdir_leaves_and_names_no_files(tmp_path):
 
 
 TINY = {
-    "model": "d-model 16 d-ff 24 num-layers 2 num-heads 4 dtype float32",
+    "model": "d-model 16 feed-forward.d-ff 24 num-layers 2 num-heads 4 dtype float32",
     "data": "sequence-length 16 batch-size 4 eval-batch-size 4 tokenizer.vocab-size 300",
     "parallel": "devices 1",
     "logging": "tensorboard False progress none",

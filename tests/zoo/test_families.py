@@ -13,7 +13,14 @@ from golden import ours
 from property_parts import rounding
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, EmbeddingOptions, HeadTransform, RotaryOptions, TransformerConfig
+from transformer.config import (
+    ConfigError,
+    EmbeddingOptions,
+    HeadTransform,
+    LearnedOptions,
+    RotaryOptions,
+    TransformerConfig,
+)
 from transformer.generate import Sampling, generate
 from transformer.nn import quantize
 from transformer.nn._caches import cache_length
@@ -228,7 +235,7 @@ def test_a_trained_model_is_saved_as_the_family_it_equals(tmp_path):
         d_model=12,
         num_heads=3,
         num_layers=1,
-        max_length=9,
+        position=LearnedOptions(max_length=9),
         **{"stack.period": model.config.stack.period},
     )
     model = CausalLM(config)

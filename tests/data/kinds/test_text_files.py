@@ -265,7 +265,8 @@ def test_changed_files_are_tokenized_again(tmp_path):
 PREPARE = """
 import sys
 from pathlib import Path
-from transformer.data.corpus import _files as files, _corpus_shard as shard, TextFiles, TokenizerConfig, prepare
+from transformer.data import TextFiles, TokenizerConfig, prepare
+from transformer.data.corpus import _files as files
 files.LEAST_SHARD = 4000
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
@@ -474,7 +475,7 @@ def test_the_command_resumes_bit_for_bit(tmp_path):
     write_json(tmp_path / "a.jsonl", documents(60))
     write_json(tmp_path / "b.jsonl", documents(30, seed=1))
     options = {
-        "model": {"d-model": 8, "num-layers": 1, "num-heads": 2, "d-ff": 8},
+        "model": {"d-model": 8, "num-layers": 1, "num-heads": 2, "feed-forward.d-ff": 8},
         "data": {"sequence-length": 32, "batch-size": 2, "eval-batch-size": 2, "validation-share": 0.1},
         "data.tokenizer": {"kind": "byte", "vocab-size": None},
         "evaluation": {"batches": 2, "samples": 0},

@@ -43,7 +43,7 @@ POSITIONS = {
     "rotary": RotaryOptions(dim=2),
     "alibi": ALiBiOptions(),
     "t5": T5BiasOptions(buckets=8, max_distance=6),
-    "none": {},
+    "none": None,
 }
 
 
