@@ -45,9 +45,8 @@ def train_step(model, optimizer, key):
 
 
 def main():
-    config = TransformerConfig(
-        d_model=32, num_layers=2, num_heads=4, position=None, feed_forward=FeedForwardOptions(activation="gelu_tanh")
-    )
+    layer = FeedForwardOptions(activation="gelu_tanh")
+    config = TransformerConfig(d_model=32, num_layers=2, num_heads=4, position=None, feed_forward=layer)
     model = Centerer(config, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
     losses = [train_step(model, optimizer, jax.random.key(step)) for step in range(60)]

@@ -35,13 +35,8 @@ class Tower(nn.Module):
 
 
 def main():
-    config = TransformerConfig(
-        d_model=24,
-        num_heads=4,
-        attention=AttentionOptions(num_kv_heads=2),
-        norm=NormOptions(kind="rms_norm"),
-        position=RotaryOptions(),
-    )
+    attention, norm = AttentionOptions(num_kv_heads=2), NormOptions(kind="rms_norm")
+    config = TransformerConfig(d_model=24, num_heads=4, attention=attention, norm=norm, position=RotaryOptions())
     tower = Tower(config, depth=5)
     x = jax.random.normal(jax.random.key(0), (2, 7, 24))
     params = jax.jit(tower.init)(jax.random.key(1), x)["params"]

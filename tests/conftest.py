@@ -138,7 +138,7 @@ def pytest_collection_finish():
 def pytest_runtest_teardown(item):
     """Free the compiled programs and the garbage of slow tests, before a worker takes the memory of the others.
 
-    Default tests are left out: they compile few programs, and a test that follows would compile those of its file again.
+    Default tests are left out: they compile few programs, and the next test would compile those of its file again.
     """
     if item.get_closest_marker("slow") and resident_bytes() > MEMORY["most"]:
         jax.clear_caches()

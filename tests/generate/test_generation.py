@@ -392,6 +392,7 @@ def test_rejects_invalid_sources(arguments, message):
         generate(Seq2Seq(TRANSLATION), {}, **({"sources": [[1, 2]], "bos_id": 1, "max_new_tokens": 3} | arguments))
 
 
+@pytest.mark.usefixtures("without_type_checks")
 def test_rejects_models_that_cannot_generate():
     with pytest.raises(ValueError, match=r'got \{"params".*...\}.*params\["params"\]'):
         generate(CausalLM(BASE), {"params": {}}, [[1]], max_new_tokens=1)

@@ -135,7 +135,7 @@ def test_a_layer_over_a_mesh_equals_one_device(implementation, sizes, rows):
 )
 def test_mesh_axes_shard_the_layer(sizes, expected):
     """Kernels stay split over fsdp until they are needed, so that a device never stores whole kernels."""
-    experts = {"up": {"kernel": jax.ShapeDtypeStruct((8, 6, 8), jnp.float32)}}
+    experts = {"up": {"kernel": jax.device_put(np.zeros((8, 6, 8), np.float32))}}
     with jax.set_mesh(make_mesh(sizes)):
         split = _moe._split(jax.device_put(np.zeros((8, 8, 6), np.float32)), experts, 8)
     present = {axis for axis, size in sizes.items() if size > 1}

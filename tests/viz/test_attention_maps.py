@@ -11,6 +11,7 @@ from numeric_parts import random_params
 from transformer.config import Execution, LayerKind, StackOptions, TransformerConfig
 from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.viz import _attention_maps as module
+from transformer.viz import _style
 from transformer.viz._attention_maps import save_attention_maps
 from transformer.viz._attention_weights import AttentionMap, attention_maps
 
@@ -22,12 +23,12 @@ def figures(monkeypatch):
     """The drawn figures by file name."""
     drawn = {}
 
-    class Canvas(module.FigureCanvasAgg):
+    class Canvas(_style.FigureCanvasAgg):
         def print_png(self, path, **options):
             super().print_png(path, **options)
             drawn[str(path).rpartition("/")[2]] = self.figure
 
-    monkeypatch.setattr(module, "FigureCanvasAgg", Canvas)
+    monkeypatch.setattr(_style, "FigureCanvasAgg", Canvas)
     return drawn
 
 

@@ -86,7 +86,7 @@ def test_an_unknown_decoder_is_named_with_the_supported_families():
     with pytest.raises(ValueError, match="can't be saved as any supported architecture") as error:
         choose_family(model)
     text = str(error.value)
-    expected = "its decoder must be one of llama; compared with llama, norm is 'layer_norm', 'rms_norm' is needed"
+    expected = "its decoder must be one of llama; compared with llama, norm.kind is 'layer_norm', 'rms_norm' is needed"
     assert f"The closest: LLaVA 1.5 has no counterpart for this model: {expected}" in text
     assert "Tried: " in text
     for title in ("Gemma 3", "PaliGemma", "LLaVA 1.5"):

@@ -163,7 +163,7 @@ def test_images_are_paired_with_their_captions(pairs, name):
                 found |= {data.tokenizer.decode(ids): pixels.tobytes()} if weight else {}
     expected = {f"number, {i}": SMALL([path.parent / f"{i % 20}.png"])[0].tobytes() for i in range(40)}
     assert found == expected
-    parts = [set(part.pixels.digests) for part in text_config(path).read().splits.values()]
+    parts = [set(part.pixels.digests) for part in text_config(path).read().values()]
     assert not set.intersection(*parts)  # both texts of an image are in one split
 
 

@@ -19,7 +19,7 @@ def found():
 
 
 def test_no_picture_or_sentence_is_in_two_splits(found):
-    pictures, sentences = ([set(read(part)) for part in found.splits.values()] for read in (digests, captions))
+    pictures, sentences = ([set(read(part)) for part in found.values()] for read in (digests, captions))
     assert [len(part) for part in pictures] == [400, 60, 90]
     assert [len(part) for part in sentences][1:] == [60, 90]
     for parts in (pictures, sentences):
@@ -36,14 +36,14 @@ def captions(part):
 
 def test_pictures_do_not_change(found):
     """A run resumes with the same pictures on another machine and with another version of NumPy."""
-    assert found.splits["test"].captions[0] == "a large yellow square at the bottom left"
-    assert digests(found.splits["test"])[0][:16] == "752f7c0a7e1e9dc9"
+    assert found["test"].captions[0] == "a large yellow square at the bottom left"
+    assert digests(found["test"])[0][:16] == "752f7c0a7e1e9dc9"
 
 
 def test_only_the_seed_changes_the_pictures(found):
     again, other = Shapes(**SMALL).read(), Shapes(**SMALL, seed=1).read()
-    np.testing.assert_array_equal(again.splits["train"].pixels, found.splits["train"].pixels)
-    assert not np.array_equal(other.splits["train"].pixels, found.splits["train"].pixels)
+    np.testing.assert_array_equal(again["train"].pixels, found["train"].pixels)
+    assert not np.array_equal(other["train"].pixels, found["train"].pixels)
     assert prepare(Shapes(**SMALL)).fingerprint != prepare(Shapes(**SMALL, seed=1)).fingerprint
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from transformer.data._conversations import ConversationConfig
+from transformer.data._held_out import HeldOutEnd
 from transformer.data._turns import Conversation, conversation
-from transformer.data.kinds._held_out import HeldOutEnd
 
 
 @dataclass(frozen=True, kw_only=True)

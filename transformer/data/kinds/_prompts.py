@@ -14,9 +14,9 @@ from transformer.config._checks import check_whole
 from transformer.data._chat_tokenizer import chat_tokenizer, texts_in
 from transformer.data._config import SUBWORDS, TokenizerConfig, check_date
 from transformer.data._dataset import Batch, DataKind, Dataset, Ragged, fingerprint, spread
+from transformer.data._held_out import HeldOutEnd
 from transformer.data._turns import Conversation, chat_encoders, warn_of_unread
 from transformer.data.files._records import Record
-from transformer.data.kinds._held_out import HeldOutEnd
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.data.tokenizers._kinds import build_tokenizer
 

@@ -6,10 +6,10 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
+from transformer.data._held_out import HeldOutEnd
 from transformer.data._masked_texts import MaskedConfig
 from transformer.data._texts import Documents, TextConfig
 from transformer.data.files._texts import read_json_lines, read_lines, read_text
-from transformer.data.kinds._held_out import HeldOutEnd
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
@@ -18,7 +19,7 @@ FRAMES_A_POSITION = 2
 """number of frames per encoder position: the stride of the second convolution"""
 
 
-def check_frames(config: TransformerConfig, frames: Array) -> None:
+def check_frames(config: TransformerConfig, frames: Array | np.ndarray) -> None:
     """Check that `frames` is a floating-point array of shape (batch, frames, mel_bins), or raise ValueError.
 
     With learned positions the number of frames must match the encoder's position table, since the model was trained
