@@ -47,5 +47,7 @@ def test_an_unknown_keyword_suggests_the_nearest():
 def test_a_field_of_a_part_without_its_path_is_an_error_that_names_the_path():
     with pytest.raises(TypeError, match=r"'d_ff'.*'feed_forward.d_ff'\?"):
         TransformerConfig(d_ff=8)
+    with pytest.raises(TypeError, match=r"'norm_epsilon'.*'norm.epsilon'\?"):
+        TransformerConfig(norm_epsilon=1e-5)
     with pytest.raises(ConfigError, match=r"'scale'.*'attention.scale' or 'embedding.scale'"):
         CONFIG.replace(scale=2.0)

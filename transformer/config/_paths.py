@@ -40,9 +40,10 @@ def with_paths(cls: type) -> type:
 
 
 def nearest_path(cls: type, name: str) -> str:
-    """Return `" Did you mean 'part.x'?"` for a field `x` of a part, or as `nearest` for a field of the class itself."""
+    """Return `" Did you mean 'part.x'?"` for `x` or `part_x`, or as `nearest` for a field of the class itself."""
     parts = {field.name: field.default for field in dataclasses.fields(cls) if dataclasses.is_dataclass(field.default)}
-    paths = [f"{part}.{name}" for part, default in parts.items() if hasattr(default, name)]
+    inner = [(part, field.name) for part, default in parts.items() for field in dataclasses.fields(default)]
+    paths = [f"{part}.{field}" for part, field in inner if name in (field, f"{part}_{field}")]
     return f" Did you mean {' or '.join(map(repr, paths))}?" if paths else nearest(name, cls.__dataclass_fields__)
 
 
