@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -47,13 +48,10 @@ def boxed_message(box: str) -> str:
     text = re.sub(r"no type matching (\S+) could be instantiated from \['(.*)'\]", r"expected \1, got '\2'", text)
     if "Expected one of (" in text:
         text = text.replace("'None', ", "").replace(", 'None')", ")")
-    place = re.match(r"Error parsing ([\w.-]+): ", text)
-    if place:
-        text = text[place.end() :]
-        if (
-            not text.startswith(place[1]) and not place[1][0].isupper()
-        ):  # a capitalized name is a class, which users don't know
-            text = f"{place[1]}: {text}"
+    if place := re.match(r"Error parsing ([\w.-]+): ", text):
+        text, name = text[place.end() :], place[1]
+        if not text.startswith(name) and not name[0].isupper():  # capitalized: a class, which users don't know
+            text = f"{name}: {text}"
     text = text.replace("{None}|", "").replace("Unrecognized options:", "unexpected argument:")
     return text if text.endswith((".", "?")) else f"{text}."
 
@@ -64,8 +62,12 @@ def named(config: object, field: str) -> str:
     return f"{section}.{field}" if section else field
 
 
-def _is_optional(config: object, field: str) -> bool:
-    return type(config).__dataclass_fields__[field].type.endswith("None")
+def _given(config: object, fields: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of each field, but not None if its type allows it."""
+    for field in fields:
+        value = getattr(config, field)
+        if value is not None or not type(config).__dataclass_fields__[field].type.endswith("None"):
+            yield named(config, field), value
 
 
 def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
@@ -83,33 +85,24 @@ def check_choices(config: object, **kinds: object) -> None:
 
 def check_flags(config: object, *fields: str) -> None:
     """Raise ConfigError unless each field is True or False (or None, if its type allows it)."""
-    for field in fields:
-        value = getattr(config, field)
-        if value is None and _is_optional(config, field):
-            continue
+    for name, value in _given(config, fields):
         if not isinstance(value, bool):
-            raise ConfigError(f"{named(config, field)} must be true or false, got {value!r}.")
+            raise ConfigError(f"{name} must be true or false, got {value!r}.")
 
 
 def check_whole(config: object, *fields: str, least: int = 1) -> None:
     """Raise ConfigError unless each field is an integer of at least `least` (or None, if its type allows it)."""
-    for field in fields:
-        value = getattr(config, field)
-        if value is None and _is_optional(config, field):
-            continue
+    for name, value in _given(config, fields):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{named(config, field)} must be an integer of at least {least}, got {value!r}.")
+            raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}.")
 
 
 def check_range(config: object, low: float, high: float, *fields: str) -> None:
     """Raise ConfigError unless each field is a number with low <= value < high (or None, if its type allows it)."""
-    for field in fields:
-        value = getattr(config, field)
-        if value is None and _is_optional(config, field):
-            continue
+    for name, value in _given(config, fields):
         if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
             expected = f"at least {low}" if high == float("inf") else f"at least {low} and below {high}"
-            raise ConfigError(f"{named(config, field)} must be a number of {expected}, got {value!r}.")
+            raise ConfigError(f"{name} must be a number of {expected}, got {value!r}.")
 
 
 def check_positive(config: object, *fields: str) -> None:

@@ -28,14 +28,10 @@ def fold(kinds: Sequence[LayerKind]) -> dict[str, tuple[LayerKind, ...]]:
             cost = (first + size + count - last, first, size)
             best = cost if best is None or cost < best else best
     _, first, size = best
-    repeats = 1
-    while list(kinds[first + repeats * size : first + (repeats + 1) * size]) == list(kinds[first : first + size]):
-        repeats += 1
-    return {
-        "stack.prefix": tuple(kinds[:first]),
-        "stack.period": tuple(kinds[first : first + size]),
-        "stack.suffix": tuple(kinds[first + repeats * size :]),
-    }
+    period, last = list(kinds[first : first + size]), first + size
+    while list(kinds[last : last + size]) == period:
+        last += size
+    return {"stack.prefix": tuple(kinds[:first]), "stack.period": tuple(period), "stack.suffix": tuple(kinds[last:])}
 
 
 def check_shared_keys(
@@ -43,11 +39,8 @@ def check_shared_keys(
 ) -> None:
     """Raise ConfigError unless layers that read keys and values find those of an earlier layer that stores them.
 
-    Args:
-        kinds: the kinds of layers in prefix, period and suffix, in order.
-        prefix: how many of them are in the prefix.
-        size_of_head: H, the size of a query or key head, for kinds that set none.
-        scaling: the rotary scaling of the model.
+    `prefix` is the number of kinds in the prefix, `size_of_head` is that of kinds that set none, and `scaling` is that
+    of the model.
     """
     stored: dict[str, LayerKind] = {}
     for index, kind in enumerate(kinds):

@@ -13,13 +13,7 @@ def lazy_exports(
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__all__`, `__getattr__` and `__dir__` of a package whose names are imported on first use.
 
-    Args:
-        package: the package's `__name__`.
-        exports: module of the package -> the public names that it defines.
-        modules: public modules of the package.
-
-    Raises:
-        AttributeError: from `__getattr__`, for a name that the package does not have.
+    `exports` has the public names by the module of the package that defines them; `modules` are its public modules.
     """
     public = sorted([*modules, *(name for names in exports.values() for name in names)])
 

@@ -75,14 +75,9 @@ class Cancellation:
 class LimitedProcesses:
     """Processes that run a program with limits. They start when they are needed first, and wait for further messages.
 
-    Several threads can ask at the same time: each uses its own process.
-
-    Args:
-        program: a Python file that imports nothing of this package. Its function `prepare(values)` returns a function
-            from a message to an answer, a JSON value.
-        values: argument of `prepare`.
-        seconds: time that an answer may take.
-        most_bytes: memory that a process may need after `prepare`.
+    The program is a Python file that imports nothing of this package. Its function `prepare(values)` returns a function
+    from a message to an answer, a JSON value, which may take this time, and after `prepare` this memory. Several
+    threads can ask at the same time: each uses its own process.
     """
 
     def __init__(self, program: Path, values: Any, *, seconds: float, most_bytes: int):
@@ -97,10 +92,8 @@ class LimitedProcesses:
     def ask(self, message: Any, cancellation: Cancellation | None = None) -> Any:
         """Return the answer to a message.
 
-        Raises:
-            LimitExceededError: the answer needs more time or memory than the limits, or the work was cancelled.
-            CrashedError: the process ended for another reason.
-            OSError: no process can be started.
+        Raises LimitExceededError if it needs more than the limits, or the work was cancelled; CrashedError if the
+        process ended for another reason; OSError if no process can be started.
         """
         watched = cancellation or Cancellation()
         with self._free:

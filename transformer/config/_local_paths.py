@@ -25,15 +25,7 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 
 def local_path(path: str | os.PathLike, name: str) -> Path:
-    """Return the path as a `pathlib.Path`.
-
-    Args:
-        path: path of a file or directory.
-        name: the option or argument that contains the path, for the message.
-
-    Raises:
-        ConfigError: the path starts with a scheme, such as s3:// or https://.
-    """
+    """Return a `pathlib.Path`; raise ConfigError, naming the option or argument `name`, for a path with a scheme."""
     if (found := _found(path)) is not None:
         address = os.fspath(path)
         if isinstance(path, PurePath):

@@ -6,12 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from transformer.config._checks import (
-    ConfigError,
-    check_choices,
-    check_range,
-    check_whole,
-)
+from transformer.config._checks import ConfigError, check_choices, check_range, check_whole
 from transformer.config._layer_patterns import check_shared_keys
 from transformer.config._options import (
     AttentionOptions,
@@ -199,11 +194,8 @@ class TransformerConfig:
             )
 
     def _stack_sizes(self) -> dict[str, int]:
-        sizes = {"num_layers": self.num_layers}
-        for name in ("num_encoder_layers", "num_decoder_layers"):
-            if getattr(self.stack, name) is not None:
-                sizes[f"stack.{name}"] = getattr(self.stack, name)
-        return sizes
+        names = ("num_layers", "stack.num_encoder_layers", "stack.num_decoder_layers")
+        return {name: size for name in names if (size := get_path(self, name)) is not None}
 
     def _check_pattern(self, name: str, layers: int):
         repeats = self.repeats(layers)

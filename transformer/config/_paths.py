@@ -14,9 +14,6 @@ def with_paths(cls: type) -> type:
     """Class decorator that lets the constructor of a config dataclass accept dotted paths.
 
     `Config(**{"position.base": 5.0})` sets the field `base` of the part `position` and keeps its other fields.
-
-    Raises:
-        TypeError: from the constructor, for an unknown field.
     """
     original = cls.__init__
     names = [field.name for field in dataclasses.fields(cls)]
@@ -53,17 +50,9 @@ def get_path(config: Any, path: str) -> Any:
 
 
 def set_paths(config: Any, changes: Mapping[str, Any], where: str) -> Any:
-    """Return a copy of a config with changed fields.
+    """Return a copy of a config with changed fields, which are given by dotted path; `where` is its name in errors.
 
     All changes are made together, so that only their combination must be valid.
-
-    Args:
-        config: a config dataclass.
-        changes: dotted path -> new value.
-        where: the name of `config` in error messages.
-
-    Raises:
-        ConfigError: an unknown field; the message suggests the most similar name.
     """
     if not dataclasses.is_dataclass(config):
         raise ConfigError(f"{where} is {config!r}, so its field {min(changes)!r} can't be set. Set {where} first.")

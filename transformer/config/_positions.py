@@ -145,13 +145,7 @@ Position: TypeAlias = (
 
 
 def check_rotary(position: RotaryOptions, size_of_head: int, scalings: Sequence[RotaryScaling]) -> None:
-    """Raise ConfigError for rotary positions that do not fit heads of this size.
-
-    Args:
-        position: the rotary positions.
-        size_of_head: H, the size of a query or key head.
-        scalings: the frequency scalings of the model and of its kinds of layers.
-    """
+    """Raise ConfigError for rotary positions, or scalings of a kind of layer, that do not fit heads of this size."""
     rotated = size_of_head if position.dim is None else position.dim
     if rotated % 2 or rotated > size_of_head:
         raise ConfigError(

@@ -30,12 +30,7 @@ class Add(Protocol):
 
 
 def counting(what: str, total: float | None = None) -> Add:
-    """Start to report progress, and return a function that adds to what is done.
-
-    Args:
-        what: what is counted, such as "texts".
-        total: how many there are; None: unknown.
-    """
+    """Start to report how many "texts" or the like are done (total of None: unknown); return a function that adds."""
     shown, done = _SHOWN.get(), 0.0
     if shown is None:
         return lambda more, note="": None

@@ -24,12 +24,9 @@ def bundled() -> Path:
 
 
 def recipe_files(*directories: str | os.PathLike) -> dict[str, Path]:
-    """Return recipe files by name, sorted.
+    """Return the files `configs/*.py` of the directories by name, sorted; of several with one name, the first.
 
-    Args:
-        *directories: directories to search for `configs/*.py`; for each name, the first file found is used. If none is
-            given, search the current directory, then the bundled recipes. Files whose names start with an underscore
-            are ignored.
+    Without directories, search the current one, then the bundled recipes. Names with an underscore first are ignored.
     """
     folders = [local_path(directory, "the directory") / "configs" for directory in directories]
     folders = folders or [Path.cwd() / "configs", bundled()]
@@ -42,14 +39,9 @@ def recipe_files(*directories: str | os.PathLike) -> dict[str, Path]:
 
 
 def find_recipe(name: str, *directories: str | os.PathLike) -> Path:
-    """Return the file of a recipe.
+    """Return the file of a recipe: `name` is its path, with or without .py, or a name in `recipe_files(*directories)`.
 
-    Args:
-        name: path (with or without .py) or name of the recipe.
-        *directories: where to search for the name, see `recipe_files`.
-
-    Raises:
-        ConfigError: the file does not exist; the message suggests the most similar name and lists all names.
+    Raises ConfigError if there is no such file; the message suggests the most similar name and lists all names.
     """
     local_path(name, "the recipe")
     known = recipe_files(*directories)

@@ -26,9 +26,7 @@ MAX_DEPTH = 64
 def regular_file(directory: Path, filename: str) -> Path:
     """Return the path of a regular file in the directory, such as "a.json" or "b/a.json".
 
-    Raises:
-        ValueError: the file is missing or not a regular file, is a broken link or a link to a file outside of the
-            directory, or its name points outside of the directory.
+    Raises ValueError if it is missing or no regular file, or if its name or a link leads outside of the directory.
     """
     name = PurePosixPath(filename)
     if name.is_absolute() or ".." in name.parts or "\\" in filename or "\0" in filename:
@@ -49,11 +47,7 @@ def regular_file(directory: Path, filename: str) -> Path:
 
 
 def read_bounded(directory: Path, filename: str, limit: int = MAX_JSON_BYTES) -> bytes:
-    """Return the content of a file in the directory.
-
-    Raises:
-        ValueError: an error of `regular_file`, or the file has more than `limit` bytes.
-    """
+    """Return the content of a `regular_file`; raise ValueError if it has more than `limit` bytes."""
     path = regular_file(directory, filename)
     with path.open("rb") as stream:
         content = stream.read(limit + 1)
@@ -65,13 +59,7 @@ def read_bounded(directory: Path, filename: str, limit: int = MAX_JSON_BYTES) ->
 def bounded_lines(file: BinaryIO, name: str, limit: int = MOST_LINE_BYTES) -> Iterator[bytes]:
     """Yield the lines of a file, with their ends, as far as they are read: a device can have a line without an end.
 
-    Args:
-        file: the file.
-        name: its name, for the error message.
-        limit: maximum number of bytes of a line.
-
-    Raises:
-        ValueError: a line is longer.
+    Raises ValueError, with the `name` of the file, for a line of more than `limit` bytes.
     """
     number = 0
     while line := file.readline(limit + 1):
@@ -87,10 +75,8 @@ def bounded_lines(file: BinaryIO, name: str, limit: int = MOST_LINE_BYTES) -> It
 def parse_json(content: bytes) -> Any:
     """Parse strict JSON: UTF-8, no duplicate keys, at most `MAX_DEPTH` levels of objects and arrays.
 
-    The depth is limited because Python can't print, compare or copy values that are nested very deeply.
-
-    Raises:
-        ValueError: the content is not strict JSON.
+    The depth is limited because Python can't print, compare or copy values that are nested very deeply. Raises
+    ValueError for other content.
     """
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
@@ -105,11 +91,7 @@ def parse_json(content: bytes) -> Any:
 def read_json_object(
     directory: Path, filename: str, remedy: str = "Download it again.", error: type[ValueError] = ConfigError
 ) -> dict[str, Any]:
-    """Return the object in a JSON file of the directory.
-
-    Raises:
-        ValueError: an error of the class `error`: an error of `read_bounded` or `parse_json`, or another JSON value.
-    """
+    """Return the object in a JSON file; raise `error`, with the remedy, if it can't be read or holds another value."""
     try:
         value = parse_json(read_bounded(directory, filename))
     except ValueError as cause:
