@@ -166,14 +166,8 @@ class Chat(ChatPrompts):
         Raises:
             ConfigError: the conversation fills the context. Other errors are those of `encode`.
         """
-        encoded = self.encode(
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=not continue_final_message,
-            continue_final_message=continue_final_message,
-            **switches,
-        )
+        given = {"tools": tools, "documents": documents, "continue_final_message": continue_final_message}
+        encoded = self.encode(messages, add_generation_prompt=not continue_final_message, **given, **switches)
         if not encoded.ids:
             raise ChatTemplateError("the chat template renders these messages as an empty text. Correct it.")
         if self.context is not None:

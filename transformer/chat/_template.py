@@ -186,9 +186,7 @@ class ChatTemplate:
         """
         answers = self._answers([{**dict(self.special_tokens), **values} for values in several], now)
         return [
-            self._error(one)
-            if "error" in one
-            else Rendered(one["text"], tuple((start, end) for start, end in one["generated"]))
+            self._error(one) if "error" in one else Rendered(one["text"], tuple(map(tuple, one["generated"])))
             for one in answers
         ]
 

@@ -30,12 +30,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The environment of transformers for chat templates, and the state of a rendering."""
 
     def __init__(self):
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, jinja2.ext.loopcontrols],
-            loader=jinja2.FunctionLoader(_no_file),
-        )
+        extensions, loader = [_Generation, jinja2.ext.loopcontrols], jinja2.FunctionLoader(_no_file)
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, loader=loader)
         self.filters["tojson"] = _tojson
         self.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace}
         self.globals["strftime_now"] = lambda layout: self.now.strftime(layout)

@@ -46,14 +46,9 @@ def completion(shell: str, commands: Iterable[str]) -> str:
         seconds.setdefault(first, []).extend([second] if second else [])
     recipes = [name for name in recipe_files() if re.fullmatch(r"[\w.-]+", name)]
     second = {"train": recipes} | {name: words for name, words in seconds.items() if words}
-    return TEMPLATE.format(
-        script=SCRIPT,
-        function=SCRIPT.replace("-", "_"),
-        commands=" ".join(seconds),
-        options=_cases({f"'{name}'" if " " in name else f"'{name} '*": _options(name) for name in commands}),
-        second=_cases(second),
-        recipes=" ".join(recipes),
-    )
+    names = {"script": SCRIPT, "function": SCRIPT.replace("-", "_"), "commands": " ".join(seconds)}
+    options = _cases({f"'{name}'" if " " in name else f"'{name} '*": _options(name) for name in commands})
+    return TEMPLATE.format(**names, options=options, second=_cases(second), recipes=" ".join(recipes))
 
 
 def _cases(words: Mapping[str, Iterable[str]]) -> str:

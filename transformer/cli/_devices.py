@@ -47,16 +47,9 @@ def _tpu_present(root: Path, environment: Mapping[str, str]) -> bool:
 
 
 def _gpu_present(environment: Mapping[str, str]) -> bool:
+    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:
-        listing = subprocess.run(
-            ["nvidia-smi", "-L"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        listing = subprocess.run(["nvidia-smi", "-L"], timeout=60, env=dict(environment), check=False, **streams)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return listing.returncode == 0 and "GPU " in listing.stdout
@@ -80,9 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the devices that JAX uses; return 0, or 1 if JAX cannot start its backend."""
     about = "List the accelerators of this machine and the devices that JAX uses."
     parser = argparse.ArgumentParser(prog=_called(), description=about, exit_on_error=False)
-    parser.add_argument(
-        "--present", action="store_true", help="print only the accelerator of the machine: tpu, gpu or cpu"
-    )
+    only = "print only the accelerator of the machine: tpu, gpu or cpu"
+    parser.add_argument("--present", action="store_true", help=only)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     try:
         options, unknown = parser.parse_known_args(arguments)
@@ -104,9 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     used, kind = devices[0].platform, devices[0].device_kind
     if options.json:
-        print(
-            json.dumps({"present": present, "used": used, "kind": kind, "count": len(devices), "jax": jax.__version__})
-        )
+        found = {"present": present, "used": used, "kind": kind, "count": len(devices), "jax": jax.__version__}
+        print(json.dumps(found))
     else:
         name = used if kind == used else f"{used} ({kind})"
         print(f"device: {len(devices)} x {name}, jax {jax.__version__}")

@@ -10,7 +10,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TextIO
 
 from transformer.cli._compile_cache import WARNINGS, repair_cache
 from transformer.cli._streams import prepare_streams, redirect_to_null
@@ -98,14 +97,7 @@ def one_line(text: str) -> str:
 def one_line_warnings() -> Iterator[None]:
     """Print warnings as one line on stderr, without the code location, while the context is active."""
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, *where: object, **options: object) -> None:
         text: str | None = str(message)
         if text.startswith(WARNINGS):
             text = repair_cache(text)
@@ -142,8 +134,7 @@ def _message(error: BaseException) -> str:
 
 
 def _not_installed(package: str) -> str:
-    groups = {"PIL": "media", "soundfile": "media", "starlette": "serve", "uvicorn": "serve"}
-    group = groups.get(package, "train")
+    group = {"PIL": "media", "soundfile": "media", "starlette": "serve", "uvicorn": "serve"}.get(package, "train")
     extra = f"pip install 'transformer-zoo[{group}]'"
     if bundled().name == "configs":  # a checkout
         extra = f"`make setup`, or pip install -e '.[{group}]', in the folder of this checkout"

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformer.cli._arguments import PathText, check_least
 from transformer.cli._models import ModelCommand
@@ -16,6 +16,9 @@ from transformer.config._invocation import program
 
 if TYPE_CHECKING:
     from transformer.inference._loaded_model import LoadedModel
+
+Labels: TypeAlias = dict[str, list[str]]
+"""names of the tokens of a model's inputs, "source" and "target\""""
 
 ROW_SUM = 0.99
 """attention weights of a query that sum to less than this have a sink; 1 minus the rounding error of bfloat16"""
@@ -114,9 +117,8 @@ def draw(command: PromptCommand, opened: LoadedModel, text: ModelInput, command_
     from transformer.inference._text_attention import sown_weights
 
     labels = {name: opened.tokenizer.tokens(ids) for name, ids in text.rows.items()}
-    shown = {_name(opened): opened}
-    if command.compare is not None:
-        shown = _side_by_side(command, opened, text, labels)
+    compares = command.compare is not None
+    shown = _side_by_side(command, opened, text, labels) if compares else {_name(opened): opened}
     sown = [sown_weights(one.model, one.params, [*text.rows.values()]) for one in shown.values()]
     if not sown[0] and (command.html is not None or not command.sizes):
         raise ConfigError(
@@ -128,10 +130,8 @@ def draw(command: PromptCommand, opened: LoadedModel, text: ModelInput, command_
         from transformer.viz._attention_maps import save_attention_maps
         from transformer.viz._attention_weights import attention_maps
 
-        directory, overwrite = command.pictures
-        paths = save_attention_maps(
-            attention_maps(sown[0], opened.model.config), directory, overwrite=overwrite, **labels
-        )
+        maps, (directory, overwrite) = attention_maps(sown[0], opened.model.config), command.pictures
+        paths = save_attention_maps(maps, directory, overwrite=overwrite, **labels)
     if command.html is not None:
         _save_page(command, command_line, shown, sown, text, labels)
     _report(command, opened, text, labels, paths)
@@ -152,7 +152,7 @@ def _name(opened: LoadedModel) -> str:
 
 
 def _side_by_side(
-    command: PromptCommand, opened: LoadedModel, text: ModelInput, labels: dict[str, list[str]]
+    command: PromptCommand, opened: LoadedModel, text: ModelInput, labels: Labels
 ) -> dict[str, LoadedModel]:
     """Return the model and the model of --compare, by name."""
     if command.compare.isdecimal() or command.compare in ("best", "newest"):
@@ -177,15 +177,12 @@ def _side_by_side(
     return dict(zip(names, (opened, other), strict=True))
 
 
-def _check_same_tokens(
-    command: PromptCommand, other: LoadedModel, text: ModelInput, labels: dict[str, list[str]]
-) -> None:
+def _check_same_tokens(command: PromptCommand, other: LoadedModel, text: ModelInput, labels: Labels) -> None:
     """Raise ConfigError unless the other model's tokenizer gives the same ids for the prompt, and the same tokens."""
     given = text.rows["source"] if "source" in text.rows else text.rows["target"][: text.generated_from]
     try:
-        same = text.encode(other) == given and all(
-            other.tokenizer.tokens(row) == labels[name] for name, row in text.rows.items()
-        )
+        tokens = {name: other.tokenizer.tokens(row) for name, row in text.rows.items()}
+        same = text.encode(other) == given and tokens == labels
     except ValueError:  # an id that is not in its vocabulary
         same = False
     if not same:
@@ -196,12 +193,7 @@ def _check_same_tokens(
 
 
 def _save_page(
-    command: PromptCommand,
-    command_line: str,
-    shown: dict[str, LoadedModel],
-    sown: Sequence[Any],
-    text: ModelInput,
-    labels: dict[str, list[str]],
+    command: PromptCommand, line: str, shown: dict[str, LoadedModel], sown: list[Any], text: ModelInput, labels: Labels
 ) -> None:
     from transformer.viz._attention_page import Panel, save_attention_page
     from transformer.viz._attention_weights import attention_maps
@@ -227,7 +219,7 @@ def _save_page(
             "Each head has an attention sink, which is not drawn: the weights of a query sum to less than 1."
         )
     facts["Tokens"] = ", ".join(f"{len(row)} ({name})" for name, row in text.rows.items())
-    facts["Command"] = command_line
+    facts["Command"] = line
     names = list(dict.fromkeys(_name(opened).partition(", step")[0] for opened in shown.values()))
     title = f"Attention of {' and '.join(names)}"
     save_attention_page(
@@ -239,9 +231,7 @@ def _described(name: str, opened: LoadedModel, two_stacks: bool) -> str:
     import jax
 
     config = opened.model.config
-    layers = f"layers: {config.num_layers}"
-    if two_stacks:
-        layers = f"layers: {config.encoder_layers} + {config.decoder_layers}"
+    layers = f"layers: {f'{config.encoder_layers} + {config.decoder_layers}' if two_stacks else config.num_layers}"
     heads = f"heads: {config.num_heads}"
     if config.kv_heads != config.num_heads:
         heads += f", key-value heads: {config.kv_heads}"
@@ -253,7 +243,7 @@ def _described(name: str, opened: LoadedModel, two_stacks: bool) -> str:
 
 
 def _report(
-    command: PromptCommand, opened: LoadedModel, text: ModelInput, labels: dict[str, list[str]], paths: Sequence[Path]
+    command: PromptCommand, opened: LoadedModel, text: ModelInput, labels: Labels, paths: Sequence[Path]
 ) -> None:
     import jax
     import jax.numpy as jnp

@@ -43,16 +43,9 @@ def main(command: InspectAudio, arguments: Sequence[str]) -> None:
         from transformer.viz._speech_maps import save_speech_attention
 
         directory, overwrite = command.pictures
-        paths = save_speech_attention(
-            found.frames,
-            found.weights,
-            directory,
-            words=[word.text for word in found.words],
-            times=[(word.start, word.end) for word in found.words],
-            heads=found.heads,
-            seconds=found.seconds,
-            overwrite=overwrite,
-        )
+        spoken = {"words": [word.text for word in found.words], "times": [(one.start, one.end) for one in found.words]}
+        facts = {"heads": found.heads, "seconds": found.seconds, "overwrite": overwrite}
+        paths = save_speech_attention(found.frames, found.weights, directory, **spoken, **facts)
     if command.html is not None:
         _save_page(command, arguments, opened, found)
     words = [asdict(word) for word in found.words]

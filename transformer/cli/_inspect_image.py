@@ -56,9 +56,8 @@ def main(command: InspectImage, arguments: Sequence[str]) -> None:
         from transformer.viz._image_maps import save_image_attention
 
         directory, overwrite = command.pictures
-        paths = save_image_attention(
-            image, maps, directory, patches=config.patches, pooling=pooling, overwrite=overwrite
-        )
+        given = {"patches": config.patches, "pooling": pooling}
+        paths = save_image_attention(image, maps, directory, overwrite=overwrite, **given)
     if command.html is not None:
         from transformer.viz._image_page import save_image_page
 

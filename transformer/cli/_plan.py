@@ -95,12 +95,8 @@ def main(arguments: Sequence[str]) -> int:
     """Print the plan; return 0 if the recipe fits, 1 if it does not."""
     kind, *arguments = arguments
     about, options = KINDS[kind]
-    own, rest = split_options(
-        arguments,
-        flags=(*FLAGS, "--help-all"),
-        options=options,
-        hint="--topology takes a TPU type and its chips along each axis, such as v5e:4x4.",
-    )
+    hint = "--topology takes a TPU type and its chips along each axis, such as v5e:4x4."
+    own, rest = split_options(arguments, flags=(*FLAGS, "--help-all"), options=options, hint=hint)
     called, topology = program(f"plan {kind}"), " --topology v5e:4x4" if options else ""
     described = ""
     for option, text in (options | FLAGS).items():

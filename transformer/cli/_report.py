@@ -58,13 +58,8 @@ def main(command: Report) -> None:
     names = names_of(workdirs)
     runs = [read_run(path, name) for path, name in zip(workdirs, names, strict=True)]
     made = f"{now}, transformer-zoo {__version__}: {program('report')} {again}"
-    paths = save_report(
-        runs,
-        output,
-        title=" and ".join(names) if len(names) < 4 else f"{len(names)} runs",
-        made=made,
-        overwrite=ours or command.overwrite,
-    )
+    title = " and ".join(names) if len(names) < 4 else f"{len(names)} runs"
+    paths = save_report(runs, output, title=title, made=made, overwrite=ours or command.overwrite)
     page, *pictures = map(str, paths)
     facts = [{"name": run.name, "status": run.status, **run.facts} for run in runs]
     command.answer([page, *pictures], {"page": page, "pictures": pictures, "runs": facts})

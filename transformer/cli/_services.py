@@ -91,12 +91,9 @@ def make_service(opened: LoadedModel, settings: ServiceSettings) -> HTTPService:
             f"--draft, --lookup and --parallel need a causal model; {opened.directory} contains a model of type "
             f"{type(opened.model).__name__}. Remove them."
         )
-    if serves == "embeddings":
-        return _embedding_service(opened, settings)
-    if serves == "completions":
-        return _causal_service(opened, settings)
-    if serves == "translations":
-        return _translation_service(opened, settings)
+    services = {"embeddings": _embedding_service, "completions": _causal_service, "translations": _translation_service}
+    if serves in services:
+        return services[serves](opened, settings)
     raise ConfigError(
         f"the server needs a causal model, an encoder-decoder for text or a text encoder; {opened.directory} contains "
         f"a model of type {type(opened.model).__name__}. Pass the directory of another model."

@@ -38,15 +38,11 @@ def _study(command: Memory) -> tuple[dict[str, Any], str]:
         lengths, origin = text_lengths(command.lengths_of), f"lines of {command.lengths_of}, counted in words"
     padding = padding_study(lengths)
     rows = memory_study()
-    kernels = {
-        kernel: [row for row in rows if row.kernel == kernel] for kernel in dict.fromkeys(r.kernel for r in rows)
-    }
-    memory_picture(
-        [row.length for row in next(iter(kernels.values()))],
-        {kernel: [row.temporary_bytes for row in of_kernel] for kernel, of_kernel in kernels.items()},
-        {row.strategy: row.share for row in padding},
-        command.output,
-    )
+    names = dict.fromkeys(row.kernel for row in rows)
+    kernels = {kernel: [row for row in rows if row.kernel == kernel] for kernel in names}
+    measured = {kernel: [row.temporary_bytes for row in of_kernel] for kernel, of_kernel in kernels.items()}
+    shares = {row.strategy: row.share for row in padding}
+    memory_picture([row.length for row in next(iter(kernels.values()))], measured, shares, command.output)
     text = (
         f"Temporary memory of causal attention, forward and backward pass, without inputs and gradients: 1 sequence,\n"
         f"{HEADS} heads of size {HEAD_DIM}, float32, compiled for CPU but not run. Growth: per doubling of the "

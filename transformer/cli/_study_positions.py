@@ -52,17 +52,10 @@ def _study(command: Positions) -> tuple[dict[str, Any], str]:
     repeats = [
         ("width", "shortest wave", "longest wave", f"returns to {ALIKE}", f"maximum from {LATE:,}", "at distance")
     ]
-    repeats += [
-        (
-            f"{row.features}",
-            f"{row.shortest_wavelength:,.2f}",
-            f"{row.longest_wavelength:,.0f}",
-            "never" if row.returns_at is None else f"{row.returns_at:,}",
-            f"{row.highest:.3f}",
-            f"{row.highest_at:,}",
-        )
-        for row in study.repeats
-    ]
+    for row in study.repeats:
+        waves = (f"{row.features}", f"{row.shortest_wavelength:,.2f}", f"{row.longest_wavelength:,.0f}")
+        returns = "never" if row.returns_at is None else f"{row.returns_at:,}"
+        repeats.append((*waves, returns, f"{row.highest:.3f}", f"{row.highest_at:,}"))
     text = (
         "Similarity of two positions: cosine of their encodings (sinusoidal), normalized score of an equal query and\n"
         "key (rotary, none), factor on the attention weight (ALiBi). It depends only on the distance.\n\n"

@@ -42,12 +42,8 @@ def note_long(texts: Iterable[str]) -> None:
     """Print a note on stderr if a text is so long that nothing appears for a while."""
     longest = max(map(len, texts), default=0)
     if longest >= LONG:
-        print(
-            f"note: the longest input has {longest:,} characters; the model reads all of it first, which can take "
-            f"minutes",
-            file=sys.stderr,
-            flush=True,
-        )
+        wait = "the model reads all of it first, which can take minutes"
+        print(f"note: the longest input has {longest:,} characters; {wait}", file=sys.stderr, flush=True)
 
 
 def check_prompts(given: Sequence[str], option: str = "--prompt") -> None:

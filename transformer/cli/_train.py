@@ -63,12 +63,8 @@ FLAGS = (
 
 def main(arguments: Sequence[str]) -> int:
     """Load a recipe, override its fields and train; return the exit code: 0 if finished, 128 + signal if stopped."""
-    own, rest = split_options(
-        arguments,
-        flags=FLAGS,
-        options=("--workdir", "--init", "--profile"),
-        hint="--workdir and --init take a directory, such as runs/mine; --profile takes steps: 20:30.",
-    )
+    hint = "--workdir and --init take a directory, such as runs/mine; --profile takes steps: 20:30."
+    own, rest = split_options(arguments, flags=FLAGS, options=("--workdir", "--init", "--profile"), hint=hint)
     if own.list:
         for name, path in recipe_files().items():
             print(f"{name:24} {_summary(path)}")
@@ -114,14 +110,8 @@ def main(arguments: Sequence[str]) -> int:
 
         dry_run(recipe, workdir, start=start, teacher=teacher, **checks)
         return 0
-    options = {
-        "start": start,
-        "teacher": teacher,
-        "reward_model": reward_model(recipe),
-        "profile": window,
-        "take_over": own.take_over,
-        "temporary": _is_temporary(own),
-    }
+    options = {"start": start, "teacher": teacher, "reward_model": reward_model(recipe), "profile": window}
+    options |= {"take_over": own.take_over, "temporary": _is_temporary(own)}
     code = train(recipe, workdir, command=command, **options, **checks).exit_code
     _remove_temporary(workdir, own, code)
     processes.part()

@@ -45,12 +45,8 @@ def main(arguments: Sequence[str]) -> None:
         check_file(file)
     opened, results = command.load(), []
     rate = sampling_rate(opened)
-    options = TranscriptionOptions(
-        timestamps=command.timestamps != "none",
-        word_timestamps=command.timestamps == "word",
-        language=command.language,
-        translate=command.translate,
-    )
+    times = {"timestamps": command.timestamps != "none", "word_timestamps": command.timestamps == "word"}
+    options = TranscriptionOptions(language=command.language, translate=command.translate, **times)
     for file in command.files:
         with option_names_in_errors(language="language", translate="translate"):
             found = transcribe(opened, read_audio(file, rate), options)

@@ -68,21 +68,16 @@ class CTCVocabulary:
         ids = _object(directory, VOCABULARY_FILE) | _object(directory, ADDED_FILE)
         wrong = [text for text, i in ids.items() if type(i) is not int or not 0 <= i < size]
         if wrong:
-            several = " The file has a vocabulary per language, which is not supported." * isinstance(
-                ids[wrong[0]], dict
-            )
+            per_language = isinstance(ids[wrong[0]], dict)
+            several = " The file has a vocabulary per language, which is not supported." if per_language else ""
             raise ConfigError(
                 f"{VOCABULARY_FILE} in {directory} must have an id from 0 to {size - 1} for each character, got "
                 f"{ids[wrong[0]]!r:.80} for {wrong[0]!r:.80}.{several} Download the file again: it belongs to another "
                 f"model."
             )
         settings = _object(directory, SETTINGS_FILE)
-        named = {
-            "blank": "pad_token",
-            "delimiter": "word_delimiter_token",
-            "space": "replace_word_delimiter_char",
-            "unknown": "unk_token",
-        }
+        named = {"blank": "pad_token", "delimiter": "word_delimiter_token", "unknown": "unk_token"}
+        named |= {"space": "replace_word_delimiter_char"}
         texts = {ours: _text(settings[name]) for ours, name in named.items() if settings.get(name) is not None}
         if strange := [name for name, text in texts.items() if text is None]:
             raise ConfigError(

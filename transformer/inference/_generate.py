@@ -123,10 +123,8 @@ def translate(
             beam = dataclasses.replace(beam, length_ratio=0.0, length_extra=most)
         options = {"begin": begin, "eos_id": opened.eos_ids, "suppress": opened.suppressed, "beam": beam}
         found = [row[0] for row in beam_search_all(opened.model, opened.params, sources, **options)]
-        return [
-            GeneratedText(prompt, tokenizer.decode(one.tokens), one.ended)
-            for prompt, one in zip(prompts, found, strict=True)
-        ]
+        pairs = zip(prompts, found, strict=True)
+        return [GeneratedText(prompt, tokenizer.decode(one.tokens), one.ended) for prompt, one in pairs]
     max_new_tokens = max_new_tokens or USUAL_TARGET
     most = max_new_tokens if limit is None else min(max_new_tokens, limit - len(begin))
     rows = generate(
@@ -139,9 +137,8 @@ def translate(
         sampling=dataclasses.replace(sampling, suppress=opened.suppressed),
         seed=seed,
     )
-    return [
-        GeneratedText(prompt, tokenizer.decode(row), len(row) < most) for prompt, row in zip(prompts, rows, strict=True)
-    ]
+    pairs = zip(prompts, rows, strict=True)
+    return [GeneratedText(prompt, tokenizer.decode(row), len(row) < most) for prompt, row in pairs]
 
 
 @dataclass(frozen=True)

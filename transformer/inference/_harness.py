@@ -97,10 +97,8 @@ class HarnessModel:
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}. Change it.")
         self.opened, self.mesh, self._rows, self._seed = opened, mesh, batch_size, seed
-        self.max_length = max_length or opened.context or DEFAULT_LENGTH
-        self.max_gen_toks = DEFAULT_NEW_TOKENS
-        self._model = decoding_model(opened.model)
-        self._text = _Tokens(opened)
+        self.max_length, self.max_gen_toks = max_length or opened.context or DEFAULT_LENGTH, DEFAULT_NEW_TOKENS
+        self._model, self._text = decoding_model(opened.model), _Tokens(opened)
 
     @property
     def tokenizer_name(self) -> str:
@@ -260,8 +258,8 @@ class HarnessModel:
             pieces = self._generate([plans[n] for n in active], [done[n] for n in active], size, sampling)
             for number, piece in zip(active, pieces, strict=True):
                 done[number] += piece
-            ended = {number for number, piece in zip(active, pieces, strict=True) if len(piece) < size}
-            active = [n for n in active if n not in ended and not self._stopped(done[n], plans[n]["stop"])]
+            whole = [number for number, piece in zip(active, pieces, strict=True) if len(piece) == size]
+            active = [number for number in whole if not self._stopped(done[number], plans[number]["stop"])]
             left, size = left - size, 2 * size
         for number, ids in done.items():
             text = self._text.decode(ids)
@@ -283,16 +281,9 @@ class HarnessModel:
         shards = 1 if self.mesh is None else num_row_shards(self.mesh.shape)
         missing = -(-round_up(len(rows)) // shards) * shards - len(rows)  # few compiled shapes, split evenly
         with self._on_mesh():
-            found = generate(
-                self._model,
-                self.opened.params,
-                rows + rows[-1:] * missing,
-                max_new_tokens=new_tokens,
-                sampling=sampling,
-                eos_id=self.opened.eos_ids,
-                seed=seeds + seeds[-1:] * missing,
-            )
-        return found[: len(rows)]
+            options = {"max_new_tokens": new_tokens, "sampling": sampling, "eos_id": self.opened.eos_ids}
+            padded, options["seed"] = rows + rows[-1:] * missing, seeds + seeds[-1:] * missing
+            return generate(self._model, self.opened.params, padded, **options)[: len(rows)]
 
     def _scores(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         """Return (log-likelihood, is greedy) of each continuation.
@@ -507,19 +498,11 @@ def evaluate_tasks(
             f"all names with: python -m lm_eval ls tasks."
         )
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    options = {"tasks": list(tasks), "task_manager": manager, "limit": limit, "num_fewshot": num_fewshot}
+    options |= {"apply_chat_template": apply_chat_template, "fewshot_as_multiturn": bool(apply_chat_template)}
+    options |= {"system_instruction": system, "log_samples": log_samples, "bootstrap_iters": BOOTSTRAP}
     with _without_subprocesses(), contextlib.redirect_stdout(sys.stderr):
-        return evaluator.simple_evaluate(
-            model,
-            bootstrap_iters=BOOTSTRAP,
-            tasks=list(tasks),
-            task_manager=manager,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            apply_chat_template=apply_chat_template,
-            fewshot_as_multiturn=bool(apply_chat_template),
-            system_instruction=system,
-            log_samples=log_samples,
-        )
+        return evaluator.simple_evaluate(model, **options)
 
 
 @contextlib.contextmanager

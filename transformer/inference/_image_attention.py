@@ -92,15 +92,8 @@ def image_attention(opened: LoadedModel, image: Any, prompt: str, *, max_new_tok
             f"prompt tokens and {max_new_tokens} new tokens. Pass fewer new tokens, or shorten the prompt."
         )
     greedy = Sampling(temperature=0.0, suppress=opened.suppressed)
-    (row,) = generate(
-        opened.model,
-        opened.params,
-        [ids],
-        images=[pixels],
-        max_new_tokens=max_new_tokens,
-        eos_id=opened.eos_ids,
-        sampling=greedy,
-    )
+    options = {"max_new_tokens": max_new_tokens, "eos_id": opened.eos_ids, "sampling": greedy}
+    (row,) = generate(opened.model, opened.params, [ids], images=[pixels], **options)
     new = [token for token in row if token not in opened.eos_ids]
 
     def decode(tokens: Sequence[int]) -> str:
@@ -114,17 +107,12 @@ def image_attention(opened: LoadedModel, image: Any, prompt: str, *, max_new_tok
     read = np.array([*ids, *new[:-1]])
     of_image = read == (fixed or dynamic).token_id
     model = reference_model(decoding_model(opened.model))
-    weights, means = jax.device_get(
-        _weights(
-            model,
-            opened.params,
-            jnp.asarray(read[None], jnp.int32),
-            jnp.asarray(pixels[0])[None, None] if dynamic is None else ImagePatches.of([pixels], dynamic),
-            jnp.arange(len(ids) - 1, len(read)),  # position i - 1 predicts token i
-            jnp.asarray(np.flatnonzero(of_image)),
-            len(ids) if fixed is not None and fixed.attention == "prefix" else None,
-        )
-    )
+    images = jnp.asarray(pixels[0])[None, None] if dynamic is None else ImagePatches.of([pixels], dynamic)
+    queries, keys = jnp.arange(len(ids) - 1, len(read)), np.flatnonzero(of_image)  # position i - 1 predicts token i
+    prefix = len(ids) if fixed is not None and fixed.attention == "prefix" else None
+    tokens = jnp.asarray(read[None], jnp.int32)
+    found = _weights(model, opened.params, tokens, images, queries, jnp.asarray(keys), prefix)
+    weights, means = jax.device_get(found)
     none = np.zeros(means.shape[1:], bool)
     rollouts = attention_rollout([AttentionMap("decoder", i, "self", one[None], none) for i, one in enumerate(means)])
     rollout = np.stack([one.weights[0, len(ids) - 1 :][:, of_image] for one in rollouts])

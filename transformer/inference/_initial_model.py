@@ -117,8 +117,7 @@ def _origin(opened: LoadedModel) -> str:
 
 def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
     """Return the config of the classifier of the model's family, its parameters in the files, and the dropped paths."""
-    found = opened.pretrained
-    family = found.family
+    found, family = opened.pretrained, opened.pretrained.family
     name, head = next(((name, head) for name, head in family.heads.items() if head.model is Classifier), (None, None))
     if head is None:
         raise ConfigError(
@@ -170,16 +169,9 @@ def _as_image_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[Transform
 
 def _with_new_head(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
     """Replace the head of a run's model by the head of the recipe; the results are those of `_as_classifier`."""
-    given = recipe.model.output
-    output = dataclasses.replace(
-        opened.model.config.output,
-        num_classes=given.num_classes,
-        bias=None,
-        pooling=given.pooling,
-        transform=given.transform,
-        scale=given.scale,
-    )
-    config = opened.model.config.replace(output=output)
+    wanted = {name: getattr(recipe.model.output, name) for name in ("num_classes", "pooling", "transform", "scale")}
+    config = opened.model.config
+    config = config.replace(output=dataclasses.replace(config.output, bias=None, **wanted))
     params = {name: part for name, part in opened.params.items() if name not in _HEAD}
     return config, params, _dropped(opened.params, params, old_transform=False)
 

@@ -82,14 +82,9 @@ def score(opened: LoadedModel, texts: Sequence[str], sources: Sequence[str] | No
         raise ConfigError("sources are only for encoder-decoder models, but this is a causal model. Omit the sources.")
 
     windows = [(number, *window) for number, text in enumerate(texts) for window in _windows(opened, text)]
-    rows = run_texts(
-        opened,
-        [columns for _, columns, _ in windows],
-        functools.partial(_likelihoods, model, opened.params),
-        numbers=[number for number, _, _ in windows],
-        each_token=True,
-        most=scored_at_once(model),
-    )
+    numbers, columns = [number for number, _, _ in windows], [columns for _, columns, _ in windows]
+    compute = functools.partial(_likelihoods, model, opened.params)
+    rows = run_texts(opened, columns, compute, numbers, each_token=True, most=scored_at_once(model))
     found = [Score(0.0, 0) for _ in texts]
     for (number, _, first), row in zip(windows, rows, strict=True):
         before = found[number]
@@ -155,8 +150,7 @@ def _score_targets(
 
     pairs = []
     for text, source in zip(texts, sources, strict=True):
-        # Models of this library were trained to predict an end token. Pretrained tokenizers add special tokens
-        # themselves.
+        # Models of this library were trained to predict an end token; pretrained tokenizers add special tokens.
         ids = [*tokenizer.encode(text), *end] if opened.pretrained is None else tokenizer.encode_source(text)
         if not ids:
             raise ValueError("the text is empty: there is nothing to predict. Pass at least one word or character.")

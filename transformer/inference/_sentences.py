@@ -11,13 +11,9 @@ from transformer.config._local_paths import local_path
 from transformer.config._options import Pooling
 from transformer.zoo.weights._flax_files import open_files
 
-_POOLINGS: dict[str, Pooling] = {
-    "pooling_mode_cls_token": "first",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-}
 _NAMED: dict[str, Pooling] = {"cls": "first", "mean": "mean", "lasttoken": "last"}
-
+_FLAGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "lasttoken"}
+_POOLINGS: dict[str, Pooling] = {flag: _NAMED[name] for flag, name in _FLAGS.items()}
 
 _UNLIMITED = 10**20
 """Values of model_max_length above this number mean no limit, as in transformers."""
@@ -82,16 +78,14 @@ def sentence_settings(directory: Path) -> SentenceSettings:
                     f"Transformer, Pooling, Normalize). The embeddings would differ from those of the authors."
                 )
     outer = files.json("config_sentence_transformers.json") or {}
-    settings |= {
-        "prompt": _prompt(outer),
-        "dimensions": _positive(outer, "truncate_dim", "config_sentence_transformers"),
-    }
-    if settings["prompt"] and not settings.pop("include_prompt", True):
+    settings["prompt"] = _prompt(outer)
+    settings["dimensions"] = _positive(outer, "truncate_dim", "config_sentence_transformers")
+    includes_prompt = settings.pop("include_prompt", True)
+    if settings["prompt"] and not includes_prompt:
         raise ConfigError(
             f"{directory} excludes its prompt from the pooling (include_prompt is false), which is not supported. The "
             f"embeddings would differ from those of the authors."
         )
-    settings.pop("include_prompt", None)
     return SentenceSettings(**settings)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -70,16 +71,14 @@ def run_texts(
     texts: Sequence[Columns],
     compute: Callable[[Batch], jax.Array],
     numbers: Sequence[int] | None = None,
-    *,
-    each_token: bool = False,
-    most: int | None = None,
+    **options: Any,
 ) -> list[np.ndarray]:
-    """Call `run_batches`, with its options, and raise ValueError if a result is not finite.
+    """Call `run_batches`, with its options `each_token` and `most`, and raise ValueError if a result is not finite.
 
     `numbers` are the numbers of the texts in the error message, for entries that are parts of texts.
     """
     longest = opened.model.config.longest_source  # equals max_length for a model without an encoder
-    run = functools.partial(run_batches, compute=compute, each_token=each_token, longest=longest, most=most)
+    run = functools.partial(run_batches, compute=compute, longest=longest, **options)
     rows = run(texts)
     for number, row in enumerate(rows):
         if not np.isfinite(row).all():

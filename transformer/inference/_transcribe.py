@@ -279,24 +279,13 @@ class Transcriber:
         prompt = np.array(self.tokens.prompt(language, self.options.translate, timestamps), np.int32)[None]
         room = self.slots - 1 - prompt.shape[1]
         limit = room if self.tokens.max_length is None else min(room, self.tokens.max_length)
+        sizes = {"num_frames": len(frames), "new_slots": self.slots, "timestamps": timestamps}
         for number, temperature in enumerate(self.options.temperatures):
-            result = jax.device_get(
-                decode_window(
-                    self.model,
-                    self.opened.params,
-                    logits,
-                    cache,
-                    prompt,
-                    np.float32(temperature),
-                    jax.random.fold_in(key, number),
-                    np.int32(limit),
-                    self.rules,
-                    num_frames=len(frames),
-                    new_slots=self.slots,
-                    timestamps=timestamps,
-                )
+            sampling = np.float32(temperature), jax.random.fold_in(key, number), np.int32(limit)
+            result = decode_window(
+                self.model, self.opened.params, logits, cache, prompt, *sampling, self.rules, **sizes
             )
-            best = self._judge(*result, temperature, no_speech)
+            best = self._judge(*jax.device_get(result), temperature, no_speech)
             if best.silent or not best.fails:
                 break
         return Window(language=language, best=best, cache=cache, prompt=prompt[0].tolist())
