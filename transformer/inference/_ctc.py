@@ -76,8 +76,8 @@ class CTCVocabulary:
                 f"model."
             )
         settings = _object(directory, SETTINGS_FILE)
-        named = {"blank": "pad_token", "delimiter": "word_delimiter_token", "unknown": "unk_token"}
-        named |= {"space": "replace_word_delimiter_char"}
+        named = {"blank": "pad_token", "delimiter": "word_delimiter_token"}
+        named |= {"space": "replace_word_delimiter_char", "unknown": "unk_token"}
         texts = {ours: _text(settings[name]) for ours, name in named.items() if settings.get(name) is not None}
         if strange := [name for name, text in texts.items() if text is None]:
             raise ConfigError(

@@ -280,10 +280,10 @@ class HarnessModel:
         seeds = [plan["seed"] % 2**32 for plan in plans]
         shards = 1 if self.mesh is None else num_row_shards(self.mesh.shape)
         missing = -(-round_up(len(rows)) // shards) * shards - len(rows)  # few compiled shapes, split evenly
+        rows, seeds = rows + rows[-1:] * missing, seeds + seeds[-1:] * missing
+        options = {"max_new_tokens": new_tokens, "sampling": sampling, "eos_id": self.opened.eos_ids}
         with self._on_mesh():
-            options = {"max_new_tokens": new_tokens, "sampling": sampling, "eos_id": self.opened.eos_ids}
-            padded, options["seed"] = rows + rows[-1:] * missing, seeds + seeds[-1:] * missing
-            return generate(self._model, self.opened.params, padded, **options)[: len(rows)]
+            return generate(self._model, self.opened.params, rows, seed=seeds, **options)[: len(plans)]
 
     def _scores(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         """Return (log-likelihood, is greedy) of each continuation.
