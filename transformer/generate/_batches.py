@@ -91,12 +91,10 @@ def beam_search_all(
 
 
 def _num_parallel_batches() -> int:
-    """Return how many batches to search in parallel.
-
-    The operations of one step are too small to keep several CPU cores busy (docs/benchmarks.md), and an accelerator
-    would be idle while the host traces back the hypotheses. With a mesh or several processes the number is 1, because
-    all devices must run the batches in the same order.
-    """
+    """Return how many batches to search in parallel."""
+    # The operations of one step are too small to keep several CPU cores busy (docs/benchmarks.md), and an accelerator
+    # would be idle while the host traces back the hypotheses. With a mesh or several processes the number is 1, because
+    # all devices must run the batches in the same order.
     if has_mesh() or jax.process_count() > 1:
         return 1
     return min(os.cpu_count() or 1, MAX_PARALLEL_BATCHES) if platform() == "cpu" else 2

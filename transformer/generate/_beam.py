@@ -189,10 +189,8 @@ def beam_search(
 def _limits(
     beam: Beam, rows: Sequence[np.ndarray], source: Batch | None, most: int | None, config: TransformerConfig
 ) -> tuple:
-    """Return the maximum number of new tokens of each row, (B,), and a bound for all rows of this source shape.
-
-    The bound depends on the padded source length, so that sources with the same shape share compiled programs.
-    """
+    """Return the maximum number of new tokens of each row, (B,), and a bound for all rows of this source shape."""
+    # The bound depends on the padded source length, so that sources with the same shape share compiled programs.
     most = math.inf if most is None else most
     if source is None:
         return np.full(len(rows), most, np.int32), most

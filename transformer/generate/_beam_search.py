@@ -182,13 +182,11 @@ def continue_search(
     *,
     cache_slots: int,
 ) -> Search:
-    """Search until every row has stopped or the cache is full. Compiled once per model and shape.
-
-    The usual implementation keeps Z caches per row and reorders them at every step. Here the Z hypotheses of a row
-    share one cache: they are Z queries of one sequence, each step fills Z slots, and a mask lets each hypothesis see
-    only the slots of its own tokens. So nothing is copied when hypotheses are dropped or forked, and the keys and
-    values of the prompt and of cross-attention are stored once.
-    """
+    """Search until every row has stopped or the cache is full. Compiled once per model and shape."""
+    # The usual implementation keeps Z caches per row and reorders them at every step. Here the Z hypotheses of a row
+    # share one cache: they are Z queries of one sequence, each step fills Z slots, and a mask lets each hypothesis see
+    # only the slots of its own tokens. So nothing is copied when hypotheses are dropped or forked, and the keys and
+    # values of the prompt and of cross-attention are stored once.
     if uses_unstacked_layers(model, params):
         params = decoding_params(model, params)
         model = unstacked_model(model)
@@ -331,12 +329,10 @@ def ruled(
 
 
 def top_k(x: Array, k: int) -> tuple[Array, Array]:
-    """Return the k largest values of x (..., V), in descending order, and their indices, both (..., k).
-
-    Values and ties are those of `jax.lax.top_k`. With a large V this takes a third of the time of `jax.lax.top_k`. x is
-    divided into blocks, and only the k blocks with the largest maxima are searched. They contain the k largest values:
-    a value in any other block is at most each of the k block maxima.
-    """
+    """Return the k largest values of x (..., V), in descending order, and their indices, both (..., k)."""
+    # Values and ties are those of `jax.lax.top_k`. With a large V this takes a third of the time of `jax.lax.top_k`. x
+    # is divided into blocks, and only the k blocks with the largest maxima are searched. They contain the k largest
+    # values: a value in any other block is at most each of the k block maxima.
     block = next((size for size in range(48, 15, -1) if x.shape[-1] % size == 0), 32)  # prefer one that divides V
     blocks = x.shape[-1] // block
     if blocks <= 4 * k:

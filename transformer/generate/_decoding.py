@@ -49,10 +49,7 @@ def prefill(
     *,
     paged: bool = False,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Read complete prompts, and sources, in one call; with `paged`, into a cache of pages.
-
-    Return the logits after the last token of each prompt, and the KV cache with the prompts.
-    """
+    """Read complete prompts, and sources, in one call; return the logits after each prompt, and the (paged) cache."""
     rows = prompts.tokens.shape[0]
     if paged:  # each row has its own pages in order
         each = -(-cache_slots // PAGE_SIZE)
@@ -81,10 +78,8 @@ def last_logits(
 def decode_step(
     model: CausalLM | Seq2Seq, params: Params, tokens: Int[Array, " B"], cache: Cache, source: Batch | None
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Read one more token per row, (B,), and return the logits (B, V) after it, and the cache with it.
-
-    Only the lengths of the source are used: its keys and values are in the cache.
-    """
+    """Read one more token per row, (B,), and return the logits (B, V) after it, and the cache with it."""
+    # Only the lengths of the source are used: its keys and values are in the cache.
     logits, cache = decode_hypotheses(model, params, tokens[:, None], cache, source)
     return logits[:, 0], cache
 
@@ -116,10 +111,7 @@ def read_tokens(
     mask: Mask | None = None,
     images: Float[Array, "B I ..."] | ImagePatches | None = None,
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """Read T more tokens per row, some of which may be beyond the end of a learned position table.
-
-    Return their hidden vectors, and the cache with them.
-    """
+    """Read T more tokens per row, also beyond the end of a position table; return hidden vectors, and the cache."""
     positions = None  # they continue those in the cache
     if model.config.max_length is not None:
         positions = cache_length(cache)[:, None] + jnp.arange(tokens.shape[1])[None, :]
@@ -136,10 +128,7 @@ def decode_chunk(model: CausalLM, params: Params, tokens: Tokens, cache: Cache) 
 def with_unstacked_layers(
     model: CausalLM | Seq2Seq, params: Params, cache: Cache
 ) -> tuple[CausalLM | Seq2Seq, Params, Cache]:
-    """Prepare model, parameters and cache for a loop over tokens.
-
-    If `uses_unstacked_layers` holds, each layer gets a separate tree of parameters and of cache.
-    """
+    """Prepare a loop over tokens: one tree of parameters and of cache per layer if `uses_unstacked_layers`."""
     if not uses_unstacked_layers(model, params):
         return model, params, cache
     return unstacked_model(model), decoding_params(model, params), unstack_layers(model, cache)
@@ -162,11 +151,9 @@ def _hidden(model, params, new_source, tokens: Tokens, cache, source, positions=
 
 
 def _with_context(cache: Cache, before: Cache) -> Cache:
-    """Return the cache with the old cross-attention part.
-
-    Cross-attention keys and values do not change, but a scan over layers returns a copy of them at each step. Keeping
-    the old ones lets the compiler remove that copy.
-    """
+    """Return the cache with the old cross-attention part."""
+    # Cross-attention keys and values do not change, but a scan over layers returns a copy of them at each step. Keeping
+    # the old ones lets the compiler remove that copy.
 
     def is_context(node):
         return isinstance(node, ContextCache)

@@ -167,10 +167,7 @@ def row_keys(seeds, rows):
 
 
 def check_finite(failed_at: np.ndarray, prompts: Sequence[np.ndarray], params: Params, dtype: str) -> None:
-    """Raise ValueError for the first row whose logits were not finite, at position `failed_at`; -1: they were.
-
-    The error names row, position, and the parameter that is not finite, if there is one.
-    """
+    """Raise ValueError for the first row whose logits were not finite, at position `failed_at`; -1: they were."""
     failed = np.flatnonzero(failed_at >= 0)
     if not failed.size:
         return

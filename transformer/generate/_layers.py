@@ -39,23 +39,19 @@ def uses_unstacked_layers(model: CausalLM | Seq2Seq, params: Params) -> bool:
 
 
 def unstack_layers(model: CausalLM | Seq2Seq, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Split a decoder's parameters or cache into one tree per layer; repeated layers are stacked on a leading axis.
-
-    For one token, a matrix multiplication takes as long as reading its matrix. A scan over stacked layers copies each
-    layer out of the stack first, for every token, which reads and writes the matrix once more. This function makes that
-    copy once.
-    """
+    """Split a decoder's parameters or cache into one tree per layer; repeated layers are stacked on a leading axis."""
+    # For one token, a matrix multiplication takes as long as reading its matrix. A scan over stacked layers copies each
+    # layer out of the stack first, for every token, which reads and writes the matrix once more. This function makes
+    # that copy once.
     layers = [_part(tree, layer) for layer in _layers(model)]
     rest = {name: leaf for name, leaf in tree.items() if not name.startswith(("prefix_", "suffix_", "layers"))}
     return rest | {f"prefix_{i}": layer for i, layer in enumerate(layers)}
 
 
 def decoding_params(model: CausalLM | Seq2Seq, params: Params) -> Params:
-    """Return the parameters for `unstacked_model`, in the layout that is fast for the few rows of a decoding step.
-
-    On CPU, 8-bit kernels get one row per output, and 16-bit kernels that XLA would convert for each product become
-    32-bit ones (`nn/quantization/_transposed.py`).
-    """
+    """Return the parameters for `unstacked_model`, in the layout that is fast for the few rows of a decoding step."""
+    # On CPU, 8-bit kernels get one row per output, and 16-bit kernels that XLA would convert for each product become
+    # 32-bit ones (`nn/quantization/_transposed.py`).
     return {**params, **_decoding_parts(model, _read_by_steps(params))}
 
 
@@ -105,10 +101,8 @@ def _kernel_for_cpu(part: Any, path: str) -> Any:
 
 
 def unstacked_model(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
-    """Return the model whose decoder has the unstacked layers of `unstack_layers`.
-
-    Its encoder config is not meaningful: decoding steps do not run the encoder.
-    """
+    """Return the model whose decoder has the unstacked layers of `unstack_layers`."""
+    # Its encoder config is not meaningful: decoding steps do not run the encoder.
     config = model.config
     kinds = tuple(layer.kind for layer in _layers(model))
     own = config.stack

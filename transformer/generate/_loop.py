@@ -184,11 +184,9 @@ class Stepper:
     """bits of the tokens that may be sampled (`only_allowed`); None: all"""
 
     def draw(self, slots: Slots, logits: Float[Array, "B Z V"], positions: Int[Array, "B Z"]) -> Drawn:
-        """Sample tokens (B, Z) at these positions, with the key of each row folded with the position.
-
-        So a sample depends neither on the other rows nor on the number of steps, and a draft samples with the noise of
-        the model at the same position.
-        """
+        """Sample tokens (B, Z) at these positions, with the key of each row folded with the position."""
+        # So a sample depends neither on the other rows nor on the number of steps, and a draft samples with the noise
+        # of the model at the same position.
         fold = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))
         keys, logits = fold(slots.keys, positions).reshape(-1), logits.reshape(-1, logits.shape[-1])
         logits = logits if self.allowed is None else only_allowed(logits, self.allowed)

@@ -149,10 +149,8 @@ class PageAllocator:
             )
 
     def _keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        """Yield a key for each full page: a hash of all tokens up to its end, because its keys depend on all of them.
-
-        A cryptographic hash: with a weaker one, somebody could choose a prompt that is given another prompt's pages.
-        """
+        """Yield a key for each full page: a hash of all tokens up to its end, since its keys depend on all of them."""
+        # A cryptographic hash: with a weaker one, somebody could choose a prompt that is given another prompt's pages.
         so_far = hashlib.sha256()
         for end in range(self.page_size, len(tokens) + 1, self.page_size):
             so_far.update(np.asarray(tokens[end - self.page_size : end], np.int64).tobytes())

@@ -150,10 +150,8 @@ def _count_tokens(config: ImageTokens | DynamicImageTokens, number: int, image: 
 
 
 def slots_of_prompts(rows: Sequence[np.ndarray], source: Batch | None, longest: int | None) -> int:
-    """Return the padded length of the prompts.
-
-    Almost every target of a Seq2Seq starts with a single token; padding it to 16 tokens would be wasted work.
-    """
+    """Return the padded length of the prompts."""
+    # Almost every target of a Seq2Seq starts with a single token; padding it to 16 tokens would be wasted work.
     single = source is not None and all(len(row) == 1 for row in rows)
     return 1 if single else padded_length(rows, longest)
 
@@ -175,11 +173,9 @@ def bucket(size: int) -> int:
 
 
 def pad(rows: Sequence[np.ndarray], length: int) -> Batch:
-    """Return rows of ids as one array (B, length).
-
-    Padding repeats the last id of the row. So a row reads only its own entries of the embedding table: NaN in another
-    entry can't reach it.
-    """
+    """Return rows of ids as one array (B, length)."""
+    # Padding repeats the last id of the row. So a row reads only its own entries of the embedding table: NaN in another
+    # entry can't reach it.
     tokens = np.stack([np.pad(row, (0, length - len(row)), mode="edge") for row in rows])
     return Batch(tokens=tokens.astype(np.int32), lengths=np.array([len(row) for row in rows], np.int32))
 

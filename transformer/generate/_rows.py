@@ -292,10 +292,8 @@ def choose_in_rows(
     masks: RowMasks,
     suppressed: Int[Array, " S"],
 ) -> Int[Array, " R"]:
-    """Sample one token per row as `choose` does, with the settings of each row; (R,), -1 for a row that failed.
-
-    What no row needs is not computed. Whether it is computed for other rows does not change the token of a row.
-    """
+    """Sample one token per row as `choose` does, with the settings of each row; (R,), -1 for a row that failed."""
+    # What no row needs is not computed. Whether it is computed for other rows does not change the token of a row.
     allowed = masks.allowed
     logits = jax.lax.cond(masks.constrained.any(), lambda: only_allowed(logits, allowed), lambda: logits)
     penalties = rows.penalties

@@ -76,10 +76,7 @@ class RuleParams:
 def penalize_repeated(
     scores: Float[Array, "B Z V"], texts: Int[Array, "B Z L"], lengths: Int[Array, " B"], penalty: Float[Array, ""]
 ) -> Float[Array, "B Z V"]:
-    """Return the scores, logits or log-probabilities, with lower ones for the tokens of each target.
-
-    The targets are the first `lengths` (B,) tokens of `texts`.
-    """
+    """Lower the scores of the tokens of each target: the first `lengths` (B,) tokens of `texts`."""
     _, _, vocab_size = scores.shape
     known = jnp.arange(texts.shape[2])[None, None, :] < lengths[:, None, None]
     columns = jnp.where(known, texts, vocab_size)  # other entries go to a column that mode="drop" ignores
@@ -89,10 +86,7 @@ def penalize_repeated(
 def ban_repeated_ngrams(
     scores: Float[Array, "B Z V"], texts: Int[Array, "B Z L"], lengths: Int[Array, " B"], size: int
 ) -> Float[Array, "B Z V"]:
-    """Return the scores with -inf for each token that would complete a sequence of `size` tokens a second time.
-
-    The targets are the first `lengths` (B,) tokens of `texts`.
-    """
+    """Set scores to -inf for tokens that would repeat `size` tokens of a target, `lengths` (B,) tokens of `texts`."""
     batch, beam, vocab_size = scores.shape
     longest = texts.shape[2]
     starts = jnp.arange(longest)[None, None, :]

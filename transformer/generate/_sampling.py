@@ -202,13 +202,11 @@ def choose(
 
 
 def gumbel_noise(key: PRNGKey, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Return independent Gumbel noise: -ln E, where E = -ln(1 - u) is exponential and u uniform.
-
-    Rare tokens need large noise, which is that of u near 0. There, float32 has all values of 32 random bits, so that
-    tokens with a probability of 1e-9 are sampled as often as they should be. `jax.random.gumbel` uses 23 bits, and of u
-    near 1: its noise is at most 16, so that tokens below 1e-7 are almost never sampled, which together can have a
-    percent of the probability of a large vocabulary.
-    """
+    """Return independent Gumbel noise: -ln E, where E = -ln(1 - u) is exponential and u uniform."""
+    # Rare tokens need large noise, which is that of u near 0. There, float32 has all values of 32 random bits, so that
+    # tokens with a probability of 1e-9 are sampled as often as they should be. `jax.random.gumbel` uses 23 bits, and of
+    # u near 1: its noise is at most 16, so that tokens below 1e-7 are almost never sampled, which together can have a
+    # percent of the probability of a large vocabulary.
     bits = jax.random.bits(key, shape, jnp.uint32)
     # The middle of each of the 2^32 intervals of u, so that u is not 0; and not 1, to which float32 would round.
     uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
@@ -216,10 +214,7 @@ def gumbel_noise(key: PRNGKey, shape: tuple[int, ...]) -> Float[Array, "..."]:
 
 
 def _filtered(scores: Float[Array, "B C"], choice: SamplerParams) -> Float[Array, "B C"]:
-    """Replace the scores of tokens that the filters remove by -inf.
-
-    With top-k or top-p, scores must be sorted in descending order along C.
-    """
+    """Set to -inf the scores of tokens that the filters remove; top-k and top-p need descending scores along C."""
     if choice.top_k is not None:  # scores are sorted: the first k are the highest
         scores = jnp.where(jnp.arange(scores.shape[1])[None, :] < choice.top_k, scores, -jnp.inf)
     if choice.top_p is not None:

@@ -77,10 +77,8 @@ NO_PROPOSER = Proposer(None, 0)
 
 
 def first_memory(proposer: Proposer, draft_params: Params | None, prompts: Batch, cache_slots: int) -> Leaf | None:
-    """Return what proposals come from, after the prompts: the KV cache of the draft, or the tokens (B, S) of each row.
-
-    The caches of model and draft always hold the same tokens, with separate keys and values.
-    """
+    """Return the source of proposals after the prompts: the KV cache of the draft, or the tokens (B, S) of each row."""
+    # The caches of model and draft always hold the same tokens, with separate keys and values.
     if proposer.draft is not None:
         return prefill(proposer.draft, draft_params, prompts, None, cache_slots)[1]
     if proposer.source is None:
@@ -91,10 +89,8 @@ def first_memory(proposer: Proposer, draft_params: Params | None, prompts: Batch
 def next_memory(
     memory: Leaf, lengths: Int[Array, " B"], drawn: Int[Array, "B Z"], positions: Int[Array, "B Z"]
 ) -> Leaf:
-    """Return the memory of rows with `lengths` tokens in the cache, after the model has sampled `drawn`.
-
-    All sampled tokens are stored in a text; those after the last token of its row are not read, and overwritten later.
-    """
+    """Return the memory of rows with `lengths` tokens in the cache, after the model has sampled `drawn`."""
+    # All sampled tokens are stored in a text; those after the last token of its row are overwritten before a read.
     if isinstance(memory, jax.Array):
         return memory.at[jnp.arange(drawn.shape[0])[:, None], positions].set(drawn, mode="drop")
     return set_cache_length(memory, lengths)

@@ -272,13 +272,9 @@ def read_part(
     cache: Cache,
     images: Float[Array, "1 I ..."] | ImagePatches | None = None,
 ) -> tuple[Float[Array, "1 V"], Cache]:
-    """Read the first `count` of T tokens after the first `before` tokens of the cache; the others are padding.
-
-    Return the logits after the last token, and the cache.
-    """
-    mask = None
-    if images is not None or model.config.reads_lengths:  # the mask must hide the padding
-        mask = Mask.lengths(before + count)
+    """Read `count` of T tokens after the first `before` of the cache; return the last logits, and the cache."""
+    masked = images is not None or model.config.reads_lengths  # the mask must hide the padding, the other tokens
+    mask = Mask.lengths(before + count) if masked else None
     hidden, cache = read_tokens(model, params, tokens, set_cache_length(cache, before), mask, images)
     return last_logits(model, params, hidden, count), set_cache_length(cache, before + count)
 

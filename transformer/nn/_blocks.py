@@ -425,10 +425,8 @@ class Block(nn.Module):
         return LayerOutput(x, cache, attended.stored, outputs["feed_forward"].aux)
 
     def _after_sublayers(self, x: Hidden, inputs: LayerInputs) -> Hidden:
-        """Add the per-layer embedding, and multiply by the scalar of the layer, if the config has them.
-
-        x + norm(W_2 (act(W_1 x) * e)) with the embedding e (B, T, P) of the tokens for this layer (Gemma 4).
-        """
+        """Add the per-layer embedding, and multiply by the scalar of the layer, if the config has them."""
+        # x + norm(W_2 (act(W_1 x) * e)) with the embedding e (B, T, P) of the tokens for this layer (Gemma 4).
         config = self.config
         if config.embedding.per_layer_width is not None:
             if inputs.layer_embedding is None:

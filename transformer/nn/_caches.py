@@ -316,11 +316,9 @@ def cache_length(cache: PyTree) -> Lengths:
 
 
 def next_positions(cache: PyTree) -> Int[Array, " B"]:
-    """Return the position of the next token of each row, (B,): after the largest position of the tokens in the cache.
-
-    It differs from the number of tokens if these have several coordinates, such as the rows and columns of an image. A
-    cache of pages stores no positions: there it is the number of tokens.
-    """
+    """Return the next position of each row, (B,): after the largest position of the tokens in the cache."""
+    # It differs from the number of tokens if these have several coordinates, such as the rows and columns of an image.
+    # A cache of pages stores no positions: there it is the number of tokens.
     first, lengths = _nodes(cache)[0], cache_length(cache)
     if not isinstance(first, KVCache):
         return lengths
@@ -330,10 +328,8 @@ def next_positions(cache: PyTree) -> Int[Array, " B"]:
 
 
 def set_cache_length(cache: PyTree, lengths: Lengths) -> PyTree:
-    """Return the cache, a tree, with row b cut to its first `lengths[b]` tokens: after a padded prompt, or to go back.
-
-    Only the length changes. Keys past the new length stay in their slots until `append` overwrites them.
-    """
+    """Cut row b of the cache, a tree, to its first `lengths[b]` tokens: after a padded prompt, or to go back."""
+    # Only the length changes. Keys past the new length stay in their slots until `append` overwrites them.
 
     def with_length(node):
         if not _is_cache(node):

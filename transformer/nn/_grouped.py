@@ -148,12 +148,10 @@ def _dims(lhs: int, rhs: int, ragged: int, groups: list[int]) -> jax.lax.RaggedD
 
 
 def _tiled(tile: int | None, inner: int, out: int, *, whole_input: bool = True) -> AbstractContextManager[None]:
-    """Return a context in which the TPU compiler uses our tiles for `ragged_dot`; None for `tile`: its own tiles.
-
-    Its own tiles have 128 rows and as many input features as fit. Without room for all input features this reads the
-    kernels and the rows far too often: by the bandwidth of the HBM, the backward pass of a Mixtral layer would take 2.6
-    times as long (calculated, not measured).
-    """
+    """Return a context in which the TPU compiler uses our tiles for `ragged_dot`; None for `tile`: its own tiles."""
+    # Its own tiles have 128 rows and as many input features as fit. Without room for all input features this reads the
+    # kernels and the rows far too often: by the bandwidth of the HBM, the backward pass of a Mixtral layer would take
+    # 2.6 times as long (calculated, not measured).
     if tile is None or inner % LANES or out % LANES:
         return nullcontext()
     # Imported here because only TPU programs use it.
@@ -237,10 +235,8 @@ def padded_rows(rows: int, tile: int | None) -> int:
 
 @jax.custom_vjp
 def dispatch(x: Float[Array, "N D"], copy_of_row: Int[Array, "R"], row_of_copy: Int[Array, "M"]) -> Float[Array, "R D"]:
-    """Return row r = the token of copy `copy_of_row[r]`, where token n has the copies k n, ..., k n + k - 1, k = M / N.
-
-    The derivative reads the rows of the copies (out of range: none): scattering is much slower on accelerators.
-    """
+    """Set row r to the token of copy `copy_of_row[r]`; token n has the copies k n, ..., k n + k - 1, k = M / N."""
+    # The derivative reads the rows of the copies (out of range: none): scattering is much slower on accelerators.
     # Copy c is a copy of token c // k, with k = M / N.
     return x[copy_of_row // (row_of_copy.size // x.shape[0])]
 

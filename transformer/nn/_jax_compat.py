@@ -13,11 +13,9 @@ import jax
 
 
 def platform_of(device: Any) -> str:
-    """Return the platform ("cpu", "gpu" or "tpu") of an abstract device (`jax.sharding.AbstractDevice`).
-
-    Unnecessary from jax 0.10.1 on, where they have an attribute `platform`. Before that, the device kind identifies it:
-    "cpu", a name that starts with "TPU", or the product name of a GPU ("NVIDIA H100 80GB HBM3").
-    """
+    """Return the platform ("cpu", "gpu" or "tpu") of an abstract device (`jax.sharding.AbstractDevice`)."""
+    # Unnecessary from jax 0.10.1 on, where they have an attribute `platform`. Before that, the device kind identifies
+    # it: "cpu", a name that starts with "TPU", or the product name of a GPU ("NVIDIA H100 80GB HBM3").
     if (platform := getattr(device, "platform", None)) is not None:
         return platform
     kind = device.device_kind
@@ -27,10 +25,8 @@ def platform_of(device: Any) -> str:
 
 
 def check_explicit_axes(axes: Sequence[str]) -> None:
-    """Raise a ValueError if Explicit mesh axes (`axes`, their names) are used with a JAX version before 0.9.
-
-    Earlier releases lose the axis type in the backward pass of functions with a custom derivative.
-    """
+    """Raise a ValueError if Explicit mesh axes (`axes`, their names) are used with a JAX version before 0.9."""
+    # Earlier releases lose the axis type in the backward pass of functions with a custom derivative.
     if jax.__version_info__ < (0, 9):
         raise ValueError(
             f"the mesh axes {', '.join(axes)} are Explicit, which needs jax >= 0.9, but this is jax {jax.__version__}. "

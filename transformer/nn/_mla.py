@@ -169,13 +169,11 @@ class Latents:
         return attend(query, jnp.concatenate([key, rope], axis=-1), value, spec, implementation)
 
     def absorbed(self, query: Query, spec: AttentionSpec, implementation: str) -> tuple[Attended, Weights | None]:
-        """Compute the same result as `expanded` without computing keys and values.
-
-        Because matrix multiplication is associative, q (c W_k)^T = (q W_k^T) c^T and a (c W_v) = (a c) W_v, with
-        attention weights a: W_k is absorbed into the query and W_v is applied to the output. All heads attend to the
-        latents themselves, with a single key/value head (arXiv 2405.04434, section 2.1.2). Nothing is quantized: a
-        decoding step is bound by memory, not by its multiplications.
-        """
+        """Compute the same result as `expanded` without computing keys and values."""
+        # Because matrix multiplication is associative, q (c W_k)^T = (q W_k^T) c^T and a (c W_v) = (a c) W_v, with
+        # attention weights a: W_k is absorbed into the query and W_v is applied to the output. All heads attend to the
+        # latents themselves, with a single key/value head (arXiv 2405.04434, section 2.1.2). Nothing is quantized: a
+        # decoding step is bound by memory, not by its multiplications.
         rank, _, nope_dim = self.key_kernel.shape
         latent_query = jnp.einsum("btnp,rnp->btnr", query[..., :nope_dim], self.key_kernel)  # q W_k^T: (B, T, N, R)
         query = jnp.concatenate([latent_query, query[..., nope_dim:]], axis=-1)  # (B, T, N, R + Hr), matches [c, r]

@@ -188,11 +188,10 @@ def _ranks(expert: Array, num_experts: int) -> Array:
 def _over_devices(
     run: Callable[..., Array], x: Array, chosen: Array, weights: Array, experts: ExpertParams, num_experts: int
 ) -> Array:
-    """Run `routed`, with options in `run`, on each device for its own rows.
-
-    Experts that are sharded over mesh axes stay on their devices. Tokens are all-gathered along these axes, each device
-    applies its experts to them, and a reduce-scatter sums the results and returns them to the devices of their rows.
-    """
+    """Run `routed`, with options in `run`, on each device for its own rows."""
+    # Experts that are sharded over mesh axes stay on their devices. Tokens are all-gathered along these axes, each
+    # device applies its experts to them, and a reduce-scatter sums the results and returns them to the devices of their
+    # rows.
     if (spec := explicit_spec(x)) is not None:
         over = functools.partial(_over_devices, run, num_experts=num_experts)
         return in_auto_axes(over, PartitionSpec(*spec[:2], None))(x, chosen, weights, experts)
@@ -253,11 +252,9 @@ def _split(x: Array, experts: ExpertParams, num_experts: int) -> _Split:
 def _over_all_axes(
     run: Callable[..., Array], x: Array, chosen: Array, weights: Array, experts: ExpertParams, num_experts: int
 ) -> Array:
-    """Run `routed` on each device for its own tokens, its own experts and its own part of their hidden features.
-
-    For kernels, which the compiler can't partition. As in `_over_devices`, tokens are gathered along the axes of
-    experts. The parts of the hidden features are summed after the experts' outputs, which are k times as many.
-    """
+    """Run `routed` on each device for its own tokens, its own experts and its own part of their hidden features."""
+    # For kernels, which the compiler can't partition. As in `_over_devices`, tokens are gathered along the axes of
+    # experts. The parts of the hidden features are summed after the experts' outputs, which are k times as many.
     split = _split(x, experts, num_experts)
     rows, length, each, hidden, stored = (axes or None for axes in split)
     own = PartitionSpec(rows, length)

@@ -136,10 +136,8 @@ def mesh_axes(name: str | None) -> tuple[str, ...]:
 
 
 def platform() -> str:
-    """Return the platform of the computation, "cpu", "gpu" or "tpu": that of the current mesh, else JAX's default.
-
-    The devices of the mesh may belong to another machine, because a step can be compiled for other devices.
-    """
+    """Return the platform of the computation, "cpu", "gpu" or "tpu": that of the current mesh, else JAX's default."""
+    # The devices of the mesh may belong to another machine, because a step can be compiled for other devices.
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else platform_of(device)
 
@@ -222,10 +220,8 @@ def fsdp_axes(features: int) -> tuple[str, ...]:
 
 
 def unmapped_axes() -> tuple[str, ...]:
-    """Return the axes of the current mesh that have a size above 1 and no rule.
-
-    Only the compiler knows whether they split arrays; a kernel that it can't partition would repeat its work on them.
-    """
+    """Return the axes of the current mesh that have a size above 1 and no rule."""
+    # Only the compiler knows whether they split arrays; a kernel that it can't partition would repeat its work on them.
     rules = current_rules()
     if rules is None:
         known = _OWN_AXES

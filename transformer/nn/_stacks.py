@@ -39,10 +39,8 @@ _RESIDUALS = tuple(name for kernel in ALL_KERNELS.values() for name in kernel.re
 
 
 def _is_saved_dot(prim: Any, *factors: Any, **params: Any) -> bool:
-    """Return whether the remat policy "dots" stores the result of an operation: of a product without batch axes.
-
-    Not that of 8-bit factors, which takes 4 bytes a number: `_linear.py` names it after it is scaled and rounded.
-    """
+    """Return whether the remat policy "dots" stores the result of an operation: of a product without batch axes."""
+    # Not that of 8-bit factors, which takes 4 bytes a number: `_linear.py` names it after it is scaled and rounded.
     small = all(getattr(factor, "dtype", None) is not None and factor.dtype.itemsize == 1 for factor in factors)
     return not small and jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *factors, **params)
 

@@ -138,11 +138,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
 
 def _as_flax_masks(query: Array, bias: Array | None, mask: Array) -> tuple[Array, Array | None, Array]:
-    """Return query, bias and mask with which the output of a query without visible keys is the mean of all values.
-
-    In Flax all hidden keys have the same large negative score, so their weights are uniform, if there are no others.
-    The same weights follow if such a query attends to every key with scores of 0: zero query, zero bias, no mask.
-    """
+    """Return query, bias and mask with which the output of a query without visible keys is the mean of all values."""
+    # In Flax all hidden keys have the same large negative score, so their weights are uniform, if there are no others.
+    # The same weights follow if such a query attends to every key with scores of 0: zero query, zero bias, no mask.
     # The scores (*B, N, T, S) have as many axes as the query (*B, T, N, H). softmax(0, ..., 0) = 1 / S for each key.
     mask = mask.reshape((1,) * (query.ndim - mask.ndim) + mask.shape)
     seen = mask.any(-1, keepdims=True)  # (B, N or 1, T or 1, 1): whether the query sees any key

@@ -13,10 +13,8 @@ _FOLDER = Path(__file__).parent
 
 
 def page_response(mode: Literal["chat", "text"]) -> HTMLResponse:
-    """Return the page. Its policy allows no script and no connection but its own.
-
-    It is a conversation, or for "text" shows texts that are completed or translated one by one.
-    """
+    """Return the page, a conversation, or for "text" one that completes or translates texts one by one."""
+    # Its policy allows no script and no connection but its own.
     parts = {kind: (_FOLDER / f"chat_page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")}
     hashes = {kind: base64.b64encode(hashlib.sha256(parts[kind].encode()).digest()).decode() for kind in ("css", "js")}
     policy = (

@@ -128,10 +128,7 @@ class Scheduler:
         self.reading = None
 
     def _make_room(self, steps: int) -> int:
-        """Give all texts the pages for `steps` more steps; if there are too few, for one, after preempting others.
-
-        Return the number of steps for which there are pages.
-        """
+        """Give all texts pages for `steps` more steps, or one, after preempting others; return this number of steps."""
         for count in (steps, 1):
             needed = {slot: self._most_tokens(slot, count) for slot in self.active}
             if sum(self._pages.missing(slot, size) for slot, size in needed.items()) <= self._pages.num_free:

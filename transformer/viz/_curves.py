@@ -56,10 +56,8 @@ def loss_curve(
 
 
 def falls_by_decades(values: np.ndarray) -> bool:
-    """Return whether an axis for values (n,) should be logarithmic: none is negative, positive ones differ tenfold.
-
-    On a linear axis, the lower values would be one flat line on the bottom edge.
-    """
+    """Return whether an axis for values (n,) should be logarithmic: none is negative, positive ones differ tenfold."""
+    # On a linear axis, the lower values would be one flat line on the bottom edge.
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0]
     return len(positive) > 0 and bool(finite.min() >= 0 and positive.max() >= 10 * positive.min())
@@ -126,10 +124,8 @@ def compare_losses(
 
 
 def _limits(runs: Mapping[str, Sequence[Sequence[float | int]]], bounds: Mapping[str, float]) -> tuple[float, float]:
-    """Return limits of the loss axis: from below the lowest value to above the highest one after a tenth of them.
-
-    The first losses are nearly equal in all runs, but so high that the differences would not be visible.
-    """
+    """Return limits of the loss axis: from below the lowest value to above the highest one after a tenth of them."""
+    # The first losses are nearly equal in all runs, but so high that the differences would not be visible.
     low = min([*bounds.values(), *(loss for points in runs.values() for _, loss in points)])
     high = max([*bounds.values(), *(points[min(len(points) // 10, len(points) - 1)][1] for points in runs.values())])
     return low - 0.08 * (high - low), high + 0.05 * (high - low)

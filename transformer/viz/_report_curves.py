@@ -171,10 +171,7 @@ def unit_of(chart: Chart, frame: Frame) -> str:
 
 
 def svg(chart: Chart, lines: Sequence[Line], key: str) -> str:
-    """Return a plot of the lines as an SVG element, which the style sheet of the page colors.
-
-    `key` is the unique id of its clip path.
-    """
+    """Return a plot as an SVG element, colored by the style sheet; `key` is the unique id of its clip path."""
     frame = _visible(chart, lines)
     title = escaped(f"{chart.title}: {'; '.join(map(last_value, lines))}")
     parts = [
@@ -229,10 +226,8 @@ def _path(steps: np.ndarray, values: np.ndarray, frame: Frame) -> str:
 
 
 def kept_points(values: np.ndarray, most: int = MOST_POINTS) -> list[int]:
-    """Return indices of at most about `most` of the points of `values` (n,) to draw.
-
-    Each section of a longer line keeps its extrema and the first value that is not finite: no spike disappears.
-    """
+    """Return indices of at most about `most` of the points of `values` (n,) to draw."""
+    # Each section of a longer line keeps its extrema and the first value that is not finite: no spike disappears.
     count = len(values)
     if count <= most:
         return list(range(count))

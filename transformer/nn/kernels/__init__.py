@@ -244,10 +244,8 @@ def _compiles(name: str, spec: AttentionSpec) -> bool:
 
 
 def _has_its_devices(name: str) -> bool:
-    """Return False, with a warning, for splash on several devices without a mesh.
-
-    Only the compiler then knows how arrays are sharded over them, and it can't partition a Pallas kernel.
-    """
+    """Return False, with a warning, for splash on several devices without a mesh."""
+    # Only the compiler then knows how arrays are sharded over them, and it can't partition a Pallas kernel.
     if name not in TPU_KERNELS or has_mesh() or inside_pmap() or jax.device_count() == 1:
         return True
     _warn(

@@ -96,10 +96,8 @@ def with_one_batch_axis(array: Any, lead: tuple[int, ...]) -> Any:
 
 
 def bias_function(bias: BiasFunction | Array | None, shape: tuple[int, int, int, int]) -> BiasFunction | None:
-    """Convert a bias to a function of (query indices (t,), key indices (s,)); `shape` is (B, N, T, S).
-
-    A `Partial` is a pytree with the array as its leaf, which thus gets a gradient through jit, scan and the kernels.
-    """
+    """Convert a bias to a function of (query indices (t,), key indices (s,)); `shape` is (B, N, T, S)."""
+    # A `Partial` is a pytree with the array as its leaf, which thus gets a gradient through jit, scan and the kernels.
     if bias is None or isinstance(bias, jax.tree_util.Partial):
         return bias
     if callable(bias) and not hasattr(bias, "shape"):

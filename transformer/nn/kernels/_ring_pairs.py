@@ -44,10 +44,8 @@ class BlockwisePairs:
         return x
 
     def forward(self, query: Array, key: Array, value: Array, mask: Mask) -> tuple[Array, Array]:
-        """Compute the output, in float32, and the logsumexp: `NO_WEIGHT` for a query that sees no key of this chunk.
-
-        Indices of the mask start at 0 in both chunks.
-        """
+        """Compute the output, float32, and the logsumexp: `NO_WEIGHT` for a query that sees no key of this chunk."""
+        # Indices of the mask start at 0 in both chunks.
         # With a sink of no weight, a query that sees no key of this pair gets L = NO_WEIGHT, so that the pair adds
         # nothing to the sum over pairs. Without a sink the kernel would give L = 0.
         no_sink = jnp.full(query.shape[2:4], NO_WEIGHT)
@@ -174,11 +172,9 @@ class SplashPairs:
     def _infos(
         self, mask: Mask, queries: int, keys: int, sizes: tuple[int, int], for_keys: bool = False
     ) -> Callable[[Array], Any]:
-        """Return query positions -> the library's description of a mask with blocks of `sizes` queries and keys.
-
-        The kernel runs the blocks of its grid one after another, without those that are hidden in all rows. While it
-        skips a block, it loads the next block that it will need: of keys, or with `for_keys` of queries.
-        """
+        """Return query positions -> the library's description of a mask with blocks of `sizes` queries and keys."""
+        # The kernel runs the blocks of its grid one after another, without those that are hidden in all rows. While it
+        # skips a block, it loads the next block that it will need: of keys, or with `for_keys` of queries.
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as infos
 
         starts = [jnp.arange(length).reshape(-1, size) for length, size in zip((queries, keys), sizes, strict=True)]

@@ -294,12 +294,10 @@ def _kernel(
     softcap: float | None,
     interpret: bool,
 ) -> Any:
-    """Return the library's kernel for one batch row, with NumPy arrays; queries are split over `parts` devices.
-
-    This does the same as the library's make_splash_mha, but without JAX arrays: a traced array would not outlive its
-    trace, and a concrete one would be placed on the devices of the active mesh, which need not exist on this machine.
-    The result is cached because finding the masked blocks takes seconds at length 32k.
-    """
+    """Return the library's kernel for one batch row, with NumPy arrays; queries are split over `parts` devices."""
+    # This does the same as the library's make_splash_mha, but without JAX arrays: a traced array would not outlive its
+    # trace, and a concrete one would be placed on the devices of the active mesh, which need not exist on this machine.
+    # The result is cached because finding the masked blocks takes seconds at length 32k.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as infos

@@ -201,10 +201,8 @@ class TokenEncoder(Model):
 
 
 def check_tokens(tokens: Tokens, vocab_size: int, field: str = "vocab_size") -> None:
-    """Check that `tokens` (B, T) are indices of a table with `vocab_size` rows, or raise ValueError.
-
-    Compiled code can't raise: under jit only shape and dtype are checked, and an id outside the table gives NaN.
-    """
+    """Check that `tokens` (B, T) are indices of a table with `vocab_size` rows, or raise ValueError."""
+    # Compiled code can't raise: under jit only shape and dtype are checked, and an id outside the table gives NaN.
     what = "token ids" if field == "vocab_size" else field
     if getattr(tokens, "ndim", None) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         got = f"{tokens.dtype} of shape {tokens.shape}" if hasattr(tokens, "dtype") else type(tokens).__name__

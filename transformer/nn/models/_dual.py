@@ -110,10 +110,8 @@ class DualEncoder(nn.Module):
 
     @nn.nowrap
     def _ends(self, tokens: Int[Array, "C T"], mask: Mask | None) -> Mask | None:
-        """Return the mask with which texts are pooled: without one, up to the first end token of a causal encoder.
-
-        The end token has the largest id; files of CLIP pad with it too, and a causal encoder reads nothing after it.
-        """
+        """Return the mask with which texts are pooled: without one, up to the first end token of a causal encoder."""
+        # The end token has the largest id; files of CLIP pad with it too, and a causal encoder reads nothing after it.
         if mask is not None or not self.config.attention.causal:
             return mask
         ends = tokens == self.config.vocab_size - 1  # (C, T)

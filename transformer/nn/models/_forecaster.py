@@ -30,11 +30,9 @@ SMALLEST_MAGNITUDE = 1e-10
 
 
 def look_back_scale(values: Values, series: Series) -> tuple[Float[Array, "B t C"], Float[Array, "B t C"]]:
-    """Return shift and scale of each channel of `values` (B, steps, channels), both (B, 1, channels).
-
-    The model sees (values - shift) / scale, and its forecast y becomes y scale + shift: Reversible Instance
-    Normalization (Kim et al. 2022) without learned parameters.
-    """
+    """Return shift and scale of each channel of `values` (B, steps, channels), both (B, 1, channels)."""
+    # The model sees (values - shift) / scale, and its forecast y becomes y scale + shift: Reversible Instance
+    # Normalization (Kim et al. 2022) without learned parameters.
     # std: mean and standard deviation of the window. mean: scale by the mean magnitude, no shift. none: 0 and 1.
     none = jnp.zeros_like(values[:, :1])
     if series.scaling == "std":

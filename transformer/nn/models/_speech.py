@@ -20,11 +20,9 @@ FRAMES_A_POSITION = 2
 
 
 def check_frames(config: TransformerConfig, frames: Array | np.ndarray) -> None:
-    """Check that `frames` is a floating-point array of shape (batch, frames, mel_bins), or raise ValueError.
-
-    With learned positions the number of frames must match the encoder's position table, since the model was trained
-    with that number only.
-    """
+    """Check that `frames` is a floating-point array of shape (batch, frames, mel_bins), or raise ValueError."""
+    # With learned positions the number of frames must match the encoder's position table, since the model was trained
+    # with that number only.
     rows = config.longest_source
     shape, count = frames.shape, "any" if rows is None else FRAMES_A_POSITION * rows
     mel_bins = config.speech.mel_bins

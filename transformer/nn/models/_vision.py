@@ -195,10 +195,8 @@ class VisionEncoder(Model):
         return x + grid_positions(self.position_table, patches.grid, grid, values.shape[1]).astype(x.dtype)
 
     def pool(self, hidden: Hidden, deterministic: bool = True, mask: Mask | None = None) -> Float[Array, "B Do"]:
-        """Pool (B, T, D) to (B, D), or to (B, 2 D) with the pooling "first_and_mean"; the mean is that of the patches.
-
-        `mask` marks padding, which only models without learned tokens can have.
-        """
+        """Pool (B, T, D) to (B, D), or to (B, 2 D) with "first_and_mean"; the mean is that of the patches."""
+        # `mask` marks padding, which only models without learned tokens can have.
         pooling, extra = self.config.output.pooling, self.config.patches.extra_tokens
         if pooling == "attention":
             return self.attention_pooling(hidden, deterministic, mask)

@@ -118,11 +118,9 @@ class Adapted:
         return wide.reshape(self.shape).astype(dtype)
 
     def product(self, x: Array, contract: int = 1, quantization: Scheme | None = None) -> Array:
-        """Multiply x by the kernel, as `Encoded`, with quantized factors only for W.
-
-        x (W + s A B) = x W + s (x A) B: the update is applied to the activations, so that neither A B nor a gradient of
-        the size of W exists. With DoRA each output is then multiplied by m / ||W + s A B||.
-        """
+        """Multiply x by the kernel, as `Encoded`, with quantized factors only for W."""
+        # x (W + s A B) = x W + s (x A) B: the update is applied to the activations, so that neither A B nor a gradient
+        # of the size of W exists. With DoRA each output is then multiplied by m / ||W + s A B||.
         y = linear_frozen(x, self.kernel, contract, quantization)
         inner, outer = self.shape[:contract], self.shape[contract:]
         a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
@@ -135,10 +133,8 @@ class Adapted:
         return y * factor.astype(x.dtype)
 
     def factor(self) -> Array:
-        """Return DoRA's m / ||W + scale A B||, (..., O), in float32.
-
-        The norm is a constant for the gradient, which saves memory and hardly matters (arXiv 2402.09353, section 4.3).
-        """
+        """Return DoRA's m / ||W + scale A B||, (..., O), in float32."""
+        # The norm is constant for the gradient, which saves memory and hardly matters (arXiv 2402.09353, section 4.3).
         a, b = self.a.astype(jnp.float32), self.b.astype(jnp.float32)
         wide = dense(self.kernel, jnp.float32).reshape(*a.shape[:-1], b.shape[-1])
         # Over the inputs: (..., I, O) -> (..., O)
@@ -179,10 +175,8 @@ def output_norms(kernel: Array | Encoded, shape: tuple[int, ...]) -> Array:
 def kernel_parameter(
     module: nn.Module, init: Callable[..., Array], shape: tuple[int, ...], dtype: DType, name: str = "kernel"
 ) -> Array | Encoded:
-    """Return the parameter `name` of a module: an array, or one of `Encoded`, whose shape must be `shape`.
-
-    `module.param` compares the shape of the first leaf with `shape`, and packed leaves have other shapes.
-    """
+    """Return the parameter `name` of a module: an array, or one of `Encoded`, whose shape must be `shape`."""
+    # `module.param` compares the shape of the first leaf with `shape`, and packed leaves have other shapes.
     kernel = module.get_variable("params", name) if module.has_variable("params", name) else None
     if not isinstance(kernel, Encoded):
         return module.param(name, init, shape, dtype)

@@ -59,12 +59,10 @@ class Int8:
         return (self.values.astype(jnp.float32) * self.scale).astype(dtype)
 
     def product(self, x: Array, contract: int = 1, quantization: Scheme | None = None) -> Array:
-        """Multiply x by the kernel, as `Encoded`.
-
-        sum_i x_i (q_ij s_j) = s_j sum_i x_i q_ij: multiply by the integers, then scale each output once (Dettmers et
-        al. 2022, arXiv 2208.07339, section 2). No dequantized kernel is stored. With a scheme for integers, x is
-        rounded to integers too, one scale per row. Other schemes leave x as it is.
-        """
+        """Multiply x by the kernel, as `Encoded`."""
+        # sum_i x_i (q_ij s_j) = s_j sum_i x_i q_ij: multiply by the integers, then scale each output once (Dettmers et
+        # al. 2022, arXiv 2208.07339, section 2). No dequantized kernel is stored. With a scheme for integers, x is
+        # rounded to integers too, one scale per row. Other schemes leave x as it is.
         if quantization is not None and quantization.dtype == "int8":
             return integer_linear(x, self.values, self.scale, contract, quantization)
         scale = self.scale.reshape(self.shape[contract:]).astype(x.dtype)

@@ -61,10 +61,8 @@ def _multiply(x: jax.Array, kernel: jax.Array, contract: int, quantization: Sche
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Return whether XLA (YNNPACK) multiplies bfloat16 matrices on this CPU directly, by compiling a product once.
-
-    In another thread, because the caller may be in a trace or a mesh.
-    """
+    """Return whether XLA (YNNPACK) multiplies bfloat16 matrices on this CPU directly, by compiling a product once."""
+    # In another thread, because the caller may be in a trace or a mesh.
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 64), (64, 64))]
 
     def compiled() -> str:
@@ -75,10 +73,8 @@ def multiplies_bfloat16() -> bool:
 
 
 def bfloat16_product(x: Float[Array, "R Di"], kernel: Float[Array, "Di Do"]) -> Float[Array, "R Do"]:
-    """Compute x @ kernel of bfloat16 matrices on a CPU: sums in float32, and the result in bfloat16.
-
-    With sums in bfloat16, or with a single row, XLA would convert both to float32 first.
-    """
+    """Compute x @ kernel of bfloat16 matrices on a CPU: sums in float32, and the result in bfloat16."""
+    # With sums in bfloat16, or with a single row, XLA would convert both to float32 first.
     rows = x.shape[0]
     x = jnp.concatenate([x, x]) if rows == 1 else x
     return _accumulated(x, kernel)[:rows].astype(jnp.bfloat16)

@@ -86,11 +86,9 @@ def row_product(
 
 @jax.custom_vjp
 def _integer_product(x: Float[Array, "R Di"], values: Array) -> Float[Array, "R Do"]:
-    """Compute x @ values^T with 8-bit integers: x ~ s (h + l / 254), with integers h, l from -127 to 127 for each row.
-
-    The two products h values^T and l values^T are one product with 2 R rows, exact in int32. The rounding error of x is
-    at most s / 508 = max |x| / 64,516. A CPU multiplies 8-bit integers faster than it converts them.
-    """
+    """Compute x @ values^T with 8-bit integers: x ~ s (h + l / 254), with integers h, l from -127 to 127 per row."""
+    # The two products h values^T and l values^T are one product with 2 R rows, exact in int32. The rounding error of x
+    # is at most s / 508 = max |x| / 64,516. A CPU multiplies 8-bit integers faster than it converts them.
     scale = jnp.max(jnp.abs(x), axis=1, keepdims=True) / 127.0
     scale = jnp.where(scale == 0.0, 1.0, scale)  # a row of zeros
     # x / s is from -127 to 127, and h its nearest integer. The rest is from -1/2 to 1/2, so 254 times the rest fits

@@ -138,11 +138,9 @@ def encoding_similarity(scheme: Sinusoidal, features: int, distances: np.ndarray
 
 
 def rotation_similarity(scheme: PositionScheme, size: int, distances: np.ndarray, start: int = 0) -> np.ndarray:
-    """Return the normalized score of a query at `start` and an equal key at `start` + each distance (n,), as (n,).
-
-    All entries are 1, so that all pairs have equal weight: for rotary embeddings it is the mean of cos(distance x
-    frequency) over the pairs (Su et al. 2021, arXiv 2104.09864, section 3.4.3). The norms cancel the factor of YaRN.
-    """
+    """Return the normalized score of a query at `start` and an equal key at `start` + each distance (n,), as (n,)."""
+    # All entries are 1, so that all pairs have equal weight: for rotary embeddings it is the mean of cos(distance x
+    # frequency) over the pairs (Su et al. 2021, arXiv 2104.09864, section 3.4.3). The norms cancel the factor of YaRN.
     rotate = jax.jit(lambda row: scheme.rotate(jnp.ones((*row.shape, 1, size)), row)[0, :, 0])
 
     def unit(positions):
