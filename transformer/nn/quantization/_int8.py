@@ -147,7 +147,7 @@ def quantize(
     def one(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         _check_plain(name, leaf)
-        rule = _declared_rule(name, leaf, bits) if rules is None else _first_rule(name, rules)
+        rule = _declared_rule(name, leaf.ndim, bits) if rules is None else _first_rule(name, rules)
         if rule is None:
             return leaf
         kept = quantized(leaf, rule.inputs) if rule.bits == 8 else quantized_int4(leaf, rule.inputs[-1], group_size)
@@ -181,7 +181,7 @@ def quantized_shapes(params: Mapping[str, Any], bits: Bits, group_size: int) -> 
 
     def one(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if (rule := _declared_rule(name, leaf, bits)) is None:
+        if (rule := _declared_rule(name, leaf.ndim, bits)) is None:
             return leaf
         if rule.bits == 8:
             return jax.eval_shape(lambda array: quantized(array, rule.inputs), leaf)
@@ -190,8 +190,8 @@ def quantized_shapes(params: Mapping[str, Any], bits: Bits, group_size: int) -> 
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def _declared_rule(path: str, leaf: Array, bits: Bits) -> Rule | None:
-    axes = axes_of(path, leaf.ndim)
+def _declared_rule(path: str, num_axes: int, bits: Bits) -> Rule | None:
+    axes = axes_of(path, num_axes)
     if axes is None or not axes.int8 or not axes.inputs:
         return None
     return Rule(pattern=end_of(path) or "", inputs=axes.inputs, bits=bits if axes.role == "hidden" else 8)
