@@ -140,14 +140,9 @@ def _hidden(model, params, new_source, tokens: Tokens, cache, source, positions=
         given["images"] = images
     if isinstance(model, CausalLM):
         return model.apply(variables, tokens, **given, method=CausalLM.hidden)
-    return model.apply(
-        variables,
-        None if new_source is None else new_source.tokens,
-        tokens,
-        source_mask=Mask.lengths(source.lengths),
-        **given,
-        method=Seq2Seq.hidden,
-    )
+    given["source_mask"] = Mask.lengths(source.lengths)
+    new = None if new_source is None else new_source.tokens
+    return model.apply(variables, new, tokens, **given, method=Seq2Seq.hidden)
 
 
 def _with_context(cache: Cache, before: Cache) -> Cache:

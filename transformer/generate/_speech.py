@@ -147,17 +147,8 @@ def decode_window(
         every, cache = decode_hypotheses(model, params, prompt, cache, source)
         logits = every[:, -1]
 
-    stepper = SpeechStepper(
-        model,
-        params,
-        None,
-        rules.end_id[None],
-        limit,
-        source,
-        temperature=temperature,
-        rules=rules,
-        timestamps=timestamps,
-    )
+    sampling = {"temperature": temperature, "rules": rules, "timestamps": timestamps}
+    stepper = SpeechStepper(model, params, None, rules.end_id[None], limit, source, **sampling)
     slots = stepper.run(stepper.start(key, cache, logits, new_slots, SpeechState.empty(batch)))
     return slots.result, slots.history.log_probability
 

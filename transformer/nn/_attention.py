@@ -361,16 +361,8 @@ class MultiHeadAttention(AttentionModule):
         # weight_s = exp(S_s) / (exp(sink) + sum_j exp(S_j)): with a sink the weights sum to less than 1, so a head can
         # attend to nothing. All sinks start at logit 0.
         sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype) if self.sinks else None
-        out = self.attended(
-            attended_to.attend,
-            query,
-            scale=score_scale(self.scale, head_dim),
-            mask=mask,
-            bias=bias,
-            sinks=sinks,
-            deterministic=deterministic,
-            sow_weights=sow_weights,
-        )
+        given = {"scale": score_scale(self.scale, head_dim), "mask": mask, "bias": bias, "sinks": sinks}
+        out = self.attended(attended_to.attend, query, **given, deterministic=deterministic, sow_weights=sow_weights)
         if self.output_gate:
             # (B, T, N, Hv), before the output projection
             out = out * jax.nn.sigmoid(self._project("output_gate", x, out.shape[2:]))

@@ -180,11 +180,9 @@ def kernel_init(config: TransformerConfig) -> Initializer | None:
 
 
 def output_init(config: TransformerConfig) -> Initializer | None:
-    """Return the initializer of projections onto the residual stream: deviation `initializer_range` / sqrt(2 L).
-
-    The stream is a sum of 2 L sublayer outputs; this gives it the variance of one unscaled output (Radford et al. 2019,
-    section 2.3). None: as `kernel_init`.
-    """
+    """Return the initializer of projections onto the residual stream; None: as `kernel_init`."""
+    # Deviation initializer_range / sqrt(2 L). The stream is a sum of 2 L sublayer outputs; this gives it the variance
+    # of one unscaled output (Radford et al. 2019, section 2.3).
     spread = config.parameters.initializer_range
     if spread is None:
         return None
@@ -252,7 +250,7 @@ class Block(nn.Module):
             "sow_weights": self.execution.sow_weights,
         }
         if self.config.attention.mla is not None:
-            return LayerOutput(*self._latent_attention("self_attention", self.config.attention.mla, scheme)(x, **given))
+            return LayerOutput(*self._latent_attention(self.config.attention.mla, scheme)(x, **given))
         stored = None if self.kind.reads_kv is None else inputs.stored[self.kind.reads_kv]
         x, own = self._attention("self_attention", scheme)(x, position_table=table, stored=stored, **given)
         return LayerOutput(x, own) if self.kind.stores_kv is None else LayerOutput(x, own.cache, own)
@@ -282,16 +280,9 @@ class Block(nn.Module):
         if inputs.context is None and cache is None:
             raise ValueError("cross-attention has nothing to attend to: pass a context, or a cache filled with one.")
         attention = self._attention("cross_attention", NoPosition())
-        return LayerOutput(
-            *attention(
-                x,
-                inputs.context,
-                mask=inputs.context_mask,
-                cache=None if cache is None else cache.cross_attention,
-                deterministic=inputs.deterministic,
-                sow_weights=self.execution.sow_weights,
-            )
-        )
+        given = {"mask": inputs.context_mask, "cache": None if cache is None else cache.cross_attention}
+        given |= {"deterministic": inputs.deterministic, "sow_weights": self.execution.sow_weights}
+        return LayerOutput(*attention(x, inputs.context, **given))
 
     def apply_feed_forward(
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None, residual: Hidden | None = None
@@ -307,11 +298,7 @@ class Block(nn.Module):
             "activation": config.feed_forward.activation,
             "gated": config.feed_forward.gated,
             "use_bias": config.parameters.use_bias,
-            "kernel_init": kernel_init(config),
-            "output_init": output_init(config),
-            "dtype": config.dtype,
-            "param_dtype": config.parameters.dtype,
-            "quantization": Quantization.of(self.execution),
+            **self._map_options(),
         }
         if moe is None or moe.beside_dense:
             width = self.kind.d_ff or config.feed_forward_width
@@ -333,22 +320,19 @@ class Block(nn.Module):
         routed, aux = experts(self.norm("experts_norm")(residual), inputs.mask, residual, deterministic=not training)
         return LayerOutput(self.norm("dense_post_norm")(dense) + self.norm("experts_post_norm")(routed), aux=aux)
 
+    def _map_options(self) -> dict[str, Any]:
+        """Return the initializers, dtypes and quantization of the linear maps in a sublayer."""
+        dtypes = {"dtype": self.config.dtype, "param_dtype": self.config.parameters.dtype}
+        initializers = {"kernel_init": kernel_init(self.config), "output_init": output_init(self.config)}
+        return initializers | dtypes | {"quantization": Quantization.of(self.execution)}
+
     def _linear_attention(self, delta: GatedDelta) -> GatedDeltaNet:
-        config = self.config
         if not self.causal:
             raise ConfigError(
                 "gated_delta of a LayerKind is causal, but this stack is not. Remove it, or use a decoder."
             )
-        return GatedDeltaNet(
-            **{field.name: getattr(delta, field.name) for field in dataclasses.fields(delta)},
-            norm_epsilon=config.norm.epsilon,
-            kernel_init=kernel_init(config),
-            output_init=output_init(config),
-            dtype=config.dtype,
-            param_dtype=config.parameters.dtype,
-            quantization=Quantization.of(self.execution),
-            name="linear_attention",
-        )
+        options = {field.name: getattr(delta, field.name) for field in dataclasses.fields(delta)} | self._map_options()
+        return GatedDeltaNet(**options, norm_epsilon=self.config.norm.epsilon, name="linear_attention")
 
     def _attention(self, name: str, scheme: PositionScheme) -> MultiHeadAttention:
         config, kind = self.config, self.kind if name == "self_attention" else LayerKind()
@@ -369,10 +353,10 @@ class Block(nn.Module):
             **self._any_attention(name, scheme),
         )
 
-    def _latent_attention(self, name: str, mla: MLA, scheme: PositionScheme) -> LatentAttention:
+    def _latent_attention(self, mla: MLA, scheme: PositionScheme) -> LatentAttention:
         biases = self.config.attention.biases
         use_bias = self.config.parameters.use_bias if biases is None else bool(biases)
-        return LatentAttention(mla=mla, use_bias=use_bias, **self._any_attention(name, scheme))
+        return LatentAttention(mla=mla, use_bias=use_bias, **self._any_attention("self_attention", scheme))
 
     def _any_attention(self, name: str, scheme: PositionScheme) -> dict[str, Any]:
         config = self.config
@@ -382,12 +366,8 @@ class Block(nn.Module):
             "softcap": config.attention.softcap,
             "dropout_rate": config.attention.dropout_rate,
             "position": scheme,
-            "kernel_init": kernel_init(config),
-            "output_init": output_init(config),
             "implementation": self.execution.attention,
-            "dtype": config.dtype,
-            "param_dtype": config.parameters.dtype,
-            "quantization": Quantization.of(self.execution),
+            **self._map_options(),
             "name": name,
         }
 

@@ -406,13 +406,7 @@ def shard_map(
             return PartitionSpec(*(None if name in whole else mesh_axes(name) or None for name in names))
 
         # check_vma=False: kernels with a custom derivative don't declare which results are replicated; out_names does.
-        split = jax.shard_map(
-            function,
-            in_specs=tuple(spec(names) for names in in_names),
-            out_specs=spec(out_names),
-            axis_names=axes,
-            check_vma=False,
-        )
-        return split(*arrays)
+        specs = {"in_specs": tuple(spec(names) for names in in_names), "out_specs": spec(out_names)}
+        return jax.shard_map(function, **specs, axis_names=axes, check_vma=False)(*arrays)
 
     return run

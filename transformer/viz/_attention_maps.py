@@ -193,14 +193,8 @@ def _draw(
     figure.text(0.14 / width, 0.14 / height, note, **small)
     if legend:
         patch = Patch(facecolor=_HIDDEN, edgecolor=_HATCH, hatch="/////", linewidth=0, label="hidden by the mask")
-        figure.legend(
-            handles=[patch],
-            loc="lower right",
-            bbox_to_anchor=(1 - 0.05 / width, 0.04 / height),
-            frameon=False,
-            fontsize=_FONT_SIZE,
-            labelcolor="#777777",
-        )
+        place = {"loc": "lower right", "bbox_to_anchor": (1 - 0.05 / width, 0.04 / height)}
+        figure.legend(handles=[patch], **place, frameon=False, fontsize=_FONT_SIZE, labelcolor="#777777")
     _, bottom, _, down = page.place(0)
     tall = min(down, 2.4 / height)
     bar = figure.add_axes(((grid_width - 0.72) / width, bottom + down - tall, 0.12 / width, tall))

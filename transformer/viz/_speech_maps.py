@@ -99,15 +99,8 @@ def _draw(
     figure.text(0.14 / _WIDTH, 0.12 / tall, note, fontsize=8, color=_QUIET)
     left, width = _LEFT / _WIDTH, 1 - (_LEFT + _RIGHT) / _WIDTH
     sound = figure.add_axes((left, 1 - (_TOP + _SOUND) / tall, width, _SOUND / tall))
-    sound.imshow(
-        frames.T,
-        origin="lower",
-        aspect="auto",
-        cmap="Greys",
-        extent=(0, seconds, 0, frames.shape[1]),
-        vmin=-1,
-        vmax=1.5,
-    )
+    extent = (0, seconds, 0, frames.shape[1])
+    sound.imshow(frames.T, origin="lower", aspect="auto", cmap="Greys", extent=extent, vmin=-1, vmax=1.5)
     sound.set_ylabel("mel bin", fontsize=8, color=_QUIET)
     rows = len(labels) * _LINE
     axes = figure.add_axes((left, _BOTTOM / tall, width, rows / tall), sharex=sound)

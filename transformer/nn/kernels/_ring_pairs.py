@@ -139,14 +139,9 @@ class SplashPairs:
             ids = library.SegmentIds(*ids) if ids else None
             given = (query, key, value, ids, None, norm, out_grad, delta)
             (bq, bkv), (bq_dq, bkv_dq) = self.blocks.backward_keys, self.blocks.backward_queries
+            sizes = {"bq": bq, "bkv": bkv, "bkv_compute": bkv}
             _, key_grad, value_grad = library._splash_attention_bwd_dkv(
-                *given,
-                bq=bq,
-                bkv=bkv,
-                bkv_compute=bkv,
-                mask_info=keys_info(places),
-                use_fused_bwd_kernel=False,
-                **forms,
+                *given, **sizes, mask_info=keys_info(places), use_fused_bwd_kernel=False, **forms
             )
             query_grad = library._splash_attention_bwd_dq(
                 *given, bq=bq_dq, bkv=bkv_dq, mask_info=queries_info(places), **forms

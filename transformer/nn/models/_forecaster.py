@@ -87,9 +87,8 @@ class SeriesEncoder(Model):
             # One kernel per channel: (B, C, P, t) x (C, t, D) -> (B, C, P, D)
             self.channel_embedding = nn.vmap(Linear, axis_size=series.channels, **each)(*features)
         if series.class_token:
-            self.class_token = self.param(
-                "class_token", nn.initializers.zeros, (config.d_model,), config.parameters.dtype
-            )
+            zeros, dtype = nn.initializers.zeros, config.parameters.dtype
+            self.class_token = self.param("class_token", zeros, (config.d_model,), dtype)
         self.encoder = Encoder(config, causal=config.attention.causal, execution=self.execution)
 
     def __call__(

@@ -113,18 +113,16 @@ class VisionEncoder(Model):
                 f"input.resize_positions=True adds positions to the patches, got position={config.position} in "
                 f"addition. Set position=None."
             )
-        zeros, width = nn.initializers.zeros, (config.d_model,)
+        zeros, width, dtype = nn.initializers.zeros, (config.d_model,), config.parameters.dtype
+        normal = nn.initializers.normal(config.parameters.initializer_range or 0.02)
         if patches.class_token:
-            self.class_token = self.param("class_token", zeros, width, config.parameters.dtype)
+            self.class_token = self.param("class_token", zeros, width, dtype)
         if patches.distillation_token:
-            self.distillation_token = self.param("distillation_token", zeros, width, config.parameters.dtype)
+            self.distillation_token = self.param("distillation_token", zeros, width, dtype)
         if patches.registers:
-            init = nn.initializers.normal(config.parameters.initializer_range or 0.02)
-            shape = (patches.registers, config.d_model)
-            self.registers = self.param("registers", init, shape, config.parameters.dtype)
+            self.registers = self.param("registers", normal, (patches.registers, *width), dtype)
         if patches.resize_positions:
-            init = nn.initializers.normal(config.parameters.initializer_range or 0.02)
-            self.position_table = self.param("position_table", init, (patches.count, *width), config.parameters.dtype)
+            self.position_table = self.param("position_table", normal, (patches.count, *width), dtype)
         self.patch_embedding = make_linear(config, width, 3, use_bias=patches.use_bias)
         self.encoder = Encoder(config, causal=config.attention.causal, execution=self.execution)
         if pooling == "attention":
