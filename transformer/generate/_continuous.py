@@ -32,12 +32,10 @@ def decode_in_slots(
     cache_slots: int,
     new_slots: int,
 ) -> DecodeResult:
-    """Return the result of `decode` for all prompts, batches of one row, with at most `slots` rows at a time.
-
-    This is continuous batching (Yu et al. 2022, Orca, OSDI, section 4): new prompts are prefilled as soon as a row has
-    ended. Prompts with the same padded length share a prefill call, and the longest prompts come first. Each layer's
-    parameters are copied once, as in `with_unstacked_layers`.
-    """
+    """Return the result of `decode` for all prompts, batches of one row, with at most `slots` rows at a time."""
+    # This is continuous batching (Yu et al. 2022, Orca, OSDI, section 4): new prompts are prefilled as soon as a row
+    # has ended. Prompts with the same padded length share a prefill call, and the longest prompts come first. Each
+    # layer's parameters are copied once, as in `with_unstacked_layers`.
     order = sorted(range(len(prompts)), key=lambda number: -prompts[number].tokens.shape[1])
     stepper = Stepper(*copied_for_decoding(model, params), choice, eos_ids, limit)
     state = _free_slots(stepper.model, keys, slots, cache_slots, new_slots)

@@ -29,11 +29,9 @@ COPIED = 2**31
 
 
 def uses_unstacked_layers(model: CausalLM | Seq2Seq, params: Params) -> bool:
-    """Return whether the loop over tokens uses separate parameter arrays for each layer.
-
-    For this the decoder's parameters are copied once. It is the case if `execution.scan` is off, and on CPU if the
-    parameters are at most `COPIED` bytes: there it saves a third of the time per token (docs/benchmarks.md).
-    """
+    """Return whether the loop over tokens uses separate parameter arrays for each layer."""
+    # For this the decoder's parameters are copied once. It is the case if `execution.scan` is off, and on CPU if the
+    # parameters are at most `COPIED` bytes: there it saves a third of the time per token (docs/benchmarks.md).
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["decoder"]))
     return not model.execution.scan or (platform() == "cpu" and size <= COPIED)
 

@@ -15,10 +15,8 @@ import numpy as np
 
 
 def fill_page(name: str, title: str, program: str, data: Mapping[str, Any]) -> str:
-    """Return the ASCII page with the body NAME.html of this directory, a program, NAME.css, and the data.
-
-    Its content security policy allows exactly this program and this style sheet, and no network access.
-    """
+    """Return the ASCII page with the body NAME.html of this directory, a program, NAME.css, and the data."""
+    # Its content security policy allows exactly this program and this style sheet, and no network access.
     style = part(f"{name}.css")
     policy = f"default-src 'none'; img-src data:; style-src {digest(style)}; script-src {digest(program)}"
     parts = {

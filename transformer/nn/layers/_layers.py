@@ -141,12 +141,10 @@ def is_deterministic(module: nn.Module, deterministic: bool | None, *rates: floa
 
 
 def as_matrix(init: Initializer, contract: int = 1) -> Initializer:
-    """Wrap an initializer: it draws a kernel (*in, *out) as a matrix (prod(in), prod(out)) and reshapes it.
-
-    Initializers that scale by fan-in and fan-out (`nn.initializers.xavier_uniform()`) treat all axes except the last
-    two as a receptive field, so they would scale a kernel (D, N, H) wrongly. *in* has `contract` axes. A box around the
-    kernel (`nn.with_partitioning`, `nn.with_logical_partitioning`) is kept: its names are those of (*in, *out).
-    """
+    """Wrap an initializer: it draws a kernel (*in, *out) as a matrix and reshapes it; *in* has `contract` axes."""
+    # Initializers that scale by fan-in and fan-out (`nn.initializers.xavier_uniform()`) treat all axes except the last
+    # two as a receptive field, so they would scale a kernel (D, N, H) wrongly. A box around the kernel
+    # (`nn.with_partitioning`, `nn.with_logical_partitioning`) is kept: its names are those of (*in, *out).
 
     def init_kernel(key, shape, dtype=jnp.float32):
         matrix = math.prod(shape[:contract]), math.prod(shape[contract:])
