@@ -41,7 +41,10 @@ MAX_DIFFERENCES = 5
 MAX_UNKNOWN = 100
 """Maximum number of unknown fields that an error message lists, each with a suggestion."""
 
-_FREE_OF_EXPERTS = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
+LAYER_NORM = {"norm.kind": "layer_norm", "embedding.scale": False}
+"""Constants of families with LayerNorm and embeddings that are not scaled."""
+WITHOUT_BALANCE = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
+"""Fields of `MoE` that affect training only, for families whose files do not contain them."""
 
 Rules = Sequence[Rule] | Callable[[TransformerConfig], Sequence[Rule]]
 """Rules of a family, or a function that returns those for a config."""
@@ -213,11 +216,7 @@ class Family:
             )
 
     def write(self, config: TransformerConfig, architecture: str) -> Fields:
-        """Return a config.json for a model of this family.
-
-        Raises:
-            NoCounterpart: the family cannot describe the model; the message names the fields.
-        """
+        """Return a config.json for a model of this family. NoCounterpart names the fields that it can't describe."""
         head = self.heads[architecture]
         values: Fields = {"architectures": [architecture], "model_type": self.name}
         try:
@@ -289,19 +288,15 @@ def rename(links: Sequence[Link], named: Callable[[str], str]) -> list[Link]:
 def stack_places(model: nn.Module) -> dict[str, list[tuple[str, int | None]]]:
     """Return the path and index of each layer, for each stack of a model."""
     config, kind = model.config, kind_of(model)
-    encoder, decoder = config.num_layers, config.num_layers
-    if kind.compares:
-        both = {"text": config, "image": config.image_encoder}
-        return {f"{name}/encoder": layer_places(one, one.num_layers) for name, one in both.items()}
-    if kind.image_prompts:
-        image = config.image_encoder
-        return {
-            "image/encoder": layer_places(image, image.num_layers),
-            "decoder": layer_places(config, config.num_layers),
-        }
     if kind.source:
-        encoder, decoder = config.encoder_layers, config.decoder_layers
-    return {"encoder": layer_places(config, encoder), "decoder": layer_places(config, decoder)}
+        sizes = {"encoder": config.encoder_layers, "decoder": config.decoder_layers}
+        return {name: layer_places(config, layers) for name, layers in sizes.items()}
+    stacks = {"encoder": config, "decoder": config}
+    if kind.compares:
+        stacks = {"text/encoder": config, "image/encoder": config.image_encoder}
+    elif kind.image_prompts:
+        stacks = {"image/encoder": config.image_encoder, "decoder": config}
+    return {name: layer_places(one, one.num_layers) for name, one in stacks.items()}
 
 
 def canonical(config: TransformerConfig) -> Fields:
@@ -412,7 +407,7 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
     if kind.moe is not None:
         width = kind.moe.d_ff or config.feed_forward_width
         shared = (kind.moe.shared_d_ff or width) if kind.moe.shared_experts else None
-        changes["moe"] = replace(kind.moe, d_ff=width, shared_d_ff=shared, **_FREE_OF_EXPERTS)
+        changes["moe"] = replace(kind.moe, d_ff=width, shared_d_ff=shared, **WITHOUT_BALANCE)
     changes |= _heads(config, kind)
     if kind.moe is None or kind.moe.beside_dense:
         changes["d_ff"] = kind.d_ff or config.feed_forward_width
@@ -433,11 +428,7 @@ def _heads(config: TransformerConfig, kind: LayerKind) -> Fields:
 
 
 def read_fields(values: Fields, codecs: Sequence[Codec], constants: Fields) -> tuple[Fields, list[str]]:
-    """Convert the fields of a config.json, or of an object inside it, to fields of a TransformerConfig.
-
-    Returns:
-        The fields of the TransformerConfig, and the problems, one sentence each.
-    """
+    """Return the TransformerConfig fields that a config.json (or an object inside it) describes, and its faults."""
     changes, faults, known = dict(constants), [], set(NEUTRAL)
     for codec in codecs:
         known.update(codec.names)

@@ -193,6 +193,11 @@ class Field(Named):
         return {}
 
 
+def activation_field(name: str, default: str) -> Field:
+    """Return the field of the activation, written as its default: the reference rounds synonyms differently."""
+    return Field(name, "feed_forward.activation", default, {default: ACTIVATIONS[default]} | ACTIVATIONS)
+
+
 def sizes(**fields: tuple[str, int]) -> tuple[Field, ...]:
     """Return fields for model sizes, given as attribute=(name in config.json, default)."""
     return tuple(Field(name, attribute, default) for attribute, (name, default) in fields.items())

@@ -5,20 +5,14 @@ from __future__ import annotations
 from transformer.config._parts import HeadTransform
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
-from transformer.zoo._family import Family, Head, variants
+from transformer.zoo._family import LAYER_NORM, Family, Head, variants
 from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, Fixed, Labels, Unread, sizes, training_fields
 from transformer.zoo.weights._rules import MATRIX, SAME, Relation, Rule, WithUnread, linear, modules, norm
 
 REPEATED = WithUnread(lambda parameter: parameter)
 """One parameter stored as two equal tensors: the first is loaded, both are saved."""
 
-BERT_CONSTANTS = {
-    "norm.kind": "layer_norm",
-    "norm.position": "post",
-    "position": LearnedOptions(),
-    "embedding.norm": True,
-    "embedding.scale": False,
-}
+BERT_CONSTANTS = LAYER_NORM | {"norm.position": "post", "position": LearnedOptions(), "embedding.norm": True}
 """Constants of BERT and the families derived from it."""
 
 TANH_POOLER = HeadTransform(activation="tanh", norm=False)

@@ -25,12 +25,8 @@ BLENDERBOT = Family(
     heads={
         "BlenderbotForConditionalGeneration": Head(model=Seq2Seq, constants={"output.bias": True}, rules=(LOGITS_BIAS,))
     },
-    constants={
-        "norm.kind": "layer_norm",
-        "norm.epsilon": 1e-5,
-        "position": LearnedOptions(),
-        "parameters.use_bias": True,
-    },
+    constants={"norm.kind": "layer_norm", "norm.epsilon": 1e-5, "position": LearnedOptions()}
+    | {"parameters.use_bias": True},
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("max_position_embeddings", "position.max_length", 128),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import ALiBiOptions
-from transformer.zoo._family import Family, variants
+from transformer.zoo._family import LAYER_NORM, Family, variants
 from transformer.zoo._fields import Codec, Field, FieldError, Fields, Fixed, Unread, training_fields
 from transformer.zoo.families._gpt_neox import megatron_layer_rules
 from transformer.zoo.families._llama import decoder_heads
@@ -53,13 +53,9 @@ BLOOM = Family(
     title="BLOOM",
     citation="BigScience Workshop 2022, arXiv 2211.05100",
     heads=decoder_heads("Bloom"),
-    constants={
-        "norm.kind": "layer_norm",
-        "position": ALiBiOptions(),
-        "embedding.norm": True,
-        "parameters.use_bias": True,
-    }
-    | {"feed_forward.activation": "gelu_tanh", "embedding.scale": False},
+    constants=LAYER_NORM
+    | {"position": ALiBiOptions(), "embedding.norm": True}
+    | {"parameters.use_bias": True, "feed_forward.activation": "gelu_tanh"},
     fields=(
         Field("vocab_size", "vocab_size"),
         OneOf(("hidden_size", "n_embed"), "d_model"),

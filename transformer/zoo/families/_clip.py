@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from transformer.config._model import Images, TransformerConfig
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._dual import DualEncoder
-from transformer.zoo._family import Family, Head, Variant, read_fields, refuse, write_fields
-from transformer.zoo._fields import ACTIVATIONS, LARGE, Codec, Field, FieldError, Fields, Unread, sizes
+from transformer.zoo._family import LAYER_NORM, Family, Head, Variant, read_fields, refuse, write_fields
+from transformer.zoo._fields import LARGE, Codec, Field, FieldError, Fields, Unread, activation_field, sizes
 from transformer.zoo.families._bart import ATTENTION
 from transformer.zoo.families._vit import CONVOLUTION, PatchSizes
 from transformer.zoo.weights._rules import EachTensor, Rule, linear, modules, norm
@@ -101,8 +101,7 @@ def encoder_fields(
         *sizes(d_model=("hidden_size", width), num_layers=("num_hidden_layers", 12)),
         *sizes(num_heads=("num_attention_heads", heads)),
         Field("intermediate_size", "feed_forward.d_ff", d_ff),
-        # Written under its own name: the reference rounds synonyms differently.
-        Field("hidden_act", "feed_forward.activation", activation, {activation: ACTIVATIONS[activation]} | ACTIVATIONS),
+        activation_field("hidden_act", activation),
         Field("layer_norm_eps", "norm.epsilon", epsilon),
         Field("attention_dropout", "attention.dropout_rate", 0.0),
         Unread(("dropout", "initializer_range", "initializer_factor", *unread)),
@@ -117,12 +116,7 @@ def text_fields(vocab_size: int, length: int) -> tuple[Codec, ...]:
     )
 
 
-DUAL_CONSTANTS = {
-    "norm.kind": "layer_norm",
-    "position": LearnedOptions(),
-    "embedding.scale": False,
-    "output.pooling": "last",
-}
+DUAL_CONSTANTS = LAYER_NORM | {"position": LearnedOptions(), "output.pooling": "last"}
 """Constants of CLIP and SigLIP."""
 
 ENCODER_LAYER = {

@@ -10,7 +10,7 @@ import numpy as np
 from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import MLA, LayerKind, MoE
-from transformer.zoo._family import variants
+from transformer.zoo._family import WITHOUT_BALANCE, variants
 from transformer.zoo._fields import Biases, Codec, FieldError, Fields, Fixed, Unread, read_table, write_table
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
@@ -88,12 +88,11 @@ class FusedHeads(Relation):
         return MATRIX.save([np.concatenate(parameters, axis=2)])
 
 
-def interleaved_rules(tensor: str, parameter: str, size: int, *, first: bool = False) -> list[Rule]:
-    """Return the rules for a map of queries or keys whose rotated dimensions are `Interleaved`."""
-    return [
-        Rule(f"{tensor}.weight", f"{parameter}/kernel", Interleaved(MATRIX, size, first)),
-        Rule(f"{tensor}.bias", f"{parameter}/bias", Interleaved(VECTOR, size, first)),
-    ]
+def interleaved_rules(tensors: str, parameters: str, size: int, *, first: bool = False) -> list[Rule]:
+    """Return the rules for the maps of queries and keys, whose rotated dimensions are `Interleaved`."""
+    weight, bias = Interleaved(MATRIX, size, first), Interleaved(VECTOR, size, first)
+    queries = fused(f"{tensors}q_proj", [f"{parameters}query"], weight, bias)
+    return queries + fused(f"{tensors}k_proj", [f"{parameters}key"], weight, bias)
 
 
 _SIZES = {
@@ -189,8 +188,7 @@ class RoutedBehindDense(Codec):
         experts = read_table({"n_routed_experts": values.get("num_local_experts", 256)} | values, _EXPERTS)
         if not (shared := experts["shared_experts"]):
             raise FieldError(f"n_shared_experts is {shared!r}, but this family requires at least one shared expert")
-        free = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
-        moe = MoE(**experts, **free, scoring="sigmoid", e_score_correction_bias=True)
+        moe = MoE(**experts, **WITHOUT_BALANCE, scoring="sigmoid", e_score_correction_bias=True)
         return fold([LayerKind()] * dense + [LayerKind(moe=moe)] * (layers - dense))
 
     def write(self, config: TransformerConfig) -> Fields:

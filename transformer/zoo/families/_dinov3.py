@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformer.config._model import TransformerConfig
 from transformer.config._positions import RotaryGridOptions
 from transformer.nn.models._vision import VisionEmbedder
-from transformer.zoo._family import Family, Head, variants
+from transformer.zoo._family import LAYER_NORM, Family, Head, variants
 from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fields, Unread, sizes
 from transformer.zoo.families._vit import CONVOLUTION, PatchSizes, class_and_mask
 from transformer.zoo.weights._rules import Rule, linear, modules, norm, row
@@ -61,12 +61,7 @@ DINOV3 = Family(
     title="DINOv3",
     citation="Siméoni et al. 2025, arXiv 2508.10104",
     heads={"DINOv3ViTModel": Head(model=VisionEmbedder, base=True)},
-    constants={
-        "norm.kind": "layer_norm",
-        "position": RotaryGridOptions(),
-        "embedding.scale": False,
-        "output.pooling": "first",
-    },
+    constants=LAYER_NORM | {"position": RotaryGridOptions(), "output.pooling": "first"},
     fields=(
         *sizes(d_model=("hidden_size", 384), num_layers=("num_hidden_layers", 12)),
         *sizes(num_heads=("num_attention_heads", 6)),

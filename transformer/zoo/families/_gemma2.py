@@ -6,25 +6,16 @@ from dataclasses import dataclass
 
 from transformer.config._model import TransformerConfig
 from transformer.zoo._family import variants
-from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Converted, Field, Fields, Fixed, Unread
+from transformer.zoo._fields import Biases, Codec, Converted, Field, Fields, Fixed, Unread, activation_field
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
+from transformer.zoo.families._gemma import GEMMA1_CONSTANTS
 from transformer.zoo.families._qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows, local_layers
 from transformer.zoo.weights._rules import modules
 
-GEMMA_CONSTANTS = llama.DECODER_CONSTANTS | {
-    "norm.kind": "zero_centered_rms_norm",
-    "norm.position": "sandwich",
-    "embedding.scale": True,
-}
+GEMMA_CONSTANTS = GEMMA1_CONSTANTS | {"norm.position": "sandwich"}
 """Constants of Gemma 2 and 3."""
-GELU = Field(
-    "hidden_activation",
-    "feed_forward.activation",
-    "gelu_pytorch_tanh",
-    {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS,
-)
-"""Activation. It is written as gelu_pytorch_tanh, because the reference rounds its other tanh variants differently."""
+GELU = activation_field("hidden_activation", "gelu_pytorch_tanh")
 
 QUERY_SCALE = Converted(
     "query_pre_attn_scalar",

@@ -9,7 +9,7 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE, RotaryScaling
-from transformer.zoo._family import variants
+from transformer.zoo._family import WITHOUT_BALANCE, variants
 from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Fixed, read_table, write_table
 from transformer.zoo._rotary import read_rotary, write_rotary
 from transformer.zoo.families import _llama as llama
@@ -134,14 +134,8 @@ def _read_experts(values: Fields) -> MoE | None:
         return None
     if missing := [name for name in _EXPERTS if values.get(name) is None]:
         raise FieldError(f"enable_moe_block is True, but {', '.join(missing)} is not set")
-    return MoE(
-        **read_table(values, _EXPERTS),
-        router_norm=True,
-        expert_scale=True,
-        beside_dense=True,
-        load_balance_weight=0.0,
-        router_z_weight=0.0,
-    )
+    experts = read_table(values, _EXPERTS) | WITHOUT_BALANCE
+    return MoE(**experts, router_norm=True, expert_scale=True, beside_dense=True)
 
 
 def _own_heads(values: Fields, types: Sequence[str]) -> list[dict[str, int]]:

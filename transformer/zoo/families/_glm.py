@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from transformer.config._model import TransformerConfig
-from transformer.zoo._family import Family, variants
+from transformer.zoo._family import Variant, variants
 from transformer.zoo._fields import Converted
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families._deepseek_v3 import interleaved_rules
-from transformer.zoo.families._llama import DECODER_CONSTANTS, decoder_family, decoder_fields
+from transformer.zoo.families._llama import DECODER_CONSTANTS, decoder_family, decoder_fields, decoder_heads
 from transformer.zoo.families._phi3 import fused_feed_forward_rules
 from transformer.zoo.weights._rules import Rule, modules, norm
 
@@ -28,48 +28,42 @@ _POST_NORMS = {"attention_post_norm": "post_self_attn_layernorm", "feed_forward_
 def _rules(config: TransformerConfig) -> list[Rule]:
     layer, ours = "model.layers.{layer}.", "decoder/{layer}/"
     attention, rotated = f"{ours}self_attention/", config.rotary.dim or config.size_of_head
-    rules = [
+    return [
         Rule("model.embed_tokens.weight", "embedding/embedding"),
         *norm("model.norm", "decoder/final_norm"),
         *modules(layer, ours, _PRE_NORMS | _POST_NORMS),
         *modules(f"{layer}self_attn.", attention, {"value": "v_proj", "out": "o_proj"}),
         *fused_feed_forward_rules(),
+        *interleaved_rules(f"{layer}self_attn.", attention, rotated, first=True),
     ]
-    for name, theirs in {"query": "q_proj", "key": "k_proj"}.items():
-        rules += interleaved_rules(f"{layer}self_attn.{theirs}", f"{attention}{name}", rotated, first=True)
-    return rules
 
 
-def _family(reference: str, variant: str, hub: str, parameters: int, **facts: Any) -> Family:
-    return decoder_family(
-        reference,
-        fields=(
-            *decoder_fields(epsilon=1.5625e-07, kv_heads=2, head_dim=128),
-            *(Rope(default_share=0.5), _INPUT_BIASES),
-        ),
-        rules=_rules,
-        variants=variants(
-            "zai-org/", {variant: (hub, parameters, 4096, 13_696, 40, 32, 2)}, head_dim=128, vocab_size=151_552
-        ),
-        **facts,
-    )
+def _variants(name: str, hub: str, parameters: int) -> dict[str, Variant]:
+    sizes = (4096, 13_696, 40, 32, 2)
+    return variants("zai-org/", {name: (hub, parameters, *sizes)}, head_dim=128, vocab_size=151_552)
 
 
-GLM = _family(
+GLM = decoder_family(
     "Glm",
-    *("glm-4-9b", "glm-4-9b-hf", 9_399_951_360),
     name="glm",
     title="GLM-4",
     citation="Team GLM 2024, arXiv 2406.12793",
+    fields=(
+        *decoder_fields(epsilon=1.5625e-07, kv_heads=2, head_dim=128),
+        *(Rope(default_share=0.5), _INPUT_BIASES),
+    ),
+    rules=_rules,
+    variants=_variants("glm-4-9b", "glm-4-9b-hf", 9_399_951_360),
 )
 """GLM-4 of 2024."""
 
-GLM4 = _family(
-    "Glm4",
-    *("glm-4-9b-0414", "GLM-4-9B-0414", 9_400_279_040),
+GLM4 = replace(
+    GLM,
     name="glm4",
     title="GLM-4 (0414)",
     citation="Team GLM 2025, https://huggingface.co/zai-org/GLM-4-9B-0414",
+    heads=decoder_heads("Glm4"),
     constants=DECODER_CONSTANTS | {"norm.position": "sandwich"},
+    variants=_variants("glm-4-9b-0414", "GLM-4-9B-0414", 9_400_279_040),
 )
 """GLM-4 of 2025, with a norm behind each sublayer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transformer.config._positions import LearnedOptions
-from transformer.zoo._family import Family, variants
+from transformer.zoo._family import LAYER_NORM, Family, variants
 from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Unread, sizes, training_fields
 from transformer.zoo.families._llama import LANGUAGE_MODEL, LAST_TOKEN
 from transformer.zoo.weights._rules import SAME, VECTOR, Fused, Reshaped, Rule, fused, linear, norm
@@ -39,12 +39,7 @@ GPT2 = Family(
     title="GPT-2",
     citation="Radford et al. 2019, Language Models are Unsupervised Multitask Learners",
     heads={"GPT2LMHeadModel": LANGUAGE_MODEL, "GPT2ForSequenceClassification": LAST_TOKEN},
-    constants={
-        "norm.kind": "layer_norm",
-        "position": LearnedOptions(),
-        "parameters.use_bias": True,
-        "embedding.scale": False,
-    },
+    constants=LAYER_NORM | {"position": LearnedOptions(), "parameters.use_bias": True},
     fields=(
         Field("n_positions", "position.max_length", 1024),
         *sizes(vocab_size=("vocab_size", 50257), d_model=("n_embd", 768)),

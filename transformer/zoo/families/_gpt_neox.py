@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transformer.config._positions import RotaryOptions
 from transformer.nn.models._causal_lm import CausalLM
-from transformer.zoo._family import Family, Head, variants
+from transformer.zoo._family import LAYER_NORM, Family, Head, variants
 from transformer.zoo._fields import ACTIVATIONS, LAYER_SIZES, Field, Unread, training_fields
 from transformer.zoo._rotary import Rope
-from transformer.zoo.families._llama import LAST_TOKEN
+from transformer.zoo.families._llama import DECODER_SIZES, LAST_TOKEN
 from transformer.zoo.weights._rules import MATRIX, VECTOR, FusedByHead, Rule, fused, modules, norm
 
 
@@ -37,6 +37,9 @@ _RULES = [
     *norm("gpt_neox.final_layer_norm", "decoder/final_norm"),
 ]
 
+# The first of several synonyms is written.
+_ACTIVATIONS = {"gelu": "gelu_erf", "gelu_fast": "gelu_tanh"} | ACTIVATIONS
+
 _VARIANTS = {
     "pythia-70m": (70_426_624, 512, 2048, 6, 8, 50_304),
     "pythia-160m": (162_322_944, 768, 3072, 12, 12, 50_304),
@@ -57,24 +60,10 @@ GPT_NEOX = Family(
         "GPTNeoXForCausalLM": Head(model=CausalLM, rules=(Rule("embed_out.weight", "output/kernel", MATRIX),)),
         "GPTNeoXForSequenceClassification": LAST_TOKEN,
     },
-    constants={
-        "norm.kind": "layer_norm",
-        "position": RotaryOptions(),
-        "parameters.use_bias": True,
-        "embedding.scale": False,
-    },
+    constants=LAYER_NORM | {"position": RotaryOptions(), "parameters.use_bias": True},
     fields=(
-        Field("vocab_size", "vocab_size"),
-        Field("hidden_size", "d_model"),
-        Field("intermediate_size", "feed_forward.d_ff"),
-        Field("num_hidden_layers", "num_layers"),
-        Field("num_attention_heads", "num_heads"),
-        Field(
-            "hidden_act",
-            "feed_forward.activation",
-            "gelu",
-            {"gelu": "gelu_erf", "gelu_fast": "gelu_tanh"} | ACTIVATIONS,
-        ),
+        *DECODER_SIZES,
+        Field("hidden_act", "feed_forward.activation", "gelu", _ACTIVATIONS),
         Field("layer_norm_eps", "norm.epsilon", 1e-5),
         Field("use_parallel_residual", "norm.position", True, {True: "parallel", False: "pre"}),
         Field("attention_bias", "attention.biases", True, {True: None, False: ()}),

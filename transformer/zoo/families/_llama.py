@@ -31,32 +31,25 @@ COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
 FEED_FORWARD = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 """Maps of a layer, and the names of their tensors in Llama and most later families."""
+_ATTENTION_PATHS = ("model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/")
 
 
 def attention_rules(*maps: str) -> list[Rule]:
     """Return the rules for embeddings, attention maps (by default all) and the final norm, with the names of Llama."""
-    layer, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
     names = {name: ATTENTION[name] for name in maps or ATTENTION}
     return [
         Rule("model.embed_tokens.weight", "embedding/embedding"),
-        *modules(layer, ours, names),
+        *modules(*_ATTENTION_PATHS, names),
         *norm("model.norm", "decoder/final_norm"),
     ]
 
 
 FEED_FORWARD_RULES = modules("model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/", FEED_FORWARD)
 """Rules for a gated feed-forward layer."""
-NORM_RULES = modules(
-    "model.layers.{layer}.",
-    "decoder/{layer}/",
-    {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"},
-)
+_NORMS = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
+NORM_RULES = modules("model.layers.{layer}.", "decoder/{layer}/", _NORMS)
 """Rules for the two norms of a pre-norm layer."""
-QK_NORM_RULES = modules(
-    "model.layers.{layer}.self_attn.",
-    "decoder/{layer}/self_attention/",
-    {"query_norm": "q_norm", "key_norm": "k_norm"},
-)
+QK_NORM_RULES = modules(*_ATTENTION_PATHS, {"query_norm": "q_norm", "key_norm": "k_norm"})
 """Rules for query and key norms, with the names that Qwen 3, Gemma 3 and OLMo 2 share."""
 DECODER_RULES = [*attention_rules(), *NORM_RULES, *FEED_FORWARD_RULES]
 """Rules of Llama and of families with the same tensor names."""
@@ -89,6 +82,14 @@ class Heads(Codec):
         return {"num_key_value_heads": config.kv_heads, "head_dim": config.size_of_head}
 
 
+DECODER_SIZES = (
+    Field("vocab_size", "vocab_size"),
+    Field("hidden_size", "d_model"),
+    Field("intermediate_size", "feed_forward.d_ff"),
+    Field("num_hidden_layers", "num_layers"),
+    Field("num_attention_heads", "num_heads"),
+)
+"""Fields for sizes that a config.json of a decoder must contain."""
 SILU = Field("hidden_act", "feed_forward.activation", "silu", ACTIVATIONS)
 """Default field for the activation of a decoder family."""
 
@@ -103,11 +104,7 @@ def decoder_fields(
 ) -> tuple[Field, ...]:
     """Return the fields that Llama and later decoders share; the arguments are the defaults that differ per family."""
     return (
-        Field("vocab_size", "vocab_size"),
-        Field("hidden_size", "d_model"),
-        Field("intermediate_size", "feed_forward.d_ff"),
-        Field("num_hidden_layers", "num_layers"),
-        Field("num_attention_heads", "num_heads"),
+        *DECODER_SIZES,
         Heads(kv_heads, head_dim),
         activation,
         Field("rms_norm_eps", "norm.epsilon", epsilon),
@@ -148,13 +145,8 @@ def decoder_heads(name: str) -> dict[str, Head]:
 
 def decoder_family(reference: str, **facts: Any) -> Family:
     """Return a family that equals Llama except for the given fields; `reference` begins the class names there."""
-    alike = {
-        "heads": decoder_heads(reference),
-        "constants": DECODER_CONSTANTS,
-        "rules": DECODER_RULES,
-        "prefix": "model.",
-    }
-    return Family(**alike | {"copies": COPIES} | facts)
+    alike = {"heads": decoder_heads(reference), "constants": DECODER_CONSTANTS, "rules": DECODER_RULES}
+    return Family(prefix="model.", **alike | {"copies": COPIES} | facts)
 
 
 LLAMA3_SCALING = {

@@ -9,7 +9,7 @@ from transformer.config._layer_patterns import fold
 from transformer.config._model import TransformerConfig
 from transformer.config._options import QKNorm
 from transformer.config._parts import LayerKind, MoE, QueryTemperature
-from transformer.zoo._family import variants
+from transformer.zoo._family import WITHOUT_BALANCE, variants
 from transformer.zoo._fields import Biases, Codec, Field, FieldError, Fields, Unread, read_table, write_table
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families import _llama as llama
@@ -67,13 +67,11 @@ class ChunkedAndRouted(Codec):
         if values.get("attn_temperature_tuning", True):
             temperature = QueryTemperature(**read_table(values, _TEMPERATURE))
         moe = MoE(
-            **read_table(values, _EXPERTS),
+            **read_table(values, _EXPERTS) | WITHOUT_BALANCE,
             shared_experts=1,
             scoring="sigmoid",
             normalize_weights=False,
             scale_inputs=True,
-            load_balance_weight=0.0,
-            router_z_weight=0.0,
         )
         kinds = [
             LayerKind(
@@ -136,12 +134,10 @@ def _routed(values: Fields, layers: int) -> set[int]:
 def _rules(config: TransformerConfig) -> list[Rule]:
     attention, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.feed_forward."
     heads, feed_forward = "decoder/{layer}/self_attention/", "decoder/{layer}/feed_forward/"
-    rules = llama.attention_rules("value", "out")
-    for name, theirs in {"query": "q_proj", "key": "k_proj"}.items():
-        rules += interleaved_rules(f"{attention}{theirs}", f"{heads}{name}", config.size_of_head)
     gate_and_up = (f"{feed_forward}experts/gate/kernel", f"{feed_forward}experts/up/kernel")
     return [
-        *rules,
+        *llama.attention_rules("value", "out"),
+        *interleaved_rules(attention, heads, config.size_of_head),
         *llama.NORM_RULES,
         *modules(mlp, feed_forward, llama.FEED_FORWARD),
         *linear(f"{mlp}router", f"{feed_forward}router"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transformer.config._positions import LearnedOptions
-from transformer.zoo._family import Family, Variant
+from transformer.zoo._family import LAYER_NORM, Family, Variant
 from transformer.zoo._fields import ACTIVATIONS, Converted, Field, Fixed, Json, Unread
 from transformer.zoo.families._bart import FEED_FORWARD, UNUSED_ROWS, attention_rules
 from transformer.zoo.families._llama import decoder_heads
@@ -45,7 +45,7 @@ OPT = Family(
     title="OPT",
     citation="Zhang et al. 2022, arXiv 2205.01068",
     heads=decoder_heads("OPT"),
-    constants={"norm.kind": "layer_norm", "norm.epsilon": 1e-5, "position": LearnedOptions(), "embedding.scale": False},
+    constants=LAYER_NORM | {"norm.epsilon": 1e-5, "position": LearnedOptions()},
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("hidden_size", "d_model"),

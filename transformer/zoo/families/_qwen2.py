@@ -27,10 +27,7 @@ def check_types(types: Sequence[str], layers: int, kind: str, other: str) -> Non
 
 def check_layer_types(types: Sequence[str], layers: int, window: int | None) -> None:
     """Raise FieldError if `layer_types` has unknown names, has the wrong length, or uses an undefined window."""
-    if strange := sorted(set(map(str, types)) - {SLIDING, FULL}):
-        raise FieldError(f"layer_types has {', '.join(strange)}, which is not supported (supported: {SLIDING}, {FULL})")
-    if len(types) != layers:
-        raise FieldError(f"layer_types has {len(types)} names, but the model has {layers} layers")
+    check_types(types, layers, SLIDING, FULL)
     if SLIDING in types and window is None:
         raise FieldError(
             f"layer_types has {SLIDING}, but there is no window: sliding_window is not set, or disabled by "

@@ -46,11 +46,8 @@ class RotaryLayers(Codec):
         # The names are also checked without use_sliding_window: whether the reference then applies the windows depends
         # on its attention implementation.
         check_layer_types(types, len(rotary), window)
-        kinds = [
-            LayerKind(window=window if name == SLIDING else None, rotary=one)
-            for name, one in zip(types, rotary, strict=True)
-        ]
-        return fold(kinds)
+        windows = [window if name == SLIDING else None for name in types]
+        return fold([LayerKind(window=size, rotary=one) for size, one in zip(windows, rotary, strict=True)])
 
     def write(self, config: TransformerConfig) -> Fields:
         kinds = layer_kinds(config, config.num_layers)

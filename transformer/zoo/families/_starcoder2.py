@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from transformer.config._positions import RotaryOptions
-from transformer.zoo._family import variants
-from transformer.zoo._fields import ACTIVATIONS, LAYER_SIZES, Field, Fixed, Unread, sizes, training_fields
+from transformer.zoo._family import LAYER_NORM, variants
+from transformer.zoo._fields import LAYER_SIZES, Field, Fixed, Unread, activation_field, sizes, training_fields
 from transformer.zoo._rotary import Rope
 from transformer.zoo.families._llama import NORM_RULES, Heads, attention_rules, decoder_family
 from transformer.zoo.families._mistral import same_window
@@ -23,18 +23,13 @@ STARCODER2 = decoder_family(
     name="starcoder2",
     title="StarCoder 2",
     citation="Lozhkov et al. 2024, arXiv 2402.19173",
-    constants={"norm.kind": "layer_norm", "position": RotaryOptions(), "embedding.scale": False},
+    constants=LAYER_NORM | {"position": RotaryOptions()},
     fields=(
         *sizes(vocab_size=("vocab_size", 49_152), d_model=("hidden_size", 3072)),
         Field("intermediate_size", "feed_forward.d_ff", 12_288),
         *sizes(num_layers=("num_hidden_layers", 30), num_heads=("num_attention_heads", 24)),
         Heads(2, None),
-        Field(
-            "hidden_act",
-            "feed_forward.activation",
-            "gelu_pytorch_tanh",
-            {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS,
-        ),
+        activation_field("hidden_act", "gelu_pytorch_tanh"),
         Field("norm_epsilon", "norm.epsilon", 1e-5),
         Field("use_bias", "parameters.use_bias", True),
         Field("tie_word_embeddings", "embedding.tie", True),

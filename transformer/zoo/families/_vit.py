@@ -11,7 +11,7 @@ from transformer.config._model import TransformerConfig
 from transformer.config._parts import Patches
 from transformer.config._positions import LearnedOptions
 from transformer.nn.models._vision import VisionClassifier, VisionEmbedder
-from transformer.zoo._family import Family, Head, variants
+from transformer.zoo._family import LAYER_NORM, Family, Head, variants
 from transformer.zoo._fields import LARGE, Codec, Converted, FieldError, Fields, Fixed, Labels, Unread, training_fields
 from transformer.zoo.families._bert import LAYER_FIELDS, TANH_POOLER
 from transformer.zoo.weights._rules import EachTensor, Relation, Rule, WithUnread, linear, modules, norm, row
@@ -117,12 +117,7 @@ VIT_LAYER = {
     "feed_forward/down": "output.dense",
 }
 
-VIT_CONSTANTS = {
-    "norm.kind": "layer_norm",
-    "position": LearnedOptions(),
-    "embedding.scale": False,
-    "output.pooling": "first",
-}
+VIT_CONSTANTS = LAYER_NORM | {"position": LearnedOptions(), "output.pooling": "first"}
 """Constants of ViT and families derived from it."""
 
 POOLER = (r"(\w+\.)?pooler\.dense\.(weight|bias)", r"(\w+\.)?embeddings\.mask_token")
