@@ -20,6 +20,7 @@ from transformer.cli._sampling import ChatOptions, SamplingCommand
 from transformer.cli._streams import decode_argument
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._local_paths import local_path
+from transformer.config._replaced_files import replace_file
 from transformer.config._untrusted import bounded_lines
 
 if TYPE_CHECKING:
@@ -202,9 +203,7 @@ class Conversation:
         path = local_path(name, "the file of /save").expanduser()
         if path.exists() and path.resolve() not in self._saved:
             raise ConfigError(f"{path} exists, and this conversation did not write it. Use another name.")
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        replace_file(path, json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n")
         self._saved.add(path.resolve())
         print(f"wrote {len(self.messages)} messages into {path}", file=sys.stderr)
 

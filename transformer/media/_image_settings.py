@@ -10,6 +10,7 @@ from typing import Any
 
 from transformer.config._checks import ConfigError, nearest
 from transformer.config._local_paths import local_path
+from transformer.config._replaced_files import replace_file
 from transformer.config._untrusted import read_json_object
 from transformer.media._images import ImageProcessor
 
@@ -237,11 +238,7 @@ def save_image_processor(processor: ImageProcessor, directory: str | os.PathLike
         The path of the file.
     """
     path = local_path(directory, "directory") / SETTINGS_FILES[0]
-    values = to_settings(processor)
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-    return path
+    return replace_file(path, json.dumps(to_settings(processor), indent=2) + "\n")
 
 
 def to_settings(processor: ImageProcessor) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from transformer.config._execution import Execution
 from transformer.config._local_paths import local_path
 from transformer.config._model import TransformerConfig
 from transformer.config._recipe_files import SAVED_RECIPE
+from transformer.config._replaced_files import replace_file
 from transformer.config._untrusted import parse_json, read_bounded
 from transformer.data._config import shared_rows
 from transformer.data.kinds import PLACES, DataConfig
 from transformer.nn._sharding import ParallelConfig
-from transformer.training._files import replace_text
 from transformer.training._serial import decode, encode, flatten
 from transformer.training._settings import (
     CheckpointConfig,
@@ -265,7 +265,7 @@ def from_json(values: Any, where: str = "recipe") -> Recipe:
 
 def save_recipe(recipe: Recipe, workdir: str | os.PathLike) -> Path:
     """Write `workdir/recipe.json` atomically and return its path."""
-    return replace_text(Path(workdir) / FILE, json.dumps(to_json(recipe), indent=2) + "\n")
+    return replace_file(Path(workdir) / FILE, json.dumps(to_json(recipe), indent=2) + "\n")
 
 
 def load_recipe(workdir: str | os.PathLike) -> Recipe:

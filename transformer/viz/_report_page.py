@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer.config._local_paths import local_path
+from transformer.config._replaced_files import replace_file
 from transformer.viz._output_files import HTML_MARK, check_replaceable
 from transformer.viz._page_parts import digest
 from transformer.viz._report_curves import (
@@ -125,10 +126,7 @@ def save_report(
         check_replaceable([path, *(_picture(path, chart) for chart, _ in charts)])
     page = _page(runs, charts, title, made)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
-    os.replace(partial, path)
-    paths = [path]
+    paths = [replace_file(path, page, errors="xmlcharrefreplace")]
     for chart, lines in charts:
         paths.append(_picture(path, chart))  # `save_png` creates the directory
         save_png(chart, lines, paths[-1])

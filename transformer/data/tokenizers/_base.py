@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from transformer.config._checks import nearest, shortened
 from transformer.config._local_paths import local_path
+from transformer.config._replaced_files import replace_file
 from transformer.data.tokenizers._normalization import NORMALIZERS
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<mask>")
@@ -144,10 +145,7 @@ class Tokenizer(ABC):
         """Write `tokenizer.json` into a directory, which is created if missing."""
         path = local_path(directory, "directory") / TOKENIZER_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Replacing the file is atomic: an interrupted save never leaves a damaged file.
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.state(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        replace_file(path, json.dumps(self.state(), ensure_ascii=False, indent=1) + "\n")
 
     def save_alone(self, directory: str | os.PathLike) -> None:
         """Write all files that `load_tokenizer` needs into a directory that has no model."""

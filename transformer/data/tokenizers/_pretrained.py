@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformer.config._checks import shortened
 from transformer.config._local_paths import local_path
+from transformer.config._replaced_files import replace_file
 from transformer.config._untrusted import MAX_JSON_BYTES, parse_json, read_bounded
 from transformer.data.tokenizers._base import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
 from transformer.data.tokenizers._byte_level import byte_level_bytes
@@ -246,19 +247,15 @@ class PretrainedTokenizer(Tokenizer):
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             if name != "config.json":
-                partial = directory / f"{name}.partial"
-                partial.parent.mkdir(exist_ok=True)
-                partial.write_bytes(content)
-                partial.replace(directory / name)
+                (directory / name).parent.mkdir(exist_ok=True)
+                replace_file(directory / name, content)
 
     def save_alone(self, directory: str | os.PathLike) -> None:
         """Write the tokenizer files, and a config.json with only the tokenizer fields."""
         self.save(directory)
         given = _object("config.json", self.files)
         kept = {name: value for name, value in given.items() if name.endswith("_token_id")} | {"vocab_size": self._size}
-        partial = Path(directory) / "config.json.partial"
-        partial.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        partial.replace(Path(directory) / "config.json")
+        replace_file(Path(directory) / "config.json", json.dumps(kept, indent=1) + "\n")
 
     def state(self) -> dict[str, Any]:
         """Return JSON values that identify this tokenizer: the hash of its file, and the special tokens."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
+from transformer.config._replaced_files import replace_file
 from transformer.config._untrusted import parse_json, read_bounded
 from transformer.data._conversations import marked
 from transformer.data._dataset import Dataset
-from transformer.training._files import replace_text
 from transformer.viz._records import read_metrics
 
 SAMPLES = "samples.txt"
@@ -58,7 +58,7 @@ def cut_samples(workdir: Path, step: int) -> None:
     for index, line in enumerate(lines):
         number = line.removeprefix(_HEADER).removesuffix(" ===\n")
         if line.startswith(_HEADER) and number.isdecimal() and int(number) > step:
-            replace_text(path, "".join(lines[:index]), errors="surrogateescape")
+            replace_file(path, "".join(lines[:index]), errors="surrogateescape")
             return
 
 
@@ -87,7 +87,7 @@ def example_lines(dataset: Dataset) -> str:
 def save_example(workdir: Path, dataset: Dataset) -> None:
     """Write the training example of a dataset with marked trained parts into example.json, if it has one."""
     if dataset.example:
-        replace_text(workdir / EXAMPLE, json.dumps(dataset.example) + "\n")
+        replace_file(workdir / EXAMPLE, json.dumps(dataset.example) + "\n")
 
 
 def read_example(workdir: str | os.PathLike) -> list[tuple[str, bool]]:

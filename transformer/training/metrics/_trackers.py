@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Protocol
 
 from transformer.config._checks import ConfigError
+from transformer.config._replaced_files import replace_file
 from transformer.config._untrusted import parse_json, read_bounded
-from transformer.training._files import replace_text
 from transformer.training._recipe import Recipe, to_json
 
 FILE = "trackers.json"
@@ -161,7 +161,7 @@ class Trackers:
                 ) from error
         if names:
             ids = known | {name: tracker.id for name, tracker in self._open.items()}
-            replace_text(workdir / FILE, json.dumps(ids, indent=2) + "\n")
+            replace_file(workdir / FILE, json.dumps(ids, indent=2) + "\n")
 
     def log(self, step: int, numbers: Numbers) -> None:
         """Record the values of a step in all trackers."""

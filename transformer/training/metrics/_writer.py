@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,44 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from transformer.training._files import AppendedFile, replace_text
+from transformer.config._replaced_files import replace_file
 from transformer.training.metrics._trackers import Trackers
 from transformer.viz._records import metrics_lines, read_metrics
+
+
+class AppendedFile:
+    """File that is open for appending, without a buffer; created if it does not exist.
+
+    A record is in the file as soon as `write` returns. A failed write leaves no buffer that would fail again when the
+    file is closed. All errors of the system are OSErrors with the path and the remedy.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
+
+    def write(self, content: bytes) -> None:
+        """Append the content. Raises OSError, for example if the disk is full."""
+        with self._explained():
+            while content:  # on a nearly full disk, `write` may write only a part
+                content = content[self._file.write(content) :]
+
+    def sync(self) -> None:
+        """Flush the file to disk. Raises OSError."""
+        with self._explained():
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            remedy = "free some space or choose another workdir, then rerun the command"
+            raise OSError(error.errno, f"{error.strerror}; {remedy}", str(self._path)) from error
 
 
 class BoardWriter:
@@ -98,7 +133,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         kept = []
         if restored_step is not None and self._path.exists():
             kept = [line for line, record in metrics_lines(self._path) if record["step"] <= restored_step]
-        self._file = AppendedFile(replace_text(self._path, "".join(line + "\n" for line in kept)))
+        self._file = AppendedFile(replace_file(self._path, "".join(line + "\n" for line in kept)))
         self._board = BoardWriter(self._path.parent / "tensorboard", restored_step) if tensorboard else None
         self._trackers = trackers
 

@@ -11,13 +11,13 @@ import flax.linen as nn
 from jaxtyping import PyTree
 
 from transformer.config._progress import counting
+from transformer.config._replaced_files import replace_file
 from transformer.data._dataset import Example
 from transformer.data.tokenizers._base import Tokenizer
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import Beam
 from transformer.generate._generation import generate
 from transformer.generate._sampling import Sampling
-from transformer.training._files import replace_text
 from transformer.training.tasks._evaluation import Evaluation
 
 T = TypeVar("T")
@@ -189,4 +189,4 @@ def line(text: str) -> str:
 
 def write_lines(path: Path, texts: Iterable[str]) -> None:
     """Write each text as a line of a file, atomically."""
-    replace_text(path, "".join(f"{line(text)}\n" for text in texts))
+    replace_file(path, "".join(f"{line(text)}\n" for text in texts))

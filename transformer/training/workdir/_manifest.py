@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformer.training._files import replace_text
+from transformer.config._replaced_files import replace_file
 
 FORMAT = 1
 """version of the manifest format"""
@@ -95,7 +95,7 @@ def find_steps(root: Path) -> list[int]:
 def record_first(workdir: Path, step: int) -> None:
     """Record the first checkpoint of a workdir, if none is recorded yet."""
     if not (workdir / FIRST).exists():
-        replace_text(workdir / FIRST, json.dumps({"step": step}) + "\n")
+        replace_file(workdir / FIRST, json.dumps({"step": step}) + "\n")
 
 
 def free_name(first: str) -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer.config._checks import shortened
+from transformer.config._replaced_files import replace_file
 from transformer.config._untrusted import parse_json, read_bounded, regular_file
 from transformer.zoo.weights._files import INDEX_FILE, SHOWN
 from transformer.zoo.weights._header import WeightsError
@@ -44,9 +45,7 @@ def write_integrity(directory: str | os.PathLike, example: Mapping[str, Any] | N
         digests = list(pool.map(lambda name: _digest(directory / name), names))
     values = {"about": _ABOUT, "format": FORMAT, "files": dict(zip(names, digests, strict=True))}
     values |= {} if example is None else {"example": example}
-    partial = directory / f"{INTEGRITY_FILE}.partial"
-    partial.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(directory / INTEGRITY_FILE)
+    replace_file(directory / INTEGRITY_FILE, json.dumps(values, indent=2, allow_nan=False) + "\n")
 
 
 def read_integrity(directory: str | os.PathLike) -> dict[str, Any] | None:
