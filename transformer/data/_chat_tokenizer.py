@@ -71,11 +71,8 @@ def chat_tokenizer(
     """Return a tokenizer with a chat template: that of a model (`given`), or a new one that is built from texts.
 
     The template writes words of its own between the messages of the conversations, such as names of roles: a new
-    vocabulary of characters or words contains these, too.
-
-    Raises:
-        ConfigError: the template does not parse; or there is no template, and no end token for the default one.
-        ValueError: the template refuses a conversation.
+    vocabulary of characters or words contains these, too. ConfigError if the template does not parse, or there is none
+    and no end token for the default one; ValueError if it refuses a conversation.
     """
     template = None
     if template_path is not None:

@@ -33,12 +33,9 @@ def hide(
     """Mask tokens as in BERT (Devlin et al. 2018, arXiv 1810.04805, section 3.1 and appendix A.1).
 
     Of the positions in `may_hide`, a `share` is selected. Of these tokens, 80 % become `mask_id`, 10 % become a random
-    one of `text_ids`, and 10 % are unchanged: texts in later fine-tuning have no mask tokens. Returns the model input,
-    and the selected positions.
-
-    Args:
-        draws: three uniform random numbers from [0, 1) per position: the first selects it, the second decides whether
-            it is masked, replaced or unchanged, and the third selects the random token.
+    one of `text_ids`, and 10 % are unchanged: texts in later fine-tuning have no mask tokens. `draws` has three uniform
+    random numbers from [0, 1) per position: the first selects it, the second decides whether it is masked, replaced or
+    unchanged, and the third selects the random token. Returns the model input, and the selected positions.
     """
     chosen = may_hide & (draws[..., 0] < share)
     # floor(u V) is uniform over 0 to V - 1.

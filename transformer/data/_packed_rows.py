@@ -44,11 +44,8 @@ class PackedRows:
     from 1 in each row, and 0 is padding; positions restart at 0 in each segment. Attention is restricted to tokens with
     equal segment ids, so that a packed sequence has the same loss as alone in a row.
 
-    Args:
-        sequences: ids of each sequence, at least 2 and at most `row_length` + 1: the model reads all but the last one,
-            and predicts all but the first one.
-        trained: for each sequence and each of its ids, whether it counts in the loss as a target.
-        pack: put several sequences into one row; otherwise each sequence has its own row.
+    A sequence has 2 to `row_length` + 1 ids: the model reads all but the last one, and predicts all but the first one.
+    `trained` says for each id whether it counts in the loss as a target. With `pack`, a row has several sequences.
     """
 
     def __init__(

@@ -216,8 +216,7 @@ def logit_bytes(recipe: Recipe, tokens: int, tensor: int, kind: str) -> int:
 
 
 def step_need(recipe: Recipe, placement: Placement, batch: Shapes) -> Need:
-    """Compile the training step for the batch (B, ...) of one process, and return its memory, as the compiler reports
-    it.
+    """Compile the training step for the batch (B, ...) of one process; return its memory, as the compiler reports it.
 
     OutOfMemoryError if the program does not fit, and the compiler does not report how much memory it requires.
     """

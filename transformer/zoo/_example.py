@@ -52,8 +52,7 @@ def make_example(model: nn.Module, params: PyTree, dtype: str) -> dict[str, Any]
 def compare_example(directory: str | os.PathLike, example: dict[str, Any], model: nn.Module, params: PyTree) -> float:
     """Return the largest difference of the example's logits, relative to the largest, from the model of the directory.
 
-    Raises:
-        WeightsError: the logits differ by more than the tolerance, or the example does not belong to this model.
+    WeightsError if it is above the tolerance, or the example does not belong to this model.
     """
     inputs, places, expected = _read_example(directory, example, model)
     logits = _logits(model, params, inputs)

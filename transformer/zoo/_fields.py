@@ -103,11 +103,7 @@ class Codec(ABC):
 
     @abstractmethod
     def read(self, values: Fields, changes: Fields) -> Fields:
-        """Convert config.json to fields of a TransformerConfig, after those that earlier codecs have read (`changes`).
-
-        Raises:
-            FieldError: a missing field or an unsupported value.
-        """
+        """Return fields of a TransformerConfig, after the `changes` of earlier codecs. FieldError if not supported."""
 
     @abstractmethod
     def write(self, config: TransformerConfig) -> Fields:
@@ -221,10 +217,7 @@ LARGE = layer_sizes(1024, 4096, 24, 16)
 def training_fields(
     dropout: str, attention: str, initializer: str = "initializer_range", *, rates: float = 0.0, spread: float = 0.02
 ) -> tuple[Field, ...]:
-    """Return the fields that affect training only: dropout rates of layers and attention weights, and initialization.
-
-    The default of both rates is `rates`, and that of the standard deviation of the initial weights is `spread`.
-    """
+    """Return the dropout fields of layers and attention (default `rates`), and that of initial weights (`spread`)."""
     return (
         Field(dropout, "dropout_rate", rates),
         Field(attention, "attention.dropout_rate", rates),

@@ -21,11 +21,8 @@ def open_weights(source: str | os.PathLike, ignored: Sequence[str] = ()) -> Weig
     """Open a checkpoint directory, an Orbax checkpoint of gemma, or a GGUF file.
 
     Quantized tensors appear as ordinary ones. Of some models that also read images, only the decoder is opened
-    (`TEXT_PARTS`). `ignored` lists unknown metadata keys of a GGUF file that do not affect the computation.
-
-    Raises:
-        FileNotFoundError: there is no such directory or file, or no config.json.
-        ValueError: files that are damaged or not supported; the message lists all problems.
+    (`TEXT_PARTS`). `ignored` lists unknown metadata keys of a GGUF file that do not affect the computation. Raises
+    FileNotFoundError, or ValueError for files that are damaged or not supported; the message lists all problems.
     """
     if is_gguf(source):
         return GGUFFiles(source, ignored)
@@ -37,9 +34,7 @@ def open_tokenizer(
 ) -> PretrainedTokenizer | None:
     """Return the tokenizer of opened weights, or that in `directory`; None if they have none that is supported.
 
-    Raises:
-        FileNotFoundError: `directory` has no tokenizer.json.
-        ValueError: the tokenizer is damaged, or does not fit the number of embeddings (`vocab_size`).
+    FileNotFoundError if `directory` has none; ValueError if it is damaged, or does not fit `vocab_size` embeddings.
     """
     if directory is not None:
         return load_pretrained_tokenizer(directory, vocab_size)

@@ -82,10 +82,8 @@ class _Sizes:
 class GemmaOrbaxFiles(WeightFiles):
     """An Orbax checkpoint of gemma, presented with the config and the tensors of the Hugging Face format.
 
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        WeightsError: the checkpoint is damaged or not one of Gemma 1 to 3, or its config is unknown; the message lists
-            all arrays that are missing, left over or of another shape.
+    Raises FileNotFoundError, or WeightsError if it is damaged or not one of Gemma 1 to 3, or its config is unknown; the
+    message lists all arrays that are missing, left over or of another shape.
     """
 
     def __init__(self, directory: str | os.PathLike):

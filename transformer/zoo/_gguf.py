@@ -111,10 +111,8 @@ def is_gguf(source: str | os.PathLike) -> bool:
 class GGUFFiles(WeightFiles):
     """A GGUF file, presented as a checkpoint directory with dequantized tensors.
 
-    `ignored` lists unknown metadata keys that do not affect the computation.
-
-    Raises:
-        FileNotFoundError, WeightsError: no such file, or one that is damaged or has parts that are not supported.
+    `ignored` lists unknown metadata keys that do not affect the computation. Raises FileNotFoundError, or WeightsError
+    if the file is damaged or has parts that are not supported.
     """
 
     config_file: ClassVar[str] = "metadata"

@@ -55,11 +55,7 @@ def _named(path: tuple) -> str:
 
 
 def load_quantized(files: WeightFiles, model: nn.Module, bits: int, group_size: int) -> PyTree:
-    """Load the parameters of a directory whose weights are quantized; plain arrays are cast to the model's dtype.
-
-    Raises:
-        WeightsError: tensors are missing, unexpected, of a wrong shape or dtype, or not finite. The message lists them.
-    """
+    """Load quantized parameters; plain arrays are cast to the model's dtype. WeightsError lists all problems."""
     expected = quantized_shapes(abstract_params(model), bits, group_size)
     named = arrays_by_name(expected)
     is_packed = {name for name in named if name.rsplit("/", 1)[-1] in ("codes", "values", "scale")}

@@ -32,12 +32,10 @@ _SCALING_FIELDS: dict[str, tuple[dict[str, str], frozenset[str], frozenset[str]]
 
 
 def read_rotary(parameters: Fields, default_base: float, length: int | None) -> tuple[float, RotaryScaling | None]:
-    """Return the base and the scaling that a description of rotary positions specifies.
+    """Return the base (default: `default_base`) and the scaling that a description of rotary positions specifies.
 
-    Args:
-        parameters: `rope_parameters`, or `rope_scaling` of older files with `rope_theta` added.
-        default_base: base if `parameters` has no `rope_theta`.
-        length: original context length for YaRN if `parameters` has none.
+    `parameters` are `rope_parameters`, or `rope_scaling` of older files with `rope_theta` added. `length` is the
+    original context length for YaRN if they have none.
     """
     base = parameters.get("rope_theta")
     base = float(default_base if base is None else base)

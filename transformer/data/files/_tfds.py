@@ -78,14 +78,9 @@ class Prepared:
     def records(self, folder: str | None = None, manual_dir: str | None = None) -> dict[str, list[dict]]:
         """Return all records by split; prepare the dataset first if `folder` does not contain it.
 
-        Args:
-            folder: directory of prepared datasets; None: the default of `data_dir`.
-            manual_dir: folder with the source files, for machines without network access; None: download them.
-
-        Raises:
-            FileNotFoundError: a file is missing in `manual_dir`.
-            ValueError: a file has unexpected content.
-            OSError: no network, or the disk is full.
+        `folder` is the directory of prepared datasets (None: the default of `data_dir`), and `manual_dir` one with the
+        source files, for machines without network access (None: download them). Raises FileNotFoundError if a file is
+        missing in `manual_dir`, ValueError for unexpected content, and OSError without a network or with a full disk.
         """
         if manual_dir is not None:
             for file in self.downloads:

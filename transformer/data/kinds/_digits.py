@@ -32,11 +32,7 @@ class Digits(ImageConfig):
             raise ConfigError(f"labels must have ten names, for the digits 0 to 9, got {len(self.labels)}.")
 
     def read(self) -> Images:
-        """Return the images with values from 0 to 1.
-
-        Raises:
-            ModuleNotFoundError: scikit-learn is not installed.
-        """
+        """Return the images with values from 0 to 1. Raises ModuleNotFoundError if scikit-learn is not installed."""
         try:
             from sklearn.datasets import load_digits
         except ModuleNotFoundError as error:

@@ -45,11 +45,7 @@ class ETTh1(SeriesConfig):
     """folder that contains ETTh1.csv, for machines without network access"""
 
     def read(self) -> Series:
-        """Return the channels in `columns`, with the usual splits.
-
-        Raises:
-            ValueError: a channel does not exist.
-        """
+        """Return the channels in `columns`, with the usual splits. Raises ValueError if a channel does not exist."""
         found = PREPARED.records(self.data_dir, self.manual_dir)
         values = np.concatenate([found[split][0]["values"] for split in SPLITS])
         for name in self.columns:

@@ -43,8 +43,7 @@ class ImageFile(ImageConfig):
     def read(self) -> Images:
         """Return the images; bytes are divided by 255.
 
-        Raises:
-            ValueError: the file has unexpected content, or its labels are out of range or all equal.
+        Raises ValueError for unexpected content, and for labels that are out of range or all equal.
         """
         images, numbers = _arrays(self.path)
         if numbers.min() < 0 or (self.labels and numbers.max() >= len(self.labels)):

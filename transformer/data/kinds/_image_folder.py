@@ -46,11 +46,7 @@ class ImageFolder(ImageFilesConfig, ImageConfig):
         return self.labels or tuple(folder.name for folder in class_folders(self.path))
 
     def read(self) -> Images:
-        """Return the images.
-
-        Raises:
-            ValueError: fewer than two classes, a folder that contains something else, or an image that can't be read.
-        """
+        """Return the images. ValueError for fewer than two classes, for other contents, and for unreadable images."""
         labels = self.class_names()
         if len(labels) < 2:
             raise ValueError(

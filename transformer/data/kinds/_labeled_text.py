@@ -47,11 +47,7 @@ class LabeledText(LabeledConfig):
             )
 
     def read(self) -> Labeled:
-        """Return the texts; without validation_path, a part of them is held out (`hold_out`).
-
-        Raises:
-            ValueError: there is only one label.
-        """
+        """Return the texts; without validation_path, a part is held out (`hold_out`). ValueError for a single label."""
         columns = self.text_column, self.label_column
         train = read_labeled(self.path, *columns)
         if self.validation_path is not None:

@@ -74,8 +74,7 @@ class SeriesFile(SeriesConfig):
     def read(self) -> Series:
         """Return the selected columns; the splits are consecutive: training, validation, test.
 
-        Raises:
-            ValueError: a column is missing, or a value is missing or not a number.
+        Raises ValueError if a column is missing, or a value is missing or not a number.
         """
         header, lines = read_table(self.path, "Fix the line.")
         header = [name.strip() for name in header]

@@ -55,11 +55,7 @@ class SST2(_TwoClasses):
     """folder that contains train.tsv and dev.tsv of GLUE (required)"""
 
     def read(self) -> Labeled:
-        """Return the texts of the GLUE files.
-
-        Raises:
-            FileNotFoundError: a file is missing; the message names its folder.
-        """
+        """Return the texts of the GLUE files. Raises FileNotFoundError with the folder in which a file is missing."""
         folder = Path(self.manual_dir or "").expanduser()
         files = {"train": folder / "train.tsv", "validation": folder / "dev.tsv"}
         if self.manual_dir is None or not all(path.is_file() for path in files.values()):

@@ -92,8 +92,7 @@ class TextFiles(TextConfig):
     def read(self) -> dict[str, list[Source]]:
         """Find the files of the sources by split, and check them; they are not read completely.
 
-        Raises:
-            ValueError: a file has another format or no such field, or is for training and for evaluation.
+        Raises ValueError if a file has another format or no such field, or is for training and for evaluation.
         """
         splits = {"train": self.paths, "validation": self.validation_paths}
         found = {

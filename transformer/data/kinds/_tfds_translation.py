@@ -73,8 +73,7 @@ class TFDSTranslation(PairConfig):
     def read(self) -> Pairs:
         """Return the pairs of the splits: train, validation and, if configured, test.
 
-        Raises:
-            ValueError: the dataset has another format, or has no such split or language, or splits overlap.
+        Raises ValueError for another format, a split or language that does not exist, and splits that overlap.
         """
         import tensorflow_datasets as tfds
 
@@ -117,10 +116,7 @@ class TFDSTranslation(PairConfig):
 
 
 class PreparedPairs(Sequence[Example]):
-    """Pairs that are stored on disk and read on access, so that millions of pairs take no memory.
-
-    `languages` name the source and target fields of a record.
-    """
+    """Pairs on disk, read on access to save memory; `languages` name the source and target fields of a record."""
 
     def __init__(self, rows: BaseDataSource, languages: tuple[str, str], folder: Path):
         self._rows, self._languages, self.folder = rows, languages, folder

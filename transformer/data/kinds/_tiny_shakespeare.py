@@ -34,11 +34,7 @@ class TinyShakespeare(TextConfig):
     """folder that contains input.txt, for machines without network access"""
 
     def read(self) -> Documents:
-        """Return the text; the last 10 % are held out, as in nanoGPT.
-
-        Raises:
-            ValueError: the prepared data contains a different text.
-        """
+        """Return the text; the last 10 % are held out, as in nanoGPT. ValueError if the prepared text differs."""
         found = PREPARED.records(self.data_dir, self.manual_dir)
         texts = {split: b"".join(row["text"] for row in rows) for split, rows in found.items()}
         whole = b"".join(texts.get(split, b"") for split in ("train", "validation", "test"))

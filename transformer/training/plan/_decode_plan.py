@@ -268,17 +268,7 @@ def _estimate(topology: Topology, num_devices: int, cost: Cost, at_least: int) -
     multiplications into other operations than dot.
     """
     flops = max(cost.flops, at_least // num_devices)
-    return estimate(
-        topology.chip,
-        num_devices,
-        model_flops=flops * num_devices,
-        flops=flops,
-        hbm_bytes=cost.hbm_bytes,
-        wire_bytes=cost.wire_bytes,
-        dcn_bytes=cost.dcn_bytes,
-        int8_flops=cost.int8_flops,
-        fp8_flops=cost.fp8_flops,
-    )
+    return estimate(topology.chip, num_devices, model_flops=flops * num_devices, flops=flops, **cost.parts)
 
 
 def _cache_bytes(recipe: Recipe, generation: Generation, mesh: Mesh) -> int:

@@ -70,6 +70,12 @@ class Cost:
         """Bytes that the device sends to other slices."""
         return sum(one.wire_bytes for one in self.collectives if one.across_slices)
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Arguments of `estimate`: all but the FLOPs, and the traffic with the host."""
+        names = ("hbm_bytes", "wire_bytes", "dcn_bytes", "int8_flops", "fp8_flops")
+        return {name: getattr(self, name) for name in names}
+
 
 class Program:
     """A compiled program, parsed from its text.
@@ -97,21 +103,17 @@ class Program:
         at_most: bool = False,
         expert_shards: int = 1,
     ) -> Cost:
-        """Count the cost per device of one run of the program or of one of its computations.
+        """Count the cost per device of one run of the program or, with `begin`, of one of its computations.
 
         The bytes that a device sends in a collective over n devices are those of ring algorithms (Thakur et al. 2005),
         as a multiple of the bytes of the result: 2 (n - 1) / n for all-reduce (n - 1 sends of 1 / n each for a
         reduce-scatter, and as many for an all-gather), (n - 1) / n for all-gather and all-to-all, n - 1 for
         reduce-scatter, and 1 for a permutation. For a conditional, each number is the largest of all branches.
 
-        Args:
-            num_devices: number of devices of the program.
-            begin: name of the computation to count; None: the whole program.
-            without: body of a loop to leave out.
-            at_most: count a loop whose number of iterations is unknown at its upper bound, if that is known, instead
-                of once.
-            expert_shards: number of devices that the experts of a layer are split over. The tokens of all of them are
-                rows of a grouped multiplication, but this device computes only an even share of the rows.
+        `without` is the body of a loop to leave out. With `at_most`, a loop whose number of iterations is unknown
+        counts at its upper bound, if that is known, instead of once. The experts of a layer are split over
+        `expert_shards` devices: the tokens of all of them are rows of a grouped multiplication, but this device
+        computes only an even share of the rows.
         """
         known = bounded = True
 

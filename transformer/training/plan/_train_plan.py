@@ -116,18 +116,8 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
         # attention matrix). A causal kernel skips about half of it, but recomputes about as much in the backward pass.
         own = cost.flops + (flops.attention // devices_used if cost.kernels else 0)
         computed = max(own, flops.total // devices_used)
-        expected = estimate(
-            topology.chip,
-            devices_used,
-            model_flops=flops.total,
-            flops=computed,
-            hbm_bytes=cost.hbm_bytes,
-            wire_bytes=cost.wire_bytes,
-            dcn_bytes=cost.dcn_bytes,
-            host_bytes=cost.host_bytes,
-            int8_flops=cost.int8_flops,
-            fp8_flops=cost.fp8_flops,
-        )
+        traffic = {"host_bytes": cost.host_bytes} | cost.parts
+        expected = estimate(topology.chip, devices_used, model_flops=flops.total, flops=computed, **traffic)
     times = None if fit.fits else times_smaller(fit.needed_bytes, fit.available_bytes, sum(step.held.values()))
     return Plan(
         **dataclasses.asdict(fit),

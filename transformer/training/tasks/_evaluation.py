@@ -85,13 +85,9 @@ def evaluate_loss(
     """Compute the mean loss over all batches, weighted by the weights of the targets.
 
     None if `should_stop`, which is called before each batch, ended the evaluation. Unless `strict`, a non-finite loss
-    is returned like any other. From `num_bytes`, the UTF-8 bytes of text that the targets stand for
-    (`Dataset.target_bytes`), follows the measure bits_per_byte.
-
-    Raises:
-        ValueError: the batches contain no target.
-        NonFiniteError: the loss of a batch is not finite. The message has the index of the batch and the first
-            non-finite parameter, if there is one.
+    is returned like any other; otherwise NonFiniteError has the index of the batch and the first non-finite parameter,
+    if there is one. From `num_bytes`, the UTF-8 bytes of text that the targets stand for (`Dataset.target_bytes`),
+    follows the measure bits_per_byte. ValueError if the batches contain no target.
     """
     # Add up sums and weights over all batches and divide once. A mean of the means of batches would give targets of
     # small batches (the last one) more weight. Python floats are float64.

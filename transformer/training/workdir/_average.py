@@ -44,11 +44,9 @@ def average(workdir: str | os.PathLike, last: int, to: str | os.PathLike | None 
     copied, for evaluation. An earlier average in `to` is replaced atomically. Memory holds one set of parameters and
     one set of sums, in float32.
 
-    Raises:
-        FileNotFoundError: the workdir does not exist, or has no checkpoint.
-        CheckpointError: there are fewer valid checkpoints than `last`; the message names damaged ones.
-        ConfigError: `to` contains something other than an average, `workdir` is itself an average, or its recipe or
-            tokenizer was changed.
+    Raises FileNotFoundError without a workdir or checkpoint; CheckpointError, which names damaged checkpoints, for
+    fewer valid ones than `last`; and ConfigError if `to` contains something other than an average, or `workdir` is an
+    average or its recipe or tokenizer was changed.
     """
     workdir = local_path(workdir, "workdir")
     recipe = load_recipe(workdir)

@@ -133,14 +133,10 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._thread.shutdown()
 
     def restore_newest(self, abstract_state: PyTree) -> Restored | None:
-        """Restore the newest valid checkpoint. Newer checkpoints that are damaged are skipped with a warning.
+        """Restore the newest valid checkpoint, or None. Newer checkpoints that are damaged are skipped with a warning.
 
-        Returns None if the workdir has no checkpoint. The leaves of `abstract_state` decide the form of the arrays, as
-        in `arrays.restore`.
-
-        Raises:
-            CheckpointError: all checkpoints are damaged, or structure, shapes or dtypes of the state differ from
-                `abstract_state` (one message lists all differences).
+        The leaves of `abstract_state` decide the form of the arrays, as in `arrays.restore`. CheckpointError if all
+        checkpoints are damaged, or lists all differences of the structure, shapes or dtypes from `abstract_state`.
         """
         self.wait()
         step = processes.first_decides(self._newest_valid)

@@ -166,11 +166,8 @@ def write_adapter(
     Of the parameters, only shapes are read, and with DoRA those kernels that a torch module fuses with updated ones.
     `base` is the name or directory of the model that the adapter is for, and `task` PEFT's task type, such as
     "CAUSAL_LM". `copies` are tensors of other torch modules with the same values -> the tensor of `links`: PEFT trains
-    and loads each module on its own, so that an adapter needs all of them.
-
-    Raises:
-        ConfigError: an update that PEFT's format can't express; the message names the layers.
-        WeightsError: the directory is not empty.
+    and loads each module on its own, so that an adapter needs all of them. ConfigError names layers whose updates
+    PEFT's format can't express; WeightsError if the directory is not empty.
     """
     directory = local_path(directory, "directory")
     flat = flax.traverse_util.flatten_dict(params, sep="/")
@@ -291,11 +288,8 @@ def read_adapter(
     """Read an adapter that PEFT or `write_adapter` wrote, for a model with these links and parameters.
 
     Files may omit `prefix` in names of tensors; `title` names the model in messages; `copies` as in `write_adapter`.
-
-    Raises:
-        FileNotFoundError: the directory does not exist or has no adapter_config.json.
-        WeightsError: damaged files, or options that are not supported.
-        ConfigError: an adapter for another model; the message names the modules and their sizes.
+    Raises FileNotFoundError, WeightsError for damaged files or options that are not supported, or ConfigError for an
+    adapter for another model, with the modules and their sizes.
     """
     files = AdapterFiles(directory)
     _check_config(files)
@@ -435,10 +429,7 @@ def _collect(updates: dict[str, Any], module: _Module, arrays: Mapping[str, np.n
 
 
 def _over_layers(layers: Mapping[tuple[int, ...], Any], kernel: PyTree) -> dict[str, np.ndarray]:
-    """Stack the updates of all layers that share a kernel.
-
-    Layers without an update get zeros, and lower ranks are filled up with zeros.
-    """
+    """Stack the updates of all layers that share a kernel; missing updates, and the rest of lower ranks, are zeros."""
     first = next(iter(layers.values()))
     lead = kernel.shape[: len(next(iter(layers)))]
     rank = max(update["a"].shape[1] for update in layers.values())

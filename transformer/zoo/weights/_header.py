@@ -68,12 +68,9 @@ class TensorInfo:
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Read the header of a safetensors file.
+    """Return the tensors in the header of a safetensors file, by name, and problems, with which they must not be used.
 
     The claimed length of the header is checked against the size of the file before that many bytes are read.
-
-    Returns:
-        The tensors by name, and a list of problems. If there are any problems, the tensors must not be used.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -99,12 +96,9 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], list[str]]:
 def check_header(
     header: dict[str, Any], file: Path, data_start: int, size: int
 ) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Validate a parsed header: every entry, and that the tensors tile the data of the file without gaps or overlaps.
+    """Return the tensors of a parsed header, and its problems: of every entry, and gaps or overlaps of the tensors.
 
     The data begins at byte `data_start` of the file, which has `size` bytes.
-
-    Returns:
-        The tensors by name, and a list of problems.
     """
     metadata = header.pop(METADATA, {})
     problems = []

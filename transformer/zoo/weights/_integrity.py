@@ -86,10 +86,8 @@ def checked(directory: str | os.PathLike) -> Iterator[None]:
     """Compare the files of a directory with their checksums in background threads, while the block reads the files.
 
     Small files are compared before the block starts. If a file differs, that error replaces any error of the block,
-    which would be misleading for a damaged file. A directory without checksums is not checked.
-
-    Raises:
-        WeightsError: files differ, are missing, or contain weights without a checksum; the message lists them.
+    which would be misleading for a damaged file. A directory without checksums is not checked. WeightsError lists the
+    files that differ, are missing, or contain weights without a checksum.
     """
     directory = Path(directory)
     values = read_integrity(directory)

@@ -29,11 +29,8 @@ _BFLOAT16 = np.dtype("V2")
 class NpzFile:
     """The arrays of an .npz file, with the interface of `WeightFiles`: `tensors` by name, and `read`.
 
-    A name is the path of a parameter, such as "Transformer/encoder_norm/scale".
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        WeightsError: the file is damaged, or contains something else than numeric arrays.
+    A name is the path of a parameter, such as "Transformer/encoder_norm/scale". Raises FileNotFoundError, or
+    WeightsError if the file is damaged, or contains something else than numeric arrays.
     """
 
     config_file: ClassVar[str] = "variant"

@@ -36,13 +36,9 @@ def arrays_directory(directory: str | os.PathLike) -> Path | None:
 
 
 class OrbaxArrays:
-    """The arrays of an Orbax checkpoint. Opening it reads only the metadata.
+    """The arrays of an Orbax checkpoint, `arrays` by their keys. Opening it reads only the metadata.
 
-    Attributes:
-        arrays: description of all arrays by their keys.
-
-    Raises:
-        WeightsError: the metadata is damaged, or describes arrays that the files can't contain.
+    WeightsError if the metadata are damaged, or describe arrays that the files can't contain.
     """
 
     arrays: dict[Keys, TensorInfo]

@@ -23,14 +23,11 @@ def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 def from_gptq(
     qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx: np.ndarray, bits: int, offset: int
 ) -> np.ndarray:
-    """Dequantize a matrix of GPTQ.
+    """Dequantize a matrix of GPTQ to (out, in) in float32.
 
     `qweight` (in bits / 32, out) is int32, packed along the inputs, and `qzeros` (groups, out bits / 32) along the
     outputs; `scales` are (groups, out). `g_idx` (in,) is the group of each input, in any order ("act order"). `offset`
     is added to the zero points: 1, and 0 in the second version of the format.
-
-    Returns:
-        The matrix (out, in) in float32.
     """
     words, out = qweight.shape
     inputs = words * WORD // bits
@@ -41,13 +38,10 @@ def from_gptq(
 
 
 def from_awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Dequantize a matrix of AWQ.
+    """Dequantize a matrix of AWQ to (out, in) in float32.
 
     `qweight` (in, out / 8) and `qzeros` (groups, out / 8) are int32, packed along the outputs in the order
     `_AWQ_ORDER`; `scales` are (groups, out).
-
-    Returns:
-        The matrix (out, in) in float32.
     """
     inputs = len(qweight)
     places = np.argsort(_AWQ_ORDER)

@@ -35,14 +35,10 @@ _SCALES = (np.dtype("float32"), np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e8m0
 
 
 def from_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Dequantize the mxfp4 matrices of E experts.
+    """Dequantize the mxfp4 matrices of E experts to (E, in, out) in bfloat16, which represents these numbers exactly.
 
-    Args:
-        blocks: (E, out, in / 32, 16) uint8, two numbers per byte.
-        scales: (E, out, in / 32) uint8, exponents e of the scales 2^(e - 127).
-
-    Returns:
-        Matrices (E, in, out) in bfloat16, which represents every such number exactly.
+    `blocks` are (E, out, in / 32, 16) uint8, two numbers per byte, and `scales` (E, out, in / 32) uint8, exponents e of
+    the scales 2^(e - 127).
     """
     experts, out, groups, _ = blocks.shape
     pairs = _pairs()
@@ -254,11 +250,8 @@ class PlainFiles(WeightFiles):
     """A checkpoint directory whose quantized tensors appear as ordinary ones and are dequantized by `read`.
 
     `tensors` lists them with the dtype for which such files are made: bfloat16, or the dtype of the scales of GPTQ and
-    AWQ. Except for mxfp4, `read` returns float32.
-
-    Raises:
-        ConfigError: an unsupported quantization method.
-        WeightsError: quantized tensors that don't fit together; the message lists them.
+    AWQ. Except for mxfp4, `read` returns float32. Raises ConfigError for an unsupported quantization method, and
+    WeightsError if quantized tensors don't fit together.
     """
 
     def __init__(self, files: WeightFiles):
@@ -298,10 +291,7 @@ class PlainFiles(WeightFiles):
 
 
 def plain_files(files: WeightFiles) -> WeightFiles:
-    """Return the files with quantized tensors dequantized: `PlainFiles` if config.json describes a quantization.
-
-    Weights of `OWN_METHOD` stay as they are in the files.
-    """
+    """Return the files with quantized tensors dequantized (`PlainFiles`), except for those of `OWN_METHOD`."""
     settings = files.config.get(FIELD)
     is_own = isinstance(settings, Mapping) and settings.get("quant_method") == OWN_METHOD
     return files if settings is None or is_own else PlainFiles(files)
