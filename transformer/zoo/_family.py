@@ -251,8 +251,8 @@ class Family:
         return name.removeprefix(self.prefix)
 
     def names_in(self, tensors: Collection[str]) -> Callable[[str], str]:
-        """Return a function from a tensor's usual name to its name in a file that contains `tensors`: without the prefix
-        if no tensor has it, and an old name if the file has only that one.
+        """Return a function from a tensor's usual name to its name in a file that contains `tensors`: without prefix if
+        no tensor has it, and an old name if the file has only that one.
         """
         without_prefix = not any(tensor.startswith(self.prefix) for tensor in tensors)
 
