@@ -137,7 +137,8 @@ def with_template(tokenizer: Tokenizer, template: str | None) -> PretrainedToken
         names = dict(zip(("end", "begin"), found.tokens([found.eos_id, *[found.bos_id] * added]), strict=False))
         template = default_template(**names, line="\n")
     # Other templates of the model, such as one for tools, would be used instead of this one.
-    others = {name: content for name, content in found.files.items() if not _is_template(name)}
+    names = [name for name in found.files if name not in TEMPLATE_FILES and not name.startswith(f"{TEMPLATE_FOLDER}/")]
+    others = {name: found.files[name] for name in names}
     return PretrainedTokenizer({**others, TEMPLATE_FILES[0]: template.encode()}, found.vocab_size)
 
 
@@ -146,10 +147,6 @@ def _has_template(files: Mapping[str, bytes]) -> bool:
 
     listed = any(name in files for name in TEMPLATE_FILES)
     return listed or json_object(files, CONFIG_FILE, "").get("chat_template") is not None
-
-
-def _is_template(name: str) -> bool:
-    return name in TEMPLATE_FILES or name.startswith(f"{TEMPLATE_FOLDER}/")
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -113,7 +113,9 @@ class MeshPlacement:
             step = _with_offloaded_optimizer(step, self._shardings.opt_state)
             host = meshes.offloaded(self._shardings.opt_state, shapes.opt_state)
             self._shardings = self._shardings.replace(opt_state=host)
-        self._shapes = jax.tree.map(_with_sharding, shapes, self._shardings)
+        self._shapes = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, self._shardings
+        )
         self._make = jax.jit(make, out_shardings=self._shardings)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         self._train = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, everywhere))
@@ -333,10 +335,6 @@ def _with_offloaded_optimizer(step: TrainStep, on_devices: PyTree) -> TrainStep:
         return step(state.replace(opt_state=jax.device_put(state.opt_state, on_devices)), batch, limit)
 
     return copied
-
-
-def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _filled_up(batch: HostBatch, ways: int) -> HostBatch:

@@ -74,9 +74,9 @@ def initial_average(recipe: Recipe, params: PyTree) -> PyTree:
     An exponential moving average changes by (1 - decay) of its distance from the parameters. In bfloat16, which has 8
     significant bits, such a change is rounded to nothing for usual decays, so the average is stored in float32.
     """
-    if not keeps_average(recipe):
-        return None
     own = recipe.optimizer.name in AVERAGED  # the optimizer computes its average from its state
+    if not own and recipe.training.ema_decay is None:
+        return None
     return jax.tree.map(lambda leaf: jnp.array(leaf, None if own else wide_dtype(leaf.dtype), copy=True), params)
 
 
@@ -88,11 +88,6 @@ def wide_dtype(dtype: DType) -> DType:
 def in_dtypes_of(params: PyTree, wide: PyTree) -> PyTree:
     """Return a tree such as an average or a gradient with the dtypes of the parameters."""
     return jax.tree.map(lambda leaf, own: own if own.dtype == leaf.dtype else own.astype(leaf.dtype), params, wide)
-
-
-def keeps_average(recipe: Recipe) -> bool:
-    """Return whether the state has an average of the parameters, `TrainState.ema`."""
-    return recipe.training.ema_decay is not None or recipe.optimizer.name in AVERAGED
 
 
 def initial_params(recipe: Recipe) -> PyTree:
