@@ -2,8 +2,8 @@
 
 Usage: python train.py configs/number_grpo.py --init runs/number_chat
 
-The model writes eight answers to each question such as "What is 12 plus 30?". The reward of a right answer is 1, that
-of any other is 0 (`transformer.training.exact_answer`). On 2 CPU cores: about 4 minutes. Expected: exact match
+The model writes eight answers to each question such as "What is 12 plus 30?". The reward of a right answer is 1, the
+reward of any other is 0 (`transformer.training.exact_answer`). On 2 CPU cores: about 4 minutes. Expected: exact match
 on 500 test sums 35.8 % before and 46.8 to 50.4 % after training (three seeds).
 """
 

@@ -5,7 +5,7 @@ Usage: python train.py configs/number_text.py
 The text consists of generated sentences such as "After 99 comes 100." and "12 plus 30 is 42.", as bytes; nothing is
 downloaded. The tokenizer has the markers of a chat template for the next stages: configs/number_chat.py, then
 configs/number_dpo.py or configs/number_grpo.py (docs/fine-tuning.md). On 2 CPU cores: about 3 minutes.
-Expected: held-out loss 0.39 nats per byte; the numbers in a sentence are random, so that the loss can't approach 0.
+Expected: held-out loss 0.39 nats per byte; the numbers in a sentence are random, so the loss can't approach 0.
 """
 
 from transformer.config import Execution, FeedForwardOptions, RotaryOptions, TransformerConfig

@@ -3,7 +3,7 @@
 Usage: python -m reliability.counts                    (this checkout)
        python -m reliability.counts BEFORE .           (a table with a column for each checkout)
 
-Only source files are read; nothing is imported from the checkouts, so that a checkout of any commit can be counted:
+Only source files are read; nothing is imported from the checkouts, so a checkout of any commit can be counted:
 `git worktree add ../before COMMIT`.
 """
 

@@ -3,7 +3,7 @@
 Usage: python -m reliability.flaky --since main~3 --times 5
 
 A test that waits for a number of seconds instead of an event, or that depends on the order of the tests, fails in one
-of these runs before it fails for somebody else. One process computes without a pause meanwhile, so that one core is
+of these runs before it fails for somebody else. Meanwhile one process computes without a pause, to keep one core
 busy. The exit code is 1 if any run failed.
 """
 

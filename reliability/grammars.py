@@ -1,4 +1,4 @@
-"""Send a server thousands of drawn JSON schemas and regular expressions: it stays up, fast and small.
+"""Send thousands of random JSON schemas and regular expressions to a server, and check its time and memory limits.
 
 Usage: python -m reliability.grammars --cases 5000 --seed 0
        python -m reliability.grammars --output docs/reliability.md     also write the table into the page

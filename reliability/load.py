@@ -1,13 +1,13 @@
-"""Serve requests of 64 clients for half an hour: each gets its whole answer, and the memory of the server stays.
+"""Serve 64 clients for half an hour: every answer must be complete, and the memory of the server must not grow.
 
 Usage: python -m reliability.load --minutes 30 --clients 64
-       python -m reliability.load --output docs/load.json    also write the results, and the table into reliability.md
+       python -m reliability.load --output docs/load.json    also write the results, and the table in reliability.md
 
 The server runs in its own process, with a small Llama of random weights. Each client sends a chat request, reads its
-stream, and sends the next one; lengths are like those of ShareGPT (`benchmarks.serving_http`). One request in twenty
-is left after a few tokens. Every other answer must be complete. At the end, the server gets SIGTERM while requests run:
-it must finish them and exit. The process is measured as by `reliability.soak`. The exit code is 1 if a limit is
-exceeded or an answer is lost.
+stream, and sends the next one; lengths are like those of ShareGPT (`benchmarks.serving_http`). For one request in
+twenty, the client disconnects after a few tokens. Every other answer must be complete. At the end, the server gets
+SIGTERM while requests run: it must finish them and exit. `reliability.soak` measures a run in the same way. The exit
+code is 1 if a limit is exceeded or an answer is lost.
 """
 
 from __future__ import annotations

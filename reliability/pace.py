@@ -1,4 +1,4 @@
-"""How slow this machine is now, so that no verdict depends on a fixed number of seconds."""
+"""Measure how slow this machine is now, to scale limits of time: no verdict depends on a fixed number of seconds."""
 
 from __future__ import annotations
 
