@@ -2,8 +2,8 @@
 
 Usage: python train.py configs/shapes_caption.py
 
-On 2 CPU cores: about 16 minutes (with other work on the machine). Expected: 97.6 % of the 1,000 test pictures get exactly
-their sentence, by greedy decoding (one seed; none before training). No scene of the test occurs in training.
+On 2 CPU cores: about 16 minutes (with other work on the machine). Expected: 97.6 % of the 1,000 test pictures get
+exactly their sentence, by greedy decoding (one seed; none before training). No scene of the test occurs in training.
 """
 
 from transformer.config import (

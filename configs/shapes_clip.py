@@ -3,7 +3,8 @@
 Usage: python train.py configs/shapes_clip.py
 
 On 2 CPU cores: about 4 minutes, with other work on the machine. Expected: 98.9 % of the 1,000 test pictures find their
-sentence among 100 sentences, and 98.9 % of the sentences find their picture (one seed). No scene of the test occurs in training.
+sentence among 100 sentences, and 98.9 % of the sentences find their picture (one seed). No scene of the test occurs in
+training.
 """
 
 from transformer.config import (
