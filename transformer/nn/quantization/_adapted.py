@@ -174,7 +174,7 @@ def output_norms(kernel: Array | Encoded, shape: tuple[int, ...]) -> Array:
 
 def kernel_parameter(
     module: nn.Module, init: Callable[..., Array], shape: tuple[int, ...], dtype: DType, name: str = "kernel"
-) -> Array | Encoded:
+) -> Leaf | Encoded:
     """Return the parameter `name` of a module: an array, or one of `Encoded`, whose shape must be `shape`."""
     # `module.param` compares the shape of the first leaf with `shape`, and packed leaves have other shapes.
     kernel = module.get_variable("params", name) if module.has_variable("params", name) else None
