@@ -33,7 +33,7 @@ EXPORTS = {
     "llama_1b": "LlamaForCausalLM",
     "mixtral_8x7b": "MixtralForCausalLM",
     "mlm": r"output.transform is None, (?P<family>BERT|RoBERTa|ModernBERT) has HeadTransform",
-    "multi30k": r"norm is 'rms_norm', Blenderbot has 'layer_norm'",
+    "multi30k": r"norm.kind is 'rms_norm', Blenderbot has 'layer_norm'",
     "number_chat": "GPTNeoXForCausalLM",
     "number_dpo": "GPTNeoXForCausalLM",
     "number_grpo": "GPTNeoXForCausalLM",
