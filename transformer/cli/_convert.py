@@ -43,8 +43,14 @@ def main(command: Convert) -> None:
     # The reader converts to the dtype: quantized weights were rounded already if it were changed afterwards.
     keeps = command.dtype is None or is_workdir(command.directory)
     opened = command.load() if keeps else command.load(dtype=command.dtype)
-    options = {"family": command.family, "dtype": command.dtype, "quantization": quantization}
-    chosen = export(opened, command.output, max_shard_bytes=int(command.max_shard_gib * 2**30), **options)
+    chosen = export(
+        opened,
+        command.output,
+        family=command.family,
+        dtype=command.dtype,
+        max_shard_bytes=int(command.max_shard_gib * 2**30),
+        quantization=quantization,
+    )
     names, lines = written(command.output)
     command.answer_of(opened, [f"{chosen.title}: {chosen.citation}", *lines], family=chosen.name, files=names)
 

@@ -121,9 +121,15 @@ def _evaluation(command: EvaluateRun, run: Run, dataset: Dataset) -> Evaluation:
             )
         rewards = Rewards(recipe.grpo, reward_model(recipe))
     reference = None if rewards is not None else load_reference(recipe, command.directory, run.step)
-    computed = {"eval_step": compiled_eval_step(recipe, reference), "rewards": rewards, "dataset": dataset}
-    settings = {"options": recipe.evaluation, "seed": recipe.training.seed}
-    return Evaluation(model=run.model, params=run.params, **settings, **computed)
+    return Evaluation(
+        model=run.model,
+        params=run.params,
+        dataset=dataset,
+        options=recipe.evaluation,
+        eval_step=compiled_eval_step(recipe, reference),
+        seed=recipe.training.seed,
+        rewards=rewards,
+    )
 
 
 def _beam(command: EvaluateRun, run: Run) -> Beam | None:

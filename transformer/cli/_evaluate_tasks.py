@@ -44,10 +44,15 @@ def main(command: EvaluateTasks) -> None:
     harness.check_harness()  # before the model is loaded
     opened, mesh = _load_on_all_devices(command)
     model = harness.harness_model(opened, mesh=mesh, max_length=command.max_length, batch_size=command.batch_size)
-    limit, folder = command.limit, command.include_dir
-    options = {"num_fewshot": command.num_fewshot, "apply_chat_template": command.apply_chat_template}
-    options |= {"limit": int(limit) if limit is not None and limit >= 1 else limit}
-    results = harness.evaluate_tasks(model, [*command.tasks], include_path=folder and str(folder), **options)
+    limit = command.limit
+    results = harness.evaluate_tasks(
+        model,
+        [*command.tasks],
+        include_path=None if command.include_dir is None else str(command.include_dir),
+        limit=int(limit) if limit is not None and limit >= 1 else limit,
+        num_fewshot=command.num_fewshot,
+        apply_chat_template=command.apply_chat_template,
+    )
     if command.json:
         kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
         values = {name: results[name] for name in kept if name in results}

@@ -110,8 +110,14 @@ def main(arguments: Sequence[str]) -> int:
 
         dry_run(recipe, workdir, start=start, teacher=teacher, **checks)
         return 0
-    options = {"start": start, "teacher": teacher, "reward_model": reward_model(recipe), "profile": window}
-    options |= {"take_over": own.take_over, "temporary": _is_temporary(own)}
+    options = {
+        "start": start,
+        "teacher": teacher,
+        "reward_model": reward_model(recipe),
+        "profile": window,
+        "take_over": own.take_over,
+        "temporary": _is_temporary(own),
+    }
     code = train(recipe, workdir, command=command, **options, **checks).exit_code
     _remove_temporary(workdir, own, code)
     processes.part()

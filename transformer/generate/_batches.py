@@ -69,9 +69,16 @@ def beam_search_all(
         # The batch is padded to `count` rows, a size that other batches use too, so that fewer shapes are compiled. The
         # extra rows repeat the first source, which is one of the shortest, and their results are dropped below.
         numbers, count = batch
-        padded = [rows[number] for number in [*numbers, *numbers[:1] * (count - len(numbers))]]
-        options = {"eos_id": eos_id, "beam": beam, "max_new_tokens": max_new_tokens, "suppress": suppress}
-        return beam_search(model, params, padded, prompts=[begin] * count, **options)
+        return beam_search(
+            model,
+            params,
+            [rows[number] for number in [*numbers, *numbers[:1] * (count - len(numbers))]],
+            prompts=[begin] * count,
+            eos_id=eos_id,
+            beam=beam,
+            max_new_tokens=max_new_tokens,
+            suppress=suppress,
+        )
 
     found: dict[int, list[Hypothesis]] = {}
     count = _num_parallel_batches()

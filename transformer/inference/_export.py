@@ -146,9 +146,16 @@ def export(
             written = as_pretrained(tokenizer)
         except ValueError as error:
             warnings.warn(f"the tokenizer was not saved: {error}", stacklevel=2)
-    options = {"family": family, "fields": _fields(opened, model, family), "tokenizer": written}
-    options |= {"max_shard_bytes": max_shard_bytes, "quantization": quantization}
-    save_pretrained(model, params, directory, **options)
+    save_pretrained(
+        model,
+        params,
+        directory,
+        family=family,
+        fields=_fields(opened, model, family),
+        tokenizer=written,
+        max_shard_bytes=max_shard_bytes,
+        quantization=quantization,
+    )
     if opened.pretrained is not None and opened.directory.is_dir():
         more = CTC_FILES if kind_of(model).writes == "characters" else ()
         _copy_companions(opened.directory, directory, more)

@@ -498,11 +498,19 @@ def evaluate_tasks(
             f"all names with: python -m lm_eval ls tasks."
         )
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    options = {"tasks": list(tasks), "task_manager": manager, "limit": limit, "num_fewshot": num_fewshot}
-    options |= {"apply_chat_template": apply_chat_template, "fewshot_as_multiturn": bool(apply_chat_template)}
-    options |= {"system_instruction": system, "log_samples": log_samples, "bootstrap_iters": BOOTSTRAP}
     with _without_subprocesses(), contextlib.redirect_stdout(sys.stderr):
-        return evaluator.simple_evaluate(model, **options)
+        return evaluator.simple_evaluate(
+            model,
+            bootstrap_iters=BOOTSTRAP,
+            tasks=list(tasks),
+            task_manager=manager,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            apply_chat_template=apply_chat_template,
+            fewshot_as_multiturn=bool(apply_chat_template),
+            system_instruction=system,
+            log_samples=log_samples,
+        )
 
 
 @contextlib.contextmanager

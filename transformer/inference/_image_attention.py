@@ -92,8 +92,15 @@ def image_attention(opened: LoadedModel, image: Any, prompt: str, *, max_new_tok
             f"prompt tokens and {max_new_tokens} new tokens. Pass fewer new tokens, or shorten the prompt."
         )
     greedy = Sampling(temperature=0.0, suppress=opened.suppressed)
-    options = {"max_new_tokens": max_new_tokens, "eos_id": opened.eos_ids, "sampling": greedy}
-    (row,) = generate(opened.model, opened.params, [ids], images=[pixels], **options)
+    (row,) = generate(
+        opened.model,
+        opened.params,
+        [ids],
+        images=[pixels],
+        max_new_tokens=max_new_tokens,
+        eos_id=opened.eos_ids,
+        sampling=greedy,
+    )
     new = [token for token in row if token not in opened.eos_ids]
 
     def decode(tokens: Sequence[int]) -> str:

@@ -97,9 +97,14 @@ class RoutedFeedForward(nn.Module):
         experts = _Experts(moe.num_experts, self.width, *settings, name="experts")(x.shape[-1])
         schemes = self._schemes(experts)
         call = Call(chosen.size, moe.num_experts, jnp.dtype(self.dtype), bool(schemes))
-        options = {"activation": self.activation, "scale_inputs": moe.scale_inputs, "schemes": schemes}
-        implementation = choose_experts(self.implementation, call)
-        run = functools.partial(routed, num_experts=moe.num_experts, implementation=implementation, **options)
+        run = functools.partial(
+            routed,
+            num_experts=moe.num_experts,
+            activation=self.activation,
+            scale_inputs=moe.scale_inputs,
+            schemes=schemes,
+            implementation=choose_experts(self.implementation, call),
+        )
         y = _over_devices(run, x.astype(self.dtype), chosen, weights, experts, moe.num_experts)
         if moe.shared_experts:
             settings = (*settings, self.quantization)

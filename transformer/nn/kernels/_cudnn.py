@@ -96,9 +96,17 @@ def cudnn_attention(query: Query, key: Key, value: Value, spec: AttentionSpec) -
             inside = jnp.arange(query.shape[1])[None] < query_lengths[:, None]
             query = jnp.where(inside[:, :, None, None], query, 0)
             visible = inside if visible is None else visible & inside
-        options = {"scale": spec.scale, "is_causal": mask.is_causal, "local_window_size": window}
-        options |= {"query_seq_lengths": query_lengths, "key_value_seq_lengths": key_lengths}
-        out = jax.nn.dot_product_attention(query, key, value, **options, implementation=LIBRARY)
+        out = jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            scale=spec.scale,
+            is_causal=mask.is_causal,
+            query_seq_lengths=query_lengths,
+            key_value_seq_lengths=key_lengths,
+            local_window_size=window,
+            implementation=LIBRARY,
+        )
         return out if visible is None else jnp.where(visible[:, :, None, None], out, 0)
 
     rows, heads = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
