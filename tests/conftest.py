@@ -16,8 +16,13 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     # Compilation takes most of the time of the tests. Optimization level 0 halves it, and the older emitters, with one
     # module per program, save another third. Later releases don't have them, and reject unknown flags.
     flags = " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    if importlib.metadata.version("jaxlib").startswith("0.10."):
+    release = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2]))
+    if release == (0, 10):
         flags += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    if release >= (0, 10):
+        # Eight devices share few cores: on a busy machine one may join a collective operation after the default of 40
+        # seconds, at which XLA ends the process.
+        flags += " --xla_cpu_collective_call_terminate_timeout_seconds=300"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + flags
 
 import jaxtyping  # noqa: E402
