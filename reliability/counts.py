@@ -126,13 +126,20 @@ def calls_to(files: list[Source], pattern: str) -> int:
 
 
 def annotations_any(files: list[Source]) -> int:
-    """Return the number of parameters, results and fields whose type is `Any` as a whole."""
+    """Return the number of parameters, results and fields whose type is `Any` as a whole, or another name of it."""
+    names = {"Any"} | {
+        ast.unparse(target)
+        for file in files
+        for node in file.tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Name) and node.value.id == "Any"
+        for target in getattr(node, "targets", None) or [node.target]
+    }
     annotations = [
         getattr(node, "annotation", None) or getattr(node, "returns", None)
         for file in files
         for node in ast.walk(file.tree)
     ]
-    return sum(isinstance(one, ast.Name) and one.id == "Any" for one in annotations)
+    return sum(isinstance(one, ast.Name) and one.id in names for one in annotations)
 
 
 def methods_of(files: list[Source], name: str) -> int:

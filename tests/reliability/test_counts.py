@@ -41,6 +41,8 @@ def test_counts_types_comments_and_names(checkout):
     text = "def f(a: Any, b: list[Any]) -> Any:\n    # why\n    return a  # noqa: E501\n"
     files = checkout(serve___x=text, training___x="", training___y="")
     assert annotations_any(files) == 2
+    alias = checkout(serve___names="Leaf: TypeAlias = Any\n", serve___x="def f(a: Leaf) -> int: ...\n")
+    assert annotations_any(alias) == 1
     assert comment_share(files) == "50.0"
     assert shared_names(files) == 2
 

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer.nn._axes import Array, DType, Float, Leaf, PyTree, static
 from transformer.nn.quantization._four_bits import FourBits, in_blocks, packed
@@ -174,7 +175,7 @@ def output_norms(kernel: Array | Encoded, shape: tuple[int, ...]) -> Array:
 
 def kernel_parameter(
     module: nn.Module, init: Callable[..., Array], shape: tuple[int, ...], dtype: DType, name: str = "kernel"
-) -> Leaf | Encoded:
+) -> Array | np.ndarray | Encoded:
     """Return the parameter `name` of a module: an array, or one of `Encoded`, whose shape must be `shape`."""
     # `module.param` compares the shape of the first leaf with `shape`, and packed leaves have other shapes.
     kernel = module.get_variable("params", name) if module.has_variable("params", name) else None
