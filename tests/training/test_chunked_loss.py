@@ -191,3 +191,12 @@ def test_a_task_with_one_target_per_row_is_not_chunked():
     tiny = tiny_recipe(loss_tokens=8)
     with pytest.raises(ConfigError, match="loss_tokens"):
         Recipe(name="digits", model=tiny.model, data=Digits(), training=tiny.training)
+
+
+@pytest.mark.parametrize(
+    ("device", "tokens"), [("Tesla T4", 2**10), ("NVIDIA L4", 2**10), ("NVIDIA H100 80GB HBM3", 2**13)]
+)
+def test_a_gpu_with_much_memory_computes_more_logits_at_once(monkeypatch, device, tokens):
+    monkeypatch.setattr("transformer.training.tasks._chunked_loss.device_kind", lambda: device)
+    assert most_at_once("gpu", 2**17, 64) == tokens
+    assert most_at_once("tpu", 2**17, 64) == 2**10

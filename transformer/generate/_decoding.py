@@ -16,7 +16,7 @@ from transformer.generate._layers import (
     uses_unstacked_layers,
 )
 from transformer.nn._axes import Array, Float, Int, Leaf, Tokens
-from transformer.nn._caches import ContextCache, cache_length, set_cache_length
+from transformer.nn._caches import ContextCache, cache_length, set_cache_length, with_shared_places
 from transformer.nn._masks import Mask
 from transformer.nn._paged import paged_cache, set_rows
 from transformer.nn.models._causal_lm import CausalLM
@@ -80,8 +80,8 @@ def decode_step(
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Read one more token per row, (B,), and return the logits (B, V) after it, and the cache with it."""
     # Only the lengths of the source are used: its keys and values are in the cache.
-    logits, cache = decode_hypotheses(model, params, tokens[:, None], cache, source)
-    return logits[:, 0], cache
+    logits, cache = decode_hypotheses(model, params, tokens[:, None], with_shared_places(cache), source)
+    return logits[:, 0], with_shared_places(cache)
 
 
 def decode_hypotheses(

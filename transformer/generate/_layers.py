@@ -24,16 +24,16 @@ Params: TypeAlias = Mapping[str, Any]
 """a tree of parameters, without the outer "params\""""
 Cache: TypeAlias = Mapping[str, Any]
 """a KV cache: a tree with the part of each layer, or of all layers together"""
-COPIED = 2**31
-"""on CPU, the maximum size in bytes of a decoder whose parameters are copied by default"""
+COPIED = {"cpu": 2**31, "gpu": 2**32}
+"""maximum size in bytes of a decoder whose parameters are copied by default, by platform; 0 on others"""
 
 
 def uses_unstacked_layers(model: CausalLM | Seq2Seq, params: Params) -> bool:
     """Return whether the loop over tokens uses separate parameter arrays for each layer."""
-    # For this the decoder's parameters are copied once. It is the case if `execution.scan` is off, and on CPU if the
-    # parameters are at most `COPIED` bytes: there it saves a third of the time per token (docs/benchmarks.md).
+    # For this the decoder's parameters are copied once. It is the case if `execution.scan` is off, and on CPU and GPU
+    # if the parameters are at most `COPIED` bytes: there it saves a third of the time per token (docs/benchmarks.md).
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["decoder"]))
-    return not model.execution.scan or (platform() == "cpu" and size <= COPIED)
+    return not model.execution.scan or size <= COPIED.get(platform(), 0)
 
 
 def unstack_layers(model: CausalLM | Seq2Seq, tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -39,9 +39,20 @@ from transformer.nn._positions import NoPosition, PositionScheme, heated, larges
 from transformer.nn.kernels import ALL_KERNELS, PAGED_KERNELS, choose
 from transformer.nn.kernels._arguments import bias_function, kernel_arguments, score_scale, sum_of_biases
 from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec, BiasFunction
-from transformer.nn.layers._layers import Initializer, is_deterministic, projection
+from transformer.nn.layers._layers import (
+    Factors,
+    Initializer,
+    Linear,
+    deferred,
+    defers,
+    is_deterministic,
+    projection,
+)
 from transformer.nn.layers._norms import NORMS, unscaled_rms_norm
 from transformer.nn.quantization._schemes import Quantization
+
+KEY_VALUE = ("key", "value")
+"""projections of the source of keys and values"""
 
 Attend: TypeAlias = Callable[[Query, AttentionSpec, str], tuple[Attended, Weights | None]]
 """(query (B, T, N, H), options, name of a kernel) -> the attended values, and the weights if they are asked for"""
@@ -323,8 +334,10 @@ class MultiHeadAttention(AttentionModule):
         """
         self._check(x, context, cache)
         mask, head_dim, fits = Mask.of(mask), self._head_dim(x), None
-        # Q = x W_Q for all heads: (B, T, D) x (D, N, H) -> (B, T, N, H)
-        query = constrain(self._project("query", x, (self.num_heads, head_dim)), "batch", "length", "heads", "head_dim")
+        # Q = x W_Q for all heads: (B, T, D) x (D, N, H) -> (B, T, N, H). In self-attention keys and values come from x
+        # too, K = x W_K (B, T, K, H) and V = x W_V (B, T, K, Hv), and the products are computed together.
+        heads = self._project_heads(x, self._projected(context, cache, stored), head_dim)
+        query = constrain(heads["query"], "batch", "length", "heads", "head_dim")
         if self.qk_norm is not None:
             query = self._normalize("query_norm", query)
 
@@ -337,8 +350,7 @@ class MultiHeadAttention(AttentionModule):
             positions = largest_coordinate(coordinates)
             query = query if self.temperature is None else heated(self.temperature, query, positions)
             if stored is None:
-                # Self-attention: keys and values come from x, K = x W_K (B, T, K, H) and V = x W_V (B, T, K, Hv).
-                key, value = self._keys_and_values(x, None, head_dim)
+                key, value = self._keys_and_values(heads)
                 fits = None if cache is None else cache.fits(x.shape[1])
                 query, attended_to = self._with_cache(query, key, value, coordinates, mask, cache)
                 cache = attended_to.cache
@@ -355,7 +367,7 @@ class MultiHeadAttention(AttentionModule):
         else:
             # Cross-attention: queries come from x, keys and values from the context (section 3.2.3).
             # No positions: distances between the two sequences have no meaning, so nothing is rotated or biased.
-            key, value = self._keys_and_values(x, context, head_dim)
+            key, value = self._keys_and_values(self._project_heads(context, KEY_VALUE, head_dim))
             attended_to, cache = KeysValues(key, value), None if cache is None else ContextCache.of(key, value)
 
         # weight_s = exp(S_s) / (exp(sink) + sum_j exp(S_j)): with a sink the weights sum to less than 1, so a head can
@@ -404,14 +416,26 @@ class MultiHeadAttention(AttentionModule):
             )
         return x.shape[-1] // self.num_heads if self.head_dim is None else self.head_dim
 
-    def _keys_and_values(self, x: Hidden, context: Context | None, head_dim: int) -> tuple[Key, Value]:
-        """Project the context (B, S, Dc), or x (B, S, D) without one, to keys and values. Keys are not rotated yet."""
+    @nn.nowrap
+    def _projected(self, context: Array | None, cache: Any, stored: KeysValues | None) -> tuple[str, ...]:
+        own = context is None and stored is None and not isinstance(cache, ContextCache)
+        return ("query", *KEY_VALUE) if own else ("query",)
+
+    def _project_heads(self, x: Hidden, names: Sequence[str], head_dim: int) -> dict[str, Float[Array, "B T _ _"]]:
+        """Project x (B, T, D) to the heads of queries (B, T, N, H), keys (B, T, K, H) and values (B, T, K, Hv)."""
         # With K < N (grouped-query attention) these kernels and the cache are smaller by N / K. K = 1: multi-query.
-        value_dim = head_dim if self.value_dim is None else self.value_dim
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        source = x if context is None else context
-        key = self._project("key", source, (kv_heads, head_dim))
-        value = key if self.keys_as_values else self._project("value", source, (kv_heads, value_dim))
+        value_dim = head_dim if self.value_dim is None else self.value_dim
+        sizes = {"query": (self.num_heads, head_dim), "key": (kv_heads, head_dim), "value": (kv_heads, value_dim)}
+        chosen = [name for name in names if not (name == "value" and self.keys_as_values)]
+        if len(chosen) > 1 and defers(self, x):
+            products = Factors.products([self._factors(name, x, sizes[name]) for name in chosen])
+            return dict(zip(chosen, products, strict=True))
+        return {name: self._project(name, x, sizes[name]) for name in chosen}
+
+    def _keys_and_values(self, heads: Mapping[str, Array]) -> tuple[Key, Value]:
+        """Return keys and values of projected heads, normalized. Keys are not rotated yet."""
+        key, value = heads["key"], heads["key" if self.keys_as_values else "value"]
         value = unscaled_rms_norm(value, self.norm_epsilon) if self.value_norm else value
         return (self._normalize("key_norm", key) if self.qk_norm is not None else key), value
 
@@ -435,9 +459,15 @@ class MultiHeadAttention(AttentionModule):
         self.position.check_attention(context is not None)
 
     def _project(self, name: str, x: Array, features: tuple[int, ...], contract: int = 1) -> Array:
+        return self._projection(name, features, contract)(x)
+
+    def _factors(self, name: str, x: Array, features: tuple[int, ...]) -> Factors:
+        return self._projection(name, features)(x, deferred)
+
+    def _projection(self, name: str, features: tuple[int, ...], contract: int = 1) -> Linear:
         # contract is 1 for (..., D) x (D, N, H), and 2 for (..., N, Hv) x (N, Hv, Do).
         use_bias = self.use_bias if self.biases is None else name in self.biases
-        return projection(self, name, features, contract, use_bias and name != "output_gate")(x)
+        return projection(self, name, features, contract, use_bias and name != "output_gate")
 
     def _normalize(self, name: str, heads: Array) -> Array:
         # RMSNorm over a head gives it the length sqrt(H), so |q . k| / sqrt(H) <= sqrt(H) up to the learned scale:

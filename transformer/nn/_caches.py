@@ -173,13 +173,26 @@ class KVCache(SelfAttentionCache):
         if self.heads_per_stored > 1:
             # (B, T, K, H) -> (B, T, K', W)
             key, value = (new.reshape(*new.shape[:2], -1, self.key.shape[-1]) for new in (key, value))
+        if key.shape[:2] == (1, 1) and self.layer is None:
+            keys, values = (self._with_token(*pair) for pair in ((self.key, key), (self.value, value)))
+        else:
+            keys = self.key.at[*self.place, *places].set(key.astype(self.key.dtype), mode="drop")
+            values = self.value.at[*self.place, *places].set(value.astype(self.value.dtype), mode="drop")
         return dataclasses.replace(
             self,
-            key=self.key.at[*self.place, *places].set(key.astype(self.key.dtype), mode="drop"),
-            value=self.value.at[*self.place, *places].set(value.astype(self.value.dtype), mode="drop"),
+            key=keys,
+            value=values,
             positions=self.positions.at[*self.place, rows[:, None], slots].set(positions, mode="drop"),
             length=self.length.at[*self.place, :].add(key.shape[1]),
         )
+
+    def _with_token(self, slots: Float[Array, "1 K S _"], new: Float[Array, "1 1 K _"]) -> Float[Array, "1 K S _"]:
+        """Return the slots of one row with its next token; without a free slot they stay as they are."""
+        # A scatter of one token takes longer on a GPU than writing a slice, which is in place too.
+        new, place = new.astype(slots.dtype).transpose(0, 2, 1, 3), (0, 0, self.length[0], 0)
+        last = jax.lax.dynamic_slice(slots, place, new.shape)  # the last slot if there is none
+        fits = self.length[0] < slots.shape[2]
+        return jax.lax.dynamic_update_slice(slots, jnp.where(fits, new, last), place)
 
     def _next_slots(self, num_tokens: int) -> Int[Array, "B T"]:
         # Rows may have different lengths, so each row writes to its own slots.
@@ -307,6 +320,23 @@ def _is_cache(node: object) -> bool:
 
 def _nodes(cache: PyTree) -> list[SelfAttentionCache]:
     return [node for node in jax.tree.leaves(cache, is_leaf=_is_cache) if _is_cache(node)]
+
+
+def with_shared_places(cache: PyTree) -> PyTree:
+    """Return a cache, a tree with one node per layer, whose layers share the arrays of lengths and positions.
+
+    They are equal in all layers. In a loop over tokens, XLA then keeps one of each, and computes what depends on them
+    once per token instead of once per layer.
+    """
+    nodes = [node for node in _nodes(cache) if isinstance(node, KVCache) and node.layer is None]
+    first = nodes[0] if nodes else None
+
+    def shared(node):
+        if not isinstance(node, KVCache) or first is None or node.positions.shape != first.positions.shape:
+            return node
+        return dataclasses.replace(node, positions=first.positions, length=first.length)
+
+    return jax.tree.map(shared, cache, is_leaf=_is_cache)
 
 
 def cache_length(cache: PyTree) -> Lengths:

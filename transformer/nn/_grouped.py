@@ -21,7 +21,7 @@ from transformer.config._checks import ConfigError
 from transformer.nn._axes import Array, DType, Float, Int
 from transformer.nn._jax_compat import inside_pmap
 from transformer.nn._partitioning import device_kind, has_mesh, platform, unmapped_reason
-from transformer.nn.kernels._probing import tpu_compiler_refusal, tpu_dtype_refusal
+from transformer.nn._probing import tpu_compiler_refusal, tpu_dtype_refusal
 
 LANES = 128
 """number of lanes of a TPU vector register; tiles are multiples of it"""

@@ -19,6 +19,7 @@ from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn.kernels import (
     ALL_KERNELS,
+    DECODE_KERNELS,
     GPU_KERNELS,
     PAGED_KERNELS,
     SPLIT_KERNELS,
@@ -312,14 +313,14 @@ expected = functools.cache(functools.partial(attend, "reference"))
 
 
 def test_the_documented_table_has_a_cell_for_every_tested_feature():
-    kernels = ALL_KERNELS.keys() - PAGED_KERNELS
+    kernels = ALL_KERNELS.keys() - {*PAGED_KERNELS, *DECODE_KERNELS}
     assert documented_cells().keys() == {(asked, kernel) for asked in ASKED for kernel in kernels}
     assert all(serves for (_, kernel), serves in documented_cells().items() if kernel == "reference")
 
 
 @pytest.mark.default_cases(13)
 @pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("kernel", [name for name in ALL_KERNELS if name != "reference" and name not in PAGED_KERNELS])
+@pytest.mark.parametrize("kernel", sorted(ALL_KERNELS.keys() - {*PAGED_KERNELS, *DECODE_KERNELS, "reference"}))
 def test_each_kernel_matches_the_documented_table(kernel, asked, monkeypatch):
     if kernel == "cudnn" and jax.default_backend() != "gpu":  # the same call, computed by XLA
         monkeypatch.setattr("transformer.nn.kernels._cudnn.LIBRARY", "xla")

@@ -14,10 +14,16 @@ from transformer.config._execution import Execution
 from transformer.nn._jax_compat import inside_pmap
 from transformer.nn._partitioning import has_mesh, platform
 from transformer.nn.kernels import _cudnn as cudnn
+from transformer.nn.kernels import _flash_decode as flash_decode
 from transformer.nn.kernels import _splash as splash
 from transformer.nn.kernels._blockwise import blockwise_attention
 from transformer.nn.kernels._contract import OPTIONS, AttentionShapes, AttentionSpec, BiasFunction, Kernel, Option
 from transformer.nn.kernels._cudnn import cudnn_attention, cudnn_compiler_refusal, cudnn_limits
+from transformer.nn.kernels._flash_decode import (
+    flash_decode_attention,
+    flash_decode_compiler_refusal,
+    flash_decode_limits,
+)
 from transformer.nn.kernels._page_blocks import PAGE_BLOCKS_REASONS, page_blocks_attention, page_blocks_limits
 from transformer.nn.kernels._paged import (
     RAGGED_PAGED_REASONS,
@@ -39,6 +45,7 @@ from transformer.nn.kernels._splash import SplashBlocks, splash_attention, splas
 
 __all__ = [
     "ALL_KERNELS",
+    "DECODE_KERNELS",
     "FULL_MATRIX_SCORES",
     "FUSED_FROM",
     "GATHER_PAGES",
@@ -60,6 +67,7 @@ __all__ = [
     "blockwise_attention",
     "choose",
     "cudnn_attention",
+    "flash_decode_attention",
     "page_blocks_attention",
     "portable",
     "query_chunked_attention",
@@ -99,9 +107,20 @@ TPU_KERNELS = _by_name(
 GPU_KERNELS = _by_name(
     Kernel(
         "cudnn", cudnn_attention, limits=cudnn_limits, reasons=cudnn.REASONS, compiler_refusal=cudnn_compiler_refusal
-    )
+    ),
 )
 """kernels by name, for NVIDIA GPUs"""
+
+DECODE_KERNELS = _by_name(
+    Kernel(
+        "flash_decode",
+        flash_decode_attention,
+        limits=flash_decode_limits,
+        reasons=flash_decode.REASONS,
+        compiler_refusal=flash_decode_compiler_refusal,
+    )
+)
+"""kernels by name, for one query per row, on NVIDIA GPUs"""
 
 SPLIT_KERNELS = _by_name(
     Kernel(
@@ -124,7 +143,7 @@ PAGED_KERNELS = _by_name(
 """kernels by name that read a paged KV cache in place: ragged_paged on TPUs (on CPU the library's reference takes its
 place, for tests), and page_blocks in plain JAX, which reads blocks of pages up to the longest row"""
 
-ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | SPLIT_KERNELS | PAGED_KERNELS
+ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | DECODE_KERNELS | SPLIT_KERNELS | PAGED_KERNELS
 """all kernels by name"""
 
 GATHER_PAGES = "gather_pages"
@@ -210,6 +229,9 @@ def _fastest(spec: AttentionSpec) -> str:
     for name, least in (("cudnn", FUSED_FROM), ("splash", SPLASH_FROM)):
         if scores >= least and spec.shapes.num_queries > 1 and _compiles(name, spec) and _has_its_devices(name):
             return name
+    # One query per row and a cache: a decoding step.
+    if spec.mask.offset is not None and platform() == "gpu" and _compiles("flash_decode", spec):
+        return "flash_decode"
     # A single query (a decoding step) has one row of scores: nothing that a loop over blocks could save.
     # 1,024 x 1,024 float32 scores take 4 MiB for each head and row. Weights exist only in the reference kernel.
     if scores <= FULL_MATRIX_SCORES.get(platform(), 0) or spec.shapes.num_queries == 1 or spec.return_weights:

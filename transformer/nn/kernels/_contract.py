@@ -173,12 +173,18 @@ OPTIONS: dict[str, Option] = {
     ),
     "chunks": _option("attend in chunks", f"{_ALSO_PAGES} splash", lambda spec: spec.mask.facts["has_chunks"]),
     "offset": _option(
-        "start at an offset (a cache)", f"{_ALSO_PAGES} ring ragged_paged", lambda spec: spec.mask.facts["has_offset"]
+        "start at an offset (a cache)",
+        f"{_ALSO_PAGES} ring ragged_paged flash_decode",
+        lambda spec: spec.mask.facts["has_offset"],
     ),
     "softcap": _option(
-        "apply a softcap", f"{_ALSO_PAGES} ring splash ragged_paged", lambda spec: spec.softcap is not None
+        "apply a softcap",
+        f"{_ALSO_PAGES} ring splash ragged_paged flash_decode",
+        lambda spec: spec.softcap is not None,
     ),
-    "sinks": _option("use attention sinks", f"{_ALSO_PAGES} ring splash", lambda spec: spec.sinks is not None),
+    "sinks": _option(
+        "use attention sinks", f"{_ALSO_PAGES} ring splash flash_decode", lambda spec: spec.sinks is not None
+    ),
 }
 """Options of a call and the kernels that support them. All support causal masks, causal windows and lengths."""
 
@@ -240,3 +246,16 @@ def bias_block(bias: BiasFunction, queries: jax.Array, keys: jax.Array) -> jax.A
     # (t, s) -> (1, 1, t, s), (N, t, s) -> (1, N, t, s)
     block = bias(queries, keys)
     return block.reshape((1,) * (4 - block.ndim) + block.shape)
+
+
+def attention_example(
+    attend: Callable[..., Any], shape: tuple[int, int, int, int], dtype: DType
+) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """Return forward and backward pass of causal self-attention, for arrays (B, T, N, H), as an example."""
+
+    def loss(query, key, value):
+        out, _ = attend(query, key, value, AttentionSpec(mask=Mask.causal()))
+        # jax.grad needs a scalar. The gradient of the sum uses the kernels of the backward pass too.
+        return out.astype(jnp.float32).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2)), [jax.ShapeDtypeStruct(shape, dtype)] * 3

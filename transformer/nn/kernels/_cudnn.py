@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from transformer.nn._axes import Attended, DType, Key, Query, Value
 from transformer.nn._partitioning import num_shards, platform, shard_map, unmapped_reason
-from transformer.nn.kernels._contract import AttentionSpec
-from transformer.nn.kernels._probing import attention_example, compiler_error
+from transformer.nn._probing import compiler_error
+from transformer.nn.kernels._contract import AttentionSpec, attention_example
 
 HEAD_SIZE = 128
 """maximum head dimension that cuDNN's kernel supports on every GPU"""

@@ -18,8 +18,8 @@ from transformer.nn._axes import Array, Attended, DType, Float, Int, Lengths, Qu
 from transformer.nn._caches import attended_of_stored, of_layer, query_of_stored
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import num_shards, own_part, platform, shard_map, unmapped_reason
+from transformer.nn._probing import tpu_compiler_refusal
 from transformer.nn.kernels._contract import NO_PAGES, AttentionSpec
-from transformer.nn.kernels._probing import tpu_compiler_refusal
 
 LANES = 128
 """number of lanes of a TPU vector register; a stored head must be a multiple of it"""

@@ -20,8 +20,8 @@ from transformer.config._checks import ConfigError
 from transformer.nn._axes import Array, Attended, DType, Int, Key, Query, Value
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import device_kind, num_shards, platform, shard_map, unmapped_reason
-from transformer.nn.kernels._contract import AttentionSpec
-from transformer.nn.kernels._probing import attention_example, tpu_compiler_refusal, tpu_dtype_refusal
+from transformer.nn._probing import tpu_compiler_refusal, tpu_dtype_refusal
+from transformer.nn.kernels._contract import AttentionSpec, attention_example
 
 LANES = 128
 """number of lanes of a TPU vector register; block sizes of the kernel are multiples of it"""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from transformer.nn import _few_rows as few_rows
 from transformer.nn._axes import Array, DType, Float, Hidden, Logits, Tokens
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain, lookup, lookup_tokens, platform, rows_can_merge
 from transformer.nn.quantization._adapted import Encoded, kernel_parameter, linear_frozen
 from transformer.nn.quantization._int8 import Int8
-from transformer.nn.quantization._linear import linear
-from transformer.nn.quantization._schemes import Quantization
+from transformer.nn.quantization._linear import linear, multiplies_few_rows
+from transformer.nn.quantization._schemes import Quantization, Scheme
 from transformer.nn.quantization._transposed import row_product
 
 Initializer = Callable[..., jax.Array]
@@ -82,6 +86,87 @@ def activate(activation: str, up: Float[Array, "..."], gate: Float[Array, "..."]
     return GATED[activation](gate, up) if activation in GATED else ACTIVATIONS[activation](gate) * up
 
 
+IN_KERNELS = ("relu", "gelu_tanh", "silu")
+"""activations that the kernel for gated products of few rows computes"""
+
+
+@functools.cache
+def _gated_by(activation: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda gate, up: activate(activation, up, gate)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factors of a linear map that are not multiplied yet, so that several maps of one input can be joined."""
+
+    x: Float[Array, "..."]
+    """(..., *in)"""
+    kernel: Array | Encoded
+    """(*in, *out)"""
+    bias: Array | None
+    """(*out); None: no bias"""
+    contract: int
+    """number of axes in *in*"""
+    scheme: Scheme | None
+    """how the factors are quantized for the multiplication; None: they are not"""
+
+    def product(self) -> Float[Array, "..."]:
+        """Return x @ kernel + bias, (..., *out)."""
+        if not isinstance(self.kernel, Encoded):
+            return linear(self.x, self.kernel, self.bias, contract=self.contract, quantization=self.scheme)
+        return self._plus_bias(linear_frozen(self.x, self.kernel, self.contract, self.scheme))
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether the kernels for few rows of a GPU (`_few_rows.py`) multiply the factors."""
+        if isinstance(self.kernel, Encoded) or self.scheme is not None:
+            return False
+        return multiplies_few_rows(self.x, self.kernel, self.contract)
+
+    def matrices(self) -> tuple[Float[Array, "R Di"], Float[Array, "Di Do"]]:
+        """Return x as (rows, inputs) and the kernel, which is an array, as (inputs, outputs)."""
+        inputs = math.prod(self.kernel.shape[: self.contract])
+        return self.x.reshape(-1, inputs), self.kernel.reshape(inputs, -1)
+
+    def shaped(self, rows: Float[Array, "R Do"]) -> Float[Array, "..."]:
+        """Return rows of a product in the shape (..., *out), plus the bias."""
+        lead = self.x.shape[: self.x.ndim - self.contract]
+        return self._plus_bias(rows.reshape(*lead, *self.kernel.shape[self.contract :]))
+
+    def _plus_bias(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
+        return y if self.bias is None else y + self.bias.reshape((1,) * (y.ndim - self.bias.ndim) + self.bias.shape)
+
+    @staticmethod
+    def products(maps: Sequence[Factors]) -> list[Float[Array, "..."]]:
+        """Return the product of each map; `maps` have the same x, and a GPU multiplies few rows in one launch."""
+        if len(maps) == 1 or not all(one.has_few_rows for one in maps):
+            return [one.product() for one in maps]
+        # The copies of x are equal, also where the maps converted it to their dtype: the first one serves all.
+        x, _ = maps[0].matrices()
+        rows = few_rows.products(x, tuple(one.matrices()[1] for one in maps))
+        return [one.shaped(y) for one, y in zip(maps, rows, strict=True)]
+
+
+def deferred(factors: Factors) -> Factors:
+    """Return the factors: an argument of `Linear` that leaves the multiplication to its caller."""
+    return factors
+
+
+def defers(module: nn.Module, x: Float[Array, "..."]) -> bool:
+    """Return whether linear maps of x (..., D) gain from being multiplied together: few rows on a GPU."""
+    # Where intermediate values are collected, each map returns its own product.
+    return few_rows.apply_to(x, math.prod(x.shape[:-1])) and not module.is_mutable_collection("intermediates")
+
+
+def activated(activation: str, up: Factors, gate: Factors) -> Float[Array, "..."]:
+    """Compute `activate` of two linear maps that are not multiplied yet, in one launch if the kernel supports it."""
+    if activation in IN_KERNELS and all(one.bias is None and one.has_few_rows for one in (up, gate)):
+        x, kernel = up.matrices()
+        rows = few_rows.gated_product(x, gate.matrices()[1], kernel, _gated_by(activation))
+        return up.shaped(rows)
+    return activate(activation, *Factors.products([up, gate]))
+
+
 class Linear(nn.Module):
     """A linear map from the last `contract` axes to `features`.
 
@@ -99,19 +184,20 @@ class Linear(nn.Module):
     quantization: Quantization | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Apply the map: (..., *in) -> (..., *features)."""
+    def __call__(self, x: Float[Array, "..."], product: Callable[[Factors], Any] | None = None) -> Any:
+        """Apply the map: (..., *in) -> (..., *features); with `product`, return product(the factors) instead."""
         shape = (*x.shape[x.ndim - self.contract :], *self.features)
         init = as_matrix(self.kernel_init or glorot_uniform(), self.contract)
         kernel = kernel_parameter(self, init, shape, self.param_dtype)
         bias = self.param("bias", nn.initializers.zeros, self.features, self.param_dtype) if self.use_bias else None
         scheme = None if self.quantization is None else self.quantization.at(*self.path, "kernel")
         if isinstance(kernel, Encoded):
-            y = linear_frozen(x.astype(self.dtype), kernel, self.contract, scheme)
-            return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape).astype(self.dtype)
-        # Parameters stay in `param_dtype` (float32) for the optimizer; only this copy is in the computation's dtype.
-        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-        return linear(x, kernel, bias, contract=self.contract, quantization=scheme)
+            x, bias = x.astype(self.dtype), None if bias is None else bias.astype(self.dtype)
+        else:
+            # Parameters stay in `param_dtype` (float32) for the optimizer; only this copy is in the computation's
+            # dtype.
+            x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+        return (product or Factors.product)(Factors(x, kernel, bias, self.contract, scheme))
 
 
 def projection(
@@ -198,10 +284,11 @@ class FeedForward(nn.Module):
             options = (self.dtype, self.param_dtype, self.quantization)
             return Linear((features,), 1, self.use_bias, init, *options, name=name)
 
-        up = project("up", self.width, self.kernel_init)(x)
-        gate = project("gate", self.width, self.kernel_init)(x) if self.gated else None
+        product = deferred if self.gated and defers(self, x) else None
+        up = project("up", self.width, self.kernel_init)(x, product)
+        gate = project("gate", self.width, self.kernel_init)(x, product) if self.gated else None
         # (B, T, F). The name lets the remat policy "names" (`_stacks.py`) store this array instead of recomputing it.
-        hidden = activate(self.activation, up, gate)
+        hidden = activate(self.activation, up, gate) if product is None else activated(self.activation, up, gate)
         hidden = constrain(hidden, "batch", "length", "feed_forward")
         hidden = checkpoint_name(hidden, "feed_forward_hidden")
         return project("down", x.shape[-1], self.output_init or self.kernel_init)(hidden)
@@ -247,12 +334,12 @@ class Embedding(nn.Module):
                 return self._row_product(x, self.embedding.values, self.embedding.scale[:, 0])
             return jax.tree.map(jnp.transpose, self.embedding).product(x.astype(self.dtype))
         if isinstance(self.embedding, Encoded):
-            return linear(x.astype(self.dtype), self.embedding.array(self.dtype).T)
+            return linear(x.astype(self.dtype), self.embedding.array(self.dtype).T, transposed=True)
         if step and self.embedding.dtype.itemsize == 2 and self.dtype == self.embedding.dtype:
             return self._row_product(x, self.embedding)
         # (B, T, D) @ (D, V)
         x, table = nn.dtypes.promote_dtype(x, self.embedding, dtype=self.dtype)
-        return linear(x, table.T)
+        return linear(x, table.T, transposed=True)
 
     def _row_product(self, x: Hidden, table: jax.Array, scale: jax.Array | None = None) -> Logits:
         """Compute logits without an array of the table in float32: (B, T, D) -> (B, T, V)."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import ClassVar
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from transformer.nn import _few_rows as few_rows
 from transformer.nn._axes import Array, DType, Float
 from transformer.nn._parameter_axes import declare
 
@@ -46,6 +50,8 @@ class RMSNorm(nn.Module):
     """gamma x / sqrt(mean(x^2) + epsilon) over the last axis, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
 
     parameter_axes = declare({"scale": "norm"})
+    shift: ClassVar[float] = 0.0
+    """added to the parameter, whose initial value is 1 - shift"""
 
     epsilon: float = 1e-6
     dtype: DType = jnp.float32
@@ -54,12 +60,15 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalize (..., D) -> (..., D), in `dtype`."""
-        x = x.astype(jnp.float32)
+        init = nn.initializers.zeros if self.shift else nn.initializers.ones
+        scale = self.param("scale", init, x.shape[-1:], self.param_dtype)
+        if few_rows.apply_to(x, math.prod(x.shape[:-1])):
+            rows = few_rows.rms_norm(x.reshape(-1, x.shape[-1]), scale, self.epsilon, self.shift, self.dtype)
+            return rows.reshape(x.shape)
+        x, factor = x.astype(jnp.float32), _row(scale, x)
         # Round once, after multiplying by gamma.
-        return (unscaled_rms_norm(x, self.epsilon) * self._factor(x)).astype(self.dtype)
-
-    def _factor(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        return _row(self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype), x)
+        factor = self.shift + factor if self.shift else factor
+        return (unscaled_rms_norm(x, self.epsilon) * factor).astype(self.dtype)
 
 
 class LayerNormWithoutBias(RMSNorm):
@@ -81,8 +90,7 @@ class ZeroCenteredRMSNorm(RMSNorm):
     float32: in bfloat16 it would round away a small gamma.
     """
 
-    def _factor(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        return 1.0 + _row(self.param("scale", nn.initializers.zeros, x.shape[-1:], self.param_dtype), x)
+    shift = 1.0
 
 
 class FrozenBatchNorm(nn.Module):

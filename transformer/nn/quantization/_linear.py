@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from transformer.nn import _few_rows as few_rows
 from transformer.nn._axes import Array, Float
 from transformer.nn._partitioning import explicit_spec, in_auto_axes, joined_spec, platform, rows_can_merge
 from transformer.nn.quantization._schemes import Scheme, quantized_linear
@@ -22,18 +23,23 @@ def linear(
     *,
     contract: int = 1,
     quantization: Scheme | None = None,
+    transposed: bool = False,
 ) -> Float[Array, "..."]:
     """Compute x (..., *in) @ kernel (*in, *out) + bias (*out) -> (..., *out) as one matrix multiplication.
 
     *in* has `contract` axes; `quantization` says how to quantize the factors. On CPU the leading axes are flattened to
     one: the weight gradient then contracts one axis instead of two, which XLA's CPU matrix multiplications need to run
-    at full speed. Not where a mesh axis may split the length: flattening would gather it.
+    at full speed. Not where a mesh axis may split the length: flattening would gather it. `transposed` says that the
+    kernel is the transpose of a stored array, which a kernel for few rows would copy.
     """
     # With contract=1 and *out = (N, H), one multiplication (B T, D) @ (D, N H) computes all heads.
     inner, out = math.prod(kernel.shape[:contract]), kernel.shape[contract:]
     lead = x.shape[: x.ndim - contract]
     rows = explicit_spec(x)
-    if platform() == "cpu" and rows_can_merge():
+    if quantization is None and not transposed and multiplies_few_rows(x, kernel, contract):
+        (y,) = few_rows.products(x.reshape(-1, inner), (kernel.reshape(inner, -1),))
+        y = y.reshape(*lead, *out)
+    elif platform() == "cpu" and rows_can_merge():
         x, kernel = x.reshape(-1, inner), kernel.reshape(inner, -1)
         is_bfloat16 = quantization is None and x.dtype == kernel.dtype == jnp.bfloat16
         if is_bfloat16 and multiplies_bfloat16():
@@ -48,6 +54,11 @@ def linear(
         product = functools.partial(_multiply, contract=contract, quantization=quantization)
         y = in_auto_axes(product, spec)(x, kernel)
     return y if bias is None else y + bias.reshape((1,) * len(lead) + out)
+
+
+def multiplies_few_rows(x: Float[Array, "..."], kernel: Float[Array, "..."], contract: int = 1) -> bool:
+    """Return whether the kernels for few rows of a GPU multiply x (..., *in) by a kernel (*in, *out)."""
+    return x.dtype == kernel.dtype and few_rows.apply_to(x, math.prod(x.shape[: x.ndim - contract]))
 
 
 def _multiply(x: jax.Array, kernel: jax.Array, contract: int, quantization: Scheme | None) -> jax.Array:

@@ -24,7 +24,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
 from transformer.config._checks import ConfigError, nearest
-from transformer.nn.kernels._probing import library_version, matching_libtpu
+from transformer.nn._probing import library_version, matching_libtpu
 from transformer.training._chips import CHIPS, Chip
 from transformer.training._memory import GIB, memory_in_error
 

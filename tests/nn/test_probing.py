@@ -13,12 +13,12 @@ from attention_specs import attention_spec
 from jax.sharding import AxisType, Mesh
 
 from transformer.config import ConfigError
+from transformer.nn import _probing as probing
 from transformer.nn import kernels
 from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import platform
 from transformer.nn.kernels import _cudnn as cudnn
-from transformer.nn.kernels import _probing as probing
 from transformer.nn.kernels import _splash as splash
 from transformer.nn.kernels import choose
 from transformer.training.plan import parse_topology, topology_devices

@@ -15,9 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer.nn._axes import DType
-from transformer.nn._masks import Mask
 from transformer.nn._partitioning import device_kind, platform
-from transformer.nn.kernels._contract import AttentionSpec
 
 FLOAT32_ALONE = ("TPU v2", "TPU v3")
 """kinds of TPU for which the kernel compiler rejects bfloat16 matrix multiplications"""
@@ -59,19 +57,6 @@ def tpu_dtype_refusal(dtype: DType) -> str | None:
     if dtype == jnp.bfloat16 and (kind := device_kind()) in FLOAT32_ALONE:
         return f"compute in bfloat16 on {kind}: kernels support only float32 there"
     return None
-
-
-def attention_example(
-    attend: Callable[..., Any], shape: tuple[int, int, int, int], dtype: DType
-) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """Return forward and backward pass of causal self-attention, for arrays (B, T, N, H), as an example."""
-
-    def loss(query, key, value):
-        out, _ = attend(query, key, value, AttentionSpec(mask=Mask.causal()))
-        # jax.grad needs a scalar. The gradient of the sum uses the kernels of the backward pass too.
-        return out.astype(jnp.float32).sum()
-
-    return jax.grad(loss, argnums=(0, 1, 2)), [jax.ShapeDtypeStruct(shape, dtype)] * 3
 
 
 def library_version(name: str) -> str:
