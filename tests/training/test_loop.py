@@ -23,9 +23,9 @@ from transformer.training import _loop as loop
 from transformer.training._loop import train
 from transformer.training._parallel import MeshPlacement
 from transformer.training._step import NonFiniteError
+from transformer.training.metrics import _writer as metrics_writer
 from transformer.training.metrics._report import append_samples, cut_samples
 from transformer.training.metrics._summary import Score, Summary, read_summary, render, save_summary
-from transformer.training.metrics import _writer as metrics_writer
 from transformer.training.metrics._writer import Progress, read_metrics
 from transformer.training.tasks._evaluation import evaluate_loss
 from transformer.training.workdir._journal import Journal
