@@ -1,200 +1,48 @@
-"""Benchmarks on one GPU: training compared with PyTorch, MFU, memory bandwidth in decoding, and the Shakespeare recipe.
+"""Benchmarks on one GPU, with PyTorch and transformers as peers: training, greedy decoding, attention, and a recipe.
 
-Usage: python -m benchmarks.gpu [--parts gpt2 llama decode shakespeare] [--data.manual-dir FOLDER]
+Usage: python -m benchmarks.gpu [--parts bounds gpt2 ...] [--json FILE] [--seconds 420] [--data.manual-dir FOLDER]
 
-gpt2: GPT-2 124M, context 1,024, bfloat16, batch size 16, compared with the same model in PyTorch (torch.compile, its
-flash attention, autocast). Each side runs in a separate process, and the processes take turns; this needs PyTorch for
-CUDA. llama: training of a decoder with the shape of Llama 3.2 1B, contexts of 2,048 and 8,192. decode: greedy decoding
-with the same model, batch size 1. Utilization is relative to rates measured on this GPU: matrix multiplications of
-8,192 x 8,192 bfloat16 matrices, and reading 4 GiB. Model FLOPs are 6 per matrix parameter and token, and 12 L T d_model
-/ 2 per token for causal attention (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, causal half). The last line is
-a JSON object.
+Install PyTorch for CUDA and transformers first; a part whose packages are missing fails, and the others run. All parts
+together take about 7 minutes on an H200. Each part runs in its own process group, one after another, and ends after
+`--part-seconds`. --json FILE is written again after each measurement, so that it keeps the results of a run that is
+interrupted. `--data.manual-dir` names a folder with input.txt, for the part `shakespeare` without network access.
+
+bounds: the rates of this GPU, to which the other parts are compared: matrix multiplications of 8,192 x 8,192 random
+bfloat16 matrices, and copies of 4 GiB (bytes read and written), 50 of which are enqueued before the program waits.
+decode: greedy decoding of 128 tokens with the shape of Llama 3.2 1B, bfloat16, 1 and 16 rows. decode_static,
+decode_dynamic: the same with transformers, with a static cache and torch.compile, and with a dynamic cache.
+attention, attention_torch: causal attention in bfloat16, ours compared with the cuDNN and flash attention of PyTorch.
+gpt2: a training step of GPT-2 124M, context 1,024, bfloat16, batch size 16, compared with PyTorch (torch.compile, flash
+attention, autocast). llama_2048, llama_8192: a training step with the shape of Llama 3.2 1B. shakespeare: the recipe
+configs/shakespeare_gpu.py.
+
+Model FLOPs are 6 per matrix parameter and token, and 12 L T d_model / 2 per token for causal attention (Chowdhery et
+al. 2022, arXiv 2204.02311, appendix B, causal half). `first` is the time of the first run, which compiles; no
+compilation cache is used. The last line is a JSON object.
 """
 
 import argparse
-import dataclasses
+import json
 import os
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from benchmarks import gpu_parts
+from benchmarks.gpu_parts import MODULE, PUBLISHED, Row
+from benchmarks.side_by_side import ROOT, last_line, serve, versions
 
-from benchmarks.side_by_side import ROOT, Worker, compare, last_line, serve, versions
-from transformer.config import LearnedOptions, RotaryOptions
-
-GPT2 = {"vocab_size": 50_304, "d_model": 768, "num_layers": 12, "num_heads": 12}
-LLAMA = {
-    "vocab_size": 128_256,
-    "d_model": 2_048,
-    "num_layers": 16,
-    "num_heads": 32,
-    "attention.num_kv_heads": 8,
-    "feed_forward.d_ff": 8_192,
-}
-WORKS = {"gpt2": (16, 1_024), "llama_2048": (8, 2_048), "llama_8192": (2, 8_192)}
-"""(batch size, sequence length) of a training step"""
-MODULE = "benchmarks.gpu"
-PUBLISHED = 1.4697
-"""loss in nats in nanoGPT's README, for the recipe that shakespeare_gpu reproduces"""
+GRACE = 5.0
+"""seconds between SIGTERM and SIGKILL"""
 
 
-def config(work: str) -> Any:
-    """Return the model config of a work."""
-    from transformer.config import (
-        EmbeddingOptions,
-        FeedForwardOptions,
-        NormOptions,
-        ParameterOptions,
-        TransformerConfig,
-    )
-
-    if work == "gpt2":
-        return TransformerConfig(
-            **GPT2,
-            norm=NormOptions(kind="layer_norm_without_bias"),
-            feed_forward=FeedForwardOptions(activation="gelu_erf"),
-            position=LearnedOptions(max_length=WORKS[work][1]),
-            parameters=ParameterOptions(use_bias=False, initializer_range=0.02),
-            embedding=EmbeddingOptions(scale=False),
-            dtype="bfloat16",
-        )
-    return TransformerConfig(
-        **LLAMA,
-        norm=NormOptions(kind="rms_norm"),
-        feed_forward=FeedForwardOptions(activation="silu", gated=True),
-        parameters=ParameterOptions(
-            use_bias=False, initializer_range=0.02, dtype="bfloat16" if work == "decode" else "float32"
-        ),
-        position=RotaryOptions(),
-        embedding=EmbeddingOptions(scale=False),
-        dtype="bfloat16",
-    )
-
-
-def flops(work: str) -> float:
-    """Return the model FLOPs of one training step.
-
-    Forward and backward take 6 FLOPs per matrix parameter and token. Attention takes 12 L T D per token for QK^T and AV
-    (4 T D per layer forward, three times that with backward), and half of it with a causal mask.
-    """
-    sizes, (rows, length) = GPT2 if work == "gpt2" else LLAMA, WORKS[work]
-    width, layers, heads = sizes["d_model"], sizes["num_layers"], sizes["num_heads"]
-    # Per layer: query and output projections (2 D^2), key and value projections (2 D^2 K / N), and the feed-forward.
-    key_values = 2 * width * width * sizes.get("attention.num_kv_heads", heads) // heads
-    feed_forward = 8 * width**2 if work == "gpt2" else 3 * width * sizes["feed_forward.d_ff"]
-    matrices = layers * (2 * width**2 + key_values + feed_forward) + width * sizes["vocab_size"]
-    return rows * length * (6 * matrices + 6 * layers * length * width)
-
-
-def batch(work: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return random tokens and targets, each (B, T)."""
-    vocabulary = (GPT2 if work == "gpt2" else LLAMA)["vocab_size"]
-    return tuple(np.random.default_rng(0).integers(0, vocabulary, (2, *WORKS[work]), dtype=np.int32))
-
-
-def ours(work: str) -> Callable[[], Any]:
-    """Return our side: the training step that `train.py` builds from a recipe."""
-    import jax
-    import jax.numpy as jnp
-
-    from transformer.config import Execution
-    from transformer.data import TextFile
-    from transformer.training import OptimizerConfig, Recipe, TrainingConfig
-    from transformer.training._state import make_state
-    from transformer.training._step import make_train_step
-
-    rows, length = WORKS[work]
-    recipe = Recipe(
-        name="benchmark",
-        model=config(work),
-        data=TextFile(path="none", sequence_length=length, batch_size=rows),
-        execution=Execution(scan=work != "gpt2", remat="none" if work == "gpt2" else "names"),
-        optimizer=OptimizerConfig(beta2=0.95, weight_decay=0.1),
-        training=TrainingConfig(),
-    )
-    tokens, targets = map(jnp.asarray, batch(work))
-    given = {"tokens": tokens, "targets": targets, "weights": jnp.ones(targets.shape)}
-    states = [jax.jit(lambda: make_state(recipe))()]
-    compiled = jax.jit(make_train_step(recipe), donate_argnums=0)
-
-    def step():
-        states[0], metrics = compiled(states[0], given)
-        return jax.block_until_ready((states[0], metrics))[1]
-
-    return step
-
-
-def pytorch(work: str) -> Callable[[], Any]:
-    """Return the peer: a training step of GPT-2 in PyTorch."""
-    import torch
-
-    from benchmarks import torch_peers
-
-    torch.set_float32_matmul_precision("high")
-    model = torch_peers.GPT(
-        GPT2["vocab_size"], WORKS[work][1], *(GPT2[n] for n in ("num_layers", "num_heads", "d_model"))
-    )
-    step = torch_peers.training_step(model, batch(work), betas=(0.9, 0.95), autocast=torch.bfloat16)
-    return lambda: step().item()
-
-
-def matrix_product(_: str) -> Callable[[], Any]:
-    """Return one matrix multiplication of two 8,192 x 8,192 matrices."""
-    import jax
-    import jax.numpy as jnp
-
-    matrix = jnp.ones((8_192, 8_192), jnp.bfloat16)
-    product = jax.jit(lambda a: a @ a)
-    return lambda: jax.block_until_ready(product(matrix))
-
-
-def reading(_: str) -> Callable[[], Any]:
-    """Return a sum over 4 GiB."""
-    import jax
-    import jax.numpy as jnp
-
-    array = jnp.ones((2**31,), jnp.bfloat16)
-    total = jax.jit(lambda a: a.sum(dtype=jnp.float32))
-    return lambda: jax.block_until_ready(total(array))
-
-
-def decoding(_: str) -> Callable[[], Any]:
-    """Return greedy decoding of `NEW` tokens with batch size 1."""
-    import jax
-    import jax.numpy as jnp
-
-    from transformer import CausalLM
-    from transformer.config import Execution
-    from transformer.generate import Sampling, generate
-
-    model = CausalLM(config("decode"), Execution(scan=False))
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    prompt = [list(range(1, 33))]
-    return lambda: generate(model, params, prompt, max_new_tokens=NEW, sampling=Sampling(temperature=0.0))
-
-
-NEW = 128
-PARAMETERS = 1_235_814_400
-"""parameters of the model for decoding; each step reads all of them"""
-SIDES = {"ours": ours, "torch": pytorch, "products": matrix_product, "reading": reading, "decode": decoding}
-
-
-def seconds_of(side: str, work: str = "-", times: int = 10) -> float:
-    """Return the median seconds of a piece of work, measured in a separate process."""
-    worker = Worker(MODULE, "--worker", side, work)
-    found = statistics.median(worker.run(times))
-    worker.stop()
-    return found
-
-
-def shakespeare(words: list[str]) -> dict[str, float]:
-    """Train configs/shakespeare_gpu.py, and return its lowest evaluation loss and its seconds."""
+def shakespeare(words: Sequence[str]) -> Iterator[Row]:
+    """Train configs/shakespeare_gpu.py, and return its lowest evaluation loss."""
     from transformer.viz import read_metrics
 
     with tempfile.TemporaryDirectory() as folder:
@@ -203,74 +51,237 @@ def shakespeare(words: list[str]) -> dict[str, float]:
         subprocess.run(command, cwd=ROOT, check=True)
         seconds = time.perf_counter() - start
         lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")
-    return {"loss": min(line["eval/loss"] for line in lines if "eval/loss" in line), "seconds": seconds}
+    loss = min(line["eval/loss"] for line in lines if "eval/loss" in line)
+    compiled = sum(line.get("perf/compile_s", 0.0) for line in lines)
+    yield gpu_parts.row("recipe shakespeare_gpu", "ours", seconds, compiled, loss, "nats")
+    yield gpu_parts.row("recipe shakespeare_gpu", "nanoGPT's README", float("nan"), float("nan"), PUBLISHED, "nats")
 
 
-def main() -> None:
+PARTS: dict[str, tuple[Callable[[Sequence[str]], Iterator[Row]], float]] = {
+    "bounds": (lambda _: gpu_parts.bounds(), 60),
+    "attention": (lambda _: gpu_parts.attention(), 60),
+    "attention_torch": (lambda _: gpu_parts.attention_torch(), 60),
+    "decode": (lambda _: gpu_parts.decode(), 120),
+    "decode_dynamic": (lambda _: gpu_parts.decode_torch("dynamic"), 60),
+    "decode_static": (lambda _: gpu_parts.decode_torch("static"), 150),
+    "gpt2": (lambda _: gpu_parts.gpt2(), 150),
+    "llama_2048": (lambda _: gpu_parts.llama("llama_2048"), 90),
+    "llama_8192": (lambda _: gpu_parts.llama("llama_8192"), 90),
+    "shakespeare": (shakespeare, 150),
+}
+"""function of each part, and its largest number of seconds"""
+LOADS_JAX = ("bounds", "attention", "decode", "llama_2048", "llama_8192")
+LOADS_TORCH = ("attention_torch", "decode_dynamic", "decode_static")
+NO_GPU = 3
+"""exit status of a part that finds no GPU"""
+
+
+def check_gpu(part: str) -> None:
+    """Check that the framework of a part computes on a GPU.
+
+    Raises:
+        SystemExit: it does not; the status is `NO_GPU`.
+    """
+    if part in LOADS_JAX:
+        import jax
+
+        found, remedy = jax.default_backend(), "Run: make setup ACCELERATOR=gpu"
+    elif part in LOADS_TORCH:
+        import torch
+
+        found, remedy = "gpu" if torch.cuda.is_available() else "cpu", "Install PyTorch for CUDA."
+    else:  # its processes need the memory of the GPU, which JAX would reserve here
+        return
+    if found != "gpu":
+        print(f"error: this benchmark needs a GPU, but the part {part} would use {found}. {remedy}", file=sys.stderr)
+        raise SystemExit(NO_GPU)
+
+
+def run_part(part: str, words: Sequence[str], target: Path) -> None:
+    """Run a part in this process, and write its rows and the machine to `target` after each measurement."""
+    check_gpu(part)
+    where, rows = "", []
+    if part in LOADS_JAX:
+        from benchmarks.machine import machine
+
+        where = machine()
+    for row in PARTS[part][0](words):
+        rows.append(row)
+        replacement = target.with_suffix(".new")
+        replacement.write_text(json.dumps({"rows": rows, "machine": where}))
+        replacement.replace(target)  # the parent may read at any time
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a process and all processes that it started and that are in its group: SIGTERM, after `GRACE` s SIGKILL."""
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sent)
+        except ProcessLookupError:  # no process of the group is left
+            break
+        limit = time.monotonic() + GRACE
+        while time.monotonic() < limit and _exists(process):
+            time.sleep(0.05)
+    process.wait()
+
+
+def _exists(process: subprocess.Popen) -> bool:
+    process.poll()  # collects the process, which would otherwise stay in its group
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def run_group(
+    command: Sequence[str], seconds: float, poll: Callable[[], Any], environment: dict[str, str]
+) -> tuple[int | None, float]:
+    """Run a command in its own process group, and end the whole group afterwards, also after Ctrl-C.
+
+    Args:
+        command: the program and its arguments.
+        seconds: time after which the group is ended.
+        poll: called twice a second while the command runs, and at its end.
+        environment: variables of the command, in addition to those of this process.
+
+    Returns:
+        The exit status of the command (None if it was ended after `seconds`), and its seconds.
+    """
+    start = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, start_new_session=True)
+    try:
+        while (status := process.poll()) is None and time.monotonic() - start < seconds:
+            time.sleep(0.5 if time.monotonic() - start > 1 else 0.05)
+            poll()
+    finally:
+        end_group(process)
+        poll()
+    return status, time.monotonic() - start
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return all rows as a table in Markdown.
+
+    The bound of a row with `flops` is the rate of matrix multiplications, and of a row with `bytes` the rate of copies.
+    """
+    rates = {row["work"]: row["rate"] for row in rows if row["side"] == "bound"}
+    mine = {row["work"]: row["seconds"] for row in rows if row["side"] == "ours"}
+    lines = ["| work | side | ms | rate | of the bound | first, s | ours is faster by |"]
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for row in rows:
+        share = share_of_bound(row, rates)
+        ratio = row["seconds"] / mine[row["work"]] if row["side"] != "ours" and row["work"] in mine else float("nan")
+        cells = [
+            row["work"],
+            row["side"],
+            _number(1e3 * row["seconds"], "{:,.3f}"),
+            f"{row['rate']:.4g} {row['unit']}",
+            _number(100 * share, "{:.1f} %"),
+            _number(row["first"], "{:.1f}"),
+            _number(ratio, "{:.2f} x"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def share_of_bound(row: Row, rates: dict[str, float]) -> float:
+    """Return the share of the measured rate of the GPU that a row reaches; NaN if either is unknown."""
+    for field, bound in {"flops": "matrix multiplication", "bytes": "copy"}.items():
+        if field in row and bound in rates:
+            return row[field] / row["seconds"] / rates[bound]
+    return float("nan")
+
+
+def _number(value: float, form: str) -> str:
+    return "" if value != value else form.format(value)
+
+
+def summary(rows: Sequence[Row], failures: dict[str, str], where: str) -> str:
+    """Return the last line: the training step of GPT-2 if it was measured, otherwise the first row."""
+    by_side = {(row["work"], row["side"]): row for row in rows}
+    first = by_side.get(("training step, gpt2", "ours"), rows[0])
+    peers = [row for row in rows if row["work"] == first["work"] and row is not first] or [first]
+    ratio = first["rate"] / peers[0]["rate"]
+    facts = {"all": list(rows), "failed": failures, "versions": versions("jax", "flax", "torch", "transformers")}
+    return last_line(first["work"], peers[0]["rate"], first["rate"], ratio, first["unit"], where, **facts)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ["gpt2", "llama", "decode", "shakespeare"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file, as they come")
+    parser.add_argument("--seconds", type=float, default=420.0, help="time of all parts; later parts are left out")
+    parser.add_argument("--part-seconds", type=float, help="time of each part, instead of its own limit")
     parser.add_argument("--worker", nargs=2, metavar=("SIDE", "WORK"), help="internal: run one side as a worker")
+    parser.add_argument("--run-part", nargs=2, metavar=("PART", "FILE"), help="internal: run one part in this process")
     options, words = parser.parse_known_args()
+    if unknown := [word for word in words if word.startswith("--") and not word.startswith("--data.")]:
+        parser.error(f"unknown option {unknown[0]}. Options of the recipe of the part shakespeare start with --data.")
     if options.worker:
         side, work = options.worker
-        serve(SIDES[side](work))
-        return
+        serve(gpu_parts.SIDES[side](work))
+        return 0
+    if options.run_part:
+        part, target = options.run_part
+        run_part(part, words, Path(target))
+        return 0
 
-    # Otherwise this process reserves most of the GPU memory, which the workers need.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    import jax
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the running part, too
+    start, found, failures = time.monotonic(), {}, {}
+    where = "unknown machine"
 
-    from benchmarks.machine import machine
+    def write() -> None:
+        if options.json is not None:
+            rows = [row for part in found.values() for row in part]
+            text = json.dumps({"machine": where, "rows": rows, "failed": failures}, indent=1)
+            options.json.write_text(text + "\n")
 
-    if jax.default_backend() != "gpu":
-        parser.error(
-            f"this benchmark needs a GPU, but JAX uses {jax.default_backend()}. Run: make setup ACCELERATOR=gpu"
+    for part in options.parts:
+        limit = min(options.part_seconds or PARTS[part][1], options.seconds - (time.monotonic() - start))
+        if limit < 5:
+            failures[part] = f"not started within --seconds {options.seconds:g}"
+            print(f"{part}: {failures[part]}", flush=True)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            target = Path(folder) / "rows.json"
+
+            def poll(part=part, target=target) -> None:
+                nonlocal where
+                if target.exists():
+                    answer = json.loads(target.read_text())
+                    where, found[part] = answer["machine"] or where, answer["rows"]
+                    write()
+
+            command = [sys.executable, "-m", MODULE, "--run-part", part, str(target), *words]
+            status, seconds = run_group(command, limit, poll, uncached(folder))
+        failure = {None: f"not finished after {limit:.0f} s", 0: ""}.get(
+            status, f"status {status}; see its output above"
         )
-    where = machine()
-    rate, bandwidth = 2 * 8_192**3 / seconds_of("products"), 2**32 / seconds_of("reading")
-    found: dict[str, Any] = {"matrix_flops": rate, "bytes_per_second": bandwidth}
-    print(
-        f"{where}: {rate / 1e12:.0f} TFLOP/s in matrix multiplications, {bandwidth / 1e12:.2f} TB/s memory bandwidth",
-        flush=True,
-    )
-    ends: list[tuple[str, float, float, float, str]] = []
-    if "gpt2" in options.parts:
-        sides = [(MODULE, "--worker", side, "gpt2") for side in ("ours", "torch")]
-        one = compare("gpt2", "torch", *sides, environment="untouched", turns=6, times=5)
-        tokens = np.prod(WORKS["gpt2"])
-        peer, mine = tokens / one.peer_seconds, tokens / one.ours_seconds
-        ends.append(("training step, GPT-2 124M, bfloat16", peer, mine, one.ratio, "tokens/s"))
-        share = flops("gpt2") / one.ours_seconds / rate
-        found["gpt2"] = dataclasses.asdict(one) | {"mfu": share}
-        comparison = f"PyTorch {peer:,.0f}, ratio {one.ratio:.2f}; MFU {100 * share:.1f} %"
-        print(f"gpt2: {mine:,.0f} tokens/s, {comparison}", flush=True)
-    for work in [name for name in WORKS if "llama" in name and "llama" in options.parts]:
-        seconds = seconds_of("ours", work)
-        reached = flops(work) / seconds
-        found[work] = {"seconds": seconds, "mfu": reached / rate}
-        ends.append(
-            (f"training step, {work}, compared with matrix multiplications", rate, reached, reached / rate, "FLOP/s")
-        )
-        print(f"{work}: {np.prod(WORKS[work]) / seconds:,.0f} tokens/s, MFU {100 * reached / rate:.1f} %", flush=True)
-    if "decode" in options.parts:
-        rate_of_tokens = NEW / seconds_of("decode")
-        read = 2 * PARAMETERS * rate_of_tokens  # 2 bytes per bfloat16 parameter
-        found["decode"] = {"tokens_per_second": rate_of_tokens, "of_bandwidth": read / bandwidth}
-        ends.append(
-            ("greedy decoding, 1B, compared with memory bandwidth", bandwidth, read, read / bandwidth, "bytes/s")
-        )
-        print(f"decode: {rate_of_tokens:.1f} tokens/s, {100 * read / bandwidth:.1f} % of the memory bandwidth")
-    if "shakespeare" in options.parts:
-        found["shakespeare"] = shakespeare(words)
-        loss = found["shakespeare"]["loss"]
-        ends.append(
-            ("configs/shakespeare_gpu.py, compared with nanoGPT's README", PUBLISHED, loss, PUBLISHED / loss, "nats")
-        )
-        print(f"shakespeare_gpu: {found['shakespeare']}")
-    facts = {"all": found, "versions": versions("jax", "flax", "torch")}
-    print(last_line(*ends[0], where, **facts))
+        if failure:
+            failures[part] = failure
+        print(f"{part}: {failures.get(part, 'done')}, {seconds:.0f} s", flush=True)
+        write()
+        if status == NO_GPU:
+            return 1
+    rows = [row for part in found.values() for row in part]
+    if not rows:
+        print("error: no part has a result; see the output above.", file=sys.stderr)
+        return 1
+    print(f"\n{where}\n\n{table(rows)}\n\n{summary(rows, failures, where)}", flush=True)
+    return 1 if failures else 0
+
+
+def uncached(folder: str) -> dict[str, str]:
+    """Return variables with which no side reads programs that an earlier run compiled."""
+    return {
+        # By default each process reserves most of the memory of the GPU, and two take turns.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false"),
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+    }
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

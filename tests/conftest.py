@@ -1,33 +1,26 @@
-"""Strict settings for all tests: eight simulated devices, shape checks, no rank promotion, our warnings are errors."""
+"""Strict settings for all tests: eight simulated devices, shape checks, no rank promotion, our warnings are errors.
+
+With `-m gpu`, the tests of numbers compute on a GPU instead (`jax_devices`).
+"""
 
 import ctypes
 import gc
-import importlib.metadata
 import os
 import pathlib
 import random
 import time
 
 import compiled_programs
+import jax_devices
+import jaxtyping
+import pytest
+import shape_checks
+from shared_folders import kept_in
 
-# Set before JAX starts: eight simulated CPU devices, and few threads, because the machine may be shared.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+from reliability.slow_tests import listed_tests
+
+# JAX is imported in functions only, because `pytest_addoption` chooses its devices.
 compiled_programs.use()
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    # Compilation takes most of the time of the tests. Optimization level 0 halves it, and the older emitters, with one
-    # module per program, save another third. Later releases don't have them, and reject unknown flags.
-    flags = " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    release = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2]))
-    if release == (0, 10):
-        flags += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    if release >= (0, 10):
-        # Eight devices share few cores: on a busy machine one may join a collective operation after the default of 40
-        # seconds, at which XLA ends the process.
-        flags += " --xla_cpu_collective_call_terminate_timeout_seconds=300"
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + flags
-
-import jaxtyping  # noqa: E402
-import shape_checks  # noqa: E402
 
 # Modules whose annotations are checked, for array shapes. Modules that validate user input are left out, because their
 # error messages are tested.
@@ -52,14 +45,6 @@ NUMERICS += ["generate", "training.tasks._losses", "training._optimizers", "trai
 NUMERICS += [f"viz.{path.stem}" for path in pathlib.Path(__file__).parents[1].glob("transformer/viz/*.py")]
 shape_checks.install([f"transformer.{name}" for name in NUMERICS])
 
-import jax  # noqa: E402
-import program_budget  # noqa: E402
-import pytest  # noqa: E402
-from shared_folders import kept_in  # noqa: E402
-
-from reliability.slow_tests import listed_tests  # noqa: E402
-
-jax.config.update("jax_numpy_rank_promotion", "raise")
 BEGAN = time.monotonic()
 MOST_MEMORY = 3 * 2**30
 """bytes of a worker after which slow tests free what they compiled"""
@@ -67,7 +52,15 @@ DURATIONS: dict[str, float] = {}
 """seconds of each default test that has passed"""
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser, pluginmanager):
+    # pytest calls this before it imports any other file of the tests, which may import JAX.
+    gpu = jax_devices.asks_for_gpu(pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr)
+    jax_devices.prepare(gpu)
+    import jax
+
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    if gpu:
+        jax_devices.use_exact_products()
     parser.addoption(
         "--minutes", type=float, help="skip tests that would start later than this many minutes after the start"
     )
@@ -84,7 +77,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if not config.getoption("any_programs"):
+    if jax_devices.asks_for_gpu(config.getoption("markexpr")):
+        jax_devices.check_gpu()
+    elif not config.getoption("any_programs"):
+        import program_budget  # imports JAX
+
         config.pluginmanager.register(program_budget.ProgramBudget(config.getoption("fresh_programs")))
 
 
@@ -130,6 +127,8 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if listed & {item.nodeid, item.nodeid.partition("[")[0]}:
                 item.add_marker(pytest.mark.slow)
+    if jax_devices.asks_for_gpu(config.getoption("markexpr")):
+        jax_devices.mark_for_gpu(items)
     if config.getoption("shuffle") is not None:
         random.Random(config.getoption("shuffle")).shuffle(items)
 
@@ -148,6 +147,8 @@ def pytest_runtest_teardown(item):
     Default tests are left out: they compile few programs, and the next test would compile those of its file again.
     """
     if item.get_closest_marker("slow") and resident_bytes() > MOST_MEMORY:
+        import jax
+
         jax.clear_caches()
         gc.collect()
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # other C libraries have no such function

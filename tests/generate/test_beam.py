@@ -309,6 +309,7 @@ def test_many_sources_keep_their_order():
         beam_search_all(SpeechToText(speech), {}, [[1]], begin=[1], **options)
 
 
+@pytest.mark.cpu_only("needs eight devices")
 def test_multi_process_batches_are_searched_in_a_fixed_order(monkeypatch):
     """With several processes, and under a mesh, which is active in one thread only."""
     seen = []

@@ -101,6 +101,7 @@ def test_a_bfloat16_layer_equals_the_blockwise_layer(implementation):
     chex.assert_trees_all_close(found, run(module, params, X), rtol=0.1, atol=0.15)
 
 
+@pytest.mark.cpu_only("needs eight devices")
 @pytest.mark.parametrize(
     ("implementation", "sizes"),
     [
@@ -125,6 +126,7 @@ def test_a_layer_over_a_mesh_equals_one_device(implementation, sizes, rows):
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.cpu_only("needs eight devices")
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
@@ -142,6 +144,7 @@ def test_mesh_axes_shard_the_layer(sizes, expected):
     assert [{*axes} & present for axes in split] == [{*axes} & present for axes in expected]
 
 
+@pytest.mark.cpu_only("needs eight devices")
 @pytest.mark.parametrize("moe", [MoE(num_experts=4), MoE(num_experts=4, capacity_factor=0.6)])
 def test_a_layer_with_explicit_axes_equals_one_device(moe):
     module = RoutedFeedForward(moe, width=8, implementation="blockwise")
@@ -179,6 +182,7 @@ def test_auto_chooses_and_logs(caplog, platform, change, name):
     assert ("because ragged can't" in caplog.text) == (platform == "tpu" and name == "blockwise")
 
 
+@pytest.mark.cpu_only("needs eight devices")
 def test_auto_runs_the_loop_if_the_sharding_is_unknown(monkeypatch, caplog):
     monkeypatch.setattr(_grouped, "platform", lambda: "tpu")
     with caplog.at_level(logging.INFO, "transformer.nn.grouped"):
@@ -210,6 +214,7 @@ def test_an_unsupported_implementation_names_supported_ones(platform, kind, chan
         choose_experts("megablox", CALL._replace(**change))
 
 
+@pytest.mark.cpu_only("needs eight devices")
 def test_a_mesh_without_rules_gets_an_error():
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     module = RoutedFeedForward(MoE(num_experts=4), width=8, implementation="megablox")

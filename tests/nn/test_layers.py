@@ -34,6 +34,7 @@ def test_linear_contracts_and_creates_any_number_of_axes():
     )
 
 
+@pytest.mark.cpu_only("the CPU's program")
 def test_linear_is_one_matrix_multiplication_over_flattened_rows_on_cpu():
     jaxpr = jax.make_jaxpr(linear)(X, normal(1, 5, 2, 7))
     products = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "dot_general"]

@@ -233,6 +233,7 @@ class TestModels:
             logits, paged = apply(tokens[places][:, None], cache=paged)
             np.testing.assert_allclose(np.asarray(logits)[:, 0], whole[places], rtol=1e-3, atol=1e-4)
 
+    @pytest.mark.cpu_only("needs eight devices")
     @pytest.mark.parametrize(
         "sizes",
         [{"data": 2, "tensor": 3}, pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow)],

@@ -40,6 +40,7 @@ class Mixer(nn.Module):
 PARAMS = random_params(Mixer(), np.ones((1, 8), np.float32))["params"]
 
 
+@pytest.mark.cpu_only("needs eight devices")
 def test_sharding_follows_a_declaration():
     shardings = state_shardings(PARAMS, mesh(x=2), [("state", "x")])
     assert specs(shardings) == {"mix_in/kernel": PartitionSpec(None, "x", None), "mix_decay": PartitionSpec("x")}

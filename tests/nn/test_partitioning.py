@@ -15,6 +15,8 @@ from transformer.nn._partitioning import constrain, num_shards, platform
 from transformer.nn._sharding import make_mesh
 from transformer.nn.kernels import choose
 
+pytestmark = pytest.mark.cpu_only("needs eight devices")
+
 
 def test_without_a_mesh_constraints_have_no_effect():
     x = jnp.ones((4, 2))

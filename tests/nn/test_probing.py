@@ -23,6 +23,8 @@ from transformer.nn.kernels import _splash as splash
 from transformer.nn.kernels import choose
 from transformer.training.plan import parse_topology, topology_devices
 
+pytestmark = pytest.mark.cpu_only("simulates other devices")
+
 ERROR = "INTERNAL: Failed to deserialize the Mosaic module: Unsupported version: expected <= 7 but got 8"
 PLATFORMS = {"tpu": ("splash", "TPU v5 lite", "blockwise"), "gpu": ("cudnn", "NVIDIA H100 80GB HBM3", "blockwise")}
 

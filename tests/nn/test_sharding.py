@@ -26,6 +26,8 @@ from transformer.nn._partitioning import axis_rules
 from transformer.nn._sharding import PARAMETER_AXES, batch_sharding, parameter_spec, state_shardings, with_logical_axes
 from transformer.nn.models import CausalLM, Forecaster, Seq2Seq
 
+pytestmark = pytest.mark.cpu_only("needs eight devices")
+
 # Sizes divisible by 2 and 4, because Flax's tools shard an axis whatever its size.
 CONFIG = TransformerConfig(
     vocab_size=24,

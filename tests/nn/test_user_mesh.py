@@ -19,6 +19,8 @@ from transformer.nn._sharding import make_mesh
 from transformer.nn.kernels import choose
 from transformer.nn.layers._layers import Embedding
 
+pytestmark = pytest.mark.cpu_only("needs eight devices")
+
 ROWS, LENGTH, WIDTH, HEADS = 8, 6, 16, 4
 NAMES = [("data", "tensor"), ("dp", "tp"), ("data", "model")]
 OURS = transformer.MultiHeadAttention(num_heads=HEADS)

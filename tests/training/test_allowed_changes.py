@@ -28,6 +28,8 @@ from transformer.training.workdir._provenance import (
 )
 from transformer.training.workdir._runs import load_run
 
+pytestmark = pytest.mark.cpu_only("computes nothing on a device")
+
 
 def recipe_of(folder, **groups):
     """Return a recipe of twelve steps that is evaluated quickly; `groups` as in `change`."""

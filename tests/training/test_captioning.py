@@ -151,6 +151,7 @@ def test_eight_devices_compute_the_losses_of_one_device(dataset):
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
 
 
+@pytest.mark.cpu_only("needs eight devices")
 def test_a_mesh_must_divide_the_encoder_of_images(dataset):
     recipe = complete_recipe(captioning_recipe(parallel={"devices": 8, "tensor": 4}), data=dataset)
     images = dataclasses.replace(recipe.model.image_tokens, encoder=recipe.model.image_encoder.replace(num_heads=2))

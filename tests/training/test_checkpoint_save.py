@@ -14,6 +14,8 @@ import pytest
 
 from transformer.training.workdir._checkpoint import Checkpointer, CheckpointSaveError
 
+pytestmark = pytest.mark.cpu_only("starts processes that compute on the CPU")
+
 BIG = {"x": np.zeros(2_000_000, np.float32) + np.arange(2_000_000, dtype=np.float32)}
 
 

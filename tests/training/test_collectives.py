@@ -22,6 +22,8 @@ from transformer.nn._sharding import ParallelConfig
 from transformer.training._parallel import MeshPlacement
 from transformer.training.plan import Program, batch_shapes
 
+pytestmark = pytest.mark.cpu_only("needs eight devices")
+
 BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY, EXPERTS = 16, 40, 32, 4, 2, 232, 4
 MODEL = {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_heads": HEADS, "num_layers": LAYERS, "feed_forward.d_ff": 24}
 MODEL |= {

@@ -12,6 +12,8 @@ from transformer.training._start import Start
 from transformer.training._state import initial_params
 from transformer.training.workdir._runs import open_run
 
+pytestmark = pytest.mark.cpu_only("computes nothing on a device")
+
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):

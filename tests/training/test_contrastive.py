@@ -265,6 +265,7 @@ def test_images_of_a_different_size_are_an_error(tmp_path):
         train(recipe, tmp_path)
 
 
+@pytest.mark.cpu_only("needs eight devices")
 def test_the_mesh_must_also_divide_the_image_encoder(dataset):
     model = contrastive_recipe().model
     images = dataclasses.replace(model.images, encoder=model.image_encoder.replace(num_heads=2))

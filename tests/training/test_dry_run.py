@@ -9,6 +9,8 @@ from transformer.cli import _train as command
 from transformer.training._dry_run import dry_run
 from transformer.training._memory import OutOfMemoryError
 
+pytestmark = pytest.mark.cpu_only("computes nothing on a device")
+
 
 def test_a_dry_run_reports_recipe_parameters_memory_and_the_first_batch(tmp_path):
     said = []

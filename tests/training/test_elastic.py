@@ -11,6 +11,8 @@ from transformer.nn._sharding import DcnConfig, ParallelConfig
 from transformer.training._loop import train
 from transformer.training.metrics._writer import read_metrics
 
+pytestmark = pytest.mark.cpu_only("needs eight devices")
+
 HOST = pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA can't offload on a CPU")
 LAYOUTS = {
     "fsdp": ParallelConfig(fsdp=2, data=2, devices=4),

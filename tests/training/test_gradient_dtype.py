@@ -15,6 +15,8 @@ from transformer.config import ConfigError
 from transformer.nn._partitioning import lookup, lookup_tokens, sum_of_parts, table_gradients_in
 from transformer.training._parallel import place
 
+pytestmark = pytest.mark.cpu_only("needs eight devices")
+
 LAYOUTS = {
     "data x2, fsdp x2, tensor x2": {"data": 2, "fsdp": 2, "tensor": 2},
     "pmap x8": {"kind": "pmap", "data": 8},

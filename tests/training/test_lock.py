@@ -22,6 +22,8 @@ from transformer.training.tasks import _evaluation as evaluation
 from transformer.training.workdir import _lock as module
 from transformer.training.workdir._lock import WorkdirInUseError, WorkdirLock
 
+pytestmark = pytest.mark.cpu_only("starts processes that compute on the CPU")
+
 
 def run(script, *arguments, **options):
     """Start a process that imports only the lock module (fast), with pipes for stdin and stdout."""

@@ -1,17 +1,19 @@
 """Output and files of a run, signals at any time, and non-finite values."""
 
 import dataclasses
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from training_recipes import change, few_number_words, short_recipe, text_recipe, xla_flags
+from training_recipes import change, few_number_words, short_recipe, text_recipe, tiny_recipe, xla_flags
 
 import transformer
 from transformer.config import FeedForwardOptions, LearnedOptions, TransformerConfig
@@ -21,9 +23,10 @@ from transformer.training import _loop as loop
 from transformer.training._loop import train
 from transformer.training._parallel import MeshPlacement
 from transformer.training._step import NonFiniteError
+from transformer.training.metrics import _writer as metrics_writer
 from transformer.training.metrics._report import append_samples, cut_samples
 from transformer.training.metrics._summary import Score, Summary, read_summary, render, save_summary
-from transformer.training.metrics._writer import read_metrics
+from transformer.training.metrics._writer import Progress, read_metrics
 from transformer.training.tasks._evaluation import evaluate_loss
 from transformer.training.workdir._journal import Journal
 from transformer.training.workdir._runs import load_run
@@ -339,3 +342,43 @@ def test_a_run_stopped_by_a_signal_resumes_with_the_same_command(stopped, tmp_pa
     assert "step 2000: eval loss" in output
     steps = [line["step"] for line in read_metrics(workdir / "metrics.jsonl") if "train/loss" in line]
     assert steps == list(range(50, 2101, 50))
+
+
+def test_the_time_left_counts_no_compilation(monkeypatch):
+    """Neither of the first evaluation, nor of the step for another batch shape. Later evaluations recur, and count."""
+    now, evaluations, stream = [0.0], iter([60.0, 2.0]), io.StringIO()
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
+    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(metrics_writer, "time", clock)
+    progress = Progress(100, mode="lines", stream=stream)
+
+    def evaluate(_):
+        now[0] += next(evaluations)
+        return None, ""
+
+    run = SimpleNamespace(
+        step=0,
+        watch=SimpleNamespace(now=None),
+        placement=SimpleNamespace(eval_step=evaluate),
+        task=SimpleNamespace(evaluate=evaluate),
+        progress=progress,
+        evaluated=False,
+        _params=lambda: (None, None),
+        _evaluation=lambda *_: None,
+    )
+
+    def ten_steps(step):
+        now[0] += 10.0
+        progress.update(step)
+
+    ten_steps(10)
+    ten_steps(20)
+    loop._Training.evaluate(run)
+    ten_steps(30)
+    loop._Training.evaluate(run)
+    ten_steps(40)
+    now[0] += 30.0
+    Journal(tiny_recipe(), SimpleNamespace(), None, progress, []).compiled(30.0)
+    ten_steps(50)
+    left = [re.search(r"  (.*) left|$", line)[1] for line in stream.getvalue().splitlines()]
+    assert left == [None, "0:01:20", "0:01:10", "0:01:04", "0:00:52"]

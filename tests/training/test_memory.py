@@ -30,6 +30,8 @@ from transformer.training._parallel import MeshPlacement, place
 from transformer.training._state import abstract_state
 from transformer.training.plan import batch_shapes
 
+pytestmark = pytest.mark.cpu_only("simulates other devices")
+
 GIB = 2**30
 FULL = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes.\nMore lines.")
 RECIPE = Recipe(

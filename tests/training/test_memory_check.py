@@ -13,6 +13,8 @@ from transformer.training import train
 from transformer.training._memory import OutOfMemoryError, host_bytes
 from transformer.training._overrides import override
 
+pytestmark = pytest.mark.cpu_only("simulates other devices")
+
 
 def changed(folder, *flags):
     return override(text_recipe(folder), flags, program="test")

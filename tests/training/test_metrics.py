@@ -130,6 +130,7 @@ with MetricsWriter(sys.argv[1], tensorboard=True) as writer:
 """
 
 
+@pytest.mark.cpu_only("starts processes that compute on the CPU")
 def test_a_clock_set_back_by_a_year_does_not_block_logging(tmp_path):
     """tensorboardX's own writer waits by wall time in a thread: it fails, and the program never ends."""
     command = [sys.executable, "-c", CLOCK_BACK, str(tmp_path)]
@@ -250,6 +251,7 @@ with Progress(200, targets="images") as progress:
 """
 
 
+@pytest.mark.cpu_only("starts processes that compute on the CPU")
 def test_a_progress_bar_appears_only_on_a_terminal():
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", SHOW]

@@ -123,6 +123,7 @@ def test_a_checkpoint_does_not_depend_on_offload(saved, target, tmp_path):
     assert memory_kinds(restored.opt_state) != memory_kinds(state.opt_state)
 
 
+@pytest.mark.cpu_only("needs eight devices")
 def test_a_step_keeps_the_optimizer_state_in_host_memory():
     placement = place(recipe_for("none", HOST))
     state, _ = placement.train_step(placement.new_state(), {k: np.asarray(v) for k, v in tiny_batch(seed=9).items()})

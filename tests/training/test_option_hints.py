@@ -6,6 +6,8 @@ from tests.training_recipes import tiny_recipe
 from transformer.config import ConfigError
 from transformer.training._overrides import OTHER_NAMES, _options, override, suggestion
 
+pytestmark = pytest.mark.cpu_only("computes nothing on a device")
+
 
 @pytest.mark.parametrize(
     ("given", "expected"),

@@ -16,6 +16,8 @@ from transformer.training._parallel import MeshPlacement, PmapPlacement, place
 from transformer.training._recipe import from_json, to_json
 from transformer.training._state import parameter_paths
 
+pytestmark = pytest.mark.cpu_only("needs eight devices")
+
 MODEL = {"d_model": 16, "num_heads": 4, "num_layers": 2, "feed_forward.d_ff": 24, "position": RotaryOptions()}
 LAYOUTS = {
     "data x8": {},

@@ -26,6 +26,8 @@ from transformer.training.metrics._writer import read_metrics
 from transformer.training.workdir._checkpoint import load_params
 from transformer.training.workdir._runs import shared_facts
 
+pytestmark = pytest.mark.cpu_only("starts processes that compute on the CPU")
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 import dataclasses

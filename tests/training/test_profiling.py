@@ -12,6 +12,8 @@ from transformer.config import ConfigError
 from transformer.training._loop import train
 from transformer.training._profile import Profiler, Window, parse_window
 
+pytestmark = pytest.mark.cpu_only("computes nothing on a device")
+
 
 @pytest.fixture
 def calls(monkeypatch):

@@ -14,6 +14,8 @@ from transformer.training._serial import encode
 from transformer.training.workdir._provenance import WorkdirError, tokenizer_fingerprint
 from transformer.training.workdir._runs import load_run
 
+pytestmark = pytest.mark.cpu_only("computes nothing on a device")
+
 
 def drawn(folder, **options):
     """A run on numbers with two digits, with checkpoints of steps 3 (the best) and 5."""

@@ -36,6 +36,8 @@ from transformer.training._settings import schedule_warning
 from transformer.training.tasks._distillation import Distill
 from transformer.training.tasks._policy_gradient import GRPO
 
+pytestmark = pytest.mark.cpu_only("computes nothing on a device")
+
 IMAGE_ENCODER = TransformerConfig(
     d_model=12, num_layers=1, num_heads=3, feed_forward=FeedForwardOptions(d_ff=24), position=None
 )

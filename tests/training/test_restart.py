@@ -20,7 +20,10 @@ from transformer.training.workdir._checkpoint import Checkpointer
 from transformer.training.workdir._restart import check_not_lost, set_aside, writing_explained
 from transformer.training.workdir._runs import WorkdirError, load_run
 
-pytestmark = pytest.mark.usefixtures("one_step_per_recipe")
+pytestmark = [
+    pytest.mark.usefixtures("one_step_per_recipe"),
+    pytest.mark.cpu_only("starts processes that compute on the CPU"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ import pytest
 from transformer.training import _signals as module
 from transformer.training._signals import StopSignal
 
+pytestmark = pytest.mark.cpu_only("starts processes that compute on the CPU")
+
 
 def start(body):
     """Start a process that imports only this module and runs inside StopSignal; it prints "ready" first."""

@@ -13,6 +13,8 @@ from transformer.nn._sharding import AXES, DcnConfig, ParallelConfig, make_mesh
 from transformer.training._parallel import MeshPlacement
 from transformer.training._recipe import from_json, to_json
 
+pytestmark = pytest.mark.cpu_only("needs eight devices")
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:

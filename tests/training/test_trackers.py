@@ -19,6 +19,8 @@ from transformer.training.metrics import _trackers
 from transformer.training.metrics._trackers import TrackerError, Trackers, check_installed
 from transformer.training.metrics._writer import read_metrics
 
+pytestmark = pytest.mark.cpu_only("computes nothing on a device")
+
 
 class WandBRun:
     def __init__(self, log):

@@ -311,6 +311,8 @@ class _Training:
     """`time.perf_counter()` at the start of the run, minus the time of earlier calls"""
     compiled: set[tuple] = dataclasses.field(default_factory=set)
     """shapes of batches for which the step is compiled"""
+    evaluated: bool = False
+    """whether this process has evaluated, so that later evaluations compile nothing"""
 
     @property
     def task(self) -> Task:
@@ -381,7 +383,7 @@ class _Training:
 
     def evaluate(self) -> None:
         """Evaluate on held-out data and write samples. After a signal, nothing is recorded."""
-        step, self.watch.now = self.step, EVALUATION
+        asked, step, self.watch.now = time.perf_counter(), self.step, EVALUATION
         params, reference = self._params()
         eval_step = functools.partial(self.placement.eval_step, reference=reference)
         result, text = self.task.evaluate(self._evaluation(params, eval_step, step))
@@ -392,6 +394,9 @@ class _Training:
             if text:
                 report.append_samples(self.own_dir, step, text)
                 self.progress.print(text)
+        if not self.evaluated:
+            self.progress.exclude(time.perf_counter() - asked)  # most of it is compilation
+            self.evaluated = True
         self.watch.now = STEP
 
     def _evaluation(self, params: PyTree, eval_step: EvalStep, step: int) -> Evaluation:

@@ -318,6 +318,7 @@ def test_the_documented_table_has_a_cell_for_every_tested_feature():
     assert all(serves for (_, kernel), serves in documented_cells().items() if kernel == "reference")
 
 
+@pytest.mark.cpu_only("needs eight devices, or a TPU", cases=r"splash|ring|all_gather|ragged_paged")
 @pytest.mark.default_cases(13)
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kernel", sorted(ALL_KERNELS.keys() - {*PAGED_KERNELS, *DECODE_KERNELS, "reference"}))

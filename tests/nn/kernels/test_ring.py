@@ -22,6 +22,8 @@ from transformer.nn.kernels import AttentionSpec, choose, reference_attention, r
 from transformer.nn.kernels import _blockwise as blockwise
 from transformer.nn.models import CausalLM
 
+pytestmark = pytest.mark.cpu_only("needs eight devices")
+
 B, T, N, K, H, HV = 2, 48, 4, 2, 5, 7
 QUERY = normal(0, B, T, N, H)
 KEY = normal(1, B, T, K, H)

@@ -24,6 +24,8 @@ from transformer.nn.kernels._contract import AttentionShapes
 from transformer.training._parallel import MeshPlacement
 from transformer.training.plan import batch_shapes, make_plan, parse_topology, topology_devices
 
+pytestmark = pytest.mark.cpu_only("a kernel for TPUs")
+
 SMALL = splash.SplashBlocks(forward=(128, 128), backward_keys=(256, 128), backward_queries=(128, 256))
 
 

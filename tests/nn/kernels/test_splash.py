@@ -32,6 +32,8 @@ from transformer.nn.models import CausalLM
 from transformer.training._chips import DEVICE_KINDS
 from transformer.training.plan import make_plan, parse_topology, topology_devices
 
+pytestmark = pytest.mark.cpu_only("a kernel for TPUs")
+
 PLAIN = {"scale": 0.7}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 from transformer.config._replaced_files import replace_file
@@ -192,9 +192,7 @@ class Progress(contextlib.AbstractContextManager):
         self._began: tuple[float, int] | None = None  # time and step of the first update, which is after compilation
         if mode == "bar":
             columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}")]
-            self._bar = RichProgress(
-                *columns, TimeRemainingColumn(), console=Console(file=self._stream, force_terminal=True)
-            )
+            self._bar = RichProgress(*columns, console=Console(file=self._stream, force_terminal=True))
             self._task = self._bar.add_task("", total=total_steps, completed=start_step, figures="")
             self._bar.start()
 
@@ -206,16 +204,22 @@ class Progress(contextlib.AbstractContextManager):
         figures = [] if loss is None else [f"loss {float(loss):.4f}"]
         figures += [] if targets_per_s is None else [f"{float(targets_per_s):,.0f} {self._targets}/s"]
         figures += [] if mfu is None else [f"MFU {100 * mfu:.1f} %"]
+        figures += self._left()
         if self._mode == "bar":
             self._bar.update(self._task, completed=step, figures="  ".join(figures))
         elif self._mode == "lines":
-            self.print("  ".join([f"step {step}/{self._total}", *figures, *self._left()]))
+            self.print("  ".join([f"step {step}/{self._total}", *figures]))
 
     def advance(self, step: int) -> None:
         """Move the bar without new figures. Cheap; without a bar, it prints nothing."""
         self._step = step
         if self._mode == "bar":
             self._bar.update(self._task, completed=step)
+
+    def exclude(self, seconds: float) -> None:
+        """Exclude these last seconds, such as a compilation that does not recur, from the estimated remaining time."""
+        if self._began is not None:
+            self._began = self._began[0] + seconds, self._began[1]
 
     def print(self, text: str) -> None:
         """Print a text (samples, an evaluation) above the bar."""

@@ -155,6 +155,7 @@ class Journal:
     def compiled(self, seconds: float) -> None:
         """Record how many seconds the compilation of a step took. They do not count as training time."""
         self._compiling += seconds
+        self._progress.exclude(seconds)
         if self._clock is not None:
             self._clock += seconds  # a later start excludes this time from the elapsed time
 
