@@ -1,4 +1,4 @@
-"""Kernels for the few rows of a decoding step on a GPU, run in Pallas' interpreter and compared with float64."""
+"""Kernels for the few rows of a decoding step on a GPU, compared with float64; elsewhere in Pallas' interpreter."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ ROUNDING = 2**-8
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(few_rows, "INTERPRET", True)
+    monkeypatch.setattr(few_rows, "INTERPRET", jax.default_backend() != "gpu")
 
 
 def normal(seed, *shape):
@@ -123,6 +123,7 @@ def test_a_long_cache_is_split_among_programs():
     assert flash_decode._splits(programs=512, slots=8192) == 1
 
 
+@pytest.mark.cpu_only("a GPU has the kernel")
 def test_the_kernel_for_decoding_refuses_several_queries_and_other_devices():
     shapes = AttentionShapes(num_queries=2, num_keys=8, dtype=jnp.bfloat16)
     assert "NVIDIA" in flash_decode.flash_decode_limits(AttentionSpec(shapes=shapes))
@@ -151,6 +152,7 @@ def small_model(**options):
     return CausalLM(config)
 
 
+@pytest.mark.cpu_only("compares with a device without the kernels")
 @pytest.mark.programs(20, reason="two generations, with and without the kernels")
 def test_generation_with_the_kernels_gives_the_same_logits(monkeypatch):
     model = small_model()
@@ -182,6 +184,7 @@ def test_generated_tokens_do_not_depend_on_shared_places():
         assert alone[0] == together[row]
 
 
+@pytest.mark.cpu_only("replaces the platform")
 def test_no_kernel_for_float32_for_many_rows_or_for_a_compiler_that_rejects_it(monkeypatch):
     half = jnp.zeros((1, 8), jnp.bfloat16)
     assert not few_rows.apply_to(half, 1)  # this device is a CPU
