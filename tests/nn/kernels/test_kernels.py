@@ -218,8 +218,8 @@ def test_the_automatic_choice_is_logged_once_per_size(caplog):
 
 
 def test_auto_uses_the_fused_kernel_on_a_gpu_where_supported(monkeypatch):
-    for module in ("transformer.nn.kernels", "transformer.nn.kernels._cudnn", "transformer.nn.kernels._splash"):
-        monkeypatch.setattr(f"{module}.platform", lambda: "gpu")
+    for module in ("", "._cudnn", "._flash", "._splash"):
+        monkeypatch.setattr(f"transformer.nn.kernels{module}.platform", lambda: "gpu")
 
     def chosen(length, **facts):
         return choose("auto", attention_spec(length, **({"dtype": jnp.bfloat16} | facts)))
@@ -227,7 +227,8 @@ def test_auto_uses_the_fused_kernel_on_a_gpu_where_supported(monkeypatch):
     assert chosen(1024) == "cudnn"
     assert chosen(128) == "reference"
     assert chosen(1024, dtype=jnp.float32) == "reference"
-    assert chosen(4096, has_segments=True) == "blockwise"
+    assert chosen(4096, has_segments=True) == "flash"
+    assert chosen(4096, has_segments=True, dtype=jnp.float32) == "blockwise"
 
 
 def test_a_cpu_cannot_run_cudnn():
@@ -327,6 +328,8 @@ def test_each_kernel_matches_the_documented_table(kernel, asked, monkeypatch):
         monkeypatch.setattr("transformer.nn.kernels._cudnn.LIBRARY", "xla")
         if asked == "float16":
             pytest.skip("the XLA implementation of the call supports no float16 matrix multiplication on CPU")
+    if kernel == "flash" and jax.default_backend() != "gpu":
+        monkeypatch.setattr("transformer.nn._few_rows.INTERPRET", True)
     sizes = {"data": 2, "context": 4} if kernel in SPLIT_KERNELS else {"data": 1}
     devices = jax.devices()[: np.prod(list(sizes.values()))]
     axis_types = (AxisType.Auto,) * len(sizes)

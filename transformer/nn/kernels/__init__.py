@@ -14,11 +14,13 @@ from transformer.config._execution import Execution
 from transformer.nn._jax_compat import inside_pmap
 from transformer.nn._partitioning import has_mesh, platform
 from transformer.nn.kernels import _cudnn as cudnn
+from transformer.nn.kernels import _flash as flash
 from transformer.nn.kernels import _flash_decode as flash_decode
 from transformer.nn.kernels import _splash as splash
 from transformer.nn.kernels._blockwise import blockwise_attention
 from transformer.nn.kernels._contract import OPTIONS, AttentionShapes, AttentionSpec, BiasFunction, Kernel, Option
 from transformer.nn.kernels._cudnn import cudnn_attention, cudnn_compiler_refusal, cudnn_limits
+from transformer.nn.kernels._flash import flash_attention, flash_compiler_refusal, flash_limits
 from transformer.nn.kernels._flash_decode import (
     flash_decode_attention,
     flash_decode_compiler_refusal,
@@ -67,6 +69,7 @@ __all__ = [
     "blockwise_attention",
     "choose",
     "cudnn_attention",
+    "flash_attention",
     "flash_decode_attention",
     "page_blocks_attention",
     "portable",
@@ -107,6 +110,14 @@ TPU_KERNELS = _by_name(
 GPU_KERNELS = _by_name(
     Kernel(
         "cudnn", cudnn_attention, limits=cudnn_limits, reasons=cudnn.REASONS, compiler_refusal=cudnn_compiler_refusal
+    ),
+    Kernel(
+        "flash",
+        flash_attention,
+        limits=flash_limits,
+        reasons=flash.REASONS,
+        compiler_refusal=flash_compiler_refusal,
+        residuals=(flash.RESIDUALS,),
     ),
 )
 """kernels by name, for NVIDIA GPUs"""
@@ -150,7 +161,8 @@ GATHER_PAGES = "gather_pages"
 """name of the alternative for a paged KV cache: gather the pages of each row, then use any other kernel"""
 
 FUSED_FROM = 256 * 256
-"""auto: minimum number of scores per head for cudnn on a GPU (an estimate, not a measurement: docs/benchmarks.md)"""
+"""auto: minimum number of scores per head for cudnn and flash on a GPU (an estimate, not a measurement:
+docs/benchmarks.md)"""
 
 SPLASH_FROM = 512 * 512
 """auto: minimum number of scores per head for splash on a TPU (not measured on hardware; the compiler estimates for v5e
@@ -226,7 +238,7 @@ def _fastest(spec: AttentionSpec) -> str:
     scores = spec.shapes.num_queries * spec.shapes.num_keys // spec.shapes.length_shards  # per head and device
     # Fused kernels keep scores on the chip: they save writing and reading T S numbers per head, which pays from a
     # minimum size on. Both checks at the end can warn, so they come after the sizes.
-    for name, least in (("cudnn", FUSED_FROM), ("splash", SPLASH_FROM)):
+    for name, least in (("cudnn", FUSED_FROM), ("flash", FUSED_FROM), ("splash", SPLASH_FROM)):
         if scores >= least and spec.shapes.num_queries > 1 and _compiles(name, spec) and _has_its_devices(name):
             return name
     # One query per row and a cache: a decoding step.

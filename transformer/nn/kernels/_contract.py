@@ -166,24 +166,26 @@ OPTIONS: dict[str, Option] = {
     "dropout": _option("drop attention weights", _ANY, lambda spec: spec.dropout_rate > 0.0),
     "mask array": _option("apply a mask array", _ALSO_PAGES, lambda spec: spec.mask.facts["has_dense_mask"]),
     "segments": _option(
-        "keep packed segments apart", f"{_ALSO_PAGES} ring splash", lambda spec: spec.mask.facts["has_segments"]
+        "keep packed segments apart", f"{_ALSO_PAGES} ring splash flash", lambda spec: spec.mask.facts["has_segments"]
     ),
     "two-sided window": _option(
-        "apply a two-sided window", f"{_ALSO_PAGES} ring splash", lambda spec: spec.mask.facts["has_two_sided_window"]
+        "apply a two-sided window",
+        f"{_ALSO_PAGES} ring splash flash",
+        lambda spec: spec.mask.facts["has_two_sided_window"],
     ),
-    "chunks": _option("attend in chunks", f"{_ALSO_PAGES} splash", lambda spec: spec.mask.facts["has_chunks"]),
+    "chunks": _option("attend in chunks", f"{_ALSO_PAGES} splash flash", lambda spec: spec.mask.facts["has_chunks"]),
     "offset": _option(
         "start at an offset (a cache)",
-        f"{_ALSO_PAGES} ring ragged_paged flash_decode",
+        f"{_ALSO_PAGES} ring ragged_paged flash flash_decode",
         lambda spec: spec.mask.facts["has_offset"],
     ),
     "softcap": _option(
         "apply a softcap",
-        f"{_ALSO_PAGES} ring splash ragged_paged flash_decode",
+        f"{_ALSO_PAGES} ring splash ragged_paged flash flash_decode",
         lambda spec: spec.softcap is not None,
     ),
     "sinks": _option(
-        "use attention sinks", f"{_ALSO_PAGES} ring splash flash_decode", lambda spec: spec.sinks is not None
+        "use attention sinks", f"{_ALSO_PAGES} ring splash flash flash_decode", lambda spec: spec.sinks is not None
     ),
 }
 """Options of a call and the kernels that support them. All support causal masks, causal windows and lengths."""

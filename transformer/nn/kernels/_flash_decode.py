@@ -22,7 +22,7 @@ from transformer.nn._probing import compiler_error
 from transformer.nn.kernels._contract import NO_WEIGHT, AttentionSpec
 from transformer.nn.kernels._reference import reference_attention
 
-BLOCK = 64
+BLOCK = 128
 """number of keys that a program reads at a time"""
 
 SPLIT_KEYS = 256
