@@ -138,7 +138,7 @@ def test_softcap_and_sinks():
         ({"bias": zeros(1, 1, 1, 1, 1)}, "doesn't broadcast to"),
         ({"mask": zeros(T, S)}, "must be boolean"),
         ({"mask": Mask.lengths(jax.device_put(np.ones(3, np.int32)))}, r"key_lengths.*\(3,\)"),
-        ({"implementation": "flash"}, "attention kernel must be one of"),
+        ({"implementation": "fused"}, "attention kernel must be one of"),
         ({"implementation": "blockwise", "return_weights": True}, "can't return attention weights"),
     ],
 )
@@ -155,6 +155,7 @@ def products(function, *args):
     return [shapes for name, shapes in operations(function, *args) if name == "dot_general"]
 
 
+@pytest.mark.cpu_only("reads the flattened products of a CPU")
 def test_all_heads_of_a_projection_are_one_matrix_multiplication():
     attention = MultiHeadAttention(num_heads=N, num_kv_heads=K, head_dim=H, value_dim=HV)
     params = random_params(attention, X)

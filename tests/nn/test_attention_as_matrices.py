@@ -254,6 +254,7 @@ def test_s3_1_elements_are_vectors_and_the_three_sizes_are_free():
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 29])
+@pytest.mark.cpu_only("reads the flattened products of a CPU")
 def test_s3_2_one_matrix_multiplication_for_all_heads(num_heads):
     """One matrix multiplication each by W_Q, W_K (n_I, h n_K), W_V (n_I, h n_V) and W_0 (h n_V, n_I), for any h."""
     h, n_k, n_v = num_heads, 5, 3

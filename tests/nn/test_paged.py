@@ -308,6 +308,7 @@ class TestKernel:
             ({}, {"heads": (8, 128, 128)}, "divide 16 float32 heads of keys and values into blocks"),
         ],
     )
+    @pytest.mark.cpu_only("the kernel for TPUs also runs on a CPU, in tests")
     def test_rejects_unsupported_options(self, options, change, why):
         cache = pool(**{"lanes": 128, "heads": (2, 64, 64)} | change)
         with pytest.raises(ConfigError, match=rf"ragged_paged.*{why}"):
@@ -315,6 +316,7 @@ class TestKernel:
         with computing_on("tpu", "TPU v5 lite"):
             assert choose("auto", spec(cache, **options)) == GATHER_PAGES
 
+    @pytest.mark.cpu_only("the kernel for TPUs also runs on a CPU, in tests")
     def test_auto_chooses_by_device_and_logs(self, caplog):
         kernels._log_once.cache_clear()  # a choice is logged once per process
         cache = pool(lanes=128, heads=(2, 64, 64))

@@ -232,6 +232,7 @@ def test_scan_and_remat_change_nothing(kind):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.05, atol=2e-3), found, expected)
 
 
+@pytest.mark.cpu_only("reads the flattened products of a CPU")
 def test_remat_dots_stores_rounded_products_and_not_their_integers(monkeypatch):
     # As on other devices: products of bfloat16 that a CPU computes directly have float32.
     monkeypatch.setattr("transformer.nn.quantization._linear.multiplies_bfloat16", lambda: False)

@@ -109,6 +109,7 @@ def test_products_of_bfloat16_have_sums_in_float32(rows):
     assert [slope.dtype for slope in slopes] == [jnp.bfloat16] * 2
 
 
+@pytest.mark.cpu_only("only a CPU transposes kernels")
 def test_directly_multiplied_bfloat16_kernels_are_not_transposed(monkeypatch):
     model, params = build(dtype="bfloat16", **{"parameters.dtype": "bfloat16"})
     monkeypatch.setattr(generate_layers, "multiplies_bfloat16", lambda: True)
@@ -121,6 +122,7 @@ def test_directly_multiplied_bfloat16_kernels_are_not_transposed(monkeypatch):
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.usefixtures("converts_bfloat16")
+@pytest.mark.cpu_only("only a CPU transposes kernels")
 def test_greedy_text_is_unchanged_by_transposed_kernels(tie, bits, monkeypatch):
     """Decoding reads the small weights; each token has the best logit of a whole pass, up to rounding."""
     fields = {"dtype": "bfloat16", "parameters.dtype": "bfloat16"} if bits == 16 else {}
@@ -158,6 +160,7 @@ def test_float32_kernels_are_not_transposed():
 
 
 @pytest.mark.usefixtures("converts_bfloat16")
+@pytest.mark.cpu_only("only a CPU transposes kernels")
 def test_latent_attention_keeps_kernels_multiplied_in_a_different_order():
     latent = MLA(kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3)
     parts = kept(*build(**{"parameters.dtype": "bfloat16", "attention.mla": latent}, dtype="bfloat16"))

@@ -144,6 +144,7 @@ def test_a_training_step_does_not_depend_on_the_chunk_size(task, head):
     chex.assert_trees_all_close(found.opt_state, expected.opt_state, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.cpu_only("the sizes depend on the device")
 def test_many_logits_are_chunked_automatically(monkeypatch):
     recipe = whole_recipe()
     state, step = start(recipe)
@@ -173,6 +174,7 @@ def _counted(function, calls):
     return counting
 
 
+@pytest.mark.cpu_only("the sizes depend on the device")
 def test_chooses_the_number_of_tokens_per_chunk():
     hidden = jax.ShapeDtypeStruct((16, 128, 4), jnp.float32)
     assert tokens_at_once(hidden, 1024) is None

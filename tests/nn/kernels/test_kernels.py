@@ -197,6 +197,7 @@ def test_a_query_chunk_reads_only_keys_within_its_mask(num_keys, causal, size, m
             assert _query_chunked._key_range(mask, start, stop, num_keys) == expected, (start, stop)
 
 
+@pytest.mark.cpu_only("the choice depends on the device")
 def test_auto_chooses_by_length_and_features():
     def request(queries, keys, weights=False):
         return attention_spec(queries, keys, weights)
@@ -209,6 +210,7 @@ def test_auto_chooses_by_length_and_features():
     assert choose("blockwise", request(2, 2)) == "blockwise"
 
 
+@pytest.mark.cpu_only("the choice depends on the device")
 def test_the_automatic_choice_is_logged_once_per_size(caplog):
     caplog.set_level(logging.INFO, "transformer.nn.kernels")
     for length in (331, 331, 337):
@@ -231,6 +233,7 @@ def test_auto_uses_the_fused_kernel_on_a_gpu_where_supported(monkeypatch):
     assert chosen(4096, has_segments=True, dtype=jnp.float32) == "blockwise"
 
 
+@pytest.mark.cpu_only("the choice depends on the device")
 def test_a_cpu_cannot_run_cudnn():
     request = attention_spec(8, dtype=jnp.bfloat16)
     with pytest.raises(ConfigError, match=r"NVIDIA GPUs.*query_chunked"):

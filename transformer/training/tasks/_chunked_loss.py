@@ -25,12 +25,14 @@ from transformer.nn._partitioning import (
     sum_of_parts,
 )
 
-LOGITS_AT_ONCE = {"cpu": 2**21, "gpu": 2**27, "large gpu": 2**30, "tpu": 2**27}
+LOGITS_AT_ONCE = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}
 """Default number of logits in memory per device, by platform. On CPU, they fit into the cache. On GPU and TPU, a chunk
 has about a thousand tokens or more with common vocabulary sizes, so that its matrix multiplications use the hardware
-fully (docs/benchmarks.md). On a large GPU, the logits of a chunk take 2 GiB in bfloat16 and their gradient as much:
-GPT-2 124M with 16 x 1,024 tokens then needs one chunk instead of 7, each of which adds to a gradient (V, D) in float32.
-"""
+fully (docs/benchmarks.md)."""
+
+LARGE_GPU_LOGITS = 2**30
+"""Default number of logits in memory on one of `LARGE_GPUS`: 2 GiB in bfloat16, and as much for their gradient. GPT-2
+124M with 16 x 1,024 tokens then needs one chunk instead of 7, each of which adds to a gradient (V, D) in float32."""
 
 LARGE_GPUS = ("A100-SXM4-80GB", "A100 80GB", "H100", "H200", "H800", "H20", "B100", "B200", "B300")
 """parts of the names of GPUs with 80 GB of memory or more"""
@@ -61,7 +63,7 @@ def most_at_once(kind: str, vocab_size: int, size: int, vocab_ways: int = 1) -> 
     """Return the most tokens in a chunk of one device, for width D and a vocabulary over `vocab_ways` devices."""
     # A device holds V / vocab_ways logits per token.
     is_large = kind == "gpu" and any(name in device_kind() for name in LARGE_GPUS)
-    logits = LOGITS_AT_ONCE["large gpu" if is_large else kind]
+    logits = max(LOGITS_AT_ONCE[kind], LARGE_GPU_LOGITS if is_large else 0)
     return max(logits * vocab_ways // vocab_size, int(WIDTHS_AT_ONCE[kind] * size), 1)
 
 
