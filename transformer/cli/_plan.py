@@ -31,9 +31,9 @@ from transformer.config._invocation import program
 
 if TYPE_CHECKING:
     from transformer.training._recipe import Recipe
+    from transformer.training.plan._contract import Topology
     from transformer.training.plan._decode_plan import DecodePlan
     from transformer.training.plan._serve_plan import ServePlan
-    from transformer.training.plan._topologies import Topology
     from transformer.training.plan._train_plan import Plan
 
 Tried = TypeVar("Tried")

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from transformer.training.plan._contract import Topology
     from transformer.training.plan._decode_plan import DecodePlan
     from transformer.training.plan._measurement import Measured
     from transformer.training.plan._roofline import Estimate
     from transformer.training.plan._search import BatchTried, Tried
     from transformer.training.plan._serve_plan import ServePlan
-    from transformer.training.plan._topologies import Topology
     from transformer.training.plan._train_plan import Plan
 
 
@@ -203,7 +203,7 @@ def _kinds(memory: Mapping[str, int]) -> Iterator[str]:
 
 def _parts(one: Estimate) -> str:
     host = f", host {duration(one.host_seconds)}" if one.host_seconds else ""
-    across = f" + across slices {duration(one.dcn_seconds)}" if one.dcn_seconds else ""
+    across = f" + across slices {duration(one.network_seconds)}" if one.network_seconds else ""
     return (
         f"max(compute {duration(one.compute_seconds)}, memory {duration(one.memory_seconds)}{host}) + collectives "
         f"{duration(one.collective_seconds)}{across}"
@@ -217,7 +217,7 @@ def _collectives(collectives: Sequence | None, of: str, unavailable: str) -> Ite
         yield "collectives: none"
     else:
         across = {True: " across slices", False: ""}
-        each = (f"{one.count} {one.kind} of {size(one.result_bytes)}{across[one.across_slices]}" for one in collectives)
+        each = (f"{one.count} {one.kind} of {size(one.result_bytes)}{across[one.over_network]}" for one in collectives)
         yield f"collectives: {', '.join(each)} {of}"
 
 

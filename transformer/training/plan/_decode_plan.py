@@ -25,10 +25,11 @@ from transformer.training._flops import matrix_flops
 from transformer.training._memory import shard_bytes
 from transformer.training._recipe import Recipe, build_model
 from transformer.training._state import abstract_state
+from transformer.training.plan._compile import compile_program
+from transformer.training.plan._contract import Topology
 from transformer.training.plan._hlo import Cost, Program
 from transformer.training.plan._hlo_text import Collective
 from transformer.training.plan._roofline import Estimate, estimate
-from transformer.training.plan._topologies import Topology, compile_program
 from transformer.training.tasks._table import TASKS
 
 USUAL_ROWS = 8

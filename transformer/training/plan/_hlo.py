@@ -63,17 +63,17 @@ class Cost:
     @property
     def wire_bytes(self) -> int:
         """Bytes that the device sends to others of its slice."""
-        return sum(one.wire_bytes for one in self.collectives if not one.across_slices)
+        return sum(one.wire_bytes for one in self.collectives if not one.over_network)
 
     @property
-    def dcn_bytes(self) -> int:
+    def network_bytes(self) -> int:
         """Bytes that the device sends to other slices."""
-        return sum(one.wire_bytes for one in self.collectives if one.across_slices)
+        return sum(one.wire_bytes for one in self.collectives if one.over_network)
 
     @property
     def parts(self) -> dict[str, int]:
         """Arguments of `estimate`: all but the FLOPs, and the traffic with the host."""
-        names = ("hbm_bytes", "wire_bytes", "dcn_bytes", "int8_flops", "fp8_flops")
+        names = ("hbm_bytes", "wire_bytes", "network_bytes", "int8_flops", "fp8_flops")
         return {name: getattr(self, name) for name in names}
 
 

@@ -136,7 +136,7 @@ class Collective:
     """total bytes of their results"""
     wire_bytes: int
     """bytes that the device sends, with ring algorithms"""
-    across_slices: bool = False
+    over_network: bool = False
     """whether they communicate between slices over the data-center network (DCN)"""
 
 

@@ -21,7 +21,7 @@ class Estimate:
     """time for the communication between devices of a slice alone"""
     mfu: float
     """model FLOPs utilization: fraction of the peak FLOP/s of all devices"""
-    dcn_seconds: float = 0.0
+    network_seconds: float = 0.0
     """time for the communication between slices alone"""
     host_seconds: float = 0.0
     """time for copies from and to the memory of the host alone"""
@@ -35,7 +35,7 @@ def estimate(
     flops: int,
     hbm_bytes: int,
     wire_bytes: int,
-    dcn_bytes: int = 0,
+    network_bytes: int = 0,
     host_bytes: int = 0,
     int8_flops: int = 0,
     fp8_flops: int = 0,
@@ -54,7 +54,7 @@ def estimate(
         flops: F, FLOPs that one device computes.
         hbm_bytes: M, bytes that one device reads from and writes to the HBM.
         wire_bytes: C, bytes that one device sends to others of its slice.
-        dcn_bytes: D, bytes that one device sends to other slices.
+        network_bytes: D, bytes that one device sends to other slices.
         host_bytes: H, bytes that one device copies in the busier direction: from the host, or to it.
         int8_flops: the part of F with integers of 8 bits, which run at their own peak if it is published.
         fp8_flops: the part of F with floating-point numbers of 8 bits, likewise.
@@ -68,8 +68,8 @@ def estimate(
     for part, fast in ((int8_flops, chip.int8_flops), (fp8_flops, chip.fp8_flops)):
         compute += part / (peak if fast is None else fast / chip.devices)
     memory = hbm_bytes / (chip.hbm_bandwidth / chip.devices)  # M / W
-    collective = wire_bytes / (chip.ici_bandwidth / chip.devices)  # C / I
-    across = _transfer_seconds(chip, "dcn_bandwidth", dcn_bytes)  # D / N
+    collective = wire_bytes / (chip.link_bandwidth / chip.devices)  # C / I
+    across = _transfer_seconds(chip, "network_bandwidth", network_bytes)  # D / N
     host = _transfer_seconds(chip, "host_bandwidth", host_bytes)  # H / B
     # Computation, memory traffic and copies to the host overlap, so the slowest one determines the time.
     seconds = max(compute, memory, host) + collective + across

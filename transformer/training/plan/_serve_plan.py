@@ -26,12 +26,12 @@ from transformer.nn.quantization._int8 import GROUP_SIZE, quantized_shapes
 from transformer.training._flops import matrix_flops
 from transformer.training._recipe import Recipe, build_model
 from transformer.training._state import abstract_state, parameter_paths
-from transformer.training.plan._topologies import Topology
+from transformer.training.plan._contract import Topology
 
 USUAL_LENGTH = 2048
 """default number of tokens of a text, prompt and answer together"""
 USABLE = 0.9
-"""share of the HBM for weights and pages; the rest is for activations, logits and programs"""
+"""share of the usable memory for weights and pages; the rest is for activations, logits and programs"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def make_serve_plan(recipe: Recipe, length: int, topology: Topology, bits: Liter
     params = params if bits is None else quantized_shapes(params, bits, GROUP_SIZE)
     weights = _bytes(params, sizes, recipe)
     page = _page_bytes(decoding_model(model), sizes)
-    available = int(USABLE * topology.hbm * 2**30)
+    available = int(USABLE * topology.usable_bytes)
     pages = max(0, available - weights) // page
     each = -(-length // PAGE_SIZE)
     slots = pages // each
@@ -164,7 +164,7 @@ def _sizes(recipe: Recipe, topology: Topology, bits: int | None) -> dict[str, in
         raise ConfigError(
             f"a server shards a model over tensor and expert, whose sizes must multiply to the {devices} devices of "
             f"{topology}, got tensor {asked['tensor']} and expert {asked['expert']}. Pass --parallel.tensor "
-            f"{devices}, or a topology of one chip such as {topology.chip.name}:{'x'.join('1' * topology.chip.axes)}."
+            f"{devices}, or a topology of one chip such as {topology.smallest}."
         )
     sizes = mesh_sizes(asked, devices)
     check_model(recipe.model, sizes)

@@ -18,9 +18,10 @@ from transformer.training._memory import remedies, shard_bytes, times_smaller
 from transformer.training._parallel import PLACEMENTS
 from transformer.training._recipe import Recipe
 from transformer.training._state import merged_params
+from transformer.training.plan._compile import compile_program
+from transformer.training.plan._contract import Topology
 from transformer.training.plan._hlo import Cost, Program
 from transformer.training.plan._roofline import Estimate, estimate
-from transformer.training.plan._topologies import Topology, compile_program
 
 MORE = "another --topology with more chips, or chips with more memory"
 """remedy that always helps"""
