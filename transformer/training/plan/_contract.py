@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ class Topology(ABC):
     """which collectives use the data-center network"""
     checks_memory: ClassVar[bool] = False
     """whether the compiler rejects a program that needs too much memory"""
+    counts_launches: ClassVar[bool] = False
+    """whether the number of started kernels matters for the time of a program"""
     notes: ClassVar[tuple[str, ...]] = ()
     """what the estimates of a compiled program don't contain, as sentences"""
 
@@ -107,7 +110,5 @@ def remove_flags(pattern: str) -> None:
 
     A compiler reads the variable at its first program, and ends the process if it finds a flag of another compiler.
     """
-    import re
-
     flags = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if not re.match(pattern, flag))

@@ -16,6 +16,7 @@ from jax.experimental import topologies
 from transformer.config._checks import ConfigError
 from transformer.training._gpus import Gpu
 from transformer.training.plan._contract import CompilerError, Topology, probe, remove_flags
+from transformer.training.plan._hlo_gpu import GpuProgram
 
 PROBE = """
 import json, sys
@@ -82,6 +83,7 @@ class GpuTopology(Topology):
     """number of groups of so many hosts; the network between them is that between hosts"""
 
     network: ClassVar[str] = "between hosts"
+    counts_launches: ClassVar[bool] = True
     notes: ClassVar[tuple[str, ...]] = (
         "without a GPU the compiler can't measure which implementation of each matrix multiplication and attention "
         "kernel is fastest, so the compiled program on a GPU can have other kernels and temporaries",
@@ -106,7 +108,7 @@ class GpuTopology(Topology):
     @property
     def memory_note(self) -> str:
         share = f"{100 * _memory_fraction():.4g} % of {self.hbm:.4g} GiB"
-        return f"JAX uses {share}; the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION changes the fraction"
+        return f"{share}; set XLA_PYTHON_CLIENT_MEM_FRACTION for another fraction"
 
     def devices(self) -> list[Any]:
         versions = _compiler_versions()
@@ -117,6 +119,9 @@ class GpuTopology(Topology):
         }  # fmt: skip
         _check_compiler(name, json.dumps(options))
         return list(topologies.get_topology_desc(name, platform="cuda", **options).devices)
+
+    def program(self, text: str, devices: Sequence[Any]) -> GpuProgram:
+        return GpuProgram(text, [device.process_index for device in devices])
 
 
 def _memory_fraction() -> float:
@@ -258,9 +263,11 @@ def gpu_topology(text: str, gpu: Gpu, sizes: str, num_slices: int) -> GpuTopolog
     """Return the topology `text` of a GPU: the part behind its name, such as "2x8", and the number of slices.
 
     Raises:
-        ConfigError: the sizes are not two positive integers, or a host can't have so many GPUs.
+        ConfigError: the sizes are not two positive integers, a host can't have so many GPUs, or the fraction of the
+            memory in XLA_PYTHON_CLIENT_MEM_FRACTION is invalid.
     """
     name, most = gpu.name, gpu.most_per_host
+    _memory_fraction()  # here, because JAX reads it too, and prints a traceback for an invalid one
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", sizes):
         count = int(sizes) if re.fullmatch(r"[1-9]\d*", sizes) else 0
         fit = f"{-(-count // most)}x{most}" if count > most else f"1x{count or most}"

@@ -32,7 +32,8 @@ def parse_topology(text: str) -> Topology:
         return tpu_topology(text, CHIPS[name], sizes, number)
     if name in GPUS:
         return gpu_topology(text, GPUS[name], sizes, number)
-    examples = {name: f"{name}:{chip.example}" for name, chip in CHIPS.items()} | {name: f"{name}:1x1" for name in GPUS}
+    examples = {name: f"{name}:{chip.example}" for name, chip in CHIPS.items()}
+    examples |= {name: f"{name}:1x{gpu.most_per_host}" for name, gpu in GPUS.items()}
     near = nearest(name, examples)
     close = next((example for known, example in examples.items() if f"'{known}'" in near), None)
     hint = f" Did you mean {close!r}?" if close else ""
