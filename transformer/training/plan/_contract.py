@@ -28,6 +28,8 @@ class Topology(ABC):
 
     chip: Chip
 
+    platform: ClassVar[str] = "tpu"
+    """platform of the devices in JAX: "cpu", "gpu" or "tpu" """
     network: ClassVar[str] = "across slices"
     """which collectives use the data-center network"""
     checks_memory: ClassVar[bool] = False

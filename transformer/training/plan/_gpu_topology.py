@@ -82,6 +82,7 @@ class GpuTopology(Topology):
     num_slices: int = 1
     """number of groups of so many hosts; the network between them is that between hosts"""
 
+    platform: ClassVar[str] = "gpu"
     network: ClassVar[str] = "between hosts"
     counts_launches: ClassVar[bool] = True
     notes: ClassVar[tuple[str, ...]] = (

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ class PresentDevices(Topology):
 
     count: int
     """number of devices"""
+
+    platform: ClassVar[str] = "cpu"
 
     def __str__(self):
         return f"{self.chip.name}:{self.count}"

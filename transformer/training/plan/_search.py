@@ -170,7 +170,7 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
         wire_bytes=wire,
     )
     parts = recipe.training.accumulation  # only the activations of one micro-batch are in memory
-    needed = held + (layers * kept + inside) // parts + logit_bytes(recipe, own // parts, tensor, "tpu")
+    needed = held + (layers * kept + inside) // parts + logit_bytes(recipe, own // parts, tensor, topology.platform)
     named = [axis for axis, size in sizes.items() if size > 1 or axis == "data" or before.parallel.sizes[axis] != 1]
     kind = "" if before.parallel.kind == "mesh" else "--parallel.kind mesh "
     mesh = kind + " ".join(f"--parallel.{axis} {getattr(recipe.parallel, axis)}" for axis in named)

@@ -119,7 +119,7 @@ def make_serve_plan(recipe: Recipe, length: int, topology: Topology, bits: Liter
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, computed), shapes)
     params = params if bits is None else quantized_shapes(params, bits, GROUP_SIZE)
     weights = _bytes(params, sizes, recipe)
-    page = _page_bytes(decoding_model(model), sizes)
+    page = _page_bytes(decoding_model(model), sizes, topology.platform)
     available = int(USABLE * topology.usable_bytes)
     pages = max(0, available - weights) // page
     each = -(-length // PAGE_SIZE)
@@ -193,12 +193,12 @@ def _bytes(params: PyTree, sizes: Mapping[str, int], recipe: Recipe, texts: int 
     return total
 
 
-def _page_bytes(model: CausalLM, sizes: Mapping[str, int]) -> int:
-    """Return the bytes per device of one page in all layers, as a TPU stores it."""
+def _page_bytes(model: CausalLM, sizes: Mapping[str, int], platform: str) -> int:
+    """Return the bytes per device of one page in all layers, as a device of this platform stores it."""
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     with jax.sharding.use_abstract_mesh(mesh):  # heads are stored so that the mesh can split them
         one = {"rows": 1, "pages_per_row": 1, "num_pages": 1, "page_size": PAGE_SIZE}
-        cache = jax.eval_shape(lambda: paged_cache(model, **one, lanes=LANES["tpu"]))
+        cache = jax.eval_shape(lambda: paged_cache(model, **one, lanes=LANES.get(platform, 1)))
     pools = [leaf for leaf in jax.tree.leaves(cache) if leaf.ndim >= 4]
     split = [sizes["tensor"] if pool.shape[-2] % sizes["tensor"] == 0 else 1 for pool in pools]
     size = jnp.dtype(model.config.dtype).itemsize  # on a CPU, the cache of a 16-bit model has float32
