@@ -33,7 +33,7 @@ _KERNEL = 'custom_call_target="tpu_custom_call"'
 _PAGED_KERNEL = "ragged_paged_attention_kernel"  # in the op_name, the library's name of the kernel
 _CALLEES = re.compile(r"\b(?:calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.-]+)")
 _SILENT = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier")
-_CONTROL = ("while", "call", "async-start", "conditional", "partition-id", "replica-id")  # no kernels of their own
+_CONTROL = ("call", "async-start", "conditional", "partition-id", "replica-id")  # no kernels of their own
 _VIEWS = ("bitcast", "copy", "reshape")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand with the new values
