@@ -347,6 +347,7 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 
 
 TINY = ("--model.num-layers", "2", "--model.d-model", "128", "--data.batch-size", "8", "--model.dtype", "bfloat16")
+TINY += ("--execution.scan", "True")  # compiles faster
 
 
 @pytest.mark.slow

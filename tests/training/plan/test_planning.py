@@ -331,7 +331,7 @@ class TestCommand:
             ((), "the first argument must be a recipe, got nothing"),
             (("number_words",), "--topology is missing"),
             (("number_word", "--topology", "v5e:1x1"), "Did you mean 'number_words'?"),
-            (("number_words", "--topology"), "--topology takes a TPU type and its chips along each axis"),
+            (("number_words", "--topology"), "--topology takes a TPU and its chips along each axis"),
             (("number_words", "--topology", "v5e:4"), "Did you mean 'v5e:4x4'?"),
             (("number_words", "--topology", "v5e:1x1", "--model.num-layer", "3"), "--model.num-layers"),
         ],

@@ -75,6 +75,7 @@ class GpuTopology(Topology):
     """Hosts of GPUs of one kind. NVLink or PCIe connects the GPUs of a host, the network connects the hosts."""
 
     chip: Gpu
+    """the kind of GPU"""
     hosts: int
     """number of hosts, of one slice"""
     per_host: int

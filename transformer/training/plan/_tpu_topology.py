@@ -35,6 +35,7 @@ class TpuTopology(Topology):
     """One or more slices of TPU chips of one kind; `shape` is the number of chips of a slice along each axis."""
 
     chip: Tpu
+    """the version of TPU"""
     shape: tuple[int, ...]
     num_slices: int = 1
     """number of slices, which the data-center network connects"""
