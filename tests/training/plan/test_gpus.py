@@ -341,6 +341,28 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 """
         assert GpuProgram(text, [0]).cost(1).launches == 5 * 2 + 1
 
+    @pytest.mark.parametrize("start", ["", "-start"])
+    def test_a_fusion_that_slices_reads_only_the_slice(self, start):
+        """Of the stacked parameters (16, 64) of scanned layers, one layer; also if the fusion is asynchronous."""
+        types = "((f32[16,64], s32[]), f32[1,64], u32[])" if start else "f32[1,64]"
+        text = f"""\
+HloModule x
+
+%fused (p: f32[16,64], i: s32[]) -> f32[1,64] {{
+  %p = f32[16,64] parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %s = f32[1,64] dynamic-slice(%p, %i, %zero), dynamic_slice_sizes={{1,64}}
+}}
+
+ENTRY %main (a: f32[16,64], n: s32[]) -> f32[1,64] {{
+  %a = f32[16,64] parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %f = {types} fusion{start}(%a, %n), kind=kLoop, calls=%fused
+}}
+"""
+        assert GpuProgram(text, [0]).cost(1).hbm_bytes == pytest.approx(2 * 256, abs=4)  # 4 bytes: the index
+
     def test_memory_of_collectives_is_memory_of_the_gpu(self):
         cost = program("%x = f32[64]{0:S(1)} parameter(0)", "ROOT %y = f32[64]{0} negate(%x)").cost(1)
         assert cost.hbm_bytes == 2 * 256

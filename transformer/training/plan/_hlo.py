@@ -18,6 +18,7 @@ from transformer.training.plan._hlo_text import (
     Array,
     Collective,
     Operation,
+    async_results,
     called,
     collective_bytes,
     parsed,
@@ -325,7 +326,9 @@ class Program:
             return 0
         inside = self._inside[name]
         sources = [inside[operand] for operand in one.operands if operand in inside]
-        if kind == "fusion":
+        if kind in ("fusion", "fusion-start"):
+            if kind == "fusion-start":  # ((operands), results, context)
+                results = async_results(one.types)
             callee = called(one, "calls")
             read = sum(self._read(callee, index, source) for index, source in enumerate(sources))
             return read + self._written(callee, self._roots[callee], results)

@@ -80,6 +80,14 @@ def arrays(types: str) -> list[Array]:
     return found
 
 
+def async_results(types: str) -> list[Array]:
+    """Parse the results in the type of an asynchronous operation, "((operands), results)" or "((operands), results,
+    u32[])", where the last one is the context of the operation.
+    """
+    results = types[types.index(")") + 1 :]
+    return arrays(results.removesuffix("u32[])") if results.count("[") > 1 else results)
+
+
 def parsed(hlo: str) -> tuple[dict[str, dict[str, Operation]], dict[str, str], str]:
     """Return computations (name -> operations by name), the root of each, and the name of the first; ValueError: no
     ENTRY.
@@ -148,7 +156,7 @@ def collective_bytes(one: Operation, kind: str, num_devices: int, result: Operat
     sizes = [array.size for array in (result or one).arrays]
     result_bytes = sum(sizes)
     if one.kind.endswith("-start") and one.types.startswith("(("):  # ((operands), results)
-        result_bytes = sum(array.size for array in arrays(one.types[one.types.index(")") :]))
+        result_bytes = sum(array.size for array in async_results(one.types))
     elif one.kind == "all-gather-start":  # (operand, result)
         result_bytes = result_bytes * n // (n + 1)
     if one.kind == "collective-permute-start":  # (operand, result, two integers)
